@@ -1,0 +1,104 @@
+"""One-dimensional arrays that travel packed: an extension type per dtype, numpy views at both ends."""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar, Self
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+
+class PackedArray(np.ndarray[Any, Any]):
+    """A 1-D little-endian array of one dtype. A decoded one is read-only and keeps its whole message alive."""
+
+    wire_dtype: ClassVar[np.dtype[Any]]
+    extension_code: ClassVar[int]
+
+    def __new__(cls, values: Iterable[float] | NDArray[Any] = ()) -> Self:
+        """Pack values once, where they enter the system.
+
+        Raises:
+            ValueError: the values are not one-dimensional, or an integer dtype cannot hold them.
+        """
+        array = np.asarray(values if isinstance(values, np.ndarray) else list(values))
+        packed = array.astype(cls.wire_dtype, copy=False)
+        if packed.ndim != 1:
+            raise ValueError(f"{cls.__name__} takes one dimension, got shape {packed.shape}")
+        if cls.wire_dtype.kind in "iu" and not np.array_equal(packed, array):
+            raise ValueError(f"{cls.__name__} cannot hold {array.dtype} values outside its range")
+        return packed.view(cls)
+
+    def __array_wrap__(self, array: NDArray[Any], context: Any = None, return_scalar: bool = False) -> Any:
+        """Arithmetic leaves the packed type: its result may have another dtype or shape."""
+        plain = np.asarray(array)
+        return plain[()] if return_scalar else plain
+
+
+class Int32Array(PackedArray):
+    """Token ids and positions."""
+
+    wire_dtype = np.dtype("<i4")
+    extension_code = 1
+
+
+class Float32Array(PackedArray):
+    """Log-probs and other per-token numbers."""
+
+    wire_dtype = np.dtype("<f4")
+    extension_code = 2
+
+
+class UInt8Array(PackedArray):
+    """Masks."""
+
+    wire_dtype = np.dtype("u1")
+    extension_code = 3
+
+
+ARRAY_TYPES: tuple[type[PackedArray], ...] = (Int32Array, Float32Array, UInt8Array)
+_by_code: dict[int, type[PackedArray]] = {array_type.extension_code: array_type for array_type in ARRAY_TYPES}
+
+
+def to_extension(value: Any) -> msgspec.msgpack.Ext:
+    """Encoding hook of msgpack."""
+    if isinstance(value, PackedArray) and value.dtype == value.wire_dtype and value.ndim == 1:
+        return msgspec.msgpack.Ext(value.extension_code, np.ascontiguousarray(value).data.cast("B"))
+    raise NotImplementedError(f"cannot send {type(value).__name__}")
+
+
+def from_extension(code: int, data: memoryview) -> PackedArray:
+    """Extension hook of msgpack: a view on the message, not a copy."""
+    array_type = _by_code.get(code)
+    if array_type is None:
+        raise msgspec.ValidationError(f"unknown extension code {code}")
+    if len(data) % array_type.wire_dtype.itemsize:
+        raise msgspec.ValidationError(f"{len(data)} bytes do not hold whole {array_type.wire_dtype.name} values")
+    return np.frombuffer(data, dtype=array_type.wire_dtype).view(array_type)
+
+
+def to_list(value: Any) -> list[float]:
+    """Encoding hook of JSON, for people and other languages."""
+    if isinstance(value, PackedArray):
+        return value.tolist()
+    raise NotImplementedError(f"cannot send {type(value).__name__}")
+
+
+def from_list(expected: type[Any], value: Any) -> Any:
+    """Decoding hook: a list of numbers becomes a packed array. msgpack asks it for unpacked arrays too."""
+    if isinstance(value, expected):
+        return value
+    if issubclass(expected, PackedArray) and isinstance(value, list):
+        try:
+            return expected(value)  # pyright: ignore[reportUnknownArgumentType] - checked by the constructor
+        except (TypeError, ValueError) as error:
+            raise msgspec.ValidationError(str(error)) from None
+    raise msgspec.ValidationError(f"expected {expected.__name__}, got {type(value).__name__}")
+
+
+def array_schema(expected: type[Any]) -> dict[str, Any]:
+    """JSON Schema of an array type."""
+    if not issubclass(expected, PackedArray):
+        raise NotImplementedError(expected)
+    kind = "number" if expected.wire_dtype.kind == "f" else "integer"
+    packed = f"packed as msgpack extension {expected.extension_code} ({expected.wire_dtype.name}, little-endian)"
+    return {"type": "array", "items": {"type": kind}, "description": packed}

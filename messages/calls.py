@@ -1,0 +1,77 @@
+"""The call plane: questions to one actor, and small answers."""
+
+from typing import Any
+
+import msgspec
+
+from messages.base import Message, Plane, register
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """A grader's answer for one sample: a reward, or why there is none."""
+
+    index: int
+    part: int = 0
+    reward: float | None = None
+    details: dict[str, Any] | None = None  # the whole answer when it was a dict
+    error: str | None = None  # "timeout", "nan", the exception's text, ...
+
+
+@register
+class ScoresGiven(Message, kw_only=True, tag="scores_given"):
+    """Answers a ScoreRequested, one score per item and in its order."""
+
+    plane = Plane.CALL
+    topic = "scores_given"
+    request_id: str
+    scores: tuple[Score, ...]
+
+
+@register
+class DescribeRequested(Message, kw_only=True, tag="describe_requested"):
+    """Asks an actor instance what it is; answered by ActorDescribed."""
+
+    plane = Plane.CALL
+    topic = "describe"
+
+
+@register
+class ActorDescribed(Message, kw_only=True, tag="actor_described"):
+    """What an actor instance is."""
+
+    plane = Plane.CALL
+    topic = "actor_described"
+    instance: str
+    role: str
+    reads: tuple[str, ...]  # message tags
+    writes: tuple[str, ...]
+    pid: int
+    node: str
+
+
+@register
+class StatsRequested(Message, kw_only=True, tag="stats_requested"):
+    """Asks an actor instance for its numbers; answered by StatsGiven."""
+
+    plane = Plane.CALL
+    topic = "stats"
+
+
+@register
+class StatsGiven(Message, kw_only=True, tag="stats_given"):
+    """Numbers of an actor instance since its start."""
+
+    plane = Plane.CALL
+    topic = "stats_given"
+    instance: str
+    uptime_s: float
+    stats: dict[str, float]
+
+
+@register
+class CallFailed(Message, kw_only=True, tag="call_failed"):
+    """Answers a call that could not be decoded or whose handler raised."""
+
+    plane = Plane.CALL
+    topic = "call_failed"
+    reason: str

@@ -1,0 +1,85 @@
+"""Bytes to messages and back. The type header chooses the decoder, the content type its encoding."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from messages.arrays import from_extension, from_list, to_extension, to_list
+from messages.base import Message, Plane, message_types, tag_of
+
+JSON = "application/json"
+MSGPACK = "application/msgpack"
+CONTENT_TYPE_HEADER = "Content-Type"
+TYPE_HEADER = "Physarum-Type"
+
+_json_encoder = msgspec.json.Encoder(enc_hook=to_list)
+_msgpack_encoder = msgspec.msgpack.Encoder(enc_hook=to_extension)
+_decoders: dict[tuple[str, str], Any] = {}
+
+
+class DecodeError(ValueError):
+    """A message that cannot be used; its text is the reason."""
+
+
+class Encoded(NamedTuple):
+    """A message on the wire."""
+
+    payload: bytes
+    headers: dict[str, str]
+
+
+def content_type_of(message_type: type[Message]) -> str:
+    """The encoding of a type unless the sender asks for another: events and dead letters are for people too."""
+    return JSON if message_type.plane in (Plane.EVENT, Plane.DEAD) else MSGPACK
+
+
+def encode(message: Message, *, content_type: str | None = None) -> Encoded:
+    """Encode a message with its headers.
+
+    Raises:
+        ValueError: the content type is neither JSON nor msgpack.
+    """
+    content_type = content_type or content_type_of(type(message))
+    headers = {CONTENT_TYPE_HEADER: content_type, TYPE_HEADER: tag_of(type(message))}
+    return Encoded(_encoder(content_type).encode(message), headers)
+
+
+def decode(payload: bytes, headers: Mapping[str, str] | None) -> Message:
+    """Decode a message of any registered type.
+
+    Raises:
+        DecodeError: no or unknown type or content type, or bytes that do not fit the type.
+    """
+    headers = headers or {}
+    tag, content_type = headers.get(TYPE_HEADER), headers.get(CONTENT_TYPE_HEADER, JSON)
+    if tag is None:
+        raise DecodeError(f"no {TYPE_HEADER} header")
+    decoder = _decoders.get((tag, content_type)) or _make_decoder(tag, content_type)
+    try:
+        return decoder.decode(payload)
+    except (msgspec.DecodeError, ValueError) as error:  # ValueError: a struct's own check
+        raise DecodeError(f"{tag}: {error}") from error
+
+
+def _encoder(content_type: str) -> msgspec.json.Encoder | msgspec.msgpack.Encoder:
+    if content_type == JSON:
+        return _json_encoder
+    if content_type == MSGPACK:
+        return _msgpack_encoder
+    raise ValueError(f"content type {content_type!r}: allowed are {JSON} and {MSGPACK}")
+
+
+def _make_decoder(tag: str, content_type: str) -> Any:
+    message_type = message_types().get(tag)
+    if message_type is None:
+        raise DecodeError(f"unknown message type {tag!r}")
+    if content_type == JSON:
+        decoder: Any = msgspec.json.Decoder(message_type, dec_hook=from_list)
+    elif content_type == MSGPACK:
+        # dec_hook serves senders in other languages that send plain lists in msgpack
+        decoder = msgspec.msgpack.Decoder(message_type, ext_hook=from_extension, dec_hook=from_list)
+    else:
+        raise DecodeError(f"unknown content type {content_type!r}")
+    _decoders[(tag, content_type)] = decoder
+    return decoder

@@ -1,0 +1,36 @@
+"""The data plane: sample payloads, read by sequence number."""
+
+from messages.arrays import Float32Array
+from messages.base import Message, Plane, register
+from messages.samples import SampleKey, Segment
+
+
+@register
+class SegmentsPublished(Message, kw_only=True, tag="segments_published", eq=False):
+    """Segments of one group that ended together. Written by rollout, read by trainer readers."""
+
+    plane = Plane.DATA
+    topic = "segments"
+    keyed = True
+    group_id: int
+    attempt: int
+    lease: str  # delivery of the task that produced them
+    segments: tuple[Segment, ...]
+
+    def key(self) -> str:
+        return f"{self.group_id}.{self.attempt}"
+
+
+@register
+class ColumnPublished(Message, kw_only=True, tag="column_published", eq=False):
+    """A named column of one sample, added by a declared stage: ref_log_probs, values, teacher_log_probs."""
+
+    plane = Plane.DATA
+    topic = "column"
+    keyed = True
+    sample: SampleKey
+    column: str
+    values: Float32Array  # [T] over the sample's response tokens, all segments
+
+    def key(self) -> str:
+        return f"{self.sample.group_id}.{self.sample.attempt}"

@@ -1,0 +1,213 @@
+"""The event plane: facts, light and public. What the buffer alone writes is in messages.ledger."""
+
+from enum import StrEnum
+
+from messages.base import Message, Plane, register
+from messages.samples import SampleSummary
+
+
+@register
+class GroupCompleted(Message, kw_only=True, tag="group_completed"):
+    """All samples of an attempt ended and are scored; their segments are stored. Written by rollout."""
+
+    plane = Plane.EVENT
+    topic = "group.completed"
+    group_id: int
+    attempt: int
+    lease: str
+    round: int
+    instance: str
+    data: str  # name of the data source
+    samples: tuple[SampleSummary, ...]
+    rollout_time_s: float = 0.0  # from the pull of the task to the last token
+    reward_time_s: float = 0.0  # from the last token to the last score
+
+
+@register
+class GroupAborted(Message, kw_only=True, tag="group_aborted"):
+    """An attempt ended by a halt with what it had: finished members, tokens to continue from. Written by rollout."""
+
+    plane = Plane.EVENT
+    topic = "group.aborted"
+    group_id: int
+    attempt: int
+    lease: str
+    round: int
+    instance: str
+    samples: tuple[SampleSummary, ...] = ()
+
+
+@register
+class GroupFailed(Message, kw_only=True, tag="group_failed"):
+    """An attempt that cannot succeed: poison, or a sample whose scores all failed. Written by rollout."""
+
+    plane = Plane.EVENT
+    topic = "group.failed"
+    group_id: int
+    attempt: int
+    lease: str
+    round: int
+    instance: str
+    reason: str
+
+
+class Outcome(StrEnum):
+    """What a filter decides."""
+
+    KEEP = "keep"
+    DROP = "drop"
+    FAILED = "failed"  # the filter raised
+
+
+@register
+class VerdictGiven(Message, kw_only=True, tag="verdict_given"):
+    """A filter's verdict on a completed group; the first one in log order counts. Written by filter."""
+
+    plane = Plane.EVENT
+    topic = "verdict.given"
+    group_id: int
+    attempt: int
+    event_seq: int  # log sequence of the GroupCompleted it judges
+    outcome: Outcome
+    reason: str | None = None
+
+
+@register
+class EvalCompleted(Message, kw_only=True, tag="eval_completed"):
+    """An evaluation item ended. Written by rollout; never enters the training ledger."""
+
+    plane = Plane.EVENT
+    topic = "eval.completed"
+    step: int
+    set: str
+    item: int
+    version: int
+    instance: str
+    samples: tuple[SampleSummary, ...]
+
+
+@register
+class WeightsApplied(Message, kw_only=True, tag="weights_applied"):
+    """A rollout actor's engines confirmed a weight version by checksum. Written by rollout."""
+
+    plane = Plane.EVENT
+    topic = "weights.applied"
+    version: int
+    instance: str
+    num_engines: int
+    took_s: float
+
+
+@register
+class TrainerStarted(Message, kw_only=True, tag="trainer_started"):
+    """A trainer loaded its checkpoint: every batch up to `step` is settled. Written by trainer."""
+
+    plane = Plane.EVENT
+    topic = "trainer.started"
+    incarnation: int  # raised at each start
+    step: int  # train steps that the loaded state contains; the next batch is this step
+
+
+@register
+class BatchTrained(Message, kw_only=True, tag="batch_trained"):
+    """One train step is done. Idempotent by step; a replayed step says so. Written by trainer."""
+
+    plane = Plane.EVENT
+    topic = "batch.trained"
+    step: int  # number of the batch, from 0
+    incarnation: int
+    replay: bool = False
+    num_groups: int
+    num_samples: int
+    num_tokens: int  # prompt and response tokens of the batch
+    metrics: dict[str, float]  # names of docs/metrics: train/loss, train/grad_norm, perf/train_time, ...
+
+
+@register
+class CheckpointSaved(Message, kw_only=True, tag="checkpoint_saved"):
+    """A checkpoint is complete on disk; `oldest_step` is the oldest one that can still be loaded. Written by trainer."""
+
+    plane = Plane.EVENT
+    topic = "checkpoint.saved"
+    step: int  # train steps that it contains
+    incarnation: int
+    path: str
+    oldest_step: int
+    took_s: float
+
+
+@register
+class WeightsAnnounced(Message, kw_only=True, tag="weights_announced"):
+    """A set of weights is ready to be taken by engines. Versions count publishes and are never reused. By trainer."""
+
+    plane = Plane.EVENT
+    topic = "weights.announced"
+    version: int
+    step: int  # train steps that the weights contain
+    incarnation: int
+    path: str  # directory with model.safetensors, for the disk transport
+    checksum: str  # of the tensors, as the engine's weights checker computes it
+    size_bytes: int
+    kind: str = "full"  # later also delta, lora
+    took_s: float = 0.0
+
+
+@register
+class PromptsLoaded(Message, kw_only=True, tag="prompts_loaded"):
+    """A data source was read. Written by buffer."""
+
+    plane = Plane.EVENT
+    topic = "prompts.loaded"
+    data: str
+    num_prompts: int
+    num_too_long: int  # left out, over the prompt limit
+    took_s: float
+
+
+@register
+class ActorStarted(Message, kw_only=True, tag="actor_started"):
+    """A process of the run was started. Written by the node agent."""
+
+    plane = Plane.EVENT
+    topic = "actor.started"
+    actor: str
+    node: str
+    pid: int
+    restarts: int = 0
+
+
+@register
+class ActorExited(Message, kw_only=True, tag="actor_exited"):
+    """A process of the run ended. Written by the node agent."""
+
+    plane = Plane.EVENT
+    topic = "actor.exited"
+    actor: str
+    node: str
+    pid: int
+    exit_code: int  # negative: killed by that signal
+    reason: str
+    restart_in_s: float | None = None  # None: not started again
+
+
+@register
+class MessageDeadLettered(Message, kw_only=True, tag="message_dead_lettered"):
+    """A message could not be used and was set aside. Written by whoever met it."""
+
+    plane = Plane.EVENT
+    topic = "message.dead_lettered"
+    subject: str
+    reason: str
+    dead_seq: int  # in the dead-letter stream
+
+
+@register
+class DeadLetter(Message, kw_only=True, tag="dead_letter"):
+    """A message set aside, as it came."""
+
+    plane = Plane.DEAD
+    topic = "letter"
+    subject: str
+    reason: str
+    headers: dict[str, str]
+    payload: bytes  # base64 in JSON

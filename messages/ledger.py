@@ -1,0 +1,129 @@
+"""Events that the buffer alone writes: its decisions. Together with messages.events they are the ledger's log."""
+
+import msgspec
+
+from messages.base import Message, Plane, register
+
+
+@register
+class BufferStarted(Message, kw_only=True, tag="buffer_started"):
+    """A buffer took over the ledger. A buffer that meets a higher incarnation than its own is fenced."""
+
+    plane = Plane.EVENT
+    topic = "ledger.buffer_started"
+    incarnation: int
+
+
+class IssuedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """One issue of a prompt group."""
+
+    group_id: int
+    attempt: int
+    prompt: int  # number of the prompt in the order of the data source, counted over epochs
+
+
+@register
+class GroupsIssued(Message, kw_only=True, tag="groups_issued"):
+    """Groups are to be generated; their tasks follow."""
+
+    plane = Plane.EVENT
+    topic = "ledger.groups_issued"
+    incarnation: int
+    round: int
+    min_version: int
+    groups: tuple[IssuedGroup, ...]
+
+
+@register
+class RoundHalted(Message, kw_only=True, tag="round_halted"):
+    """The target of a round is reached: what still runs for it is to be aborted."""
+
+    plane = Plane.EVENT
+    topic = "ledger.round_halted"
+    incarnation: int
+    round: int
+
+
+class GroupRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A group in a batch, and the log sequence of the GroupCompleted that brought it there."""
+
+    group_id: int
+    attempt: int
+    event_seq: int
+
+
+@register
+class BatchReady(Message, kw_only=True, tag="batch_ready"):
+    """The groups of one train step, in order of issue."""
+
+    plane = Plane.EVENT
+    topic = "ledger.batch_ready"
+    incarnation: int
+    step: int  # number of the batch, from 0
+    groups: tuple[GroupRef, ...]
+
+
+@register
+class GroupsClosed(Message, kw_only=True, tag="groups_closed"):
+    """The buffer gives groups up: no further attempt."""
+
+    plane = Plane.EVENT
+    topic = "ledger.groups_closed"
+    incarnation: int
+    group_ids: tuple[int, ...]
+    outcome: str  # dropped | failed
+    reason: str
+
+
+class EvalSetSize(msgspec.Struct, frozen=True, kw_only=True):
+    """How many items an evaluation covers."""
+
+    set: str
+    num_items: int
+
+
+@register
+class EvalIssued(Message, kw_only=True, tag="eval_issued"):
+    """An evaluation is to be run on one weight version; its tasks follow."""
+
+    plane = Plane.EVENT
+    topic = "ledger.eval_issued"
+    incarnation: int
+    step: int
+    version: int
+    sets: tuple[EvalSetSize, ...]
+
+
+@register
+class EvalEnded(Message, kw_only=True, tag="eval_ended"):
+    """An evaluation is complete."""
+
+    plane = Plane.EVENT
+    topic = "ledger.eval_ended"
+    incarnation: int
+    step: int
+    version: int
+    metrics: dict[str, float]  # eval/<set>, eval/<set>-truncated_ratio, eval/<set>-pass@k
+
+
+@register
+class SnapshotTaken(Message, kw_only=True, tag="snapshot_taken"):
+    """The ledger's state after folding the log up to and including `covers`."""
+
+    plane = Plane.EVENT
+    topic = "ledger.snapshot_taken"
+    incarnation: int
+    covers: int  # log sequence
+    fold_version: int
+    state: msgspec.Raw
+
+
+@register
+class RunFinished(Message, kw_only=True, tag="run_finished"):
+    """The run has trained its last step and evaluated it."""
+
+    plane = Plane.EVENT
+    topic = "ledger.run_finished"
+    incarnation: int
+    steps: int
+    reason: str

@@ -1,0 +1,57 @@
+"""All names on the bus: subjects, streams, buckets. They are spelled here and nowhere else."""
+
+import re
+
+from messages.base import Message, Plane
+
+ROOT = "phy"
+STORED_PLANES = (Plane.EVENT, Plane.WORK, Plane.DATA, Plane.DEAD)
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+
+
+def check_run_name(run: str) -> str:
+    """Return the name if it can be part of subjects, streams and paths.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not RUN_NAME.fullmatch(run):
+        raise ValueError(f"run name {run!r}: allowed are 1 to 64 letters, digits, '-' and '_', not '-' or '_' first")
+    return run
+
+
+def plane_filter(run: str, plane: Plane) -> str:
+    """Every subject of one plane of a run."""
+    return f"{ROOT}.{run}.{plane}.>"
+
+
+def filter_of(run: str, message_type: type[Message]) -> str:
+    """Every subject of one message type of a run."""
+    subject = f"{ROOT}.{run}.{message_type.plane}.{message_type.topic}"
+    return f"{subject}.>" if message_type.keyed else subject
+
+
+def subject_of(run: str, message: Message) -> str:
+    """The subject of one message."""
+    subject = f"{ROOT}.{run}.{message.plane}.{message.topic}"
+    return f"{subject}.{message.key()}" if message.keyed else subject
+
+
+def ledger_filter(run: str) -> str:
+    """What the buffer alone writes; appended to with the expected last sequence over this filter."""
+    return f"{ROOT}.{run}.{Plane.EVENT}.ledger.>"
+
+
+def call_subject(run: str, instance: str, topic: str) -> str:
+    """Where one actor instance answers one kind of call."""
+    return f"{ROOT}.{run}.{Plane.CALL}.{instance}.{topic}"
+
+
+def stream_of(run: str, plane: Plane) -> str:
+    """The JetStream stream that stores a plane of a run."""
+    return f"{ROOT}-{run}-{plane}"
+
+
+def bucket_of(run: str) -> str:
+    """The KV bucket of a run: roster, addresses, claims."""
+    return f"{ROOT}-{run}"

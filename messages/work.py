@@ -1,0 +1,93 @@
+"""The work plane: things that one worker of many must do."""
+
+from typing import Any
+
+import msgspec
+
+from messages.arrays import Int32Array
+from messages.base import Message, Plane, register
+from messages.samples import SampleStatus, SampleSummary, SamplingParams
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A prompt, rendered and tokenised once, with what graders need to know of it."""
+
+    data: str  # name of the data source
+    row: int  # in the file, from 0
+    text: str  # rendered through the chat template
+    prompt_ids: Int32Array  # [P]
+    label: Any = None
+    metadata: dict[str, Any] = {}
+    rm_type: str | None = None  # a built-in grader or a plug-in
+
+
+@register
+class RolloutRequested(Message, kw_only=True, tag="rollout_requested", eq=False):
+    """Generate and score the samples of one prompt group. Put by the buffer, pulled by rollout actors."""
+
+    plane = Plane.WORK
+    topic = "rollout"
+    keyed = True
+    group_id: int
+    attempt: int
+    round: int
+    min_version: int  # only engines confirmed at this weight version or a later one may answer
+    prompt: Prompt
+    num_samples: int
+    sampling: SamplingParams
+    carried: tuple[SampleSummary, ...] = ()  # what earlier attempts left: finished members, tokens to continue from
+
+    def key(self) -> str:
+        return f"{self.group_id}.{self.attempt}"
+
+
+@register
+class EvalRequested(Message, kw_only=True, tag="eval_requested", eq=False):
+    """Generate and score the samples of one evaluation item, pinned to one weight version. Untouched by halts."""
+
+    plane = Plane.WORK
+    topic = "eval"
+    keyed = True
+    step: int
+    set: str
+    item: int
+    version: int
+    prompt: Prompt
+    num_samples: int
+    sampling: SamplingParams
+
+    def key(self) -> str:
+        return f"{self.step}.{self.set}.{self.item}"
+
+
+class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One sample as a grader sees it."""
+
+    index: int
+    part: int = 0
+    prompt: str
+    response: str
+    status: SampleStatus
+    response_len: int = 0  # tokens
+    label: Any = None
+    metadata: dict[str, Any] = {}
+
+
+@register
+class ScoreRequested(Message, kw_only=True, tag="score_requested"):
+    """Score samples of one group. Put by rollout, pulled by reward workers, which answer to `reply_to`."""
+
+    plane = Plane.WORK
+    topic = "score"
+    keyed = True
+    request_id: str
+    reply_to: str  # subject of the answer, a ScoresGiven
+    group_id: int
+    attempt: int
+    rm_type: str  # a built-in grader or a plug-in
+    group_rm: bool = False  # one call for all items, which then are the whole group
+    deadline_s: float  # Unix time in seconds after which nobody waits for the answer
+    items: tuple[ScoreItem, ...]
+
+    def key(self) -> str:
+        return self.request_id
