@@ -1,5 +1,7 @@
 """The data plane: sample payloads, read by sequence number."""
 
+from typing import Any
+
 from messages.arrays import Float32Array
 from messages.base import Message, Plane, register
 from messages.samples import SampleKey, Segment
@@ -16,6 +18,8 @@ class SegmentsPublished(Message, kw_only=True, tag="segments_published", eq=Fals
     attempt: int
     lease: str  # delivery of the task that produced them
     segments: tuple[Segment, ...]
+    prompt: str = ""  # as text, for people and replay
+    label: Any = None
 
     def key(self) -> str:
         return f"{self.group_id}.{self.attempt}"

@@ -47,6 +47,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     loss_mask: UInt8Array  # [T], 1 where the token trains
     rollout_log_probs: Float32Array  # [T], natural log, under the policy and temperature that sampled
     weight_spans: tuple[WeightSpan, ...]  # in order, without gaps, covering [0, T)
+    text: str = ""  # response_ids as text
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.loss_mask), len(self.rollout_log_probs)}
