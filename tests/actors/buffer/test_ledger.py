@@ -1,0 +1,400 @@
+"""The ledger's books close, whatever happens to the log."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.buffer.decide import EvalPlan, Schedule, decide
+from actors.buffer.ledger import LedgerState, Stage, fold
+from messages import (
+    BatchReady,
+    BatchTrained,
+    CheckpointSaved,
+    EvalCompleted,
+    EvalEnded,
+    EvalIssued,
+    GroupAborted,
+    GroupCompleted,
+    GroupFailed,
+    GroupsIssued,
+    Message,
+    Outcome,
+    RolloutRequested,
+    RoundHalted,
+    RunFinished,
+    SampleStatus,
+    SampleSummary,
+    SegmentRef,
+    SnapshotTaken,
+    TrainerStarted,
+    VerdictGiven,
+    WeightsAnnounced,
+)
+
+
+class Log:
+    """A log and the state that it folds to; decisions are appended until there are none."""
+
+    def __init__(self, **settings: Any) -> None:
+        defaults: dict[str, Any] = {"num_steps": 3, "rollout_batch_size": 2, "over_sampling_batch_size": 2}
+        self.schedule = Schedule(**{**defaults, **settings})
+        self.events: list[Message] = []
+        self.state = LedgerState()
+
+    def add(self, event: Message) -> int:
+        self.events.append(event)
+        fold(self.state, event, len(self.events))
+        return len(self.events)
+
+    def decide(self) -> list[Message]:
+        made: list[Message] = []
+        while (decision := decide(self.state, self.schedule)) is not None:
+            made.append(decision)
+            self.add(decision)
+            assert len(made) < 100, "decides without end"
+        return made
+
+    def announce(self, step: int) -> None:
+        self.add(announced(self.state.version + 1, step))
+
+    def complete(self, group_id: int, reward: float = 1.0, verdict: Outcome = Outcome.KEEP) -> None:
+        seq = self.add(completed(group_id, self.state.groups[group_id].attempt, reward=reward))
+        self.add(judged(group_id, self.state.groups[group_id].attempt, seq, verdict))
+
+    def train(self, step: int) -> None:
+        self.add(trained(step))
+        self.announce(step + 1)
+
+
+def announced(version: int, step: int) -> WeightsAnnounced:
+    return WeightsAnnounced(version=version, step=step, incarnation=1, path="", checksum="", size_bytes=0)
+
+
+def summary(seq: int, reward: float | None = 1.0, status: SampleStatus = SampleStatus.COMPLETED) -> SampleSummary:
+    return SampleSummary(index=0, status=status, segments=(SegmentRef(seq=seq, position=0),), reward=reward)
+
+
+def completed(group_id: int, attempt: int, *, payload: int = 1, reward: float = 1.0) -> GroupCompleted:
+    return GroupCompleted(
+        group_id=group_id,
+        attempt=attempt,
+        lease="l",
+        round=0,
+        instance="rollout",
+        data="d",
+        samples=(summary(payload, reward),),
+    )
+
+
+def aborted(group_id: int, attempt: int, *, payload: int = 1) -> GroupAborted:
+    sample = summary(payload, None, SampleStatus.ABORTED)
+    return GroupAborted(group_id=group_id, attempt=attempt, lease="l", round=0, instance="rollout", samples=(sample,))
+
+
+def judged(group_id: int, attempt: int, seq: int, outcome: Outcome = Outcome.KEEP) -> VerdictGiven:
+    return VerdictGiven(group_id=group_id, attempt=attempt, event_seq=seq, outcome=outcome, reason=None)
+
+
+def trained(step: int) -> BatchTrained:
+    return BatchTrained(step=step, incarnation=1, num_groups=2, num_samples=2, num_tokens=2, metrics={})
+
+
+def saved(step: int, oldest: int) -> CheckpointSaved:
+    return CheckpointSaved(step=step, incarnation=1, path="", oldest_step=oldest, took_s=0)
+
+
+def kinds(events: list[Message]) -> list[type[Message]]:
+    return [type(event) for event in events]
+
+
+def test_nothing_is_issued_before_weights_are_announced() -> None:
+    log = Log()
+    assert log.decide() == []
+    log.announce(0)
+    (issued,) = log.decide()
+    assert isinstance(issued, GroupsIssued)
+    assert [group.group_id for group in issued.groups] == [0, 1]
+    assert issued.min_version == 1
+
+
+def test_a_batch_is_made_of_kept_groups_in_order_of_issue() -> None:
+    log = Log(rollout_batch_size=2, over_sampling_batch_size=3)
+    log.announce(0)
+    log.decide()
+    log.complete(2)
+    log.complete(0)
+    batch, halt = log.decide()
+    assert isinstance(batch, BatchReady)
+    assert [ref.group_id for ref in batch.groups] == [0, 2]
+    assert isinstance(halt, RoundHalted)
+    assert halt.round == 0
+    assert log.state.books().closed
+
+
+def test_the_next_round_waits_for_the_weights_of_this_one() -> None:
+    log = Log()
+    log.announce(0)
+    log.decide()
+    log.complete(0)
+    log.complete(1)
+    assert kinds(log.decide()) == [BatchReady]
+    log.add(trained(0))
+    assert log.decide() == []
+    log.announce(1)
+    assert kinds(log.decide()) == [GroupsIssued]
+
+
+def test_one_step_of_staleness_issues_before_the_weights_arrive() -> None:
+    log = Log(max_staleness=1)
+    log.announce(0)
+    log.decide()
+    log.complete(0)
+    log.complete(1)
+    assert kinds(log.decide()) == [BatchReady, GroupsIssued]
+
+
+def test_a_rejected_group_is_counted_and_replaced() -> None:
+    log = Log()
+    log.announce(0)
+    log.decide()
+    log.complete(0, verdict=Outcome.DROP)
+    (refill,) = log.decide()
+    assert isinstance(refill, GroupsIssued)
+    assert [group.group_id for group in refill.groups] == [2, 3]
+    assert log.state.books().dropped == 1
+    assert log.state.books().closed
+
+
+def test_an_aborted_group_is_pooled_and_issued_again_with_what_it_had() -> None:
+    log = Log(rollout_batch_size=1, over_sampling_batch_size=2)
+    log.announce(0)
+    log.decide()
+    log.complete(0)
+    log.decide()
+    log.add(aborted(1, 0, payload=7))
+    assert log.state.books().pooled == 1
+    log.train(0)
+    (issued,) = log.decide()
+    assert isinstance(issued, GroupsIssued)
+    assert [(group.group_id, group.attempt) for group in issued.groups] == [(1, 1), (2, 0)]
+    assert log.state.groups[1].carried[0].segments[0].seq == 7
+
+
+def test_aborted_groups_are_closed_when_the_recipe_drops_them() -> None:
+    log = Log(rollout_batch_size=1, over_sampling_batch_size=2, on_halt="drop")
+    log.announce(0)
+    log.decide()
+    log.complete(0)
+    log.decide()
+    log.add(aborted(1, 0))
+    log.decide()
+    assert log.state.dropped == {"halted": 1}
+    assert log.state.books().closed
+
+
+def test_a_surplus_group_is_trained_in_the_next_batch() -> None:
+    log = Log(rollout_batch_size=1, over_sampling_batch_size=2)
+    log.announce(0)
+    log.decide()
+    log.complete(0)
+    log.complete(1)
+    (batch,) = log.decide()
+    assert isinstance(batch, BatchReady)
+    assert [ref.group_id for ref in batch.groups] == [0]
+    log.train(0)
+    (batch,) = log.decide()
+    assert isinstance(batch, BatchReady)
+    assert [ref.group_id for ref in batch.groups] == [1]
+
+
+def test_a_late_result_of_an_older_attempt_changes_nothing() -> None:
+    log = Log(rollout_batch_size=1, over_sampling_batch_size=2)
+    log.announce(0)
+    log.decide()
+    log.complete(0)
+    log.decide()
+    log.add(aborted(1, 0))
+    log.train(0)
+    log.decide()
+    before = msgspec.json.encode(log.state.groups)
+    log.add(completed(1, 0))
+    log.add(judged(1, 0, len(log.events)))
+    assert msgspec.json.encode(log.state.groups) == before
+
+
+def test_only_the_first_verdict_counts_and_only_for_the_event_it_cites() -> None:
+    log = Log()
+    log.announce(0)
+    log.decide()
+    seq = log.add(completed(0, 0))
+    log.add(judged(0, 0, seq + 100, Outcome.DROP))
+    assert log.state.groups[0].stage is Stage.COMPLETED
+    log.add(judged(0, 0, seq))
+    log.add(judged(0, 0, seq, Outcome.DROP))
+    assert log.state.groups[0].stage is Stage.READY
+
+
+def test_a_step_trained_again_after_a_crash_is_counted_once() -> None:
+    log = Log()
+    log.announce(0)
+    log.decide()
+    log.complete(0)
+    log.complete(1)
+    log.decide()
+    log.train(0)
+    log.add(TrainerStarted(incarnation=2, step=0))
+    log.add(trained(0))
+    assert log.state.books().trained == 2
+    assert log.state.books().closed
+
+
+def test_a_trainer_that_starts_ahead_of_the_log_settles_its_batches() -> None:
+    log = Log()
+    log.announce(0)
+    log.decide()
+    log.complete(0)
+    log.complete(1)
+    log.decide()
+    log.add(TrainerStarted(incarnation=2, step=1))
+    assert log.state.books().trained == 2
+    assert log.state.trained_steps == 1
+
+
+def test_payloads_are_needed_until_no_loadable_checkpoint_lacks_their_batch() -> None:
+    log = Log(rollout_batch_size=1, over_sampling_batch_size=1)
+    log.announce(0)
+    log.decide()
+    seq = log.add(completed(0, 0, payload=11))
+    log.add(judged(0, 0, seq))
+    log.decide()
+    log.train(0)
+    assert log.state.low_water() == 11
+    log.add(saved(1, oldest=0))
+    assert log.state.low_water() == 11
+    log.add(saved(2, oldest=1))
+    assert log.state.low_water() is None
+
+
+def test_an_evaluation_is_issued_on_its_interval_and_ended_with_its_means() -> None:
+    log = Log(evals=(EvalPlan(name="test", interval=2, num_items=2),))
+    log.announce(0)
+    issued, _ = log.decide()
+    assert isinstance(issued, EvalIssued)
+    for item, reward in ((0, 1.0), (1, 0.0), (1, 1.0)):  # the third is a duplicate
+        log.add(
+            EvalCompleted(step=0, set="test", item=item, version=1, instance="rollout", samples=(summary(1, reward),))
+        )
+    (ended,) = log.decide()
+    assert isinstance(ended, EvalEnded)
+    assert ended.metrics == {"eval/test": 0.5, "eval/test-truncated_ratio": 0.0}
+    assert log.state.books().closed
+
+
+def test_a_batch_waits_for_the_evaluation_of_its_weights() -> None:
+    log = Log(evals=(EvalPlan(name="test", interval=1, num_items=1),))
+    log.announce(0)
+    log.decide()
+    log.complete(0)
+    log.complete(1)
+    assert log.decide() == []
+    log.add(EvalCompleted(step=0, set="test", item=0, version=1, instance="r", samples=(summary(1),)))
+    assert kinds(log.decide()) == [EvalEnded, BatchReady]
+
+
+def test_the_run_finishes_after_its_last_step_is_saved_announced_and_evaluated() -> None:
+    log = Log(num_steps=1, evals=(EvalPlan(name="test", interval=5, num_items=1),), skip_eval_before_train=True)
+    log.announce(0)
+    log.decide()
+    log.complete(0)
+    log.complete(1)
+    log.decide()
+    log.train(0)
+    assert kinds(log.decide()) == [EvalIssued]
+    log.add(EvalCompleted(step=1, set="test", item=0, version=2, instance="r", samples=(summary(1),)))
+    assert kinds(log.decide()) == [EvalEnded]
+    log.add(saved(1, oldest=1))
+    assert kinds(log.decide()) == [SnapshotTaken, RunFinished]
+    assert log.state.books().trained == 2
+
+
+def test_only_events_of_the_ledger_are_folded() -> None:
+    with pytest.raises(TypeError, match="int"):
+        fold(LedgerState(), 3, 1)  # type: ignore[arg-type]
+    assert RolloutRequested.topic == "rollout"
+
+
+def test_pass_at_k_is_the_unbiased_estimator() -> None:
+    log = Log(evals=(EvalPlan(name="test", interval=1, num_items=1),))
+    log.announce(0)
+    log.decide()
+    samples = tuple(
+        SampleSummary(index=i, status=SampleStatus.COMPLETED, reward=r) for i, r in enumerate((1.0, 0, 0, 0))
+    )
+    log.add(EvalCompleted(step=0, set="test", item=0, version=1, instance="r", samples=samples))
+    ended = log.decide()[0]
+    assert isinstance(ended, EvalEnded)
+    # by hand: 1 - C(3, k) / C(4, k)
+    assert [ended.metrics[f"eval/test-pass@{k}"] for k in (1, 2, 4)] == pytest.approx([0.25, 0.5, 1.0])
+
+
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(["complete", "drop", "abort", "fail", "train", "announce", "save", "repeat", "restart"]),
+        st.integers(0, 40),
+    ),
+    max_size=120,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(actions, st.sampled_from([0, 1, 2]), st.sampled_from([2, 3, 5]), st.sampled_from(["resume", "drop"]))
+def test_books_close_and_no_group_is_in_two_batches(
+    script: list[tuple[str, int]], staleness: int, over_sampling: int, on_halt: str
+) -> None:
+    log = Log(num_steps=6, max_staleness=staleness, over_sampling_batch_size=over_sampling, on_halt=on_halt)
+    log.announce(0)
+    for action, number in script:
+        log.decide()
+        _act(log, action, number)
+        assert log.state.books().closed
+    batched = [ref.group_id for event in log.events if isinstance(event, BatchReady) for ref in event.groups]
+    assert len(batched) == len(set(batched))
+    assert _folded(log.events) == msgspec.json.encode(log.state)
+
+
+def _act(log: Log, action: str, number: int) -> None:
+    live = [g for g in log.state.groups.values() if g.stage is Stage.IN_FLIGHT]
+    waiting = [step for step, batch in log.state.batches.items() if not batch.trained]
+    if action in ("complete", "drop", "abort", "fail") and live:
+        group = live[number % len(live)]
+        if action == "abort":
+            log.add(aborted(group.group_id, group.attempt, payload=number + 1))
+        elif action == "fail":
+            event = {"lease": "l", "round": 0, "instance": "r", "reason": "poison"}
+            log.add(GroupFailed(group_id=group.group_id, attempt=group.attempt, **event))
+        else:
+            log.complete(group.group_id, verdict=Outcome.KEEP if action == "complete" else Outcome.DROP)
+    elif action == "train" and waiting:
+        log.train(min(waiting))
+    elif action == "announce":
+        log.announce(log.state.trained_steps)
+    elif action == "save":
+        log.add(saved(log.state.trained_steps, max(0, log.state.trained_steps - 2)))
+    elif action == "repeat" and log.events:  # an event delivered twice under a new sequence number
+        event = log.events[number % len(log.events)]
+        if not event.topic.startswith("ledger."):
+            log.add(event)
+    elif action == "restart":  # fold what a snapshot covers, then the rest
+        state = msgspec.json.decode(msgspec.json.encode(log.state), type=LedgerState)
+        log.state = state
+
+
+def _folded(events: list[Message]) -> bytes:
+    state = LedgerState()
+    for seq, event in enumerate(events, start=1):
+        fold(state, event, seq)
+        fold(state, event, seq)  # a redelivery under the same sequence number
+    return msgspec.json.encode(state)
