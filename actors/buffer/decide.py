@@ -29,6 +29,7 @@ class EvalPlan(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     interval: int  # train steps
     num_items: int
+    skip_before_train: bool = False
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +42,6 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     on_halt: Literal["resume", "restart", "drop"] = "resume"
     max_attempts: int = 5
     evals: tuple[EvalPlan, ...] = ()
-    skip_eval_before_train: bool = False
 
 
 def decide(state: LedgerState, schedule: Schedule) -> Message | None:
@@ -112,8 +112,10 @@ def _issue_eval(state: LedgerState, schedule: Schedule) -> Message | None:
 
 def _due_evals(state: LedgerState, schedule: Schedule) -> list[EvalPlan]:
     step = state.version_step
-    if step <= state.eval_step or (step == 0 and schedule.skip_eval_before_train):
+    if step <= state.eval_step:
         return []
+    if step == 0:
+        return [plan for plan in schedule.evals if not plan.skip_before_train]
     return [plan for plan in schedule.evals if step % plan.interval == 0 or step == schedule.num_steps]
 
 

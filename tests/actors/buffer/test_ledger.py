@@ -305,7 +305,7 @@ def test_a_batch_waits_for_the_evaluation_of_its_weights() -> None:
 
 
 def test_the_run_finishes_after_its_last_step_is_saved_announced_and_evaluated() -> None:
-    log = Log(num_steps=1, evals=(EvalPlan(name="test", interval=5, num_items=1),), skip_eval_before_train=True)
+    log = Log(num_steps=1, evals=(EvalPlan(name="test", interval=5, num_items=1, skip_before_train=True),))
     log.announce(0)
     log.decide()
     log.complete(0)
