@@ -1,0 +1,38 @@
+# What people type; each line is also the plain command.
+
+# list the recipes
+default:
+    @just --list
+
+# make .venv from the lock, or bring it up to date
+setup:
+    bin/setup
+
+# train the laptop demo; arguments go on to bin/start-topology
+run *args="topologies/laptop.toml":
+    bin/start-topology {{ args }}
+
+# everything that CI runs
+check:
+    bin/test
+
+# lint, types and the fast tests
+test *args:
+    bin/test --fast {{ args }}
+
+# format, and mend what the linter can
+fmt: setup
+    .venv/bin/ruff format
+    .venv/bin/ruff check --fix
+
+# measure; figures and commands are in docs/benchmarks.md
+bench: setup
+    .venv/bin/python -m pytest tests/bench -m bench -s --timeout 600
+
+# kill -9 every process of a run in turn
+chaos: setup
+    .venv/bin/python -m pytest -m chaos
+
+# what needs a GPU
+test-gpu: setup
+    .venv/bin/python -m pytest -m gpu
