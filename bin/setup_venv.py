@@ -1,0 +1,325 @@
+"""Makes .venv from the lock files. Started by bin/setup with the machine's own Python: standard library only.
+
+The stamp in .venv is written last, so a .venv without one is unfinished and is built anew; what was downloaded before
+is in pip's cache. A lock on .venv.lock keeps two calls apart. pip inherits it and dies with us, so that not even a
+kill -9 leaves somebody writing into .venv.
+"""
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "physarum.stamp"
+OURS = VENV / "physarum.unfinished"  # tells a .venv that setup began from one that somebody made by hand
+LOG = ROOT / ".venv.log"
+LAPTOP_LOCK = ROOT / "requirements" / "laptop.lock"
+CUDA_LOCK = ROOT / "requirements" / "cuda.lock"
+
+QUIET_S = 15.0  # say something at least this often
+BIG_DOWNLOAD_MB = 20.0
+WAIT_FOR_OTHER_S = 3600
+STOP_S = 10.0
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None)  # loaded here, since nothing may be loaded between fork and exec
+
+UNREACHABLE = re.compile(r"NewConnectionError|NameResolutionError|Max retries|[Tt]imed out|Connection (refused|reset)")
+YES = 3
+NEEDS_CUDA = f"import importlib.metadata as m; exit({YES} * any('nvidia' in r for r in m.requires('torch') or ()))"
+
+
+class SetupError(Exception):
+    """The environment could not be made; the message says why and what to do."""
+
+
+class Report:
+    """Short lines with the time since the start on stderr; stdout belongs to the command that needed the set-up."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+
+    def say(self, text: str) -> None:
+        print(f"setup: {time.monotonic() - self._start:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    report = Report()
+    try:
+        with only_one(report) as lock_fd, LOG.open("w") as log:
+            Setup(report, log, lock_fd).run()
+    except SetupError as error:
+        print(f"setup: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # no space, no permission
+        print(f"setup: {error}\nsetup: once this is mended, call again to go on", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("setup: interrupted; the next call goes on", file=sys.stderr)
+        return 130
+    return 0
+
+
+@contextmanager
+def only_one(report: Report) -> Generator[int]:
+    """Holds the lock of this checkout; waits while another call has it, and says so."""
+    with (ROOT / ".venv.lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report.say("another bin/setup is at work here; waiting for it")
+            wait_for_lock(file)
+        yield file.fileno()
+
+
+def wait_for_lock(file: TextIO) -> None:
+    def give_up(_signal: int, _frame: object) -> None:
+        raise SetupError(f"another bin/setup has been at work here for {WAIT_FOR_OTHER_S} s (it holds {file.name})")
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(WAIT_FOR_OTHER_S)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    signal.alarm(0)
+
+
+def wanted_stamp() -> str:
+    """What a finished .venv holds in its stamp; bin/setup composes the same text to compare."""
+    return "\n".join([f"checkout {ROOT}", LAPTOP_LOCK.read_text().rstrip("\n"), CUDA_LOCK.read_text().rstrip("\n")])
+
+
+def packages_of(text: str) -> dict[str, str]:
+    """Name and version of each line `name==version` of a lock or a stamp."""
+    return dict(re.findall(r"^([a-z0-9-]+)==(\S+)$", text, re.MULTILINE))
+
+
+class Setup:
+    """One making or update of .venv, under the lock."""
+
+    def __init__(self, report: Report, log: TextIO, lock_fd: int) -> None:
+        self._say = report.say
+        self._log = log
+        self._lock_fd = lock_fd
+        self._wanted = wanted_stamp()
+        self._num_packages = len(packages_of(LAPTOP_LOCK.read_text()))
+
+    def run(self) -> None:
+        found = STAMP.read_text() if STAMP.exists() else None
+        if found == self._wanted and self._works():
+            self._say("the other call has made .venv")
+            return
+        if found is not None and found.startswith(f"checkout {ROOT}\n") and self._works():
+            self._say("the lock has changed; updating .venv")
+            OURS.touch()
+            STAMP.unlink()
+            self._uninstall(packages_of(found).keys() - packages_of(self._wanted).keys())
+        else:
+            self._make_empty(found)
+        self._install(LAPTOP_LOCK)
+        if "torch" in packages_of(LAPTOP_LOCK.read_text()) and self._python("-c", NEEDS_CUDA) == YES:
+            self._say(
+                "this is the CUDA build of torch: its libraries come too (a CPU build: see requirements/laptop.lock)"
+            )
+            self._install(CUDA_LOCK)
+        self._finish()
+
+    def _works(self) -> bool:
+        return PYTHON.exists() and self._python("-c", "import pip") == 0
+
+    def _make_empty(self, found: str | None) -> None:
+        if VENV.exists():
+            if found is None and not OURS.exists() and any(VENV.iterdir()):
+                raise SetupError(f"{VENV} was not made by bin/setup; move or remove it, then call again")
+            self._say("removing an unfinished .venv" if found is None else "removing a .venv made elsewhere or broken")
+            remove_tree(VENV)
+        version = ".".join(map(str, sys.version_info[:3]))
+        self._say(f"making .venv with Python {version} ({sys.executable}); once, about a minute plus the downloads")
+        VENV.mkdir()
+        OURS.touch()
+        venv.EnvBuilder(symlinks=True).create(VENV)
+        if self._python("-m", "ensurepip", "--default-pip"):
+            raise SetupError(
+                f"{sys.executable} cannot make environments (log: {LOG}); Debian and Ubuntu have this in a package "
+                "of its own, python3-venv"
+            )
+
+    def _install(self, lock: Path) -> None:
+        name = lock.relative_to(ROOT)
+        self._say(f"installing the {len(packages_of(lock.read_text()))} packages of {name} (log: {LOG.name})")
+        # No compiling here: in two processes afterwards it takes half the time.
+        arguments = ["--no-deps", "--no-compile", "--only-binary", ":all:", "--progress-bar", "off", "-r", str(lock)]
+        self._pip("install", *arguments, doing=f"install {name}")
+
+    def _uninstall(self, names: set[str]) -> None:
+        if names:
+            self._say(f"removing what the lock no longer has: {', '.join(sorted(names))}")
+            self._pip("uninstall", "--yes", *sorted(names), doing="remove packages")
+
+    def _finish(self) -> None:
+        self._say("compiling")
+        packages = next(VENV.glob("lib/python3*/site-packages"))
+        (packages / "physarum.pth").write_text(f"{ROOT}\n")  # works in place, as an editable install does
+        self._python("-m", "compileall", "-q", "-j", "0", str(packages))  # what is no Python 3 at all is left out
+        self._say("checking")
+        self._pip("check", doing="verify the packages")
+        if "torch" in packages_of(LAPTOP_LOCK.read_text()) and self._python("-c", "import torch"):
+            raise SetupError(f"torch is installed but cannot be imported; the reason is at the end of {LOG}")
+        OURS.unlink()
+        write_whole(STAMP, self._wanted)
+        self._say("ready")
+
+    def _pip(self, command: str, *arguments: str, doing: str) -> None:
+        progress = PipProgress(self._say)
+        options = ["--no-input", "--disable-pip-version-check"]
+        code = self._python("-m", "pip", command, *options, *arguments, on_line=progress.line, idle=progress.idle)
+        if code:
+            raise SetupError(f"could not {doing} (pip's exit code {code})\n{progress.why()}")
+
+    def _python(
+        self,
+        *arguments: str,
+        on_line: Callable[[str], None] | None = None,
+        idle: Callable[[], None] | None = None,
+    ) -> int:
+        """Runs .venv's Python, output to the log and line by line to `on_line`; returns its exit code."""
+        command = [str(PYTHON), "-P", *arguments]
+        self._log.write(f"$ {' '.join(command)}\n")
+        self._log.flush()
+        with process(command, self._lock_fd) as child:
+            for line in lines_of(child, idle):
+                self._log.write(line + "\n")
+                self._log.flush()
+                if on_line is not None:
+                    on_line(line)
+            return child.wait()
+
+
+class PipProgress:
+    """Turns pip's output into a few lines: big downloads, unpacking, and why it failed."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._num_collected = 0
+        self._doing = "starting"
+        self._errors: list[str] = []
+        self._unreachable = False
+
+    def line(self, line: str) -> None:
+        words = line.split()
+        if line.startswith("Collecting"):
+            self._num_collected += 1
+            self._doing = f"fetching package {self._num_collected}: {words[1]}"
+        elif size := re.search(r"Downloading (\S+) \(([\d.]+) (MB|GB)\)", line):
+            if size[3] == "GB" or float(size[2]) >= BIG_DOWNLOAD_MB:
+                self._doing = f"downloading {size[1].rsplit('/', 1)[-1]} ({size[2]} {size[3]})"
+                self._say(self._doing)
+        elif line.startswith("Installing collected packages"):
+            self._doing = "unpacking"
+            self._say(self._doing)
+        elif line.startswith("ERROR"):
+            self._errors.append(line)
+        self._unreachable |= UNREACHABLE.search(line) is not None
+
+    def idle(self) -> None:
+        self._say(f"still {self._doing}")
+
+    def why(self) -> str:
+        lines = [f"setup:   {error}" for error in self._errors[-4:]]
+        if self._unreachable:
+            lines.append("setup: the package index did not answer: look at the network, a proxy, or PIP_INDEX_URL")
+        lines.append(f"setup: pip's output is in {LOG}; finished downloads are kept, call again to go on")
+        return "\n".join(lines)
+
+
+@contextmanager
+def process(command: Sequence[str], lock_fd: int) -> Generator[subprocess.Popen[bytes]]:
+    """Runs a command that inherits the lock and does not outlive us, whatever ends us."""
+    environment = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "PYTHONHOME"}}
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        pass_fds=[lock_fd],
+        preexec_fn=die_with_parent,
+    )
+    try:
+        yield child
+    finally:
+        stop(child)
+
+
+def die_with_parent() -> None:
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def stop(child: "subprocess.Popen[bytes]") -> None:
+    try:
+        if child.poll() is None:
+            child.terminate()
+            child.wait(STOP_S)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        child.kill()
+        child.wait(STOP_S)
+    assert child.stdout is not None
+    child.stdout.close()
+
+
+def lines_of(child: "subprocess.Popen[bytes]", idle: Callable[[], None] | None) -> Generator[str]:
+    """Yields the lines of a child's output as they come; calls `idle` when QUIET_S pass without any."""
+    assert child.stdout is not None
+    fd = child.stdout.fileno()
+    rest = b""
+    while True:
+        if not select.select([fd], [], [], QUIET_S)[0]:
+            if idle is not None:
+                idle()
+            continue
+        chunk = os.read(fd, 65536)
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace").rstrip()
+        if not chunk:
+            break
+    if rest:
+        yield rest.decode(errors="replace").rstrip()
+
+
+def remove_tree(path: Path) -> None:
+    """Removes a tree; tries again while a process that a kill -9 orphaned still writes its last files there."""
+    deadline = time.monotonic() + STOP_S
+    while True:
+        try:
+            return shutil.rmtree(path)
+        except OSError as error:
+            if error.errno not in {errno.ENOTEMPTY, errno.ENOENT} or time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file so that it is there whole or not at all."""
+    partial = path.with_suffix(".partial")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
