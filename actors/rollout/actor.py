@@ -1,0 +1,303 @@
+"""The rollout actor: pulls tasks, drives its engines, publishes samples, asks for their scores."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import anyio
+import structlog
+from anyio.abc import TaskStatus
+
+from actors.rollout.fleet import Fleet
+from actors.rollout.generation import Generator
+from actors.rollout.groups import GroupRun, Job, Tools
+from actors.rollout.http import Http, RequestRefused
+from actors.rollout.members import Member, fresh_members, inherit
+from actors.rollout.scoring import Scorer
+from actors.rollout.slots import Slots
+from messages import (
+    EvalCompleted,
+    EvalRequested,
+    GroupAborted,
+    GroupCompleted,
+    GroupFailed,
+    RolloutRequested,
+    RoundHalted,
+    SampleStatus,
+    ScoreRequested,
+    ScoresGiven,
+    SegmentsPublished,
+    WeightsAnnounced,
+    WeightsApplied,
+)
+from runtime.actor import Actor
+from runtime.addresses import Address, address_prefix
+from runtime.bus import Bus, Delivery, PayloadLost
+from runtime.topology import Topology, num_engines
+
+log = structlog.get_logger()
+
+ACK_WAIT_S = 5.0  # after a rollout actor's death its tasks go to another one this much later
+EVAL_SLOTS_SHARE = 4  # evaluation may hold 1/4 of the slots beside the round that runs
+
+
+class RolloutActor(Actor):
+    """Generates and scores prompt groups on its engines.
+
+    A crash loses the tokens that were in the engines: the tasks are delivered again after the ack wait.
+    """
+
+    reads = (RolloutRequested, EvalRequested, RoundHalted, WeightsAnnounced, ScoresGiven, SegmentsPublished)
+    writes = (
+        SegmentsPublished,
+        ScoreRequested,
+        GroupCompleted,
+        GroupAborted,
+        GroupFailed,
+        EvalCompleted,
+        WeightsApplied,
+    )
+
+    def __init__(self, topology: Topology, bus: Bus, *, pool: str = "policy") -> None:
+        engines = topology.engines[pool]
+        self._bus = bus
+        self._pool = pool
+        self._topology = topology
+        self._slots = Slots(engines.concurrency * num_engines(engines))
+        self._num_groups = 0
+        self._generator: Generator | None = None
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        connector = aiohttp.TCPConnector(limit=0)  # the slots are the limit
+        async with aiohttp.ClientSession(connector=connector) as session, anyio.create_task_group() as group:
+            http = Http(session)
+            fleet = Fleet(http)
+            tools = self._tools(http, fleet)
+            self._generator = tools.generator
+            await group.start(tools.scorer.run)
+            group.start_soon(self._watch_engines, fleet)
+            group.start_soon(self._watch_router, fleet)
+            group.start_soon(self._follow_log, fleet, tools.generator)
+            group.start_soon(self._pull_groups, tools)
+            group.start_soon(self._pull_evals, tools)
+            task_status.started()
+
+    def stats(self) -> dict[str, float]:
+        return {"groups": self._num_groups, "slots_taken": self._slots.taken, "slots": self._slots.total}
+
+    def _tools(self, http: Http, fleet: Fleet) -> Tools:
+        reward = self._topology.reward
+        scorer = Scorer(self._bus, timeout_s=reward.timeout_s, max_tries=reward.max_tries, group_rm=reward.group_rm)
+        return Tools(
+            bus=self._bus,
+            generator=Generator(http, fleet),
+            scorer=scorer,
+            batch_requests=self._topology.engines[self._pool].batch_requests,
+            group_rm=reward.group_rm,
+            failed_reward=0.0 if reward.on_failure == "zero" else None,
+        )
+
+    async def _watch_engines(self, fleet: Fleet) -> None:
+        scopes: dict[str, anyio.CancelScope] = {}
+
+        async def keep(name: str, url: str) -> None:
+            with anyio.CancelScope() as scope:
+                scopes[name] = scope
+                await fleet.run_engine(name, url)
+
+        async with anyio.create_task_group() as group:
+            for index, url in enumerate(self._topology.engines[self._pool].urls):
+                group.start_soon(keep, f"external-{index}", url)
+            async for name, address in self._addresses("engine"):
+                if name in scopes:
+                    scopes[name].cancel()
+                group.start_soon(keep, name, address.url)
+
+    async def _watch_router(self, fleet: Fleet) -> None:
+        async for _, address in self._addresses("router"):
+            await fleet.set_router(address.url)
+
+    async def _addresses(self, role: str) -> AsyncIterator[tuple[str, Address]]:
+        """Addresses as they are written, those already there first; a repeated one is left out."""
+        known: dict[str, Address] = {}
+        async with self._bus.kv.watch(address_prefix(role, self._pool), Address) as entries:
+            async for key, address in entries:
+                if address is not None and known.get(key) != address:
+                    known[key] = address
+                    yield key, address
+
+    async def _follow_log(self, fleet: Fleet, generator: Generator) -> None:
+        """Take halts and weights from the log. At the start only the newest announcement matters."""
+        newest: WeightsAnnounced | None = None
+        async with self._bus.read(RoundHalted, WeightsAnnounced) as events:
+            async for received in events:
+                match received.message:
+                    case RoundHalted():
+                        await generator.halt(received.message.round)
+                    case WeightsAnnounced():
+                        newest = received.message
+                if newest is not None and received.pending == 0:
+                    await self._apply(fleet, newest)
+                    newest = None
+
+    async def _apply(self, fleet: Fleet, announced: WeightsAnnounced) -> None:
+        started = time.monotonic()
+        confirmed = await fleet.update(announced)
+        took_s = time.monotonic() - started
+        log.info("weights_applied", weight_version=announced.version, engines=confirmed, took_s=took_s)
+        if confirmed:
+            await self._bus.publish(
+                WeightsApplied(version=announced.version, instance=self._bus.name, num_engines=confirmed, took_s=took_s)
+            )
+
+    async def _pull_groups(self, tools: Tools) -> None:
+        durable = f"rollout-{self._pool}"
+        async with (
+            self._bus.consume(
+                RolloutRequested, durable=durable, ack_wait_s=ACK_WAIT_S, max_ack_pending=self._slots.total
+            ) as deliveries,
+            anyio.create_task_group() as group,
+        ):
+            async for delivery in deliveries:
+                taken = await self._slots.take(delivery.message.num_samples)
+                group.start_soon(self._run_group, tools, delivery, taken)
+
+    async def _pull_evals(self, tools: Tools) -> None:
+        slots = Slots(max(1, self._slots.total // EVAL_SLOTS_SHARE))
+        durable = f"eval-{self._pool}"
+        async with (
+            self._bus.consume(
+                EvalRequested, durable=durable, ack_wait_s=ACK_WAIT_S, max_ack_pending=self._slots.total
+            ) as deliveries,
+            anyio.create_task_group() as group,
+        ):
+            async for delivery in deliveries:
+                taken = await slots.take(delivery.message.num_samples)
+                group.start_soon(self._run_eval, tools, delivery, slots, taken)
+
+    async def _run_group(self, tools: Tools, delivery: Delivery[RolloutRequested], taken: int) -> None:
+        task, lease = delivery.message, uuid.uuid4().hex
+        with structlog.contextvars.bound_contextvars(group_id=task.group_id, attempt=task.attempt):
+            async with delivery.heartbeat(), _released(self._slots, taken) as release:
+                await self._bus.publish(await self._outcome(tools, task, lease, release))
+                await delivery.ack()
+            self._num_groups += 1
+
+    async def _outcome(
+        self, tools: Tools, task: RolloutRequested, lease: str, release: "_Release"
+    ) -> GroupCompleted | GroupAborted | GroupFailed:
+        who = {"group_id": task.group_id, "attempt": task.attempt, "round": task.round}
+        if tools.generator.halted(task.round):
+            return GroupAborted(**who, lease=lease, instance=self._bus.name, samples=task.carried)
+        try:
+            members = await self._members(task)
+            run = GroupRun(_training_job(task, lease), members, tools)
+            await run.run(release)
+        except* (RequestRefused, ValueError, PayloadLost) as errors:
+            reason = "; ".join(str(error) for error in _leaves(errors))
+            log.warning("group_failed", reason=reason)
+            return GroupFailed(**who, lease=lease, instance=self._bus.name, reason=reason)
+        summaries = tuple(member.summary() for member in members)
+        if not run.complete:
+            return GroupAborted(**who, lease=lease, instance=self._bus.name, samples=summaries)
+        failed = [member for member in members if member.status is SampleStatus.FAILED]
+        if failed:
+            reason = failed[0].reason or "no reward"
+            return GroupFailed(**who, lease=lease, instance=self._bus.name, reason=f"reward: {reason}")
+        return GroupCompleted(
+            **who,
+            lease=lease,
+            instance=self._bus.name,
+            data=task.prompt.data,
+            samples=summaries,
+            rollout_time_s=run.generated_s,
+            reward_time_s=run.scored_s,
+        )
+
+    async def _members(self, task: RolloutRequested) -> list[Member]:
+        """Fresh members, or what earlier attempts left of them."""
+        members = fresh_members(task.num_samples, task.prompt.prompt_ids)
+        for carried in task.carried:
+            segments = [
+                (await self._bus.fetch(SegmentsPublished, ref.seq)).segments[ref.position] for ref in carried.segments
+            ]
+            inherit(members[carried.index], carried, segments)
+        return members
+
+    async def _run_eval(self, tools: Tools, delivery: Delivery[EvalRequested], slots: Slots, taken: int) -> None:
+        task = delivery.message
+        async with delivery.heartbeat(), _released(slots, taken) as release:
+            members = fresh_members(task.num_samples, task.prompt.prompt_ids)
+            run = GroupRun(_eval_job(task, uuid.uuid4().hex), members, tools)
+            try:
+                await run.run(release)
+            except* (RequestRefused, ValueError) as errors:
+                log.warning("eval_item_failed", set=task.set, item=task.item, reason=str(_leaves(errors)[0]))
+            await self._bus.publish(
+                EvalCompleted(
+                    step=task.step,
+                    set=task.set,
+                    item=task.item,
+                    version=task.version,
+                    instance=self._bus.name,
+                    samples=tuple(member.summary() for member in members),
+                )
+            )
+            await delivery.ack()
+
+
+def _training_job(task: RolloutRequested, lease: str) -> Job:
+    return Job(
+        group_id=task.group_id,
+        attempt=task.attempt,
+        lease=lease,
+        round=task.round,
+        min_version=task.min_version,
+        prompt=task.prompt,
+        sampling=task.sampling,
+        store=True,
+    )
+
+
+def _eval_job(task: EvalRequested, lease: str) -> Job:
+    return Job(
+        group_id=task.item,
+        attempt=0,
+        lease=lease,
+        round=None,
+        min_version=task.version,
+        prompt=task.prompt,
+        sampling=task.sampling,
+        store=False,
+    )
+
+
+class _Release:
+    """Gives slots back once, as early as the group allows."""
+
+    def __init__(self, slots: Slots, taken: int) -> None:
+        self._slots = slots
+        self._taken = taken
+
+    async def __call__(self) -> None:
+        taken, self._taken = self._taken, 0
+        if taken:
+            await self._slots.give_back(taken)
+
+
+@asynccontextmanager
+async def _released(slots: Slots, taken: int) -> AsyncIterator[_Release]:
+    release = _Release(slots, taken)
+    try:
+        yield release
+    finally:
+        await release()
+
+
+def _leaves(errors: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    leaves: list[BaseException] = []
+    for error in errors.exceptions:
+        leaves += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]  # pyright: ignore[reportUnknownArgumentType]
+    return leaves

@@ -1,0 +1,198 @@
+"""The engines of a rollout actor: who is up, who holds which weights, who is behind the router."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import anyio
+import structlog
+
+from actors.rollout.http import EngineUnavailable, Http, RequestRefused
+from messages import WeightsAnnounced
+
+log = structlog.get_logger()
+
+RETRY_S = 1.0
+POLL_S = 0.1  # while an engine or the router starts; neither tells when it is up
+REGISTER_TIMEOUT_S = 60.0
+
+
+class WeightsMismatch(Exception):
+    """An engine's checksum is not that of the announcement."""
+
+
+@dataclass
+class Engine:
+    """One engine behind its address; a restarted one is another Engine."""
+
+    name: str
+    url: str
+    version: int = 0  # confirmed by checksum; 0: none yet
+    admitted: bool = False  # current and registered at the router
+
+
+class Fleet:
+    """Keeps engines current and registered. Generation waits here until the engines it may use are confirmed.
+
+    A lost Fleet loses nothing: it is rebuilt from the addresses on the bus and the newest announcement in the log.
+    """
+
+    def __init__(self, http: Http) -> None:
+        self._http = http
+        self._engines: dict[str, Engine] = {}
+        self._router: str | None = None
+        self._announced: WeightsAnnounced | None = None
+        self._changed = anyio.Condition()
+        self._update_lock = anyio.Lock()
+
+    @property
+    def router(self) -> str:
+        """URL of the router; only valid after wait_ready."""
+        assert self._router is not None
+        return self._router
+
+    @property
+    def engine_urls(self) -> list[str]:
+        """All engines whose address is known."""
+        return [engine.url for engine in self._engines.values()]
+
+    @property
+    def version(self) -> int:
+        """Newest version that all admitted engines confirmed; 0 while there is none."""
+        return min((engine.version for engine in self._admitted()), default=0)
+
+    def num_admitted(self) -> int:
+        """Engines that may get requests."""
+        return len(self._admitted())
+
+    async def wait_ready(self, min_version: int, *, unless: Callable[[], bool]) -> bool:
+        """Wait until the router and at least one engine are up and every admitted one is at min_version.
+
+        Returns:
+            False when `unless` came true first; it is looked at on every `notify`.
+        """
+        async with self._changed:
+            while not unless():
+                if self._router is not None and self.version >= max(min_version, 1):
+                    return True
+                await self._changed.wait()
+            return False
+
+    async def notify(self) -> None:
+        """Let the waiting look again."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def set_router(self, url: str) -> None:
+        """A router started, perhaps again: it knows no engine yet. Returns once it answers."""
+        self._router = None
+        for engine in self._admitted():
+            engine.admitted = False
+        await self._wait_until(lambda: self._router_answers(url))
+        self._router = url
+        await self.notify()
+
+    async def run_engine(self, name: str, url: str) -> None:
+        """Keep one engine admitted: wait for it, give it the current weights, register it, and again when it is lost.
+
+        Runs for ever, in a task that is cancelled when the engine's address changes.
+        """
+        old = self._engines.get(name)
+        engine = self._engines[name] = Engine(name=name, url=url)
+        if old is not None:
+            await self._forget(old)
+        while True:
+            await self._wait_until(lambda: self._http.ready(url))
+            try:
+                await self._admit(engine)
+            except (EngineUnavailable, RequestRefused, WeightsMismatch) as error:
+                log.warning("engine_not_admitted", engine=name, error=str(error))
+                await anyio.sleep(RETRY_S)
+                continue
+            log.info("engine_admitted", engine=name, url=url, weight_version=engine.version)
+            await self.notify()
+            async with self._changed:
+                while engine.admitted:
+                    await self._changed.wait()
+
+    async def update(self, announced: WeightsAnnounced) -> int:
+        """Give all live engines new weights and have them confirmed.
+
+        Returns:
+            How many engines confirmed. One that fails is no longer admitted; its agent restarts it.
+        """
+        async with self._update_lock:
+            self._announced = announced
+            async with anyio.create_task_group() as group:
+                for engine in self._admitted():
+                    group.start_soon(self._update_or_expel, engine, announced)
+        await self.notify()
+        return sum(engine.version == announced.version for engine in self._admitted())
+
+    async def report_unavailable(self) -> None:
+        """A request failed: find out which engines do not answer and stop admitting them until they are back."""
+        for engine in self._admitted():
+            if not await self._http.ready(engine.url):
+                log.warning("engine_lost", engine=engine.name, url=engine.url)
+                engine.admitted = False
+        await self.notify()
+
+    def _admitted(self) -> list[Engine]:
+        return [engine for engine in self._engines.values() if engine.admitted]
+
+    async def _admit(self, engine: Engine) -> None:
+        async with self._update_lock:  # no update may pass between its weights and its admission
+            if self._announced is not None:
+                await self._bring_current(engine, self._announced)
+            with anyio.move_on_after(REGISTER_TIMEOUT_S) as scope:
+                await self._wait_until(lambda: self._registered(engine))
+            if scope.cancelled_caught:
+                raise EngineUnavailable(f"the router did not take {engine.url} within {REGISTER_TIMEOUT_S:.0f} s")
+            engine.admitted = True
+
+    async def _update_or_expel(self, engine: Engine, announced: WeightsAnnounced) -> None:
+        try:
+            await self._bring_current(engine, announced)
+        except (EngineUnavailable, RequestRefused, WeightsMismatch) as error:
+            log.warning("weights_refused", engine=engine.name, weight_version=announced.version, error=str(error))
+            engine.admitted = False
+
+    async def _bring_current(self, engine: Engine, announced: WeightsAnnounced) -> None:
+        await self._http.update_weights(engine.url, announced.path, announced.version)
+        checksum = await self._http.checksum(engine.url)
+        if checksum != announced.checksum:
+            raise WeightsMismatch(f"{engine.name} holds {checksum}, announced was {announced.checksum}")
+        engine.version = announced.version
+
+    async def _registered(self, engine: Engine) -> bool:
+        """Ask the router for the engine, and for taking it in where it is missing."""
+        if self._router is None:
+            return False
+        try:
+            listed = [worker for worker in await self._http.workers(self._router) if worker.url == engine.url]
+            if not listed:
+                await self._http.add_worker(self._router, engine.url)
+        except EngineUnavailable:
+            return False
+        return any(worker.is_healthy for worker in listed)
+
+    async def _forget(self, engine: Engine) -> None:
+        if self._router is None:
+            return
+        try:
+            for worker in await self._http.workers(self._router):
+                if worker.url == engine.url:
+                    await self._http.remove_worker(self._router, worker)
+        except (EngineUnavailable, RequestRefused) as error:
+            log.warning("worker_not_removed", url=engine.url, error=str(error))
+
+    async def _router_answers(self, url: str) -> bool:
+        try:
+            await self._http.workers(url)
+        except EngineUnavailable:
+            return False
+        return True
+
+    @staticmethod
+    async def _wait_until(true: Callable[[], Awaitable[bool]]) -> None:
+        while not await true():
+            await anyio.sleep(POLL_S)

@@ -1,0 +1,116 @@
+"""SGLang's HTTP API as a rollout actor uses it: engines directly, generation through the router."""
+
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from actors.rollout.answers import Answer
+
+GENERATE_TIMEOUT_S = 14_400.0  # slime's router timeout: the longest response
+UPDATE_TIMEOUT_S = 600.0
+ADMIN_TIMEOUT_S = 10.0
+
+
+class EngineUnavailable(Exception):
+    """The engine or the router did not answer, or answered that it cannot now. The request may be sent again."""
+
+
+class RequestRefused(Exception):
+    """The engine says that the request itself is wrong; sending it again cannot help."""
+
+
+class ChecksumAnswer(msgspec.Struct, frozen=True):
+    """Answer of /weights_checker."""
+
+    success: bool
+    per_engine_checksum: str | None = None
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """An engine as the router lists it."""
+
+    id: str
+    url: str
+    is_healthy: bool = False
+
+
+class WorkerList(msgspec.Struct, frozen=True):
+    """Answer of the router's GET /workers."""
+
+    workers: list[Worker] = []
+
+
+class Http:
+    """One connection pool for all engines and the router of a rollout actor."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    async def generate(self, router: str, body: dict[str, Any]) -> list[Answer]:
+        """Send a request, one sample or a batch of them, and wait for its end.
+
+        Raises:
+            EngineUnavailable: connection lost, no worker, server error.
+            RequestRefused: 400 or 422.
+        """
+        data = await self._post(router + "/generate", body, GENERATE_TIMEOUT_S)
+        try:
+            if isinstance(body["input_ids"][0], list):
+                return msgspec.json.decode(data, type=list[Answer])
+            return [msgspec.json.decode(data, type=Answer)]
+        except msgspec.DecodeError as error:
+            raise EngineUnavailable(f"unreadable answer of /generate: {error}") from error
+
+    async def ready(self, engine: str) -> bool:
+        """Whether an engine answers its readiness probe."""
+        try:
+            await self._send("GET", engine + "/ready", None, ADMIN_TIMEOUT_S)
+        except EngineUnavailable:
+            return False
+        return True
+
+    async def update_weights(self, engine: str, path: str, version: int) -> None:
+        """Load weights from a directory. The engine waits for its running requests unless it is paused."""
+        body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
+        await self._post(engine + "/update_weights_from_disk", body, UPDATE_TIMEOUT_S)
+
+    async def checksum(self, engine: str) -> str | None:
+        """Checksum of the weights that an engine holds."""
+        data = await self._post(engine + "/weights_checker", {"action": "checksum"}, UPDATE_TIMEOUT_S)
+        return msgspec.json.decode(data, type=ChecksumAnswer).per_engine_checksum
+
+    async def abort(self, engine: str, rid: str | None) -> None:
+        """Abort one request, or all of an engine when rid is None. Unknown requests are ignored."""
+        body = {"abort_all": True} if rid is None else {"rid": rid}
+        await self._post(engine + "/abort_request", body, ADMIN_TIMEOUT_S)
+
+    async def workers(self, router: str) -> list[Worker]:
+        """The engines that the router knows."""
+        data = await self._send("GET", router + "/workers", None, ADMIN_TIMEOUT_S)
+        return msgspec.json.decode(data, type=WorkerList).workers
+
+    async def add_worker(self, router: str, engine: str) -> None:
+        """Ask the router to take an engine in; it does so in the background."""
+        await self._post(router + "/workers", {"url": engine}, ADMIN_TIMEOUT_S)
+
+    async def remove_worker(self, router: str, worker: Worker) -> None:
+        """Ask the router to forget an engine."""
+        await self._send("DELETE", f"{router}/workers/{worker.id}", None, ADMIN_TIMEOUT_S)
+
+    async def _post(self, url: str, body: dict[str, Any], timeout_s: float) -> bytes:
+        return await self._send("POST", url, msgspec.json.encode(body), timeout_s)
+
+    async def _send(self, method: str, url: str, data: bytes | None, timeout_s: float) -> bytes:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self._session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
+                answer = await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineUnavailable(f"{url}: {error!r}") from error
+        if response.status in (400, 422):
+            raise RequestRefused(f"{url}: {answer.decode(errors='replace')[:500]}")
+        if response.status >= 300:
+            raise EngineUnavailable(f"{url}: {response.status} {answer.decode(errors='replace')[:500]}")
+        return answer

@@ -1,0 +1,96 @@
+"""The samples of one group on their way: what earlier attempts left, what is still to be done. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from messages import Int32Array, SampleStatus, SampleSummary, Segment, SegmentRef, Score
+
+FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
+
+
+@dataclass
+class Member:
+    """One sample of a group."""
+
+    index: int
+    prompt_len: int
+    status: SampleStatus = SampleStatus.PENDING
+    refs: list[SegmentRef] = field(default_factory=list[SegmentRef])
+    prefix: list[int] = field(default_factory=list[int])  # response tokens so far
+    text: str = ""
+    reward: float | None = None
+    details: dict[str, object] | None = None
+    first_version: int | None = None
+    last_version: int | None = None
+    reason: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Needs no more tokens."""
+        return self.status in FINISHED
+
+    @property
+    def unscored(self) -> bool:
+        """Has its tokens and waits for its score."""
+        return self.finished and self.reward is None
+
+    def continue_with(self, segment: Segment, ref: SegmentRef, status: SampleStatus) -> None:
+        """Add what the engine returned and where it was stored."""
+        if len(segment.response_ids):
+            self.refs.append(ref)
+            self.prefix.extend(segment.response_ids.tolist())
+            self.text += segment.text
+            self._count_versions(segment)
+        self.status = status
+
+    def take_score(self, score: Score, *, failed_reward: float | None) -> None:
+        """Note a grader's answer; without a reward the sample fails, or gets `failed_reward` when that is set."""
+        self.details, self.reason = score.details, score.error
+        self.reward = score.reward if score.reward is not None else failed_reward
+        if self.reward is None:
+            self.status = SampleStatus.FAILED
+
+    def summary(self) -> SampleSummary:
+        """What events say of it."""
+        return SampleSummary(
+            index=self.index,
+            status=SampleStatus.ABORTED if self.status is SampleStatus.PENDING else self.status,
+            segments=tuple(self.refs),
+            prompt_len=self.prompt_len,
+            response_len=len(self.prefix),
+            reward=self.reward,
+            score=self.details,
+            first_version=self.first_version,
+            last_version=self.last_version,
+            reason=self.reason,
+        )
+
+    def _count_versions(self, segment: Segment) -> None:
+        versions = [span.version for span in segment.weight_spans]
+        self.first_version = min(versions if self.first_version is None else [self.first_version, *versions])
+        self.last_version = max(versions if self.last_version is None else [self.last_version, *versions])
+
+
+def fresh_members(num_samples: int, prompt_ids: Int32Array) -> list[Member]:
+    """Members of a group that is generated for the first time."""
+    return [Member(index=index, prompt_len=len(prompt_ids)) for index in range(num_samples)]
+
+
+def inherit(member: Member, carried: SampleSummary, segments: Sequence[Segment]) -> None:
+    """Let a fresh member take over what an earlier attempt left of it.
+
+    Args:
+        member: fresh, of the same index.
+        carried: the earlier attempt's summary.
+        segments: those that it cites, in its order.
+    """
+    for ref, segment in zip(carried.segments, segments, strict=True):
+        member.continue_with(segment, ref, SampleStatus.ABORTED)
+    member.status, member.reward, member.details = carried.status, carried.reward, carried.score
+    if carried.status is SampleStatus.FAILED:  # its tokens are good, its score was not: score it again
+        member.status, member.reason = SampleStatus.COMPLETED, None
+
+
+def tokens_left(member: Member, max_new_tokens: int) -> int:
+    """How many tokens the member may still get; a member with none left is truncated."""
+    return max_new_tokens - len(member.prefix)

@@ -1,0 +1,78 @@
+"""Asks reward workers for scores and matches their answers."""
+
+import time
+import uuid
+from collections.abc import Sequence
+
+import anyio
+from anyio.abc import TaskStatus
+import structlog
+
+from messages import Score, ScoreItem, ScoreRequested, ScoresGiven
+from runtime.bus import Bus
+
+log = structlog.get_logger()
+
+PATIENCE_S = 30.0  # on top of what grading may take: queueing, and the redelivery after a worker's death
+
+
+class Scorer:
+    """One inbox for all answers. An answer that is lost is asked for again, under a new request id."""
+
+    def __init__(self, bus: Bus, *, timeout_s: float, max_tries: int, group_rm: bool) -> None:
+        self._bus = bus
+        self._grading_s = timeout_s * max_tries
+        self._max_tries = max_tries
+        self._group_rm = group_rm
+        self._waiting: dict[str, _Answer] = {}
+        self._reply_to = ""
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Take answers in, for ever."""
+        async with self._bus.inbox(ScoresGiven) as inbox:
+            self._reply_to = inbox.subject
+            task_status.started()
+            async for given in inbox:
+                answer = self._waiting.get(given.request_id)
+                if answer is not None:  # else: asked again meanwhile, or a duplicate
+                    answer.scores = given.scores
+                    answer.arrived.set()
+
+    async def score(self, group_id: int, attempt: int, rm_type: str, items: Sequence[ScoreItem]) -> Sequence[Score]:
+        """Scores of the items, in their order; after the last try, what went wrong instead of a reward."""
+        for _ in range(self._max_tries):
+            scores = await self._ask(group_id, attempt, rm_type, items)
+            if scores is not None and len(scores) == len(items):
+                return scores
+            log.warning("scores_missing", group_id=group_id, attempt=attempt)
+        return [Score(index=item.index, part=item.part, error="no answer from a reward worker") for item in items]
+
+    async def _ask(
+        self, group_id: int, attempt: int, rm_type: str, items: Sequence[ScoreItem]
+    ) -> Sequence[Score] | None:
+        request_id = uuid.uuid4().hex
+        answer = self._waiting[request_id] = _Answer()
+        wait_s = self._grading_s + PATIENCE_S
+        request = ScoreRequested(
+            request_id=request_id,
+            reply_to=self._reply_to,
+            group_id=group_id,
+            attempt=attempt,
+            rm_type=rm_type,
+            group_rm=self._group_rm,
+            deadline_s=time.time() + wait_s,
+            items=tuple(items),
+        )
+        try:
+            await self._bus.publish(request)
+            with anyio.move_on_after(wait_s):
+                await answer.arrived.wait()
+            return answer.scores
+        finally:
+            del self._waiting[request_id]
+
+
+class _Answer:
+    def __init__(self) -> None:
+        self.arrived = anyio.Event()
+        self.scores: Sequence[Score] | None = None
