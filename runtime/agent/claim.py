@@ -1,0 +1,93 @@
+"""The claim on a run directory: one agent per node and run, and a number that counts its starts."""
+
+import fcntl
+import os
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+import msgspec
+
+LOCK_FILE = "agent.lock"
+INCARNATION_FILE = "incarnation"
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """Who holds a claim."""
+
+    pid: int
+    host: str
+    since: float  # Unix time in seconds
+
+
+class RunClaimed(Exception):
+    """Another agent runs in this directory."""
+
+    def __init__(self, run_dir: Path, holder: Holder | None) -> None:
+        who = f"process {holder.pid} on {holder.host}" if holder else "another process"
+        super().__init__(f"{run_dir} is in use: {who} runs it; stop that first, or choose another run.name")
+        self.run_dir = run_dir
+        self.holder = holder
+
+
+class Claim:
+    """A held claim; leave its context to give it up. The lock dies with the process, so none is ever stale."""
+
+    def __init__(self, run_dir: Path, file: IO[str]) -> None:
+        self.run_dir = run_dir
+        self._file = file
+
+    @classmethod
+    def take(cls, run_dir: Path, *, node: str | None = None) -> Self:
+        """Claim a run directory, created when missing; a node's name gives each node of a shared directory its own.
+
+        Raises:
+            RunClaimed: another agent holds it.
+            OSError: the directory cannot be made or written.
+        """
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / (LOCK_FILE if node is None else f"agent-{node}.lock")
+        file = path.open("a+", encoding="utf-8")  # not truncated: it may be another agent's
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with file:
+                raise RunClaimed(run_dir, _read_holder(file)) from None
+        file.seek(0)
+        file.truncate()
+        holder = Holder(pid=os.getpid(), host=socket.gethostname(), since=time.time())
+        file.write(msgspec.json.encode(holder).decode() + "\n")
+        file.flush()
+        return cls(run_dir, file)
+
+    def raise_incarnation(self) -> int:
+        """Count this start of the run's agent, from 1, and return the number."""
+        path = self.run_dir / INCARNATION_FILE
+        incarnation = (int(path.read_text()) if path.exists() else 0) + 1
+        write_atomically(path, f"{incarnation}\n".encode())
+        return incarnation
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()  # the file stays: removing it would let two agents lock two files of one name
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file at once: readers, and a start after a crash, see the old content or the new."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
+def _read_holder(file: IO[str]) -> Holder | None:
+    file.seek(0)
+    try:
+        return msgspec.json.decode(file.read(), type=Holder)
+    except msgspec.DecodeError:  # caught between its lock and its write
+        return None

@@ -1,0 +1,53 @@
+"""Ports for the processes of a node."""
+
+import errno
+import socket
+
+
+class PortInUse(Exception):
+    """A port that the topology fixes is taken."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(f"port {port} on {host} is in use by another program")
+        self.host = host
+        self.port = port
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now."""
+    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections in TIME_WAIT do not hinder a server
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise
+    return True
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that was free a moment ago. Another program may still be faster: be ready to ask again."""
+    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def choose_port(host: str, *, fixed: int | None = None, previous: int | None = None) -> int:
+    """The fixed port, or else the previous one while it is free, or else another.
+
+    Raises:
+        PortInUse: the fixed port is taken.
+    """
+    if fixed is not None:
+        if not is_free(host, fixed):
+            raise PortInUse(host, fixed)
+        return fixed
+    if previous is not None and is_free(host, previous):
+        return previous
+    return free_port(host)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,0 +1,101 @@
+"""A process of a run, as its agent needs to know it. Which processes a run has is said in actors/processes.py."""
+
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+
+import msgspec
+
+EXIT_INPUT_ERROR = 2  # the process met input that a restart will not mend
+EXIT_FENCED = 3  # another process has taken over its role
+
+
+class Stage(IntEnum):
+    """Who depends on whom: a stage is stopped after all later ones."""
+
+    BUS = 0
+    SERVICE = 1  # engines, router
+    ACTOR = 2
+
+
+class PortRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The port that a process serves; "{port}" and "{host}" in its command and environment stand for it.
+
+    It stays the same over restarts unless another program takes it meanwhile.
+    """
+
+    host: str = "127.0.0.1"
+    fixed: int | None = None  # in use: an error instead of another port
+
+
+class WhenStarted(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
+    """Ready as soon as it runs."""
+
+
+class WhenListening(msgspec.Struct, frozen=True, kw_only=True, tag="listening"):
+    """Ready when its port takes connections."""
+
+
+class WhenAnswering(msgspec.Struct, frozen=True, kw_only=True, tag="answering"):
+    """Ready when a GET of the path on its port answers 200."""
+
+    path: str = "/health"
+
+
+Readiness = WhenStarted | WhenListening | WhenAnswering
+
+
+class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How one process is started, known to be ready, restarted and stopped."""
+
+    name: str  # of the process and of its log
+    command: tuple[str, ...]
+    env: Mapping[str, str] = {}  # added to the agent's
+    port: PortRequest | None = None
+    ready: Readiness = WhenStarted()
+    ready_timeout_s: float = 300.0  # from its start; then it is killed and counts as failed
+    address_key: str | None = None  # the KV key that gets its URL each time it is ready
+    stage: Stage = Stage.ACTOR
+    critical: bool = True  # whether the run fails when it is given up
+    max_restarts: int = 10  # without progress of the run in between
+    stop_timeout_s: float = 4.0  # from SIGTERM to SIGKILL
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True):
+    """A process runs."""
+
+    spec: ProcessSpec
+    pid: int
+    restarts: int
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """A process serves."""
+
+    spec: ProcessSpec
+    host: str | None
+    port: int | None
+    restarts: int
+
+
+class Exited(msgspec.Struct, frozen=True, kw_only=True):
+    """A process ended."""
+
+    spec: ProcessSpec
+    pid: int
+    exit_code: int  # negative: killed by that signal
+    reason: str
+    restart_in_s: float | None  # none: it is not started again
+
+
+class GivenUp(msgspec.Struct, frozen=True, kw_only=True):
+    """A process ended for good without being asked to."""
+
+    spec: ProcessSpec
+    exit_code: int
+    reason: str
+    log: str  # path
+    tail: tuple[str, ...]  # its last lines
+
+
+Change = Started | Ready | Exited | GivenUp
+Listener = Callable[[Change], None]
