@@ -28,6 +28,8 @@ from messages import (
     SampleStatus,
     ScoreRequested,
     ScoresGiven,
+    Segment,
+    SegmentRef,
     SegmentsPublished,
     WeightsAnnounced,
     WeightsApplied,
@@ -191,12 +193,14 @@ class RolloutActor(Actor):
         who = {"group_id": task.group_id, "attempt": task.attempt, "round": task.round}
         if tools.generator.halted(task.round):
             return GroupAborted(**who, lease=lease, instance=self._bus.name, samples=task.carried)
+        members = await self._members(task)
+        run = GroupRun(_training_job(task, lease), members, tools)
+        reason = None
         try:
-            members = await self._members(task)
-            run = GroupRun(_training_job(task, lease), members, tools)
             await run.run(release)
-        except* (RequestRefused, ValueError, PayloadLost) as errors:
+        except* (RequestRefused, ValueError) as errors:
             reason = "; ".join(str(error) for error in _leaves(errors))
+        if reason is not None:
             log.warning("group_failed", reason=reason)
             return GroupFailed(**who, lease=lease, instance=self._bus.name, reason=reason)
         summaries = tuple(member.summary() for member in members)
@@ -220,11 +224,16 @@ class RolloutActor(Actor):
         """Fresh members, or what earlier attempts left of them."""
         members = fresh_members(task.num_samples, task.prompt.prompt_ids)
         for carried in task.carried:
-            segments = [
-                (await self._bus.fetch(SegmentsPublished, ref.seq)).segments[ref.position] for ref in carried.segments
-            ]
-            inherit(members[carried.index], carried, segments)
+            try:
+                segments = [await self._segment(ref) for ref in carried.segments]
+            except PayloadLost as error:
+                log.warning("carried_tokens_lost", index=carried.index, error=str(error))
+            else:
+                inherit(members[carried.index], carried, segments)
         return members
+
+    async def _segment(self, ref: SegmentRef) -> Segment:
+        return (await self._bus.fetch(SegmentsPublished, ref.seq)).segments[ref.position]
 
     async def _run_eval(self, tools: Tools, delivery: Delivery[EvalRequested], slots: Slots, taken: int) -> None:
         task = delivery.message

@@ -194,5 +194,5 @@ class Fleet:
 
     @staticmethod
     async def _wait_until(true: Callable[[], Awaitable[bool]]) -> None:
-        while not await true():
+        while not await true():  # noqa: ASYNC110 - the servers have no way to tell that they are up
             await anyio.sleep(POLL_S)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from messages import Int32Array, SampleStatus, SampleSummary, Segment, SegmentRef, Score
+from messages import Int32Array, SampleStatus, SampleSummary, Score, Segment, SegmentRef
 
 FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 

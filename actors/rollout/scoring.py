@@ -5,8 +5,8 @@ import uuid
 from collections.abc import Sequence
 
 import anyio
-from anyio.abc import TaskStatus
 import structlog
+from anyio.abc import TaskStatus
 
 from messages import Score, ScoreItem, ScoreRequested, ScoresGiven
 from runtime.bus import Bus
