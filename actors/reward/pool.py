@@ -1,0 +1,215 @@
+"""A bounded queue of samples in front of several grader processes that may hang, die and be killed."""
+
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, closing, suppress
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import anyio
+import structlog
+
+from actors.reward.frames import Grade, Graded, GraderSpec, Hello
+from actors.reward.process import GraderDiedError, GraderProcess, GraderStartError
+from actors.reward.samples import GradedSample
+
+QUEUE_SIZE = 1024  # samples; a full queue makes the asker wait
+BATCH_S = 0.002  # of expected grading per frame: cheap graders share the cost of a frame, dear ones go one by one
+MAX_BATCH = 32
+BACK_OFF_S = 0.1  # doubled per death in a row
+MAX_BACK_OFF_S = 5.0
+MAX_FAILED_STARTS = 8  # in a row, of one process
+TIMEOUT = "timeout"  # the reason of a score whose grader had to be killed
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSettings:
+    """How to grade."""
+
+    hello: Hello  # what processes are told at their start
+    num_processes: int = 2
+    timeout_s: float = 10.0  # per score, from the moment its grader may begin
+    max_tries: int = 3  # how many processes may die of a sample
+
+
+@dataclass(eq=False, kw_only=True)
+class _Job:
+    """Samples that are graded together: one, or all of a group."""
+
+    grader: GraderSpec
+    samples: tuple[GradedSample, ...]
+    num_tries: int = 0
+    abandoned: bool = False  # nobody waits any more
+    grades: list[Graded] = field(default_factory=list[Graded])
+    done: anyio.Event = field(default_factory=anyio.Event)
+
+    def finish(self, grades: Sequence[Graded]) -> None:
+        self.grades = list(grades)
+        self.done.set()
+
+
+class GraderPool:
+    """Grades samples in processes of its own. Made by `open_pool`."""
+
+    def __init__(self, settings: PoolSettings) -> None:
+        self._settings = settings
+        self._send_jobs, self._jobs = anyio.create_memory_object_stream[_Job](QUEUE_SIZE)
+        self._mean_s: dict[GraderSpec, float] = {}
+        self._counts: Counter[str] = Counter()
+        self._grading_s = 0.0
+
+    async def grade(self, grader: GraderSpec, samples: Sequence[GradedSample]) -> list[Graded]:
+        """Grade samples over all processes; one grade each, in order, whatever the graders do.
+
+        Bounded by the queue before it, and then by timeout_s and max_tries per score.
+        """
+        parts = [tuple(samples)] if grader.group else [(sample,) for sample in samples]
+        jobs = [_Job(grader=grader, samples=part) for part in parts]
+        try:
+            for job in jobs:
+                await self._send_jobs.send(job)
+            for job in jobs:
+                await job.done.wait()
+        finally:
+            for job in jobs:
+                job.abandoned = not job.done.is_set()
+        return [graded for job in jobs for graded in job.grades]
+
+    def stats(self) -> dict[str, float]:
+        """Numbers since the start."""
+        names = ("scores", "failed_scores", "timeouts", "deaths", "starts")
+        return {f"num_{name}": float(self._counts[name]) for name in names} | {"grading_s": self._grading_s}
+
+    def close(self) -> None:
+        """Take no more samples."""
+        self._send_jobs.close()
+        self._jobs.close()
+
+    async def run_slot(self, process: GraderProcess | None = None) -> None:
+        """Keep one process running and busy. Never returns.
+
+        Raises:
+            GraderStartError: it could not be started again, many times in a row.
+        """
+        jobs: list[_Job] = []  # taken from the queue and not finished
+        num_idle_deaths = 0  # in a row, without a score between them
+        while True:
+            process = process or await self._start_again()
+            self._counts["starts"] += 1
+            num_scores = self._counts["scores"]
+            await self._use(process, jobs)
+            process = None
+            num_idle_deaths = 0 if self._counts["scores"] > num_scores else num_idle_deaths + 1
+            if num_idle_deaths > 1:
+                await anyio.sleep(_back_off_s(num_idle_deaths - 2))
+
+    async def _start_again(self) -> GraderProcess:
+        for num_failures in range(MAX_FAILED_STARTS):
+            try:
+                return await GraderProcess.start(self._settings.hello)
+            except GraderStartError as error:
+                log.warning("grader_start_failed", reason=str(error), in_a_row=num_failures + 1)
+                await anyio.sleep(_back_off_s(num_failures))
+        return await GraderProcess.start(self._settings.hello)
+
+    async def _use(self, process: GraderProcess, jobs: list[_Job]) -> None:
+        """Grade until the process died or had to be killed; leaves in `jobs` what another process must do."""
+        hung, death = False, None
+        try:
+            async with anyio.create_task_group() as watch:
+                watch.start_soon(process.watch_exit, watch.cancel_scope.cancel)
+                try:
+                    hung = await self._grade_until_stuck(process, jobs)
+                except GraderDiedError as error:
+                    death = str(error)
+                watch.cancel_scope.cancel()
+        finally:
+            await process.kill()
+        if hung:
+            self._counts["timeouts"] += 1
+            self._fail(jobs.pop(0), TIMEOUT)
+        else:
+            self._counts["deaths"] += 1
+            self._blame(jobs, death or process.ending())
+
+    async def _grade_until_stuck(self, process: GraderProcess, jobs: list[_Job]) -> bool:
+        """Take and grade jobs until the first of them has no grade in time. A finished job leaves the list."""
+        while True:
+            while not jobs:
+                jobs.extend(await self._take())
+            batch = _leading_batch(jobs)
+            await process.send(Grade(grader=batch[0].grader, samples=tuple(s for job in batch for s in job.samples)))
+            for job in batch:
+                with anyio.move_on_after(self._settings.timeout_s) as limit:
+                    grades = [await process.receive() for _ in job.samples]
+                    self._finish(jobs.pop(0), grades)
+                if limit.cancelled_caught:
+                    return True
+
+    async def _take(self) -> list[_Job]:
+        jobs = [await self._jobs.receive()]
+        limit = self._batch_size(jobs[0].grader)
+        with suppress(anyio.WouldBlock):
+            while len(jobs) < limit:
+                jobs.append(self._jobs.receive_nowait())
+        return [job for job in jobs if not job.abandoned]
+
+    def _batch_size(self, grader: GraderSpec) -> int:
+        mean_s = self._mean_s.get(grader)
+        return 1 if mean_s is None else max(1, min(MAX_BATCH, int(BATCH_S / max(mean_s, 1e-6))))
+
+    def _finish(self, job: _Job, grades: Sequence[Graded]) -> None:
+        took_s = sum(graded.took_s for graded in grades)
+        self._mean_s[job.grader] = 0.9 * self._mean_s.get(job.grader, took_s) + 0.1 * took_s
+        self._grading_s += took_s
+        self._counts["scores"] += len(grades)
+        self._counts["failed_scores"] += sum(graded.error is not None for graded in grades)
+        job.finish(grades)
+
+    def _blame(self, jobs: list[_Job], death: str) -> None:
+        """The process answers in order, so it died of the first job that it left. The others have lost nothing."""
+        if not jobs:
+            log.warning("grader_died", reason=death)
+            return
+        jobs[0].num_tries += 1
+        final = jobs[0].num_tries >= self._settings.max_tries
+        log.warning("grader_died", reason=death, num_tries=jobs[0].num_tries, final=final)
+        if final:
+            self._fail(jobs.pop(0), f"{death}, {self._settings.max_tries} times")
+
+    def _fail(self, job: _Job, reason: str) -> None:
+        self._counts["failed_scores"] += len(job.samples)
+        job.finish([Graded(error=reason) for _ in job.samples])
+
+
+@asynccontextmanager
+async def open_pool(settings: PoolSettings) -> AsyncGenerator[GraderPool]:
+    """A pool whose first process is up; the others follow. All end with the context.
+
+    Raises:
+        GraderStartError: the first process did not come up, or a grader cannot be used; says which and why.
+    """
+    first = await GraderProcess.start(settings.hello)
+    with closing(GraderPool(settings)) as pool:
+        async with anyio.create_task_group() as slots:
+            slots.start_soon(pool.run_slot, first)
+            for _ in range(settings.num_processes - 1):
+                slots.start_soon(pool.run_slot)
+            try:
+                yield pool
+            finally:
+                slots.cancel_scope.cancel()
+
+
+def _leading_batch(jobs: Sequence[_Job]) -> list[_Job]:
+    """The first jobs that fit one frame: the same grader, and not for groups, which are one call each."""
+    first = jobs[0].grader
+    if first.group:
+        return [jobs[0]]
+    return list(takewhile(lambda job: job.grader == first, jobs))
+
+
+def _back_off_s(num_failures: int) -> float:
+    return min(BACK_OFF_S * 2**num_failures, MAX_BACK_OFF_S)

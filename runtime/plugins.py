@@ -1,0 +1,158 @@
+"""A user's own functions, named "module:function" or "path/file.py:function": found and checked once at start."""
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+
+class PluginError(ValueError):
+    """A plug-in that cannot be used: says which key named it, with which value, and what was expected."""
+
+    def __init__(self, key: str, value: str, problem: str) -> None:
+        super().__init__(f"{key} = {value!r}: {problem}")
+        self.key = key
+        self.value = value
+        self.problem = problem
+
+
+class Plugin(NamedTuple):
+    """A plug-in that was found and fits."""
+
+    function: Callable[..., Any]
+    is_async: bool  # calling it gives an awaitable
+
+
+def is_plugin(value: str) -> bool:
+    """Whether a value names a user's function and not a built-in."""
+    return ":" in value
+
+
+def load_plugin(
+    key: str,
+    value: str,
+    *,
+    parameters: Sequence[str],
+    base_dirs: Sequence[Path] = (),
+    allow_async: bool = False,
+) -> Plugin:
+    """Find a user's function and check that it can be called as it will be.
+
+    Args:
+        key: the setting that names it, for messages.
+        value: "module:function" or "path/file.py:function"; the function may be "Class.method" or a callable object.
+        parameters: what it will be called with, by position.
+        base_dirs: where relative files are looked for, in order; empty means the current directory.
+        allow_async: whether it may be a coroutine function.
+
+    Raises:
+        PluginError: no such file, module or attribute; not callable; cannot be called with these parameters.
+    """
+    place, separator, attribute = value.rpartition(":")
+    if not (separator and place and attribute):
+        raise PluginError(key, value, _form_problem(value))
+    found = _find(key, value, _load_module(key, value, place, base_dirs), attribute)
+    if inspect.isclass(found):
+        raise PluginError(key, value, f"{attribute} is a class; name a function or an object that can be called")
+    if not callable(found):
+        raise PluginError(key, value, f"{attribute} is a {type(found).__name__}, which cannot be called")
+    _check_parameters(key, value, found, parameters)
+    is_async = _is_async(found)
+    if is_async and not allow_async:
+        raise PluginError(key, value, f"{attribute} is async; a plain function is needed here")
+    return Plugin(found, is_async)
+
+
+def _form_problem(value: str) -> str:
+    problem = 'write "module:function" or "path/file.py:function"'
+    module, dot, function = value.rpartition(".")
+    if dot and module and ":" not in value and "/" not in value:
+        problem += f'; did you mean "{module}:{function}"?'
+    return problem
+
+
+def _load_module(key: str, value: str, place: str, base_dirs: Sequence[Path]) -> ModuleType:
+    if place.endswith(".py"):
+        path = _find_file(key, value, Path(place), base_dirs)
+        return _guarded_import(key, value, lambda: _import_file(path), missing=None)
+    if "/" in place:
+        raise PluginError(key, value, f"{place} does not end in .py")
+    return _guarded_import(key, value, lambda: importlib.import_module(place), missing=place)
+
+
+def _find_file(key: str, value: str, path: Path, base_dirs: Sequence[Path]) -> Path:
+    path = path.expanduser()
+    candidates = [path] if path.is_absolute() else [base / path for base in base_dirs or (Path.cwd(),)]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate.resolve()
+    raise PluginError(key, value, f"no such file; looked for {', '.join(str(candidate) for candidate in candidates)}")
+
+
+def _guarded_import(key: str, value: str, load: Callable[[], ModuleType], *, missing: str | None) -> ModuleType:
+    try:
+        return load()
+    except ModuleNotFoundError as error:
+        if missing is not None and error.name is not None and f"{missing}.".startswith(f"{error.name}."):
+            raise PluginError(key, value, f"no module named {error.name!r}") from error
+        raise PluginError(key, value, f"importing it failed: {error}") from error
+    except (Exception, SystemExit) as error:
+        # a user's module may raise anything, and many scripts end in sys.exit
+        raise PluginError(key, value, f"importing it failed: {type(error).__name__}: {error}") from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a file under a name of its own, once per process."""
+    name = f"physarum_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up here
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _find(key: str, value: str, module: ModuleType, attribute: str) -> Any:
+    found: Any = module
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            close = get_close_matches(name, [public for public in dir(found) if not public.startswith("_")], n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise PluginError(key, value, f"there is no {name!r} in it{hint}")
+        found = getattr(found, name)
+    return found
+
+
+def _check_parameters(key: str, value: str, function: Callable[..., Any], parameters: Sequence[str]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # some functions written in C tell nothing; the first call will
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        called = f"({', '.join(parameters)})"
+        raise PluginError(key, value, f"takes {_without_types(signature)} but is called with {called}") from error
+
+
+def _without_types(signature: inspect.Signature) -> str:
+    plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    return str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    call = getattr(type(function), "__call__")  # noqa: B004, B009 - of an object that can be called
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)

@@ -1,0 +1,289 @@
+"""The grader pool against real processes and the worst graders we could think of."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from actors.reward.frames import Graded, GraderSpec, Hello
+from actors.reward.pool import GraderPool, PoolSettings, open_pool
+from actors.reward.process import GraderProcess, GraderStartError
+from actors.reward.samples import GradedSample
+
+pytestmark = pytest.mark.anyio
+
+USER_CODE = str(Path(__file__).parent / "user_graders.py")
+AS_TOLD = GraderSpec(name=f"{USER_CODE}:as_told")
+LENGTH = GraderSpec(name=f"{USER_CODE}:length")
+
+
+def pool_of(num_processes: int = 1, timeout_s: float = 0.3, max_tries: int = 2, **hello: Any):
+    return open_pool(
+        PoolSettings(hello=Hello(**hello), num_processes=num_processes, timeout_s=timeout_s, max_tries=max_tries)
+    )
+
+
+async def tell(pool: GraderPool, *commands: str, grader: GraderSpec = AS_TOLD, **metadata: str) -> list[Graded]:
+    with anyio.fail_after(20):
+        return await pool.grade(grader, [GradedSample(response=command, metadata=metadata) for command in commands])
+
+
+async def until_exists(path: Path) -> str:
+    with anyio.fail_after(10):
+        while not path.exists() or not path.read_text():
+            await anyio.sleep(0.005)
+    return path.read_text()
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def until_ended(pid: int) -> None:
+    with anyio.fail_after(5):
+        while is_running(pid):
+            await anyio.sleep(0.005)
+
+
+async def test_a_built_in_grader_grades_in_order() -> None:
+    samples = [GradedSample(response=str(number), label="7", index=number) for number in range(100)]
+    async with pool_of(num_processes=2) as pool:
+        grades = await pool.grade(GraderSpec(name="exact_match"), samples)
+    assert [graded.reward for graded in grades] == [float(number == 7) for number in range(100)]
+
+
+@pytest.mark.parametrize("grader", ["length", "slowly"])
+async def test_a_users_function_may_be_plain_or_async(grader: str) -> None:
+    async with pool_of(reward_key="score") as pool:
+        grades = await tell(pool, "a", "abc", "", grader=GraderSpec(name=f"{USER_CODE}:{grader}"))
+    assert [graded.reward for graded in grades] == [1.0, 3.0, 0.0]
+
+
+async def test_a_users_function_sees_the_whole_sample() -> None:
+    sample = GradedSample(
+        index=3, prompt="p", response="r", label={"any": ["json"]}, metadata={"k": 1}, status="truncated"
+    )
+    async with pool_of(reward_key="score") as pool:
+        (graded,) = await pool.grade(GraderSpec(name=f"{USER_CODE}:everything"), [sample])
+    assert graded.reward == 0.5
+    assert graded.details == {"score": 0.5, "seen": [3, "p", "r", {"any": ["json"]}, {"k": 1}, "truncated"]}
+
+
+async def test_a_group_function_is_called_once_with_all_samples() -> None:
+    async with pool_of() as pool:
+        grades = await tell(pool, "a", "abc", "abc", grader=GraderSpec(name=f"{USER_CODE}:rank", group=True))
+        wrong = await tell(pool, "a", "abc", grader=GraderSpec(name=f"{USER_CODE}:rank_wrongly", group=True))
+    assert [graded.reward for graded in grades] == [0.0, 1.0, 1.0]
+    assert [graded.error for graded in wrong] == ["returned 1 rewards for 2 samples"] * 2
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("raise", "raised RuntimeError('as told')"),
+        ("nan", "returned nan, not a finite number"),
+        ("text", "returned 'good' (str), not a number"),
+        ("none", "returned None, not a number"),
+        ("dict", "the dict it returned has no 'score', only 'accuracy'"),
+        ("exit", "raised SystemExit(1)"),
+        ("allocate", "raised MemoryError()"),
+    ],
+)
+async def test_a_bad_answer_fails_its_sample_only_and_keeps_the_process(command: str, reason: str) -> None:
+    async with pool_of(reward_key="score", memory_limit_bytes=1 << 30) as pool:
+        before, bad, after = await tell(pool, "fine", command, "fine")
+        assert pool.stats()["num_starts"] == 1
+    assert bad.error == reason
+    assert (before.reward, after.reward) == (1.0, 1.0)
+
+
+async def test_a_grader_that_hoards_memory_gets_a_memory_error() -> None:
+    async with pool_of(timeout_s=10, memory_limit_bytes=256 << 20) as pool:
+        (graded,) = await tell(pool, "allocate slowly")
+    assert graded.error == "raised MemoryError()"
+
+
+@pytest.mark.parametrize("command", ["hang", "sleep"])
+async def test_a_grader_that_hangs_is_killed_and_replaced(command: str) -> None:
+    async with pool_of(timeout_s=0.2) as pool:
+        await tell(pool, "fine")
+        start = time.perf_counter()
+        before, hung, after = await tell(pool, "fine", command, "fine")
+        took_s = time.perf_counter() - start
+        assert pool.stats()["num_timeouts"] == 1
+        assert pool.stats()["num_deaths"] == 0
+    assert hung.error == "timeout"
+    assert (before.reward, after.reward) == (1.0, 1.0)
+    assert 0.2 <= took_s < 3  # one timeout and one start of a process, not one timeout per sample
+
+
+async def test_an_async_grader_that_never_ends_is_killed() -> None:
+    async with pool_of(timeout_s=0.2) as pool:
+        (graded,) = await tell(pool, "", grader=GraderSpec(name=f"{USER_CODE}:never"))
+    assert graded.error == "timeout"
+
+
+async def test_what_a_grader_prints_and_reads_is_not_the_protocol(capfd: pytest.CaptureFixture[str]) -> None:
+    async with pool_of(timeout_s=5) as pool:
+        grades = await tell(pool, "print", "read", "fine")
+    assert [graded.reward for graded in grades] == [1.0, 0.0, 1.0]
+    printed = capfd.readouterr()
+    assert "to stdout" in printed.err
+    assert "a child's words" in printed.err
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [("_exit", "exited with code 7, 2 times"), ("fork and die", "exited with code 9, 2 times")],
+)
+async def test_a_grader_that_ends_its_process_is_tried_again_and_then_fails(command: str, reason: str) -> None:
+    async with pool_of(timeout_s=5, max_tries=2) as pool:
+        before, dead, after = await tell(pool, "fine", command, "fine")
+        assert pool.stats()["num_deaths"] == 2
+    assert dead.error == f"the grader process {reason}"
+    assert (before.reward, after.reward) == (1.0, 1.0)
+
+
+async def test_a_process_that_dies_once_costs_a_retry(tmp_path: Path) -> None:
+    async with pool_of(timeout_s=5) as pool:
+        (graded,) = await tell(pool, "die once", file=str(tmp_path / "marker"))
+    assert graded.reward == 1.0
+
+
+async def test_a_process_killed_in_the_middle_costs_a_retry(tmp_path: Path) -> None:
+    go, started = tmp_path / "go", tmp_path / "started"
+    grades: list[Graded] = []
+
+    async def ask(pool: GraderPool) -> None:
+        grades.extend(await tell(pool, "wait for file", "fine", file=str(go), started=str(started)))
+
+    async with pool_of(timeout_s=10) as pool:
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask, pool)
+            os.kill(int(await until_exists(started)), signal.SIGKILL)
+            go.touch()
+        assert pool.stats()["num_deaths"] == 1
+    assert [graded.reward for graded in grades] == [1.0, 1.0]
+
+
+async def test_an_idle_process_that_is_killed_is_replaced() -> None:
+    async with pool_of(timeout_s=5) as pool:
+        (first,) = await tell(pool, "", grader=GraderSpec(name=f"{USER_CODE}:pid"))
+        os.kill(int(first.reward or 0), signal.SIGKILL)
+        await until_ended(int(first.reward or 0))
+        (second,) = await tell(pool, "", grader=GraderSpec(name=f"{USER_CODE}:pid"))
+    assert second.reward not in (None, first.reward)
+
+
+async def test_killing_a_grader_also_ends_what_it_started(tmp_path: Path) -> None:
+    async with pool_of(timeout_s=0.3) as pool:
+        (graded,) = await tell(pool, "child", file=str(tmp_path / "child"))
+    assert graded.error == "timeout"
+    await until_ended(int((tmp_path / "child").read_text()))
+
+
+async def test_no_process_is_left_when_the_pool_closes() -> None:
+    async with pool_of(num_processes=2, timeout_s=5) as pool:
+        grades = await tell(pool, *[""] * 50, grader=GraderSpec(name=f"{USER_CODE}:pid"))
+    for pid in {int(graded.reward or 0) for graded in grades}:
+        assert not is_running(pid)
+
+
+async def test_a_grader_process_dies_with_its_parent_even_when_busy(tmp_path: Path) -> None:
+    code = (
+        "import sys, anyio, actors.reward.pool as p, actors.reward.frames as f, actors.reward.samples as s\n"
+        "async def main():\n"
+        "    async with p.open_pool(p.PoolSettings(hello=f.Hello(), timeout_s=60)) as pool:\n"
+        "        told = s.GradedSample(response='wait for file', metadata={'started': sys.argv[2], 'file': '/no/file'})\n"
+        "        await pool.grade(f.GraderSpec(name=sys.argv[1]), [told])\n"
+        "anyio.run(main)\n"
+    )
+    started = tmp_path / "started"
+    parent = await anyio.open_process([sys.executable, "-c", code, AS_TOLD.name, str(started)], stdin=None)
+    async with parent:
+        pid = int(await until_exists(started))
+        parent.kill()
+        await parent.wait()
+        await until_ended(pid)
+
+
+async def test_a_score_nobody_waits_for_does_not_stay_in_the_queue(tmp_path: Path) -> None:
+    go, started = tmp_path / "go", tmp_path / "started"
+    async with pool_of(timeout_s=10) as pool, anyio.create_task_group() as group:
+        group.start_soon(lambda: tell(pool, "wait for file", file=str(go), started=str(started)))
+        await until_exists(started)
+        with anyio.move_on_after(0.02):
+            await pool.grade(LENGTH, [GradedSample(response="abandoned")] * 5)
+        go.touch()
+        await tell(pool, "a", grader=LENGTH)
+        assert pool.stats()["num_scores"] == 2
+
+
+async def test_two_processes_grade_at_the_same_time(tmp_path: Path) -> None:
+    """Each of two samples waits for a file that appears once both have begun."""
+    go = tmp_path / "go"
+    started = [tmp_path / "started0", tmp_path / "started1"]
+    async with pool_of(num_processes=2, timeout_s=10) as pool:
+        async with anyio.create_task_group() as group:
+            for path in started:
+                group.start_soon(lambda path=path: tell(pool, "wait for file", file=str(go), started=str(path)))
+            pids = {await until_exists(path) for path in started}
+            go.touch()
+    assert len(pids) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("exact_mach", "did you mean 'exact_match'?"),
+        ("no/such/file.py:f", "no such file"),
+        (f"{USER_CODE}:no_such", "there is no 'no_such' in it"),
+    ],
+)
+async def test_a_grader_that_cannot_be_used_is_refused_at_the_start(name: str, problem: str) -> None:
+    with pytest.raises(GraderStartError, match="no") as caught:
+        async with pool_of(graders=(GraderSpec(name=name),)):
+            pass
+    assert problem in str(caught.value)
+
+
+async def test_a_grader_first_met_in_a_request_fails_only_that_request() -> None:
+    async with pool_of() as pool:
+        (bad,) = await tell(pool, "x", grader=GraderSpec(name="no_such_grader"))
+        (good,) = await tell(pool, "x", grader=LENGTH)
+    assert "no grader 'no_such_grader'" in str(bad.error)
+    assert good.reward == 1.0
+
+
+async def test_a_module_that_ends_the_process_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "bomb.py").write_text("import os; os._exit(5)")
+    with pytest.raises(GraderStartError, match="exited with code 5"):
+        await GraderProcess.start(Hello(graders=(GraderSpec(name="bomb.py:f"),), base_dirs=(str(tmp_path),)))
+
+
+async def test_a_module_that_hangs_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text("while True: pass")
+    hello = Hello(graders=(GraderSpec(name="endless.py:f"),), base_dirs=(str(tmp_path),))
+    with pytest.raises(GraderStartError, match=r"not ready after 0.3 s"):
+        await GraderProcess.start(hello, timeout_s=0.3)
+
+
+async def test_a_grader_process_starts_quickly() -> None:
+    took_s: list[float] = []
+    for _ in range(5):
+        start = time.perf_counter()
+        process = await GraderProcess.start(Hello(graders=(GraderSpec(name="math"),)))
+        took_s.append(time.perf_counter() - start)
+        await process.kill()
+    assert min(took_s) < 0.3  # 0.05 on an idle machine; numpy or torch would show

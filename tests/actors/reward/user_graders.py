@@ -1,0 +1,109 @@
+"""Reward functions as users write them, good and bad. Named by path in the tests of the pool and the actor."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def length(sample: Any) -> float:
+    return float(len(sample.response))
+
+
+def pid(sample: Any) -> float:
+    return float(os.getpid())
+
+
+def everything(sample: Any) -> dict[str, Any]:
+    seen = [sample.index, sample.prompt, sample.response, sample.label, sample.metadata, sample.status]
+    return {"score": 0.5, "seen": seen}
+
+
+def as_told(sample: Any) -> Any:
+    """Does what the response says."""
+    match sample.response:
+        case "raise":
+            raise RuntimeError("as told")
+        case "hang":
+            while True:
+                pass
+        case "sleep":
+            time.sleep(60)
+        case "nan":
+            return float("nan")
+        case "text":
+            return "good"
+        case "none":
+            return None
+        case "dict":
+            return {"accuracy": 1.0}
+        case "print":
+            print("to stdout" * 100)
+            sys.stdout.flush()
+            os.write(1, b"\xff\xff\xff\xff raw bytes to descriptor 1")
+            subprocess.run(["echo", "a child's words"], check=True)
+            return 1.0
+        case "read":
+            return float(len(sys.stdin.read()))
+        case "exit":
+            sys.exit(1)
+        case "_exit":
+            os._exit(7)
+        case "allocate":
+            return float(len(bytearray(1 << 40)))
+        case "allocate slowly":
+            hoard: list[bytearray] = []
+            while True:
+                hoard.append(bytearray(b"x" * (16 << 20)))
+        case "fork and die":
+            if os.fork() == 0:
+                time.sleep(60)  # keeps the pipes open
+            os._exit(9)
+        case "child":
+            child = subprocess.Popen(["sleep", "60"])
+            Path(sample.metadata["file"]).write_text(str(child.pid))
+            time.sleep(60)
+        case "die once":
+            marker = Path(sample.metadata["file"])
+            if not marker.exists():
+                marker.touch()
+                os._exit(1)
+            return 1.0
+        case "wait for file":
+            Path(sample.metadata["started"]).write_text(str(os.getpid()))
+            while not Path(sample.metadata["file"]).exists():
+                time.sleep(0.005)
+            return 1.0
+        case _:
+            return 1.0
+
+
+async def slowly(sample: Any) -> float:
+    await asyncio.sleep(0.01)
+    return float(len(sample.response))
+
+
+async def never(sample: Any) -> float:
+    await asyncio.Event().wait()
+    return 0.0
+
+
+def rank(samples: list[Any]) -> list[float]:
+    """Scores a group relative to itself: 1 for the longest response."""
+    longest = max(len(sample.response) for sample in samples)
+    return [float(len(sample.response) == longest) for sample in samples]
+
+
+def rank_wrongly(samples: list[Any]) -> list[float]:
+    return [1.0]
+
+
+def burn(sample: Any) -> float:
+    """CPU-heavy: as many rounds of arithmetic as the response says."""
+    total = 0
+    for number in range(int(sample.response)):
+        total += number * number % 7
+    return float(total >= 0)
