@@ -1,0 +1,86 @@
+"""From a topology file to a checked Topology with its paths found."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from runtime.config import SET, Loaded, TopologyError, convert, load_tables
+from runtime.recipe import DataConfig, EvalConfig
+from runtime.rules import validate
+from runtime.topology import Topology
+
+
+class LoadedTopology(msgspec.Struct, frozen=True, kw_only=True):
+    """A valid topology and where its keys came from. Paths that exist here are absolute."""
+
+    topology: Topology
+    loaded: Loaded
+
+
+def load_topology(path: Path, overrides: Sequence[str] = ()) -> LoadedTopology:
+    """Read, merge, type and cross-check a topology file; opens no data file and asks for no GPU.
+
+    A relative path in a file is looked up beside that file, then beside `path`, then in the current directory; one
+    from an override in the current directory, then beside `path`. The first place that has it wins and the path
+    becomes absolute; a path found nowhere stays as it is, since it may be a hub name or exist on another node.
+    `run.dir` belongs to the current directory.
+
+    Raises:
+        TopologyError: every problem found, each with file, key, value and what is allowed.
+    """
+    loaded = load_tables(path, overrides, Topology)
+    topology = convert(loaded, Topology)
+    problems = [msgspec.structs.replace(problem, file=loaded.origin(problem.key)) for problem in validate(topology)]
+    if problems:
+        raise TopologyError(problems)
+    return LoadedTopology(topology=_find_paths(topology, loaded), loaded=loaded)
+
+
+def places(loaded: Loaded, key: str) -> tuple[Path, ...]:
+    """Directories in which the relative path under a key is looked up, in order."""
+    origin = loaded.origin(key)
+    beside = loaded.files[-1].parent.resolve()
+    found = (Path.cwd(), beside) if origin == SET else (Path(origin).parent.resolve(), beside, Path.cwd())
+    return tuple(dict.fromkeys(found))
+
+
+def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
+    def find(key: str, value: str) -> str:
+        candidates = (place / value for place in places(loaded, key))
+        return next((str(candidate.resolve()) for candidate in candidates if candidate.exists()), value)
+
+    def optional(key: str, value: str | None) -> str | None:
+        return None if value is None else find(key, value)
+
+    def plug_in(key: str, value: str | None) -> str | None:
+        file, colon, function = (value or "").rpartition(":")
+        return f"{find(key, file)}:{function}" if colon and file.endswith(".py") else value
+
+    model, rollout = topology.model, topology.rollout
+    return msgspec.structs.replace(
+        topology,
+        model=msgspec.structs.replace(
+            model,
+            hf_checkpoint=find("model.hf_checkpoint", model.hf_checkpoint),
+            ref_load=optional("model.ref_load", model.ref_load),
+        ),
+        data=tuple(_find_source(item, f"data.{index}", find, plug_in) for index, item in enumerate(topology.data)),
+        eval=tuple(_find_source(item, f"eval.{index}", find, plug_in) for index, item in enumerate(topology.eval)),
+        rollout=msgspec.structs.replace(
+            rollout, dynamic_filter=plug_in("rollout.dynamic_filter", rollout.dynamic_filter)
+        ),
+        run=msgspec.structs.replace(topology.run, dir=str(Path(topology.run.dir).resolve())),
+    )
+
+
+S = TypeVar("S", DataConfig, EvalConfig)
+
+
+def _find_source(
+    item: S, key: str, find: Callable[[str, str], str], plug_in: Callable[[str, str | None], str | None]
+) -> S:
+    return msgspec.structs.replace(
+        item, path=find(f"{key}.path", item.path), rm_type=plug_in(f"{key}.rm_type", item.rm_type)
+    )

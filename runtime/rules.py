@@ -1,0 +1,250 @@
+"""Cross-field rules of a topology: what types and bounds cannot say. Each rule names the keys a person would change."""
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from runtime.config import Problem, show
+from runtime.gpus import Gpu, parse_gpus, show_gpus
+from runtime.recipe import EvalConfig, Recipe, max_prompt_len
+from runtime.topology import (
+    EngineConfig,
+    Topology,
+    data_parallel_size,
+    num_ranks,
+)
+
+POLICY = "policy"  # the pool whose samples are trained
+
+
+def validate(topology: Topology) -> list[Problem]:
+    """Apply every rule and report all that fail, not only the first."""
+    rules = (_batches, _lengths, _algorithm, _schedule, _names, _evaluation, _bus, _gpus_exist, _trainer, _engines)
+    problems = [problem for rule in rules for problem in rule(topology)]
+    if not any(problem.key.endswith("gpus") for problem in problems):  # the lists are readable
+        problems += [problem for rule in (_layout, _engine_sizes, _booking, _colocation) for problem in rule(topology)]
+    return problems
+
+
+def _problem(key: str, value: object, message: str) -> Problem:
+    return Problem(key=key, value=show(value), message=message)
+
+
+def _batches(recipe: Recipe) -> Iterator[Problem]:
+    rollout, steps = recipe.rollout, recipe.algorithm.num_steps_per_rollout
+    batch, asked = rollout.rollout_batch_size, rollout.over_sampling_batch_size
+    if not recipe.data:
+        yield Problem(key="data", message="at least one [[data]] table is needed")
+    if asked is not None and asked < batch:
+        message = f"must be at least rollout.rollout_batch_size, which is {batch}"
+        yield _problem("rollout.over_sampling_batch_size", asked, message)
+    num_samples = batch * rollout.n_samples_per_prompt
+    if num_samples % steps:
+        message = f"must divide the samples of a batch, rollout_batch_size x n_samples_per_prompt = {num_samples}"
+        yield _problem("algorithm.num_steps_per_rollout", steps, message)
+
+
+def _lengths(recipe: Recipe) -> Iterator[Problem]:
+    rollout = recipe.rollout
+    context = rollout.max_context_len
+    if context is not None and (rollout.max_prompt_len or 1) >= context:
+        message = f"leaves no room for a response in rollout.max_context_len = {context}"
+        yield _problem("rollout.max_prompt_len", max_prompt_len(rollout), message)
+
+
+def _algorithm(recipe: Recipe) -> Iterator[Problem]:
+    algorithm, samples = recipe.algorithm, recipe.rollout.n_samples_per_prompt
+    if samples == 1 and not algorithm.disable_rewards_normalization:
+        yield _problem(
+            "rollout.n_samples_per_prompt",
+            samples,
+            "a group of one minus its own mean is always 0: use at least 2, "
+            "or set algorithm.disable_rewards_normalization = true",
+        )
+    if algorithm.kl_loss_coef > 0 and not algorithm.use_kl_loss:
+        message = "has no effect unless algorithm.use_kl_loss = true"
+        yield _problem("algorithm.kl_loss_coef", algorithm.kl_loss_coef, message)
+    if recipe.model.ref_load is not None and not algorithm.use_kl_loss:
+        message = "no reference model is needed unless algorithm.use_kl_loss = true"
+        yield _problem("model.ref_load", recipe.model.ref_load, message)
+    if algorithm.eps_clip >= 1:
+        yield _problem("algorithm.eps_clip", algorithm.eps_clip, "must be below 1: ratios are clipped at 1 - eps_clip")
+
+
+def _schedule(recipe: Recipe) -> Iterator[Problem]:
+    optimizer = recipe.optimizer
+    planned = recipe.train.num_steps * recipe.algorithm.num_steps_per_rollout
+    if optimizer.min_lr > optimizer.lr:
+        yield _problem("optimizer.min_lr", optimizer.min_lr, f"is above optimizer.lr = {optimizer.lr}")
+    if optimizer.lr_decay_style != "constant" and optimizer.lr_warmup_iters >= (optimizer.lr_decay_iters or planned):
+        message = f"must end before the decay does, after {optimizer.lr_decay_iters or planned} optimizer steps"
+        yield _problem("optimizer.lr_warmup_iters", optimizer.lr_warmup_iters, message)
+
+
+def _names(recipe: Recipe) -> Iterator[Problem]:
+    for table, items in (("data", recipe.data), ("eval", recipe.eval)):
+        seen: set[str] = set()
+        for index, item in enumerate(items):
+            if item.name in seen:
+                yield _problem(f"{table}.{index}.name", item.name, f"another [[{table}]] has this name")
+            seen.add(item.name)
+
+
+def _evaluation(recipe: Recipe) -> Iterator[Problem]:
+    for index, item in enumerate(recipe.eval):
+        yield from _evaluation_set(recipe, item, f"eval.{index}")
+
+
+def _evaluation_set(recipe: Recipe, item: EvalConfig, key: str) -> Iterator[Problem]:
+    context = recipe.rollout.max_context_len
+    if item.max_response_len is not None and context is not None and item.max_response_len >= context:
+        message = f"leaves no room for a prompt in rollout.max_context_len = {context}"
+        yield _problem(f"{key}.max_response_len", item.max_response_len, message)
+    if item.interval > recipe.train.num_steps:
+        message = f"is beyond the run's end: train.num_steps = {recipe.train.num_steps}"
+        yield _problem(f"{key}.interval", item.interval, message)
+
+
+def _bus(topology: Topology) -> Iterator[Problem]:
+    bus, nodes = topology.bus, topology.nodes
+    if not nodes:
+        yield Problem(key="nodes", message="at least one node is needed")
+    if bus.node is not None and bus.url is not None:
+        yield _problem("bus.node", bus.node, "no node starts a server when bus.url names an existing one")
+    elif bus.node is not None and bus.node not in nodes:
+        yield _problem("bus.node", bus.node, f"no such node; allowed: {', '.join(nodes)}")
+    elif bus.node is None and bus.url is None and len(nodes) > 1:
+        yield Problem(key="bus", message="with several nodes, bus.node or bus.url says where the NATS server is")
+    if bus.port is not None and bus.url is not None:
+        yield _problem("bus.port", bus.port, "the port belongs into bus.url")
+
+
+def _gpu_lists(topology: Topology) -> Iterator[tuple[str, str]]:
+    """Key and text of every GPU list."""
+    if topology.trainer.gpus is not None:
+        yield "trainer.gpus", topology.trainer.gpus
+    for name, engine in topology.engines.items():
+        if engine.gpus is not None:
+            yield f"engines.{name}.gpus", engine.gpus
+
+
+def _gpus_exist(topology: Topology) -> Iterator[Problem]:
+    for key, text in _gpu_lists(topology):
+        try:
+            gpus = parse_gpus(text)
+        except ValueError as error:
+            yield _problem(key, text, f'{error}; allowed: such as "n0:0-7,n1:0-3"')
+            continue
+        unknown = {gpu.node for gpu in gpus} - topology.nodes.keys()
+        for node in sorted(unknown):
+            yield _problem(key, text, f"no node {node}; allowed: {', '.join(topology.nodes)}")
+        beyond = [gpu for gpu in gpus if gpu.node not in unknown and gpu.index >= topology.nodes[gpu.node].gpus]
+        if beyond:
+            counts = ", ".join(f"nodes.{node}.gpus = {topology.nodes[node].gpus}" for node in _nodes(beyond))
+            yield _problem(key, text, f"there is no GPU {show_gpus(beyond)}: {counts}")
+        if len(set(gpus)) < len(gpus):
+            yield _problem(key, text, "names a GPU twice")
+
+
+def _nodes(gpus: list[Gpu]) -> list[str]:
+    return list(dict.fromkeys(gpu.node for gpu in gpus))
+
+
+def _trainer(topology: Topology) -> Iterator[Problem]:
+    trainer = topology.trainer
+    if trainer.device == "cuda" and trainer.gpus is None:
+        yield Problem(key="trainer.gpus", message='missing: the trainer\'s GPUs, such as "n0:0-7"; or device = "cpu"')
+    if trainer.device == "cpu" and trainer.gpus is not None:
+        yield _problem("trainer.gpus", trainer.gpus, 'has no meaning with trainer.device = "cpu"')
+    if trainer.device == "cuda" and trainer.num_processes > 1:
+        yield _problem("trainer.num_processes", trainer.num_processes, "is for the CPU; GPUs get one rank each")
+
+
+def _layout(topology: Topology) -> Iterator[Problem]:
+    layout, ranks = topology.trainer.megatron, num_ranks(topology.trainer)
+    tensor, pipeline = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    dense = tensor * pipeline * layout.context_parallel_size
+    expert = layout.expert_model_parallel_size * (layout.expert_tensor_parallel_size or tensor) * pipeline
+    if ranks % dense:
+        message = f"tensor x pipeline x context = {dense} does not divide the trainer's {ranks} ranks"
+        yield Problem(key="trainer.megatron", message=message)
+    elif (in_step := _samples_per_step(topology)) % data_parallel_size(topology.trainer):
+        message = (
+            f"{data_parallel_size(topology.trainer)} data-parallel replicas do not divide "
+            f"the {in_step} samples of an optimizer step"
+        )
+        yield Problem(key="trainer.megatron", message=message)
+    if layout.expert_model_parallel_size > 1 and ranks % expert:
+        message = f"expert x expert-tensor x pipeline = {expert} does not divide the trainer's {ranks} ranks"
+        yield Problem(key="trainer.megatron.expert_model_parallel_size", message=message)
+    if layout.sequence_parallel and tensor == 1:
+        yield _problem(
+            "trainer.megatron.sequence_parallel", True, "needs trainer.megatron.tensor_model_parallel_size above 1"
+        )
+
+
+def _samples_per_step(recipe: Recipe) -> int:
+    samples = recipe.rollout.rollout_batch_size * recipe.rollout.n_samples_per_prompt
+    return max(1, samples // recipe.algorithm.num_steps_per_rollout)
+
+
+def _engines(topology: Topology) -> Iterator[Problem]:
+    if POLICY not in topology.engines:
+        yield Problem(key=f"engines.{POLICY}", message="missing: the pool that generates the samples to train on")
+    for name, engine in topology.engines.items():
+        yield from _engine(engine, f"engines.{name}")
+
+
+def _engine(engine: EngineConfig, key: str) -> Iterator[Problem]:
+    if engine.urls and engine.gpus is not None:
+        yield _problem(f"{key}.gpus", engine.gpus, f"engines that run already ({key}.urls) bring their own")
+    if engine.kind == "embedded" and engine.gpus is not None:
+        yield _problem(f"{key}.gpus", engine.gpus, 'kind = "embedded" runs on the CPU')
+    if engine.kind == "embedded" and engine.sglang:
+        yield _problem(f"{key}.sglang", engine.sglang, 'has no meaning with kind = "embedded"')
+    if engine.kind == "embedded" and engine.python is not None:
+        yield _problem(f"{key}.python", engine.python, 'has no meaning with kind = "embedded"')
+    if engine.gpus is not None and engine.num_engines > 1:
+        yield _problem(f"{key}.num_engines", engine.num_engines, "follows from gpus and num_gpus_per_engine")
+    if engine.weight_transport == "ipc" and engine.colocate is None:
+        message = f'needs {key}.colocate = "trainer"; allowed otherwise: disk, collective'
+        yield _problem(f"{key}.weight_transport", engine.weight_transport, message)
+
+
+def _engine_sizes(topology: Topology) -> Iterator[Problem]:
+    for name, engine in topology.engines.items():
+        gpus, size = parse_gpus(engine.gpus), engine.num_gpus_per_engine
+        key = f"engines.{name}.num_gpus_per_engine"
+        if not gpus:
+            if size > 1 and not engine.urls:
+                yield _problem(key, size, f"engines.{name}.gpus is not set")
+            continue
+        on_node = {node: sum(gpu.node == node for gpu in gpus) for node in _nodes(list(gpus))}
+        if len(gpus) % size:
+            yield _problem(key, size, f"does not divide the pool's {len(gpus)} GPUs")
+        elif any(count % size and size % count for count in on_node.values()):
+            counts = ", ".join(f"{count} on {node}" for node, count in on_node.items())
+            yield _problem(key, size, f"does not fit the GPUs per node: {counts}")
+
+
+def _booking(topology: Topology) -> Iterator[Problem]:
+    trainer = set(parse_gpus(topology.trainer.gpus))
+    pools = {name: set(parse_gpus(engine.gpus)) for name, engine in topology.engines.items()}
+    for name, gpus in pools.items():
+        shared, key = gpus & trainer, f"engines.{name}.gpus"
+        if shared and topology.engines[name].colocate is None:
+            message = f'{show_gpus(sorted(shared))} belong to the trainer; sharing needs colocate = "trainer"'
+            yield _problem(key, topology.engines[name].gpus, message)
+        if topology.engines[name].colocate and gpus - trainer:
+            message = f"colocated engines use the trainer's GPUs; not among them: {show_gpus(sorted(gpus - trainer))}"
+            yield _problem(key, topology.engines[name].gpus, message)
+    for first, second in combinations(pools, 2):
+        if shared := pools[first] & pools[second]:
+            message = f"{show_gpus(sorted(shared))} belong to engines.{first} too"
+            yield _problem(f"engines.{second}.gpus", topology.engines[second].gpus, message)
+
+
+def _colocation(topology: Topology) -> Iterator[Problem]:
+    staleness = topology.rollout.max_staleness
+    if staleness and any(engine.colocate for engine in topology.engines.values()):
+        message = "colocated engines and trainer take turns: allowed: 0, or engines on GPUs of their own"
+        yield _problem("rollout.max_staleness", staleness, message)
