@@ -1,0 +1,32 @@
+"""Running something beside a block of code."""
+
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[TaskGroup]:
+    """A task group that ends with its block. A single error comes out as itself, not wrapped in a group."""
+    try:
+        async with anyio.create_task_group() as group:
+            try:
+                yield group
+            finally:
+                group.cancel_scope.cancel()
+    except BaseExceptionGroup as failed:
+        error: BaseException = failed.exceptions[0]
+        if len(failed.exceptions) > 1:
+            raise
+        raise error from error.__cause__
+
+
+@asynccontextmanager
+async def beside(work: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Do one piece of work beside a block, ended with it."""
+    async with task_group() as group:
+        group.start_soon(work)
+        yield

@@ -1,0 +1,209 @@
+"""The call plane: ask one actor instance and wait; and small answers to an inbox."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Generic
+
+import structlog
+from anyio.abc import TaskGroup
+
+from messages import CallFailed, DecodeError, Message, MessageT, decode, encode
+from messages.codec import CONTENT_TYPE_HEADER
+from messages.subjects import call_subject
+from runtime.bus.background import task_group
+from runtime.bus.connection import AttemptTimeout, Connection, Disconnected, NoResponders, RawMessage
+from runtime.bus.dead import DeadLetters
+from runtime.bus.errors import CallRefused, CallTimeout, MessageTooLarge, NotServed
+
+log = structlog.get_logger()
+
+Handler = Callable[[Any], Awaitable[Message]]
+
+
+async def ask(connection: Connection, run: str, instance: str, request: Message, timeout_s: float) -> Message:
+    """Ask one instance, once.
+
+    Raises:
+        CallTimeout: no answer in time, or the connection was lost meanwhile; it may have been handled.
+        NotServed: nobody serves this request for this instance.
+        CallRefused: it answered with an error, or with something unreadable.
+        MessageTooLarge: nothing was sent.
+    """
+    subject = call_subject(run, instance, type(request).topic)
+    encoded = encode(request)
+    connection.check_size(subject, encoded.payload, encoded.headers)
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    if not connection.is_connected and not await connection.wait_connected(deadline):
+        raise CallTimeout(f"{subject}: not connected within {timeout_s:g} s")
+    try:
+        raw = await connection.request(subject, encoded.payload, encoded.headers, max(0.001, deadline - loop.time()))
+    except NoResponders:
+        raise NotServed(subject) from None
+    except (AttemptTimeout, Disconnected) as error:
+        raise CallTimeout(f"{subject}: {error} within {timeout_s:g} s") from error
+    try:
+        answer = decode(raw.data, raw.headers)
+    except DecodeError as error:
+        raise CallRefused(f"{subject}: unreadable answer: {error}") from error
+    if isinstance(answer, CallFailed):
+        raise CallRefused(f"{subject}: {answer.reason}")
+    return answer
+
+
+class Server:
+    """Answers calls to one instance."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        dead_letters: DeadLetters,
+        handlers: Mapping[type[Message], Handler],
+        group: TaskGroup,
+    ) -> None:
+        self._connection = connection
+        self._dead_letters = dead_letters
+        self._handlers = dict(handlers)
+        self._group = group
+        self._num_active = 0
+
+    def on_message(self, raw: RawMessage) -> None:
+        self._num_active += 1
+        self._group.start_soon(self._answer, raw)
+
+    async def _answer(self, raw: RawMessage) -> None:
+        try:
+            if self._num_active > self._connection.limits.max_calls:
+                answer: Message = CallFailed(reason=f"busy: {self._connection.limits.max_calls} calls at work")
+            else:
+                answer = await self._handle(raw)
+            await self._reply(raw, answer)
+        finally:
+            self._num_active -= 1
+
+    async def _handle(self, raw: RawMessage) -> Message:
+        try:
+            request = decode(raw.data, raw.headers)
+            handler = self._handlers.get(type(request))
+            if handler is None:
+                raise DecodeError(f"{type(request).__name__} is not served here")
+        except DecodeError as error:
+            await self._dead_letters.bury(
+                f"call.{self._connection.unique()}",
+                subject=raw.subject,
+                reason=str(error),
+                headers=raw.headers,
+                payload=raw.data,
+            )
+            return CallFailed(reason=str(error))
+        try:
+            return await handler(request)
+        except Exception as error:  # whatever a handler raises is the caller's answer, not our end
+            log.exception("call_failed", subject=raw.subject)
+            return CallFailed(reason=repr(error))
+
+    async def _reply(self, raw: RawMessage, answer: Message) -> None:
+        if not raw.reply:
+            return
+        asked_in = (raw.headers or {}).get(CONTENT_TYPE_HEADER)
+        try:
+            encoded = encode(answer, content_type=asked_in)
+        except ValueError:  # asked in a content type that we do not speak
+            encoded = encode(answer)
+        try:
+            await self._connection.send(raw.reply, encoded.payload, encoded.headers)
+        except MessageTooLarge as error:
+            encoded = encode(CallFailed(reason=str(error)))
+            await self._connection.send(raw.reply, encoded.payload, encoded.headers)
+        except Disconnected as error:
+            log.warning("call_answer_dropped", subject=raw.subject, error=str(error))
+
+
+@asynccontextmanager
+async def serve(
+    connection: Connection,
+    dead_letters: DeadLetters,
+    run: str,
+    instance: str,
+    handlers: Mapping[type[Message], Handler],
+) -> AsyncIterator[None]:
+    """Answer calls to an instance for the duration of a block."""
+    async with task_group() as group:
+        server = Server(connection, dead_letters, handlers, group)
+        subjects = {call_subject(run, instance, message_type.topic) for message_type in handlers}
+        listeners = [await connection.subscribe(subject, server.on_message) for subject in sorted(subjects)]
+        try:
+            yield
+        finally:
+            for listener in listeners:
+                await listener.stop()
+
+
+class Inbox(Generic[MessageT]):
+    """A private subject for answers of one type. Full, it drops the newest, which is counted."""
+
+    def __init__(
+        self, connection: Connection, dead_letters: DeadLetters, message_type: type[MessageT], bound: int
+    ) -> None:
+        self.subject = connection.new_inbox()
+        self._connection = connection
+        self._dead_letters = dead_letters
+        self._type = message_type
+        self._bound = bound
+        self._buffer: deque[RawMessage] = deque()
+        self._arrived = asyncio.Event()
+
+    def on_message(self, raw: RawMessage) -> None:
+        if len(self._buffer) >= self._bound:
+            self._connection.counters.slow_consumer_drops += 1
+            return
+        self._buffer.append(raw)
+        self._arrived.set()
+
+    async def next(self, timeout_s: float | None = None) -> MessageT | None:
+        """The next answer, or None after timeout_s."""
+        loop = asyncio.get_running_loop()
+        deadline = None if timeout_s is None else loop.time() + timeout_s
+        while True:
+            if not self._buffer and not await self._wait(deadline):
+                return None
+            raw = self._buffer.popleft()
+            try:
+                message = decode(raw.data, raw.headers)
+                if not isinstance(message, self._type):
+                    raise DecodeError(f"{type(message).__name__} where {self._type.__name__} is expected")
+            except DecodeError as error:
+                await self._dead_letters.bury(
+                    f"call.{self._connection.unique()}",
+                    subject=raw.subject,
+                    reason=str(error),
+                    headers=raw.headers,
+                    payload=raw.data,
+                )
+                continue
+            return message
+
+    async def _wait(self, deadline: float | None) -> bool:
+        loop = asyncio.get_running_loop()
+        while not self._buffer:
+            self._arrived.clear()
+            timer = None if deadline is None else loop.call_at(deadline, self._arrived.set)
+            try:
+                await self._arrived.wait()
+            finally:
+                if timer is not None:
+                    timer.cancel()
+            if not self._buffer and deadline is not None and loop.time() >= deadline:
+                return False
+        return True
+
+    def __aiter__(self) -> "Inbox[MessageT]":
+        return self
+
+    async def __anext__(self) -> MessageT:
+        while True:
+            message = await self.next()
+            if message is not None:
+                return message

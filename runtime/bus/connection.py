@@ -1,0 +1,391 @@
+"""One connection to a NATS server: the only file that imports nats.
+
+It turns what nats-py leaves open into bounds and errors. A request fails at once when the connection is lost instead of
+waiting out its deadline, a message over the server's limit never leaves (the server would close the connection for
+good), errors that nats-py reports on the side are counted, and a closed connection cancels the scope that owns it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Any, Protocol
+
+import anyio
+import msgspec
+import structlog
+from nats import errors as nats_errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from runtime.bus.errors import BusError, BusUnavailable, MessageTooLarge
+from runtime.bus.limits import BusLimits
+
+log = structlog.get_logger()
+
+Headers = dict[str, str]
+STATUS = "Status"  # header under which nats-py shows a status line
+NO_RESPONDERS = "503"
+MAX_SUBJECT_BYTES = 1024  # the server closes a connection over 4096 bytes of control line
+_HEADER_FRAME_BYTES = len("NATS/1.0\r\n\r\n")
+_HEADER_LINE_BYTES = len(": \r\n")
+
+
+class RawMessage(Protocol):
+    """A message as it came; what nats-py delivers has this form."""
+
+    @property
+    def subject(self) -> str: ...
+    @property
+    def reply(self) -> str: ...
+    @property
+    def data(self) -> bytes: ...
+    @property
+    def headers(self) -> dict[str, str] | None: ...
+
+
+class Disconnected(BusError):
+    """The connection was lost while a request was open. Internal: callers try again or map it."""
+
+
+class AttemptTimeout(BusError):
+    """One attempt was not answered. Internal: callers try again or map it."""
+
+
+class NoResponders(BusError):
+    """Nobody listens on the subject: no stream, no consumer, no actor. Internal: callers try again or map it."""
+
+
+class Counters(msgspec.Struct):
+    """What happened on one connection since it was opened."""
+
+    published: int = 0
+    publish_retries: int = 0
+    fetched: int = 0
+    received: int = 0
+    reconnects: int = 0
+    async_errors: int = 0  # reported by the client on the side, slow consumers included
+    slow_consumer_drops: int = 0
+    dead_letters: int = 0
+    acks_dropped: int = 0  # while disconnected with a full buffer; costs a redelivery
+
+
+def wire_size(payload: bytes, headers: Mapping[str, str]) -> int:
+    """Bytes that the server counts against max_payload: the header block and the payload."""
+    size = len(payload) + _HEADER_FRAME_BYTES
+    for name, value in headers.items():
+        size += len(name) + _HEADER_LINE_BYTES + (len(value) if value.isascii() else len(value.encode()))
+    return size
+
+
+class Connection:
+    """A client with its reply inbox. Opened by `open_connection`."""
+
+    def __init__(self, limits: BusLimits) -> None:
+        self.limits = limits
+        self.counters = Counters()
+        self.epoch = 0  # raised at each reconnect
+        self._client = Client()
+        self._connected = asyncio.Event()
+        self._waiting: dict[str, asyncio.Future[RawMessage]] = {}
+        self._tokens = count(1)
+        self._reply_prefix = ""
+        self._reconnect_listeners: set[Callable[[], None]] = set()
+        self._last_error = ""
+        self._connecting: anyio.CancelScope | None = None  # during the first connect
+        self._refused = ""  # why the server does not want us
+        self._errors_since_connect = 0
+        self._closing = False
+        self._on_lost: Callable[[], None] | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connected.is_set()
+
+    @property
+    def last_error(self) -> str:
+        """The latest error that the client reported on the side, for messages of other errors."""
+        return self._last_error
+
+    @property
+    def max_payload(self) -> int:
+        return self._client.max_payload
+
+    def new_inbox(self) -> str:
+        return self._client.new_inbox()
+
+    def unique(self) -> str:
+        """A name nobody else uses."""
+        return self._client.new_inbox().rpartition(".")[2]
+
+    # opening and closing
+
+    async def start(self, url: str, name: str, on_lost: Callable[[], None]) -> None:
+        """Connect and subscribe the reply inbox.
+
+        Raises:
+            BusUnavailable: no server answered in time, or it refused us.
+        """
+        self._on_lost = on_lost
+        with anyio.move_on_after(self.limits.connect_timeout_s) as self._connecting:
+            await self._connect(url, name)
+        self._connecting = None
+        if self._refused or not self._client.is_connected:
+            await self.close()
+            reason = self._refused or f"none within {self.limits.connect_timeout_s:g} s: {self._last_error}"
+            raise BusUnavailable(f"no connection to {_without_password(url)}: {reason}")
+        self._connected.set()
+        self._reply_prefix = self.new_inbox()
+        await self.subscribe(f"{self._reply_prefix}.*", self._on_reply)
+
+    async def _connect(self, url: str, name: str) -> None:
+        await self._client.connect(
+            servers=url.split(","),
+            name=name,
+            error_cb=self._on_error,
+            disconnected_cb=self._on_disconnected,
+            reconnected_cb=self._on_reconnected,
+            closed_cb=self._on_closed,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=self.limits.reconnect_wait_s,  # pyright: ignore[reportArgumentType] - annotated int, used as seconds
+            ping_interval=self.limits.ping_interval_s,
+            max_outstanding_pings=3,
+            pending_size=self.limits.pending_bytes,
+            flush_timeout=self.limits.attempt_timeout_s,
+        )
+
+    async def close(self) -> None:
+        """Flush what was sent and close. Never raises for a server that is gone."""
+        self._closing = True
+        with anyio.move_on_after(self.limits.drain_timeout_s, shield=True):
+            if self._client.is_connected:
+                try:
+                    await self._client.flush(timeout=max(1, int(self.limits.drain_timeout_s)))
+                except (nats_errors.Error, OSError):
+                    log.debug("bus_flush_failed", last_error=self._last_error)
+            await self._client.close()
+        self._fail_waiting(Disconnected("closed"))
+
+    # sending
+
+    def check_size(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
+        """Refuse what would make the server close the connection for good.
+
+        Raises:
+            MessageTooLarge: headers and payload exceed the server's max_payload, or the subject its control line.
+        """
+        size = wire_size(payload, headers)
+        if size > self._client.max_payload:
+            raise MessageTooLarge(subject, size, self._client.max_payload)
+        if len(subject) > MAX_SUBJECT_BYTES:
+            raise MessageTooLarge(subject[:80] + "...", len(subject), MAX_SUBJECT_BYTES)
+
+    async def send(self, subject: str, payload: bytes, headers: Headers | None = None, reply: str = "") -> None:
+        """Core publish: no answer is awaited. During an outage it is buffered, up to a bound.
+
+        Raises:
+            MessageTooLarge: before anything is sent.
+            Disconnected: the buffer is full, or the connection is closed.
+        """
+        self.check_size(subject, payload, headers or {})
+        try:
+            await self._client.publish(subject, payload, reply=reply, headers=headers)
+        except (nats_errors.OutboundBufferLimitError, nats_errors.ConnectionClosedError) as error:
+            raise Disconnected(repr(error)) from error
+
+    async def request(self, subject: str, payload: bytes, headers: Headers | None, timeout_s: float) -> RawMessage:
+        """One attempt to ask and be answered. The caller has checked the size.
+
+        Raises:
+            Disconnected: the connection is or goes down; at once, not after the timeout.
+            AttemptTimeout: no answer.
+            NoResponders: nobody listens.
+        """
+        if not self._connected.is_set():
+            raise Disconnected("not connected")
+        loop = asyncio.get_running_loop()
+        token = str(next(self._tokens))
+        future: asyncio.Future[RawMessage] = loop.create_future()
+        self._waiting[token] = future
+        timer = loop.call_later(timeout_s, _expire, future)
+        try:
+            await self._client.publish(subject, payload, reply=f"{self._reply_prefix}.{token}", headers=headers)
+            answer = await future
+        except (nats_errors.OutboundBufferLimitError, nats_errors.ConnectionClosedError) as error:
+            raise Disconnected(repr(error)) from error
+        finally:
+            timer.cancel()
+            self._waiting.pop(token, None)
+        if answer.headers is not None and answer.headers.get(STATUS) == NO_RESPONDERS and not answer.data:
+            raise NoResponders(subject)
+        return answer
+
+    async def retry(self, subject: str, payload: bytes, headers: Headers | None, timeout_s: float) -> RawMessage:
+        """Ask until answered; safe only for what may be done twice.
+
+        Raises:
+            BusUnavailable: no answer within timeout_s.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        failures = 0
+        while True:
+            try:
+                return await self.request(subject, payload, headers, self.attempt_time(deadline))
+            except (Disconnected, AttemptTimeout, NoResponders) as error:
+                if not await self.pause(deadline, failures, error):
+                    raise BusUnavailable(f"{subject}: {error!r} after {timeout_s:g} s; {self._last_error}") from error
+                failures += 1
+
+    def attempt_time(self, deadline: float) -> float:
+        """Seconds that the next attempt may take."""
+        return max(0.001, min(self.limits.attempt_timeout_s, deadline - asyncio.get_running_loop().time()))
+
+    async def pause(self, deadline: float, failures: int, error: BusError) -> bool:
+        """Wait until another attempt makes sense; False when the deadline comes first."""
+        loop = asyncio.get_running_loop()
+        if isinstance(error, Disconnected):
+            return await self.wait_connected(deadline)
+        back_off_s = 0.0 if isinstance(error, AttemptTimeout) else min(0.5, 0.02 * 2**failures)
+        if loop.time() + back_off_s >= deadline:
+            return False
+        await asyncio.sleep(back_off_s)
+        return True
+
+    async def wait_connected(self, deadline: float) -> bool:
+        """Wait for the connection; False when the deadline comes first."""
+        remaining_s = deadline - asyncio.get_running_loop().time()
+        with anyio.move_on_after(max(0.0, remaining_s)):
+            await self._connected.wait()
+        return self._connected.is_set() and remaining_s > 0
+
+    # receiving
+
+    async def subscribe(
+        self, subject: str, handler: Callable[[RawMessage], None], *, messages: int | None = None
+    ) -> "Listener":
+        """Call the handler for each message, in order. Over the bound they are dropped and counted."""
+
+        async def deliver(message: Msg) -> None:
+            handler(message)
+
+        subscription = await self._client.subscribe(
+            subject,
+            cb=deliver,
+            pending_msgs_limit=messages or self.limits.inbox_messages,
+            pending_bytes_limit=self.limits.inbox_bytes,
+        )
+        return Listener(subscription)
+
+    def on_reconnect(self, listener: Callable[[], None]) -> None:
+        self._reconnect_listeners.add(listener)
+
+    def forget_reconnect(self, listener: Callable[[], None]) -> None:
+        self._reconnect_listeners.discard(listener)
+
+    # callbacks of the client
+
+    def _on_reply(self, message: RawMessage) -> None:
+        future = self._waiting.get(message.subject.rpartition(".")[2])
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    def _fail_waiting(self, error: BusError) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)
+        self._waiting.clear()
+
+    async def _on_error(self, error: Exception) -> None:
+        self.counters.async_errors += 1
+        self._last_error = str(error) or repr(error)
+        if isinstance(error, nats_errors.SlowConsumerError):
+            self.counters.slow_consumer_drops += 1
+        if self._connecting is not None and "authorization" in self._last_error.lower():
+            self._refused = self._last_error
+            self._connecting.cancel()
+        self._errors_since_connect += 1
+        if self._errors_since_connect.bit_count() == 1:  # 1, 2, 4, 8, ...: an outage does not flood the log
+            log.warning("bus_error", error=self._last_error, count=self._errors_since_connect)
+
+    async def _on_disconnected(self) -> None:
+        self._connected.clear()
+        if not self._closing:
+            log.warning("bus_disconnected", last_error=self._last_error)
+        self._fail_waiting(Disconnected("connection lost"))
+
+    async def _on_reconnected(self) -> None:
+        self.epoch += 1
+        self.counters.reconnects += 1
+        log.info("bus_reconnected", failed_attempts=self._errors_since_connect)
+        self._errors_since_connect = 0
+        self._connected.set()
+        for listener in tuple(self._reconnect_listeners):
+            listener()
+
+    async def _on_closed(self) -> None:
+        self._connected.clear()
+        self._fail_waiting(Disconnected("connection closed"))
+        if not self._closing and self._on_lost is not None:
+            log.error("bus_closed", last_error=self._last_error)
+            self._on_lost()
+
+
+class Listener:
+    """A subscription that can be ended."""
+
+    def __init__(self, subscription: Subscription) -> None:
+        self._subscription = subscription
+
+    async def stop(self) -> None:
+        """End it; what is on its way is dropped."""
+        await _quietly(self._subscription.unsubscribe())
+
+    async def drain(self) -> None:
+        """End it once everything that the server has sent was handled. Bounded by the caller."""
+        await _quietly(self._subscription.drain())
+
+
+async def _quietly(ending: Awaitable[Any]) -> None:
+    try:
+        await ending
+    except (
+        nats_errors.Error,
+        OSError,
+    ):  # closed, reconnecting or timed out: the server forgets the subscription anyway
+        log.debug("bus_subscription_gone")
+
+
+def _expire(future: asyncio.Future[RawMessage]) -> None:
+    if not future.done():
+        future.set_exception(AttemptTimeout("no answer"))
+
+
+def _without_password(url: str) -> str:
+    scheme, _, rest = url.rpartition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}" if scheme else rest
+
+
+@asynccontextmanager
+async def open_connection(url: str, *, name: str, limits: BusLimits) -> AsyncIterator[Connection]:
+    """A connection for the duration of a block. If it closes for good, the block is cancelled.
+
+    Raises:
+        BusUnavailable: no server at first, or the connection closed for good during the block.
+    """
+    connection = Connection(limits)
+    lost = False
+    with anyio.CancelScope() as scope:
+
+        def on_lost() -> None:
+            nonlocal lost
+            lost = True
+            scope.cancel()
+
+        await connection.start(url, name, on_lost)
+        try:
+            yield connection
+        finally:
+            await connection.close()
+    if lost:
+        raise BusUnavailable(f"{_without_password(url)}: connection closed for good: {connection.last_error}")

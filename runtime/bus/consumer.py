@@ -1,0 +1,226 @@
+"""Work: deliveries of a durable consumer, each ended by exactly one of ack, redeliver and reject."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime
+from typing import Any, Final, Generic
+
+import msgspec
+
+from messages import DecodeError, MessageT, Plane, decode
+from runtime.bus.connection import Connection, Disconnected, RawMessage
+from runtime.bus.dead import DeadLetters
+from runtime.bus.errors import BusUnavailable
+from runtime.bus.pull import NANOSECONDS, ConsumerLost, Place, Pull, place_of, time_of
+from runtime.bus.store import ApiFailed, api_call
+
+ACK: Final = b"+ACK"
+NAK: Final = b"-NAK"
+TERM: Final = b"+TERM"
+IN_PROGRESS: Final = b"+WPI"
+STREAM_NOT_FOUND: Final = 10059
+MAX_WAITING: Final = 512  # pull requests that the server holds for one consumer
+
+
+class Delivery(Generic[MessageT]):
+    """One message handed to us, and not yet ended."""
+
+    __slots__ = ("_deliveries", "_ended", "_place", "_raw", "message")
+
+    def __init__(self, message: MessageT, raw: RawMessage, place: Place, deliveries: "Deliveries[MessageT]") -> None:
+        self.message = message
+        self._raw = raw
+        self._place = place
+        self._deliveries = deliveries
+        self._ended = False
+
+    @property
+    def seq(self) -> int:
+        """Sequence in the stream."""
+        return self._place.stream_seq
+
+    @property
+    def num_delivered(self) -> int:
+        """1 at the first delivery."""
+        return self._place.num_delivered
+
+    @property
+    def num_pending(self) -> int:
+        """How many more the consumer had to deliver then."""
+        return self._place.num_pending
+
+    @property
+    def time(self) -> datetime:
+        """When it was stored."""
+        return time_of(self._place.time_ns)
+
+    async def ack(self) -> None:
+        """Done. Not confirmed: if this is lost, the message comes again."""
+        await self._end(ACK)
+
+    async def redeliver(self, delay_s: float = 0.0) -> None:
+        """Give it back: it comes again, to us or to another, after delay_s."""
+        delay = b' {"delay": %d}' % int(delay_s * NANOSECONDS) if delay_s > 0 else b""
+        await self._end(NAK + delay)
+
+    async def reject(self, reason: str) -> None:
+        """Poison: kept as a dead letter, never delivered again."""
+        await self._deliveries.bury(self._raw, self._place, reason)
+        await self._end(TERM)
+
+    @asynccontextmanager
+    async def heartbeat(self) -> AsyncIterator[None]:
+        """Keep it ours for the duration of the block, as long as this process runs."""
+        self._deliveries.held.add(self._raw.reply)
+        try:
+            yield
+        finally:
+            self._deliveries.held.discard(self._raw.reply)
+
+    async def _end(self, how: bytes) -> None:
+        if self._ended:
+            raise ValueError(f"delivery of {self._raw.subject} was ended before")
+        self._ended = True
+        await self._deliveries.answer(self._raw.reply, how)
+
+
+class Deliveries(Generic[MessageT]):
+    """What one durable consumer delivers to this process. Several tasks may wait at the same time."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        dead_letters: DeadLetters,
+        *,
+        plane: Plane,
+        stream: str,
+        config: dict[str, Any],
+        types: Sequence[type[MessageT]],
+        prefetch: int,
+    ) -> None:
+        self._connection = connection
+        self._dead_letters = dead_letters
+        self._plane = plane
+        self._stream = stream
+        self._config = config
+        self._types = tuple(types)
+        self._pull = Pull(connection, stream, ahead=prefetch)
+        self._stale: set[str] = set()
+        self.held: set[str] = set()  # reply subjects of deliveries with a heartbeat
+
+    async def open(self) -> None:
+        """Make the consumer, or find it, and begin.
+
+        Raises:
+            BusUnavailable: no such stream, or the server refuses the consumer.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._connection.limits.publish_timeout_s
+        failures = 0
+        name = self._config["durable_name"]
+        request = {"stream_name": self._stream, "config": self._config}
+        while True:
+            epoch = self._connection.epoch
+            try:
+                await api_call(self._connection, f"CONSUMER.CREATE.{self._stream}.{name}", request)
+            except ApiFailed as error:
+                if error.err_code != STREAM_NOT_FOUND or not await self._connection.pause(deadline, failures, error):
+                    raise BusUnavailable(f"cannot consume {self._stream} as {name}: {error}") from error
+                failures += 1
+                continue
+            await self._pull.open(name, epoch)
+            return
+
+    async def close(self) -> None:
+        """Give back what arrived and was not handed out."""
+        for raw in await self._pull.close():
+            await self.answer(raw.reply, NAK)
+
+    async def next(self, timeout_s: float | None = None) -> Delivery[MessageT] | None:
+        """The next usable delivery, or None after timeout_s. Unusable ones become dead letters on the way."""
+        loop = asyncio.get_running_loop()
+        deadline = None if timeout_s is None else loop.time() + timeout_s
+        while True:
+            remaining_s = None if deadline is None else max(0.0, deadline - loop.time())
+            try:
+                raw = await self._pull.next(remaining_s)
+            except ConsumerLost:
+                await self.open()
+                continue
+            if raw is None:
+                return None
+            place = place_of(raw.reply)
+            try:
+                message = decode(raw.data, raw.headers)
+                if not isinstance(message, self._types):
+                    raise DecodeError(f"{type(message).__name__} where {self._type_names()} is expected")
+            except DecodeError as error:
+                await self.bury(raw, place, str(error))
+                await self.answer(raw.reply, TERM)
+                continue
+            self._connection.counters.received += 1
+            return Delivery(message, raw, place, self)
+
+    def __aiter__(self) -> "Deliveries[MessageT]":
+        return self
+
+    async def __anext__(self) -> Delivery[MessageT]:
+        while True:
+            delivery = await self.next()
+            if delivery is not None:
+                return delivery
+
+    def _type_names(self) -> str:
+        return " or ".join(message_type.__name__ for message_type in self._types)
+
+    async def bury(self, raw: RawMessage, place: Place, reason: str) -> None:
+        await self._dead_letters.bury(
+            f"{self._plane}.{place.stream_seq}",
+            subject=raw.subject,
+            reason=reason,
+            headers=raw.headers,
+            payload=raw.data,
+        )
+
+    async def answer(self, reply: str, how: bytes) -> None:
+        """Tell the server what became of a delivery."""
+        try:
+            await self._connection.send(reply, how)
+        except Disconnected:
+            self._connection.counters.acks_dropped += 1
+
+    async def keep_alive(self, every_s: float) -> None:
+        """Send heartbeats for held deliveries; give back what arrived and nobody took since the last time."""
+        while True:
+            await asyncio.sleep(every_s)
+            for reply in tuple(self.held):
+                await self.answer(reply, IN_PROGRESS)
+            buffered = self._pull.buffered
+            waiting = {raw.reply for raw in buffered}
+            for raw in [raw for raw in buffered if raw.reply in self._stale]:
+                buffered.remove(raw)
+                await self.answer(raw.reply, NAK)
+            self._stale = waiting - self._stale
+
+
+class ConsumerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a durable consumer delivers."""
+
+    durable: str
+    ack_wait_s: float
+    max_ack_pending: int
+
+    def to_config(self, filters: Sequence[str]) -> dict[str, Any]:
+        return {
+            "durable_name": self.durable,
+            "name": self.durable,
+            "deliver_policy": "all",
+            "ack_policy": "explicit",
+            "ack_wait": int(self.ack_wait_s * NANOSECONDS),
+            "max_deliver": -1,  # after a last delivery a message would stay, be given to nobody and use its quota
+            "max_ack_pending": self.max_ack_pending,
+            "max_waiting": MAX_WAITING,
+            "filter_subjects": list(filters),
+            "replay_policy": "instant",
+        }

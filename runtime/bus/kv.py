@@ -1,0 +1,189 @@
+"""A run's key-value bucket: small shared facts such as addresses, claims and the roster, as JSON."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import structlog
+
+from messages.subjects import bucket_of
+from runtime.bus.connection import STATUS, Connection, RawMessage
+from runtime.bus.errors import PayloadUnreadable
+from runtime.bus.pull import Place
+from runtime.bus.reader import LogReader
+from runtime.bus.store import API, EXPECTED_LAST, SEQUENCE, Store
+
+log = structlog.get_logger()
+
+OPERATION = "KV-Operation"
+MARKER = "Nats-Marker-Reason"  # the server's own removals
+TTL = "Nats-TTL"
+NOT_FOUND = "404"
+T = TypeVar("T")
+
+
+class Entry(Generic[T]):
+    """A key with its value at one revision; the value is None once it was deleted."""
+
+    __slots__ = ("key", "revision", "value")
+
+    def __init__(self, key: str, value: T | None, revision: int) -> None:
+        self.key = key
+        self.value = value
+        self.revision = revision
+
+
+class KeyValues:
+    """The bucket of one run."""
+
+    def __init__(self, connection: Connection, store: Store, run: str) -> None:
+        self._connection = connection
+        self._store = store
+        self._prefix = f"$KV.{bucket_of(run)}."
+        self._stream = f"KV_{bucket_of(run)}"
+
+    async def get(self, key: str, value_type: type[T]) -> Entry[T] | None:
+        """The latest value, or None if there is none.
+
+        Raises:
+            PayloadUnreadable: it does not fit the type.
+            BusUnavailable: no server.
+        """
+        request = msgspec.json.encode({"last_by_subj": self._prefix + key})
+        raw = await self._connection.retry(
+            f"{API}.DIRECT.GET.{self._stream}", request, None, self._connection.limits.publish_timeout_s
+        )
+        headers = raw.headers or {}
+        if headers.get(STATUS) == NOT_FOUND or _is_removal(headers):
+            return None
+        return Entry(key, self._decode(key, raw.data, value_type), int(headers[SEQUENCE]))
+
+    async def put(self, key: str, value: Any, *, ttl_s: int | None = None) -> int:
+        """Set a value, whatever was there; return its revision. It vanishes after ttl_s."""
+        return await self._put(key, value, {}, ttl_s)
+
+    async def create(self, key: str, value: Any, *, ttl_s: int | None = None) -> int:
+        """Set a value if the key has none.
+
+        Raises:
+            SequenceMismatch: it has one.
+        """
+        last, removed = await self._last(key)
+        return await self._put(key, value, {EXPECTED_LAST: str(last if removed else 0)}, ttl_s)
+
+    async def update(self, key: str, value: Any, revision: int, *, ttl_s: int | None = None) -> int:
+        """Set a value if the key is still at this revision.
+
+        Raises:
+            SequenceMismatch: it is not.
+        """
+        return await self._put(key, value, {EXPECTED_LAST: str(revision)}, ttl_s)
+
+    async def delete(self, key: str, *, revision: int | None = None) -> None:
+        """Remove a key, if it is still at this revision.
+
+        Raises:
+            SequenceMismatch: it is not.
+        """
+        headers = {OPERATION: "DEL"}
+        if revision is not None:
+            headers[EXPECTED_LAST] = str(revision)
+        await self._store.put(self._prefix + key, b"", headers)
+
+    async def entries(self, key_filter: str, value_type: type[T]) -> list[Entry[T]]:
+        """All present values under a filter such as "nodes.*" or "engines.>"."""
+        found: list[Entry[T]] = []
+        reader = self._reader(key_filter)
+        await reader.open()
+        try:
+            while reader.num_pending > 0:
+                item = await reader.next(self._connection.limits.publish_timeout_s)
+                if item is None:
+                    break
+                entry = self.entry_of(item[0], item[1], value_type)
+                if entry is not None and entry.value is not None:
+                    found.append(entry)
+        finally:
+            await reader.close()
+        return found
+
+    @asynccontextmanager
+    async def watch(self, key_filter: str, value_type: type[T]) -> AsyncIterator["Watch[T]"]:
+        """Present values under a filter, then every change. Changes in quick succession may come as one."""
+        reader = self._reader(key_filter)
+        await reader.open()
+        try:
+            yield Watch(self, reader, value_type)
+        finally:
+            await reader.close()
+
+    def _reader(self, key_filter: str) -> LogReader:
+        return LogReader(self._connection, self._stream, [self._prefix + key_filter], from_seq=None)
+
+    async def _put(self, key: str, value: Any, headers: dict[str, str], ttl_s: int | None) -> int:
+        if ttl_s is not None:
+            headers[TTL] = f"{ttl_s}s"
+        return await self._store.put(self._prefix + key, msgspec.json.encode(value), headers)
+
+    async def _last(self, key: str) -> tuple[int, bool]:
+        request = msgspec.json.encode({"last_by_subj": self._prefix + key})
+        raw = await self._connection.retry(
+            f"{API}.DIRECT.GET.{self._stream}", request, None, self._connection.limits.publish_timeout_s
+        )
+        headers = raw.headers or {}
+        return int(headers.get(SEQUENCE, 0)), _is_removal(headers)
+
+    def _decode(self, key: str, data: bytes, value_type: type[T]) -> T:
+        try:
+            return msgspec.json.decode(data, type=value_type)
+        except msgspec.DecodeError as error:
+            raise PayloadUnreadable(f"key {key}: {error}") from error
+
+    def entry_of(self, raw: RawMessage, place: Place, value_type: type[T]) -> Entry[T] | None:
+        """A stored change as an entry; None if it cannot be read."""
+        key = raw.subject.removeprefix(self._prefix)
+        if _is_removal(raw.headers or {}):
+            return Entry(key, None, place.stream_seq)
+        try:
+            return Entry(key, self._decode(key, raw.data, value_type), place.stream_seq)
+        except PayloadUnreadable as error:
+            log.warning("kv_entry_unreadable", key=key, error=str(error))
+            return None
+
+
+class Watch(Generic[T]):
+    """Changes of some keys, in order."""
+
+    def __init__(self, bucket: KeyValues, reader: LogReader, value_type: type[T]) -> None:
+        self._bucket = bucket
+        self._reader = reader
+        self._value_type = value_type
+
+    @property
+    def num_pending(self) -> int:
+        """How many entries are there to be read right now; 0: caught up."""
+        return self._reader.num_pending
+
+    async def next(self, timeout_s: float | None = None) -> Entry[T] | None:
+        """The next change, or None after timeout_s."""
+        while True:
+            item = await self._reader.next(timeout_s)
+            if item is None:
+                return None
+            entry = self._bucket.entry_of(item[0], item[1], self._value_type)
+            if entry is not None:
+                return entry
+
+    def __aiter__(self) -> "Watch[T]":
+        return self
+
+    async def __anext__(self) -> Entry[T]:
+        while True:
+            entry = await self.next()
+            if entry is not None:
+                return entry
+
+
+def _is_removal(headers: dict[str, str]) -> bool:
+    return OPERATION in headers or MARKER in headers

