@@ -207,7 +207,12 @@ class DeadLetter(Message, kw_only=True, tag="dead_letter"):
 
     plane = Plane.DEAD
     topic = "letter"
+    keyed = True
+    origin: str  # where it lay: plane and stream sequence, "event.17"; one letter is kept per origin
     subject: str
     reason: str
     headers: dict[str, str]
     payload: bytes  # base64 in JSON
+
+    def key(self) -> str:
+        return self.origin
