@@ -1,0 +1,81 @@
+"""What all tests share; fixtures for one subject are in tests/fixtures/, one plug-in per file."""
+
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest_plugins = [f"tests.fixtures.{file.stem}" for file in sorted(Path(__file__).parent.glob("fixtures/[a-z]*.py"))]
+
+SESSION_MARK = "PHYSARUM_TEST_SESSION"  # in the environment of every process that a test starts, orphans included
+END_S = 5.0  # a process that was told to stop has this long to be gone
+# The standard library's own helpers live as long as the interpreter that started them.
+OUTLIVES_A_TEST = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+def pytest_configure() -> None:
+    os.environ[SESSION_MARK] = uuid.uuid4().hex
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; two threads are slower on small cores
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_child_process() -> Iterator[None]:
+    """Fails a test that leaves behind a process it started."""
+    before = {process.pid for process in descendants()}
+    yield
+    left = [process for process in descendants() if process.pid not in before]
+    _, alive = psutil.wait_procs(left, timeout=END_S)
+    lines = [describe(process) for process in alive]
+    for process in alive:
+        process.kill()
+    assert not lines, f"processes left behind: {lines}"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def session_leaves_no_process() -> Iterator[None]:
+    """The same for the whole session, so that session fixtures clean up too."""
+    yield
+    _, alive = psutil.wait_procs(descendants() + orphans(), timeout=END_S)
+    lines = [describe(process) for process in alive]
+    for process in alive:
+        process.kill()
+    assert not lines, f"processes left behind by this test session: {lines}"
+
+
+def descendants() -> list[psutil.Process]:
+    return [process for process in psutil.Process().children(recursive=True) if not outlives_a_test(process)]
+
+
+def orphans() -> list[psutil.Process]:
+    """Processes of this session that are no descendants any more, known by the mark in their environment."""
+    mark = os.environ[SESSION_MARK]
+    return [process for process in psutil.process_iter() if process.pid != os.getpid() and mark_of(process) == mark]
+
+
+def mark_of(process: psutil.Process) -> str | None:
+    try:
+        return None if outlives_a_test(process) else process.environ().get(SESSION_MARK)
+    except (psutil.Error, OSError):  # gone meanwhile, or another user's
+        return None
+
+
+def outlives_a_test(process: psutil.Process) -> bool:
+    try:
+        return any(word in part for part in process.cmdline() for word in OUTLIVES_A_TEST)
+    except psutil.Error:
+        return False
+
+
+def describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {process.status()} {' '.join(process.cmdline())}"
+    except psutil.Error:
+        return f"{process.pid} gone"

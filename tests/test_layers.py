@@ -1,0 +1,244 @@
+"""Who may import whom, read from the sources, and what the light commands may load, seen in a fresh interpreter."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LAYERS = {  # a top-level package, and which of ours it may import
+    "messages": {"messages"},
+    "runtime": {"runtime", "messages"},
+    "actors": {"actors", "runtime", "messages"},
+    "bin": {"bin", "actors", "runtime", "messages"},
+}
+OURS = {*LAYERS, "tests"}
+MESSAGES_MAY_USE = {"msgspec", "numpy"}
+CONFINED = {  # an outside package, and the only places that may import it
+    "torch": ("actors.trainer", "actors.rollout.embedded"),
+    "megatron": ("actors.trainer", "actors.rollout.embedded"),
+    "transformers": ("actors.trainer", "actors.rollout.embedded", "actors.buffer"),
+    "nats": ("runtime.bus",),
+    "sglang": (),  # a server reached over HTTP, started from its own interpreter
+}
+MAX_LINES = 1000
+WHY_ONE_FILE = "Why one file:"  # a longer file says this in its docstring
+HEAVY = ["aiohttp", "megatron", "nats", "torch", "transformers"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of our modules, parsed."""
+
+    module: str
+    path: Path
+    is_package: bool
+    text: str
+    tree: ast.Module
+
+
+@dataclass(frozen=True)
+class Import:
+    """`line` of a module names `target`: a module, or a name in one; `now` tells one that runs on import."""
+
+    target: str
+    line: int
+    now: bool
+
+
+def sources_of(root: Path) -> dict[str, Source]:
+    sources: dict[str, Source] = {}
+    for path in sorted(path for layer in LAYERS for path in (root / layer).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        module = ".".join(parts[:-1] if is_package else parts)
+        text = path.read_text()
+        sources[module] = Source(module, path, is_package, text, ast.parse(text, str(path)))
+    return sources
+
+
+def imports_of(source: Source) -> Iterator[Import]:
+    """Every import of a module, wherever it stands, those by importlib with a literal name included."""
+    waiting: list[tuple[ast.AST, bool]] = [(source.tree, True)]
+    while waiting:
+        node, now = waiting.pop()
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno, now) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = source.module.split(".")[: -node.level + source.is_package or None]
+                base = ".".join([*parents, *filter(None, [node.module])])
+            yield from (Import(f"{base}.{alias.name}", node.lineno, now) for alias in node.names)
+        elif isinstance(node, ast.Call) and name_of(node.func) in {"import_module", "__import__"}:
+            yield from (Import(a.value, node.lineno, now) for a in node.args if isinstance(a, ast.Constant))
+        is_later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or is_for_types(node)
+        waiting.extend((child, now and not is_later) for child in ast.iter_child_nodes(node))
+
+
+def name_of(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and name_of(node.test) == "TYPE_CHECKING"
+
+
+def is_within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def actor_of(module: str, sources: dict[str, Source]) -> str | None:
+    """The actor folder that a module is in; None for the light modules directly under actors/ and for the others."""
+    parts = module.split(".")
+    if len(parts) < 2 or parts[0] != "actors":
+        return None
+    source = sources.get(".".join(parts[:2]))
+    return parts[1] if source is None or source.is_package else None
+
+
+def forbidden(source: Source, found: Import, sources: dict[str, Source]) -> str | None:
+    """Why an import is not allowed, or None."""
+    layer, target = source.module.split(".")[0], found.target.split(".")[0]
+    if target in OURS:
+        if target not in LAYERS[layer]:
+            return f"{layer} may not import {target}"
+        mine, theirs = actor_of(source.module, sources), actor_of(found.target, sources)
+        if mine is not None and theirs is not None and mine != theirs:
+            return f"actor {mine} may not import actor {theirs}: they share messages"
+    elif layer == "messages" and target not in sys.stdlib_module_names | MESSAGES_MAY_USE:
+        return f"messages may not import {target}"
+    elif target in CONFINED and not any(is_within(source.module, place) for place in CONFINED[target]):
+        return f"{target} is for {' and '.join(CONFINED[target]) or 'nobody'}"
+    return None
+
+
+def violations(root: Path) -> list[str]:
+    """Every rule broken in a tree, as `file:line: why`."""
+    sources = sources_of(root)
+    found: list[str] = []
+    for source in sources.values():
+        where = source.path.relative_to(root)
+        refused = ((item.line, forbidden(source, item, sources)) for item in imports_of(source))
+        found.extend(f"{where}:{line}: {why}" for line, why in refused if why)
+        num_lines = source.text.count("\n")
+        if num_lines > MAX_LINES and WHY_ONE_FILE not in (ast.get_docstring(source.tree) or ""):
+            found.append(f"{where}:1: {num_lines} lines; over {MAX_LINES} a docstring says '{WHY_ONE_FILE} ...'")
+    return found + [f"import cycle: {' -> '.join(cycle)}" for cycle in cycles(sources)]
+
+
+def cycles(sources: dict[str, Source]) -> list[list[str]]:
+    """Chains of imports that run on import and come back to where they began; one chain per cycle found."""
+    edges = {module: sorted(direct_targets(source, sources)) for module, source in sources.items()}
+    done: set[str] = set()
+    found: list[list[str]] = []
+
+    def visit(module: str, path: list[str]) -> None:
+        if module in path:
+            found.append([*path[path.index(module) :], module])
+        elif module not in done:
+            for target in edges[module]:
+                visit(target, [*path, module])
+            done.add(module)
+
+    for module in edges:
+        visit(module, [])
+    return found
+
+
+def direct_targets(source: Source, sources: dict[str, Source]) -> set[str]:
+    """Which of our modules an import of this one runs: `from a import b` runs a.b if that is a module, else a."""
+    targets = {item.target for item in imports_of(source) if item.now}
+    modules = {target if target in sources else target.rpartition(".")[0] for target in targets}
+    return {module for module in modules if module in sources and module != source.module}
+
+
+def test_every_import_follows_the_layers() -> None:
+    assert violations(ROOT) == []
+
+
+BAD_TREE = {
+    "messages/base.py": "import torch\n",
+    "messages/late.py": "def f():\n    from runtime import bus\n",
+    "runtime/bus/__init__.py": "import nats\nfrom actors.reward import actor\n",
+    "runtime/roster.py": "import nats.js\n",
+    "runtime/__init__.py": "",
+    "actors/__init__.py": "",
+    "actors/registry.py": "from actors.reward import actor\nfrom actors.filter import actor as other\n",
+    "actors/reward/__init__.py": "",
+    "actors/reward/actor.py": "from actors.filter import rules\nfrom actors import filter\nimport transformers\n",
+    "actors/filter/__init__.py": "",
+    "actors/filter/actor.py": "from ..reward import actor\nfrom actors import registry\n",
+    "actors/trainer/__init__.py": "import torch, transformers\nfrom megatron.core import x\n",
+    "actors/rollout/__init__.py": "import importlib\nimportlib.import_module('sglang.srt')\n",
+    "actors/rollout/actor.py": "import torch\n",
+    "actors/rollout/embedded/engine.py": "import torch\n",
+    "actors/buffer/source.py": "import transformers\nfrom bin import start_topology\n",
+    "bin/start_topology.py": "import actors.registry, runtime.bus\nimport tests.conftest\n",
+    "runtime/one.py": "from runtime.two import y\n",
+    "runtime/two.py": "import runtime.one\n",
+    "runtime/three.py": "def later():\n    import runtime.four\n",
+    "runtime/four.py": "import runtime.three\n",
+    "runtime/long.py": "x = 1\n" * 1001,
+    "runtime/excused.py": '"""Long.\n\nWhy one file: one table.\n"""\n' + "x = 1\n" * 1001,
+}
+EXPECTED = {
+    "messages/base.py:1: messages may not import torch",
+    "messages/late.py:2: messages may not import runtime",
+    "runtime/bus/__init__.py:2: runtime may not import actors",
+    "runtime/roster.py:1: nats is for runtime.bus",
+    "actors/reward/actor.py:1: actor reward may not import actor filter: they share messages",
+    "actors/reward/actor.py:2: actor reward may not import actor filter: they share messages",
+    "actors/reward/actor.py:3: transformers is for actors.trainer and actors.rollout.embedded and actors.buffer",
+    "actors/filter/actor.py:1: actor filter may not import actor reward: they share messages",
+    "actors/rollout/__init__.py:2: sglang is for nobody",
+    "actors/rollout/actor.py:1: torch is for actors.trainer and actors.rollout.embedded",
+    "actors/buffer/source.py:2: actors may not import bin",
+    "bin/start_topology.py:2: bin may not import tests",
+    "runtime/long.py:1: 1001 lines; over 1000 a docstring says 'Why one file: ...'",
+    "import cycle: actors.filter.actor -> actors.registry -> actors.filter.actor",
+    "import cycle: runtime.one -> runtime.two -> runtime.one",
+}
+
+
+def test_every_rule_is_seen_broken_in_a_bad_tree(tmp_path: Path) -> None:
+    for name, text in BAD_TREE.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    found = violations(tmp_path)
+    assert len(found) == len(set(found))
+    assert set(found) == EXPECTED
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=25, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("module", ["runtime.topology", "bin.start_topology"])
+def test_help_and_check_load_nothing_heavy(module: str) -> None:
+    code = f"import sys; sys.path.insert(0, '.'); import {module}; print(*sorted(sys.modules.keys() & set({HEAVY})))"
+    assert run_python(code) == ""
+
+
+def test_base_packages_import_where_there_is_no_torch() -> None:
+    light = ("messages", "runtime", "actors.buffer", "actors.filter", "actors.reward")
+    modules = [module for module in sources_of(ROOT) if any(is_within(module, package) for package in light)]
+    code = f"""
+import importlib, sys
+sys.path.insert(0, ".")
+for absent in ("torch", "megatron", "safetensors.torch", "sglang", "sglang_router"):
+    sys.modules[absent] = None
+for module in {modules}:
+    if not module.endswith("__main__"):
+        importlib.import_module(module)
+"""
+    run_python(code)
