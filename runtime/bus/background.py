@@ -1,6 +1,6 @@
 """Running something beside a block of code."""
 
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -9,7 +9,7 @@ from anyio.abc import TaskGroup
 
 
 @asynccontextmanager
-async def task_group() -> AsyncIterator[TaskGroup]:
+async def task_group() -> AsyncGenerator[TaskGroup, None]:
     """A task group that ends with its block. A single error comes out as itself, not wrapped in a group."""
     try:
         async with anyio.create_task_group() as group:
@@ -25,7 +25,7 @@ async def task_group() -> AsyncIterator[TaskGroup]:
 
 
 @asynccontextmanager
-async def beside(work: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+async def beside(work: Callable[[], Coroutine[Any, Any, None]]) -> AsyncGenerator[None, None]:
     """Do one piece of work beside a block, ended with it."""
     async with task_group() as group:
         group.start_soon(work)

@@ -2,10 +2,10 @@
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import datetime
-from typing import Final, Generic, Self, overload
+from typing import Any, Final, Generic, Self, overload
 
 import msgspec
 
@@ -127,7 +127,7 @@ class Bus:
     @asynccontextmanager
     async def connect(
         cls, url: str, run: str, *, name: str, limits: BusLimits = DEFAULT_LIMITS
-    ) -> AsyncIterator["Bus"]:
+    ) -> AsyncGenerator["Bus", None]:
         """The bus for the duration of a block.
 
         Args:
@@ -208,10 +208,10 @@ class Bus:
     # reading
 
     @overload
-    def read(self, *, from_seq: int = 1) -> "AbstractAsyncContextManager[Events[Message]]": ...
+    def read(self, *, from_seq: int = 1) -> AbstractAsyncContextManager[Events[Message]]: ...
     @overload
-    def read(self, *types: type[MessageT], from_seq: int = 1) -> "AbstractAsyncContextManager[Events[MessageT]]": ...
-    def read(self, *types: type[Message], from_seq: int = 1) -> "AbstractAsyncContextManager[Events[Message]]":
+    def read(self, *types: type[MessageT], from_seq: int = 1) -> AbstractAsyncContextManager[Events[MessageT]]: ...
+    def read(self, *types: type[Message], from_seq: int = 1) -> AbstractAsyncContextManager[Events[Any]]:
         """Events in log order from a sequence on, for the duration of a block. No types: all of them.
 
         None is skipped and none comes twice, also across restarts of the server.
@@ -230,7 +230,7 @@ class Bus:
     @asynccontextmanager
     async def _read(
         self, types: tuple[type[MessageT], ...], filters: list[str], from_seq: int
-    ) -> AsyncIterator[Events[MessageT]]:
+    ) -> AsyncGenerator[Events[MessageT], None]:
         stream = stream_of(self.run, Plane.EVENT)
         reader = LogReader(self._connection, stream, filters, from_seq=max(1, from_seq))
         try:
@@ -247,7 +247,7 @@ class Bus:
         ack_wait_s: float = 30.0,
         max_ack_pending: int = 1024,
         prefetch: int = 0,
-    ) -> AsyncIterator[Deliveries[MessageT]]:
+    ) -> AsyncGenerator[Deliveries[MessageT], None]:
         """Work, or events shared by several actors, through a durable consumer, for the duration of a block.
 
         Args:
@@ -353,7 +353,7 @@ class Bus:
         await self._connection.send(to, encoded.payload, encoded.headers)
 
     @asynccontextmanager
-    async def inbox(self, message_type: type[MessageT], *, bound: int = 4096) -> AsyncIterator[Inbox[MessageT]]:
+    async def inbox(self, message_type: type[MessageT], *, bound: int = 4096) -> AsyncGenerator[Inbox[MessageT], None]:
         """A private subject for answers of one type, for the duration of a block. Over `bound` they are dropped."""
         self._check_reads(message_type)
         inbox = Inbox(self._connection, self._dead_letters, message_type, bound)

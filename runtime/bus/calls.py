@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Generic
 
@@ -128,7 +128,7 @@ async def serve(
     run: str,
     instance: str,
     handlers: Mapping[type[Message], Handler],
-) -> AsyncIterator[None]:
+) -> AsyncGenerator[None, None]:
     """Answer calls to an instance for the duration of a block."""
     async with task_group() as group:
         server = Server(connection, dead_letters, handlers, group)

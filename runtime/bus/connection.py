@@ -6,7 +6,7 @@ good), errors that nats-py reports on the side are counted, and a closed connect
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any, Protocol
@@ -269,7 +269,7 @@ class Connection:
         async def deliver(message: Msg) -> None:
             handler(message)
 
-        subscription = await self._client.subscribe(
+        subscription = await self._client.subscribe(  # pyright: ignore[reportUnknownMemberType]
             subject,
             cb=deliver,
             pending_msgs_limit=messages or self.limits.inbox_messages,
@@ -367,7 +367,7 @@ def _without_password(url: str) -> str:
 
 
 @asynccontextmanager
-async def open_connection(url: str, *, name: str, limits: BusLimits) -> AsyncIterator[Connection]:
+async def open_connection(url: str, *, name: str, limits: BusLimits) -> AsyncGenerator[Connection, None]:
     """A connection for the duration of a block. If it closes for good, the block is cancelled.
 
     Raises:

@@ -1,7 +1,7 @@
 """Work: deliveries of a durable consumer, each ended by exactly one of ack, redeliver and reject."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import Any, Final, Generic
@@ -70,7 +70,7 @@ class Delivery(Generic[MessageT]):
         await self._end(TERM)
 
     @asynccontextmanager
-    async def heartbeat(self) -> AsyncIterator[None]:
+    async def heartbeat(self) -> AsyncGenerator[None, None]:
         """Keep it ours for the duration of the block, as long as this process runs."""
         self._deliveries.held.add(self._raw.reply)
         try:

@@ -1,6 +1,6 @@
 """A run's key-value bucket: small shared facts such as addresses, claims and the roster, as JSON."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
@@ -109,7 +109,7 @@ class KeyValues:
         return found
 
     @asynccontextmanager
-    async def watch(self, key_filter: str, value_type: type[T]) -> AsyncIterator["Watch[T]"]:
+    async def watch(self, key_filter: str, value_type: type[T]) -> AsyncGenerator["Watch[T]", None]:
         """Present values under a filter, then every change. Changes in quick succession may come as one."""
         reader = self._reader(key_filter)
         await reader.open()

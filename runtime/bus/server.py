@@ -6,7 +6,7 @@ Keeping it alive is the node agent's work; `running_server` runs one for the dur
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from importlib import metadata
 from pathlib import Path
@@ -228,7 +228,9 @@ class RunningServer:
 
 
 @asynccontextmanager
-async def running_server(directory: Path, settings: ServerSettings | None = None) -> AsyncIterator[RunningServer]:
+async def running_server(
+    directory: Path, settings: ServerSettings | None = None
+) -> AsyncGenerator[RunningServer, None]:
     """A private server for the duration of a block, its files in `directory`.
 
     Raises:
