@@ -1,0 +1,112 @@
+"""What lets unmodified Megatron-core train without a GPU: its calls to CUDA land on the CPU."""
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+# Megatron's optimizers and gradient clipper compare the strings that Tensor.type() returns.
+_CUDA_TYPES = {
+    "torch.FloatTensor": "torch.cuda.FloatTensor",
+    "torch.HalfTensor": "torch.cuda.HalfTensor",
+    "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
+}
+
+
+def needed() -> bool:
+    """Whether this machine has no GPU that torch can use."""
+    return not torch.cuda.is_available()
+
+
+class _Stream:
+    """Stands in for a CUDA stream: there is one, it is always current and never behind."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *_error: object) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __getattr__(self, name: str) -> Callable[..., "_Stream"]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_args, **_kwargs: self
+
+
+def install() -> None:
+    """Replace what Megatron calls in torch.cuda, for the whole process. Does nothing the second time.
+
+    Raises:
+        RuntimeError: there is a GPU.
+    """
+    if not needed():
+        raise RuntimeError("the CPU shim is for machines without a GPU")
+    if torch.cuda.Stream is _Stream:
+        return
+    replacements: dict[str, Any] = {
+        "Stream": _Stream,
+        "current_device": lambda: torch.device("cpu"),
+        "synchronize": lambda *_: None,
+        "empty_cache": lambda: None,
+        "current_stream": _Stream,
+        "default_stream": _Stream,
+        "stream": _Stream,
+    }
+    for name, replacement in replacements.items():
+        setattr(torch.cuda, name, replacement)
+
+
+class CpuMode(TorchFunctionMode):
+    """Sends CUDA devices of torch calls to the CPU, on the thread that entered it."""
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not kwargs:
+            if func is torch.Tensor.type and len(args) == 1:
+                name = func(*args)
+                return _CUDA_TYPES.get(name, name)
+            if func is torch.Tensor.cuda:
+                return args[0]
+            if func is torch.Tensor.record_stream:
+                return None
+            return func(*args)
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs = {**kwargs, "device": "cpu"}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        return args[0] if func is torch.Tensor.cuda else func(*args, **kwargs)
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, int) or (isinstance(device, str) and device.startswith("cuda"))
+
+
+@contextmanager
+def eager_imports() -> Generator[None]:
+    """Make torch.compile the identity while Megatron is imported.
+
+    Megatron decorates its fused functions with it at import, which alone loads the compiler (1.1 s); the CPU path
+    uses none of them, and compiling one would take some 20 s and a C++ compiler.
+    """
+
+    def identity(model: Any = None, **_options: Any) -> Any:
+        return (lambda decorated: decorated) if model is None else model
+
+    compile_function: Any = torch.compile
+    torch.compile = identity  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        torch.compile = compile_function
