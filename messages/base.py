@@ -1,7 +1,7 @@
 """What every message is: a frozen struct with a tag, a plane and a subject, kept in one registry."""
 
 from enum import StrEnum
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import msgspec
 
@@ -16,6 +16,7 @@ class Plane(StrEnum):
     DEAD = "dead"
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))  # msgspec inherits frozen; say so
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """Base of all messages: no methods beyond checks and derived properties.
 
