@@ -125,14 +125,14 @@ class BatchTrained(Message, kw_only=True, tag="batch_trained"):
 
 @register
 class CheckpointSaved(Message, kw_only=True, tag="checkpoint_saved"):
-    """A checkpoint is complete on disk; `oldest_step` is the oldest one that can still be loaded. Written by trainer."""
+    """A checkpoint is complete on disk. Written by trainer."""
 
     plane = Plane.EVENT
     topic = "checkpoint.saved"
     step: int  # train steps that it contains
     incarnation: int
     path: str
-    oldest_step: int
+    oldest_step: int  # of the oldest checkpoint that can still be loaded
     took_s: float
 
 

@@ -77,14 +77,14 @@ class Group(msgspec.Struct, kw_only=True):
     stage: Stage
     event_seq: int = 0  # log sequence of the event that ended this attempt
     carried: tuple[SampleSummary, ...] = ()  # what earlier attempts left
-    payload_seq: int | None = None  # oldest data message that it needs
+    payload_seq: int  # no data message below this one is needed by it; while in flight, a bound on what it will store
 
 
 class Batch(msgspec.Struct, kw_only=True):
     """A batch that a loadable checkpoint does not contain yet."""
 
     groups: tuple[GroupRef, ...]
-    payload_seq: int | None  # oldest data message that it needs
+    payload_seq: int  # no data message below this one is needed by it
     trained: bool = False
 
 
@@ -137,6 +137,7 @@ class LedgerState(msgspec.Struct, kw_only=True):
     trained: int = 0
     dropped: dict[str, int] = {}  # by reason
     failed: dict[str, int] = {}
+    newest_payload: int = 0  # highest data message that any folded event cites
     round: int = 0  # open round = number of the next batch
     halted_round: int = -1  # newest round that was halted
     batches: dict[int, Batch] = {}  # by step
@@ -163,11 +164,11 @@ class LedgerState(msgspec.Struct, kw_only=True):
             in_flight=stages.count(Stage.IN_FLIGHT) + stages.count(Stage.COMPLETED),
         )
 
-    def low_water(self) -> int | None:
-        """Oldest data message that a live group or a kept batch may still need; None when there is none."""
+    def low_water(self) -> int:
+        """No data message below this one is needed by a live group or a batch that no loadable checkpoint contains."""
         needed = [group.payload_seq for group in self.groups.values()]
         needed += [batch.payload_seq for batch in self.batches.values()]
-        return min((seq for seq in needed if seq is not None), default=None)
+        return min(needed, default=self.newest_payload + 1)
 
 
 def fold(state: LedgerState, event: Message, seq: int) -> None:
@@ -243,6 +244,7 @@ def _issue(state: LedgerState, event: GroupsIssued) -> None:
                 round=event.round,
                 min_version=event.min_version,
                 stage=Stage.IN_FLIGHT,
+                payload_seq=state.newest_payload + 1,
             )
             state.groups[issued.group_id] = group
             state.next_group = issued.group_id + 1
@@ -260,7 +262,9 @@ def _end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | Grou
         _close(state, event.group_id, state.failed, event.reason)
         return
     group.event_seq = seq
-    group.payload_seq = min((ref.seq for sample in event.samples for ref in sample.segments), default=None)
+    cited = [ref.seq for sample in event.samples for ref in sample.segments]
+    group.payload_seq = min(cited, default=group.payload_seq)
+    state.newest_payload = max(state.newest_payload, *cited)
     if isinstance(event, GroupCompleted):
         group.stage, group.carried = Stage.COMPLETED, ()
     else:
@@ -282,7 +286,7 @@ def _batch(state: LedgerState, event: BatchReady) -> None:
     groups = [state.groups[ref.group_id] for ref in event.groups]
     for group in groups:
         group.stage = Stage.BATCHED
-    oldest = min((group.payload_seq for group in groups if group.payload_seq is not None), default=None)
+    oldest = min(group.payload_seq for group in groups)
     state.batches[event.step] = Batch(groups=event.groups, payload_seq=oldest)
     state.round = event.step + 1
 

@@ -35,7 +35,7 @@ from messages import (
     WeightsApplied,
 )
 from runtime.actor import Actor
-from runtime.addresses import Address, address_prefix
+from runtime.addresses import Address, address_filter
 from runtime.bus import Bus, Delivery, PayloadLost
 from runtime.topology import Topology, num_engines
 
@@ -122,13 +122,11 @@ class RolloutActor(Actor):
             await fleet.set_router(address.url)
 
     async def _addresses(self, role: str) -> AsyncIterator[tuple[str, Address]]:
-        """Addresses as they are written, those already there first; a repeated one is left out."""
-        known: dict[str, Address] = {}
-        async with self._bus.kv.watch(address_prefix(role, self._pool), Address) as entries:
-            async for key, address in entries:
-                if address is not None and known.get(key) != address:
-                    known[key] = address
-                    yield key, address
+        """Addresses as they are written, those already there first."""
+        async with self._bus.kv.watch(address_filter(role, self._pool), Address) as entries:
+            async for entry in entries:
+                if entry.value is not None:
+                    yield entry.key, entry.value
 
     async def _follow_log(self, fleet: Fleet, generator: Generator) -> None:
         """Take halts and weights from the log. At the start only the newest announcement matters."""
@@ -151,7 +149,9 @@ class RolloutActor(Actor):
         log.info("weights_applied", weight_version=announced.version, engines=confirmed, took_s=took_s)
         if confirmed:
             await self._bus.publish(
-                WeightsApplied(version=announced.version, instance=self._bus.name, num_engines=confirmed, took_s=took_s)
+                WeightsApplied(
+                    version=announced.version, instance=self._bus.instance, num_engines=confirmed, took_s=took_s
+                )
             )
 
     async def _pull_groups(self, tools: Tools) -> None:
@@ -192,7 +192,7 @@ class RolloutActor(Actor):
     ) -> GroupCompleted | GroupAborted | GroupFailed:
         who = {"group_id": task.group_id, "attempt": task.attempt, "round": task.round}
         if tools.generator.halted(task.round):
-            return GroupAborted(**who, lease=lease, instance=self._bus.name, samples=task.carried)
+            return GroupAborted(**who, lease=lease, instance=self._bus.instance, samples=task.carried)
         members = await self._members(task)
         run = GroupRun(_training_job(task, lease), members, tools)
         reason = None
@@ -202,18 +202,18 @@ class RolloutActor(Actor):
             reason = "; ".join(str(error) for error in _leaves(errors))
         if reason is not None:
             log.warning("group_failed", reason=reason)
-            return GroupFailed(**who, lease=lease, instance=self._bus.name, reason=reason)
+            return GroupFailed(**who, lease=lease, instance=self._bus.instance, reason=reason)
         summaries = tuple(member.summary() for member in members)
         if not run.complete:
-            return GroupAborted(**who, lease=lease, instance=self._bus.name, samples=summaries)
+            return GroupAborted(**who, lease=lease, instance=self._bus.instance, samples=summaries)
         failed = [member for member in members if member.status is SampleStatus.FAILED]
         if failed:
             reason = failed[0].reason or "no reward"
-            return GroupFailed(**who, lease=lease, instance=self._bus.name, reason=f"reward: {reason}")
+            return GroupFailed(**who, lease=lease, instance=self._bus.instance, reason=f"reward: {reason}")
         return GroupCompleted(
             **who,
             lease=lease,
-            instance=self._bus.name,
+            instance=self._bus.instance,
             data=task.prompt.data,
             samples=summaries,
             rollout_time_s=run.generated_s,
@@ -250,7 +250,7 @@ class RolloutActor(Actor):
                     set=task.set,
                     item=task.item,
                     version=task.version,
-                    instance=self._bus.name,
+                    instance=self._bus.instance,
                     samples=tuple(member.summary() for member in members),
                 )
             )

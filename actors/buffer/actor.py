@@ -1,0 +1,172 @@
+"""The buffer actor: keeps the ledger, decides what happens next, puts the work."""
+
+from collections.abc import Iterable
+
+import anyio
+import msgspec
+import structlog
+from anyio.abc import TaskStatus
+
+from actors.buffer.decide import Schedule, decide
+from actors.buffer.ledger import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold
+from actors.buffer.source import PromptSet, load_prompts
+from actors.buffer.tasks import eval_tasks, rollout_task, schedule_of, tasks_in_flight
+from messages import (
+    BatchReady,
+    BufferStarted,
+    CheckpointSaved,
+    EvalEnded,
+    EvalIssued,
+    EvalRequested,
+    GroupsClosed,
+    GroupsIssued,
+    Message,
+    Plane,
+    PromptsLoaded,
+    RolloutRequested,
+    RoundHalted,
+    RunFinished,
+    SnapshotTaken,
+)
+from runtime.actor import Actor
+from runtime.bus import AlreadyQueued, Bus, Events, Fenced, SequenceMismatch
+from runtime.topology import Topology
+
+log = structlog.get_logger()
+
+PUTS_AT_ONCE = 64  # tasks that are being published at the same time
+
+
+class BufferActor(Actor):
+    """Owns the ledger. A crash loses nothing: the log is folded again and every open task is put again.
+
+    Of two buffers the older one stops as fenced: an append succeeds only on the ledger that its writer has folded.
+    """
+
+    reads = LEDGER_EVENTS
+    writes = (
+        BufferStarted,
+        GroupsIssued,
+        RoundHalted,
+        BatchReady,
+        GroupsClosed,
+        EvalIssued,
+        EvalEnded,
+        SnapshotTaken,
+        RunFinished,
+        PromptsLoaded,
+        RolloutRequested,
+        EvalRequested,
+    )
+
+    def __init__(self, topology: Topology, bus: Bus) -> None:
+        self._topology = topology
+        self._bus = bus
+        self._state = LedgerState()
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        prompts = await anyio.to_thread.run_sync(load_prompts, self._topology)
+        for loaded in prompts.loaded:
+            await self._bus.publish(loaded)
+        sizes = {name: len(items) for name, items in prompts.evals.items()}
+        schedule = schedule_of(self._topology, sizes)
+        self._state = await self._newest_snapshot()
+        async with self._bus.read(*LEDGER_EVENTS, from_seq=self._state.last_seq + 1) as events:
+            await self._take_over(events)
+            task_status.started()
+            await self._put_everything_open(prompts)
+            await self._keep_deciding(events, schedule, prompts)
+
+    def stats(self) -> dict[str, float]:
+        return {name: float(count) for name, count in msgspec.structs.asdict(self._state.books()).items()}
+
+    async def _newest_snapshot(self) -> LedgerState:
+        newest = None
+        async with self._bus.read(SnapshotTaken) as snapshots:
+            while snapshots.pending:
+                received = await snapshots.next()
+                if received is not None and received.message.fold_version == FOLD_VERSION:
+                    newest = received.message
+        if newest is None:
+            return LedgerState()
+        log.info("snapshot_loaded", covers=newest.covers)
+        return msgspec.json.decode(newest.state, type=LedgerState)
+
+    async def _take_over(self, events: Events[Message]) -> None:
+        """Fold the log to its end and enter this buffer there, so that an older one can append no more."""
+        state = self._state
+        while True:
+            while events.pending:
+                received = await events.next()
+                if received is not None:
+                    fold(state, received.message, received.seq)
+            incarnation = state.incarnation + 1
+            try:
+                seq = await self._bus.append(BufferStarted(incarnation=incarnation), expected_last=state.ledger_seq)
+            except SequenceMismatch:  # an older buffer was quicker; read what it wrote
+                await self._fold_next(events)
+                continue
+            while state.last_seq < seq:
+                await self._fold_next(events)
+            log.info("ledger_taken_over", incarnation=incarnation, **self.stats())
+            return
+
+    async def _fold_next(self, events: Events[Message]) -> Message:
+        received = await anext(events)
+        fold(self._state, received.message, received.seq)
+        return received.message
+
+    async def _keep_deciding(self, events: Events[Message], schedule: Schedule, prompts: PromptSet) -> None:
+        """One decision at a time: append it, read it back, fold it, then let its effects happen."""
+        state, incarnation, outstanding = self._state, self._state.incarnation, 0
+        while True:
+            if outstanding <= state.last_seq and not events.pending:
+                outstanding = await self._decide(schedule)
+            event = await self._fold_next(events)
+            if state.incarnation > incarnation:
+                raise Fenced(f"buffer {state.incarnation} took over from buffer {incarnation}")
+            await self._effects(event, prompts)
+
+    async def _decide(self, schedule: Schedule) -> int:
+        """Append what is decided now; return its sequence, or 0 when there was nothing or somebody wrote first."""
+        decision = decide(self._state, schedule)
+        if decision is None:
+            return 0
+        try:
+            return await self._bus.append(decision, expected_last=self._state.ledger_seq)
+        except SequenceMismatch:  # it is in the log: folding it shows whether this buffer is fenced
+            log.warning("decision_overtaken", decision=type(decision).__name__)
+            return 0
+
+    async def _effects(self, event: Message, prompts: PromptSet) -> None:
+        state = self._state
+        match event:
+            case GroupsIssued():
+                groups = [state.groups[issued.group_id] for issued in event.groups]
+                await self._put([rollout_task(self._topology, group, prompts) for group in groups])
+            case EvalIssued() if state.evaluation is not None:
+                await self._put(eval_tasks(self._topology, state.evaluation, prompts.evals))
+            case CheckpointSaved():
+                await self._bus.purge(Plane.DATA, below_seq=state.low_water())
+            case _:
+                pass
+
+    async def _put_everything_open(self, prompts: PromptSet) -> None:
+        """After a start: tasks that are still queued or being worked on refuse the second copy."""
+        await self._put(tasks_in_flight(self._topology, self._state, prompts))
+        if self._state.evaluation is not None:
+            await self._put(eval_tasks(self._topology, self._state.evaluation, prompts.evals))
+
+    async def _put(self, tasks: Iterable[RolloutRequested | EvalRequested]) -> None:
+        limiter = anyio.Semaphore(PUTS_AT_ONCE)
+
+        async def put(task: RolloutRequested | EvalRequested) -> None:
+            async with limiter:
+                try:
+                    await self._bus.publish(task)
+                except AlreadyQueued:
+                    log.debug("task_still_queued", task=task.key())
+
+        async with anyio.create_task_group() as group:
+            for task in tasks:
+                group.start_soon(put, task)

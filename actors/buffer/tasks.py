@@ -1,0 +1,105 @@
+"""What the ledger's decisions look like as work. Pure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from actors.buffer.decide import EvalPlan, Schedule
+from actors.buffer.ledger import Evaluation, Group, LedgerState, Stage
+from messages import EvalRequested, Prompt, RolloutRequested, SamplingParams
+from runtime.recipe import Sampling, eval_sampling, over_sampling_batch_size, rollout_sampling
+from runtime.topology import Topology
+
+
+class Prompts(Protocol):
+    """Training prompts by their number, counted over epochs."""
+
+    def prompt(self, number: int) -> Prompt:
+        """The prompt that was or will be issued as this number."""
+        ...
+
+
+def schedule_of(topology: Topology, eval_sizes: Mapping[str, int]) -> Schedule:
+    """What decisions need of the recipe.
+
+    Args:
+        topology: with its recipe.
+        eval_sizes: prompts of each evaluation set.
+    """
+    rollout = topology.rollout
+    evals = tuple(
+        EvalPlan(
+            name=item.name,
+            interval=item.interval,
+            num_items=eval_sizes[item.name],
+            skip_before_train=item.skip_eval_before_train,
+        )
+        for item in topology.eval
+    )
+    return Schedule(
+        num_steps=topology.train.num_steps,
+        rollout_batch_size=rollout.rollout_batch_size,
+        over_sampling_batch_size=over_sampling_batch_size(rollout),
+        max_staleness=rollout.max_staleness,
+        on_halt=rollout.on_halt,
+        max_attempts=rollout.max_attempts,
+        evals=evals,
+    )
+
+
+def rollout_task(topology: Topology, group: Group, prompts: Prompts) -> RolloutRequested:
+    """The task of an issued group."""
+    prompt = prompts.prompt(group.prompt)
+    return RolloutRequested(
+        group_id=group.group_id,
+        attempt=group.attempt,
+        round=group.round,
+        min_version=group.min_version,
+        prompt=prompt,
+        num_samples=topology.rollout.n_samples_per_prompt,
+        sampling=_params(topology, rollout_sampling(topology), prompt),
+        carried=group.carried if topology.rollout.on_halt == "resume" else (),
+    )
+
+
+def tasks_in_flight(topology: Topology, state: LedgerState, prompts: Prompts) -> Iterator[RolloutRequested]:
+    """The tasks of all groups that are to be generated or given back."""
+    for group in state.groups.values():
+        if group.stage is Stage.IN_FLIGHT:
+            yield rollout_task(topology, group, prompts)
+
+
+def eval_tasks(
+    topology: Topology, evaluation: Evaluation, eval_prompts: Mapping[str, Sequence[Prompt]]
+) -> Iterator[EvalRequested]:
+    """The tasks of all items of a running evaluation that have not ended."""
+    for item in topology.eval:
+        if item.name not in evaluation.sizes:
+            continue
+        ended = evaluation.items[item.name]
+        for number, prompt in enumerate(eval_prompts[item.name]):
+            if number not in ended:
+                yield EvalRequested(
+                    step=evaluation.step,
+                    set=item.name,
+                    item=number,
+                    version=evaluation.version,
+                    prompt=prompt,
+                    num_samples=item.n_samples_per_eval_prompt,
+                    sampling=_params(topology, eval_sampling(topology, item), prompt),
+                )
+
+
+def _params(topology: Topology, sampling: Sampling, prompt: Prompt) -> SamplingParams:
+    rollout = topology.rollout
+    room = sampling.max_response_len
+    if rollout.max_context_len is not None:
+        room = max(1, min(room, rollout.max_context_len - len(prompt.prompt_ids)))
+    return SamplingParams(
+        max_new_tokens=room,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop=rollout.stop,
+        stop_token_ids=rollout.stop_token_ids,
+        skip_special_tokens=rollout.skip_special_tokens,
+    )

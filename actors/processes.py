@@ -1,0 +1,143 @@
+"""Which processes a run has on a node, and how each is started. Pure."""
+
+import os
+import sys
+from pathlib import Path
+
+from runtime.addresses import address_key
+from runtime.agent.processes import PortRequest, ProcessSpec, Stage, WhenListening
+from runtime.gpus import parse_gpus
+from runtime.topology import EngineConfig, Topology, bus_node, num_engines, num_ranks
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+    "OMP_NUM_THREADS": "1",  # two threads were 10 to 200 times slower on shared cores
+    "MKL_NUM_THREADS": "1",
+}
+LIGHT_ACTORS = ("rollout", "reward", "filter", "buffer")
+
+
+def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessSpec]:
+    """The processes of a node beside its agent and the NATS server.
+
+    Light actors, and the router and the embedded engines of a pool, live on the node that has the bus; trainer ranks
+    and SGLang engines where their GPUs are.
+    """
+    specs: list[ProcessSpec] = []
+    home = node == (bus_node(topology) or next(iter(topology.nodes)))
+    for pool, engine in topology.engines.items():
+        specs += _engines(topology, pool, engine, node, home=home)
+        if home:
+            specs.append(_router(pool))
+    specs += _trainer(topology, node, run_dir, home=home)
+    if home:
+        specs += [_actor(role, run_dir) for role in LIGHT_ACTORS]
+    return specs
+
+
+def _actor(role: str, run_dir: Path) -> ProcessSpec:
+    return ProcessSpec(name=role, command=_host(run_dir, role), env=OURS)
+
+
+def _host(run_dir: Path, *roles: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "actors.host", str(run_dir), *roles)
+
+
+def _router(pool: str) -> ProcessSpec:
+    command = (sys.executable, "-m", "sglang_router.launch_router", "--host", "{host}", "--port", "{port}")
+    options = (
+        "--policy",
+        "round_robin",
+        "--disable-retries",  # a lost request is the rollout actor's to send again
+        "--disable-circuit-breaker",  # which engines may answer is the rollout actor's to say
+        "--health-check-endpoint",
+        "/model_info",  # /health blocks while an engine is paused
+        "--worker-startup-check-interval",
+        "1",
+        "--log-level",
+        "warn",
+    )
+    return ProcessSpec(
+        name=f"router.{pool}",
+        command=(*command, *options),
+        port=PortRequest(),
+        ready=WhenListening(),
+        address_key=address_key("router", pool, 0),
+        stage=Stage.SERVICE,
+    )
+
+
+def _engines(topology: Topology, pool: str, engine: EngineConfig, node: str, *, home: bool) -> list[ProcessSpec]:
+    if engine.urls:
+        return []  # they run already
+    if engine.gpus is None:
+        places = [(index, ()) for index in range(num_engines(engine))] if home else []
+    else:
+        gpus = parse_gpus(engine.gpus)
+        size = engine.num_gpus_per_engine
+        chunks = [gpus[start : start + size] for start in range(0, len(gpus), size)]
+        places = [
+            (index, tuple(gpu.index for gpu in chunk)) for index, chunk in enumerate(chunks) if chunk[0].node == node
+        ]
+    return [_engine(topology, pool, engine, index, devices) for index, devices in places]
+
+
+def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, devices: tuple[int, ...]) -> ProcessSpec:
+    embedded = engine.kind == "embedded"
+    env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
+    return ProcessSpec(
+        name=f"engine.{pool}.{index}",
+        command=_embedded(topology, engine, index) if embedded else _sglang(topology, engine),
+        env={**env, **(OURS if embedded else {})},
+        port=PortRequest(),
+        ready=WhenListening(),
+        ready_timeout_s=120.0 if embedded else 1800.0,
+        address_key=address_key("engine", pool, index),
+        stage=Stage.SERVICE,
+    )
+
+
+def _embedded(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, ...]:
+    rollout = topology.rollout
+    command = [sys.executable, "-m", "actors.rollout.embedded", "--model-path", topology.model.hf_checkpoint]
+    command += ["--host", "{host}", "--port", "{port}", "--max-running-requests", str(engine.concurrency)]
+    command += ["--random-seed", str(topology.run.seed + index)]
+    command += ["--load-format", "dummy" if topology.model.random_init else "auto"]
+    if rollout.max_context_len is not None:
+        command += ["--context-length", str(rollout.max_context_len)]
+    return tuple(command)
+
+
+def _sglang(topology: Topology, engine: EngineConfig) -> tuple[str, ...]:
+    """Every key of the pool's sglang table is a server argument; true and false switch flags on and leave them off."""
+    command = [engine.python or sys.executable, "-m", "sglang.launch_server"]
+    command += ["--model-path", topology.model.hf_checkpoint, "--host", "{host}", "--port", "{port}"]
+    arguments = {"tp_size": engine.num_gpus_per_engine, "max_running_requests": engine.concurrency, **engine.sglang}
+    if topology.model.random_init:
+        arguments.setdefault("load_format", "dummy")
+    for key, value in arguments.items():
+        flag = "--" + key.replace("_", "-")
+        if value is True:
+            command.append(flag)
+        elif value is not False:
+            command += [flag, str(value)]
+    return tuple(command)
+
+
+def _trainer(topology: Topology, node: str, run_dir: Path, *, home: bool) -> list[ProcessSpec]:
+    trainer = topology.trainer
+    world = num_ranks(trainer)
+    if trainer.gpus is None:
+        places = [(rank, None) for rank in range(world)] if home else []
+    else:
+        gpus = parse_gpus(trainer.gpus)
+        places = [(rank, gpu.index) for rank, gpu in enumerate(gpus) if gpu.node == node]
+    specs: list[ProcessSpec] = []
+    for rank, device in places:
+        env = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", **OURS}
+        if device is not None:
+            env["CUDA_VISIBLE_DEVICES"] = str(device)
+        name = "trainer" if world == 1 else f"trainer.{rank}"
+        specs.append(ProcessSpec(name=name, command=_host(run_dir, "trainer"), env=env))
+    return specs

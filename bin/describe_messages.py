@@ -1,0 +1,71 @@
+"""Write the catalogue of messages under docs/, or check that it is current."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from actors.registry import ROLES, actor_type  # noqa: E402 - found in place, without an installation
+from messages.catalogue import Surface, asyncapi, json_schemas, table  # noqa: E402
+
+INTRODUCTION = """# Messages
+
+Written by `bin/describe-messages` from the structs in `messages/` and from what each actor declares that it reads and
+writes; do not edit. `<run>` is the run's name. The same as JSON Schema: [schema.json](messages/schema.json), and as
+AsyncAPI 3.0: [asyncapi.json](messages/asyncapi.json).
+
+Headers of every message: `Physarum-Type` names the message, `Content-Type` is `application/json` or
+`application/msgpack`. Events are JSON; `work` and `data` are msgpack, and JSON is accepted there too.
+
+| message | subject | written by | read by | |
+|---|---|---|---|---|
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns 0, or 1 when --check finds a stale file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not current")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder to write to")
+    args = parser.parse_args(argv)
+    stale = [path for path, text in catalogue(args.docs).items() if not path.exists() or path.read_text() != text]
+    if args.check:
+        for path in stale:
+            print(f"{path}: not current, run bin/describe-messages", file=sys.stderr)
+        return 1 if stale else 0
+    for path, text in catalogue(args.docs).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return 0
+
+
+def catalogue(docs: Path) -> dict[Path, str]:
+    """Every file of the catalogue with its text."""
+    surfaces = {role: _surface(role) for role in ROLES}
+    return {
+        docs / "messages.md": INTRODUCTION + "\n".join(_row(row) for row in table(surfaces)) + "\n",
+        docs / "messages" / "schema.json": _json(json_schemas()),
+        docs / "messages" / "asyncapi.json": _json(asyncapi(surfaces)),
+    }
+
+
+def _surface(role: str) -> Surface:
+    actor = actor_type(role)  # pyright: ignore[reportArgumentType] - ROLES are its literals
+    return Surface(reads=actor.reads, writes=actor.writes)
+
+
+def _row(row: tuple[str, str, str, str, str]) -> str:
+    tag, subject, writers, readers, text = row
+    return f"| `{tag}` | `{subject.replace('{run}', '<run>')}` | {writers} | {readers} | {text} |"
+
+
+def _json(value: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""The catalogue of messages, derived from the structs and from what actors declare: JSON Schema, AsyncAPI, tables."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from messages.arrays import array_schema
+from messages.base import Message, message_types, tag_of
+from messages.codec import CONTENT_TYPE_HEADER, TYPE_HEADER, content_type_of
+from messages.subjects import filter_of
+
+RUN = "{run}"
+SCHEMA_PATH = "#/components/schemas/"
+
+
+class Surface(NamedTuple):
+    """What one actor declares."""
+
+    reads: Sequence[type[Message]]
+    writes: Sequence[type[Message]]
+
+
+def json_schemas() -> dict[str, Any]:
+    """JSON Schema of every message and of every struct inside them, by name."""
+    _, components = msgspec.json.schema_components(
+        message_types().values(), schema_hook=array_schema, ref_template=SCHEMA_PATH + "{name}"
+    )
+    return components
+
+
+def asyncapi(surfaces: Mapping[str, Surface]) -> dict[str, Any]:
+    """An AsyncAPI 3.0 document: channels are subjects, operations are what actors read and write.
+
+    Args:
+        surfaces: by actor.
+    """
+    types = message_types()
+    return {
+        "asyncapi": "3.0.0",
+        "info": {
+            "title": "Physarum",
+            "version": "1",
+            "description": "Messages of a run. {run} is the run's name. '>' stands for one or more further tokens.",
+        },
+        "channels": {tag: _channel(tag, message_type) for tag, message_type in types.items()},
+        "operations": dict(_operations(surfaces)),
+        "components": {
+            "messages": {tag: _message(message_type) for tag, message_type in types.items()},
+            "schemas": json_schemas(),
+        },
+    }
+
+
+def table(surfaces: Mapping[str, Surface]) -> list[tuple[str, str, str, str, str]]:
+    """Per message: tag, subject, writers, readers, first line of its description."""
+    rows: list[tuple[str, str, str, str, str]] = []
+    for tag, message_type in message_types().items():
+        writers = [actor for actor, surface in surfaces.items() if message_type in surface.writes]
+        readers = [actor for actor, surface in surfaces.items() if message_type in surface.reads]
+        first_line = (message_type.__doc__ or "").strip().splitlines()[0]
+        rows.append((tag, _subject(message_type), ", ".join(writers), ", ".join(readers), first_line))
+    return rows
+
+
+def _subject(message_type: type[Message]) -> str:
+    return filter_of(RUN, message_type)
+
+
+def _channel(tag: str, message_type: type[Message]) -> dict[str, Any]:
+    return {"address": _subject(message_type), "messages": {tag: {"$ref": f"#/components/messages/{tag}"}}}
+
+
+def _message(message_type: type[Message]) -> dict[str, Any]:
+    headers = {
+        TYPE_HEADER: {"type": "string", "const": tag_of(message_type)},
+        CONTENT_TYPE_HEADER: {"type": "string", "enum": ["application/json", "application/msgpack"]},
+    }
+    return {
+        "name": tag_of(message_type),
+        "title": message_type.__name__,
+        "summary": (message_type.__doc__ or "").strip().splitlines()[0],
+        "contentType": content_type_of(message_type),
+        "headers": {"type": "object", "required": [TYPE_HEADER], "properties": headers},
+        "payload": {"$ref": SCHEMA_PATH + message_type.__name__},
+    }
+
+
+def _operations(surfaces: Mapping[str, Surface]) -> Iterable[tuple[str, dict[str, Any]]]:
+    for actor, surface in surfaces.items():
+        for action, types in (("send", surface.writes), ("receive", surface.reads)):
+            for message_type in types:
+                tag = tag_of(message_type)
+                yield f"{actor}.{action}.{tag}", {"action": action, "channel": {"$ref": f"#/channels/{tag}"}}

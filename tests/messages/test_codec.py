@@ -1,0 +1,210 @@
+"""Messages survive the wire, old bytes still decode, and what does not decode says why."""
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from messages import (
+    DeadLetter,
+    DecodeError,
+    Float32Array,
+    GroupCompleted,
+    GroupsIssued,
+    Int32Array,
+    IssuedGroup,
+    SampleKey,
+    SampleStatus,
+    SampleSummary,
+    Segment,
+    SegmentRef,
+    SegmentsPublished,
+    SnapshotTaken,
+    UInt8Array,
+    VerdictGiven,
+    WeightSpan,
+    decode,
+    encode,
+    message_types,
+    tag_of,
+)
+from messages.codec import CONTENT_TYPE_HEADER, JSON, MSGPACK, TYPE_HEADER
+
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
+
+
+def segment(ids: list[int], prompt: list[int]) -> Segment:
+    spans = (WeightSpan(version=3, start=0, end=len(ids)),) if ids else ()
+    return Segment(
+        sample=SampleKey(group_id=1, attempt=2, index=3),
+        prompt_ids=Int32Array(prompt),
+        response_ids=Int32Array(ids),
+        loss_mask=UInt8Array([1] * len(ids)),
+        rollout_log_probs=Float32Array([-0.5] * len(ids)),
+        weight_spans=spans,
+        text="x",
+    )
+
+
+def published(ids: list[int], prompt: list[int]) -> SegmentsPublished:
+    return SegmentsPublished(group_id=1, attempt=2, lease="l", segments=(segment(ids, prompt),))
+
+
+@given(TOKENS, TOKENS, st.sampled_from([JSON, MSGPACK]))
+def test_segments_survive_the_wire_in_both_encodings(ids: list[int], prompt: list[int], content_type: str) -> None:
+    message = published(ids, prompt)
+    back = decode(*encode(message, content_type=content_type))
+    assert isinstance(back, SegmentsPublished)
+    assert back.segments[0].response_ids.tolist() == ids
+    assert back.segments[0].prompt_ids.tolist() == prompt
+    assert back.segments[0].rollout_log_probs.dtype == np.float32
+    assert encode(back, content_type=content_type) == encode(message, content_type=content_type)
+
+
+def test_decoded_arrays_are_views_of_the_message() -> None:
+    back = decode(*encode(published([1, 2, 3], [4])))
+    assert isinstance(back, SegmentsPublished)
+    assert not back.segments[0].response_ids.flags.owndata
+
+
+def test_packing_costs_four_bytes_a_token() -> None:
+    sizes = [len(encode(published([1] * n, [])).payload) for n in (1000, 2000)]
+    assert sizes[1] - sizes[0] == 1000 * (4 + 4 + 1)
+
+
+def test_a_segment_of_unequal_lengths_is_refused_at_both_ends() -> None:
+    fields = msgspec.structs.asdict(segment([1, 2], [])) | {"loss_mask": UInt8Array([1])}
+    with pytest.raises(ValueError, match="differ in length"):
+        Segment(**fields)
+    payload = encode(published([1, 2], [])).payload.replace(
+        b"loss_mask\xd5\x03\x01\x01", b"loss_mask\xd4\x03\x01"
+    )
+    with pytest.raises(DecodeError, match="differ in length"):
+        decode(payload, {TYPE_HEADER: "segments_published", CONTENT_TYPE_HEADER: MSGPACK})
+
+
+@pytest.mark.parametrize("spans", [(), ((0, 1),), ((0, 1), (1, 3)), ((1, 2),), ((0, 2), (2, 2))])
+def test_weight_spans_that_do_not_cover_the_response_are_refused(spans: tuple[tuple[int, int], ...]) -> None:
+    fields = msgspec.structs.asdict(segment([1, 2], []))
+    fields["weight_spans"] = tuple(WeightSpan(version=1, start=start, end=end) for start, end in spans)
+    with pytest.raises(ValueError, match="span"):
+        Segment(**fields)
+
+
+@pytest.mark.parametrize(
+    ("payload", "headers", "reason"),
+    [
+        (b"{}", None, "no Physarum-Type header"),
+        (b"{}", {TYPE_HEADER: "group_vanished"}, "unknown message type 'group_vanished'"),
+        (b"{}", {TYPE_HEADER: "verdict_given", CONTENT_TYPE_HEADER: "text/xml"}, "unknown content type 'text/xml'"),
+        (b"{", {TYPE_HEADER: "verdict_given"}, "truncated"),
+        (b"{}", {TYPE_HEADER: "verdict_given"}, "missing required field `group_id`"),
+        (b'{"type":"group_failed"}', {TYPE_HEADER: "verdict_given"}, "Invalid value 'group_failed'"),
+        (b"\x81", {TYPE_HEADER: "segments_published", CONTENT_TYPE_HEADER: MSGPACK}, "truncated"),
+    ],
+)
+def test_what_does_not_decode_says_why(payload: bytes, headers: dict[str, str] | None, reason: str) -> None:
+    with pytest.raises(DecodeError, match=reason.replace("`", ".").replace("(", ".")):
+        decode(payload, headers)
+
+
+def test_an_unknown_extension_and_a_torn_array_are_refused() -> None:
+    good = encode(published([1, 2], []))
+    marker = b"response_ids\xd7\x01"
+    assert marker in good.payload
+    with pytest.raises(DecodeError, match="unknown extension code 9"):
+        decode(good.payload.replace(marker, b"response_ids\xd7\x09"), good.headers)
+
+
+def test_an_array_takes_neither_two_dimensions_nor_values_out_of_range() -> None:
+    with pytest.raises(ValueError, match="one dimension"):
+        Int32Array(np.zeros((2, 2), dtype=np.int32))
+    with pytest.raises(ValueError, match="range"):
+        UInt8Array([256])
+
+
+def test_arithmetic_leaves_the_packed_type() -> None:
+    assert type(Int32Array([1, 2]) * 0.5) is np.ndarray
+
+
+def test_unknown_fields_are_ignored_so_that_fields_can_be_added() -> None:
+    payload = b'{"type":"verdict_given","group_id":1,"attempt":0,"event_seq":5,"outcome":"keep","later":1}'
+    message = decode(payload, {TYPE_HEADER: "verdict_given"})
+    assert isinstance(message, VerdictGiven)
+    assert message.reason is None
+
+
+# Bytes as the first version wrote them. They never change; a new form of a message is a new line.
+GOLDEN = [
+    (
+        JSON,
+        b'{"type":"groups_issued","incarnation":1,"round":0,"min_version":1,'
+        b'"groups":[{"group_id":0,"attempt":0,"prompt":0}]}',
+        GroupsIssued(incarnation=1, round=0, min_version=1, groups=(IssuedGroup(group_id=0, attempt=0, prompt=0),)),
+    ),
+    (
+        JSON,
+        b'{"type":"group_completed","group_id":4,"attempt":1,"lease":"a","round":2,"instance":"rollout","data":"d",'
+        b'"samples":[{"index":0,"part":0,"status":"completed","segments":[{"seq":9,"position":0}],"prompt_len":4,'
+        b'"response_len":3,"reward":0.5,"score":null,"first_version":2,"last_version":3,"reason":null}],'
+        b'"rollout_time_s":0.0,"reward_time_s":0.0}',
+        GroupCompleted(
+            group_id=4,
+            attempt=1,
+            lease="a",
+            round=2,
+            instance="rollout",
+            data="d",
+            samples=(
+                SampleSummary(
+                    index=0,
+                    status=SampleStatus.COMPLETED,
+                    segments=(SegmentRef(seq=9, position=0),),
+                    prompt_len=4,
+                    response_len=3,
+                    reward=0.5,
+                    first_version=2,
+                    last_version=3,
+                ),
+            ),
+        ),
+    ),
+    (
+        JSON,
+        b'{"type":"dead_letter","origin":"work.1","subject":"s","reason":"r","headers":{},"payload":"YWI="}',
+        DeadLetter(origin="work.1", subject="s", reason="r", headers={}, payload=b"ab"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("content_type", "payload", "message"), GOLDEN, ids=lambda value: type(value).__name__)
+def test_golden_bytes_are_written_and_read(content_type: str, payload: bytes, message: object) -> None:
+    tag = msgspec.json.decode(payload)["type"]
+    assert decode(payload, {TYPE_HEADER: tag, CONTENT_TYPE_HEADER: content_type}) == message
+    assert encode(message, content_type=content_type).payload == payload  # type: ignore[arg-type]
+
+
+def test_golden_bytes_of_packed_segments() -> None:
+    written = encode(published([258, 3], [1])).payload.hex()
+    assert written == (
+        "87a474797065b27365676d656e74735f7075626c6973686564a867726f75705f696401a7617474656d707402a56c65617365a16c"
+        "a87365676d656e74739187a673616d706c6584a867726f75705f696401a7617474656d707402a5696e64657803a47061727400"
+        "aa70726f6d70745f696473d60101000000ac726573706f6e73655f696473d7010201000003000000a96c6f73735f6d61736bd5"
+        "030101b1726f6c6c6f75745f6c6f675f70726f6273d702000000bf000000bfac7765696768745f7370616e739183a7766572"
+        "73696f6e03a5737461727400a3656e6402a474657874a178a670726f6d7074a0a56c6162656cc0"
+    )
+
+
+def test_a_snapshot_carries_its_state_verbatim() -> None:
+    message = SnapshotTaken(incarnation=1, covers=2, fold_version=1, state=msgspec.Raw(b'{"a":[1]}'))
+    back = decode(*encode(message))
+    assert isinstance(back, SnapshotTaken)
+    assert bytes(back.state) == b'{"a":[1]}'
+
+
+def test_every_message_has_a_tag_of_its_own_and_says_what_it_is() -> None:
+    for tag, message_type in message_types().items():
+        assert tag_of(message_type) == tag
+        assert message_type.__doc__
+        assert message_type.topic
