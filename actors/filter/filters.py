@@ -68,6 +68,11 @@ def summary_of(group: GroupCompleted) -> GroupSummary:
     )
 
 
+def keep_all(_group: GroupSummary) -> Verdict:
+    """Keep every group."""
+    return KEEP
+
+
 def nonzero_std(group: GroupSummary) -> Verdict:
     """Keep a group whose rewards differ: the others teach nothing where rewards are centred.
 
@@ -107,7 +112,7 @@ def verdict_of(answer: Any, name: str) -> Verdict:
     return Verdict(outcome=Outcome.DROP, reason=name if reason is None else str(reason))
 
 
-BUILT_IN_FILTERS: Mapping[str, Filter] = MappingProxyType({"none": lambda _: True, "nonzero_std": nonzero_std})
+BUILT_IN_FILTERS: Mapping[str, Filter] = MappingProxyType({"none": keep_all, "nonzero_std": nonzero_std})
 
 
 def find_filter(name: str | None, base_dirs: Sequence[Path] = ()) -> Filter:

@@ -4,6 +4,7 @@ import inspect
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +17,8 @@ from runtime.plugins import is_plugin, load_plugin
 
 GRADER_KEY = "rm_type"  # how plug-in errors call the setting
 MAX_REASON_CHARS = 500
-MAX_DETAIL_BYTES = 4096
+MAX_DETAILS = 32
+MAX_DETAIL_BYTES = 1024
 
 Call = Callable[[Any], Any]
 Wait = Callable[[Awaitable[Any]], Any]
@@ -114,7 +116,8 @@ def _as_list(answer: Any) -> list[Any] | None:
 
 
 def _plain(answer: Mapping[Any, Any]) -> dict[str, Any]:
-    return {_cut(str(key)): _plain_value(value) for key, value in answer.items()}
+    """The first entries of a dict, each as it can travel."""
+    return {_cut(str(key), 120): _plain_value(value) for key, value in islice(answer.items(), MAX_DETAILS)}
 
 
 def _plain_value(value: Any) -> Any:

@@ -140,7 +140,11 @@ class GraderPool:
             while not jobs:
                 jobs.extend(await self._take())
             batch = _leading_batch(jobs)
-            await process.send(Grade(grader=batch[0].grader, samples=tuple(s for job in batch for s in job.samples)))
+            grade = Grade(grader=batch[0].grader, samples=tuple(sample for job in batch for sample in job.samples))
+            with anyio.move_on_after(self._settings.timeout_s) as limit:
+                await process.send(grade)
+            if limit.cancelled_caught:
+                return True
             for job in batch:
                 with anyio.move_on_after(self._settings.timeout_s) as limit:
                     grades = [await process.receive() for _ in job.samples]

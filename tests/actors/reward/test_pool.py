@@ -35,10 +35,12 @@ async def tell(pool: GraderPool, *commands: str, grader: GraderSpec = AS_TOLD, *
 
 
 async def until_exists(path: Path) -> str:
+    """Wait for a grader to write a file; it runs in a process of its own and can signal nothing else."""
+    file = anyio.Path(path)
     with anyio.fail_after(10):
-        while not path.exists() or not path.read_text():
+        while not await file.exists() or not await file.read_text():  # noqa: ASYNC110 - a file has no event
             await anyio.sleep(0.005)
-    return path.read_text()
+    return await file.read_text()
 
 
 def is_running(pid: int) -> bool:
@@ -51,7 +53,7 @@ def is_running(pid: int) -> bool:
 
 async def until_ended(pid: int) -> None:
     with anyio.fail_after(5):
-        while is_running(pid):
+        while is_running(pid):  # noqa: ASYNC110 - a process that is not our child has no event
             await anyio.sleep(0.005)
 
 
@@ -205,7 +207,8 @@ async def test_a_grader_process_dies_with_its_parent_even_when_busy(tmp_path: Pa
         "import sys, anyio, actors.reward.pool as p, actors.reward.frames as f, actors.reward.samples as s\n"
         "async def main():\n"
         "    async with p.open_pool(p.PoolSettings(hello=f.Hello(), timeout_s=60)) as pool:\n"
-        "        told = s.GradedSample(response='wait for file', metadata={'started': sys.argv[2], 'file': '/no/file'})\n"
+        "        files = {'started': sys.argv[2], 'file': '/no/such/file'}\n"
+        "        told = s.GradedSample(response='wait for file', metadata=files)\n"
         "        await pool.grade(f.GraderSpec(name=sys.argv[1]), [told])\n"
         "anyio.run(main)\n"
     )

@@ -41,7 +41,7 @@ def as_told(sample: Any) -> Any:
         case "dict":
             return {"accuracy": 1.0}
         case "print":
-            print("to stdout" * 100)
+            print("to stdout" * 100)  # noqa: T201 - users do
             sys.stdout.flush()
             os.write(1, b"\xff\xff\xff\xff raw bytes to descriptor 1")
             subprocess.run(["echo", "a child's words"], check=True)

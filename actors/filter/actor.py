@@ -1,0 +1,92 @@
+"""The filter actor: judges completed prompt groups."""
+
+import inspect
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import structlog
+from anyio.abc import TaskStatus
+
+from actors.filter.filters import BUILT_IN_FILTERS, Filter, Verdict, find_filter, keep_all, summary_of, verdict_of
+from messages.events import GroupCompleted, Outcome, VerdictGiven
+from runtime.actor import Actor
+from runtime.bus import Bus, Delivery
+
+DURABLE = "filter"
+ACK_WAIT_S = 30.0
+MAX_ACK_PENDING = 1024  # over all filter actors
+FILTER_TIMEOUT_S = 10.0  # of a user's filter, for one group
+MAX_REASON_CHARS = 500
+
+log = structlog.get_logger()
+
+
+class FilterActor(Actor):
+    """Keeps or drops completed prompt groups. Keeps no state.
+
+    A crash before ack costs work, not a second verdict: the first verdict in log order wins.
+    """
+
+    reads = (GroupCompleted,)
+    writes = (VerdictGiven,)
+
+    def __init__(self, dynamic_filter: str | None, bus: Bus, *, base_dirs: Sequence[Path] = ()) -> None:
+        """Raises ValueError when there is no such filter, PluginError when a user's cannot be used."""
+        self._bus = bus
+        self._name = dynamic_filter or "none"
+        self._filter = find_filter(dynamic_filter, base_dirs)
+        self._threads = anyio.CapacityLimiter(2)  # a filter that hangs keeps its thread
+        self._counts: Counter[Outcome] = Counter()
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Judge groups until cancelled."""
+        async with self._bus.consume(
+            GroupCompleted, durable=DURABLE, ack_wait_s=ACK_WAIT_S, max_ack_pending=MAX_ACK_PENDING
+        ) as deliveries:
+            task_status.started()
+            async for delivery in deliveries:
+                with structlog.contextvars.bound_contextvars(group_id=delivery.message.group_id):
+                    await self._judge(delivery)
+
+    def stats(self) -> dict[str, float]:
+        """Numbers since the start."""
+        return {f"num_{outcome}": float(self._counts[outcome]) for outcome in Outcome}
+
+    async def _judge(self, delivery: Delivery[GroupCompleted]) -> None:
+        group = delivery.message
+        async with delivery.heartbeat():
+            verdict = await self._verdict_on(group)
+            # cites the event's place in the log: a verdict counts for that completion and no other
+            await self._bus.publish(
+                VerdictGiven(
+                    group_id=group.group_id,
+                    attempt=group.attempt,
+                    event_seq=delivery.seq,
+                    outcome=verdict.outcome,
+                    reason=verdict.reason,
+                )
+            )
+        await delivery.ack()
+        self._counts[verdict.outcome] += 1
+        log.info("group_judged", attempt=group.attempt, outcome=verdict.outcome, reason=verdict.reason)
+
+    async def _verdict_on(self, group: GroupCompleted) -> Verdict:
+        try:
+            with anyio.fail_after(FILTER_TIMEOUT_S):
+                return await _ask(self._filter, self._name, group, self._threads)
+        except Exception as error:  # noqa: BLE001 - a user's filter may raise anything; the group fails, the run goes on
+            reason = f"no verdict within {FILTER_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else repr(error)
+            return Verdict(outcome=Outcome.FAILED, reason=reason[:MAX_REASON_CHARS])
+
+
+async def _ask(filter_: Filter, name: str, group: GroupCompleted, threads: anyio.CapacityLimiter) -> Verdict:
+    if filter_ is keep_all:
+        return verdict_of(True, name)
+    summary = summary_of(group)
+    if name in BUILT_IN_FILTERS:
+        return verdict_of(filter_(summary), name)
+    answer = await anyio.to_thread.run_sync(filter_, summary, abandon_on_cancel=True, limiter=threads)
+    return verdict_of(await answer if inspect.isawaitable(answer) else answer, name)
