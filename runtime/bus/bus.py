@@ -70,7 +70,11 @@ class Events(Generic[MessageT]):
         return self._reader.num_pending
 
     async def next(self, timeout_s: float | None = None) -> Received[MessageT] | None:
-        """The next event, or None after timeout_s. What cannot be decoded becomes a dead letter and is passed over."""
+        """The next event, or None after timeout_s.
+
+        What cannot be used becomes a dead letter and is passed over; None also if it was the last one there was, so
+        that who reads until `pending` is 0 comes to an end.
+        """
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
         while True:
@@ -90,6 +94,8 @@ class Events(Generic[MessageT]):
                     headers=raw.headers,
                     payload=raw.data,
                 )
+                if not place.num_pending:
+                    return None
                 continue
             return Received(message, place.stream_seq, place.time_ns, place.num_pending)
 
@@ -110,9 +116,9 @@ class Bus:
     as long as the caller does. If the connection closes for good, the block of `connect` is cancelled.
     """
 
-    def __init__(self, connection: Connection, run: str) -> None:
+    def __init__(self, connection: Connection, run: str, name: str) -> None:
         self.run = run
-        self.instance = ""
+        self.name = name  # of the actor instance, or of the process
         self._connection = connection
         self._limits = connection.limits
         self._store = Store(connection)
@@ -141,12 +147,12 @@ class Bus:
         """
         check_run_name(run)
         async with open_connection(url, name=name, limits=limits) as connection:
-            yield cls(connection, run)
+            yield cls(connection, run, name)
 
-    def for_actor(self, instance: str, *, reads: Iterable[type[Message]], writes: Iterable[type[Message]]) -> "Bus":
+    def for_actor(self, name: str, *, reads: Iterable[type[Message]], writes: Iterable[type[Message]]) -> "Bus":
         """This bus as one actor sees it: it may only read and write what it declared."""
         view = copy.copy(self)
-        view.instance = instance
+        view.name = name
         view._reads = frozenset(reads)
         view._writes = frozenset(writes)
         return view
@@ -338,7 +344,7 @@ class Bus:
         What a handler raises goes to the caller as CallFailed; so does what cannot be decoded, which is also
         dead-lettered.
         """
-        return serve(self._connection, self._dead_letters, self.run, instance or self.instance, handlers)
+        return serve(self._connection, self._dead_letters, self.run, instance or self.name, handlers)
 
     async def notify(self, message: Message, *, to: str) -> None:
         """Send a small answer to an inbox. Not stored: if nobody listens or the connection is down, it may be lost.
@@ -373,8 +379,8 @@ class Bus:
 
     def _check_writes(self, message_type: type[Message]) -> None:
         if self._writes is not None and message_type not in self._writes:
-            raise ValueError(f"{self.instance} does not declare that it writes {message_type.__name__}")
+            raise ValueError(f"{self.name} does not declare that it writes {message_type.__name__}")
 
     def _check_reads(self, message_type: type[Message]) -> None:
         if self._reads is not None and message_type not in self._reads:
-            raise ValueError(f"{self.instance} does not declare that it reads {message_type.__name__}")
+            raise ValueError(f"{self.name} does not declare that it reads {message_type.__name__}")

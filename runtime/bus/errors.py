@@ -7,7 +7,7 @@ BusError
 ├── StreamFull            the stream stayed full until the deadline
 ├── AlreadyQueued         the work stream still holds a message under this subject
 ├── SequenceMismatch      compare-and-set failed; someone else wrote first
-│   └── Fenced            ... and the loser must stop
+├── Fenced                another instance took over; this one must stop
 ├── PayloadLost           no message under this sequence: purged, or never stored
 │   └── PayloadUnreadable ... or there is one that cannot be decoded
 ├── StreamConflict        an existing stream differs in a way that cannot be changed
@@ -56,7 +56,7 @@ class SequenceMismatch(BusError):
         self.last = last
 
 
-class Fenced(SequenceMismatch):
+class Fenced(BusError):
     """Another instance took over; this one must stop (exit code 3)."""
 
 
