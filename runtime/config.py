@@ -1,4 +1,4 @@
-"""Reading settings from TOML: the Config base, includes, overrides, and errors that name file, key and allowed values."""
+"""Settings from TOML: the Config base, includes, overrides, errors that name file, key and allowed values."""
 
 import difflib
 import json
@@ -191,7 +191,8 @@ def find_problems(value: object, expected: Any, key: str = "") -> Iterator[Probl
         try:
             msgspec.convert(value, expected)
         except msgspec.ValidationError as error:
-            yield Problem(key=key, value=show(value), message=f"{_readable(error)}; allowed: {describe(expected)}")
+            shown = show(cast("object", value))
+            yield Problem(key=key, value=shown, message=f"{_readable(error)}; allowed: {describe(expected)}")
 
 
 def _key_problem(problem: Problem, name: str) -> Problem:
@@ -247,9 +248,9 @@ def apply_override(tables: Table, override: str, schema: type[Config]) -> str:
         elif last:
             holder[part] = value
         else:
-            holder = holder.setdefault(part, [] if following.isdigit() else {})
-            if not isinstance(holder, dict | list):
-                raise ValueError(f"{part} is {show(holder)}, not a table")
+            holder = cast("Table", holder).setdefault(part, [] if following.isdigit() else {})
+        if not last and not isinstance(holder, dict | list):
+            raise ValueError(f"{part} is {show(cast('object', holder))}, not a table")
     return key
 
 

@@ -1,4 +1,4 @@
-"""What is trained: model, prompts, rollout, algorithm, optimizer, evaluation. A key that exists in slime keeps its name."""
+"""What is trained: model, prompts, rollout, algorithm, evaluation. A key that exists in slime keeps its name."""
 
 from typing import Annotated, Any, Literal
 
@@ -18,7 +18,7 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]  # one subject token, one file name
 
 
-class ModelConfig(Config, kw_only=True):
+class ModelConfig(Config, frozen=True, kw_only=True):
     """The model, as a Hugging Face directory or hub name."""
 
     hf_checkpoint: Text  # config, tokenizer and (unless random_init) weights
@@ -27,7 +27,7 @@ class ModelConfig(Config, kw_only=True):
     ref_load: Text | None = None  # reference model; none: the weights training starts from
 
 
-class DataConfig(Config, kw_only=True):
+class DataConfig(Config, frozen=True, kw_only=True):
     """One source of training prompts: a JSONL file and the names of its columns."""
 
     name: Name
@@ -41,7 +41,7 @@ class DataConfig(Config, kw_only=True):
     rm_type: Text | None = None  # a built-in, "module:function" or "path/file.py:function"
 
 
-class RolloutConfig(Config, kw_only=True):
+class RolloutConfig(Config, frozen=True, kw_only=True):
     """How samples are generated and collected."""
 
     rollout_batch_size: Positive  # prompt groups per train step
@@ -64,7 +64,7 @@ class RolloutConfig(Config, kw_only=True):
     max_attempts: Positive = 5  # issues of one prompt group before it fails
 
 
-class AlgorithmConfig(Config, kw_only=True):
+class AlgorithmConfig(Config, frozen=True, kw_only=True):
     """Advantages and loss."""
 
     advantage_estimator: Literal["grpo"] = "grpo"
@@ -83,7 +83,7 @@ class AlgorithmConfig(Config, kw_only=True):
     use_rollout_logprobs: bool = False  # as the old policy's, instead of a trainer forward pass
 
 
-class OptimizerConfig(Config, kw_only=True):
+class OptimizerConfig(Config, frozen=True, kw_only=True):
     """AdamW and its schedule, counted in optimizer steps."""
 
     lr: NonNegative = 1e-6
@@ -98,7 +98,7 @@ class OptimizerConfig(Config, kw_only=True):
     clip_grad: NonNegative = 1.0  # norm; 0: off
 
 
-class TrainConfig(Config, kw_only=True):
+class TrainConfig(Config, frozen=True, kw_only=True):
     """Length of the run, checkpoints, micro-batches."""
 
     num_steps: Positive  # train steps
@@ -108,7 +108,7 @@ class TrainConfig(Config, kw_only=True):
     save_hf: bool = False
 
 
-class EvalConfig(Config, kw_only=True):
+class EvalConfig(Config, frozen=True, kw_only=True):
     """One evaluation set. What is unset is taken from the rollout table, and from the first data source for columns."""
 
     name: Name
@@ -138,7 +138,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     max_response_len: int  # tokens
 
 
-class Recipe(Config, kw_only=True):
+class Recipe(Config, frozen=True, kw_only=True):
     """Everything that decides what is learnt, and nothing about where."""
 
     model: ModelConfig

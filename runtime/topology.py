@@ -12,7 +12,7 @@ Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 SOLE_NODE: Final = "local"  # the node of a topology that names none
 
 
-class RunConfig(Config, kw_only=True):
+class RunConfig(Config, frozen=True, kw_only=True):
     """The run's name, seed and place."""
 
     name: Name
@@ -20,7 +20,7 @@ class RunConfig(Config, kw_only=True):
     dir: Text = "runs"  # the run directory is dir/name
 
 
-class BusConfig(Config, kw_only=True):
+class BusConfig(Config, frozen=True, kw_only=True):
     """The NATS server. Limits left unset are derived from the recipe."""
 
     node: Name | None = None  # the node that runs it; none: the only node
@@ -32,14 +32,14 @@ class BusConfig(Config, kw_only=True):
     max_payload_bytes: Positive | None = None
 
 
-class NodeConfig(Config, kw_only=True):
+class NodeConfig(Config, frozen=True, kw_only=True):
     """One machine."""
 
     address: Text = "auto"  # an address other nodes reach; "auto": its own, found at start
     gpus: Count = 0
 
 
-class MegatronConfig(Config, kw_only=True):
+class MegatronConfig(Config, frozen=True, kw_only=True):
     """Parallel layout of the trainer; data parallelism is what is left of the ranks."""
 
     tensor_model_parallel_size: Positive = 1
@@ -50,7 +50,7 @@ class MegatronConfig(Config, kw_only=True):
     sequence_parallel: bool = False
 
 
-class TrainerConfig(Config, kw_only=True):
+class TrainerConfig(Config, frozen=True, kw_only=True):
     """The trainer's ranks: one per GPU, or num_processes on the CPU."""
 
     device: Literal["cuda", "cpu"] = "cuda"
@@ -59,7 +59,7 @@ class TrainerConfig(Config, kw_only=True):
     megatron: MegatronConfig = MegatronConfig()
 
 
-class EngineConfig(Config, kw_only=True):
+class EngineConfig(Config, frozen=True, kw_only=True):
     """One pool of engines that serve the same model."""
 
     kind: Literal["sglang", "embedded"] = "sglang"
@@ -76,7 +76,7 @@ class EngineConfig(Config, kw_only=True):
     sglang: dict[str, Any] = {}  # server arguments, passed through
 
 
-class RewardConfig(Config, kw_only=True):
+class RewardConfig(Config, frozen=True, kw_only=True):
     """Reward workers and what a failed score means."""
 
     processes: Positive = 2
@@ -87,11 +87,11 @@ class RewardConfig(Config, kw_only=True):
     group_rm: bool = False  # the function gets a whole prompt group
 
 
-class FilterConfig(Config, kw_only=True):
+class FilterConfig(Config, frozen=True, kw_only=True):
     """Filter actors; which filter is the recipe's rollout.dynamic_filter."""
 
 
-class BufferConfig(Config, kw_only=True):
+class BufferConfig(Config, frozen=True, kw_only=True):
     """The buffer actor; what it does is the recipe's rollout table."""
 
 
@@ -99,7 +99,7 @@ def _sole_node() -> dict[str, NodeConfig]:
     return {SOLE_NODE: NodeConfig(address="127.0.0.1")}
 
 
-class Topology(Recipe, kw_only=True):
+class Topology(Recipe, frozen=True, kw_only=True):
     """A whole run: the recipe and where its actors live."""
 
     run: RunConfig
