@@ -1,0 +1,82 @@
+"""Serve a tiny model on the CPU with SGLang's HTTP API: python -m actors.rollout.embedded --model-path DIR."""
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from actors.rollout.embedded.config import MAX_CONTEXT, ModelError, read_model
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; 2 = a flag or the model directory cannot be used, 1 = the engine crashed."""
+    flags = _parser().parse_args(argv)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: no pool of threads
+    try:
+        description = read_model(flags.model_path)
+        flags.context_length = flags.context_length or description.max_context
+        if flags.context_length > description.max_context:
+            raise ModelError(f"--context-length {flags.context_length}: the model ends at {description.max_context}")
+        with _bound(flags.host, flags.port) as listener:
+            from actors.rollout.embedded.serve import serve  # torch takes a second to import
+
+            return serve(flags, description, listener)
+    except (ModelError, OSError) as error:
+        print(f"embedded engine: {error}", file=sys.stderr)  # noqa: T201 - a command's one line of error
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m actors.rollout.embedded", description=__doc__)
+    add = parser.add_argument
+    add("--model-path", type=Path, required=True, help="directory with config.json and safetensors weights")
+    add("--host", default="127.0.0.1")
+    add("--port", type=_within(0, 65535), default=30000, help="0 picks a free one")
+    add("--served-model-name", help="default: the model path")
+    add("--max-running-requests", type=_within(1, 4096), default=64, help="requests decoded at once")
+    add("--max-queued-requests", type=_within(0, 1_000_000), default=4096, help="more are refused with 503")
+    add("--context-length", type=_within(2, MAX_CONTEXT), help="prompt and response; default: the model's")
+    add("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: draw weights from --random-seed")
+    add("--random-seed", type=int, default=0)
+    add("--weight-version", default="default")
+    add("--stream-interval", type=_within(1, MAX_CONTEXT), default=1, help="tokens between two streamed chunks")
+    add("--incremental-streaming-output", action="store_true", help="chunks hold what is new, not all so far")
+    return parser
+
+
+def _within(low: int, high: int) -> Callable[[str], int]:
+    """A converter for argparse that accepts integers in [low, high]."""
+
+    def integer(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not in {low}..{high}")
+        return value
+
+    return integer
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that holds the port and refuses connections until it listens.
+
+    Raises:
+        OSError: the host does not resolve, or the port is in use; the text names both.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return listener
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""One generation request while it lives: what was asked, what was generated, how it ended."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are drawn, checked and complete. Temperature 0 is `greedy` with temperature 1."""
+
+    temperature: float = 1.0
+    greedy: bool = False
+    top_k: int = 0  # 0 = all
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens may be cut from the distribution before the draw."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+
+class Stopping(msgspec.Struct, frozen=True, kw_only=True):
+    """When a request ends by itself."""
+
+    limit: int  # tokens generated at most
+    floor: int = 0  # tokens generated before `token_ids` and `texts` count
+    token_ids: frozenset[int] = frozenset()
+    texts: tuple[str, ...] = ()
+
+
+class Span(NamedTuple):
+    """Output tokens [start, end) were sampled under one weight version."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a request ended: `stop` (matched says on what), `length`, or `abort` (with a message)."""
+
+    type: str
+    matched: int | str | None = None
+    message: str = ""
+    queued: bool = False  # aborted while it waited for a slot
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request in the engine. The engine thread alone changes it; lists only ever grow."""
+
+    rid: str
+    prompt_ids: list[int]
+    sampling: Sampling
+    stopping: Stopping
+    seed: int
+    stream_interval: int = 0  # tokens between reports; 0 = only the end is reported
+    logprob_start: int = -1  # first prompt position whose log-prob is wanted; -1 = none
+    output_ids: list[int] = field(default_factory=list[int])
+    log_probs: list[float] = field(default_factory=list[float])  # natural log, of output_ids
+    input_log_probs: list[float] | None = None  # of prompt_ids[logprob_start + 1:]
+    spans: list[Span] = field(default_factory=list[Span])
+    num_retractions: int = 0
+    finish: Finish | None = None
+    next_look: int = 1  # output length at which the engine looks for an end or a report
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output together."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    def close_span(self, version: str) -> None:
+        """Record that all tokens since the last span were sampled under `version`."""
+        start = self.spans[-1].end if self.spans else 0
+        end = len(self.output_ids)
+        if end == start:
+            return
+        if self.spans and self.spans[-1].version == version:
+            self.spans[-1] = Span(version, self.spans[-1].start, end)
+        else:
+            self.spans.append(Span(version, start, end))

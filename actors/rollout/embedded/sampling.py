@@ -1,0 +1,77 @@
+"""Drawing one token for each running request, with a fast path when no request truncates its distribution.
+
+Every draw inverts the cumulative distribution at one uniform number, a hash of the request's seed and the token's
+absolute position. So what a request samples does not depend on who runs beside it, and a request continued from its
+own tokens under the same seed goes on as if it had never stopped.
+"""
+
+import hashlib
+from typing import Final
+
+import torch
+from torch import Tensor
+
+# SplitMix64's constants, written as the signed integers torch has.
+_GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2: Final = 0x94D049BB133111EB - (1 << 64)
+_MASK_34: Final = (1 << 34) - 1  # arithmetic right shifts copy the sign; these masks clear it
+_MASK_37: Final = (1 << 37) - 1
+_MASK_23: Final = (1 << 23) - 1
+
+
+def request_seed(*parts: object) -> int:
+    """A 63-bit seed from whatever tells requests apart."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Uniform float32 numbers in [0, 1), multiples of 2**-23, one per (seed, position): SplitMix64.
+
+    Args:
+        seeds: [n] int64.
+        positions: [n] int64.
+    """
+    z = torch.add(seeds, positions, alpha=_GOLDEN)
+    z = (z ^ ((z >> 30) & _MASK_34)) * _MIX_1
+    z = (z ^ ((z >> 27) & _MASK_37)) * _MIX_2
+    return ((z >> 41) & _MASK_23).to(torch.float32).mul_(2.0**-23)
+
+
+def draw(log_probs: Tensor, uniform: Tensor) -> Tensor:
+    """Draw a token per row.
+
+    Args:
+        log_probs: [n, vocabulary], normalised.
+        uniform: [n] in [0, 1).
+
+    Returns:
+        Tokens [n], none of probability zero: scaling by the last sum keeps the number below it despite rounding.
+    """
+    cumulative = log_probs.exp().cumsum(-1)
+    target = uniform.unsqueeze(-1) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+
+
+def draw_truncated(log_probs: Tensor, uniform: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Draw a token per row from the tokens that survive top-k, top-p and min-p, in SGLang's meaning.
+
+    Args:
+        log_probs: [n, vocabulary], normalised.
+        uniform: [n] in [0, 1).
+        top_k: [n] most likely tokens kept, at least 1.
+        top_p: [n] a token is kept while the more likely ones sum to at most this.
+        min_p: [n] a token is kept from this share of the most likely one's probability on.
+
+    Returns:
+        Tokens [n].
+    """
+    probs, order = log_probs.exp().sort(dim=-1, descending=True, stable=True)
+    keep = (probs.cumsum(-1) - probs) <= top_p.unsqueeze(-1)
+    keep &= torch.arange(probs.shape[-1]) < top_k.unsqueeze(-1)
+    keep &= probs >= min_p.unsqueeze(-1) * probs[:, :1]
+    cumulative = torch.where(keep, probs, 0.0).cumsum(-1)
+    target = uniform.unsqueeze(-1) * cumulative[:, -1:]
+    ranks = torch.searchsorted(cumulative, target, right=True)
+    return order.gather(-1, ranks).squeeze(-1)

@@ -1,0 +1,92 @@
+"""Checksums of weights by Hugging Face name: what a trainer wrote and what an engine holds compare as one string.
+
+The algorithm, version 1. Every tensor has a header, the JSON text `["NAME","DTYPE",[SHAPE]]` without spaces, DTYPE
+spelled as safetensors does ("F32", "BF16"). Its checksum is sha256(header + newline + data), data being the
+little-endian, row-major bytes. The checksum of a set is sha256 over the tensors' checksums, one lower-case hex line
+each (newline-terminated), in the order of the names' code points.
+"""
+
+import hashlib
+import json
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+SINGLE_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors format
+
+
+class Checksums(NamedTuple):
+    """Checksums of a set of weights, as lower-case hex."""
+
+    tensors: dict[str, str]  # by tensor name
+    total: str
+
+
+def tensor_checksum(name: str, dtype: str, shape: Sequence[int], data: bytes | memoryview | mmap.mmap) -> str:
+    """Checksum of one tensor; `dtype` as safetensors spells it, `data` row-major and little-endian."""
+    header = json.dumps([name, dtype, list(shape)], separators=(",", ":"))
+    digest = hashlib.sha256(header.encode() + b"\n")
+    digest.update(data)
+    return digest.hexdigest()
+
+
+def combined(tensors: Mapping[str, str]) -> Checksums:
+    """Join the checksums of single tensors, by name, to that of the set."""
+    ordered = dict(sorted(tensors.items()))
+    digest = hashlib.sha256("".join(f"{checksum}\n" for checksum in ordered.values()).encode())
+    return Checksums(tensors=ordered, total=digest.hexdigest())
+
+
+def safetensors_files(directory: Path) -> list[Path]:
+    """The safetensors files that hold a checkpoint: one file, or the shards its index names.
+
+    Raises:
+        FileNotFoundError: the directory holds neither, or a shard is missing.
+        ValueError: the index cannot be understood.
+    """
+    index = directory / INDEX_FILE
+    if not index.is_file():
+        single = directory / SINGLE_FILE
+        if not single.is_file():
+            raise FileNotFoundError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+        return [single]
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: not an index of safetensors shards: {error!r}") from error
+    files = [directory / name for name in names]
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: named by {INDEX_FILE} and missing")
+    return files
+
+
+def checksums_of(directory: Path) -> Checksums:
+    """Checksums of the safetensors checkpoint in a directory, read from its files alone.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is not in the safetensors format.
+    """
+    tensors: dict[str, str] = {}
+    for file in safetensors_files(directory):
+        tensors.update(_file_checksums(file))
+    return combined(tensors)
+
+
+def _file_checksums(file: Path) -> Iterator[tuple[str, str]]:
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        start = 8 + int.from_bytes(data[:8], "little")
+        if start > min(len(data), MAX_HEADER_BYTES):
+            raise ValueError(f"{file}: not a safetensors file")
+        header: dict[str, dict[str, Any]] = json.loads(data[8:start])
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            if start + end > len(data):
+                raise ValueError(f"{file}: shorter than its header says ({name})")
+            with memoryview(data) as view, view[start + begin : start + end] as part:
+                yield name, tensor_checksum(name, entry["dtype"], entry["shape"], part)
