@@ -1,6 +1,6 @@
 """A process of a run, as its agent needs to know it. Which processes a run has is said in actors/processes.py."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from enum import IntEnum
 
 import msgspec
@@ -25,23 +25,31 @@ class PortRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str = "127.0.0.1"
     fixed: int | None = None  # in use: an error instead of another port
+    preferred: int | None = None  # taken if it is free
+    kept: bool = False  # once started, never another: clients have no way to learn of it
 
 
-class WhenStarted(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
+class WhenStarted(msgspec.Struct, frozen=True):
     """Ready as soon as it runs."""
 
 
-class WhenListening(msgspec.Struct, frozen=True, kw_only=True, tag="listening"):
+class WhenListening(msgspec.Struct, frozen=True):
     """Ready when its port takes connections."""
 
 
-class WhenAnswering(msgspec.Struct, frozen=True, kw_only=True, tag="answering"):
+class WhenAnswering(msgspec.Struct, frozen=True):
     """Ready when a GET of the path on its port answers 200."""
 
     path: str = "/health"
 
 
-Readiness = WhenStarted | WhenListening | WhenAnswering
+class WhenConfirmed(msgspec.Struct, frozen=True):
+    """Ready when a check of the process with this id returns; it is cancelled when the process ends."""
+
+    check: Callable[[int], Awaitable[None]]
+
+
+Readiness = WhenStarted | WhenListening | WhenAnswering | WhenConfirmed
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):

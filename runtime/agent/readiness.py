@@ -4,17 +4,26 @@ import asyncio
 
 import anyio
 
-from runtime.agent.processes import Readiness, WhenAnswering, WhenStarted
+from runtime.agent.processes import Readiness, WhenAnswering, WhenConfirmed, WhenListening, WhenStarted
 
 ASK_INTERVAL_S = 0.03
 ANSWER_TIMEOUT_S = 2.0
 
 
-async def wait_until_ready(readiness: Readiness, host: str, port: int) -> None:
+async def wait_until_ready(readiness: Readiness, pid: int, host: str, port: int) -> None:
     """Return when the process is ready; the caller sets the deadline."""
-    if isinstance(readiness, WhenStarted):
-        return
-    path = readiness.path if isinstance(readiness, WhenAnswering) else None
+    match readiness:
+        case WhenStarted():
+            return
+        case WhenConfirmed():
+            await readiness.check(pid)
+        case WhenListening():
+            await _wait_for_answer(host, port, None)
+        case WhenAnswering():
+            await _wait_for_answer(host, port, readiness.path)
+
+
+async def _wait_for_answer(host: str, port: int, path: str | None) -> None:
     while not await _answers(host, port, path):  # noqa: ASYNC110 - a foreign process: there is no event to wait for
         await anyio.sleep(ASK_INTERVAL_S)
 

@@ -121,7 +121,7 @@ class Supervisor:
         except OSError as error:
             return self._give_up(EXIT_NOT_STARTED, f"cannot be started: {error}")
         code = await self._attend(child)
-        if self._port is not None and self._port_was_taken():
+        if self._port_was_taken() and self.spec.port is not None and not self.spec.port.kept:
             self._port = None
         return self._after_end(child.pid, code)
 
@@ -168,7 +168,7 @@ class Supervisor:
     async def _watch_readiness(self, child: Child) -> None:
         host = self.spec.port.host if self.spec.port else None
         with anyio.move_on_after(self.spec.ready_timeout_s):
-            await wait_until_ready(self.spec.ready, host or "", self._port or 0)
+            await wait_until_ready(self.spec.ready, child.pid, host or "", self._port or 0)
             self._announce(Ready(spec=self.spec, host=host, port=self._port, restarts=self.restarts))
             return
         self._late = True
@@ -205,7 +205,10 @@ class Supervisor:
 
     def _choose_port(self) -> int | None:
         request = self.spec.port
-        return request and choose_port(request.host, fixed=request.fixed, previous=self._port)
+        if request is None:
+            return None
+        fixed = request.fixed if not request.kept or self._port is None else self._port
+        return choose_port(request.host, fixed=fixed, previous=self._port or request.preferred)
 
     def _port_was_taken(self) -> bool:
         return any("address already in use" in line.lower() for line in self._log.tail(50))

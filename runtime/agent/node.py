@@ -1,0 +1,334 @@
+"""The node agent: runs the processes of one node, follows the run's log, and ends everything together."""
+
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+import msgspec
+import structlog
+
+from messages import ActorExited, ActorStarted, BatchTrained, GroupCompleted, Message, RunFinished, SegmentsPublished
+from runtime.addresses import BUS_URL_VARIABLE, Address
+from runtime.agent.claim import write_atomically
+from runtime.agent.processes import (
+    EXIT_INPUT_ERROR,
+    Change,
+    Exited,
+    GivenUp,
+    PortRequest,
+    ProcessSpec,
+    Ready,
+    Stage,
+    Started,
+    WhenConfirmed,
+)
+from runtime.agent.rundir import BUS_FILE, METRICS_FILE
+from runtime.agent.supervisor import Supervision
+from runtime.bus import Bus, BusError, BusUnavailable, StreamLimits
+from runtime.bus.server import ServerSettings, server_command, wait_ready, write_config
+from runtime.metrics_file import MetricsFile
+from runtime.report import FirstSample, Line, Report, RowDone
+
+log = structlog.get_logger()
+
+BUS_PROCESS = "nats-server"
+BUS_READY_S = 30.0
+BUS_STOP_S = 1.5
+CHANGES_BOUND = 1000  # of processes, waiting to be told
+STOP_DEADLINE_S = 9.5  # from the wish to stop to the kill of all
+SAMPLE_TIMEOUT_S = 10.0
+
+Show = Callable[[str], None]
+TextOf = Callable[[Sequence[int]], str]
+
+
+class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What one agent has to run."""
+
+    run: str
+    node: str
+    run_dir: Path
+    incarnation: int  # of this agent, counted in the run directory
+    num_steps: int
+    started: float  # Unix time at which the command was given
+    processes: tuple[ProcessSpec, ...]
+    server: ServerSettings | None = None  # of the bus, if this node runs it
+    bus_url: str | None = None  # of the bus otherwise
+    limits: StreamLimits = StreamLimits()
+    keeps_metrics: bool = True  # one node of a run does
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How it ended."""
+
+    finished: bool
+    stopped_by: int | None = None  # signal
+    failure: GivenUp | None = None
+    error: str | None = None  # when no process failed but the bus did
+
+
+class NodeAgent:
+    """Runs a node until the run is finished, a process is given up, or a signal asks to stop.
+
+    Args:
+        show: prints a line for people.
+        text_of: turns token ids into text, for the first sample's prompt.
+    """
+
+    def __init__(self, plan: NodePlan, *, show: Show, text_of: TextOf | None = None) -> None:
+        self._plan = plan
+        self._show = show
+        self._text_of = text_of
+        self.report = Report(plan.run, plan.num_steps, plan.started)
+        self._metrics = MetricsFile(plan.run_dir / METRICS_FILE) if plan.keeps_metrics else None
+        self._supervision = Supervision(plan.run_dir, environment=self._environment(), listener=self._on_change)
+        send, receive = anyio.create_memory_object_stream[Change](CHANGES_BOUND)
+        self._changes, self._changes_to_tell = send, receive
+        self._ending = anyio.Event()
+        self._outcome: Outcome | None = None
+        self._bus_url = plan.bus_url
+        self._bus_ready = anyio.Event()
+
+    async def run(self) -> Outcome:
+        """Run the node; returns after everything has ended."""
+        with self._changes, self._changes_to_tell:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._obey_signals, tasks.cancel_scope)
+                await tasks.start(self._supervision.run)
+                try:
+                    await self._work()
+                except BusError as error:
+                    self._end(Outcome(finished=False, error=f"the bus failed: {error}"))
+                await self._supervision.stop()
+                tasks.cancel_scope.cancel()
+        for notice in self.report.close():
+            self._take(notice)
+        return self._outcome or Outcome(finished=False, error="ended without a reason")
+
+    async def _work(self) -> None:
+        """Bring the bus and all processes up; return when the end has come and the processes are stopped."""
+        if self._plan.server is not None:
+            self._supervision.start(self._bus_spec(self._plan.server))
+        else:
+            self._bus_ready.set()
+        await _first_of(self._bus_ready, self._ending)
+        if self._ending.is_set() or self._bus_url is None:
+            return
+        async with Bus.connect(self._bus_url, self._plan.run, name=f"agent-{self._plan.node}") as bus:
+            await bus.ensure_streams(self._plan.limits)
+            await self._forget_addresses(bus)
+            for spec in self._plan.processes:
+                self._supervision.start(self._told_the_bus(spec))
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._tell, bus)
+                tasks.start_soon(self._follow, bus, tasks)
+                await self._ending.wait()
+                await self._supervision.stop(Stage.ACTOR, Stage.SERVICE)
+                tasks.cancel_scope.cancel()
+
+    async def _obey_signals(self, everything: anyio.CancelScope) -> None:
+        """The first signal asks for an orderly end, a second one or a passed deadline cancels everything."""
+        wanted = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup keeps running
+            wanted.append(signal.SIGHUP)
+        with anyio.open_signal_receiver(*wanted) as received:
+            async for number in received:
+                if self._ending.is_set() and self._outcome is not None and self._outcome.stopped_by is not None:
+                    everything.cancel()
+                    return
+                self._show(f"{number.name}: stopping; once more to stop at once")
+                self._end(Outcome(finished=False, stopped_by=number))
+                everything.deadline = anyio.current_time() + STOP_DEADLINE_S
+
+    def _end(self, outcome: Outcome) -> None:
+        """The first reason to end counts, except that a person's wish outdoes what it interrupts."""
+        if self._outcome is None or (outcome.stopped_by is not None and not self._outcome.finished):
+            self._outcome = outcome
+        self._ending.set()
+
+    def _on_change(self, change: Change) -> None:
+        self._log_change(change)
+        match change:
+            case GivenUp():
+                if change.spec.critical and not self._ending.is_set():
+                    self._end(Outcome(finished=False, failure=change))
+                return
+            case Ready() if change.spec.name == BUS_PROCESS and not self._bus_ready.is_set():
+                self._bus_url = f"nats://{change.host}:{change.port}"
+                write_atomically(self._plan.run_dir / BUS_FILE, f"{self._bus_url}\n".encode())
+                self._bus_ready.set()
+            case _:
+                pass
+        try:
+            self._changes.send_nowait(change)
+        except (anyio.WouldBlock, anyio.ClosedResourceError, anyio.BrokenResourceError):
+            log.warning("change_not_told", process=change.spec.name)
+
+    def _log_change(self, change: Change) -> None:
+        fields = {key: value for key, value in msgspec.structs.asdict(change).items() if key not in ("spec", "tail")}
+        log.info("process_changed", process=change.spec.name, change=type(change).__name__.lower(), **fields)
+
+    async def _tell(self, bus: Bus) -> None:
+        """Publish what happens to processes, and where those that serve are found."""
+        async for change in self._changes_to_tell:
+            name, node = change.spec.name, self._plan.node
+            match change:
+                case Started():
+                    await _insist(
+                        bus.publish, ActorStarted(actor=name, node=node, pid=change.pid, restarts=change.restarts)
+                    )
+                case Exited():
+                    event = ActorExited(
+                        actor=name,
+                        node=node,
+                        pid=change.pid,
+                        exit_code=change.exit_code,
+                        reason=change.reason,
+                        restart_in_s=change.restart_in_s,
+                    )
+                    await _insist(bus.publish, event)
+                case Ready() if change.spec.address_key is not None:
+                    address = Address(url=f"http://{change.host}:{change.port}")
+                    await _insist(bus.kv.put, change.spec.address_key, address)
+                case _:
+                    pass
+
+    async def _forget_addresses(self, bus: Bus) -> None:
+        """An earlier agent's servers are gone."""
+        if self._plan.incarnation == 1:
+            return
+        for spec in self._plan.processes:
+            if spec.address_key is not None:
+                await bus.kv.delete(spec.address_key)
+
+    async def _follow(self, bus: Bus, tasks: anyio.abc.TaskGroup) -> None:
+        """Fold the log from its beginning; show what happened since the start."""
+        async with bus.read() as events:
+            async for received in events:
+                message, moment = received.message, received.time.timestamp()
+                live = moment >= self._plan.started
+                for notice in self.report.apply(message, received.seq, moment):
+                    if isinstance(notice, FirstSample):
+                        tasks.start_soon(self._show_sample, bus, notice.group)
+                    elif live or isinstance(notice, RowDone):
+                        self._take(notice)
+                self._heed(message, live)
+
+    def _heed(self, message: Message, live: bool) -> None:
+        if isinstance(message, RunFinished):
+            self._end(Outcome(finished=True))
+        elif isinstance(message, BatchTrained) and live and not message.replay:
+            self._supervision.progress()
+
+    def _take(self, notice: Any) -> None:
+        match notice:
+            case Line(text):
+                self._show(text)
+            case RowDone(row) if self._metrics is not None:
+                self._metrics.put(row)
+            case _:
+                pass
+
+    async def _show_sample(self, bus: Bus, group: GroupCompleted) -> None:
+        sample = group.samples[0]
+        with anyio.move_on_after(SAMPLE_TIMEOUT_S):
+            try:
+                segments = [
+                    (await bus.fetch(SegmentsPublished, ref.seq)).segments[ref.position] for ref in sample.segments
+                ]
+            except (BusError, IndexError) as error:
+                self._show(f"the first sample cannot be shown: {error}")
+                return
+            prompt_ids = [int(token) for segment in segments[:1] for token in segment.prompt_ids]
+            reward = "none" if sample.reward is None else f"{sample.reward:g}"
+            tokens = f"{sample.prompt_len} + {sample.response_len} tokens"
+            told = f"group {group.group_id}, {sample.status}, reward {reward}, weights v{sample.last_version}, {tokens}"
+            self._show(f"first sample: {told}")
+            if self._text_of is not None:
+                self._show(f"  prompt    {self._text_of(prompt_ids)!r}")
+            self._show(f"  response  {''.join(segment.text for segment in segments)!r}")
+
+    def _bus_spec(self, server: ServerSettings) -> ProcessSpec:
+        directory = self._plan.run_dir / "bus"
+        config = write_config(directory / "nats.conf", server)
+
+        async def is_ready(pid: int) -> None:
+            with suppress(BusUnavailable):
+                await wait_ready(directory, pid, timeout_s=BUS_READY_S)
+                return
+            await anyio.sleep_forever()  # it has ended, or the deadline of its start will end it
+
+        fixed = server.port if server.port > 0 else None
+        return ProcessSpec(
+            name=BUS_PROCESS,
+            command=(*server_command(config, directory), "--port", "{port}"),
+            port=PortRequest(host=server.host, fixed=fixed, preferred=self._last_bus_port(), kept=True),
+            ready=WhenConfirmed(is_ready),
+            ready_timeout_s=BUS_READY_S,
+            stage=Stage.BUS,
+            stop_timeout_s=BUS_STOP_S,
+        )
+
+    def _last_bus_port(self) -> int | None:
+        path = self._plan.run_dir / BUS_FILE
+        port = path.read_text().strip().rpartition(":")[2] if path.exists() else ""
+        return int(port) if port.isdigit() else None
+
+    def _environment(self) -> dict[str, str]:
+        plan = self._plan
+        return {
+            "PHYSARUM_RUN": plan.run,
+            "PHYSARUM_RUN_DIR": str(plan.run_dir),
+            "PHYSARUM_NODE": plan.node,
+            "PHYSARUM_INCARNATION": str(plan.incarnation),
+        }
+
+    def _told_the_bus(self, spec: ProcessSpec) -> ProcessSpec:
+        env = {BUS_URL_VARIABLE: self._bus_url or "", "PHYSARUM_PROCESS": spec.name, **spec.env}
+        return msgspec.structs.replace(spec, env=env)
+
+
+async def _first_of(*events: anyio.Event) -> None:
+    async with anyio.create_task_group() as tasks:
+
+        async def wait(event: anyio.Event) -> None:
+            await event.wait()
+            tasks.cancel_scope.cancel()
+
+        for event in events:
+            tasks.start_soon(wait, event)
+
+
+async def _insist(action: Callable[..., Awaitable[object]], *arguments: Any) -> None:
+    """Do it, however long the bus is away; each attempt waits out its own deadline."""
+    while True:
+        try:
+            await action(*arguments)
+        except BusError as error:
+            log.warning("telling_failed", error=str(error))
+        else:
+            return
+
+
+def command_started() -> float:
+    """Unix time at which this process began, also if the command was another program that became this one by exec."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
+
+
+def exit_code_of(outcome: Outcome) -> int:
+    """0 finished, 1 failed, 2 wrong input, 128 + signal when stopped."""
+    if outcome.finished:
+        return 0
+    if outcome.stopped_by is not None:
+        return 128 + outcome.stopped_by
+    if outcome.failure is not None and outcome.failure.exit_code == EXIT_INPUT_ERROR:
+        return EXIT_INPUT_ERROR
+    return 1

@@ -1,0 +1,43 @@
+"""Numbers, times and curves as people read them."""
+
+import itertools
+from collections.abc import Sequence
+from statistics import fmean
+
+CURVE_COLUMNS = 40
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the two largest units that matter: 8.2s, 1m05s, 2h07m, 3d04h."""
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    for limit, size, unit, smaller, small_size in ((3600, 60, "m", "s", 1), (86400, 3600, "h", "m", 60)):
+        if whole < 60:
+            return f"{whole}s"
+        if whole < limit:
+            return f"{whole // size}{unit}{whole % size // small_size:02d}{smaller}"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def number(value: float) -> str:
+    """A reward or the like in three decimals."""
+    return f"{value:.3f}"
+
+
+def count_of(count: int, thing: str) -> str:
+    """A count with its noun."""
+    return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
+
+
+def sparkline(values: Sequence[float], columns: int = CURVE_COLUMNS) -> str:
+    """A small curve; values within 0 and 1 are drawn on that scale, others between their least and greatest."""
+    if not values:
+        return ""
+    columns = min(columns, len(values))
+    edges = [len(values) * column // columns for column in range(columns + 1)]
+    means = [fmean(values[start:end]) for start, end in itertools.pairwise(edges)]
+    low, high = (0.0, 1.0) if min(values) >= 0 and max(values) <= 1 else (min(values), max(values))
+    span = (high - low) or 1.0
+    return "".join(_BARS[min(len(_BARS) - 1, int((mean - low) / span * len(_BARS)))] for mean in means)

@@ -1,0 +1,317 @@
+"""The report, folded from events made by hand."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from messages import (
+    ActorExited,
+    ActorStarted,
+    BatchReady,
+    BatchTrained,
+    EvalEnded,
+    EvalIssued,
+    EvalSetSize,
+    GroupAborted,
+    GroupCompleted,
+    GroupFailed,
+    GroupRef,
+    GroupsClosed,
+    GroupsIssued,
+    IssuedGroup,
+    Message,
+    Outcome,
+    RunFinished,
+    SampleStatus,
+    SampleSummary,
+    TrainerStarted,
+    VerdictGiven,
+    WeightsAnnounced,
+    WeightsApplied,
+)
+from runtime.metrics_file import MetricsFile
+from runtime.report import FirstSample, Line, Notice, Report, RowDone
+from runtime.wording import duration, sparkline
+
+STARTED = 1000.0
+
+
+class Story:
+    """Tells a report one event after the other and remembers what it showed."""
+
+    def __init__(self, num_steps: int = 4) -> None:
+        self.report = Report("r", num_steps, STARTED)
+        self.seq = 0
+        self.now = STARTED
+        self.notices: list[Notice] = []
+
+    def tell(self, event: Message, *, after_s: float = 0.0) -> int:
+        self.seq += 1
+        self.now += after_s
+        self.notices += self.report.apply(event, self.seq, self.now)
+        return self.seq
+
+    def issue(self, *groups: int, round: int = 0, attempt: int = 0) -> None:
+        issued = tuple(IssuedGroup(group_id=group, attempt=attempt, prompt=group) for group in groups)
+        self.tell(GroupsIssued(incarnation=1, round=round, min_version=1, groups=issued))
+
+    def complete(self, group: int, *rewards: float, attempt: int = 0, after_s: float = 0.0, truncated: int = 0) -> int:
+        statuses = [SampleStatus.TRUNCATED] * truncated + [SampleStatus.COMPLETED] * len(rewards)
+        samples = tuple(
+            SampleSummary(
+                index=index, status=statuses[index], prompt_len=4, response_len=10 * (index + 1), reward=reward
+            )
+            for index, reward in enumerate(rewards)
+        )
+        event = GroupCompleted(
+            group_id=group,
+            attempt=attempt,
+            lease="x",
+            round=0,
+            instance="rollout.0",
+            data="d",
+            samples=samples,
+            rollout_time_s=0.5,
+            reward_time_s=0.25,
+        )
+        return self.tell(event, after_s=after_s)
+
+    def judge(self, group: int, seq: int, outcome: Outcome = Outcome.KEEP, reason: str | None = None) -> None:
+        self.tell(VerdictGiven(group_id=group, attempt=0, event_seq=seq, outcome=outcome, reason=reason))
+
+    def train(self, step: int, *groups: int, after_s: float = 1.0, **metrics: float) -> None:
+        refs = tuple(GroupRef(group_id=group, attempt=0, event_seq=0) for group in groups)
+        self.tell(BatchReady(incarnation=1, step=step, groups=refs))
+        named = {key.replace("__", "/"): value for key, value in metrics.items()}
+        self.tell(
+            BatchTrained(step=step, incarnation=1, num_groups=1, num_samples=2, num_tokens=68, metrics=named),
+            after_s=after_s,
+        )
+
+    def lines(self) -> list[str]:
+        return [notice.text for notice in self.notices if isinstance(notice, Line)]
+
+    def rows(self) -> list[dict[str, object]]:
+        return [notice.row for notice in self.notices if isinstance(notice, RowDone)]
+
+
+def one_step(story: Story, step: int, *rewards: float) -> None:
+    story.issue(step, round=step)
+    story.judge(step, story.complete(step, *rewards, after_s=1.0))
+    story.train(step, step, train__loss=0.5)
+
+
+def test_a_step_is_one_line_with_reward_books_and_time_left() -> None:
+    story = Story()
+    story.issue(0, 1, 2)
+    story.judge(0, story.complete(0, 1.0, 0.0, after_s=2.0))
+    story.tell(WeightsApplied(version=1, instance="rollout.0", num_engines=1, took_s=0.1))
+    story.train(0, 0)
+    (line,) = story.lines()
+    assert "step 1/4" in line
+    assert "reward 0.500" in line
+    assert "3 issued 1 trained 0 dropped 0 failed 0 pooled 0 ready 2 in flight" in line
+    assert "weights v1" in line
+    assert "9.0s left" in line  # one step took 3 s, three are left
+    assert "23 tok/s" in line  # 68 tokens in 3 s
+
+
+def test_a_row_holds_rollout_train_and_time_metrics() -> None:
+    story = Story()
+    story.issue(0)
+    story.judge(0, story.complete(0, 1.0, 1.0, after_s=2.0, truncated=1))
+    story.train(0, 0, after_s=1.0, train__loss=0.5, perf__train_time=0.75)
+    story.notices += story.report.close()
+    (row,) = story.rows()
+    expected = {
+        "step": 1,
+        "rollout/step": 0,
+        "rollout/raw_reward": 1.0,
+        "rollout/response_len/mean": 15.0,
+        "rollout/response_len/max": 20,
+        "rollout/truncated_ratio": 0.5,
+        "rollout/zero_std/count_1": 1,
+        "train/loss": 0.5,
+        "perf/step_time": 3.0,
+        "perf/rollout_time": 2.0,
+        "perf/train_time": 0.75,
+        "perf/train_wait_time": 2.25,
+        "perf/wait_time_ratio": 0.75,
+        "perf/group_rollout_time": 0.5,
+        "perf/group_reward_time": 0.25,
+        "groups/trained": 1,
+    }
+    assert {key: row[key] for key in expected} == expected
+
+
+def test_an_evaluation_joins_the_row_of_its_step() -> None:
+    story = Story()
+    story.tell(EvalIssued(incarnation=1, step=0, version=1, sets=(EvalSetSize(set="held-out", num_items=8),)))
+    story.tell(EvalEnded(incarnation=1, step=0, version=1, metrics={"eval/held-out": 0.125}), after_s=1.0)
+    one_step(story, 0, 0.5, 0.5)
+    metrics = {"eval/held-out": 0.75, "eval/held-out-pass@1": 0.7, "eval/held-out-truncated_ratio": 0.0}
+    story.tell(EvalEnded(incarnation=1, step=1, version=2, metrics=metrics))
+    one_step(story, 1, 0.5, 0.5)
+    story.notices += story.report.close()
+    rows = story.rows()
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[0]["eval/held-out"] == 0.125
+    assert rows[1]["eval/held-out"] == 0.75
+    assert rows[1]["eval/step"] == 1
+    assert "eval/held-out" not in rows[2]
+    assert story.report.result(story.now).eval_last == 0.75
+    assert "evaluation after step 1 (weights v2): held-out 0.750" in story.lines()
+
+
+def test_the_first_sample_of_this_start_is_shown_once() -> None:
+    story = Story()
+    story.now = STARTED - 100  # of an earlier start
+    story.issue(0, 1, 2)
+    story.complete(0, 1.0)
+    story.now = STARTED
+    story.complete(1, 1.0, after_s=7.5)
+    story.complete(2, 1.0, after_s=1.0)
+    shown = [notice.group.group_id for notice in story.notices if isinstance(notice, FirstSample)]
+    assert shown == [1]
+    assert story.report.result(story.now).time_to_first_rollout_s == 7.5
+
+
+def test_books_follow_a_group_through_every_end() -> None:
+    story = Story()
+    story.issue(0, 1, 2, 3, 4, 5)
+    story.judge(0, story.complete(0, 1.0))
+    story.judge(1, story.complete(1, 1.0), Outcome.DROP, "zero_std_1.0")
+    story.tell(GroupFailed(group_id=2, attempt=0, lease="x", round=0, instance="i", reason="poison"))
+    story.tell(GroupAborted(group_id=3, attempt=0, lease="x", round=0, instance="i"))
+    story.tell(GroupAborted(group_id=4, attempt=0, lease="x", round=0, instance="i"))
+    story.tell(GroupsClosed(incarnation=1, group_ids=(4,), outcome="dropped", reason="max_attempts"))
+    assert story.report.result(0).groups == {
+        "issued": 6,
+        "trained": 0,
+        "dropped": 2,
+        "failed": 1,
+        "pooled": 1,
+        "ready": 1,
+        "in_flight": 1,
+    }
+    story.issue(3, attempt=1)
+    story.complete(3, 1.0, attempt=0)  # a zombie's: its attempt had ended
+    assert story.report.result(0).groups["in_flight"] == 2
+    assert story.report.books_line().startswith(
+        "6 issued = 0 trained + 2 dropped + 1 failed + 0 pooled + 1 ready + 2 in"
+    )
+
+
+def test_a_replayed_step_counts_once() -> None:
+    story = Story()
+    one_step(story, 0, 1.0, 0.0)
+    story.tell(TrainerStarted(incarnation=2, step=0))
+    story.tell(BatchTrained(step=0, incarnation=2, replay=True, num_groups=1, num_samples=2, num_tokens=68, metrics={}))
+    story.notices += story.report.close()
+    assert len(story.rows()) == 1
+    assert story.report.result(0).groups["trained"] == 1
+    assert story.report.tokens == 68
+
+
+def test_a_step_that_only_the_checkpoint_knows_is_trained() -> None:
+    story = Story()
+    story.issue(0)
+    story.judge(0, story.complete(0, 1.0))
+    story.tell(BatchReady(incarnation=1, step=0, groups=(GroupRef(group_id=0, attempt=0, event_seq=2),)))
+    story.tell(TrainerStarted(incarnation=2, step=1))
+    assert story.report.steps == 1
+    assert story.report.result(0).groups["trained"] == 1
+    assert story.lines() == ["trainer continues after step 1"]
+
+
+def test_restarts_are_told() -> None:
+    story = Story()
+    story.tell(ActorStarted(actor="trainer", node="local", pid=1))
+    exited = {"actor": "trainer", "node": "local", "pid": 1, "exit_code": -9, "reason": "killed by SIGKILL"}
+    story.tell(ActorExited(**exited, restart_in_s=0.2))
+    story.tell(ActorStarted(actor="trainer", node="local", pid=2, restarts=1))
+    story.tell(ActorExited(**exited))
+    assert story.lines() == [
+        "trainer ended: killed by SIGKILL; restarting in 0.2 s",
+        "trainer restarted (restart 1, pid 2)",
+    ]
+
+
+def test_a_failure_that_repeats_is_told_three_times() -> None:
+    story = Story()
+    story.issue(*range(10))
+    for group in range(10):
+        story.tell(GroupFailed(group_id=group, attempt=0, lease="x", round=0, instance="i", reason="reward raised"))
+    assert story.lines() == ["group failed: reward raised"] * 2 + [
+        "group failed: reward raised (no more of these are shown)"
+    ]
+
+
+def test_the_result_has_five_step_means() -> None:
+    story = Story(num_steps=8)
+    for step in range(8):
+        one_step(story, step, step / 10, step / 10)
+    story.tell(RunFinished(incarnation=1, steps=8, reason="all steps trained"))
+    result = story.report.result(STARTED + 60)
+    assert result.reward_first == pytest.approx(0.2)  # mean of 0.0 to 0.4
+    assert result.reward_last == pytest.approx(0.5)  # mean of 0.3 to 0.7
+    assert result.steps == 8
+    assert result.seconds == 60
+    assert result.tokens == 8 * 68
+    assert story.report.finished == "all steps trained"
+
+
+def test_the_summary_says_where_the_time_went() -> None:
+    story = Story()
+    story.tell(WeightsAnnounced(version=1, step=0, incarnation=1, path="p", checksum="c", size_bytes=1, took_s=0.25))
+    story.tell(WeightsApplied(version=1, instance="r", num_engines=1, took_s=0.25), after_s=0.25)
+    for step in range(2):
+        one_step(story, step, 0.5, 1.0)
+    lines = story.report.summary(story.now)
+    assert lines[0].startswith("steps     2 of 4 in 4.2s, first rollout after 1.2 s")
+    assert lines[1].startswith("reward    0.750 → 0.750  ▇▇")
+    assert lines[2] == ("groups    2 issued = 2 trained + 0 dropped + 0 failed + 0 pooled + 0 ready + 0 in flight")
+    assert lines[3] == "time      2.000 s a step: rollout 1.000 s (50%), train 1.000 s (50%), weights 0.500 s (25%)"
+
+
+def test_metrics_have_one_row_per_step_over_restarts_and_torn_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsFile(path)
+    first.put({"step": 1, "a": 1})
+    first.put({"step": 2, "a": 2})
+    with path.open("ab") as file:
+        file.write(b'{"step": 3, "a"')  # cut off by a crash
+    second = MetricsFile(path)
+    second.put({"step": 1, "a": 1})
+    second.put({"step": 2, "a": 2, "eval/x": 0.5})  # the evaluation ended after the crash
+    second.put({"step": 3, "a": 3})
+    rows = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+    assert rows == [{"step": 1, "a": 1}, {"step": 2, "a": 2, "eval/x": 0.5}, {"step": 3, "a": 3}]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0s"),
+        (9.9, "9.9s"),
+        (59.4, "59s"),
+        (65, "1m05s"),
+        (3599.9, "1h00m"),
+        (7620, "2h07m"),
+        (273_600, "3d04h"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=500))
+def test_a_curve_fits_its_columns(values: list[float]) -> None:
+    assert len(sparkline(values)) == min(40, len(values))
+
+
+def test_a_rising_reward_is_a_rising_curve() -> None:
+    assert sparkline([0.0, 0.3, 0.6, 1.0]) == "▁▃▅█"
