@@ -15,6 +15,7 @@ OURS = {
     "OMP_NUM_THREADS": "1",  # two threads were 10 to 200 times slower on shared cores
     "MKL_NUM_THREADS": "1",
 }
+METRICS_HOST = "127.0.0.2"  # the router insists on a port for metrics and fails if it is taken: its own, one host on
 LIGHT_ACTORS = ("rollout", "reward", "filter", "buffer")
 
 
@@ -55,6 +56,10 @@ def _router(pool: str) -> ProcessSpec:
         "/model_info",  # /health blocks while an engine is paused
         "--worker-startup-check-interval",
         "1",
+        "--prometheus-host",
+        METRICS_HOST,
+        "--prometheus-port",
+        "{port}",
         "--log-level",
         "warn",
     )

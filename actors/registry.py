@@ -1,13 +1,31 @@
 """Which actors there are, and how one is built. A module is imported only when its actor is."""
 
+from pathlib import Path
 from typing import Literal, get_args
 
-from runtime.actor import Actor
+from runtime.actor import Actor, Hosted
 from runtime.bus import Bus
+from runtime.recipe import eval_data
 from runtime.topology import Topology
 
 Role = Literal["buffer", "rollout", "reward", "filter", "trainer"]
-ROLES: tuple[str, ...] = get_args(Role)
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+def hosted(role: Role, topology: Topology, run_dir: Path, *, name: str | None = None) -> Hosted:
+    """What the host needs to run the actor of a role.
+
+    Args:
+        role: which.
+        topology: resolved; its relative plug-in files are looked up in the current directory.
+        run_dir: for checkpoints and weights.
+        name: of the instance; the role's unless there are several.
+    """
+
+    def build(bus: Bus) -> Actor:
+        return _build(role, topology, run_dir, bus)
+
+    return Hosted(name=name or role, role=role, actor_type=actor_type(role), build=build)
 
 
 def actor_type(role: Role) -> type[Actor]:
@@ -26,6 +44,31 @@ def actor_type(role: Role) -> type[Actor]:
     return chosen
 
 
-def build_actor(role: Role, topology: Topology, bus: Bus) -> Actor:
-    """Make the actor of a role."""
-    return actor_type(role)(topology, bus)  # pyright: ignore[reportCallIssue] - each takes these two
+def _build(role: Role, topology: Topology, run_dir: Path, bus: Bus) -> Actor:
+    match role:
+        case "buffer":
+            from actors.buffer.actor import BufferActor
+
+            return BufferActor(topology, bus)
+        case "rollout":
+            from actors.rollout.actor import RolloutActor
+
+            return RolloutActor(topology, bus)
+        case "reward":
+            from actors.reward.actor import RewardActor
+
+            return RewardActor(topology.reward, bus, graders=graders(topology), base_dirs=(Path.cwd(),))
+        case "filter":
+            from actors.filter.actor import FilterActor
+
+            return FilterActor(topology, bus)
+        case "trainer":
+            from actors.trainer.actor import TrainerActor
+
+            return TrainerActor(topology, bus, run_dir=run_dir)
+
+
+def graders(topology: Topology) -> tuple[str, ...]:
+    """Every grader that the recipe names, training sources and evaluation sets alike."""
+    sources = [*topology.data, *(eval_data(topology, item) for item in topology.eval)]
+    return tuple(dict.fromkeys(source.rm_type for source in sources if source.rm_type is not None))

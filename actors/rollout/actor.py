@@ -34,7 +34,7 @@ from messages import (
     WeightsAnnounced,
     WeightsApplied,
 )
-from runtime.actor import Actor
+from runtime.actor import Actor, leaves
 from runtime.addresses import Address, address_filter
 from runtime.bus import Bus, Delivery, PayloadLost
 from runtime.topology import Topology, num_engines
@@ -199,7 +199,7 @@ class RolloutActor(Actor):
         try:
             await run.run(release)
         except* (RequestRefused, ValueError) as errors:
-            reason = "; ".join(str(error) for error in _leaves(errors))
+            reason = "; ".join(str(error) for error in leaves(errors))
         if reason is not None:
             log.warning("group_failed", reason=reason)
             return GroupFailed(**who, lease=lease, instance=self._bus.instance, reason=reason)
@@ -243,7 +243,7 @@ class RolloutActor(Actor):
             try:
                 await run.run(release)
             except* (RequestRefused, ValueError) as errors:
-                log.warning("eval_item_failed", set=task.set, item=task.item, reason=str(_leaves(errors)[0]))
+                log.warning("eval_item_failed", set=task.set, item=task.item, reason=str(leaves(errors)[0]))
             await self._bus.publish(
                 EvalCompleted(
                     step=task.step,
@@ -304,9 +304,3 @@ async def _released(slots: Slots, taken: int) -> AsyncIterator[_Release]:
     finally:
         await release()
 
-
-def _leaves(errors: BaseExceptionGroup[BaseException]) -> list[BaseException]:
-    leaves: list[BaseException] = []
-    for error in errors.exceptions:
-        leaves += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]  # pyright: ignore[reportUnknownArgumentType]
-    return leaves

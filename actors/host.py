@@ -1,0 +1,35 @@
+"""The main program of an actor process: `python -m actors.host RUN_DIR ROLE...`, started by the node agent."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from actors.registry import ROLES, hosted
+from runtime.actor import EXIT_INPUT_ERROR, run_process
+from runtime.addresses import BUS_URL_VARIABLE
+from runtime.agent.rundir import TOPOLOGY_FILE
+from runtime.logs import configure_logging
+from runtime.topology import decode_topology
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code of the process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run_dir", type=Path, help="run directory with the resolved topology")
+    parser.add_argument("roles", nargs="+", choices=ROLES, help="actors that share this process")
+    args = parser.parse_args(argv)
+    try:
+        topology = decode_topology((args.run_dir / TOPOLOGY_FILE).read_bytes())
+        url = os.environ[BUS_URL_VARIABLE]
+    except (OSError, KeyError, msgspec.DecodeError) as error:
+        sys.stderr.write(f"{args.run_dir}: {error!r}\n")
+        return EXIT_INPUT_ERROR
+    configure_logging("+".join(args.roles), topology.run.name)
+    return run_process(url, topology.run.name, [hosted(role, topology, args.run_dir) for role in args.roles])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
