@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import venv
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,7 @@ PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)  # loaded here, since nothing may be loaded between fork and exec
 
 UNREACHABLE = re.compile(r"NewConnectionError|NameResolutionError|Max retries|[Tt]imed out|Connection (refused|reset)")
+NUM_LAST_LINES = 4
 YES = 3
 NEEDS_CUDA = f"import importlib.metadata as m; exit({YES} * any('nvidia' in r for r in m.requires('torch') or ()))"
 
@@ -114,7 +116,6 @@ class Setup:
         self._log = log
         self._lock_fd = lock_fd
         self._wanted = wanted_stamp()
-        self._num_packages = len(packages_of(LAPTOP_LOCK.read_text()))
 
     def run(self) -> None:
         found = STAMP.read_text() if STAMP.exists() else None
@@ -215,13 +216,14 @@ class PipProgress:
         self._num_collected = 0
         self._doing = "starting"
         self._errors: list[str] = []
+        self._last: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._unreachable = False
 
     def line(self, line: str) -> None:
-        words = line.split()
+        self._last.append(line)
         if line.startswith("Collecting"):
             self._num_collected += 1
-            self._doing = f"fetching package {self._num_collected}: {words[1]}"
+            self._doing = f"fetching package {self._num_collected}: {line.split()[1]}"
         elif size := re.search(r"Downloading (\S+) \(([\d.]+) (MB|GB)\)", line):
             if size[3] == "GB" or float(size[2]) >= BIG_DOWNLOAD_MB:
                 self._doing = f"downloading {size[1].rsplit('/', 1)[-1]} ({size[2]} {size[3]})"
@@ -237,7 +239,7 @@ class PipProgress:
         self._say(f"still {self._doing}")
 
     def why(self) -> str:
-        lines = [f"setup:   {error}" for error in self._errors[-4:]]
+        lines = [f"setup:   {error}" for error in self._errors[-NUM_LAST_LINES:] or self._last]
         if self._unreachable:
             lines.append("setup: the package index did not answer: look at the network, a proxy, or PIP_INDEX_URL")
         lines.append(f"setup: pip's output is in {LOG}; finished downloads are kept, call again to go on")

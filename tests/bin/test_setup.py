@@ -1,0 +1,250 @@
+"""bin/setup in a copy of the tree, with a tiny lock and an index of its own: first use, and what may go wrong in it."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.bin.package_index import PackageIndex, serve_index
+
+ROOT = Path(__file__).parent.parent.parent
+COMMAND = """import mould, sys
+print("mould", mould.version, *sys.argv[1:])
+raise SystemExit(7)
+"""
+
+
+@dataclass
+class Checkout:
+    """A copy of what set-up needs, and how a person calls it."""
+
+    root: Path
+    index: PackageIndex
+    cache: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        kept = {
+            key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "PYTHON", "VIRTUAL_ENV"))
+        }
+        return kept | {
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_INDEX_URL": self.index.url,
+            "PIP_CACHE_DIR": str(self.cache),
+            "PIP_RETRIES": "1",
+            "PHYSARUM_PYTHON": sys.executable,
+        }
+
+    def lock(self, *lines: str) -> None:
+        (self.root / "requirements" / "laptop.lock").write_text("# a lock\n" + "\n".join(lines) + "\n")
+
+    def call(self, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(self.root / command[0]), *command[1:]],
+            env=self.environment | environment,
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def start(self, *command: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [str(self.root / command[0]), *command[1:]],
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[PackageIndex]:
+    folder = tmp_path / "index"
+    folder.mkdir()
+    with serve_index(folder) as index:
+        index.add("mould", "1.0", requires="spore")
+        index.add("mould", "2.0")
+        index.add("spore", "1.0")
+        yield index
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, index: PackageIndex) -> Checkout:
+    root = tmp_path / "a checkout"
+    (root / "requirements").mkdir(parents=True)
+    (root / "bin").mkdir()
+    for name in ("setup", "setup_venv.py", "start-topology"):
+        shutil.copy(ROOT / "bin" / name, root / "bin" / name)
+    (root / "bin" / "start_topology.py").write_text(COMMAND)
+    (root / "requirements" / "cuda.lock").write_text("# nothing\n")
+    checkout = Checkout(root, index, tmp_path / "cache")
+    checkout.lock("mould==1.0", "spore==1.0")
+    return checkout
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_first_call_sets_up_and_runs_and_later_calls_only_run(checkout: Checkout, tmp_path: Path) -> None:
+    first = checkout.call("bin/start-topology", "a.toml", "--json")
+    assert (first.returncode, first.stdout) == (7, "mould 1.0 a.toml --json\n"), first.stderr
+    assert "making .venv with Python" in first.stderr
+    assert "installing the 2 packages of requirements/laptop.lock" in first.stderr
+
+    link = tmp_path / "start"
+    link.symlink_to(checkout.root / "bin" / "start-topology")
+    later = subprocess.run(
+        [link, "x"], cwd=tmp_path, env=checkout.environment, capture_output=True, timeout=20, check=False
+    )
+    assert (later.returncode, later.stdout, later.stderr) == (7, b"mould 1.0 x\n", b"")
+
+    started = time.monotonic()
+    again = checkout.call("bin/setup")
+    assert time.monotonic() - started < 0.3
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "setup: .venv is up to date\n")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_ctrl_c_while_downloading_ends_with_130_and_the_next_call_succeeds(checkout: Checkout) -> None:
+    checkout.index.hold()
+    with checkout.start("bin/start-topology") as process:
+        assert checkout.index.asked.wait(30)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert errors.endswith("setup: interrupted; the next call goes on\n")
+    checkout.index.let_go()
+
+    again = checkout.call("bin/start-topology")
+    assert "removing an unfinished .venv" in again.stderr
+    assert again.stdout == "mould 1.0\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_kill_9_while_downloading_leaves_no_pip_behind_and_the_next_call_succeeds(checkout: Checkout) -> None:
+    checkout.index.hold()
+    with checkout.start("bin/setup") as process:
+        assert checkout.index.asked.wait(30)
+        pip = descendants(process.pid)
+        assert pip
+        process.kill()
+        process.communicate(timeout=20)
+    assert psutil.wait_procs(pip, timeout=5)[1] == []
+    checkout.index.let_go()
+
+    assert checkout.call("bin/start-topology").stdout == "mould 1.0\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_of_two_calls_at_once_the_second_waits_and_says_so(checkout: Checkout) -> None:
+    checkout.index.hold()
+    with checkout.start("bin/start-topology", "one") as first:
+        assert checkout.index.asked.wait(30)
+        with checkout.start("bin/start-topology", "two") as second:
+            assert second.stderr is not None
+            assert "another bin/setup is at work here; waiting for it" in second.stderr.readline()
+            checkout.index.let_go()
+            assert first.communicate(timeout=60)[0] == "mould 1.0 one\n"
+            output, errors = second.communicate(timeout=60)
+    assert (first.returncode, second.returncode, output) == (7, 7, "mould 1.0 two\n")
+    assert "the other call has made .venv" in errors
+    assert set(checkout.index.num_downloads.values()) == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_failed_download_says_why_and_the_next_call_goes_on(checkout: Checkout) -> None:
+    with socket.socket() as unused:  # bound, not listening: a connection is refused
+        unused.bind(("127.0.0.1", 0))
+        closed = f"http://127.0.0.1:{unused.getsockname()[1]}/simple"
+        failed = checkout.call("bin/start-topology", PIP_INDEX_URL=closed)
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert "could not install requirements/laptop.lock" in failed.stderr
+    assert "No matching distribution found for mould==1.0" in failed.stderr
+    assert "the package index did not answer" in failed.stderr
+    assert f"pip's output is in {checkout.root}/.venv.log" in failed.stderr
+    assert "Connection refused" in (checkout.root / ".venv.log").read_text()
+
+    assert checkout.call("bin/start-topology").stdout == "mould 1.0\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_changed_lock_updates_what_is_there(checkout: Checkout) -> None:
+    assert checkout.call("bin/setup").returncode == 0
+    checkout.lock("mould==2.0")
+    updated = checkout.call("bin/start-topology")
+    assert updated.stdout == "mould 2.0\n"
+    assert "the lock has changed; updating .venv" in updated.stderr
+    assert "removing what the lock no longer has: spore" in updated.stderr
+    assert not list(checkout.root.glob(".venv/lib/*/site-packages/spore*"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_incomplete_lock_is_refused_and_a_moved_checkout_is_made_anew(checkout: Checkout) -> None:
+    checkout.lock("mould==1.0")
+    incomplete = checkout.call("bin/setup")
+    assert incomplete.returncode == 1
+    assert "could not verify the packages" in incomplete.stderr
+    assert "mould 1.0 requires spore, which is not installed" in incomplete.stderr
+
+    checkout.lock("mould==1.0", "spore==1.0")
+    assert checkout.call("bin/setup").returncode == 0
+    checkout.root = checkout.root.rename(checkout.root.with_name("elsewhere"))
+    moved = checkout.call("bin/start-topology")
+    assert "removing a .venv made elsewhere or broken" in moved.stderr
+    assert moved.stdout == "mould 1.0\n"
+
+
+def test_environment_made_by_hand_is_not_removed(checkout: Checkout) -> None:
+    (checkout.root / ".venv").mkdir()
+    (checkout.root / ".venv" / "mine").touch()
+    refused = checkout.call("bin/setup")
+    assert refused.returncode == 1
+    assert "was not made by bin/setup; move or remove it" in refused.stderr
+    assert (checkout.root / ".venv" / "mine").exists()
+
+
+def test_no_python_new_enough_is_said_clearly(checkout: Checkout, tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    for name in ("python3", "python3.14", "python3.13", "python3.12", "python3.11"):
+        (old / name).write_text("#!/bin/sh\n[ $1 = --version ] && echo Python 3.9.2 && exit\nexit 1\n")
+        (old / name).chmod(0o755)
+    refused = checkout.call("bin/setup", PHYSARUM_PYTHON="", PATH=f"{old}:{os.environ['PATH']}")
+    assert refused.returncode == 1
+    assert "no Python 3.11 or newer found (python3 is Python 3.9.2)" in refused.stderr
+
+    named = checkout.call("bin/setup", PHYSARUM_PYTHON=str(old / "python3"))
+    assert named.returncode == 1
+    assert f"PHYSARUM_PYTHON={old}/python3 is not a Python 3.11 or newer" in named.stderr
+
+
+@pytest.mark.parametrize("command", ["setup", "test"])
+def test_help_and_wrong_arguments_are_answered_without_setting_up(command: str) -> None:
+    path = str(ROOT / "bin" / command)
+    shown = subprocess.run([path, "--help"], capture_output=True, text=True, timeout=10, check=False)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith(f"usage: bin/{command}")
+    wrong = subprocess.run([path, "--wrong"], capture_output=True, text=True, timeout=10, check=False)
+    assert wrong.returncode == 2
+    assert "unknown argument --wrong" in wrong.stderr
