@@ -2,7 +2,8 @@
 
 import functools
 import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.buffer.tokenizing import Tokenizing, load_tokenizing
-from messages import Prompt
+from messages import Prompt, PromptsLoaded
 from runtime.jsonl import DataError, Row, read_rows
 from runtime.recipe import DataConfig, Recipe, eval_data, max_prompt_len
 
@@ -24,32 +25,44 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     position: int
 
 
-class Prompts(msgspec.Struct, frozen=True, kw_only=True):
+class LoadedData(msgspec.Struct, frozen=True, kw_only=True):
     """Usable prompts of one data source, in file order."""
 
+    name: str
     prompts: tuple[Prompt, ...]
     num_too_long: int  # rows left out, since they are over the prompt limit
+    took_s: float
+
+    @property
+    def event(self) -> PromptsLoaded:
+        """The same as an event."""
+        return PromptsLoaded(
+            data=self.name, num_prompts=len(self.prompts), num_too_long=self.num_too_long, took_s=self.took_s
+        )
 
 
-class PromptSource:
-    """Training prompts by number: number 0 is issued first, and the numbers go on over any number of epochs.
+class PromptSet:
+    """Training prompts by number, and the evaluation sets. Number 0 is issued first; numbers go on over any epochs.
 
     All data sources are laid end to end in the order of the recipe; one epoch is one pass over the whole list, so
     each source is seen in proportion to its size. Nothing here changes after loading: which prompt a number means
     depends on the files, the recipe and the seed alone, so a restart finds every issued prompt again.
     """
 
-    def __init__(self, sources: Sequence[Prompts], *, shuffle: bool, seed: int) -> None:
-        """Raises ValueError if there is no prompt at all."""
+    def __init__(
+        self, sources: Sequence[LoadedData], evals: Sequence[LoadedData] = (), *, shuffle: bool = False, seed: int = 0
+    ) -> None:
+        """Raises ValueError if there is no training prompt at all."""
         self._prompts = tuple(prompt for source in sources for prompt in source.prompts)
         if not self._prompts:
             raise ValueError("no prompts")
         self._shuffle = shuffle
         self._seed = seed
-        self.num_too_long = sum(source.num_too_long for source in sources)
+        self.evals: Mapping[str, tuple[Prompt, ...]] = {item.name: item.prompts for item in evals}
+        self.loaded = tuple(item.event for item in (*sources, *evals))
 
     def __len__(self) -> int:
-        """Prompts of one epoch."""
+        """Training prompts of one epoch."""
         return len(self._prompts)
 
     def prompt(self, number: int) -> Prompt:
@@ -97,36 +110,29 @@ def epoch_order(num_prompts: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return order
 
 
-def load_source(recipe: Recipe, tokenizing: Tokenizing | None = None) -> PromptSource:
-    """Load every data source of a recipe. Blocks: reads files, tokenises.
+def load_prompts(recipe: Recipe) -> PromptSet:
+    """Load every data source and evaluation set of a recipe. Blocks: reads files, tokenises.
 
     Raises:
         DataError: a file, a row or the tokenizer cannot be used.
     """
-    tokenizing = tokenizing or load_tokenizing(recipe.model.hf_checkpoint)
-    sources = [load_prompts(data, tokenizing, max_prompt_len(recipe.rollout)) for data in recipe.data]
-    return PromptSource(sources, shuffle=recipe.rollout.shuffle, seed=recipe.rollout.seed)
-
-
-def load_evals(recipe: Recipe, tokenizing: Tokenizing | None = None) -> dict[str, tuple[Prompt, ...]]:
-    """Load every evaluation set of a recipe, by name, through the same code as training prompts.
-
-    Raises:
-        DataError: a file, a row or the tokenizer cannot be used.
-    """
-    if not recipe.eval:
-        return {}
-    tokenizing = tokenizing or load_tokenizing(recipe.model.hf_checkpoint)
+    tokenizing = load_tokenizing(recipe.model.hf_checkpoint)
     limit = max_prompt_len(recipe.rollout)
-    return {item.name: load_prompts(eval_data(recipe, item), tokenizing, limit).prompts for item in recipe.eval}
+    return PromptSet(
+        [load_data(data, tokenizing, limit) for data in recipe.data],
+        [load_data(eval_data(recipe, item), tokenizing, limit) for item in recipe.eval],
+        shuffle=recipe.rollout.shuffle,
+        seed=recipe.rollout.seed,
+    )
 
 
-def load_prompts(data: DataConfig, tokenizing: Tokenizing, limit: int | None) -> Prompts:
+def load_data(data: DataConfig, tokenizing: Tokenizing, limit: int | None) -> LoadedData:
     """Read, render and tokenise one data source, leaving out prompts of more than `limit` tokens.
 
     Raises:
         DataError: a row cannot be used, or none is left.
     """
+    began = time.monotonic()
     rows = list(read_rows(data))
     texts = [_render(row, data, tokenizing) for row in rows]
     all_ids = _encode(rows, texts, data, tokenizing)
@@ -149,7 +155,12 @@ def load_prompts(data: DataConfig, tokenizing: Tokenizing, limit: int | None) ->
             f"{data.path}: every prompt is over the limit of {limit} tokens (the shortest has {shortest}): "
             "raise rollout.max_prompt_len or rollout.max_context_len"
         )
-    return Prompts(prompts=prompts, num_too_long=len(rows) - len(prompts))
+    return LoadedData(
+        name=data.name,
+        prompts=prompts,
+        num_too_long=len(rows) - len(prompts),
+        took_s=time.monotonic() - began,
+    )
 
 
 def _render(row: Row, data: DataConfig, tokenizing: Tokenizing) -> str:
