@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -99,7 +99,7 @@ class Frontend:
             self._drained.set()
 
     @asynccontextmanager
-    async def generation(self, jobs: Sequence[Job]) -> AsyncIterator[Generation]:
+    async def generation(self, jobs: Sequence[Job]) -> AsyncGenerator[Generation]:
         """Submit the jobs of a call once nothing holds it back. Those still unfinished at exit are aborted.
 
         Raises:
