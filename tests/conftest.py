@@ -11,7 +11,7 @@ import pytest
 pytest_plugins = [f"tests.fixtures.{file.stem}" for file in sorted(Path(__file__).parent.glob("fixtures/[a-z]*.py"))]
 
 SESSION_MARK = "PHYSARUM_TEST_SESSION"  # in the environment of every process that a test starts, orphans included
-END_S = 5.0  # a process that was told to stop has this long to be gone
+END_S = float(os.environ.get("PHYSARUM_TEST_END_S", "5"))  # a process that was told to stop has this long to be gone
 # The standard library's own helpers live as long as the interpreter that started them.
 OUTLIVES_A_TEST = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
@@ -28,7 +28,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(autouse=True)
 def leaves_no_child_process() -> Iterator[None]:
-    """Fails a test that leaves behind a process it started."""
+    """Fails a test that leaves behind a process it started, or one that such a process started."""
     before = {process.pid for process in descendants()}
     yield
     left = [process for process in descendants() if process.pid not in before]

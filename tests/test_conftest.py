@@ -1,0 +1,37 @@
+"""The guard against left-over processes, tried on tests that leave some."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TESTS = """
+import subprocess, sys
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+ORPHAN = f"import subprocess; subprocess.Popen({SLEEP!r}, start_new_session=True)"
+
+def test_clean():
+    subprocess.run([sys.executable, "-c", ""], check=True)
+
+def test_leaves_child():
+    global kept
+    kept = subprocess.Popen(SLEEP)
+
+def test_leaves_orphan():
+    subprocess.run([sys.executable, "-c", ORPHAN], check=True)
+"""
+
+
+def test_left_child_fails_its_test_and_left_orphan_the_session(tmp_path: Path) -> None:
+    path = tmp_path / "test_leaky.py"
+    path.write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", str(path)]
+    environment = os.environ | {"PHYSARUM_TEST_END_S": "0.2"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=25, check=False)
+    assert "3 passed, 2 errors" in done.stdout
+    assert "ERROR at teardown of test_leaves_child" in done.stdout
+    assert "processes left behind: [" in done.stdout
+    assert "ERROR at teardown of test_leaves_orphan" in done.stdout
+    assert "processes left behind by this test session: [" in done.stdout
