@@ -1,0 +1,78 @@
+"""Tiny models in Hugging Face's layout: drawn weights, and a tokenizer of one token per character."""
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from actors.rollout.embedded.config import read_model
+from actors.rollout.embedded.model import allocate
+from tests.support.embedded_engine import write_config
+
+EOS: Final = 1
+CHARACTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"  # tokens 2 to 63
+
+QWEN3: Final[dict[str, Any]] = {}
+QWEN2: Final[dict[str, Any]] = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+LLAMA: Final[dict[str, Any]] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+LLAMA3_ROPE: Final[dict[str, Any]] = {
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+}
+
+
+def write_model(directory: Path, *, seed: int = 0, tokenizer: bool = False, **changes: Any) -> Path:
+    """Write config and weights; every tensor is drawn, norms around one, so that no term drops out unnoticed."""
+    write_config(directory, **changes)
+    write_weights(directory, directory, seed=seed)
+    if tokenizer:
+        write_tokenizer(directory)
+    return directory
+
+
+def write_weights(directory: Path, model: Path, *, seed: int, dtype: torch.dtype = torch.float32) -> Path:
+    """Write other weights for the model whose config lies in `model`."""
+    generator = torch.Generator().manual_seed(seed)
+    named = allocate(read_model(model).shape).named
+    tensors = {
+        name: (torch.randn(tensor.shape, generator=generator) * 0.15 + float(name.endswith("norm.weight"))).to(dtype)
+        for name, tensor in named.items()
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, str(directory / "model.safetensors"), metadata={"format": "pt"})
+    return directory
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Write a tokenizer of single characters, with two special tokens."""
+    vocabulary = {"<pad>": 0, "<eos>": EOS} | {character: 2 + index for index, character in enumerate(CHARACTERS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<pad>", "<eos>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def write_generation_config(directory: Path, **values: Any) -> None:
+    (directory / "generation_config.json").write_text(json.dumps(values))
+
+
+def teacher_forced(directory: Path, prompt_ids: list[int], output_ids: list[int], temperature: float = 1.0) -> Any:
+    """Log-probs [T] of an output by transformers' own forward pass in float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    tokens = torch.tensor([prompt_ids + output_ids])
+    with torch.inference_mode():
+        log_probs = (model(tokens).logits[0] / temperature).log_softmax(-1)
+    start = len(prompt_ids)
+    return log_probs[start - 1 : -1].gather(1, tokens[0, start:, None])[:, 0]
