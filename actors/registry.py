@@ -5,7 +5,6 @@ from typing import Literal, get_args
 
 from runtime.actor import Actor, Hosted
 from runtime.bus import Bus
-from runtime.recipe import eval_data
 from runtime.topology import Topology
 
 Role = Literal["buffer", "rollout", "reward", "filter", "trainer"]
@@ -57,7 +56,7 @@ def _build(role: Role, topology: Topology, run_dir: Path, bus: Bus) -> Actor:
         case "reward":
             from actors.reward.actor import RewardActor
 
-            return RewardActor(topology.reward, bus, graders=graders(topology), base_dirs=(Path.cwd(),))
+            return RewardActor(topology, bus)
         case "filter":
             from actors.filter.actor import FilterActor
 
@@ -67,8 +66,3 @@ def _build(role: Role, topology: Topology, run_dir: Path, bus: Bus) -> Actor:
 
             return TrainerActor(topology, bus, run_dir=run_dir)
 
-
-def graders(topology: Topology) -> tuple[str, ...]:
-    """Every grader that the recipe names, training sources and evaluation sets alike."""
-    sources = [*topology.data, *(eval_data(topology, item) for item in topology.eval)]
-    return tuple(dict.fromkeys(source.rm_type for source in sources if source.rm_type is not None))

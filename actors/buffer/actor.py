@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import anyio
 import msgspec
 import structlog
+from anyio import to_thread
 from anyio.abc import TaskStatus
 
 from actors.buffer.decide import Schedule, decide
@@ -65,7 +66,7 @@ class BufferActor(Actor):
         self._state = LedgerState()
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        prompts = await anyio.to_thread.run_sync(load_prompts, self._topology)
+        prompts = await to_thread.run_sync(load_prompts, self._topology)
         for loaded in prompts.loaded:
             await self._bus.publish(loaded)
         sizes = {name: len(items) for name, items in prompts.evals.items()}

@@ -182,7 +182,7 @@ def fold(state: LedgerState, event: Message, seq: int) -> None:
     Raises:
         TypeError: the event is none that the ledger reads.
     """
-    if not isinstance(event, LEDGER_EVENTS):
+    if not isinstance(event, LedgerEvent):
         raise TypeError(f"the ledger does not fold {type(event).__name__}")
     if seq <= state.last_seq:
         return

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -150,7 +150,7 @@ class RolloutActor(Actor):
         if confirmed:
             await self._bus.publish(
                 WeightsApplied(
-                    version=announced.version, instance=self._bus.instance, num_engines=confirmed, took_s=took_s
+                    version=announced.version, instance=self._bus.name, num_engines=confirmed, took_s=took_s
                 )
             )
 
@@ -192,7 +192,7 @@ class RolloutActor(Actor):
     ) -> GroupCompleted | GroupAborted | GroupFailed:
         who = {"group_id": task.group_id, "attempt": task.attempt, "round": task.round}
         if tools.generator.halted(task.round):
-            return GroupAborted(**who, lease=lease, instance=self._bus.instance, samples=task.carried)
+            return GroupAborted(**who, lease=lease, instance=self._bus.name, samples=task.carried)
         members = await self._members(task)
         run = GroupRun(_training_job(task, lease), members, tools)
         reason = None
@@ -202,18 +202,18 @@ class RolloutActor(Actor):
             reason = "; ".join(str(error) for error in leaves(errors))
         if reason is not None:
             log.warning("group_failed", reason=reason)
-            return GroupFailed(**who, lease=lease, instance=self._bus.instance, reason=reason)
+            return GroupFailed(**who, lease=lease, instance=self._bus.name, reason=reason)
         summaries = tuple(member.summary() for member in members)
         if not run.complete:
-            return GroupAborted(**who, lease=lease, instance=self._bus.instance, samples=summaries)
+            return GroupAborted(**who, lease=lease, instance=self._bus.name, samples=summaries)
         failed = [member for member in members if member.status is SampleStatus.FAILED]
         if failed:
             reason = failed[0].reason or "no reward"
-            return GroupFailed(**who, lease=lease, instance=self._bus.instance, reason=f"reward: {reason}")
+            return GroupFailed(**who, lease=lease, instance=self._bus.name, reason=f"reward: {reason}")
         return GroupCompleted(
             **who,
             lease=lease,
-            instance=self._bus.instance,
+            instance=self._bus.name,
             data=task.prompt.data,
             samples=summaries,
             rollout_time_s=run.generated_s,
@@ -250,7 +250,7 @@ class RolloutActor(Actor):
                     set=task.set,
                     item=task.item,
                     version=task.version,
-                    instance=self._bus.instance,
+                    instance=self._bus.name,
                     samples=tuple(member.summary() for member in members),
                 )
             )
@@ -297,7 +297,7 @@ class _Release:
 
 
 @asynccontextmanager
-async def _released(slots: Slots, taken: int) -> AsyncIterator[_Release]:
+async def _released(slots: Slots, taken: int) -> AsyncGenerator[_Release]:
     release = _Release(slots, taken)
     try:
         yield release
