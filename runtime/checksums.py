@@ -8,10 +8,11 @@ each (newline-terminated), in the order of the names' code points.
 
 import hashlib
 import json
-import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -25,7 +26,7 @@ class Checksums(NamedTuple):
     total: str
 
 
-def tensor_checksum(name: str, dtype: str, shape: Sequence[int], data: bytes | memoryview | mmap.mmap) -> str:
+def tensor_checksum(name: str, dtype: str, shape: Sequence[int], data: bytes | memoryview) -> str:
     """Checksum of one tensor; `dtype` as safetensors spells it, `data` row-major and little-endian."""
     header = json.dumps([name, dtype, list(shape)], separators=(",", ":"))
     digest = hashlib.sha256(header.encode() + b"\n")
@@ -78,15 +79,17 @@ def checksums_of(directory: Path) -> Checksums:
 
 
 def _file_checksums(file: Path) -> Iterator[tuple[str, str]]:
-    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        start = 8 + int.from_bytes(data[:8], "little")
-        if start > min(len(data), MAX_HEADER_BYTES):
-            raise ValueError(f"{file}: not a safetensors file")
-        header: dict[str, dict[str, Any]] = json.loads(data[8:start])
+    data = np.memmap(file, dtype=np.uint8, mode="r") if file.stat().st_size else np.empty(0, dtype=np.uint8)
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    try:
+        if len(data) < 8 or start > min(len(data), MAX_HEADER_BYTES):
+            raise ValueError("no header")
+        header: dict[str, dict[str, Any]] = json.loads(data[8:start].tobytes())
         header.pop("__metadata__", None)
         for name, entry in header.items():
-            begin, end = entry["data_offsets"]
-            if start + end > len(data):
-                raise ValueError(f"{file}: shorter than its header says ({name})")
-            with memoryview(data) as view, view[start + begin : start + end] as part:
-                yield name, tensor_checksum(name, entry["dtype"], entry["shape"], part)
+            begin, end = (start + offset for offset in entry["data_offsets"])
+            if not start <= begin <= end <= len(data):
+                raise ValueError(f"shorter than its header says ({name})")
+            yield name, tensor_checksum(name, entry["dtype"], entry["shape"], data[begin:end].data)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file}: not a safetensors file: {error!r}") from error

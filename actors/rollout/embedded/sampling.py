@@ -1,8 +1,8 @@
 """Drawing one token for each running request, with a fast path when no request truncates its distribution.
 
 Every draw inverts the cumulative distribution at one uniform number, a hash of the request's seed and the token's
-absolute position. So what a request samples does not depend on who runs beside it, and a request continued from its
-own tokens under the same seed goes on as if it had never stopped.
+absolute position. So, up to rounding in the matrix products, what a request samples does not depend on who runs beside
+it, and a request continued from its own tokens under the same seed goes on as if it had never stopped.
 """
 
 import hashlib
@@ -74,4 +74,5 @@ def draw_truncated(log_probs: Tensor, uniform: Tensor, *, top_k: Tensor, top_p: 
     cumulative = torch.where(keep, probs, 0.0).cumsum(-1)
     target = uniform.unsqueeze(-1) * cumulative[:, -1:]
     ranks = torch.searchsorted(cumulative, target, right=True)
+    ranks.clamp_(max=order.shape[-1] - 1)  # a draw among NaNs ends behind the last one
     return order.gather(-1, ranks).squeeze(-1)

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from actors.rollout.embedded import sampling
 from actors.rollout.embedded.model import Weights, hidden_states, rope_table
-from actors.rollout.embedded.requests import Request
+from actors.rollout.embedded.requests import Request, Sampling
 
 MIN_CAPACITY: Final = 64  # tokens per slot; doubled as sequences grow
 NEVER: Final = float("-inf")
 _TOKEN, _POSITION, _SEED, _TOP_K = range(4)
-_TEMPERATURE, _TOP_P, _MIN_P, _GREEDY = range(4)
+_TEMPERATURE, _TOP_P, _MIN_P, _KIND = range(4)
+_PLAIN, _TRUNCATING, _GREEDY = 0.0, 1.0, 2.0  # kinds of draws
 
 
 class Drawn(NamedTuple):
@@ -136,8 +137,9 @@ class Slots:
             for request, length in zip(requests, lengths, strict=True)
         ]
         wanted = [request.sampling for request in requests]
+        floats = [(one.temperature, one.top_p, one.min_p, _kind(one)) for one in wanted]
         self._ints[rows] = torch.tensor(ints)
-        self._floats[rows] = torch.tensor([(w.temperature, w.top_p, w.min_p, float(w.greedy)) for w in wanted])
+        self._floats[rows] = torch.tensor(floats)
         for request in requests:
             self._count(request, 1)
         self.requests.extend(requests)
@@ -191,14 +193,16 @@ class Slots:
             self._forbid_stops(logits, first)
         log_probs = (logits / floats[:, _TEMPERATURE, None]).log_softmax(-1)
         uniform = sampling.uniforms(ints[:, _SEED], ints[:, _POSITION])
+        tokens = sampling.draw(log_probs, uniform)
+        kinds = floats[:, _KIND]
         if self._num_truncating:
-            tokens = sampling.draw_truncated(
+            truncated = sampling.draw_truncated(
                 log_probs, uniform, top_k=ints[:, _TOP_K], top_p=floats[:, _TOP_P], min_p=floats[:, _MIN_P]
             )
-        else:
-            tokens = sampling.draw(log_probs, uniform)
+            tokens = torch.where(kinds == _TRUNCATING, truncated, tokens)
         if self._num_greedy:
-            tokens = torch.where(floats[:, _GREEDY] > 0, log_probs.argmax(-1), tokens)
+            tokens = torch.where(kinds == _GREEDY, log_probs.argmax(-1), tokens)
+        tokens = tokens.clamp_(max=log_probs.shape[-1] - 1)  # a draw among NaNs ends behind the last token
         ints[:, _TOKEN] = tokens
         drawn = log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
         return Drawn(first, tokens.tolist(), drawn.tolist())
@@ -217,3 +221,9 @@ class Slots:
             log_probs = F.linear(states[row, start:end], self.weights.head).log_softmax(-1)
             following = torch.tensor(request.prompt_ids[start + 1 :]).unsqueeze(1)
             request.input_log_probs = log_probs.gather(1, following).squeeze(1).tolist() if len(following) else []
+
+
+def _kind(wanted: Sampling) -> float:
+    if wanted.greedy:
+        return _GREEDY
+    return _TRUNCATING if wanted.truncates else _PLAIN
