@@ -13,7 +13,7 @@ import anyio.abc
 import msgspec
 import structlog
 
-from messages import ActorExited, ActorStarted, BatchTrained, GroupCompleted, Message, RunFinished, SegmentsPublished
+from messages import ActorExited, ActorStarted, GroupCompleted, RunFinished, SegmentsPublished
 from runtime.addresses import BUS_URL_VARIABLE, Address
 from runtime.agent.claim import write_atomically
 from runtime.agent.processes import (
@@ -211,20 +211,17 @@ class NodeAgent:
         """Fold the log from its beginning; show what happened since the start."""
         async with bus.read() as events:
             async for received in events:
-                message, moment = received.message, received.time.timestamp()
+                message, moment, steps = received.message, received.time.timestamp(), self.report.steps
                 live = moment >= self._plan.started
                 for notice in self.report.apply(message, received.seq, moment):
                     if isinstance(notice, FirstSample):
                         tasks.start_soon(self._show_sample, bus, notice.group)
                     elif live or isinstance(notice, RowDone):
                         self._take(notice)
-                self._heed(message, live)
-
-    def _heed(self, message: Message, live: bool) -> None:
-        if isinstance(message, RunFinished):
-            self._end(Outcome(finished=True))
-        elif isinstance(message, BatchTrained) and live and not message.replay:
-            self._supervision.progress()
+                if self.report.steps > steps:
+                    self._supervision.progress()
+                if isinstance(message, RunFinished):
+                    self._end(Outcome(finished=True))
 
     def _take(self, notice: Any) -> None:
         match notice:
@@ -251,7 +248,8 @@ class NodeAgent:
             told = f"group {group.group_id}, {sample.status}, reward {reward}, weights v{sample.last_version}, {tokens}"
             self._show(f"first sample: {told}")
             if self._text_of is not None:
-                self._show(f"  prompt    {self._text_of(prompt_ids)!r}")
+                prompt = await anyio.to_thread.run_sync(self._text_of, prompt_ids)
+                self._show(f"  prompt    {prompt!r}")
             self._show(f"  response  {''.join(segment.text for segment in segments)!r}")
 
     def _bus_spec(self, server: ServerSettings) -> ProcessSpec:

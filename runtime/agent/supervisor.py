@@ -29,6 +29,7 @@ from runtime.agent.spawn import Child, Guard
 
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 10.0
+LASTING_S = 30.0  # a process that ran for so long did not fail at its start
 DRAIN_S = 1.0  # for the last lines of a process that ended
 STOP_WITHIN_S = 8.0
 STAGE_RESERVE_S = 1.5  # kept for each stage still to be stopped
@@ -38,18 +39,24 @@ _LASTING = {EXIT_INPUT_ERROR: "input error", EXIT_FENCED: "fenced: another proce
 
 
 class RestartBudget:
-    """How often and how soon a process is started again: the delay doubles, progress of the run forgives."""
+    """How often and how soon a process is started again.
+
+    Progress of the run refills the budget. The delay doubles with each early end, whatever the run does meanwhile, and
+    begins anew after a process has lasted.
+    """
 
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
         self._spent = 0
+        self._early_ends = 0
 
-    def spend(self) -> float | None:
-        """Seconds to wait before the next start; none when the budget is used up."""
+    def spend(self, lasted_s: float) -> float | None:
+        """Seconds to wait before the next start of a process that lasted so long; none when the budget is used up."""
         if self._spent >= self._max_restarts:
             return None
         self._spent += 1
-        return min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (self._spent - 1))
+        self._early_ends = 0 if lasted_s >= LASTING_S else self._early_ends + 1
+        return min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** max(0, self._early_ends - 1))
 
     def refill(self) -> None:
         self._spent = 0
@@ -73,6 +80,7 @@ class Supervisor:
         self._child: Child | None = None
         self._port: int | None = None
         self._late = False  # was not ready in time
+        self._began = 0.0  # start of the process, on the loop's clock
 
     async def run(self) -> None:
         """Start the process and restart it until it is stopped or given up."""
@@ -111,6 +119,7 @@ class Supervisor:
 
     async def _run_once(self) -> float | None:
         """Run the process once; return the delay before the next start, or none."""
+        self._began = anyio.current_time()
         try:
             self._port = self._choose_port()
             child = await Child.start(self._command(), self._environment())
@@ -185,7 +194,7 @@ class Supervisor:
         return self._after_failure(pid, code, reason)
 
     def _after_failure(self, pid: int, code: int, reason: str) -> float | None:
-        delay_s = self._budget.spend()
+        delay_s = self._budget.spend(anyio.current_time() - self._began)
         self._announce(Exited(spec=self.spec, pid=pid, exit_code=code, reason=reason, restart_in_s=delay_s))
         if delay_s is None:
             return self._give_up(code, f"{reason}; restarted {self.spec.max_restarts} times without progress")

@@ -102,11 +102,16 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_restart_delays_double_up_to_the_limit_and_progress_forgives() -> None:
+def test_restart_delays_double_up_to_the_limit_until_the_budget_is_spent() -> None:
     budget = RestartBudget(9)
-    assert [budget.spend() for _ in range(10)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, None]
+    assert [budget.spend(1) for _ in range(10)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, None]
+
+
+def test_progress_refills_the_budget_and_a_process_that_lasted_is_restarted_soon() -> None:
+    budget = RestartBudget(2)
+    assert [budget.spend(1), budget.spend(1), budget.spend(1)] == [0.1, 0.2, None]
     budget.refill()
-    assert budget.spend() == 0.1
+    assert [budget.spend(1), budget.spend(60), budget.spend(1)] == [0.4, 0.1, None]
 
 
 async def test_a_crashing_process_is_restarted_with_growing_delays_then_given_up(tmp_path: Path) -> None:
@@ -214,7 +219,7 @@ async def test_progress_refills_the_budget(tmp_path: Path) -> None:
         await changes.until(lambda: len(changes.of(Exited)) == 2)
         supervision.progress()
         await changes.until(lambda: bool(changes.of(GivenUp)))
-    assert [change.restart_in_s for change in changes.of(Exited)] == [0.1, 0.2, 0.1, 0.2, None]
+    assert [change.restart_in_s for change in changes.of(Exited)] == [0.1, 0.2, 0.4, 0.8, None]
 
 
 async def test_output_is_kept_as_json_lines(tmp_path: Path) -> None:

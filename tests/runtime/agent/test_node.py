@@ -1,0 +1,206 @@
+"""The node agent with a real nats-server and small real processes."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+
+from messages import ActorExited, ActorStarted, Message
+from runtime.addresses import Address
+from runtime.agent.node import NodeAgent, NodePlan, Outcome, exit_code_of
+from runtime.agent.processes import PortRequest, ProcessSpec, Stage, WhenListening
+from runtime.bus import Bus, StreamLimits
+from runtime.bus.limits import MIB
+from runtime.bus.server import ServerSettings
+
+pytestmark = pytest.mark.anyio
+
+ROOT = Path(__file__).parents[3]
+PLAYER = Path(__file__).parent / "player.py"
+LIMITS = StreamLimits(
+    event_bytes=16 * MIB, work_bytes=4 * MIB, data_bytes=16 * MIB, dead_bytes=4 * MIB, kv_bytes=4 * MIB
+)
+LISTENER = "import socket, sys, time; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(60)"
+
+
+def player(*arguments: str, name: str = "player", max_restarts: int = 10) -> ProcessSpec:
+    command = (sys.executable, str(PLAYER), *arguments)
+    return ProcessSpec(name=name, command=command, env={"PYTHONPATH": str(ROOT)}, max_restarts=max_restarts)
+
+
+def plan(run_dir: Path, *processes: ProcessSpec, incarnation: int = 1) -> NodePlan:
+    run_dir.mkdir(exist_ok=True)
+    return NodePlan(
+        run="r",
+        node="local",
+        run_dir=run_dir,
+        incarnation=incarnation,
+        num_steps=3,
+        started=time.time(),
+        processes=processes,
+        server=ServerSettings(store_dir=run_dir / "nats"),
+        limits=LIMITS,
+    )
+
+
+class Running:
+    """An agent in this process, its lines, and what it ended with."""
+
+    def __init__(self, node_plan: NodePlan) -> None:
+        self.lines: list[str] = []
+        self.agent = NodeAgent(node_plan, show=self._show)
+        self.outcome: Outcome | None = None
+        self._more = anyio.Event()
+
+    def _show(self, text: str) -> None:
+        self.lines.append(text)
+        self._more.set()
+        self._more = anyio.Event()
+
+    async def run(self) -> Outcome:
+        with anyio.fail_after(20):
+            self.outcome = await self.agent.run()
+        return self.outcome
+
+    async def shown(self, part: str) -> str:
+        """Wait for a line that holds a text."""
+        with anyio.fail_after(15):
+            while True:
+                for line in self.lines:
+                    if part in line:
+                        return line
+                await self._more.wait()
+
+
+async def events_of(run_dir: Path) -> list[Message]:
+    """The log of a run that has ended, read from its store."""
+    from runtime.bus.server import running_server
+
+    settings = ServerSettings(store_dir=run_dir / "nats")
+    async with (
+        running_server(run_dir / "bus", settings) as server,
+        Bus.connect(server.url, "r", name="test") as bus,
+        bus.read() as events,
+    ):
+        found: list[Message] = []
+        while events.pending:
+            received = await events.next(5)
+            assert received is not None
+            found.append(received.message)
+        return found
+
+
+async def test_a_run_ends_when_the_log_says_that_it_is_finished(tmp_path: Path) -> None:
+    running = Running(plan(tmp_path / "r", player("3")))
+    outcome = await running.run()
+    assert outcome.finished
+    assert exit_code_of(outcome) == 0
+    steps = [line for line in running.lines if line.startswith("step ")]
+    assert len(steps) == 3
+    rows = [msgspec.json.decode(line) for line in (tmp_path / "r" / "metrics.jsonl").read_bytes().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert running.agent.report.result(time.time()).groups["trained"] == 3
+    events = await events_of(tmp_path / "r")
+    started = [event.actor for event in events if isinstance(event, ActorStarted)]
+    assert sorted(started) == ["nats-server", "player"]
+    assert "player" in [event.actor for event in events if isinstance(event, ActorExited)]
+
+
+async def test_a_given_up_process_fails_the_run_with_its_reason(tmp_path: Path) -> None:
+    running = Running(plan(tmp_path / "r", player("1", "--then", "crash", max_restarts=1)))
+    outcome = await running.run()
+    assert exit_code_of(outcome) == 1
+    assert outcome.failure is not None
+    assert outcome.failure.spec.name == "player"
+    assert "RuntimeError: the player stumbled" in outcome.failure.reason
+    assert any("the player stumbled" in line for line in outcome.failure.tail)
+    assert "player ended: RuntimeError: the player stumbled (exit code 1); restarting in 0.1 s" in running.lines
+
+
+@pytest.mark.parametrize(("then", "code"), [("input_error", 2), ("fenced", 1)])
+async def test_lasting_ends_of_a_process_end_the_run(tmp_path: Path, then: str, code: int) -> None:
+    outcome = await Running(plan(tmp_path / "r", player("0", "--then", then))).run()
+    assert exit_code_of(outcome) == code
+
+
+async def test_a_killed_nats_server_comes_back_on_its_port_and_the_run_goes_on(tmp_path: Path) -> None:
+    go_on = tmp_path / "go_on"
+    running = Running(plan(tmp_path / "r", player("2", "--wait", str(go_on))))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(running.run)
+        await running.shown("step 2/3")
+        url = (tmp_path / "r" / "bus.url").read_text()
+        os.kill(pid_of(tmp_path / "r", "nats-server"), signal.SIGKILL)
+        await running.shown("nats-server restarted")
+        go_on.touch()
+    assert running.outcome is not None
+    assert running.outcome.finished
+    assert (tmp_path / "r" / "bus.url").read_text() == url
+
+
+async def test_servers_are_found_in_the_kv_where_they_listen_now(tmp_path: Path) -> None:
+    server = ProcessSpec(
+        name="engine.policy.0",
+        command=(sys.executable, "-c", LISTENER, "{port}"),
+        port=PortRequest(),
+        ready=WhenListening(),
+        address_key="address.engine.policy.0",
+        stage=Stage.SERVICE,
+    )
+    go_on = tmp_path / "go_on"
+    running = Running(plan(tmp_path / "r", server, player("1", "--wait", str(go_on))))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(running.run)
+        await running.shown("step 1/3")
+        url = (tmp_path / "r" / "bus.url").read_text().strip()
+        async with (
+            Bus.connect(url, "r", name="test") as bus,
+            bus.kv.watch("address.engine.policy.*", Address) as addresses,
+        ):
+            first = await addresses.next(10)
+            os.kill(pid_of(tmp_path / "r", "engine.policy.0"), signal.SIGKILL)
+            second = await addresses.next(10)
+        go_on.touch()
+    assert first is not None
+    assert first.value is not None
+    assert second is not None
+    assert first.value == second.value  # the same port, a new revision
+    assert second.revision > first.revision
+
+
+async def test_a_resumed_run_counts_what_went_before_and_shows_only_what_is_new(tmp_path: Path) -> None:
+    failed = Running(plan(tmp_path / "r", player("2", "--then", "input_error")))
+    await failed.run()
+    resumed = Running(plan(tmp_path / "r", player("0"), incarnation=2))
+    outcome = await resumed.run()
+    assert outcome.finished
+    result = resumed.agent.report.result(time.time())
+    assert (result.steps, result.groups["trained"]) == (2, 2)
+    assert not [line for line in resumed.lines if line.startswith("step ")]
+    rows = [msgspec.json.decode(line)["step"] for line in (tmp_path / "r" / "metrics.jsonl").read_bytes().splitlines()]
+    assert rows == [1, 2]
+
+
+async def test_the_first_signal_stops_in_order(tmp_path: Path) -> None:
+    running = Running(plan(tmp_path / "r", player("1", "--then", "sleep")))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(running.run)
+        await running.shown("step 1/3")
+        os.kill(os.getpid(), signal.SIGINT)
+    assert running.outcome is not None
+    assert exit_code_of(running.outcome) == 130
+
+
+def pid_of(run_dir: Path, process: str) -> int:
+    """The running process of this name, as the agent's children tell by their log's mark."""
+    import psutil
+
+    children = psutil.Process().children(recursive=True)
+    words = {"nats-server": "nats-server", "engine.policy.0": "create_server"}
+    (found,) = [child.pid for child in children if any(words[process] in part for part in child.cmdline())]
+    return found
