@@ -5,6 +5,7 @@ from collections import deque
 from datetime import UTC, datetime
 from typing import Final, NamedTuple
 
+import anyio
 import msgspec
 
 from runtime.bus.connection import STATUS, Connection, Disconnected, Listener, RawMessage
@@ -93,10 +94,12 @@ class Pull:
         self._connection.on_reconnect(self._wake_all)
 
     async def close(self) -> list[RawMessage]:
-        """End; return what had arrived and was not taken."""
+        """End; return what had arrived and was not taken. Also when cancelled, within limits.drain_timeout_s."""
         self._connection.forget_reconnect(self._wake_all)
         if self._listener is not None:
-            await self._listener.drain()
+            # a cancelled flush leaves a future over which nats-py 2.16 stumbles at the next PONG: it stops reading
+            with anyio.move_on_after(self._limits.drain_timeout_s, shield=True):
+                await self._listener.drain()
         left = list(self._buffer)
         self._buffer.clear()
         self._lost = "closed"
