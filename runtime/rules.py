@@ -6,6 +6,7 @@ from itertools import combinations
 from runtime.config import Problem, show
 from runtime.gpus import Gpu, parse_gpus, show_gpus
 from runtime.recipe import EvalConfig, Recipe, max_prompt_len
+from runtime.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
 from runtime.topology import (
     EngineConfig,
     Topology,
@@ -18,7 +19,19 @@ POLICY = "policy"  # the pool whose samples are trained
 
 def validate(topology: Topology) -> list[Problem]:
     """Apply every rule and report all that fail, not only the first."""
-    rules = (_batches, _lengths, _algorithm, _schedule, _names, _evaluation, _bus, _gpus_exist, _trainer, _engines)
+    rules = (
+        _batches,
+        _lengths,
+        _algorithm,
+        _schedule,
+        _names,
+        _evaluation,
+        _bus,
+        _sizes,
+        _gpus_exist,
+        _trainer,
+        _engines,
+    )
     problems = [problem for rule in rules for problem in rule(topology)]
     if not any(problem.key.endswith("gpus") for problem in problems):  # the lists are readable
         problems += [problem for rule in (_layout, _engine_sizes, _booking, _colocation) for problem in rule(topology)]
@@ -116,6 +129,23 @@ def _bus(topology: Topology) -> Iterator[Problem]:
         yield Problem(key="bus", message="with several nodes, bus.node or bus.url says where the NATS server is")
     if bus.port is not None and bus.url is not None:
         yield _problem("bus.port", bus.port, "the port belongs into bus.url")
+
+
+def _sizes(topology: Topology) -> Iterator[Problem]:
+    needed = needed_sizes(topology)
+    for name in ("event_bytes", "work_bytes", "data_bytes", "max_payload_bytes"):
+        given: int | None = getattr(topology.bus, name)
+        least: int = getattr(needed, name)
+        if given is not None and given < least:
+            message = f"too small: this recipe can need {least} ({show_bytes(least)}); unset, it is derived"
+            yield _problem(f"bus.{name}", given, message)
+    largest = max(needed.max_payload_bytes, topology.bus.max_payload_bytes or 0)
+    if largest > MAX_MESSAGE_BYTES:
+        message = (
+            f"a prompt group of this size can make a message of {show_bytes(largest)}; "
+            f"the server carries {show_bytes(MAX_MESSAGE_BYTES)}"
+        )
+        yield _problem("rollout.max_response_len", topology.rollout.max_response_len, message)
 
 
 def _gpu_lists(topology: Topology) -> Iterator[tuple[str, str]]:
