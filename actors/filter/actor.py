@@ -2,8 +2,6 @@
 
 import inspect
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
 
 import anyio
 import anyio.to_thread
@@ -14,9 +12,11 @@ from actors.filter.filters import BUILT_IN_FILTERS, Filter, Verdict, find_filter
 from messages.events import GroupCompleted, Outcome, VerdictGiven
 from runtime.actor import Actor
 from runtime.bus import Bus, Delivery
+from runtime.topology import Topology
 
 DURABLE = "filter"
-ACK_WAIT_S = 30.0
+ACK_WAIT_S = 5.0  # how long the groups in hand of a killed filter wait
+GIVE_BACK_TIMEOUT_S = 1.0
 MAX_ACK_PENDING = 1024  # over all filter actors
 FILTER_TIMEOUT_S = 10.0  # of a user's filter, for one group
 MAX_REASON_CHARS = 500
@@ -33,11 +33,11 @@ class FilterActor(Actor):
     reads = (GroupCompleted,)
     writes = (VerdictGiven,)
 
-    def __init__(self, dynamic_filter: str | None, bus: Bus, *, base_dirs: Sequence[Path] = ()) -> None:
+    def __init__(self, topology: Topology, bus: Bus) -> None:
         """Raises ValueError when there is no such filter, PluginError when a user's cannot be used."""
         self._bus = bus
-        self._name = dynamic_filter or "none"
-        self._filter = find_filter(dynamic_filter, base_dirs)
+        self._name = topology.rollout.dynamic_filter or "none"
+        self._filter = find_filter(self._name)
         self._threads = anyio.CapacityLimiter(2)  # a filter that hangs keeps its thread
         self._counts: Counter[Outcome] = Counter()
 
@@ -57,18 +57,14 @@ class FilterActor(Actor):
 
     async def _judge(self, delivery: Delivery[GroupCompleted]) -> None:
         group = delivery.message
-        async with delivery.heartbeat():
-            verdict = await self._verdict_on(group)
-            # cites the event's place in the log: a verdict counts for that completion and no other
-            await self._bus.publish(
-                VerdictGiven(
-                    group_id=group.group_id,
-                    attempt=group.attempt,
-                    event_seq=delivery.seq,
-                    outcome=verdict.outcome,
-                    reason=verdict.reason,
-                )
-            )
+        try:
+            async with delivery.heartbeat():
+                verdict = await self._verdict_on(group)
+                await self._bus.publish(_verdict_given(delivery, verdict))
+        except anyio.get_cancelled_exc_class():
+            with anyio.move_on_after(GIVE_BACK_TIMEOUT_S, shield=True):
+                await delivery.redeliver()  # at once to another actor, not after the ack wait
+            raise
         await delivery.ack()
         self._counts[verdict.outcome] += 1
         log.info("group_judged", attempt=group.attempt, outcome=verdict.outcome, reason=verdict.reason)
@@ -80,6 +76,16 @@ class FilterActor(Actor):
         except Exception as error:  # noqa: BLE001 - a user's filter may raise anything; the group fails, the run goes on
             reason = f"no verdict within {FILTER_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else repr(error)
             return Verdict(outcome=Outcome.FAILED, reason=reason[:MAX_REASON_CHARS])
+
+
+def _verdict_given(delivery: Delivery[GroupCompleted], verdict: Verdict) -> VerdictGiven:
+    return VerdictGiven(
+        group_id=delivery.message.group_id,
+        attempt=delivery.message.attempt,
+        event_seq=delivery.seq,  # it counts for this completion and no other
+        outcome=verdict.outcome,
+        reason=verdict.reason,
+    )
 
 
 async def _ask(filter_: Filter, name: str, group: GroupCompleted, threads: anyio.CapacityLimiter) -> Verdict:

@@ -116,7 +116,7 @@ BUILT_IN_FILTERS: Mapping[str, Filter] = MappingProxyType({"none": keep_all, "no
 
 
 def find_filter(name: str | None, base_dirs: Sequence[Path] = ()) -> Filter:
-    """The filter of a name: a built-in one, a plug-in, or one that keeps everything for None.
+    """The filter of a name, a built-in one or a plug-in; None is "none", which keeps everything.
 
     Raises:
         ValueError: no filter has this name; PluginError for a user's function.

@@ -3,7 +3,6 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import anyio
 import structlog
@@ -16,12 +15,13 @@ from messages.calls import Score, ScoresGiven
 from messages.work import ScoreItem, ScoreRequested
 from runtime.actor import Actor
 from runtime.bus import Bus, Deliveries, Delivery
-from runtime.topology import RewardConfig
+from runtime.topology import Topology
 
 DURABLE = "reward"
-ACK_WAIT_S = 10.0
+ACK_WAIT_S = 5.0  # how long the requests in hand of a killed actor wait
 REQUESTS_PER_PROCESS = 4  # in hand: enough to keep processes busy, few enough to leave work for other actors
 MAX_ACK_PENDING = 4096  # over all reward actors
+GIVE_BACK_TIMEOUT_S = 1.0
 MEMORY_LIMIT_BYTES = 8 << 30  # of one grader process
 
 log = structlog.get_logger()
@@ -37,18 +37,13 @@ class RewardActor(Actor):
     reads = (ScoreRequested,)
     writes = (ScoresGiven,)
 
-    def __init__(
-        self, config: RewardConfig, bus: Bus, *, graders: Sequence[str] = (), base_dirs: Sequence[Path] = ()
-    ) -> None:
-        """Args: graders, the rm_types known at start, which must be usable; base_dirs, of relative plug-in files."""
+    def __init__(self, topology: Topology, bus: Bus) -> None:
+        config = topology.reward
         self._bus = bus
         self._num_tasks = config.processes * REQUESTS_PER_PROCESS
         self._settings = PoolSettings(
             hello=Hello(
-                graders=tuple(GraderSpec(name=name, group=config.group_rm) for name in graders),
-                base_dirs=tuple(str(base) for base in base_dirs),
-                reward_key=config.reward_key,
-                memory_limit_bytes=MEMORY_LIMIT_BYTES,
+                graders=graders_of(topology), reward_key=config.reward_key, memory_limit_bytes=MEMORY_LIMIT_BYTES
             ),
             num_processes=config.processes,
             timeout_s=config.timeout_s,
@@ -61,7 +56,8 @@ class RewardActor(Actor):
         """Answer requests until cancelled.
 
         Raises:
-            GraderStartError: a grader that was known at start cannot be used.
+            GraderUnusableError: a grader that the recipe names cannot be used.
+            GraderStartError: grader processes do not start.
         """
         async with (
             open_pool(self._settings) as self._pool,
@@ -88,17 +84,31 @@ class RewardActor(Actor):
     async def _answer(self, pool: GraderPool, delivery: Delivery[ScoreRequested]) -> None:
         request = delivery.message
         self._counts["requests"] += 1
-        grades: list[Graded] | None = None
-        async with delivery.heartbeat():
-            with anyio.move_on_after(request.deadline_s - time.time()):
-                spec = GraderSpec(name=request.rm_type, group=request.group_rm)
-                grades = await pool.grade(spec, [_sample_of(item) for item in request.items])
-            if grades is None:
-                self._counts["late_requests"] += 1
-                log.warning("score_request_late", num_samples=len(request.items))
-            else:
-                await self._bus.notify(_answer_of(request, grades), to=request.reply_to)
+        try:
+            async with delivery.heartbeat():
+                grades = await self._grade(pool, request)
+                if grades is not None:
+                    await self._bus.notify(_answer_of(request, grades), to=request.reply_to)
+        except anyio.get_cancelled_exc_class():
+            with anyio.move_on_after(GIVE_BACK_TIMEOUT_S, shield=True):
+                await delivery.redeliver()  # at once to another actor, not after the ack wait
+            raise
         await delivery.ack()
+
+    async def _grade(self, pool: GraderPool, request: ScoreRequested) -> list[Graded] | None:
+        """Grades of a request, or None when nobody waits for them any more."""
+        spec = GraderSpec(name=request.rm_type, group=request.group_rm)
+        with anyio.move_on_after(request.deadline_s - time.time()):
+            return await pool.grade(spec, [_sample_of(item) for item in request.items])
+        self._counts["late_requests"] += 1
+        log.warning("score_request_late", num_samples=len(request.items))
+        return None
+
+
+def graders_of(topology: Topology) -> tuple[GraderSpec, ...]:
+    """The graders that a recipe names, each once."""
+    names = [item.rm_type for item in (*topology.data, *topology.eval) if item.rm_type is not None]
+    return tuple(GraderSpec(name=name, group=topology.reward.group_rm) for name in dict.fromkeys(names))
 
 
 def _sample_of(item: ScoreItem) -> GradedSample:

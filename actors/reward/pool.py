@@ -10,7 +10,7 @@ import anyio
 import structlog
 
 from actors.reward.frames import Grade, Graded, GraderSpec, Hello
-from actors.reward.process import GraderDiedError, GraderProcess, GraderStartError
+from actors.reward.process import GraderDiedError, GraderProcess, GraderProcessError
 from actors.reward.samples import GradedSample
 
 QUEUE_SIZE = 1024  # samples; a full queue makes the asker wait
@@ -91,7 +91,7 @@ class GraderPool:
         """Keep one process running and busy. Never returns.
 
         Raises:
-            GraderStartError: it could not be started again, many times in a row.
+            GraderProcessError: it could not be started again, many times in a row.
         """
         jobs: list[_Job] = []  # taken from the queue and not finished
         num_idle_deaths = 0  # in a row, without a score between them
@@ -109,7 +109,7 @@ class GraderPool:
         for num_failures in range(MAX_FAILED_STARTS):
             try:
                 return await GraderProcess.start(self._settings.hello)
-            except GraderStartError as error:
+            except GraderProcessError as error:
                 log.warning("grader_start_failed", reason=str(error), in_a_row=num_failures + 1)
                 await anyio.sleep(_back_off_s(num_failures))
         return await GraderProcess.start(self._settings.hello)
@@ -193,7 +193,8 @@ async def open_pool(settings: PoolSettings) -> AsyncGenerator[GraderPool]:
     """A pool whose first process is up; the others follow. All end with the context.
 
     Raises:
-        GraderStartError: the first process did not come up, or a grader cannot be used; says which and why.
+        GraderUnusableError: a grader cannot be used; says which and why.
+        GraderStartError: the first process did not come up.
     """
     first = await GraderProcess.start(settings.hello)
     with closing(GraderPool(settings)) as pool:

@@ -25,7 +25,11 @@ class GraderProcessError(Exception):
 
 
 class GraderStartError(GraderProcessError):
-    """A process did not come up, or one of its graders cannot be used."""
+    """A process did not come up."""
+
+
+class GraderUnusableError(GraderProcessError, ValueError):
+    """A grader cannot be used: the user's mistake, which another start does not mend."""
 
 
 class GraderDiedError(GraderProcessError):
@@ -49,7 +53,8 @@ class GraderProcess:
         """Start a process and wait until it has its graders.
 
         Raises:
-            GraderStartError: it ended, did not answer in time, or cannot use a grader; says which and why.
+            GraderUnusableError: it cannot use a grader; says which and why.
+            GraderStartError: it ended, or did not answer in time.
         """
         command = [sys.executable, "-m", "actors.reward.worker", str(os.getpid())]
         pipe = subprocess.PIPE
@@ -72,7 +77,7 @@ class GraderProcess:
             raise
         if ready.error is not None:
             await process.kill()
-            raise GraderStartError(ready.error)
+            raise GraderUnusableError(ready.error)
         return process
 
     @property

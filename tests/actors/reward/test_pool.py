@@ -13,7 +13,7 @@ import pytest
 
 from actors.reward.frames import Graded, GraderSpec, Hello
 from actors.reward.pool import GraderPool, PoolSettings, open_pool
-from actors.reward.process import GraderProcess, GraderStartError
+from actors.reward.process import GraderProcess, GraderStartError, GraderUnusableError
 from actors.reward.samples import GradedSample
 
 pytestmark = pytest.mark.anyio
@@ -255,7 +255,7 @@ async def test_two_processes_grade_at_the_same_time(tmp_path: Path) -> None:
     ],
 )
 async def test_a_grader_that_cannot_be_used_is_refused_at_the_start(name: str, problem: str) -> None:
-    with pytest.raises(GraderStartError, match="no") as caught:
+    with pytest.raises(GraderUnusableError, match="no") as caught:
         async with pool_of(graders=(GraderSpec(name=name),)):
             pass
     assert problem in str(caught.value)

@@ -1,0 +1,121 @@
+"""The filter actor on a real bus."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+
+import actors.filter.actor
+from actors.filter.actor import FilterActor
+from messages.events import GroupCompleted, Outcome, VerdictGiven
+from messages.samples import SampleStatus, SampleSummary
+from runtime.bus import Bus, Events
+from runtime.topology import Topology
+
+pytestmark = pytest.mark.anyio
+
+
+@asynccontextmanager
+async def running(bus: Bus, dynamic_filter: str | None) -> AsyncGenerator[FilterActor]:
+    topology = msgspec.convert(
+        {
+            "run": {"name": "t"},
+            "model": {"hf_checkpoint": "m"},
+            "data": [{"name": "d", "path": "p", "rm_type": "math"}],
+            "rollout": {"rollout_batch_size": 1, "max_response_len": 8, "dynamic_filter": dynamic_filter},
+            "engines": {"policy": {"kind": "embedded"}},
+            "train": {"num_steps": 1},
+        },
+        Topology,
+    )
+    actor = FilterActor(topology, bus)
+    async with anyio.create_task_group() as group:
+        await group.start(actor.run)
+        yield actor
+        group.cancel_scope.cancel()
+
+
+async def complete(bus: Bus, group_id: int, rewards: Sequence[float | None]) -> int:
+    samples = tuple(
+        SampleSummary(index=index, status=SampleStatus.COMPLETED, reward=reward) for index, reward in enumerate(rewards)
+    )
+    event = GroupCompleted(
+        group_id=group_id, attempt=1, lease="l", round=0, instance="rollout.0", data="d", samples=samples
+    )
+    return await bus.publish(event)
+
+
+async def next_verdict(events: Events[VerdictGiven]) -> VerdictGiven:
+    received = await events.next(timeout_s=15)
+    assert received is not None
+    return received.message
+
+
+async def test_verdicts_cite_the_completion_they_judge(bus: Bus) -> None:
+    async with running(bus, "nonzero_std"), bus.read(VerdictGiven) as verdicts:
+        for group_id, rewards, outcome, reason in (
+            (7, [0.0, 1.0], Outcome.KEEP, None),
+            (8, [1.0, 1.0], Outcome.DROP, "zero_std_1.0"),
+        ):
+            seq = await complete(bus, group_id, rewards)
+            expected = VerdictGiven(group_id=group_id, attempt=1, event_seq=seq, outcome=outcome, reason=reason)
+            assert await next_verdict(verdicts) == expected
+
+
+async def test_groups_completed_before_the_filter_started_are_judged(bus: Bus) -> None:
+    await complete(bus, 1, [1.0])
+    async with running(bus, None), bus.read(VerdictGiven) as verdicts:
+        assert (await next_verdict(verdicts)).group_id == 1
+
+
+async def test_a_restarted_filter_reads_on(bus: Bus) -> None:
+    async with bus.read(VerdictGiven) as verdicts:
+        for group_id in (1, 2):
+            async with running(bus, None):
+                await complete(bus, group_id, [1.0])
+                assert (await next_verdict(verdicts)).group_id == group_id
+
+
+USER_FILTERS = """
+import time
+def raises(group): raise RuntimeError(f"group {group.group_id}")
+def says_maybe(group): return "maybe"
+def hangs(group): time.sleep(1.0)
+def first_is_right(group): return group.rewards[0] == 1, "first is wrong"
+async def later(group): return len(group.response_lens) == 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "rewards", "outcome", "reason"),
+    [
+        ("raises", [1.0], Outcome.FAILED, "RuntimeError('group 1')"),
+        ("says_maybe", [1.0], Outcome.FAILED, "the filter returned 'maybe'; expected a bool"),
+        ("hangs", [1.0], Outcome.FAILED, "no verdict within 0.2 s"),
+        ("first_is_right", [1.0, 0.0], Outcome.KEEP, None),
+        ("first_is_right", [0.0, 1.0], Outcome.DROP, "first is wrong"),
+        ("first_is_right", [None], Outcome.FAILED, "samples [0] have no reward"),
+        ("later", [0.0, 1.0], Outcome.KEEP, None),
+        ("later", [0.0], Outcome.DROP, "later"),
+    ],
+)
+async def test_a_users_filter_decides_or_fails_its_group(
+    bus: Bus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    rewards: list[float | None],
+    outcome: Outcome,
+    reason: str | None,
+) -> None:
+    monkeypatch.setattr(actors.filter.actor, "FILTER_TIMEOUT_S", 0.2)
+    (tmp_path / "mine.py").write_text(USER_FILTERS)
+    async with running(bus, f"{tmp_path}/mine.py:{name}") as actor, bus.read(VerdictGiven) as verdicts:
+        await complete(bus, 1, rewards)
+        verdict = await next_verdict(verdicts)
+        assert actor.stats()[f"num_{outcome}"] == 1
+    assert verdict.outcome is outcome
+    assert (reason in str(verdict.reason)) if reason else (verdict.reason is None)

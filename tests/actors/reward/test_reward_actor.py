@@ -1,0 +1,241 @@
+"""The reward actor on a real bus."""
+
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+import actors.reward.actor
+from actors.reward.actor import RewardActor
+from actors.reward.process import GraderUnusableError
+from messages.base import Plane
+from messages.calls import Score, ScoresGiven
+from messages.samples import SampleStatus
+from messages.work import ScoreItem, ScoreRequested
+from runtime.bus import Bus, Inbox
+from runtime.topology import Topology
+from tests.fixtures.nats import NatsServer
+
+pytestmark = pytest.mark.anyio
+
+USER_CODE = str(Path(__file__).parent / "user_graders.py")
+
+
+def topology_of(*graders: str, **reward: Any) -> Topology:
+    return msgspec.convert(
+        {
+            "run": {"name": "t"},
+            "model": {"hf_checkpoint": "m"},
+            "data": [{"name": f"d{place}", "path": "p", "rm_type": name} for place, name in enumerate(graders)],
+            "rollout": {"rollout_batch_size": 1, "max_response_len": 8},
+            "engines": {"policy": {"kind": "embedded"}},
+            "train": {"num_steps": 1},
+            "reward": {"processes": 1, "timeout_s": 0.3, **reward},
+        },
+        Topology,
+    )
+
+
+@asynccontextmanager
+async def running(bus: Bus, *, graders: Sequence[str] = (), **reward: Any) -> AsyncGenerator[RewardActor]:
+    actor = RewardActor(topology_of(*graders, **reward), bus)
+    async with anyio.create_task_group() as group:
+        await group.start(actor.run)
+        yield actor
+        group.cancel_scope.cancel()
+
+
+class Asker:
+    """Asks for scores as a rollout actor does."""
+
+    def __init__(self, bus: Bus, inbox: Inbox[ScoresGiven]) -> None:
+        self._bus = bus
+        self._inbox = inbox
+        self._num = 0
+
+    async def ask(
+        self, rm_type: str, *responses: str, group_rm: bool = False, deadline_in_s: float = 20.0, **item: Any
+    ) -> str:
+        self._num += 1
+        items = tuple(
+            ScoreItem(**{"index": index, "prompt": "p", "response": response, "status": SampleStatus.COMPLETED, **item})
+            for index, response in enumerate(responses)
+        )
+        request = ScoreRequested(
+            request_id=f"r{self._num}",
+            reply_to=self._inbox.subject,
+            group_id=1,
+            attempt=1,
+            rm_type=rm_type,
+            group_rm=group_rm,
+            deadline_s=time.time() + deadline_in_s,
+            items=items,
+        )
+        await self._bus.publish(request)
+        return request.request_id
+
+    async def answer(self, timeout_s: float = 15.0) -> ScoresGiven:
+        with anyio.fail_after(timeout_s):
+            answer = await self._inbox.next(timeout_s)
+        assert answer is not None
+        return answer
+
+    async def scores(self, rm_type: str, *responses: str, **options: Any) -> tuple[Score, ...]:
+        request_id = await self.ask(rm_type, *responses, **options)
+        answer = await self.answer()
+        assert answer.request_id == request_id
+        return answer.scores
+
+
+@pytest.fixture
+async def asker(bus: Bus) -> AsyncGenerator[Asker]:
+    async with bus.inbox(ScoresGiven) as inbox:
+        yield Asker(bus, inbox)
+
+
+async def until_work_is_done(bus: Bus) -> None:
+    with anyio.fail_after(10):
+        while (await bus.state(Plane.WORK)).messages:  # noqa: ASYNC110 - an ack is not answered
+            await anyio.sleep(0.01)
+
+
+async def test_a_request_is_answered_in_order_and_acked(bus: Bus, asker: Asker) -> None:
+    async with running(bus, graders=["positional_match"]) as actor:
+        scores = await asker.scores("positional_match", "74", "71", "", label="74")
+        await until_work_is_done(bus)
+        assert actor.stats()["num_requests"] == 1
+    assert [(score.index, score.reward, score.error) for score in scores] == [
+        (0, 1.0, None),
+        (1, 0.5, None),
+        (2, 0.0, None),
+    ]
+
+
+async def test_a_truncated_sample_is_known_to_the_grader(bus: Bus, asker: Asker) -> None:
+    async with running(bus):
+        (score,) = await asker.scores("positional_match", "74", label="74", status=SampleStatus.TRUNCATED)
+    assert score.reward == 0.0
+
+
+async def test_a_dict_answer_gives_reward_and_details(bus: Bus, asker: Asker) -> None:
+    async with running(bus, reward_key="score"):
+        (score,) = await asker.scores(f"{USER_CODE}:everything", "r", label="l", metadata={"k": 1}, part=2)
+    assert (score.part, score.reward) == (2, 0.5)
+    assert score.details == {"score": 0.5, "seen": [0, "p", "r", "l", {"k": 1}, "completed"]}
+
+
+async def test_a_group_is_scored_in_one_call(bus: Bus, asker: Asker) -> None:
+    async with running(bus, group_rm=True, graders=[f"{USER_CODE}:rank"]):
+        scores = await asker.scores(f"{USER_CODE}:rank", "a", "abc", "ab", group_rm=True)
+    assert [score.reward for score in scores] == [0.0, 1.0, 0.0]
+
+
+async def test_bad_graders_fail_their_samples_and_nothing_else(bus: Bus, asker: Asker) -> None:
+    async with running(bus, max_tries=2):
+        scores = await asker.scores(f"{USER_CODE}:as_told", "fine", "raise", "hang", "_exit", "nan", "text", "fine")
+        await until_work_is_done(bus)
+    assert [score.reward for score in scores] == [1.0, None, None, None, None, None, 1.0]
+    assert [score.error for score in scores][1:-1] == [
+        "raised RuntimeError('as told')",
+        "timeout",
+        "the grader process exited with code 7, 2 times",
+        "returned nan, not a finite number",
+        "returned 'good' (str), not a number",
+    ]
+
+
+async def test_a_late_request_is_acked_without_an_answer(bus: Bus, asker: Asker) -> None:
+    await asker.ask(f"{USER_CODE}:length", "late", deadline_in_s=-1.0)
+    async with running(bus) as actor:
+        (score,) = await asker.scores(f"{USER_CODE}:length", "four")  # the first answer is not of the late request
+        await until_work_is_done(bus)
+        assert actor.stats()["num_late_requests"] == 1
+    assert score.reward == 4.0
+
+
+async def test_a_request_that_becomes_late_is_given_up(bus: Bus, asker: Asker) -> None:
+    async with running(bus, timeout_s=20.0) as actor:
+        await asker.ask(f"{USER_CODE}:as_told", "sleep", deadline_in_s=0.3)
+        await until_work_is_done(bus)
+        assert actor.stats()["num_late_requests"] == 1
+
+
+async def begin(asker: Asker, tmp_path: Path) -> str:
+    """Ask for a score whose grader waits for the file `go`, and wait until it has begun."""
+    files = {"file": str(tmp_path / "go"), "started": str(tmp_path / "started")}
+    request_id = await asker.ask(f"{USER_CODE}:as_told", "wait for file", metadata=files)
+    with anyio.fail_after(10):
+        while not await anyio.Path(files["started"]).exists():  # noqa: ASYNC110 - a file has no event
+            await anyio.sleep(0.01)
+    return request_id
+
+
+async def test_a_stopped_actor_gives_its_requests_back_at_once(bus: Bus, asker: Asker, tmp_path: Path) -> None:
+    async with running(bus, timeout_s=20.0):
+        request_id = await begin(asker, tmp_path)
+    await anyio.Path(tmp_path / "go").touch()
+    async with running(bus, timeout_s=20.0):
+        answer = await asker.answer(timeout_s=2.5)  # half the ack wait
+    assert answer.request_id == request_id
+    assert [score.reward for score in answer.scores] == [1.0]
+
+
+ACTOR_PROCESS = """
+import sys, anyio, msgspec
+import actors.reward.actor as reward
+from runtime.bus import Bus
+from runtime.topology import Topology
+from tests.fixtures.nats import NatsServer
+
+async def main(url, run, topology):
+    reward.ACK_WAIT_S = 1.0
+    async with Bus.connect(url, run, name="reward") as bus:
+        await reward.RewardActor(msgspec.json.decode(topology, type=Topology), bus).run()
+
+anyio.run(main, *sys.argv[1:])
+"""
+
+
+async def test_a_request_of_a_killed_actor_goes_to_another(
+    bus: Bus, asker: Asker, tmp_path: Path, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topology = msgspec.json.encode(topology_of(timeout_s=20.0)).decode()
+    command = [sys.executable, "-c", ACTOR_PROCESS, nats_server.url, bus.run, topology]
+    async with await anyio.open_process(command, stdin=None, stdout=None, stderr=None) as killed:
+        request_id = await begin(asker, tmp_path)
+        killed.kill()
+    await anyio.Path(tmp_path / "go").touch()
+    monkeypatch.setattr(actors.reward.actor, "ACK_WAIT_S", 1.0)
+    async with running(bus, timeout_s=20.0):
+        answer = await asker.answer()
+    assert answer.request_id == request_id
+    assert [score.reward for score in answer.scores] == [1.0]
+
+
+async def test_two_actors_share_the_requests(bus: Bus, asker: Asker) -> None:
+    async with running(bus, timeout_s=5.0) as first, running(bus, timeout_s=5.0) as second:
+        asked = {await asker.ask(f"{USER_CODE}:slowly", "abc") for _ in range(40)}
+        answered = {(await asker.answer()).request_id for _ in range(40)}
+        assert answered == asked
+        shares = [actor.stats()["num_requests"] for actor in (first, second)]
+    assert sum(shares) == 40
+    assert min(shares) > 0
+
+
+async def test_a_grader_known_at_start_must_be_usable(bus: Bus) -> None:
+    actor = RewardActor(topology_of("no_such_grader"), bus)
+    with pytest.raises(GraderUnusableError, match="no grader 'no_such_grader'"):
+        await actor.run()
+
+
+def test_the_actor_is_light() -> None:
+    code = "import sys, actors.reward.actor; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
