@@ -7,7 +7,7 @@ import msgspec
 
 from runtime.agent.processes import ProcessSpec
 from runtime.gpus import Gpu, show_gpus
-from runtime.recipe import over_sampling_batch_size
+from runtime.recipe import RolloutConfig, over_sampling_batch_size
 from runtime.sizes import (
     StreamSizes,
     group_bytes,
@@ -110,24 +110,14 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
     yield f"  model    {topology.model.hf_checkpoint} ({topology.model.dtype}{weights})"
     for data in topology.data:
         yield f"  data     {data.name}: {data.path}, graded by {data.rm_type or 'what its rows name'}"
-    groups = f"{rollout.rollout_batch_size} groups x {rollout.n_samples_per_prompt} samples"
-    asked = over_sampling_batch_size(rollout)
-    over = f", {asked} groups asked for at a time" if asked != rollout.rollout_batch_size else ""
-    steps = topology.algorithm.num_steps_per_rollout
-    yield f"  train    {topology.train.num_steps} steps of {groups}{over}, {steps} optimizer step{'s'[: steps > 1]} each"
-    layout = trainer.megatron
-    parallel = " ".join(
-        f"{name} {size}"
-        for name, size in (
-            ("tensor", layout.tensor_model_parallel_size),
-            ("pipeline", layout.pipeline_model_parallel_size),
-            ("context", layout.context_parallel_size),
-            ("expert", layout.expert_model_parallel_size),
-            ("data", plan.data_parallel_size),
-        )
-        if size > 1
-    )
-    yield f"  trainer  {plan.num_ranks} rank{'s'[: plan.num_ranks > 1]} on {trainer.device}{parallel and f': {parallel} parallel'}"
+    asked, steps = over_sampling_batch_size(rollout), topology.algorithm.num_steps_per_rollout
+    parts = [f"{topology.train.num_steps} steps of {rollout.rollout_batch_size} groups x {_samples(rollout)}"]
+    if asked != rollout.rollout_batch_size:
+        parts.append(f"{asked} groups asked for at a time")
+    parts.append(_number(steps, "optimizer step") + " each")
+    yield f"  train    {', '.join(parts)}"
+    parallel = _parallel(topology, plan)
+    yield f"  trainer  {_number(plan.num_ranks, 'rank')} on {trainer.device}{parallel and f': {parallel} parallel'}"
     for name, engine in topology.engines.items():
         where = f", takes turns with the {engine.colocate}" if engine.colocate else ""
         amount = f"{engine.concurrency} samples at a time each"
@@ -136,11 +126,31 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
         yield f"  eval     {item.name}: {item.path}, every {item.interval} steps"
 
 
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _samples(rollout: RolloutConfig) -> str:
+    return _number(rollout.n_samples_per_prompt, "sample")
+
+
+def _parallel(topology: Topology, plan: Plan) -> str:
+    layout = topology.trainer.megatron
+    sizes = {
+        "tensor": layout.tensor_model_parallel_size,
+        "pipeline": layout.pipeline_model_parallel_size,
+        "context": layout.context_parallel_size,
+        "expert": layout.expert_model_parallel_size,
+        "data": plan.data_parallel_size,
+    }
+    return ", ".join(f"{size} {name}" for name, size in sizes.items() if size > 1)
+
+
 def _nodes(plan: Plan) -> Iterator[str]:
     if plan.bus_url is not None:
         yield f"bus {plan.bus_url}"
     for node in plan.nodes:
-        yield f"node {node.name} ({node.address}, {node.gpus or 'no'} GPU{'s'[: node.gpus != 1]})"
+        yield f"node {node.name} ({node.address}, {_number(node.gpus, 'GPU')})"
         for _, alike in groupby(node.processes, key=_kind):
             yield f"  {_line(list(alike))}".rstrip()
 
