@@ -91,6 +91,7 @@ class Connection:
         self._waiting: dict[str, asyncio.Future[RawMessage]] = {}
         self._tokens = count(1)
         self._reply_prefix = ""
+        self._listeners: set[Listener] = set()
         self._reconnect_listeners: set[Callable[[], None]] = set()
         self._last_error = ""
         self._connecting: anyio.CancelScope | None = None  # during the first connect
@@ -164,7 +165,13 @@ class Connection:
                     await self._client.flush(timeout=max(1, int(self.limits.drain_timeout_s)))
                 except (nats_errors.Error, OSError):
                     log.debug("bus_flush_failed", last_error=self._last_error)
-            await self._client.close()
+            # the client ends neither its tasks nor quietly when it is closed with unsent data during an outage
+            for listener in tuple(self._listeners):
+                await listener.stop()
+            try:
+                await self._client.close()
+            except OSError as error:
+                log.warning("bus_closed_with_unsent_data", error=repr(error))
         self._fail_waiting(Disconnected("closed"))
 
     # sending
@@ -275,7 +282,9 @@ class Connection:
             pending_msgs_limit=messages or self.limits.inbox_messages,
             pending_bytes_limit=self.limits.inbox_bytes,
         )
-        return Listener(subscription)
+        listener = Listener(subscription, self._listeners)
+        self._listeners.add(listener)
+        return listener
 
     def on_reconnect(self, listener: Callable[[], None]) -> None:
         self._reconnect_listeners.add(listener)
@@ -303,7 +312,8 @@ class Connection:
             self.counters.slow_consumer_drops += 1
         if self._connecting is not None and "authorization" in self._last_error.lower():
             self._refused = self._last_error
-            self._connecting.cancel()
+            # not now: the client is about to close its socket, and would not if it were cancelled there
+            asyncio.get_running_loop().call_later(self.limits.reconnect_wait_s / 2, self._connecting.cancel)
         self._errors_since_connect += 1
         if self._errors_since_connect.bit_count() == 1:  # 1, 2, 4, 8, ...: an outage does not flood the log
             log.warning("bus_error", error=self._last_error, count=self._errors_since_connect)
@@ -334,15 +344,18 @@ class Connection:
 class Listener:
     """A subscription that can be ended."""
 
-    def __init__(self, subscription: Subscription) -> None:
+    def __init__(self, subscription: Subscription, registry: "set[Listener]") -> None:
         self._subscription = subscription
+        self._registry = registry
 
     async def stop(self) -> None:
         """End it; what is on its way is dropped."""
+        self._registry.discard(self)
         await _quietly(self._subscription.unsubscribe())
 
     async def drain(self) -> None:
         """End it once everything that the server has sent was handled. Bounded by the caller."""
+        self._registry.discard(self)
         await _quietly(self._subscription.drain())
 
 

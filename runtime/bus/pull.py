@@ -150,7 +150,9 @@ class Pull:
         if self._lost:
             return
         wanted = max(self._ahead, self._num_waiting) - len(self._buffer)
-        if self._outstanding > wanted // 2 or wanted <= 0 or not self._connection.is_connected:
+        needed = self._num_waiting - len(self._buffer)  # by those who wait already
+        enough = self._outstanding >= needed and self._outstanding > wanted // 2  # not a request for each message
+        if wanted <= 0 or enough or not self._connection.is_connected:
             return
         expires_s = self._limits.pull_expires_s
         if deadline is not None and not self._ahead:

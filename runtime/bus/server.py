@@ -7,7 +7,7 @@ import asyncio
 import os
 import shutil
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -170,6 +170,8 @@ async def _answers(ports: ServerPorts) -> bool:
         return False
     finally:
         writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
     return b" 200 " in status
 
 

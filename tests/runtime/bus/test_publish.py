@@ -1,0 +1,157 @@
+"""Storing: nothing acked is lost, every wait ends, a retry is the same message."""
+
+import time
+from collections.abc import AsyncGenerator
+
+import anyio
+import msgspec
+import pytest
+
+from messages import Plane
+from runtime.bus import AlreadyQueued, Bus, BusLimits, BusUnavailable, PublishTimeout, StreamFull
+from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS, NatsServer, eventually, group_failed, score_request
+
+pytestmark = pytest.mark.anyio
+SHORT = BusLimits(publish_timeout_s=0.4, attempt_timeout_s=0.2)
+
+
+@pytest.fixture
+async def short_bus(bus: Bus, nats_server: NatsServer) -> AsyncGenerator[Bus, None]:
+    """A second connection to the same run, with short deadlines."""
+    async with Bus.connect(nats_server.url, bus.run, name="short", limits=SHORT) as short:
+        yield short
+
+
+async def test_sequences_count_up(bus: Bus) -> None:
+    assert [await bus.publish(group_failed(number)) for number in range(3)] == [1, 2, 3]
+
+
+async def test_publishes_may_run_at_the_same_time(bus: Bus) -> None:
+    seqs: list[int] = []
+
+    async def publish(number: int) -> None:
+        seqs.append(await bus.publish(group_failed(number)))
+
+    async with anyio.create_task_group() as group:
+        for number in range(100):
+            group.start_soon(publish, number)
+    assert sorted(seqs) == list(range(1, 101))
+
+
+async def test_nothing_acked_is_lost_when_the_server_is_killed(own_bus: Bus, own_nats_server: NatsServer) -> None:
+    acked: dict[int, int] = {}
+
+    async def publish(first: int) -> None:
+        for number in range(first, first + 100):
+            acked[number] = await own_bus.publish(group_failed(number))
+
+    async with anyio.create_task_group() as group:
+        for first in range(0, 1600, 100):
+            group.start_soon(publish, first)
+        for share in (0.25, 0.6):
+            await eventually(lambda share=share: len(acked) > 1600 * share)
+            await own_nats_server.restart()
+    stored: list[int] = []
+    async with own_bus.read() as events:
+        while events.pending:
+            received = await events.next(5)
+            assert received is not None
+            stored.append(received.message.group_id)
+    assert set(stored) == set(range(1600))
+    assert len(stored) <= 1600 + 2 * 16  # at most what was under way at each kill came twice
+    assert own_bus.stats()["bus/publish_retries"] > 0
+
+
+async def test_a_publish_during_an_outage_waits_for_its_end(own_bus: Bus, own_nats_server: NatsServer) -> None:
+    own_nats_server.kill()
+    async with anyio.create_task_group() as group:
+        group.start_soon(own_bus.publish, group_failed(1))
+        await eventually(lambda: own_bus.stats()["bus/publish_retries"] > 0)
+        own_nats_server.spawn()
+        await own_nats_server.wait_ready()
+    assert (await own_bus.state(Plane.EVENT)).messages == 1
+
+
+async def test_a_publish_to_no_server_ends(own_nats_server: NatsServer) -> None:
+    async with Bus.connect(own_nats_server.url, "run", name="test", limits=SHORT) as bus:
+        await bus.ensure_streams(TEST_STREAMS)
+        own_nats_server.kill()
+        begun = time.monotonic()
+        with pytest.raises(PublishTimeout, match="not confirmed within"):
+            await bus.publish(group_failed(1))
+        assert time.monotonic() - begun < 2
+
+
+async def test_an_answer_that_is_late_does_not_store_twice(own_nats_server: NatsServer) -> None:
+    limits = BusLimits(attempt_timeout_s=0.1)
+    async with Bus.connect(own_nats_server.url, "run", name="test", limits=limits) as bus:
+        await bus.ensure_streams(TEST_STREAMS)
+        own_nats_server.pause()
+        async with anyio.create_task_group() as group:
+            group.start_soon(bus.publish, group_failed(1))
+            await eventually(lambda: bus.stats()["bus/publish_retries"] >= 2)
+            own_nats_server.resume()
+        assert (await bus.state(Plane.EVENT)).messages == 1
+
+
+async def test_a_run_without_streams_is_unavailable(nats_server: NatsServer) -> None:
+    async with Bus.connect(nats_server.url, "no-such-run", name="test", limits=SHORT) as bus:
+        with pytest.raises(BusUnavailable, match="no stream took it"):
+            await bus.publish(group_failed(1))
+
+
+async def test_a_full_stream_makes_the_writer_wait_and_then_fail(bus: Bus, short_bus: Bus) -> None:
+    await bus.ensure_streams(msgspec.structs.replace(TEST_STREAMS, event_bytes=10_000))
+    await short_bus.publish(group_failed(1, reason="x" * 6_000))
+    begun = time.monotonic()
+    with pytest.raises(StreamFull, match="maximum bytes"):
+        await short_bus.publish(group_failed(2, reason="x" * 6_000))
+    assert 0.3 < time.monotonic() - begun < 2
+
+
+async def test_a_full_stream_takes_the_message_once_there_is_room(bus: Bus) -> None:
+    await bus.ensure_streams(msgspec.structs.replace(TEST_STREAMS, event_bytes=10_000))
+    await bus.publish(group_failed(1, reason="x" * 6_000))
+    async with anyio.create_task_group() as group:
+        group.start_soon(bus.publish, group_failed(2, reason="x" * 6_000))
+        await eventually(lambda: bus.stats()["bus/publish_retries"] > 0)
+        await bus.purge(Plane.EVENT, below_seq=2)
+    assert (await bus.state(Plane.EVENT)).last_seq == 2
+
+
+async def test_work_that_is_still_queued_is_not_queued_twice(bus: Bus) -> None:
+    await bus.publish(score_request("a"))
+    with pytest.raises(AlreadyQueued):
+        await bus.publish(score_request("a"))
+    await bus.publish(score_request("b"))
+    assert (await bus.state(Plane.WORK)).messages == 2
+
+
+async def test_work_that_was_done_can_be_put_again(bus: Bus) -> None:
+    from messages import ScoreRequested
+
+    await bus.publish(score_request("a"))
+    async with bus.consume(ScoreRequested, durable="score") as deliveries:
+        for _ in range(2):
+            delivery = await deliveries.next(5)
+            assert delivery is not None
+            await delivery.ack()
+            await eventually(lambda: _is_empty(bus))
+            await bus.publish(score_request("a"))
+
+
+async def _is_empty(bus: Bus) -> bool:
+    return (await bus.state(Plane.WORK)).messages == 0
+
+
+async def test_a_queued_task_whose_answer_was_late_is_ours(own_nats_server: NatsServer) -> None:
+    limits = msgspec.structs.replace(TEST_LIMITS, attempt_timeout_s=0.1)
+    async with Bus.connect(own_nats_server.url, "run", name="test", limits=limits) as bus:
+        # no memory of ids: the retry is refused for the queued first attempt, and recognised by its id
+        await bus.ensure_streams(msgspec.structs.replace(TEST_STREAMS, duplicate_window_s=0.1))
+        own_nats_server.pause()
+        async with anyio.create_task_group() as group:
+            group.start_soon(bus.publish, score_request("a"))
+            await eventually(lambda: bus.stats()["bus/publish_retries"] >= 2)
+            own_nats_server.resume()
+        assert (await bus.state(Plane.WORK)).messages == 1
