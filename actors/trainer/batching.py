@@ -1,7 +1,7 @@
 """A batch as ragged columns, and its cut into optimizer steps, replicas and micro-batches.
 
-B samples, N tokens of all samples one after another, R rollouts, M tokens that train in one micro-batch. A column holds a
-number per token: element i describes token i, which the model predicts at position i - 1.
+B samples, N tokens of all samples one after another, R rollouts, M tokens that train in one micro-batch. A column holds
+a number per token: element i describes token i, which the model predicts at position i - 1.
 """
 
 from collections.abc import Sequence

@@ -43,15 +43,13 @@ class _Stream:
 
 
 def install() -> None:
-    """Replace what Megatron calls in torch.cuda, for the whole process. Does nothing the second time.
+    """Replace what Megatron calls in torch.cuda, for the whole process.
 
     Raises:
         RuntimeError: there is a GPU.
     """
     if not needed():
         raise RuntimeError("the CPU shim is for machines without a GPU")
-    if torch.cuda.Stream is _Stream:
-        return
     replacements: dict[str, Any] = {
         "Stream": _Stream,
         "current_device": lambda: torch.device("cpu"),

@@ -141,6 +141,7 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         batch_p2p_comm=False,
+        cuda_graph_scope=[],
     )
 
 

@@ -1,11 +1,21 @@
-"""The parts of Megatron-core that the trainer uses, in one place: the package is untyped, so here ends what types see."""
+"""The parts of Megatron-core that the trainer uses, in one place: the package is untyped, here ends what types see."""
 
 import warnings
-from contextlib import nullcontext
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
 from actors.trainer import cpu
+
+
+@contextmanager
+def quiet() -> Generator[None]:
+    """Drop warnings that Megatron and torch raise about each other's older habits."""
+    with warnings.catch_warnings():
+        for category in (UserWarning, DeprecationWarning, FutureWarning):
+            warnings.simplefilter("ignore", category)
+        yield
 
 
 def _import() -> dict[str, Any]:
@@ -23,11 +33,17 @@ def _import() -> dict[str, Any]:
         "get_forward_backward_func": "pipeline_parallel",
         "initialize_rng_tracker": "tensor_parallel.random",
         "model_parallel_cuda_manual_seed": "tensor_parallel.random",
+        "TorchDistSaveShardedStrategy": "dist_checkpointing.strategies.torch",
+        "MCoreSavePlanner": "dist_checkpointing.strategies.torch",
+        "mcore_to_pyt_state_dict": "dist_checkpointing.strategies.torch",
+        "_replace_state_dict_keys_with_sharded_keys": "dist_checkpointing.strategies.torch",
     }
     if cpu.needed():
         cpu.install()
-    with cpu.eager_imports() if cpu.needed() else nullcontext(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that TransformerEngine and Apex are missing is said four times
+    with (
+        cpu.eager_imports() if cpu.needed() else nullcontext(),
+        quiet(),
+    ):  # four times: TransformerEngine and Apex are missing
         return {name: getattr(import_module(f"megatron.core.{module}"), name) for name, module in names.items()} | {
             module: import_module(f"megatron.core.{module}") for module in ("parallel_state", "dist_checkpointing")
         }
@@ -50,3 +66,7 @@ OptimizerConfig: Any = _parts["OptimizerConfig"]
 get_forward_backward_func: Any = _parts["get_forward_backward_func"]
 initialize_rng_tracker: Any = _parts["initialize_rng_tracker"]
 model_parallel_cuda_manual_seed: Any = _parts["model_parallel_cuda_manual_seed"]
+TorchDistSaveShardedStrategy: Any = _parts["TorchDistSaveShardedStrategy"]
+MCoreSavePlanner: Any = _parts["MCoreSavePlanner"]
+mcore_to_pyt_state_dict: Any = _parts["mcore_to_pyt_state_dict"]
+replace_state_dict_keys_with_sharded_keys: Any = _parts["_replace_state_dict_keys_with_sharded_keys"]

@@ -12,7 +12,7 @@ from actors.trainer.mcore import GPTModel, get_gpt_decoder_block_spec, parallel_
 
 
 class CoreAttention(nn.Module):
-    """Causal attention over padded [s, b, heads, d] or packed [t, heads, d] queries; keys and values may have fewer heads.
+    """Causal attention of padded [s, b, heads, d] or packed [t, heads, d] queries; keys, values may have fewer heads.
 
     Padded batches need no padding mask: padding is on the right and its positions carry no loss. Packed batches use
     torch's variable-length kernel on a GPU and a dense mask on the CPU (cost t * t: for tests).

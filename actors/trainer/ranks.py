@@ -55,7 +55,7 @@ def join(ranks: Ranks, layout: MegatronConfig, device: torch.device, *, seed: in
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo else looks up this host's name, which may not resolve
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=ranks.store or dist.HashStore(),
+        store=ranks.store or dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage] - documented as public
         rank=ranks.rank,
         world_size=ranks.world_size,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),

@@ -25,6 +25,7 @@ from actors.trainer.mcore import (
     get_forward_backward_func,
     get_megatron_optimizer,
     parallel_state,
+    quiet,
 )
 from actors.trainer.model import build_model
 from actors.trainer.weights import WeightSource, file_source, load_weights, random_source
@@ -59,12 +60,13 @@ class Replica:
         self.packed = device.type == "cuda" and self.dtype is torch.bfloat16  # where a variable-length kernel exists
         self._layout = topology.trainer.megatron
         self._temperature = topology.rollout.temperature
-        self.config = transformer_config(self.hf, self._layout, dtype=self.dtype, device=device)
-        self.model = build_model(self.hf, self.config)
         source = random_source(self.hf, topology.run.seed) if topology.model.random_init else file_source(directory)
-        load_weights(self.model, self.hf, source)
-        self._ddp = self._wrap()
-        self.optimizer = get_megatron_optimizer(_optimizer_config(topology.optimizer, self.dtype), [self._ddp])
+        with quiet():
+            self.config = transformer_config(self.hf, self._layout, dtype=self.dtype, device=device)
+            self.model = build_model(self.hf, self.config)
+            load_weights(self.model, self.hf, source)
+            self._ddp = self._wrap()
+            self.optimizer = get_megatron_optimizer(_optimizer_config(topology.optimizer, self.dtype), [self._ddp])
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
 
@@ -125,21 +127,23 @@ class Replica:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
             group["weight_decay"] = weight_decay * group["wd_mult"]
-        _, norm, _ = self.optimizer.step()
+        with quiet():
+            _, norm, _ = self.optimizer.step()
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient norm is {norm}")
         return float(norm)
 
     def _run(self, micro_batches: Sequence[MicroBatch], loss: TokenLoss, *, forward_only: bool) -> None:
-        get_forward_backward_func()(
-            forward_step_func=partial(self._forward_step, loss),
-            data_iterator=iter(micro_batches),
-            model=[self._ddp],
-            num_microbatches=len(micro_batches),
-            seq_length=max(micro_batch.tokens.shape[1] for micro_batch in micro_batches),
-            micro_batch_size=max(micro_batch.tokens.shape[0] for micro_batch in micro_batches),
-            forward_only=forward_only,
-        )
+        with quiet():
+            get_forward_backward_func()(
+                forward_step_func=partial(self._forward_step, loss),
+                data_iterator=iter(micro_batches),
+                model=[self._ddp],
+                num_microbatches=len(micro_batches),
+                seq_length=max(micro_batch.tokens.shape[1] for micro_batch in micro_batches),
+                micro_batch_size=max(micro_batch.tokens.shape[0] for micro_batch in micro_batches),
+                forward_only=forward_only,
+            )
 
     def _forward_step(self, loss: TokenLoss, micro_batches: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch: MicroBatch = next(micro_batches)

@@ -12,8 +12,15 @@ from torch import Tensor
 
 from actors.trainer import ranks
 from actors.trainer.algorithms import Reduction, grpo_advantages, kl_divergence, policy_loss, reduction
-from actors.trainer.batching import Floats32, Ints, MicroBatch, TrainBatch
-from actors.trainer.batching import make_micro_batch, plan_micro_batches, split_steps
+from actors.trainer.batching import (
+    Floats32,
+    Ints,
+    MicroBatch,
+    TrainBatch,
+    make_micro_batch,
+    plan_micro_batches,
+    split_steps,
+)
 from actors.trainer.replica import Replica, TokenOutputs
 from actors.trainer.schedules import entropy_coef, learning_rate
 from actors.trainer.weights import file_source
@@ -139,7 +146,9 @@ class TrainStep:
         if ref_log_probs_N is not None:
             metrics["perf/ref_log_probs_time"] = time.perf_counter() - begin
         weights_B = np.concatenate([step.reduction.token_weights for step in steps])
-        return _Columns(batch.spread(advantages), batch.spread(weights_B), trainer_log_probs_N, ref_log_probs_N), metrics
+        return _Columns(
+            batch.spread(advantages), batch.spread(weights_B), trainer_log_probs_N, ref_log_probs_N
+        ), metrics
 
     def _reference_log_probs(self, batch: TrainBatch, steps: list[_OptimizerStep]) -> Floats32 | None:
         if self._ref_weights is None:
@@ -180,9 +189,7 @@ class TrainStep:
         def column(values_N: Floats32) -> Tensor:
             return torch.from_numpy(values_N[micro_batch.columns_M]).to(outputs.log_probs.device)
 
-        old = column(
-            batch.rollout_log_probs_N if self._algorithm.use_rollout_logprobs else columns.trainer_log_probs_N
-        )
+        old = column(batch.rollout_log_probs_N if self._algorithm.use_rollout_logprobs else columns.trainer_log_probs_N)
         policy = policy_loss(
             outputs.log_probs,
             old,
@@ -208,9 +215,7 @@ class TrainStep:
     def _learning_rate(self, train_step: int, number: int) -> float:
         per_batch = self._algorithm.num_steps_per_rollout
         done = train_step * per_batch + number
-        return learning_rate(
-            self._topology.optimizer, done, num_steps=self._topology.train.num_steps * per_batch
-        )
+        return learning_rate(self._topology.optimizer, done, num_steps=self._topology.train.num_steps * per_batch)
 
     def _entropy_coef(self, train_step: int) -> float:
         return entropy_coef(self._algorithm, train_step, num_steps=self._topology.train.num_steps)

@@ -1,8 +1,8 @@
 """Weights between Hugging Face's names and Megatron's, whole on one side and cut for this rank on the other.
 
 A matrix is [out, in] on both sides. Megatron joins the query, key and value projections: for G key-value heads its rows
-are G groups of the query heads that share a key-value head, then the key head, then the value head. It joins gate and up
-projection one below the other, and each rank holds a part of both.
+are G groups of the query heads that share a key-value head, then the key head, then the value head. It joins gate and
+up projection one below the other, and each rank holds a part of both.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ _GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 
 
 def hf_shapes(model: HfConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a model by its Hugging Face name, in the order of the layers. Tied output weights are left out."""
+    """Every tensor of a model by its Hugging Face name, in the order of the layers, without a tied output weight."""
     hidden, inner = model.hidden_size, model.intermediate_size
     query, key = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (model.vocab_size, hidden)}

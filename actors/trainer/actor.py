@@ -1,0 +1,94 @@
+"""The trainer actor: how a rank starts, and which part it then plays."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from anyio.abc import TaskStatus
+
+from actors.trainer.feed import Feed
+from actors.trainer.history import HISTORY
+from actors.trainer.leader import Leader
+from actors.trainer.rendezvous import meet, own_rank
+from actors.trainer.torch_thread import TorchThread
+from messages import BatchTrained, CheckpointSaved, SegmentsPublished, TrainerStarted, WeightsAnnounced
+from runtime.actor import Actor
+from runtime.bus import Bus
+from runtime.topology import Topology, num_ranks
+
+if TYPE_CHECKING:
+    from actors.trainer.engine import TrainerEngine
+
+
+class TrainerActor(Actor):
+    """Trains each batch once and publishes the weights. Rank 0 leads, other ranks follow.
+
+    A crash loses the train steps since the last checkpoint; they are trained again from the log and announce nothing
+    until the frontier of the log is reached.
+    """
+
+    reads = (*HISTORY, SegmentsPublished)
+    writes = (TrainerStarted, BatchTrained, WeightsAnnounced, CheckpointSaved)
+
+    def __init__(self, topology: Topology, bus: Bus, *, run_dir: Path) -> None:
+        """Raises ValueError when the environment speaks of other ranks than the topology."""
+        self._topology = topology
+        self._bus = bus
+        self._run_dir = run_dir
+        self._rank, self._local_rank = own_rank(topology)
+        self._leader: Leader | None = None
+
+    def stats(self) -> dict[str, float]:
+        """Where it stands, and seconds of torch work."""
+        leader = self._leader
+        if leader is None:
+            return {}
+        return {"step": leader.step, "weight_version": leader.version, "busy_s": leader.busy_s}
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Train until the last planned step, then stay to answer calls.
+
+        Raises:
+            Fenced: another trainer started after this one.
+            ValueError, OSError: the model cannot be used.
+        """
+        with TorchThread() as torch_thread:
+            store = await meet(self._topology, self._bus, self._rank)
+            if self._rank == 0:
+                await self._lead(torch_thread, store, task_status)
+                return
+            engine = await torch_thread.run(self._build_engine, store)
+            task_status.started()
+            try:
+                await torch_thread.run(engine.follow)
+            finally:
+                engine.stop_following()
+
+    async def _lead(self, torch_thread: TorchThread, store: Any, task_status: TaskStatus[None]) -> None:
+        async with anyio.create_task_group() as group:
+            feed = Feed(self._bus)
+            group.start_soon(feed.run)  # reads the log while the other thread imports torch and loads the model
+            engine = await torch_thread.run(self._build_engine, store)
+            try:
+                step = await torch_thread.run(engine.resume)
+                await feed.caught_up.wait()
+                self._leader = Leader(self._topology, self._bus, feed, torch_thread, engine, step)
+                await self._leader.announce_start()
+                task_status.started()
+                await self._leader.train_all()
+                await anyio.sleep_forever()
+            finally:
+                torch_thread.run_last(engine.close)
+
+    def _build_engine(self, store: Any) -> "TrainerEngine":
+        """On the torch thread: importing torch and Megatron takes seconds."""
+        from actors.trainer.engine import TrainerEngine
+        from actors.trainer.ranks import Ranks
+
+        rank = Ranks(
+            rank=self._rank,
+            world_size=num_ranks(self._topology.trainer),
+            local_rank=self._local_rank,
+            store=store,
+        )
+        return TrainerEngine(self._topology, self._run_dir, rank)

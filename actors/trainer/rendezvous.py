@@ -1,0 +1,74 @@
+"""How the trainer's ranks find each other: rank 0's store, whose address is in the run's KV."""
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import anyio
+import anyio.to_thread
+
+from runtime.addresses import BUS_URL_VARIABLE, Address
+from runtime.bus import Bus
+from runtime.topology import Topology, num_ranks
+
+KEY: Final = "address.trainer.rendezvous.0"
+CONNECT_TIMEOUT: Final = timedelta(seconds=10)
+RETRY_S: Final = 0.5  # a follower that finds rank 0's last address looks again for the new one
+JOIN_TIMEOUT_S: Final = 300.0
+
+
+def own_rank(topology: Topology) -> tuple[int, int]:
+    """This process's rank and its GPU's index on the node, as the node agent set them.
+
+    Raises:
+        ValueError: the environment speaks of another number of ranks than the topology.
+    """
+    world = num_ranks(topology.trainer)
+    declared = int(os.environ.get("WORLD_SIZE", world))
+    if declared != world:
+        raise ValueError(f"WORLD_SIZE = {declared}, but the topology has {world} trainer ranks")
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+
+
+async def meet(topology: Topology, bus: Bus, rank: int) -> Any:
+    """The store that all ranks share; None when there is only one.
+
+    Raises:
+        TimeoutError: rank 0 was not found in JOIN_TIMEOUT_S.
+    """
+    world = num_ranks(topology.trainer)
+    if world == 1:
+        return None
+    if rank == 0:
+        host = _own_address(topology)
+        store = await anyio.to_thread.run_sync(_make_store, host, 0, world, True)
+        await bus.kv.put(KEY, Address(url=f"tcp://{host}:{store.port}"))
+        return store
+    with anyio.fail_after(JOIN_TIMEOUT_S):
+        while True:
+            entry = await bus.kv.get(KEY, Address)
+            if entry is not None and entry.value is not None:
+                host, _, port = entry.value.url.removeprefix("tcp://").rpartition(":")
+                try:
+                    return await anyio.to_thread.run_sync(_make_store, host, int(port), world, False)
+                except RuntimeError:  # torch's DistError: nobody listens there, or not a store
+                    pass
+            await anyio.sleep(RETRY_S)
+
+
+def _make_store(host: str, port: int, world: int, is_master: bool) -> Any:
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented as public
+
+    return TCPStore(host, port, world, is_master, timeout=CONNECT_TIMEOUT, wait_for_workers=False)
+
+
+def _own_address(topology: Topology) -> str:
+    """An address at which other ranks reach this process."""
+    if len(topology.nodes) == 1:
+        return "127.0.0.1"
+    server = urlsplit(os.environ[BUS_URL_VARIABLE])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((server.hostname, server.port or 4222))  # sends nothing; asks the kernel for the way there
+        return probe.getsockname()[0]

@@ -1,0 +1,44 @@
+"""The one thread that runs torch, beside the event loop."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, Self, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class TorchThread:
+    """Runs calls one after another on a thread of its own, which it keeps for as long as it is open.
+
+    Torch has state per thread: the CPU shim, the current device, autograd. A call cannot be interrupted; cancelling
+    whoever waits for it leaves it running, and closing waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch", initializer=_enter_thread)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._executor.shutdown(wait=True)
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function on the thread and wait for its result."""
+        return await asyncio.wrap_future(self._executor.submit(function, *args, **kwargs))
+
+    def run_last(self, function: Callable[[], Any]) -> None:
+        """Have a function called before the thread ends, without waiting for it here."""
+        self._executor.submit(function)
+
+
+def _enter_thread() -> None:
+    import torch  # heavy: the event loop serves calls while this thread imports it
+
+    from actors.trainer import cpu
+
+    if cpu.needed():
+        torch.set_num_threads(1)  # a second one made tiny models 10 to 200 times slower on a busy machine
+        cpu.CpuMode().__enter__()
