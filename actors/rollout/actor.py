@@ -69,7 +69,7 @@ class RolloutActor(Actor):
         self._topology = topology
         self._slots = Slots(engines.concurrency * num_engines(engines))
         self._num_groups = 0
-        self._generator: Generator | None = None
+        self._announced_at = 0.0
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         connector = aiohttp.TCPConnector(limit=0)  # the slots are the limit
@@ -77,11 +77,11 @@ class RolloutActor(Actor):
             http = Http(session)
             fleet = Fleet(http)
             tools = self._tools(http, fleet)
-            self._generator = tools.generator
             await group.start(tools.scorer.run)
             group.start_soon(self._watch_engines, fleet)
             group.start_soon(self._watch_router, fleet)
             group.start_soon(self._follow_log, fleet, tools.generator)
+            group.start_soon(self._report_versions, fleet)
             group.start_soon(self._pull_groups, tools)
             group.start_soon(self._pull_evals, tools)
             task_status.started()
@@ -139,18 +139,20 @@ class RolloutActor(Actor):
                     case WeightsAnnounced():
                         newest = received.message
                 if newest is not None and received.pending == 0:
-                    await self._apply(fleet, newest)
+                    self._announced_at = time.monotonic()
+                    await fleet.update(newest)
                     newest = None
 
-    async def _apply(self, fleet: Fleet, announced: WeightsAnnounced) -> None:
-        started = time.monotonic()
-        confirmed = await fleet.update(announced)
-        took_s = time.monotonic() - started
-        log.info("weights_applied", weight_version=announced.version, engines=confirmed, took_s=took_s)
-        if confirmed:
+    async def _report_versions(self, fleet: Fleet) -> None:
+        """Say so each time the engines have confirmed a newer version."""
+        version = 0
+        while True:
+            version = await fleet.next_version(version)
+            took_s = time.monotonic() - self._announced_at
+            log.info("weights_applied", weight_version=version, engines=fleet.num_admitted(), took_s=took_s)
             await self._bus.publish(
                 WeightsApplied(
-                    version=announced.version, instance=self._bus.name, num_engines=confirmed, took_s=took_s
+                    version=version, instance=self._bus.name, num_engines=fleet.num_admitted(), took_s=took_s
                 )
             )
 
@@ -303,4 +305,3 @@ async def _released(slots: Slots, taken: int) -> AsyncGenerator[_Release]:
         yield release
     finally:
         await release()
-

@@ -77,6 +77,13 @@ class Fleet:
                 await self._changed.wait()
             return False
 
+    async def next_version(self, after: int) -> int:
+        """Wait until all admitted engines have confirmed a version above `after`; return it."""
+        async with self._changed:
+            while self.version <= after:
+                await self._changed.wait()
+            return self.version
+
     async def notify(self) -> None:
         """Let the waiting look again."""
         async with self._changed:
@@ -114,19 +121,14 @@ class Fleet:
                 while engine.admitted:
                     await self._changed.wait()
 
-    async def update(self, announced: WeightsAnnounced) -> int:
-        """Give all live engines new weights and have them confirmed.
-
-        Returns:
-            How many engines confirmed. One that fails is no longer admitted; its agent restarts it.
-        """
+    async def update(self, announced: WeightsAnnounced) -> None:
+        """Give all admitted engines new weights and have them confirmed. One that fails is no longer admitted."""
         async with self._update_lock:
             self._announced = announced
             async with anyio.create_task_group() as group:
                 for engine in self._admitted():
                     group.start_soon(self._update_or_expel, engine, announced)
         await self.notify()
-        return sum(engine.version == announced.version for engine in self._admitted())
 
     async def report_unavailable(self) -> None:
         """A request failed: find out which engines do not answer and stop admitting them until they are back."""

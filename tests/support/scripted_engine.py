@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ class ScriptedEngine:
     hold: bool = False  # requests stay in flight until released or aborted
     requests: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     updates: list[str] = field(default_factory=list[str])
+    _broken: bool = False
     _running: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
     _aborted: set[str] = field(default_factory=set[str])
     _arrived: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -43,6 +45,11 @@ class ScriptedEngine:
         self.hold = False
         for event in self._running.values():
             event.set()
+
+    def break_connections(self) -> None:
+        """Lose every request that is in flight, as a killed engine does."""
+        self._broken = True
+        self.release()
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=2**28)
@@ -60,13 +67,18 @@ class ScriptedEngine:
             self.requests.append(body)
             self._arrived.notify_all()
         prompts = body["input_ids"]
+        answer = await self._answer(body, prompts)
+        if self._broken and request.transport is not None:
+            request.transport.close()
+        return web.json_response(answer)
+
+    async def _answer(self, body: dict[str, Any], prompts: Any) -> Any:
         if not isinstance(prompts[0], list):
-            return web.json_response(await self._one(body["rid"], prompts, body["sampling_params"]))
+            return await self._one(body["rid"], prompts, body["sampling_params"])
         members = [
-            self._one(f"{body['rid']}_{index}", prompt, body["sampling_params"])
-            for index, prompt in enumerate(prompts)
+            self._one(f"{body['rid']}_{index}", prompt, body["sampling_params"]) for index, prompt in enumerate(prompts)
         ]
-        return web.json_response(await asyncio.gather(*members))
+        return await asyncio.gather(*members)
 
     async def _one(self, rid: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
         ids = self.script(prompt, params)
@@ -114,6 +126,7 @@ class ScriptedEngine:
 @asynccontextmanager
 async def serving(engine: ScriptedEngine, port: int = 0) -> AsyncIterator[ScriptedEngine]:
     """The engine on a port of its own for the duration of a block."""
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # the router greets in HTTP/2 first
     runner = web.AppRunner(engine.app(), access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     try:

@@ -1,0 +1,249 @@
+"""A rollout actor between the real bus, the real router and a scripted engine."""
+
+import json
+import urllib.request
+from collections.abc import Iterator
+
+import anyio
+import pytest
+from aiohttp import web
+
+from messages import (
+    BatchTrained,
+    EvalCompleted,
+    EvalRequested,
+    GroupAborted,
+    GroupCompleted,
+    GroupFailed,
+    Int32Array,
+    Prompt,
+    RoundHalted,
+    SampleStatus,
+    SamplingParams,
+    Score,
+    ScoreRequested,
+    ScoresGiven,
+    SegmentsPublished,
+    WeightsApplied,
+)
+from runtime.addresses import Address, address_key
+from runtime.bus import Bus
+from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
+from tests.support.rollout import router_url as router_url  # a fixture
+from tests.support.scripted_engine import ScriptedEngine, serving
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_group_is_generated_stored_scored_and_completed(bus: Bus, router_url: str) -> None:
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus, 0.5)
+        async with rollout_actor(bus, router_url, [engine], topology_with()):
+            await bus.publish(announcement(1))
+            await bus.publish(task(3))
+            event = await completed(bus)
+        group.cancel_scope.cancel()
+    assert (event.group_id, event.attempt, len(event.samples)) == (3, 0, 2)
+    for sample in event.samples:
+        assert (sample.status, sample.reward, sample.response_len) == (SampleStatus.COMPLETED, 0.5, 4)
+        assert (sample.first_version, sample.last_version) == (1, 1)
+        (ref,) = sample.segments
+        segment = (await bus.fetch(SegmentsPublished, ref.seq)).segments[ref.position]
+        assert segment.sample.index == sample.index
+        assert segment.prompt_ids.tolist() == [7, 8]
+        assert segment.response_ids.tolist() == [1, 2, 3, 4]
+
+
+async def test_nothing_is_asked_of_an_engine_before_it_confirmed_the_weights(bus: Bus, router_url: str) -> None:
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology_with()):
+            await bus.publish(task(0))
+            await bus.publish(announcement(1))
+            await completed(bus)
+            applied, _ = await next_event(bus, WeightsApplied)
+        group.cancel_scope.cancel()
+    assert isinstance(applied, WeightsApplied)
+    assert (applied.version, applied.num_engines) == (1, 1)
+    assert engine.updates == ["/weights/v1"]
+    assert engine.version == "1"
+
+
+async def test_an_engine_with_other_weights_than_announced_gets_no_work(bus: Bus, router_url: str) -> None:
+    wrong = ScriptedEngine(checksum="other")
+    async with serving(wrong), serving(ScriptedEngine()) as right, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [wrong, right], topology_with()):
+            await bus.publish(announcement(1))
+            applied, _ = await next_event(bus, WeightsApplied)
+            assert isinstance(applied, WeightsApplied)
+            for group_id in range(4):
+                await bus.publish(task(group_id))
+            async with bus.read(GroupCompleted) as events:
+                versions = [(await events.next(15)) for _ in range(4)]
+        group.cancel_scope.cancel()
+    assert all(event is not None and event.message.samples[0].first_version == 1 for event in versions)
+    assert right.requests
+
+
+@pytest.mark.parametrize("batch_requests", [False, True])
+async def test_a_halt_gives_the_group_back_with_its_tokens_and_resume_continues_from_them(
+    bus: Bus, router_url: str, batch_requests: bool
+) -> None:
+    engine = ScriptedEngine(hold=True)
+    pool = {"policy": {"kind": "embedded", "concurrency": 8, "batch_requests": batch_requests}}
+    async with serving(engine), anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology_with(engines=pool)):
+            await bus.publish(announcement(1))
+            await bus.publish(task(0))
+            await engine.wait_for_requests(1 if batch_requests else 2)
+            await bus.publish(RoundHalted(incarnation=1, round=0))
+            aborted, _ = await next_event(bus, GroupAborted)
+            assert isinstance(aborted, GroupAborted)
+            assert [(s.status, s.response_len) for s in aborted.samples] == [(SampleStatus.ABORTED, 2)] * 2
+            engine.hold = False
+            await bus.publish(task(0, attempt=1, round=1, carried=aborted.samples))
+            event = await completed(bus)
+        group.cancel_scope.cancel()
+    resumed = engine.requests[-1]
+    assert resumed["input_ids"] == [7, 8, 1, 2]
+    assert resumed["sampling_params"]["max_new_tokens"] == 6
+    assert event.attempt == 1
+    for sample in event.samples:
+        assert (len(sample.segments), sample.response_len, sample.reward) == (2, 6, 1.0)
+    second = await bus.fetch(SegmentsPublished, event.samples[0].segments[1].seq)
+    assert second.segments[0].prompt_ids.tolist() == []  # nothing new: it goes on
+
+
+async def test_a_task_of_a_halted_round_is_given_back_untouched(bus: Bus, router_url: str) -> None:
+    async with serving(ScriptedEngine()) as engine, rollout_actor(bus, router_url, [engine], topology_with()):
+        await bus.publish(announcement(1))
+        await bus.publish(RoundHalted(incarnation=1, round=4))
+        await next_event(bus, WeightsApplied)
+        await bus.publish(task(0, round=4))
+        aborted, _ = await next_event(bus, GroupAborted)
+    assert isinstance(aborted, GroupAborted)
+    assert not engine.requests
+
+
+async def test_a_finished_member_is_not_generated_again_only_scored(bus: Bus, router_url: str) -> None:
+    engine = ScriptedEngine()
+    async with serving(engine), anyio.create_task_group() as group:
+        async with rollout_actor(bus, router_url, [engine], topology_with()):
+            await bus.publish(announcement(1))
+            await bus.publish(task(0))
+            await engine.wait_for_requests(2)
+            await _until_asked(bus)  # generated; nobody grades
+            await bus.publish(RoundHalted(incarnation=1, round=0))
+            aborted, _ = await next_event(bus, GroupAborted)
+            assert isinstance(aborted, GroupAborted)
+            assert [sample.status for sample in aborted.samples] == [SampleStatus.COMPLETED] * 2
+            group.start_soon(grade, bus, 0.25)
+            await bus.publish(task(0, attempt=1, round=1, carried=aborted.samples))
+            event = await completed(bus)
+        group.cancel_scope.cancel()
+    assert len(engine.requests) == 2
+    assert [sample.reward for sample in event.samples] == [0.25, 0.25]
+
+
+async def _until_asked(bus: Bus) -> None:
+    async with bus.consume(ScoreRequested, durable="reward") as deliveries:
+        items = 0
+        while items < 2:
+            delivery = await deliveries.next(10)
+            assert delivery is not None
+            items += len(delivery.message.items)
+            await delivery.ack()
+
+
+async def test_a_request_that_the_engine_refuses_fails_its_group(bus: Bus, router_url: str) -> None:
+    def refuse(prompt: list[int], params: dict[str, object]) -> list[int]:
+        raise web.HTTPBadRequest(text='{"error": {"message": "token 8 is not in the vocabulary"}}')
+
+    async with (
+        serving(ScriptedEngine(script=refuse)) as engine,
+        rollout_actor(bus, router_url, [engine], topology_with()),
+    ):
+        await bus.publish(announcement(1))
+        await bus.publish(task(0))
+        failed, _ = await next_event(bus, GroupFailed)
+    assert isinstance(failed, GroupFailed)
+    assert "not in the vocabulary" in failed.reason
+
+
+@pytest.mark.parametrize(("on_failure", "kind"), [("drop", GroupFailed), ("zero", GroupCompleted)])
+async def test_a_sample_without_a_reward_follows_the_policy(
+    bus: Bus, router_url: str, on_failure: str, kind: type[GroupFailed | GroupCompleted]
+) -> None:
+    async def fail() -> None:
+        async with bus.consume(ScoreRequested, durable="reward") as deliveries:
+            async for delivery in deliveries:
+                request = delivery.message
+                scores = tuple(Score(index=item.index, error="timeout") for item in request.items)
+                await bus.notify(ScoresGiven(request_id=request.request_id, scores=scores), to=request.reply_to)
+                await delivery.ack()
+
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(fail)
+        async with rollout_actor(bus, router_url, [engine], topology_with(reward={"on_failure": on_failure})):
+            await bus.publish(announcement(1))
+            await bus.publish(task(0))
+            event, _ = await next_event(bus, GroupFailed, GroupCompleted)
+        group.cancel_scope.cancel()
+    assert isinstance(event, kind)
+    if isinstance(event, GroupCompleted):
+        assert [sample.reward for sample in event.samples] == [0.0, 0.0]
+    else:
+        assert event.reason == "reward: timeout"
+
+
+async def test_a_lost_request_is_sent_again_once_the_engine_is_back(bus: Bus, router_url: str) -> None:
+    first = ScriptedEngine(hold=True)
+    async with anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with serving(ScriptedEngine()) as second:
+            async with serving(first), rollout_actor(bus, router_url, [first], topology_with()):
+                await bus.publish(announcement(1))
+                await bus.publish(task(0))
+                await first.wait_for_requests(2)
+                first.break_connections()
+                await bus.kv.put(address_key("engine", "policy", 0), Address(url=second.url))
+                event = await completed(bus)
+        group.cancel_scope.cancel()
+    assert second.updates == ["/weights/v1"]  # brought to the current weights before it got work
+    assert [sample.response_len for sample in event.samples] == [4, 4]
+
+
+async def test_an_evaluation_item_is_scored_and_untouched_by_halts(bus: Bus, router_url: str) -> None:
+    engine = ScriptedEngine(hold=True)
+    prompt = Prompt(data="e", row=0, text="p", prompt_ids=Int32Array([7]), label="1", rm_type="exact_match")
+    request = EvalRequested(
+        step=0, set="test", item=5, version=1, prompt=prompt, num_samples=1, sampling=SamplingParams(max_new_tokens=8)
+    )
+    async with serving(engine), anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology_with()):
+            await bus.publish(announcement(1))
+            await bus.publish(request)
+            await bus.publish(task(0))
+            await engine.wait_for_requests(3)
+            await bus.publish(RoundHalted(incarnation=1, round=0))
+            await next_event(bus, GroupAborted)
+            engine.release()
+            event, _ = await next_event(bus, EvalCompleted)
+        group.cancel_scope.cancel()
+    assert isinstance(event, EvalCompleted)
+    assert (event.item, event.samples[0].reward, event.samples[0].response_len) == (5, 1.0, 4)
+    assert BatchTrained.topic  # the event never enters the training ledger: it has no group
+
+
+@pytest.fixture(autouse=True)
+def fresh_router(router_url: str) -> Iterator[None]:
+    """No engine of another test is left at the router."""
+    yield
+    with urllib.request.urlopen(f"{router_url}/workers", timeout=5) as answer:
+        workers = json.load(answer)["workers"]
+    for worker in workers:
+        request = urllib.request.Request(f"{router_url}/workers/{worker['id']}", method="DELETE")
+        urllib.request.urlopen(request, timeout=5).close()

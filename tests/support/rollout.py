@@ -1,0 +1,132 @@
+"""The real router, and a rollout actor between it, a scripted engine and the bus."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from actors.registry import hosted
+from messages import (
+    GroupCompleted,
+    Int32Array,
+    Message,
+    Prompt,
+    RolloutRequested,
+    SampleSummary,
+    SamplingParams,
+    Score,
+    ScoreRequested,
+    ScoresGiven,
+    WeightsAnnounced,
+)
+from runtime.actor import host
+from runtime.addresses import Address, address_key
+from runtime.bus import Bus
+from runtime.topology import Topology
+from tests.support.scripted_engine import ScriptedEngine
+
+RECIPE: dict[str, Any] = {
+    "run": {"name": "t"},
+    "model": {"hf_checkpoint": "none"},
+    "data": [{"name": "d", "path": "none", "rm_type": "exact_match"}],
+    "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_response_len": 8},
+    "train": {"num_steps": 3},
+    "engines": {"policy": {"kind": "embedded", "concurrency": 8}},
+}
+
+
+def topology_with(**tables: Any) -> Topology:
+    """A small topology; each argument replaces or extends a table."""
+    merged: dict[str, Any] = {**RECIPE, **tables}
+    for name, table in RECIPE.items():
+        if isinstance(table, dict) and name != "engines":
+            merged[name] = {**table, **tables.get(name, {})}
+    return msgspec.convert(merged, Topology)
+
+
+@pytest.fixture(scope="session")
+def router_url() -> Iterator[str]:
+    """A real sglang-router of the session. Each test registers its own engines and removes them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--policy", "round_robin", "--disable-retries", "--disable-circuit-breaker", "--log-level", "error"]
+    command += ["--prometheus-host", "127.0.0.2", "--prometheus-port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def announcement(version: int, *, step: int = 0) -> WeightsAnnounced:
+    return WeightsAnnounced(
+        version=version, step=step, incarnation=1, path=f"/weights/v{version}", checksum="sum", size_bytes=1
+    )
+
+
+def task(
+    group_id: int, *, attempt: int = 0, round: int = 0, carried: tuple[SampleSummary, ...] = ()
+) -> RolloutRequested:
+    prompt = Prompt(data="d", row=0, text="p", prompt_ids=Int32Array([7, 8]), label="1", rm_type="exact_match")
+    return RolloutRequested(
+        group_id=group_id,
+        attempt=attempt,
+        round=round,
+        min_version=1,
+        prompt=prompt,
+        num_samples=2,
+        sampling=SamplingParams(max_new_tokens=8),
+        carried=carried,
+    )
+
+
+async def grade(bus: Bus, reward: float = 1.0) -> None:
+    """A reward worker that gives everything the same reward, for ever."""
+    async with bus.consume(ScoreRequested, durable="reward") as deliveries:
+        async for delivery in deliveries:
+            request = delivery.message
+            scores = tuple(Score(index=item.index, part=item.part, reward=reward) for item in request.items)
+            await bus.notify(ScoresGiven(request_id=request.request_id, scores=scores), to=request.reply_to)
+            await delivery.ack()
+
+
+@asynccontextmanager
+async def rollout_actor(
+    bus: Bus, router_url: str, engines: list[ScriptedEngine], topology: Topology
+) -> AsyncGenerator[None]:
+    """A rollout actor at work on some engines."""
+    for index, engine in enumerate(engines):
+        await bus.kv.put(address_key("engine", "policy", index), Address(url=engine.url))
+    await bus.kv.put(address_key("router", "policy", 0), Address(url=router_url))
+    async with anyio.create_task_group() as group:
+        group.start_soon(host, bus, [hosted("rollout", topology, Path())])
+        try:
+            yield
+        finally:
+            group.cancel_scope.cancel()
+
+
+async def next_event(
+    bus: Bus, *types: type[Message], from_seq: int = 1, timeout_s: float = 15.0
+) -> tuple[Message, int]:
+    """The first event of some types from a log sequence on, and its sequence."""
+    async with bus.read(*types, from_seq=from_seq) as events:
+        received = await events.next(timeout_s)
+        assert received is not None, f"no {[t.__name__ for t in types]} within {timeout_s} s"
+        return received.message, received.seq
+
+
+async def completed(bus: Bus) -> GroupCompleted:
+    message, _ = await next_event(bus, GroupCompleted)
+    assert isinstance(message, GroupCompleted)
+    return message
