@@ -30,7 +30,7 @@ from runtime.agent.processes import (
 )
 from runtime.agent.rundir import BUS_FILE, METRICS_FILE
 from runtime.agent.supervisor import Supervision
-from runtime.bus import Bus, BusError, BusUnavailable, StreamLimits
+from runtime.bus import Bus, BusError, BusLimits, BusUnavailable, StreamLimits
 from runtime.bus.server import ServerSettings, server_command, wait_ready, write_config
 from runtime.metrics_file import MetricsFile
 from runtime.report import FirstSample, Line, Report, RowDone
@@ -43,6 +43,7 @@ BUS_STOP_S = 1.5
 CHANGES_BOUND = 1000  # of processes, waiting to be told
 STOP_DEADLINE_S = 9.5  # from the wish to stop to the kill of all
 SAMPLE_TIMEOUT_S = 10.0
+BUS_LIMITS = BusLimits(drain_timeout_s=1.0)  # at the end the server may be gone before
 
 Show = Callable[[str], None]
 TextOf = Callable[[Sequence[int]], str]
@@ -120,7 +121,8 @@ class NodeAgent:
         await _first_of(self._bus_ready, self._ending)
         if self._ending.is_set() or self._bus_url is None:
             return
-        async with Bus.connect(self._bus_url, self._plan.run, name=f"agent-{self._plan.node}") as bus:
+        name = f"agent-{self._plan.node}"
+        async with Bus.connect(self._bus_url, self._plan.run, name=name, limits=BUS_LIMITS) as bus:
             await bus.ensure_streams(self._plan.limits)
             await self._forget_addresses(bus)
             for spec in self._plan.processes:

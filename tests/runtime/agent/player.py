@@ -5,6 +5,8 @@ player.py STEPS [--then finish|sleep|crash|input_error|fenced] [--wait FILE]
 
 import argparse
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -59,7 +61,11 @@ async def main() -> int:
             await bus.publish(RunFinished(incarnation=1, steps=args.steps, reason="all steps trained"))
     if args.then == "crash":
         raise RuntimeError("the player stumbled")
-    if args.then in ("finish", "sleep"):
+    if args.then == "hang":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if args.then == "family":  # a grandchild in a session of its own
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)  # noqa: ASYNC220
+    if args.then in ("finish", "sleep", "hang", "family"):
         time.sleep(60)  # noqa: ASYNC251 - until it is stopped
     return {"input_error": 2, "fenced": 3}[args.then]
 

@@ -1,0 +1,152 @@
+"""Start the run that a topology file describes, or resume it, and follow it to its end."""
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from actors.processes import process_specs  # noqa: E402 - found in place, without an installation
+from runtime.check import check_files  # noqa: E402
+from runtime.config import TopologyError  # noqa: E402
+from runtime.load import LoadedTopology, load_topology  # noqa: E402
+from runtime.plan import draw, plan_of  # noqa: E402
+from runtime.topology import Topology  # noqa: E402
+
+if TYPE_CHECKING:
+    from runtime.agent.start import SpecsOf
+
+COMMAND = "bin/start-topology"
+EXIT_OK, EXIT_WRONG_INPUT, EXIT_INTERRUPTED = 0, 2, 130
+
+DESCRIPTION = """Start the run that a topology file describes, or resume it, and follow it to its end.
+
+The run lives in runs/<run.name>/: resolved topology, logs, checkpoints, metrics.jsonl, the bus's store."""
+EPILOG = """exit codes: 0 finished, 1 the run failed, 2 wrong input, 130 stopped by Ctrl-C (the same command resumes it;
+a second Ctrl-C stops at once)"""
+
+
+class WrongInput(Exception):
+    """The command cannot do what was asked; the text says why and what to do."""
+
+
+class Screen:
+    """Prints for people until nobody reads any more (`| head`); the run goes on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream: TextIO | None = stream
+
+    def show(self, text: str) -> None:
+        if self._stream is None:
+            return
+        try:
+            print(text, file=self._stream, flush=True)
+        except BrokenPipeError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())  # or the interpreter complains when it flushes at its end
+            os.close(null)
+            self._stream = None
+
+
+def main(argv: list[str] | None = None, *, specs_of: "SpecsOf | None" = None) -> int:
+    """Returns the exit code.
+
+    Args:
+        specs_of: which processes a topology has on a node; by default what actors.processes says.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        loaded = load_topology(args.topology, args.set)
+        specs_of = specs_of or process_specs
+        if args.check or args.plan:
+            return _inspect(loaded, specs_of, plan=args.plan)
+        return _start(loaded, args, specs_of)
+    except (TopologyError, WrongInput) as error:
+        print(error, file=sys.stderr)
+        return EXIT_WRONG_INPUT
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=COMMAND,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("topology", type=Path, help="a file from topologies/")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key, as in train.num_steps=5")
+    add("--check", action="store_true", help="validate the topology and stop")
+    add("--plan", action="store_true", help="draw what would run where, with sizes, and stop")
+    add("--node", metavar="NAME", help="which node of the topology this machine is")
+    add("--json", action="store_true", help="one JSON line on standard output, all else on standard error")
+    add("--fresh", nargs="?", const="", metavar="RUN", help="start over; RUN names the existing run to discard")
+    return parser
+
+
+def _node_of(topology: Topology, wanted: str | None) -> str:
+    names = list(topology.nodes)
+    if wanted is None and len(names) == 1:
+        return names[0]
+    if wanted is None or wanted not in topology.nodes:
+        said = "this topology has several nodes" if wanted is None else f"there is no node {wanted!r}"
+        raise WrongInput(f"{said}: choose one with --node, of {', '.join(names)}")
+    return wanted
+
+
+def _inspect(loaded: LoadedTopology, specs_of: "SpecsOf", *, plan: bool) -> int:
+    topology = loaded.topology
+    if plan:
+        run_dir = Path(topology.run.dir) / topology.run.name
+        specs = {name: specs_of(topology, name, run_dir) for name in topology.nodes}
+        print(draw(topology, plan_of(topology, specs)))
+    checked = check_files(loaded)
+    for note in checked.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if checked.problems:
+        raise TopologyError(checked.problems)
+    if not plan:
+        print(f"{loaded.loaded.files[-1]}: valid")
+    return EXIT_OK
+
+
+def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf") -> int:
+    topology = loaded.topology
+    node = _node_of(topology, args.node)
+    screen = Screen(sys.stderr if args.json else sys.stdout)
+    checked = check_files(loaded, node)
+    if checked.problems:
+        raise TopologyError(checked.problems)
+    for note in checked.notes:
+        screen.show(f"note: {note}")
+
+    from runtime.agent.start import RunRefused, Wish, start  # brings the bus along, which the rest can do without
+
+    wish = Wish(node=node, fresh=args.fresh, command=_command_of(args))
+    try:
+        end = start(topology, wish, specs_of=specs_of, show=screen.show)
+    except RunRefused as error:
+        raise WrongInput(str(error)) from error
+    if args.json:
+        print(end.result_json)
+    return end.exit_code
+
+
+def _command_of(args: argparse.Namespace) -> str:
+    """The command that resumes this run."""
+    words = [COMMAND, str(args.topology)]
+    for override in args.set:
+        words += ["--set", override]
+    if args.node is not None:
+        words += ["--node", args.node]
+    return shlex.join(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""From a checked topology to the end of its run on this node."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from runtime.agent.claim import Claim, RunClaimed
+from runtime.agent.node import NodeAgent, NodePlan, Outcome, Show, TextOf, command_started, exit_code_of
+from runtime.agent.processes import GivenUp, ProcessSpec
+from runtime.agent.rundir import (
+    METRICS_FILE,
+    TOPOLOGY_FILE,
+    RunRefused,
+    StoredResult,
+    discard,
+    prepare,
+    store_result,
+    stored_result,
+)
+from runtime.bus.server import ServerSettings
+from runtime.logs import configure_logging
+from runtime.plan import stream_limits, stream_sizes
+from runtime.topology import Topology, bus_node
+
+__all__ = ["End", "RunRefused", "SpecsOf", "Wish", "start"]
+
+SpecsOf = Callable[[Topology, str, Path], Sequence[ProcessSpec]]
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """What the person asked for beside the topology."""
+
+    node: str
+    command: str  # that resumes the run, to be shown
+    fresh: str | None = None  # start over; the name of the run to discard, "" for none
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True):
+    """How the command ends."""
+
+    exit_code: int
+    result_json: str
+
+
+def start(topology: Topology, wish: Wish, *, specs_of: SpecsOf, show: Show) -> End:
+    """Start or resume a run and follow it to its end.
+
+    Args:
+        specs_of: which processes the topology has on a node.
+        show: prints for people.
+
+    Raises:
+        RunRefused: it cannot be started like this.
+    """
+    run_dir = Path(topology.run.dir) / topology.run.name
+    _check(topology, wish, run_dir)
+    try:
+        with Claim.take(run_dir, node=wish.node if len(topology.nodes) > 1 else None) as claim:
+            if wish.fresh is not None:
+                discard(claim)
+            stored = stored_result(run_dir)
+            if stored is not None and stored.finished:
+                _show_all(show, _lines_of_a_finished_run(stored, topology.run.name, run_dir, wish))
+                return End(exit_code=0, result_json=_json_of(stored))
+            for change in prepare(claim, topology):
+                show(f"changed since the last start: {change}")
+            return _run(_plan(topology, wish, claim, specs_of), topology, wish, show)
+    except RunClaimed as error:
+        raise RunRefused(str(error)) from error
+    except OSError as error:
+        raise RunRefused(f"{run_dir}: {error}") from error
+
+
+def _check(topology: Topology, wish: Wish, run_dir: Path) -> None:
+    run, fresh = topology.run.name, wish.fresh
+    if fresh and fresh != run:
+        raise RunRefused(f"--fresh {fresh}: this topology's run is {run}; nothing was discarded")
+    if fresh == "" and (run_dir / TOPOLOGY_FILE).exists():
+        raise RunRefused(f"{run_dir} exists; to discard that run and start over, name it: --fresh {run}")
+    if len(topology.nodes) > 1 and topology.bus.url is None:
+        raise RunRefused("several nodes need a NATS server that all of them reach: set bus.url")
+
+
+def _plan(topology: Topology, wish: Wish, claim: Claim, specs_of: SpecsOf) -> NodePlan:
+    return NodePlan(
+        run=topology.run.name,
+        node=wish.node,
+        run_dir=claim.run_dir,
+        incarnation=claim.raise_incarnation(),
+        num_steps=topology.train.num_steps,
+        started=command_started(),
+        processes=tuple(specs_of(topology, wish.node, claim.run_dir)),
+        server=_server(topology, claim.run_dir) if bus_node(topology) == wish.node else None,
+        bus_url=topology.bus.url,
+        limits=stream_limits(topology),
+        keeps_metrics=wish.node == next(iter(topology.nodes)),
+    )
+
+
+def _server(topology: Topology, run_dir: Path) -> ServerSettings:
+    limits = stream_limits(topology)
+    return ServerSettings(
+        store_dir=run_dir / "nats",
+        port=topology.bus.port or -1,
+        max_payload=stream_sizes(topology).max_payload_bytes,
+        max_file_store=limits.event_bytes + limits.work_bytes + limits.data_bytes + limits.dead_bytes + limits.kv_bytes,
+    )
+
+
+def _run(plan: NodePlan, topology: Topology, wish: Wish, show: Show) -> End:
+    log_path = plan.run_dir / "logs" / "agent.jsonl"
+    log_path.parent.mkdir(exist_ok=True)
+    with log_path.open("a", encoding="utf-8") as log_file:
+        configure_logging("agent", plan.run, log_file)
+        show(f"{'resuming' if plan.incarnation > 1 else 'starting'} run {plan.run} in {plan.run_dir}")
+        agent = NodeAgent(plan, show=show, text_of=_text_of(topology.model.hf_checkpoint))
+        outcome = anyio.run(agent.run, backend="asyncio")  # the plain loop: children are forked from the main thread
+    now = time.time()
+    stored = StoredResult(finished=outcome.finished, result=agent.report.result(now))
+    store_result(plan.run_dir, stored)
+    _show_all(show, ["", _headline(plan.run, outcome), *agent.report.summary(now)])
+    _show_all(show, _what_next(plan.run, plan.run_dir, wish, finished=outcome.finished))
+    if outcome.failure is not None:
+        _show_all(show, _lines_of_a_failure(outcome.failure))
+    return End(exit_code=exit_code_of(outcome), result_json=_json_of(stored))
+
+
+def _headline(run: str, outcome: Outcome) -> str:
+    if outcome.finished:
+        return f"run {run} finished"
+    if outcome.stopped_by is not None:
+        return f"run {run} stopped"
+    if outcome.failure is not None:
+        return f"run {run} failed: {outcome.failure.spec.name}: {outcome.failure.reason}"
+    return f"run {run} failed: {outcome.error}"
+
+
+def _what_next(run: str, run_dir: Path, wish: Wish, *, finished: bool) -> Iterator[str]:
+    yield f"run dir   {run_dir}"
+    yield f"inspect   {run_dir / METRICS_FILE}, {run_dir / 'logs'}/<process>.jsonl"
+    if finished:
+        yield f"again     {wish.command} --fresh {run}"
+    else:
+        yield f"continue  {wish.command}"
+
+
+def _lines_of_a_finished_run(stored: StoredResult, run: str, run_dir: Path, wish: Wish) -> Iterator[str]:
+    result = stored.result
+    reward = "" if result.reward_last is None else f", reward {result.reward_last:.3f}"
+    yield f"run {run} is finished: {result.steps} steps{reward}"
+    yield f"to start over and discard it: {wish.command} --fresh {run}"
+    yield from _what_next(run, run_dir, wish, finished=True)
+
+
+def _lines_of_a_failure(failure: GivenUp) -> Iterator[str]:
+    yield f"failed    {failure.spec.name}: {failure.reason}"
+    yield f"its log   {failure.log}"
+    if failure.tail:
+        yield f"its last {len(failure.tail)} lines:"
+        yield from (f"  {line}" for line in failure.tail)
+
+
+def _text_of(checkpoint: str) -> TextOf | None:
+    """Token ids as text, if the model's tokenizer lies here."""
+    path = Path(checkpoint) / "tokenizer.json"
+    if not path.exists():
+        return None
+
+    def text_of(ids: Sequence[int]) -> str:
+        from tokenizers import Tokenizer  # some 50 ms that --help need not wait for
+
+        return str(Tokenizer.from_file(str(path)).decode(list(ids), skip_special_tokens=False))
+
+    return text_of
+
+
+def _json_of(stored: StoredResult) -> str:
+    return msgspec.json.encode(stored.result).decode()
+
+
+def _show_all(show: Show, lines: Iterator[str] | Sequence[str]) -> None:
+    for line in lines:
+        show(line)

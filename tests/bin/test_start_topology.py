@@ -1,0 +1,252 @@
+"""bin/start-topology, as a person starts it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import psutil
+import pytest
+
+from runtime.agent.guardian import MARK_VARIABLE
+
+ROOT = Path(__file__).parents[2]
+TOPOLOGY = ROOT / "topologies" / "laptop.toml"
+COMMAND = ROOT / "bin" / "start_topology.py"
+DRIVER = ROOT / "tests" / "bin" / "driver.py"
+
+
+class Started:
+    """A started command whose output is read line by line."""
+
+    def __init__(self, process: subprocess.Popen[str], output: IO[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self._output = output
+
+    def until(self, part: str) -> str:
+        """Read to the first line that holds a text."""
+        for line in self._output:
+            self.lines.append(line.rstrip("\n"))
+            if part in line:
+                return line
+        raise AssertionError(f"{part!r} was not said; said was: {self.lines}")
+
+    def end(self, timeout_s: float = 15) -> int:
+        """Read to the end, and return the exit code."""
+        self.lines += [line.rstrip("\n") for line in self._output]
+        return self.process.wait(timeout_s)
+
+
+def arguments_of(run_dir: Path, *more: str) -> list[str]:
+    return [str(TOPOLOGY), "--set", f"run.dir={run_dir.parent}", "--set", f"run.name={run_dir.name}", *more]
+
+
+def environment(*players: list[str]) -> dict[str, str]:
+    return {**os.environ, "PLAYERS": json.dumps(players), "PYTHONPATH": os.pathsep.join([str(ROOT), *PATH])}
+
+
+PATH = [path for path in [os.environ.get("PYTHONPATH", "")] if path]
+
+
+@contextmanager
+def started(run_dir: Path, *players: list[str], more: tuple[str, ...] = ()) -> Iterator[Started]:
+    """The command with players; killed at the end of the block if it still runs."""
+    command = [sys.executable, str(DRIVER), *arguments_of(run_dir, *more)]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(*players),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield Started(process, process.stdout)
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(COMMAND), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
+
+
+def supervised(run_dir: Path) -> list[int]:
+    """Processes that carry the mark of an agent of this run."""
+    found: list[int] = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK_VARIABLE, "").endswith(f"@{run_dir}"):
+                found.append(process.pid)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def wait_for_none(run_dir: Path, timeout_s: float = 3) -> None:
+    deadline = time.monotonic() + timeout_s
+    while supervised(run_dir):
+        assert time.monotonic() < deadline, f"left behind: {supervised(run_dir)}"
+        time.sleep(0.02)
+
+
+def test_a_finished_run_exits_with_0_and_a_summary(tmp_path: Path) -> None:
+    with started(tmp_path / "r", ["3"]) as command:
+        assert command.end() == 0
+    text = "\n".join(command.lines)
+    assert "run r finished" in text
+    assert "steps     3 of" in text
+    assert f"run dir   {tmp_path / 'r'}" in text
+    assert "--fresh r" in text
+    assert "metrics.jsonl" in text
+    wait_for_none(tmp_path / "r")
+
+
+def test_json_puts_one_line_on_standard_output(tmp_path: Path) -> None:
+    command = [sys.executable, str(DRIVER), *arguments_of(tmp_path / "r", "--json")]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(["3"]), capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.returncode == 0
+    (line,) = done.stdout.splitlines()
+    result = json.loads(line)
+    assert (result["run"], result["steps"], result["reward_last"], result["tokens"]) == ("r", 3, 0.5, 36)
+    groups = {"issued": 3, "trained": 3, "dropped": 0, "failed": 0, "pooled": 0, "ready": 0, "in_flight": 0}
+    assert result["groups"] == groups
+    assert 0 < result["time_to_first_rollout_s"] < result["seconds"] < 20
+    assert "step " in done.stderr
+
+
+def test_a_failed_run_exits_with_1_and_says_who_why_and_where(tmp_path: Path) -> None:
+    with started(tmp_path / "r", ["1", "--then", "crash"]) as command:
+        assert command.end() == 1
+    text = "\n".join(command.lines)
+    assert "run r failed: player.0: RuntimeError: the player stumbled" in text
+    assert f"its log   {tmp_path / 'r' / 'logs' / 'player.0.jsonl'}" in text
+    assert "last 20 lines:" in text
+    assert command.lines[-1] == "  RuntimeError: the player stumbled"
+    assert "continue  bin/start-topology" in text
+
+
+def test_ctrl_c_stops_everything_within_ten_seconds_and_the_run_resumes(tmp_path: Path) -> None:
+    with started(tmp_path / "r", ["2", "--then", "sleep"]) as command:
+        command.until("step   2/")
+        began = time.monotonic()
+        command.process.send_signal(signal.SIGINT)
+        assert command.end() == 130
+        assert time.monotonic() - began < 10
+    assert supervised(tmp_path / "r") == []
+    with started(tmp_path / "r", ["0"]) as command:
+        command.until("resuming run r")
+        assert command.end() == 0
+    assert any(line.startswith("steps     2 of") for line in command.lines)
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+    with started(tmp_path / "r", ["1", "--then", "hang"]) as command:
+        command.until("step   1/")
+        command.process.send_signal(signal.SIGINT)
+        command.until("stopping")
+        began = time.monotonic()
+        command.process.send_signal(signal.SIGINT)
+        assert command.end() == 130
+        assert time.monotonic() - began < 2
+    assert supervised(tmp_path / "r") == []
+
+
+def test_killing_the_agent_leaves_nothing_and_the_run_resumes(tmp_path: Path) -> None:
+    with started(tmp_path / "r", ["2", "--then", "sleep"], ["0", "--then", "family"]) as command:
+        command.until("step   2/")
+        while len(supervised(tmp_path / "r")) < 4:  # nats-server, two players, the child of one
+            time.sleep(0.02)
+        command.process.kill()
+        wait_for_none(tmp_path / "r")
+        command.end()
+    with started(tmp_path / "r", ["0"]) as command:
+        assert command.end() == 0
+
+
+def test_a_second_start_of_a_running_run_is_refused(tmp_path: Path) -> None:
+    with started(tmp_path / "r", ["1", "--then", "sleep"]) as first:
+        first.until("step   1/")
+        with started(tmp_path / "r", ["1"]) as second:
+            assert second.end() == 2
+        assert "is in use" in second.lines[0]
+        assert f"process {first.process.pid} on" in second.lines[0]
+        first.process.send_signal(signal.SIGINT)
+        assert first.end() == 130
+
+
+def test_a_finished_run_says_so_and_fresh_starts_it_over(tmp_path: Path) -> None:
+    with started(tmp_path / "r", ["1"]) as command:
+        assert command.end() == 0
+    with started(tmp_path / "r", ["1"]) as command:
+        assert command.end() == 0
+    assert command.lines[0].startswith("run r is finished: 1 steps")
+    for name in ((), ("other",)):
+        with started(tmp_path / "r", ["1"], more=("--fresh", *name)) as command:
+            assert command.end() == 2
+    with started(tmp_path / "r", ["2"], more=("--fresh", "r")) as command:
+        assert command.end() == 0
+    assert any(line.startswith("steps     2 of") for line in command.lines)
+
+
+def test_a_changed_recipe_is_refused_and_a_longer_run_is_not(tmp_path: Path) -> None:
+    with started(tmp_path / "r", ["1", "--then", "input_error"]) as command:
+        assert command.end() == 2
+    with started(tmp_path / "r", ["0"], more=("--set", "rollout.temperature=0.5")) as command:
+        assert command.end() == 2
+    assert "  rollout.temperature: 1.0 → 0.5" in command.lines
+    with started(tmp_path / "r", ["0"], more=("--set", "train.num_steps=999")) as command:
+        assert command.end() == 0
+    assert any("train.num_steps" in line and "999" in line for line in command.lines)
+
+
+def test_a_fixed_bus_port_in_use_is_wrong_input(tmp_path: Path) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with started(tmp_path / "r", ["1"], more=("--set", f"bus.port={port}")) as command:
+            assert command.end() == 2
+    assert any(f"port {port} on 127.0.0.1 is in use" in line for line in command.lines)
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
+    with started(tmp_path / "r", ["3"]) as command:
+        assert command.process.stdout is not None
+        command.process.stdout.readline()
+        command.process.stdout.close()
+        assert command.process.wait(15) == 0
+
+
+@pytest.mark.parametrize("arguments", [["--help"], [str(TOPOLOGY), "--check"]])
+def test_help_and_check_answer_within_half_a_second(arguments: list[str]) -> None:
+    took_s: list[float] = []
+    for _ in range(3):
+        began = time.monotonic()
+        assert run(*arguments).returncode == 0
+        took_s.append(time.monotonic() - began)
+    assert min(took_s) < 0.5
+
+
+def test_wrong_input_exits_with_2_and_names_the_key(tmp_path: Path) -> None:
+    done = run(str(TOPOLOGY), "--set", "train.num_stepz=5")
+    assert done.returncode == 2
+    assert "num_stepz" in done.stderr
+    done = run(str(tmp_path / "missing.toml"))
+    assert done.returncode == 2
+    assert "missing.toml" in done.stderr
+    done = run(str(TOPOLOGY), "--node", "n7")
+    assert done.returncode == 2
+    assert "no node 'n7'" in done.stderr
