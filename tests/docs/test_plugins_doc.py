@@ -1,0 +1,78 @@
+"""docs/plugins.md: its functions are found as its settings name them, and do what it says."""
+
+import tomllib
+from pathlib import Path
+
+import anyio
+import pytest
+
+from actors.filter.filters import KEEP, GroupSummary, find_filter, verdict_of
+from actors.reward.frames import GraderSpec, Hello
+from actors.reward.graders import BUILT_IN_GRADERS
+from actors.reward.pool import PoolSettings, open_pool
+from actors.reward.samples import GradedSample
+from messages.events import Outcome
+from tests.docs.snippets import snippets
+
+PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The page's files; each block names its own in the first line."""
+    for block in snippets(PAGE, "python"):
+        (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)
+    return tmp_path
+
+
+async def rewards_of(folder: Path, name: str, *samples: GradedSample, group: bool = False) -> list[float | None]:
+    hello = Hello(base_dirs=(str(folder),), reward_key="score")
+    with anyio.fail_after(20):
+        async with open_pool(PoolSettings(hello=hello, num_processes=1)) as pool:
+            grades = await pool.grade(GraderSpec(name=name, group=group), samples)
+    assert [graded.error for graded in grades] == [None] * len(samples)
+    return [graded.reward for graded in grades]
+
+
+@pytest.mark.anyio
+async def test_the_reward_functions_of_the_page_work(folder: Path) -> None:
+    right, wrong = GradedSample(response="it is 74", label=74), GradedSample(response="it is 47", label=74)
+    assert await rewards_of(folder, "my_rewards.py:mentions_label", right, wrong) == [1.0, 0.0]
+    brief = GradedSample(response="two words", metadata={"max_words": 2})
+    assert await rewards_of(folder, "my_verifier.py:verify", brief, GradedSample(response="a " * 11)) == [1.0, 0.0]
+    group = [GradedSample(response_len=length) for length in (5, 3, 4)]
+    assert await rewards_of(folder, "my_ranking.py:shortest_wins", *group, group=True) == [0.0, 1.0, 0.0]
+
+
+def summary(*rewards: float, response_len: int = 10) -> GroupSummary:
+    return GroupSummary(
+        group_id=1,
+        attempt=1,
+        data="d",
+        indices=list(range(len(rewards))),
+        rewards=list(rewards),
+        scores=[None] * len(rewards),
+        prompt_len=4,
+        response_lens=[response_len] * len(rewards),
+        statuses=["completed"] * len(rewards),
+    )
+
+
+def test_the_filter_of_the_page_works(folder: Path) -> None:
+    judge = find_filter("my_filters.py:one_is_right", [folder])
+    assert verdict_of(judge(summary(0.0, 1.0)), "one_is_right") == KEEP
+    dropped = [judge(summary(0.0, 0.5)), judge(summary(0.0, 1.0, response_len=3000))]
+    assert [verdict_of(answer, "one_is_right").reason for answer in dropped] == ["none_right", "too_long"]
+    assert verdict_of(dropped[0], "one_is_right").outcome is Outcome.DROP
+
+
+def test_the_settings_of_the_page_name_its_functions(folder: Path) -> None:
+    tables = [tomllib.loads(block) for block in snippets(PAGE, "toml")]
+    names = [source["rm_type"] for table in tables for source in table.get("data", [])]
+    names += [table["rollout"]["dynamic_filter"] for table in tables if "rollout" in table]
+    assert names == ["my_rewards.py:mentions_label", "my_filters.py:one_is_right"]
+
+
+def test_the_page_lists_the_built_in_graders() -> None:
+    listed = [line.split("`")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    assert listed == list(BUILT_IN_GRADERS)
