@@ -173,12 +173,18 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def run_process(
-    url: str, run: str, actors: Sequence[Hosted], *, node: str = "local", limits: BusLimits = DEFAULT_LIMITS
+    url: str,
+    run: str,
+    actors: Sequence[Hosted],
+    *,
+    node: str = "local",
+    limits: BusLimits = DEFAULT_LIMITS,
+    stop_timeout_s: float = STOP_TIMEOUT_S,
 ) -> int:
     """Host actors as this process's main work; return its exit code.
 
     SIGTERM and SIGINT end it in order: the actors are cancelled, the bus is drained, the code is 0. After
-    STOP_TIMEOUT_S it ends without order.
+    stop_timeout_s it ends without order.
     """
     name = "+".join(hosted.name for hosted in actors)
     stopping = False
@@ -187,7 +193,7 @@ def run_process(
         nonlocal stopping
         stopping = True
         signal.signal(signal.SIGALRM, _end_now)
-        signal.setitimer(signal.ITIMER_REAL, STOP_TIMEOUT_S)
+        signal.setitimer(signal.ITIMER_REAL, stop_timeout_s)
 
     async def main() -> None:
         async with anyio.create_task_group() as group:
@@ -220,5 +226,5 @@ async def _stop_on_signal(
 
 
 def _end_now(_signal: int, _frame: FrameType | None) -> None:
-    log.error("stop_took_too_long", seconds=STOP_TIMEOUT_S)
+    log.error("stop_took_too_long")
     os._exit(EXIT_OK)
