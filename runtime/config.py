@@ -342,7 +342,7 @@ def _describe(info: msgspec.inspect.Type) -> str:
         case msgspec.inspect.LiteralType(values=values):
             return f"one of {', '.join(repr(value) for value in values)}"
         case msgspec.inspect.VarTupleType(item_type=item):
-            return f"a list of {_describe(item)}"
+            return f"a list, each {_describe(item)}"
         case msgspec.inspect.StructType() | msgspec.inspect.DictType():
             return "a table"
         case msgspec.inspect.StrType(pattern=pattern, min_length=shortest):

@@ -112,9 +112,6 @@ def _evaluation_set(recipe: Recipe, item: EvalConfig, key: str) -> Iterator[Prob
     if item.max_response_len is not None and context is not None and item.max_response_len >= context:
         message = f"leaves no room for a prompt in rollout.max_context_len = {context}"
         yield _problem(f"{key}.max_response_len", item.max_response_len, message)
-    if item.interval > recipe.train.num_steps:
-        message = f"is beyond the run's end: train.num_steps = {recipe.train.num_steps}"
-        yield _problem(f"{key}.interval", item.interval, message)
 
 
 def _bus(topology: Topology) -> Iterator[Problem]:
