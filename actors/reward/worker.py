@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +138,8 @@ def _limit_memory(limit_bytes: int | None) -> None:
     if limit_bytes is not None:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
-    Path("/proc/self/oom_score_adj").write_text("1000")
+    with suppress(OSError):  # where /proc may not be written
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+import actors.reward.pool
 from actors.reward.frames import Graded, GraderSpec, Hello
 from actors.reward.pool import GraderPool, PoolSettings, open_pool
 from actors.reward.process import GraderProcess, GraderStartError, GraderUnusableError
@@ -282,11 +283,29 @@ async def test_a_module_that_hangs_is_refused_at_the_start(tmp_path: Path) -> No
         await GraderProcess.start(hello, timeout_s=0.3)
 
 
-async def test_a_grader_process_starts_quickly() -> None:
-    took_s: list[float] = []
-    for _ in range(5):
-        start = time.perf_counter()
-        process = await GraderProcess.start(Hello(graders=(GraderSpec(name="math"),)))
-        took_s.append(time.perf_counter() - start)
-        await process.kill()
-    assert min(took_s) < 0.3  # 0.05 on an idle machine; numpy or torch would show
+async def test_a_pool_that_cannot_replace_a_process_fails_in_bounded_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actors.reward.pool, "MAX_FAILED_STARTS", 2)
+    monkeypatch.setattr(actors.reward.pool, "BACK_OFF_S", 0.01)
+    file = tmp_path / "short_lived.py"
+    file.write_text("import os\ndef f(sample): os._exit(1)")
+    with pytest.RaisesGroup(GraderUnusableError):
+        async with pool_of(graders=(GraderSpec(name=f"{file}:f"),), max_tries=9, timeout_s=5) as pool:
+            await anyio.Path(file).unlink()
+            await tell(pool, "x", grader=GraderSpec(name=f"{file}:f"))
+
+
+async def test_more_samples_than_the_queue_holds_are_graded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors.reward.pool, "QUEUE_SIZE", 3)
+    async with pool_of(timeout_s=5) as pool:
+        grades = await tell(pool, *["abc"] * 50, grader=LENGTH)
+    assert [graded.reward for graded in grades] == [3.0] * 50
+
+
+async def test_a_grader_process_imports_little() -> None:
+    """What makes it start in 50 ms on an idle machine, so that a killed one is soon replaced."""
+    heavy = ("numpy", "torch", "asyncio", "messages", "structlog")
+    code = f"import sys, actors.reward.worker; print([name for name in {heavy} if name in sys.modules])"
+    result = await anyio.run_process([sys.executable, "-c", code])
+    assert result.stdout.decode().strip() == "[]"
