@@ -180,11 +180,12 @@ class Report:
             lines += [f"          {what}: {count} {reason}" for reason, count in sorted(tally.items())[:10]]
         return [*lines, *self._time_lines()]
 
-    def books_line(self) -> str:
-        """The books as a sum."""
+    def books_line(self, *, brief: bool = False) -> str:
+        """The books as a sum; in brief without its zeros."""
         books = msgspec.structs.asdict(self._books.books())
         issued = books.pop("issued")
-        return f"{issued} issued = " + " + ".join(f"{count} {name.replace('_', ' ')}" for name, count in books.items())
+        parts = [f"{count} {name.replace('_', ' ')}" for name, count in books.items() if count or not brief]
+        return f"{issued} issued = " + " + ".join(parts)
 
     def _train(self, event: BatchTrained, time: float) -> list[Notice]:
         groups = self._books.settle(event.step)
@@ -206,7 +207,7 @@ class Report:
             groups = self._books.settle(step)
             self.rewards.append(_mean([reward for group in groups or () for reward in group.rewards]) or 0.0)
         self.steps = max(self.steps, event.step)
-        self._clock.trained = None  # the next step's time would hold the restart
+        self._clock = _Clock()  # the times of a step that was interrupted would hold the restart
         return [Line(f"trainer continues after step {event.step}")] if event.step else []
 
     def _complete(self, event: GroupCompleted, time: float) -> list[Notice]:
@@ -313,18 +314,16 @@ class Report:
         eval_s, clock.eval_s = clock.eval_s, 0.0
         since = before if before is not None else began
         step_s = time - since if since is not None else 0.0
-        times: Row = {
-            "perf/step_time": step_s,
-            "perf/rollout_time": max(0.0, batched - began) if began is not None else 0.0,
-            "perf/train_time": event.metrics.get("perf/train_time", time - batched),
-        }
-        times["perf/train_wait_time"] = max(0.0, step_s - times["perf/train_time"])
+        times: Row = {"perf/train_time": event.metrics.get("perf/train_time", time - batched)}
+        if began is not None:
+            times["perf/rollout_time"] = max(0.0, batched - began)
         if clock.update_s is not None:
             times["perf/update_weights_time"] = clock.update_s
         if eval_s:
             times["perf/eval_time"] = eval_s
         if step_s > 0:
-            times["perf/wait_time_ratio"] = times["perf/train_wait_time"] / step_s
+            wait_s = max(0.0, step_s - times["perf/train_time"])
+            times |= {"perf/step_time": step_s, "perf/train_wait_time": wait_s, "perf/wait_time_ratio": wait_s / step_s}
             times["perf/tokens_per_sec"] = event.num_tokens / step_s
             self._account(times, step_s, eval_s)
         return times
@@ -337,14 +336,12 @@ class Report:
         self._spent_s.update({**parts, "step": step_s})  # pyright: ignore[reportArgumentType] - it adds any numbers
 
     def _step_line(self, row: Row) -> str:
-        books = self._books.books()
-        groups = f"{books.trained} trained {books.dropped} dropped {books.failed} failed {books.pooled} pooled"
         fields = [
             f"step {row['step']:>{len(str(self.num_steps))}}/{self.num_steps}",
             f"reward {number(self.rewards[-1])}",
             *(f"{_short(name, self.evals)} {number(value)}" for name, value in self.evals.items()),
-            f"{row.get('perf/tokens_per_sec', 0.0):,.0f} tok/s",
-            f"groups {books.issued} issued {groups} {books.ready} ready {books.in_flight} in flight",
+            *(f"{row[key]:,.0f} tok/s" for key in ("perf/tokens_per_sec",) if key in row),
+            f"groups {self.books_line(brief=True)}",
             f"weights v{self.version}",
         ]
         if self._recent_s and self.steps < self.num_steps:

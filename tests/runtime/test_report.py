@@ -113,7 +113,7 @@ def test_a_step_is_one_line_with_reward_books_and_time_left() -> None:
     (line,) = story.lines()
     assert "step 1/4" in line
     assert "reward 0.500" in line
-    assert "3 issued 1 trained 0 dropped 0 failed 0 pooled 0 ready 2 in flight" in line
+    assert "groups 3 issued = 1 trained + 2 in flight |" in line
     assert "weights v1" in line
     assert "9.0s left" in line  # one step took 3 s, three are left
     assert "23 tok/s" in line  # 68 tokens in 3 s
@@ -214,6 +214,20 @@ def test_a_replayed_step_counts_once() -> None:
     assert len(story.rows()) == 1
     assert story.report.result(0).groups["trained"] == 1
     assert story.report.tokens == 68
+
+
+def test_the_time_between_a_crash_and_the_next_start_is_no_step_time() -> None:
+    story = Story()
+    one_step(story, 0, 1.0)
+    story.issue(1, round=1)
+    story.now += 3600
+    story.tell(TrainerStarted(incarnation=2, step=1))
+    story.judge(1, story.complete(1, 1.0, after_s=1.0))
+    story.train(1, 1)
+    assert "tok/s" not in story.lines()[-1]
+    one_step(story, 2, 1.0)
+    story.notices += story.report.close()
+    assert [row.get("perf/step_time") for row in story.rows()] == [2.0, None, 2.0]
 
 
 def test_a_step_that_only_the_checkpoint_knows_is_trained() -> None:
