@@ -79,6 +79,16 @@ def wire_size(payload: bytes, headers: Mapping[str, str]) -> int:
     return size
 
 
+class _Client(Client):
+    """nats-py 2.16 stops reading when a PONG meets a flush that was cancelled or timed out; this one goes on."""
+
+    async def _process_pong(self) -> None:
+        pongs: list[asyncio.Future[Any]] = self._pongs  # pyright: ignore[reportUnknownMemberType]
+        if pongs and pongs[0].done():
+            pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
+
+
 class Connection:
     """A client with its reply inbox. Opened by `open_connection`."""
 
@@ -86,7 +96,7 @@ class Connection:
         self.limits = limits
         self.counters = Counters()
         self.epoch = 0  # raised at each reconnect
-        self._client = Client()
+        self._client = _Client()
         self._connected = asyncio.Event()
         self._waiting: dict[str, asyncio.Future[RawMessage]] = {}
         self._tokens = count(1)
