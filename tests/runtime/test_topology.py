@@ -87,7 +87,7 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
         (("model.ref_load=x/y",), "model.ref_load", "unless algorithm.use_kl_loss = true"),
         (("optimizer.min_lr=1",), "optimizer.min_lr", "is above optimizer.lr"),
         (("optimizer.lr_decay_style=cosine", "optimizer.lr_decay_iters=20"), "optimizer.lr_warmup_iters", "must end"),
-        (("eval.0.max_response_len=64", "rollout.max_context_len=64"), "eval.0.max_response_len", "no room for a prompt"),
+        (("eval.0.max_response_len=64", "rollout.max_context_len=64"), "eval.0.max_response_len", "no room for a"),
         (("data=[]",), "data", "at least one"),
         (("run.name=a.b",), "run.name", "string matching"),
         (("run.name=",), "run.name", "string matching"),
