@@ -30,7 +30,8 @@ class EngineClient:
         self.url = url
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
+        headers = {"Content-Type": "application/json"}
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), headers=headers)
         return self
 
     async def __aexit__(self, *_: object) -> None:

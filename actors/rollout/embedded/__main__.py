@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from actors.rollout.embedded.config import MAX_CONTEXT, ModelError, read_model
+from runtime.checksums import safetensors_files
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -19,6 +20,8 @@ def main(argv: list[str] | None = None) -> int:
         flags.context_length = flags.context_length or description.max_context
         if flags.context_length > description.max_context:
             raise ModelError(f"--context-length {flags.context_length}: the model ends at {description.max_context}")
+        if flags.load_format == "auto":
+            safetensors_files(flags.model_path)
         with _bound(flags.host, flags.port) as listener:
             from actors.rollout.embedded.serve import serve  # torch takes a second to import
 
@@ -79,4 +82,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # nothing is left to clean up, and taking torch apart costs half a second of CPU

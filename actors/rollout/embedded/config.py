@@ -9,6 +9,9 @@ import msgspec
 MAX_CONTEXT: Final = 1 << 20  # tokens; beyond this a config is a mistake rather than a tiny model
 
 
+DTYPES: Final = ("float64", "float32", "bfloat16", "float16")  # of weights, in Hugging Face's spelling
+
+
 class ModelError(Exception):
     """A model directory cannot be used. The text names the file and what is wrong with it."""
 
@@ -169,6 +172,9 @@ def _refuse_unsupported(raw: HfConfig) -> None:
         raise ValueError(f"max_position_embeddings {raw.max_position_embeddings} is not in 2..{MAX_CONTEXT}")
     if raw.hidden_act != "silu":
         raise ValueError(f"hidden_act {raw.hidden_act!r} is not supported; supported: 'silu'")
+    dtype = raw.dtype or raw.torch_dtype or "float32"
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
     if raw.use_sliding_window:
         raise ValueError("use_sliding_window is not supported")
 

@@ -184,6 +184,14 @@ def test_bfloat16_weights_compute_in_float32(qwen3: Path, tmp_path: Path) -> Non
     assert_teacher_forced(tmp_path, request)
 
 
+def test_drawn_weights_depend_on_the_seed_alone(qwen3: Path) -> None:
+    shape = read_model(qwen3).shape
+    first, again, other = (
+        model.draw(shape, seed=seed, std=0.02, dtype="bfloat16").checksums().total for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
 def scheduler_of(directory: Path, *, num_slots: int = 8, version: str = "0") -> Scheduler:
     weights = model.load(read_model(directory).shape, directory)
     return Scheduler(Slots(weights, num_slots=num_slots, context_length=512), version=version)
