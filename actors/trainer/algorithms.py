@@ -35,8 +35,8 @@ def grpo_advantages(
         G - 1, as torch.std does by default and slime does.
     """
     if not normalize:
-        return rewards.copy()
-    advantages = np.empty_like(rewards)
+        return rewards.astype(np.float64)
+    advantages = np.empty(len(rewards))
     order = np.argsort(groups, kind="stable")
     bounds = np.flatnonzero(np.diff(groups[order])) + 1
     for members in np.split(order, bounds):

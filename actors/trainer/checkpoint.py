@@ -50,7 +50,7 @@ def checkpoints_in(root: Path) -> list[Checkpoint]:
 
 
 def prune_checkpoints(root: Path, keep: int) -> list[Checkpoint]:
-    """Delete all but the newest checkpoints, and what a crash left half written; return those that are left."""
+    """Delete all but the newest checkpoints, and what a crash left half written; return those left."""
     kept = checkpoints_in(root)[-keep:]
     paths = {checkpoint.path for checkpoint in kept}
     for path in (*root.glob("[0-9]*/step-*"), *root.glob("[0-9]*/.step-*")):
@@ -94,14 +94,14 @@ def load_checkpoint(replica: Replica, path: Path) -> int:
         state = dist_checkpointing.load(_state(replica, step=0, loading=True), str(path))
     replica.model.load_state_dict(state["model"])
     replica.optimizer.load_state_dict(state["optimizer"])
+    _fill_optimizer_state(replica.optimizer)  # a step count of zero is not saved
     torch.set_rng_state(state["rng"])
     return state["step"]
 
 
 def _state(replica: Replica, *, step: int, loading: bool) -> dict[str, Any]:
     """What is saved, and when loading the shape of it."""
-    if loading:
-        _fill_optimizer_state(replica.optimizer)
+    _fill_optimizer_state(replica.optimizer)
     model = replica.model.sharded_state_dict()
     optimizer = replica.optimizer.sharded_state_dict(model, is_loading=loading)
     return {"model": model, "optimizer": optimizer, "rng": torch.get_rng_state(), "step": step}
@@ -113,12 +113,10 @@ def _fill_optimizer_state(optimizer: Any) -> None:
         inner = part.optimizer
         for group in inner.param_groups:
             for parameter in group["params"]:
-                if not inner.state[parameter]:
-                    inner.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
+                state = inner.state[parameter]
+                state.setdefault("step", torch.tensor(0.0))
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(moment, torch.zeros_like(parameter))
 
 
 class _SaveInProcess(TorchDistSaveShardedStrategy):

@@ -1,0 +1,41 @@
+"""What tests of the trainer share: torch on the CPU as the only rank, and a tiny model's directory."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actors.trainer import cpu, ranks
+from runtime.topology import MegatronConfig, Topology
+from tests.actors.trainer.tiny import TINY, tiny_topology
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    """This thread as the only rank."""
+    torch.set_num_threads(1)
+    with cpu.CpuMode():
+        ranks.join(ranks.Ranks(), MegatronConfig(), torch.device("cpu"), seed=1)
+        yield
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """A model directory with a configuration only."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(TINY))
+    return directory
+
+
+@pytest.fixture
+def make_topology(model_dir: Path, tmp_path: Path) -> Callable[..., Topology]:
+    """A topology of the tiny model; keyword arguments are tables that change the defaults."""
+
+    def make(**tables: dict[str, Any]) -> Topology:
+        return tiny_topology(model_dir, tmp_path, **tables)
+
+    return make

@@ -1,0 +1,81 @@
+"""Completed groups and their payloads, as rollout would have published them."""
+
+from typing import Any
+
+import numpy as np
+
+from messages import (
+    Float32Array,
+    GroupCompleted,
+    Int32Array,
+    SampleKey,
+    SampleStatus,
+    SampleSummary,
+    Segment,
+    SegmentRef,
+    SegmentsPublished,
+    UInt8Array,
+    WeightSpan,
+)
+from tests.actors.trainer.tiny import VOCAB
+
+
+def payload(group_id: int, *, num_samples: int = 4, version: int = 1, attempt: int = 0) -> SegmentsPublished:
+    """One segment per sample: contents depend on the group alone."""
+    generator = np.random.default_rng(group_id)
+    segments = []
+    for index in range(num_samples):
+        length = int(generator.integers(1, 6))
+        segments.append(
+            segment(
+                SampleKey(group_id=group_id, attempt=attempt, index=index),
+                generator.integers(0, VOCAB, 3),
+                generator.integers(0, VOCAB, length),
+                ((version, 0, length),),
+                log_probs=-generator.random(length) * 4,
+            )
+        )
+    return SegmentsPublished(group_id=group_id, attempt=attempt, lease="lease", segments=tuple(segments))
+
+
+def segment(
+    key: SampleKey,
+    prompt: Any,
+    response: Any,
+    spans: tuple[tuple[int, int, int], ...],
+    *,
+    mask: Any = None,
+    log_probs: Any = None,
+) -> Segment:
+    return Segment(
+        sample=key,
+        prompt_ids=Int32Array(prompt),
+        response_ids=Int32Array(response),
+        loss_mask=UInt8Array([1] * len(response) if mask is None else mask),
+        rollout_log_probs=Float32Array([-1.0] * len(response) if log_probs is None else log_probs),
+        weight_spans=tuple(WeightSpan(version=version, start=start, end=end) for version, start, end in spans),
+    )
+
+
+def completed(group_id: int, seq: int, *, num_samples: int = 4, attempt: int = 0) -> GroupCompleted:
+    """All samples in one payload at `seq`; rewards rise with the index."""
+    samples = tuple(
+        summary(index, [(seq, index)], reward=float(index % 3 + group_id % 2)) for index in range(num_samples)
+    )
+    return group_of(group_id, samples, attempt=attempt)
+
+
+def group_of(group_id: int, samples: tuple[SampleSummary, ...], *, attempt: int = 0) -> GroupCompleted:
+    return GroupCompleted(
+        group_id=group_id, attempt=attempt, lease="lease", round=0, instance="rollout", data="digits", samples=samples
+    )
+
+
+def summary(index: int, refs: list[tuple[int, int]], *, reward: float | None = 1.0, **fields: Any) -> SampleSummary:
+    return SampleSummary(
+        index=index,
+        status=fields.pop("status", SampleStatus.COMPLETED),
+        segments=tuple(SegmentRef(seq=seq, position=position) for seq, position in refs),
+        reward=reward,
+        **fields,
+    )

@@ -1,0 +1,75 @@
+"""A tiny model's configuration, topologies that train it, and random batches for it."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from actors.trainer.batching import TrainBatch
+from runtime.topology import Topology
+
+VOCAB = 32
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,  # ten times the usual: else a tiny model predicts all tokens alike
+}
+
+
+def tiny_topology(model_dir: Path, run_root: Path, **tables: dict[str, Any]) -> Topology:
+    base: dict[str, Any] = {
+        "run": {"name": "test", "dir": str(run_root)},
+        "engines": {},
+        "data": [],
+        "trainer": {"device": "cpu"},
+        "model": {"hf_checkpoint": str(model_dir), "random_init": True},
+        "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "max_response_len": 8},
+        "algorithm": {"num_steps_per_rollout": 2},
+        "optimizer": {"lr": 1e-2, "weight_decay": 0.1},
+        "train": {"num_steps": 8},
+    }
+    for name, table in tables.items():
+        base[name] = base.get(name, {}) | table
+    return msgspec.convert(base, Topology)
+
+
+def random_batch(step: int = 0, *, num_groups: int = 4, group_size: int = 4, seed: int = 0) -> TrainBatch:
+    """Samples of all lengths; some responses have tokens that do not train, some rollouts have two parts."""
+    generator = np.random.default_rng(1000 * seed + step)
+    groups, rollouts, rewards, lengths = [], [], [], []
+    columns: dict[str, list[Any]] = {"tokens": [], "mask": [], "log_probs": []}
+    for rollout in range(num_groups * group_size):
+        for _part in range(2 if rollout % 5 == 0 else 1):
+            prompt, response = generator.integers(1, 6), generator.integers(1, 9)
+            mask = np.concatenate([np.zeros(prompt), generator.random(response) < 0.8])
+            groups.append(rollout // group_size)
+            rollouts.append(rollout)
+            rewards.append(float(generator.integers(0, 3)))
+            lengths.append(prompt + response)
+            columns["tokens"].append(generator.integers(0, VOCAB, prompt + response))
+            columns["mask"].append(mask)
+            columns["log_probs"].append(-generator.random(prompt + response) * 5 * mask)
+    mask_N = np.concatenate(columns["mask"]).astype(np.uint8)
+    return TrainBatch(
+        step=step,
+        groups_B=np.array(groups, dtype=np.int64),
+        rollouts_B=np.array(rollouts, dtype=np.int64),
+        rewards_B=np.array(rewards),
+        truncated_B=np.zeros(len(groups), dtype=np.uint8),
+        lengths_B=np.array(lengths, dtype=np.int64),
+        tokens_N=np.concatenate(columns["tokens"]).astype(np.int32),
+        loss_mask_N=mask_N,
+        rollout_log_probs_N=np.concatenate(columns["log_probs"]).astype(np.float32),
+        current_N=mask_N.copy(),
+    )
