@@ -83,7 +83,7 @@ class _Client(Client):
     """nats-py 2.16 stops reading when a PONG meets a flush that was cancelled or timed out; this one goes on."""
 
     async def _process_pong(self) -> None:
-        pongs: list[asyncio.Future[Any]] = self._pongs  # pyright: ignore[reportUnknownMemberType]
+        pongs: list[asyncio.Future[Any]] = self._pongs  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         if pongs and pongs[0].done():
             pongs[0] = asyncio.get_running_loop().create_future()
         await super()._process_pong()
