@@ -6,8 +6,7 @@ from pathlib import Path
 
 from runtime.addresses import address_key
 from runtime.agent.processes import PortRequest, ProcessSpec, Stage, WhenListening
-from runtime.gpus import parse_gpus
-from runtime.topology import EngineConfig, Topology, bus_node, num_engines, num_ranks
+from runtime.topology import EngineConfig, Topology, bus_node, gpus_of, num_engines, num_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = {
@@ -79,7 +78,7 @@ def _engines(topology: Topology, pool: str, engine: EngineConfig, node: str, *, 
     if engine.gpus is None:
         places = [(index, ()) for index in range(num_engines(engine))] if home else []
     else:
-        gpus = parse_gpus(engine.gpus)
+        gpus = gpus_of(topology, engine.gpus)
         size = engine.num_gpus_per_engine
         chunks = [gpus[start : start + size] for start in range(0, len(gpus), size)]
         places = [
@@ -136,7 +135,7 @@ def _trainer(topology: Topology, node: str, run_dir: Path, *, home: bool) -> lis
     if trainer.gpus is None:
         places = [(rank, None) for rank in range(world)] if home else []
     else:
-        gpus = parse_gpus(trainer.gpus)
+        gpus = gpus_of(topology, trainer.gpus)
         places = [(rank, gpu.index) for rank, gpu in enumerate(gpus) if gpu.node == node]
     specs: list[ProcessSpec] = []
     for rank, device in places:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from runtime.config import Config
-from runtime.gpus import parse_gpus
+from runtime.gpus import Gpu, order_gpus, parse_gpus
 from runtime.recipe import Count, Name, Positive, Recipe, Text
 
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -131,6 +131,11 @@ def bus_node(topology: Topology) -> str | None:
     if topology.bus.url is not None:
         return None
     return topology.bus.node or next(iter(topology.nodes))
+
+
+def gpus_of(topology: Topology, text: str | None) -> tuple[Gpu, ...]:
+    """A GPU list in the order in which ranks and engines take its GPUs, however it was written."""
+    return order_gpus(parse_gpus(text), {name: node.address for name, node in topology.nodes.items()})
 
 
 def num_ranks(trainer: TrainerConfig) -> int:

@@ -73,6 +73,21 @@ def test_colocated_engines_and_ranks_are_drawn_on_the_same_gpus() -> None:
     assert "8 ranks on cuda: 2 tensor, 4 data parallel" in text
 
 
+def test_ranks_and_engines_take_gpus_by_node_address_then_index_however_they_are_listed() -> None:
+    topology = load(
+        DISAGGREGATE,
+        "trainer.gpus=n1:4-7,n0:7,6,5,4",
+        "engines.policy.gpus=n1:3,2,1,0,n0:0-3",
+        "nodes.n0.address=10.0.0.10",
+        "nodes.n1.address=10.0.0.9",
+    )
+    n0, n1 = planned(topology).nodes
+    on_n0, on_n1 = ({process.name: process.gpus for process in node.processes} for node in (n0, n1))
+    assert [on_n1[f"trainer.{rank}"] for rank in range(4)] == [(4,), (5,), (6,), (7,)]
+    assert [on_n0[f"trainer.{rank}"] for rank in range(4, 8)] == [(4,), (5,), (6,), (7,)]
+    assert [on_n1[f"engine.policy.{index}"] for index in range(4)] == [(0,), (1,), (2,), (3,)]
+
+
 def test_two_nodes_are_drawn_with_what_runs_on_each() -> None:
     plan = planned(load(DISAGGREGATE))
     n0, n1 = plan.nodes
