@@ -93,8 +93,9 @@ def load_checkpoint(replica: Replica, path: Path) -> int:
     with quiet():
         state = dist_checkpointing.load(_state(replica, step=0, loading=True), str(path))
     replica.model.load_state_dict(state["model"])
+    inner = state["optimizer"].get("optimizer", state["optimizer"])  # mixed precision wraps it
+    inner["state"].setdefault("common_step", torch.tensor(0.0))  # Megatron does not save a count of zero
     replica.optimizer.load_state_dict(state["optimizer"])
-    _fill_optimizer_state(replica.optimizer)  # a step count of zero is not saved
     torch.set_rng_state(state["rng"])
     return state["step"]
 
@@ -113,10 +114,12 @@ def _fill_optimizer_state(optimizer: Any) -> None:
         inner = part.optimizer
         for group in inner.param_groups:
             for parameter in group["params"]:
-                state = inner.state[parameter]
-                state.setdefault("step", torch.tensor(0.0))
-                for moment in ("exp_avg", "exp_avg_sq"):
-                    state.setdefault(moment, torch.zeros_like(parameter))
+                if not inner.state[parameter]:
+                    inner.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
 
 
 class _SaveInProcess(TorchDistSaveShardedStrategy):

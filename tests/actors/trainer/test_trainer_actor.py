@@ -1,0 +1,244 @@
+"""The trainer on a real bus: what it says, in which order, and what a restarted one does."""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+
+from actors.trainer import feed as feed_module
+from actors.trainer import ranks
+from actors.trainer.actor import TrainerActor
+from messages import (
+    BatchReady,
+    BatchTrained,
+    CheckpointSaved,
+    GroupRef,
+    Message,
+    MessageT,
+    TrainerStarted,
+    WeightsAnnounced,
+    WeightsApplied,
+)
+from runtime.actor import Hosted, InputError, host, leaves
+from runtime.bus import Bus, Fenced, PayloadLost
+from runtime.checksums import checksums_of
+from runtime.topology import Topology
+from tests.actors.trainer.logs import completed, payload
+
+pytestmark = pytest.mark.anyio
+
+SAID = (TrainerStarted, BatchTrained, CheckpointSaved, WeightsAnnounced)
+GROUPS = 3  # per batch
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def no_ranks_yet(one_rank: None) -> None:
+    """The actor joins on a thread of its own and leaves at its end."""
+    ranks.leave()
+
+
+@pytest.fixture
+def topology(make_topology: Callable[..., Topology]) -> Topology:
+    return make_topology(train={"num_steps": 4, "save_interval": 2})
+
+
+@asynccontextmanager
+async def running(topology: Topology, bus: Bus, run_dir: Path) -> AsyncGenerator[None, None]:
+    """A trainer for the duration of a block, ended as SIGTERM would."""
+
+    def build(view: Bus) -> TrainerActor:
+        return TrainerActor(topology, view, run_dir=run_dir)
+
+    trainer = Hosted(name="trainer", role="trainer", actor_type=TrainerActor, build=build)
+    async with anyio.create_task_group() as group:
+        group.start_soon(host, bus, [trainer])
+        yield
+        group.cancel_scope.cancel()
+
+
+async def errors_of(
+    topology: Topology, bus: Bus, run_dir: Path, meanwhile: Callable[[], Awaitable[None]] | None = None
+) -> list[BaseException]:
+    """What a trainer that ends by itself raises."""
+    try:
+        async with running(topology, bus, run_dir):
+            if meanwhile is not None:
+                await meanwhile()
+            await anyio.sleep(TIMEOUT_S)
+    except ExceptionGroup as group:
+        return leaves(group)
+    raise AssertionError("the trainer did not end")
+
+
+async def publish_batch(bus: Bus, step: int) -> None:
+    refs = []
+    for group_id in range(step * GROUPS, (step + 1) * GROUPS):
+        seq = await bus.publish(payload(group_id, version=step + 1))
+        event_seq = await bus.publish(completed(group_id, seq))
+        refs.append(GroupRef(group_id=group_id, attempt=0, event_seq=event_seq))
+    await bus.publish(BatchReady(incarnation=1, step=step, groups=tuple(refs)))
+
+
+async def said_until(bus: Bus, last: type[Message], count: int = 1, *, from_seq: int = 1) -> list[Message]:
+    """What the trainer said, up to the count-th event of a type."""
+    said: list[Message] = []
+    with anyio.fail_after(TIMEOUT_S):
+        async with bus.read(*SAID, from_seq=from_seq) as events:
+            async for received in events:
+                said.append(received.message)
+                count -= isinstance(received.message, last)
+                if not count:
+                    return said
+    raise AssertionError
+
+
+def names(events: list[Message]) -> list[str]:
+    return [type(event).__name__ for event in events]
+
+
+def of(events: list[Message], kind: type[MessageT]) -> list[MessageT]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+async def test_a_run_is_told_from_the_first_weights_to_the_last_checkpoint(
+    topology: Topology, bus: Bus, tmp_path: Path
+) -> None:
+    async with running(topology, bus, tmp_path / "run"):
+        for step in range(4):
+            await publish_batch(bus, step)
+        events = await said_until(bus, CheckpointSaved, 2)
+    step_events = ["BatchTrained", "WeightsAnnounced"]
+    assert names(events) == [
+        "TrainerStarted", "WeightsAnnounced", *step_events, *step_events, "CheckpointSaved", *step_events, *step_events,
+        "CheckpointSaved",
+    ]  # fmt: skip
+    announced = of(events, WeightsAnnounced)
+    assert [(event.version, event.step) for event in announced] == [(1, 0), (2, 1), (3, 2), (4, 3), (5, 4)]
+    for event in announced[-2:]:
+        assert checksums_of(Path(event.path)).total == event.checksum
+    trained = of(events, BatchTrained)
+    assert [(event.step, event.replay, event.num_groups, event.num_samples) for event in trained] == [
+        (step, False, GROUPS, 12) for step in range(4)
+    ]
+    assert {"train/loss", "train/pg_loss", "train/grad_norm", "train/lr-pg_0", "perf/train_time"} <= set(
+        trained[0].metrics
+    )
+    assert trained[0].metrics["train/stale_token_ratio"] == 0.0
+    assert [(event.step, event.oldest_step) for event in of(events, CheckpointSaved)] == [(2, 2), (4, 2)]
+
+
+async def test_after_a_crash_the_lost_step_is_trained_again_and_announces_once_at_the_frontier(
+    topology: Topology, bus: Bus, tmp_path: Path
+) -> None:
+    async with running(topology, bus, tmp_path / "run"):
+        for step in range(3):
+            await publish_batch(bus, step)
+        first = await said_until(bus, WeightsAnnounced, 4)
+    last_seq = (await bus.state(BatchTrained.plane)).last_seq
+    async with running(topology, bus, tmp_path / "run"):
+        await said_until(bus, WeightsAnnounced, from_seq=last_seq + 1)
+        await publish_batch(bus, 3)
+        second = await said_until(bus, CheckpointSaved, from_seq=last_seq + 1)
+    assert names(second) == [
+        "TrainerStarted", "BatchTrained", "WeightsAnnounced", "BatchTrained", "WeightsAnnounced", "CheckpointSaved",
+    ]  # fmt: skip
+    assert (of(second, TrainerStarted)[0].incarnation, of(second, TrainerStarted)[0].step) == (2, 2)
+    assert [(event.step, event.replay) for event in of(second, BatchTrained)] == [(2, True), (3, False)]
+    assert [(event.version, event.step) for event in of(second, WeightsAnnounced)] == [(5, 3), (6, 4)]
+    lost = of(first, BatchTrained)[2].metrics
+    replayed = of(second, BatchTrained)[0].metrics
+    assert replayed["train/loss"] == lost["train/loss"]
+    assert of(second, WeightsAnnounced)[0].checksum == of(first, WeightsAnnounced)[3].checksum
+
+
+async def test_without_a_checkpoint_the_whole_log_is_replayed(
+    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+) -> None:
+    topology = make_topology(train={"num_steps": 8})
+    async with running(topology, bus, tmp_path / "run"):
+        for step in range(2):
+            await publish_batch(bus, step)
+        first = await said_until(bus, WeightsAnnounced, 3)
+    last_seq = (await bus.state(BatchTrained.plane)).last_seq
+    async with running(topology, bus, tmp_path / "run"):
+        second = await said_until(bus, WeightsAnnounced, from_seq=last_seq + 1)
+    assert names(second) == ["TrainerStarted", "BatchTrained", "BatchTrained", "WeightsAnnounced"]
+    assert of(second, WeightsAnnounced)[0].version == 4
+    assert of(second, WeightsAnnounced)[0].checksum == of(first, WeightsAnnounced)[-1].checksum
+
+
+async def test_a_run_that_is_done_is_announced_again_and_trains_nothing(
+    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+) -> None:
+    topology = make_topology(train={"num_steps": 1})
+    async with running(topology, bus, tmp_path / "run"):
+        await publish_batch(bus, 0)
+        await said_until(bus, CheckpointSaved)
+    last_seq = (await bus.state(BatchTrained.plane)).last_seq
+    async with running(topology, bus, tmp_path / "run"):
+        again = await said_until(bus, WeightsAnnounced, from_seq=last_seq + 1)
+    assert names(again) == ["TrainerStarted", "WeightsAnnounced"]
+    assert (of(again, WeightsAnnounced)[0].version, of(again, WeightsAnnounced)[0].step) == (3, 1)
+
+
+async def test_old_weights_go_when_engines_confirm_newer_ones(topology: Topology, bus: Bus, tmp_path: Path) -> None:
+    async with running(topology, bus, tmp_path / "run"):
+        for step in range(4):
+            await said_until(bus, WeightsAnnounced, step + 1)
+            await bus.publish(WeightsApplied(version=step + 1, instance="rollout", num_engines=1, took_s=0.0))
+            await publish_batch(bus, step)
+        await said_until(bus, CheckpointSaved, 2)
+    assert sorted(path.name for path in (tmp_path / "run" / "weights").iterdir()) == ["v000004", "v000005"]
+
+
+async def test_a_trainer_that_was_replaced_ends_as_fenced(topology: Topology, bus: Bus, tmp_path: Path) -> None:
+    async def replace_it() -> None:
+        await said_until(bus, WeightsAnnounced)
+        await bus.publish(TrainerStarted(incarnation=2, step=0))
+
+    assert [type(leaf) for leaf in await errors_of(topology, bus, tmp_path / "run", replace_it)] == [Fenced]
+
+
+async def test_a_batch_without_any_trainable_sample_counts_as_trained(
+    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+) -> None:
+    async with running(make_topology(train={"num_steps": 1}), bus, tmp_path / "run"):
+        failed = completed(0, 1, num_samples=0)
+        seq = await bus.publish(failed)
+        ref = GroupRef(group_id=0, attempt=0, event_seq=seq)
+        await bus.publish(BatchReady(incarnation=1, step=0, groups=(ref,)))
+        events = await said_until(bus, CheckpointSaved)
+    (trained,) = of(events, BatchTrained)
+    assert (trained.num_groups, trained.num_samples) == (1, 0)
+
+
+async def test_groups_that_were_forgotten_are_read_from_the_log_again(
+    topology: Topology, bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.trainer.history.MAX_WAITING_GROUPS", 1)
+    monkeypatch.setattr(feed_module, "NUM_PREFETCHERS", 1)
+    async with running(topology, bus, tmp_path / "run"):
+        await publish_batch(bus, 0)
+        events = await said_until(bus, BatchTrained)
+    assert of(events, BatchTrained)[0].num_samples == 12
+
+
+async def test_a_lost_payload_ends_the_trainer(topology: Topology, bus: Bus, tmp_path: Path) -> None:
+    async def lose_it() -> None:
+        seq = await bus.publish(completed(0, 999))
+        ref = GroupRef(group_id=0, attempt=0, event_seq=seq)
+        await bus.publish(BatchReady(incarnation=1, step=0, groups=(ref,)))
+
+    assert [type(leaf) for leaf in await errors_of(topology, bus, tmp_path / "run", lose_it)] == [PayloadLost]
+
+
+async def test_a_model_that_cannot_be_built_is_wrong_input(
+    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+) -> None:
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')
+    (error,) = await errors_of(make_topology(), bus, tmp_path / "run")
+    assert isinstance(error, InputError)
+    assert "allowed are qwen3" in str(error)
