@@ -76,7 +76,7 @@ def slots_alone(directory: Path, seconds: float) -> Measured:
         prompt = prompt_of(number)
         return requests.Request(str(number), prompt, requests.Sampling(), stopping, seed=number)
 
-    settings = core.Settings(IN_FLIGHT, 512, 0, dummy=True, weight_version="0")
+    settings = core.Settings(IN_FLIGHT, 512, None, 0, dummy=True, weight_version="0")
     with torch.inference_mode():
         scheduler = core.Core(directory, read_model(directory), settings).scheduler
 

@@ -4,22 +4,22 @@ import argparse
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
-from actors.rollout.embedded.config import MAX_CONTEXT, ModelError, read_model
+from actors.rollout.embedded.config import MAX_CONTEXT, ModelDescription, ModelError, read_model
 from runtime.checksums import safetensors_files
 
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; 2 = a flag or the model directory cannot be used, 1 = the engine crashed."""
     flags = _parser().parse_args(argv)
+    flags.started = time.perf_counter()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: no pool of threads
     try:
         description = read_model(flags.model_path)
-        flags.context_length = flags.context_length or description.max_context
-        if flags.context_length > description.max_context:
-            raise ModelError(f"--context-length {flags.context_length}: the model ends at {description.max_context}")
+        flags.context_length = _context_length(flags, description)
         if flags.load_format == "auto":
             safetensors_files(flags.model_path)
         with _bound(flags.host, flags.port) as listener:
@@ -31,6 +31,13 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
+def _context_length(flags: argparse.Namespace, description: ModelDescription) -> int:
+    wanted = flags.context_length or description.max_context
+    if wanted > description.max_context:
+        raise ModelError(f"--context-length {wanted}: the model ends at {description.max_context}")
+    return min(wanted, flags.max_total_tokens or wanted)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m actors.rollout.embedded", description=__doc__)
     add = parser.add_argument
@@ -40,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--served-model-name", help="default: the model path")
     add("--max-running-requests", type=_within(1, 4096), default=64, help="requests decoded at once")
     add("--max-queued-requests", type=_within(0, 1_000_000), default=4096, help="more are refused with 503")
+    add("--max-total-tokens", type=_within(2, 1 << 40), help="held by running requests together; default: no limit")
     add("--context-length", type=_within(2, MAX_CONTEXT), help="prompt and response; default: the model's")
     add("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: draw weights from --random-seed")
     add("--random-seed", type=int, default=0)

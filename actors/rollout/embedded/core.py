@@ -23,6 +23,7 @@ class Settings(NamedTuple):
 
     max_running_requests: int
     context_length: int
+    max_total_tokens: int | None
     random_seed: int
     dummy: bool  # draw weights, load none
     weight_version: str
@@ -48,7 +49,7 @@ class Core:
         self._weights = self._first_weights(directory, settings)
         self._released: set[str] = set()
         slots = Slots(self._weights, num_slots=settings.max_running_requests, context_length=settings.context_length)
-        self.scheduler = Scheduler(slots, version=settings.weight_version)
+        self.scheduler = Scheduler(slots, version=settings.weight_version, max_total_tokens=settings.max_total_tokens)
 
     def _first_weights(self, directory: Path, settings: Settings) -> Weights:
         described = self._model

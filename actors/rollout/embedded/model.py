@@ -160,7 +160,7 @@ def _load_file(weights: Weights, file: Path) -> None:
 
 
 def draw(config: ModelConfig, *, seed: int, std: float, dtype: str) -> Weights:
-    """Draw weights: norms one, biases zero, the rest normal with `std`, rounded to `dtype` (Hugging Face's spelling)."""
+    """Draw weights: norms one, biases zero, the rest normal with `std`; rounded to `dtype`, a Hugging Face name."""
     spelled = SAFETENSORS_DTYPE[dtype]
     weights = allocate(config)
     generator = torch.Generator().manual_seed(seed)

@@ -11,6 +11,7 @@ from actors.rollout.embedded.model import Weights
 from actors.rollout.embedded.requests import Finish, Request
 from actors.rollout.embedded.slots import Drawn, Slots
 
+HEADROOM: Final = 16  # tokens that every running request may still grow by when another one is admitted
 MAX_PREFILL_TOKENS: Final = 16384  # padded tokens computed at once; bounds memory and the pause decodes see
 QUEUED_ABORT: Final = Finish(type="abort", message="Abort in waiting queue", queued=True)
 RUNNING_ABORT: Final = Finish(type="abort", message="Aborted")
@@ -29,8 +30,17 @@ class Report(NamedTuple):
 class Scheduler:
     """The engine without its thread: waiting and running requests, the weights and their version."""
 
-    def __init__(self, slots: Slots, *, version: str) -> None:
+    def __init__(self, slots: Slots, *, version: str, max_total_tokens: int | None = None) -> None:
+        """Begin without requests.
+
+        Args:
+            slots: empty.
+            version: of the slots' weights.
+            max_total_tokens: what the running requests may hold together; who grows beyond it is retracted.
+        """
         self.slots = slots
+        self.max_total_tokens = max_total_tokens or slots.num_slots * slots.context_length
+        self._limited = max_total_tokens is not None
         self.waiting: deque[Request] = deque()
         self.version = version
         self.paused = False
@@ -54,9 +64,12 @@ class Scheduler:
         """Advance all running requests by one token, then seat as many waiting ones as fit."""
         self.num_steps += 1
         if self.slots.requests:
+            self._make_room()
             self._take(self.slots.decode())
         if self.waiting and self.slots.num_free:
-            self._take(self.slots.prefill(self._admitted()))
+            admitted = self._admitted()
+            if admitted:
+                self._take(self.slots.prefill(admitted))
 
     def take_reports(self) -> list[Report]:
         """What happened since the last call, in order."""
@@ -105,13 +118,30 @@ class Scheduler:
     def _admitted(self) -> list[Request]:
         """Take requests from the queue, in order: as many as there are free slots and prefill tokens for."""
         admitted: list[Request] = []
-        longest = 0
+        longest = total = 0
+        room = self.max_total_tokens - self.slots.num_used_tokens - HEADROOM * len(self.slots.requests)
         while self.waiting and len(admitted) < self.slots.num_free:
             longest = max(longest, self.waiting[0].num_tokens)
+            total += self.waiting[0].num_tokens + HEADROOM
             if admitted and longest * (len(admitted) + 1) > MAX_PREFILL_TOKENS:
                 break
+            if total > room and (admitted or self.slots.requests):
+                break  # a single request always fits: the server bounds the context by the total
             admitted.append(self.waiting.popleft())
         return admitted
+
+    def _make_room(self) -> None:
+        """Retract the youngest requests until the others can grow by a token; one alone always can."""
+        if not self._limited:
+            return
+        requests = self.slots.requests
+        used = self.slots.num_used_tokens
+        while len(requests) > 1 and used + len(requests) > self.max_total_tokens:
+            request = requests[-1]
+            used -= request.num_tokens
+            request.num_retractions += 1
+            self.slots.leave([len(requests) - 1])
+            self.waiting.appendleft(request)
 
     def _take(self, drawn: Drawn) -> None:
         leaving: list[int] = []

@@ -2,15 +2,18 @@
 
 import argparse
 import asyncio
+import logging
 import os
 import signal
 import socket
 import time
 from functools import partial
+from typing import Final
 
 import structlog
 import uvloop
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 
 from actors.rollout.embedded.api import CallReader, Limits
 from actors.rollout.embedded.config import ModelDescription
@@ -21,7 +24,7 @@ from actors.rollout.embedded.server import Identity, Server
 from actors.rollout.embedded.text import Text
 from runtime.logs import configure_logging
 
-SHUTDOWN_TIMEOUT_S = 0.5  # for open connections; requests are aborted before
+SHUTDOWN_TIMEOUT_S: Final = 0.5  # for open connections; requests are aborted before
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -32,12 +35,12 @@ def serve(flags: argparse.Namespace, model: ModelDescription, listener: socket.s
         ModelError: the weights or the tokenizer cannot be loaded.
     """
     configure_logging("engine", os.environ.get("PHYSARUM_RUN", ""))
+    logging.getLogger("aiohttp.server").addFilter(_worth_logging)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(flags, model, listener))
 
 
 async def _serve(flags: argparse.Namespace, model: ModelDescription, listener: socket.socket) -> int:
-    started = time.perf_counter()
     ended: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _end, ended, None)
@@ -57,7 +60,7 @@ async def _serve(flags: argparse.Namespace, model: ModelDescription, listener: s
         try:
             await web.SockSite(runner, listener).start()
             address = listener.getsockname()
-            log.info("engine_started", host=address[0], port=address[1], took_s=time.perf_counter() - started)
+            log.info("engine_started", host=address[0], port=address[1], took_s=time.perf_counter() - flags.started)
             error = await ended
         finally:
             frontend.abort_all()
@@ -69,6 +72,11 @@ async def _serve(flags: argparse.Namespace, model: ModelDescription, listener: s
     return 0 if error is None else 1
 
 
+def _worth_logging(record: logging.LogRecord) -> bool:
+    """Not what gets a 400 for being no HTTP/1.1: sglang-router greets every new worker in HTTP/2 first."""
+    return not (record.exc_info and isinstance(record.exc_info[1], BadHttpMessage))
+
+
 def _end(ended: "asyncio.Future[BaseException | None]", error: BaseException | None) -> None:
     if not ended.done():
         ended.set_result(error)
@@ -78,6 +86,7 @@ def _core(flags: argparse.Namespace, model: ModelDescription, text: Text | None)
     settings = Settings(
         max_running_requests=flags.max_running_requests,
         context_length=flags.context_length,
+        max_total_tokens=flags.max_total_tokens,
         random_seed=flags.random_seed,
         dummy=flags.load_format == "dummy",
         weight_version=flags.weight_version,
@@ -107,6 +116,7 @@ def _server(flags: argparse.Namespace, model: ModelDescription, frontend: Fronte
             "random_seed": flags.random_seed,
             "context_length": flags.context_length,
             "max_running_requests": flags.max_running_requests,
+            "max_total_num_tokens": flags.max_total_tokens or flags.max_running_requests * flags.context_length,
             "max_queued_requests": flags.max_queued_requests,
             "stream_interval": flags.stream_interval,
             "incremental_streaming_output": flags.incremental_streaming_output,

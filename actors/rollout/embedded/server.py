@@ -181,7 +181,7 @@ class Server:
     async def loads(self, _: web.Request) -> web.Response:
         """Requests and tokens held. `gen_throughput` is tokens per second since the last call."""
         loads = await self._frontend.loads()
-        total = self._identity.flags["max_running_requests"] * self._identity.flags["context_length"]
+        total = self._identity.flags["max_total_num_tokens"]
         now, (then, before) = time.perf_counter(), self._last_load
         self._last_load = (now, loads.num_generated)
         entry = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.embedded_engine import ROOT, get, post, running_engine, write_config
+from tests.support.embedded_engine import ROOT, RunningEngine, post, running_engine, write_config
 
 DUMMY = ("--load-format", "dummy")
 
@@ -101,7 +101,15 @@ def test_help_answers_without_torch() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_cleanly_with_requests_running(tmp_path: Path, number: signal.Signals) -> None:
     write_config(tmp_path)
-    with running_engine(tmp_path, *DUMMY) as engine, socket.create_connection(tuple_of(engine.url)) as connection:
+    with running_engine(tmp_path, *DUMMY) as engine, socket.create_connection(tuple_of(engine.url)) as greeting:
+        greeting.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(30))  # as sglang-router greets
+        greeting.settimeout(10)
+        assert b" 400 " in greeting.recv(100)
+        end_by(number, engine)
+
+
+def end_by(number: signal.Signals, engine: RunningEngine) -> None:
+    with socket.create_connection(tuple_of(engine.url)) as connection:
         post(f"{engine.url}/slow_down", {"forward_sleep_time": 0.01})
         body = json.dumps({"input_ids": [3], "sampling_params": {"max_new_tokens": 500}, "stream": True}).encode()
         head = f"POST /generate HTTP/1.1\r\nHost: engine\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -114,6 +122,7 @@ def test_a_signal_ends_it_cleanly_with_requests_running(tmp_path: Path, number: 
         assert time.monotonic() - started < 2.0
         assert engine.process.returncode == 0
         assert "Traceback" not in errors
+        assert [json.loads(line)["event"] for line in errors.splitlines()] == ["engine_started"]
 
 
 def tuple_of(url: str) -> tuple[str, int]:

@@ -112,6 +112,21 @@ def test_retracted_requests_are_computed_again_and_go_on(qwen3: Path) -> None:
         assert_teacher_forced(qwen3, request)
 
 
+def test_requests_that_outgrow_the_total_are_retracted_and_end_right(qwen3: Path) -> None:
+    scheduler = scheduler_of(qwen3, max_total_tokens=90)
+    requests = [request_of(str(index), prompt, limit=60) for index, prompt in enumerate(PROMPTS)]
+    scheduler.submit(requests)
+    most = 0
+    while not scheduler.idle:
+        scheduler.step()
+        most = max(most, scheduler.slots.num_used_tokens)
+    assert 60 < most <= 90
+    assert sum(request.num_retractions for request in requests) > 0
+    for request in requests:
+        assert len(request.output_ids) == 60
+        assert_teacher_forced(qwen3, request)
+
+
 def test_weights_swapped_in_flight_sample_under_their_version_after_a_retraction(qwen3: Path, tmp_path: Path) -> None:
     write_model(tmp_path)
     write_weights(tmp_path, tmp_path, seed=7)
@@ -192,9 +207,13 @@ def test_drawn_weights_depend_on_the_seed_alone(qwen3: Path) -> None:
     assert first == again != other
 
 
-def scheduler_of(directory: Path, *, num_slots: int = 8, version: str = "0") -> Scheduler:
+def scheduler_of(
+    directory: Path, *, num_slots: int = 8, version: str = "0", max_total_tokens: int | None = None
+) -> Scheduler:
     weights = model.load(read_model(directory).shape, directory)
-    return Scheduler(Slots(weights, num_slots=num_slots, context_length=512), version=version)
+    return Scheduler(
+        Slots(weights, num_slots=num_slots, context_length=512), version=version, max_total_tokens=max_total_tokens
+    )
 
 
 def request_of(rid: str, prompt_ids: list[int], *, limit: int, sampling: Sampling | None = None) -> Request:
