@@ -1,6 +1,7 @@
 """The event plane: facts, light and public. What the buffer alone writes is in messages.ledger."""
 
 from enum import StrEnum
+from typing import Any
 
 from messages.base import Message, Plane, register
 from messages.samples import SampleSummary
@@ -19,6 +20,7 @@ class GroupCompleted(Message, kw_only=True, tag="group_completed"):
     instance: str
     data: str  # name of the data source
     samples: tuple[SampleSummary, ...]
+    metadata: dict[str, Any] = {}  # of the prompt
     rollout_time_s: float = 0.0  # from the pull of the task to the last token
     reward_time_s: float = 0.0  # from the last token to the last score
 

@@ -28,6 +28,7 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     prompt_len: int  # tokens
     response_lens: list[int]  # tokens
     statuses: list[str]  # "completed", "truncated"
+    metadata: dict[str, Any] = {}  # of the prompt
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +66,7 @@ def summary_of(group: GroupCompleted) -> GroupSummary:
         prompt_len=group.samples[0].prompt_len if group.samples else 0,
         response_lens=[sample.response_len for sample in group.samples],
         statuses=[str(sample.status) for sample in group.samples],
+        metadata=group.metadata,
     )
 
 

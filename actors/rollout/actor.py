@@ -91,13 +91,12 @@ class RolloutActor(Actor):
 
     def _tools(self, http: Http, fleet: Fleet) -> Tools:
         reward = self._topology.reward
-        scorer = Scorer(self._bus, timeout_s=reward.timeout_s, max_tries=reward.max_tries, group_rm=reward.group_rm)
+        scorer = Scorer(self._bus, timeout_s=reward.timeout_s, max_tries=reward.max_tries)
         return Tools(
             bus=self._bus,
             generator=Generator(http, fleet),
             scorer=scorer,
             batch_requests=self._topology.engines[self._pool].batch_requests,
-            group_rm=reward.group_rm,
             failed_reward=0.0 if reward.on_failure == "zero" else None,
         )
 
@@ -196,7 +195,7 @@ class RolloutActor(Actor):
         if tools.generator.halted(task.round):
             return GroupAborted(**who, lease=lease, instance=self._bus.name, samples=task.carried)
         members = await self._members(task)
-        run = GroupRun(_training_job(task, lease), members, tools)
+        run = GroupRun(_training_job(task, lease, group_rm=self._topology.reward.group_rm), members, tools)
         reason = None
         try:
             await run.run(release)
@@ -218,6 +217,7 @@ class RolloutActor(Actor):
             instance=self._bus.name,
             data=task.prompt.data,
             samples=summaries,
+            metadata=task.prompt.metadata,
             rollout_time_s=run.generated_s,
             reward_time_s=run.scored_s,
         )
@@ -259,7 +259,7 @@ class RolloutActor(Actor):
             await delivery.ack()
 
 
-def _training_job(task: RolloutRequested, lease: str) -> Job:
+def _training_job(task: RolloutRequested, lease: str, *, group_rm: bool) -> Job:
     return Job(
         group_id=task.group_id,
         attempt=task.attempt,
@@ -269,6 +269,7 @@ def _training_job(task: RolloutRequested, lease: str) -> Job:
         prompt=task.prompt,
         sampling=task.sampling,
         store=True,
+        group_rm=group_rm,
     )
 
 
@@ -282,6 +283,7 @@ def _eval_job(task: EvalRequested, lease: str) -> Job:
         prompt=task.prompt,
         sampling=task.sampling,
         store=False,
+        group_rm=False,  # evaluation is scored sample by sample
     )
 
 

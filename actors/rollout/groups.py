@@ -39,6 +39,7 @@ class Job:
     prompt: Prompt
     sampling: SamplingParams
     store: bool  # whether the segments are published
+    group_rm: bool  # one score request for the whole group, once all members ended
 
 
 @dataclass
@@ -49,7 +50,6 @@ class Tools:
     generator: Generator
     scorer: Scorer
     batch_requests: bool
-    group_rm: bool
     failed_reward: float | None  # reward of a sample whose scores all failed; None: the sample fails
 
 
@@ -82,11 +82,11 @@ class GroupRun:
                 watch.start_soon(self._cancel_on_halt, scoring_scope)
                 async with anyio.create_task_group() as scoring:
                     self._scoring = scoring
-                    if not self._tools.group_rm:
+                    if not self.job.group_rm:
                         self._start_scoring([member for member in self.members if member.unscored])
                     await self._generate_all()
                     await on_generated()
-                    if self._tools.group_rm and self.generated:
+                    if self.job.group_rm and self.generated:
                         self._start_scoring([member for member in self.members if member.unscored])
             watch.cancel_scope.cancel()
 
@@ -153,7 +153,7 @@ class GroupRun:
             while self._outbox:
                 ended, self._outbox = self._outbox, []
                 await self._store(ended)
-                if not self._tools.group_rm:
+                if not self.job.group_rm:
                     self._start_scoring([member for member, _ in ended if member.unscored])
         finally:
             self._flushing = False
@@ -169,7 +169,7 @@ class GroupRun:
         job, rm_type = self.job, self.job.prompt.rm_type
         assert rm_type is not None, "the recipe's rules ask for a reward"
         items = [self._score_item(member) for member in members]
-        scores = await self._tools.scorer.score(job.group_id, job.attempt, rm_type, items)
+        scores = await self._tools.scorer.score(job.group_id, job.attempt, rm_type, items, group_rm=job.group_rm)
         for member, score in zip(members, scores, strict=True):
             member.take_score(score, failed_reward=self._tools.failed_reward)
         self.scored_s = max(self.scored_s, time.monotonic() - started)

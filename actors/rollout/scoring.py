@@ -19,11 +19,10 @@ PATIENCE_S = 30.0  # on top of what grading may take: queueing, and the redelive
 class Scorer:
     """One inbox for all answers. An answer that is lost is asked for again, under a new request id."""
 
-    def __init__(self, bus: Bus, *, timeout_s: float, max_tries: int, group_rm: bool) -> None:
+    def __init__(self, bus: Bus, *, timeout_s: float, max_tries: int) -> None:
         self._bus = bus
         self._grading_s = timeout_s * max_tries
         self._max_tries = max_tries
-        self._group_rm = group_rm
         self._waiting: dict[str, _Answer] = {}
         self._reply_to = ""
 
@@ -38,17 +37,19 @@ class Scorer:
                     answer.scores = given.scores
                     answer.arrived.set()
 
-    async def score(self, group_id: int, attempt: int, rm_type: str, items: Sequence[ScoreItem]) -> Sequence[Score]:
+    async def score(
+        self, group_id: int, attempt: int, rm_type: str, items: Sequence[ScoreItem], *, group_rm: bool
+    ) -> Sequence[Score]:
         """Scores of the items, in their order; after the last try, what went wrong instead of a reward."""
         for _ in range(self._max_tries):
-            scores = await self._ask(group_id, attempt, rm_type, items)
+            scores = await self._ask(group_id, attempt, rm_type, items, group_rm)
             if scores is not None and len(scores) == len(items):
                 return scores
             log.warning("scores_missing", group_id=group_id, attempt=attempt)
         return [Score(index=item.index, part=item.part, error="no answer from a reward worker") for item in items]
 
     async def _ask(
-        self, group_id: int, attempt: int, rm_type: str, items: Sequence[ScoreItem]
+        self, group_id: int, attempt: int, rm_type: str, items: Sequence[ScoreItem], group_rm: bool
     ) -> Sequence[Score] | None:
         request_id = uuid.uuid4().hex
         answer = self._waiting[request_id] = _Answer()
@@ -59,7 +60,7 @@ class Scorer:
             group_id=group_id,
             attempt=attempt,
             rm_type=rm_type,
-            group_rm=self._group_rm,
+            group_rm=group_rm,
             deadline_s=time.time() + wait_s,
             items=tuple(items),
         )
