@@ -14,6 +14,7 @@ import msgspec
 import structlog
 
 from messages import ActorExited, ActorStarted, GroupCompleted, RunFinished, SegmentsPublished
+from runtime.actor import leaves
 from runtime.addresses import BUS_URL_VARIABLE, Address
 from runtime.agent.claim import write_atomically
 from runtime.agent.processes import (
@@ -104,8 +105,10 @@ class NodeAgent:
                 await tasks.start(self._supervision.run)
                 try:
                     await self._work()
-                except BusError as error:
-                    self._end(Outcome(finished=False, error=f"the bus failed: {error}"))
+                except* BusError as errors:
+                    self._end(Outcome(finished=False, error=f"the bus failed: {leaves(errors)[0]}"))
+                except* OSError as errors:  # a full disk, for one
+                    self._end(Outcome(finished=False, error=f"the agent failed: {leaves(errors)[0]}"))
                 await self._supervision.stop()
                 tasks.cancel_scope.cancel()
         for notice in self.report.close():
@@ -257,6 +260,8 @@ class NodeAgent:
     def _bus_spec(self, server: ServerSettings) -> ProcessSpec:
         directory = self._plan.run_dir / "bus"
         config = write_config(directory / "nats.conf", server)
+        for leftover in directory.glob("*.ports"):  # of servers that were killed; a new one may get an old process id
+            leftover.unlink()
 
         async def is_ready(pid: int) -> None:
             with suppress(BusUnavailable):

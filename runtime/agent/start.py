@@ -57,21 +57,25 @@ def start(topology: Topology, wish: Wish, *, specs_of: SpecsOf, show: Show) -> E
     """
     run_dir = Path(topology.run.dir) / topology.run.name
     _check(topology, wish, run_dir)
+    with _claim(run_dir, wish.node if len(topology.nodes) > 1 else None) as claim:
+        if wish.fresh is not None:
+            discard(claim)
+        stored = stored_result(run_dir)
+        if stored is not None and stored.finished:
+            _show_all(show, _lines_of_a_finished_run(stored, topology.run.name, run_dir, wish))
+            return End(exit_code=0, result_json=_json_of(stored))
+        for change in prepare(claim, topology):
+            show(f"changed since the last start: {change}")
+        return _run(_plan(topology, wish, claim, specs_of), topology, wish, show)
+
+
+def _claim(run_dir: Path, node: str | None) -> Claim:
     try:
-        with Claim.take(run_dir, node=wish.node if len(topology.nodes) > 1 else None) as claim:
-            if wish.fresh is not None:
-                discard(claim)
-            stored = stored_result(run_dir)
-            if stored is not None and stored.finished:
-                _show_all(show, _lines_of_a_finished_run(stored, topology.run.name, run_dir, wish))
-                return End(exit_code=0, result_json=_json_of(stored))
-            for change in prepare(claim, topology):
-                show(f"changed since the last start: {change}")
-            return _run(_plan(topology, wish, claim, specs_of), topology, wish, show)
+        return Claim.take(run_dir, node=node)
     except RunClaimed as error:
         raise RunRefused(str(error)) from error
     except OSError as error:
-        raise RunRefused(f"{run_dir}: {error}") from error
+        raise RunRefused(f"{run_dir} cannot be used: {error}") from error
 
 
 def _check(topology: Topology, wish: Wish, run_dir: Path) -> None:

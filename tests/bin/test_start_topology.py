@@ -222,6 +222,13 @@ def test_a_fixed_bus_port_in_use_is_wrong_input(tmp_path: Path) -> None:
     assert any(f"port {port} on 127.0.0.1 is in use" in line for line in command.lines)
 
 
+def test_a_run_directory_that_cannot_be_made_is_wrong_input(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with started(tmp_path / "file" / "r", ["1"]) as command:
+        assert command.end() == 2
+    assert "cannot be used" in command.lines[-1]
+
+
 def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
     with started(tmp_path / "r", ["3"]) as command:
         assert command.process.stdout is not None

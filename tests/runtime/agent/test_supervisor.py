@@ -11,6 +11,7 @@ from pathlib import Path
 
 import anyio
 import msgspec
+import psutil
 import pytest
 
 from runtime.agent.processes import (
@@ -203,6 +204,24 @@ async def test_grandchildren_end_with_their_process(tmp_path: Path) -> None:
         os.kill(changes.of(Started)[0].pid, signal.SIGKILL)
         await changes.until(lambda: bool(changes.of(GivenUp)))
         assert not alive(grandchild)
+
+
+async def test_a_killed_guardian_is_replaced(tmp_path: Path) -> None:
+    def guardians() -> list[int]:
+        children = psutil.Process().children()
+        return [child.pid for child in children if any("guardian.py" in part for part in child.cmdline())]
+
+    async with supervising(tmp_path) as (supervision, changes):
+        supervision.start(python("sleeper", SLEEPER))
+        await changes.until(lambda: bool(changes.of(Started)))
+        with anyio.fail_after(5):
+            while not guardians():  # noqa: ASYNC110 - a foreign process
+                await anyio.sleep(0.01)
+            (first,) = guardians()
+            os.kill(first, signal.SIGKILL)
+            while guardians() in ([], [first]):  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+    assert guardians() == []
 
 
 async def test_leaving_the_context_leaves_no_process(tmp_path: Path) -> None:
