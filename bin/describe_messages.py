@@ -60,7 +60,7 @@ def _surface(role: str) -> Surface:
 
 def _row(row: tuple[str, str, str, str, str]) -> str:
     tag, subject, writers, readers, text = row
-    return f"| `{tag}` | `{subject.replace('{run}', '<run>')}` | {writers} | {readers} | {text} |"
+    return f"| `{tag}` | `{subject.replace('{', '<').replace('}', '>')}` | {writers} | {readers} | {text} |"
 
 
 def _json(value: object) -> str:

@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from messages.arrays import array_schema
-from messages.base import Message, message_types, tag_of
+from messages.base import Message, Plane, message_types, tag_of
 from messages.codec import CONTENT_TYPE_HEADER, TYPE_HEADER, content_type_of
-from messages.subjects import filter_of
+from messages.subjects import call_subject, filter_of
 
 RUN = "{run}"
+INSTANCE = "{instance}"
 SCHEMA_PATH = "#/components/schemas/"
 
 
@@ -64,6 +65,8 @@ def table(surfaces: Mapping[str, Surface]) -> list[tuple[str, str, str, str, str
 
 
 def _subject(message_type: type[Message]) -> str:
+    if message_type.plane is Plane.CALL:
+        return call_subject(RUN, INSTANCE, message_type.topic)  # an answer goes to the caller's inbox instead
     return filter_of(RUN, message_type)
 
 

@@ -77,9 +77,7 @@ def test_a_segment_of_unequal_lengths_is_refused_at_both_ends() -> None:
     fields = msgspec.structs.asdict(segment([1, 2], [])) | {"loss_mask": UInt8Array([1])}
     with pytest.raises(ValueError, match="differ in length"):
         Segment(**fields)
-    payload = encode(published([1, 2], [])).payload.replace(
-        b"loss_mask\xd5\x03\x01\x01", b"loss_mask\xd4\x03\x01"
-    )
+    payload = encode(published([1, 2], [])).payload.replace(b"loss_mask\xd5\x03\x01\x01", b"loss_mask\xd4\x03\x01")
     with pytest.raises(DecodeError, match="differ in length"):
         decode(payload, {TYPE_HEADER: "segments_published", CONTENT_TYPE_HEADER: MSGPACK})
 

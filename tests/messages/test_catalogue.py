@@ -1,0 +1,46 @@
+"""The catalogue under docs/ is what the structs and the actors say."""
+
+import json
+import re
+from pathlib import Path
+
+from actors.registry import ROLES, actor_type
+from bin import describe_messages
+from messages import message_types, tag_of
+from messages.catalogue import json_schemas
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_committed_catalogue_is_current() -> None:
+    assert describe_messages.main(["--check"]) == 0
+
+
+def test_a_stale_catalogue_is_found(tmp_path: Path) -> None:
+    assert describe_messages.main(["--docs", str(tmp_path)]) == 0
+    assert describe_messages.main(["--docs", str(tmp_path), "--check"]) == 0
+    (tmp_path / "messages.md").write_text("old")
+    assert describe_messages.main(["--docs", str(tmp_path), "--check"]) == 1
+
+
+def test_every_reference_of_the_asyncapi_document_leads_somewhere() -> None:
+    text = (DOCS / "messages" / "asyncapi.json").read_text()
+    document = json.loads(text)
+    for reference in re.findall(r'"\$ref": ?"#/([^"]+)"', text):
+        place = document
+        for part in reference.split("/"):
+            place = place[part]
+
+
+def test_every_stored_message_has_a_writer_and_every_task_a_reader() -> None:
+    agents = {"actor_started", "actor_exited", "message_dead_lettered", "dead_letter"}  # written by agents and the bus
+    later = {"column_published"}  # of stages that no recipe declares yet
+    written = {tag_of(message) for role in ROLES for message in actor_type(role).writes}
+    calls = {tag for tag, message in message_types().items() if message.plane == "call"}
+    assert set(message_types()) - written - calls - agents - later == set()
+
+
+def test_arrays_are_described_as_lists_of_numbers_and_as_what_they_are_packed() -> None:
+    field = json_schemas()["Segment"]["properties"]["rollout_log_probs"]
+    assert field["items"] == {"type": "number"}
+    assert "extension 2 (float32" in field["description"]
