@@ -1,5 +1,6 @@
 """Actors and their host: one or several in a process, under one task group, with their calls and their end."""
 
+import atexit
 import os
 import signal
 import time
@@ -194,6 +195,8 @@ def run_process(
         stopping = True
         signal.signal(signal.SIGALRM, _end_now)
         signal.setitimer(signal.ITIMER_REAL, stop_timeout_s)
+        # covers threads that are joined at exit; later the interpreter takes the handler away and the alarm would kill
+        atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)
 
     async def main() -> None:
         async with anyio.create_task_group() as group:

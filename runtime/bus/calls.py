@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Generic
+from typing import Any, Final, Generic
 
 import structlog
 from anyio.abc import TaskGroup
@@ -19,6 +19,7 @@ from runtime.bus.errors import CallRefused, CallTimeout, MessageTooLarge, NotSer
 
 log = structlog.get_logger()
 
+ABSENCE_S: Final = 0.5  # an instance may need this long to be back after a restart of the server
 Handler = Callable[[Any], Awaitable[Message]]
 
 
@@ -38,12 +39,19 @@ async def ask(connection: Connection, run: str, instance: str, request: Message,
     deadline = loop.time() + timeout_s
     if not connection.is_connected and not await connection.wait_connected(deadline):
         raise CallTimeout(f"{subject}: not connected within {timeout_s:g} s")
-    try:
-        raw = await connection.request(subject, encoded.payload, encoded.headers, max(0.001, deadline - loop.time()))
-    except NoResponders:
-        raise NotServed(subject) from None
-    except (AttemptTimeout, Disconnected) as error:
-        raise CallTimeout(f"{subject}: {error} within {timeout_s:g} s") from error
+    absent_until = min(deadline, loop.time() + ABSENCE_S)
+    failures = 0
+    while True:
+        try:
+            remaining_s = max(0.001, deadline - loop.time())
+            raw = await connection.request(subject, encoded.payload, encoded.headers, remaining_s)
+            break
+        except NoResponders as error:
+            if not await connection.pause(absent_until, failures, error):
+                raise NotServed(subject) from None
+            failures += 1
+        except (AttemptTimeout, Disconnected) as error:
+            raise CallTimeout(f"{subject}: {error} within {timeout_s:g} s") from error
     try:
         answer = decode(raw.data, raw.headers)
     except DecodeError as error:

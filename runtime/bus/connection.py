@@ -372,10 +372,7 @@ class Listener:
 async def _quietly(ending: Awaitable[Any]) -> None:
     try:
         await ending
-    except (
-        nats_errors.Error,
-        OSError,
-    ):  # closed, reconnecting or timed out: the server forgets the subscription anyway
+    except (nats_errors.Error, OSError):  # closed, reconnecting, timed out: the server forgets it anyway
         log.debug("bus_subscription_gone")
 
 

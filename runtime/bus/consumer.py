@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import Any, Final, Generic
 
+import anyio
 import msgspec
 
 from messages import DecodeError, MessageT, Plane, decode
@@ -134,8 +135,9 @@ class Deliveries(Generic[MessageT]):
 
     async def close(self) -> None:
         """Give back what arrived and was not handed out."""
-        for raw in await self._pull.close():
-            await self.answer(raw.reply, NAK)
+        with anyio.move_on_after(2 * self._connection.limits.drain_timeout_s, shield=True):
+            for raw in await self._pull.close():
+                await self.answer(raw.reply, NAK)
 
     async def next(self, timeout_s: float | None = None) -> Delivery[MessageT] | None:
         """The next usable delivery, or None after timeout_s. Unusable ones become dead letters on the way."""

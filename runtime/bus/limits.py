@@ -24,7 +24,7 @@ class BusLimits(msgspec.Struct, frozen=True, kw_only=True):
     read_ahead_bytes: int = 16 * MIB
     max_fetches: int = 64  # direct gets in flight
     max_calls: int = 64  # calls handled at the same time by one instance
-    drain_timeout_s: float = 5.0
+    drain_timeout_s: float = 2.0  # for ending in order
 
 
 class StreamLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -97,9 +97,11 @@ class Pull:
         """End; return what had arrived and was not taken. Also when cancelled, within limits.drain_timeout_s."""
         self._connection.forget_reconnect(self._wake_all)
         if self._listener is not None:
-            # a cancelled flush leaves a future over which nats-py 2.16 stumbles at the next PONG: it stops reading
             with anyio.move_on_after(self._limits.drain_timeout_s, shield=True):
-                await self._listener.drain()
+                if self._redelivers and self._connection.is_connected:
+                    await self._listener.drain()
+                else:
+                    await self._listener.stop()
         left = list(self._buffer)
         self._buffer.clear()
         self._lost = "closed"
@@ -208,7 +210,7 @@ class Pull:
     def _on_message(self, message: RawMessage) -> None:
         status = message.headers.get(STATUS) if message.headers is not None and not message.data else None
         if status is None or message.reply.startswith("$JS.ACK"):
-            self._outstanding -= 1
+            self._outstanding = max(0, self._outstanding - 1)  # a request from before a reconnect may be answered too
             self._buffer.append(message)
             self._wake_one()
         elif status == HEARTBEAT:

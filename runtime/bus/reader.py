@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Final
 
-from runtime.bus.connection import Connection, RawMessage
+import anyio
+
+from runtime.bus.connection import Connection, Disconnected, RawMessage
 from runtime.bus.errors import BusUnavailable
 from runtime.bus.pull import ConsumerLost, Place, Pull, place_of
-from runtime.bus.store import ApiFailed, api_call
+from runtime.bus.store import API, ApiFailed, api_call
 
 INACTIVE_S: Final = 60  # the server forgets a reader that asked for nothing this long; it is made again when it does
 NANOSECONDS: Final = 1_000_000_000
@@ -76,7 +78,16 @@ class LogReader:
         return {"stream_name": self._stream, "config": config}
 
     async def close(self) -> None:
+        """End. The consumer is removed, or forgotten by the server if that does not reach it."""
         await self._pull.close()
+        if not self._consumer or not self._connection.is_connected:
+            return
+        subject = f"{API}.CONSUMER.DELETE.{self._stream}.{self._consumer}"
+        with anyio.move_on_after(self._connection.limits.drain_timeout_s, shield=True):
+            try:
+                await self._connection.send(subject, b"", reply=self._connection.new_inbox())
+            except Disconnected:
+                return
 
     async def next(self, timeout_s: float | None = None) -> tuple[RawMessage, Place] | None:
         """The next message and its place, or None after timeout_s."""

@@ -149,9 +149,10 @@ class Store:
                 return last
             raise SequenceMismatch(subject, expected=int(headers[EXPECTED_LAST]), last=last)
         if error.err_code == STREAM_STORE_FAILED and PER_SUBJECT_LIMIT in error.description:
-            last, last_id = await self.last_of(stream, subject)
-            if may_be_ours and last_id == headers[MESSAGE_ID]:
-                return last
+            if may_be_ours:
+                last, last_id = await self.last_of(stream, subject)
+                if last_id == headers[MESSAGE_ID]:
+                    return last
             raise AlreadyQueued(subject)
         if error.err_code == MESSAGE_OVER_STREAM_LIMIT:
             raise MessageTooLarge(subject, 0, 0)

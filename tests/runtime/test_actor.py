@@ -212,7 +212,7 @@ def child(what: str, url: str, run: str) -> None:
         case _:
             hosted = scripted(after=nothing)
     limits = BusLimits(connect_timeout_s=5.0 if url != NO_SERVER else 0.3)
-    sys.exit(run_process(url, run, [hosted], node="n0", limits=limits, stop_timeout_s=0.5))
+    sys.exit(run_process(url, run, [hosted], node="n0", limits=limits, stop_timeout_s=0.5 if what == "hang" else 15))
 
 
 def start(what: str, url: str, run: str) -> "subprocess.Popen[str]":

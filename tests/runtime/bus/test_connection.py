@@ -108,3 +108,24 @@ def test_wire_size_is_the_length_of_the_block_that_is_sent() -> None:
     block = "NATS/1.0\r\n" + "".join(f"{name}: {value}\r\n" for name, value in encoded.headers.items()) + "\r\n"
     assert wire_size(encoded.payload, encoded.headers) == len(block.encode()) + len(encoded.payload)
     assert subject_of("run", group_failed(1)) == "phy.run.event.group.failed"
+
+
+async def test_a_server_that_is_stopped_in_order_is_no_end(own_bus: Bus, own_nats_server: NatsServer) -> None:
+    await own_bus.publish(group_failed(1))
+    own_nats_server.stop()
+    own_nats_server.spawn()
+    await own_nats_server.wait_ready()
+    assert await own_bus.publish(group_failed(2)) == 2
+
+
+async def test_what_arrives_faster_than_it_is_handled_is_dropped_and_counted(nats_server: NatsServer) -> None:
+    limits = BusLimits(inbox_messages=8)
+    async with open_connection(nats_server.url, name="test", limits=limits) as connection:
+        handled: list[bytes] = []
+        await connection.subscribe("phy.burst", lambda message: handled.append(message.data))
+        for _ in range(2000):
+            await connection.send("phy.burst", b"x")
+        counters = connection.counters
+        await eventually(lambda: len(handled) + counters.slow_consumer_drops == 2000)
+        assert counters.slow_consumer_drops > 0
+        assert connection.is_connected

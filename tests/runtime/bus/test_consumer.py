@@ -17,7 +17,7 @@ from messages import (
 )
 from messages.subjects import stream_of, subject_of
 from runtime.bus import Bus, Deliveries, Delivery
-from runtime.bus.store import API
+from runtime.bus.store import API, api_call
 from tests.fixtures.nats import TEST_LIMITS, NatsServer, eventually, group_failed, score_request
 
 pytestmark = pytest.mark.anyio
@@ -232,8 +232,6 @@ async def test_an_event_consumer_goes_on_where_it_stopped(bus: Bus) -> None:
 
 
 async def test_a_consumer_made_again_after_its_deletion_goes_on(bus: Bus) -> None:
-    from runtime.bus.store import api_call
-
     async with bus.consume(ScoreRequested, durable="score") as deliveries, anyio.create_task_group() as group:
 
         async def take() -> None:

@@ -7,7 +7,7 @@ import anyio
 import msgspec
 import pytest
 
-from messages import Plane
+from messages import Plane, ScoreRequested
 from runtime.bus import AlreadyQueued, Bus, BusLimits, BusUnavailable, PublishTimeout, StreamFull
 from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS, NatsServer, eventually, group_failed, score_request
 
@@ -128,8 +128,6 @@ async def test_work_that_is_still_queued_is_not_queued_twice(bus: Bus) -> None:
 
 
 async def test_work_that_was_done_can_be_put_again(bus: Bus) -> None:
-    from messages import ScoreRequested
-
     await bus.publish(score_request("a"))
     async with bus.consume(ScoreRequested, durable="score") as deliveries:
         for _ in range(2):

@@ -8,7 +8,7 @@ from messages.subjects import plane_filter, stream_of, subject_of
 from runtime.bus import Bus, Events
 from runtime.bus.reader import LogReader
 from runtime.bus.store import api_call
-from tests.fixtures.nats import NatsServer, group_failed
+from tests.fixtures.nats import NatsServer, eventually, group_failed
 
 pytestmark = pytest.mark.anyio
 HALTED = RoundHalted(incarnation=1, round=3)
@@ -150,3 +150,17 @@ async def test_reading_to_the_end_ends_when_the_last_event_is_unusable(bus: Bus)
     await bus._store.put(subject, b"{}", {"Physarum-Type": "no_such_type"})
     async with bus.read(WeightsApplied) as events:
         assert await all_now(events) == []
+
+
+async def test_a_reader_leaves_no_consumer_behind(bus: Bus) -> None:
+    async def num_consumers() -> int:
+        info = await api_call(bus._connection, f"STREAM.INFO.{stream_of(bus.run, Plane.EVENT)}")
+        return info["state"]["consumer_count"]
+
+    async with bus.read(GroupFailed):
+        assert await num_consumers() == 1
+
+    async def are_gone() -> bool:
+        return await num_consumers() == 0
+
+    await eventually(are_gone)
