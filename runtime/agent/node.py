@@ -251,11 +251,11 @@ class NodeAgent:
             reward = "none" if sample.reward is None else f"{sample.reward:g}"
             tokens = f"{sample.prompt_len} + {sample.response_len} tokens"
             told = f"group {group.group_id}, {sample.status}, reward {reward}, weights v{sample.last_version}, {tokens}"
-            self._show(f"first sample: {told}")
+            lines = [f"first sample: {told}"]
             if self._text_of is not None:
-                prompt = await anyio.to_thread.run_sync(self._text_of, prompt_ids)
-                self._show(f"  prompt    {prompt!r}")
-            self._show(f"  response  {''.join(segment.text for segment in segments)!r}")
+                lines.append(f"  prompt    {await anyio.to_thread.run_sync(self._text_of, prompt_ids)!r}")
+            lines.append(f"  response  {''.join(segment.text for segment in segments)!r}")
+            self._show("\n".join(lines))
 
     def _bus_spec(self, server: ServerSettings) -> ProcessSpec:
         directory = self._plan.run_dir / "bus"

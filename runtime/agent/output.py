@@ -14,6 +14,7 @@ MAX_LINE_BYTES = 1 << 16  # a longer line is cut
 MAX_FILE_BYTES = 64 << 20  # then the file is kept as <name>.jsonl.1 and a new one begun
 TAIL_LINES = 200
 
+_input_error = re.compile(r"^InputError\((['\"])(.*)\1\)$", re.DOTALL)  # its text was written for people
 _terminal_codes = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
@@ -115,9 +116,9 @@ def _words(entry: dict[str, Any]) -> Iterator[str]:
 
 
 def _error_of(entry: dict[str, Any]) -> str:
-    said = [str(entry.get("event", ""))]
+    said = [] if entry.get("event") == "actor_failed" else [str(entry.get("event", ""))]
     if entry.get("error"):
-        said.append(str(entry["error"]))
+        said.append(_input_error.sub(r"\2", str(entry["error"])))
     elif entry.get("exception"):
         said.append(str(entry["exception"]).strip().splitlines()[-1])
     return ": ".join(part for part in said if part)

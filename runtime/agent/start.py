@@ -9,7 +9,7 @@ import msgspec
 
 from runtime.agent.claim import Claim, RunClaimed
 from runtime.agent.node import NodeAgent, NodePlan, Outcome, Show, TextOf, command_started, exit_code_of
-from runtime.agent.processes import GivenUp, ProcessSpec
+from runtime.agent.processes import EXIT_INPUT_ERROR, GivenUp, ProcessSpec
 from runtime.agent.rundir import (
     METRICS_FILE,
     TOPOLOGY_FILE,
@@ -128,7 +128,7 @@ def _run(plan: NodePlan, topology: Topology, wish: Wish, show: Show) -> End:
     _show_all(show, ["", _headline(plan.run, outcome), *agent.report.summary(now)])
     _show_all(show, _what_next(plan.run, plan.run_dir, wish, finished=outcome.finished))
     if outcome.failure is not None:
-        _show_all(show, _lines_of_a_failure(outcome.failure))
+        _show_all(show, _lines_of_a_failure(plan.run, outcome.failure))
     return End(exit_code=exit_code_of(outcome), result_json=_json_of(stored))
 
 
@@ -137,9 +137,7 @@ def _headline(run: str, outcome: Outcome) -> str:
         return f"run {run} finished"
     if outcome.stopped_by is not None:
         return f"run {run} stopped"
-    if outcome.failure is not None:
-        return f"run {run} failed: {outcome.failure.spec.name}: {outcome.failure.reason}"
-    return f"run {run} failed: {outcome.error}"
+    return f"run {run} failed" if outcome.error is None else f"run {run} failed: {outcome.error}"
 
 
 def _what_next(run: str, run_dir: Path, wish: Wish, *, finished: bool) -> Iterator[str]:
@@ -159,12 +157,13 @@ def _lines_of_a_finished_run(stored: StoredResult, run: str, run_dir: Path, wish
     yield from _what_next(run, run_dir, wish, finished=True)
 
 
-def _lines_of_a_failure(failure: GivenUp) -> Iterator[str]:
-    yield f"failed    {failure.spec.name}: {failure.reason}"
-    yield f"its log   {failure.log}"
-    if failure.tail:
+def _lines_of_a_failure(run: str, failure: GivenUp) -> Iterator[str]:
+    """Where it failed, and last, where the eye falls, why."""
+    yield f"log       {failure.log}"
+    if failure.tail and failure.exit_code != EXIT_INPUT_ERROR:  # wrong input is told in one sentence
         yield f"its last {len(failure.tail)} lines:"
         yield from (f"  {line}" for line in failure.tail)
+    yield f"run {run} failed: {failure.spec.name}: {failure.reason}"
 
 
 def _text_of(checkpoint: str) -> TextOf | None:
