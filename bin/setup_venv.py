@@ -242,7 +242,7 @@ class PipProgress:
         lines = [f"setup:   {error}" for error in self._errors[-NUM_LAST_LINES:] or self._last]
         if self._unreachable:
             lines.append("setup: the package index did not answer: look at the network, a proxy, or PIP_INDEX_URL")
-        lines.append(f"setup: pip's output is in {LOG}; call again to go on (what pip could cache is not fetched twice)")
+        lines.append(f"setup: pip's output is in {LOG}; call again to go on (what pip has cached is not fetched twice)")
         return "\n".join(lines)
 
 
