@@ -13,7 +13,7 @@ import anyio.abc
 import msgspec
 import structlog
 
-from messages import ActorExited, ActorStarted, GroupCompleted, RunFinished, SegmentsPublished
+from messages import ActorExited, ActorStarted, GroupCompleted, RunFailed, RunFinished, SegmentsPublished
 from runtime.actor import leaves
 from runtime.addresses import BUS_URL_VARIABLE, Address
 from runtime.agent.claim import write_atomically
@@ -227,6 +227,8 @@ class NodeAgent:
                     self._supervision.progress()
                 if isinstance(message, RunFinished):
                     self._end(Outcome(finished=True))
+                elif isinstance(message, RunFailed) and live:
+                    self._end(Outcome(finished=False, error=message.reason))
 
     def _take(self, notice: Any) -> None:
         match notice:

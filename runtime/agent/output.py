@@ -13,6 +13,7 @@ import msgspec
 MAX_LINE_BYTES = 1 << 16  # a longer line is cut
 MAX_FILE_BYTES = 64 << 20  # then the file is kept as <name>.jsonl.1 and a new one begun
 TAIL_LINES = 200
+RECENT_LINES = 40  # an error before these was survived
 
 _input_error = re.compile(r"^InputError\((['\"])(.*)\1\)$", re.DOTALL)  # its text was written for people
 _terminal_codes = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
@@ -55,7 +56,7 @@ class OutputLog:
     def why(self) -> str | None:
         """What the process said last about why it ends: its last error, or else its last words outside its log."""
         last_words = None
-        for line in reversed(self._tail):
+        for line in list(self._tail)[: -RECENT_LINES - 1 : -1]:
             entry = _entry_of(line)
             if entry.get("level") in ("error", "critical"):
                 return _error_of(entry)

@@ -208,8 +208,8 @@ class Supervisor:
     def _reason(self, code: int) -> str:
         if self._late:
             return f"not ready within {self.spec.ready_timeout_s:g} s"
-        said = self._log.why()
         how = describe_exit(code)
+        said = None if code in (-signal.SIGKILL, -signal.SIGTERM) else self._log.why()  # killed: not by what it said
         return f"{said} ({how})" if said else how
 
     def _choose_port(self) -> int | None:

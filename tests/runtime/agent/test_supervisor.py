@@ -151,7 +151,7 @@ async def test_a_process_is_ready_when_it_answers_and_keeps_its_port_when_killed
         await changes.until(lambda: len(changes.of(Ready)) == 1)
         os.kill(changes.of(Started)[0].pid, signal.SIGKILL)
         await changes.until(lambda: len(changes.of(Ready)) == 2)
-        assert "SIGKILL" in changes.of(Exited)[0].reason
+        assert changes.of(Exited)[0].reason == "killed by SIGKILL"
     first, second = changes.of(Ready)
     assert first.port == second.port
     assert second.restarts == 1
