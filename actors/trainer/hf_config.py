@@ -133,7 +133,6 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
         variable_seq_lengths=pipeline > 1,  # micro-batches differ in length
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths refuses the default, also for dense models
         use_cpu_initialization=device.type == "cpu",
-        perform_initialization=False,  # every weight is loaded or drawn by actors.trainer.weights
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,

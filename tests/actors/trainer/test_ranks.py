@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from runtime.topology import Topology, encode_topology
 from tests.actors.trainer.hf import write_model
+from tests.actors.trainer.tiny import tiny_topology
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -29,9 +30,10 @@ LAYOUTS = {
 }
 
 
-def run_ranks(
-    directory: Path, topology: Topology, world: int
-) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+Result = tuple[list[dict[str, float]], dict[str, torch.Tensor]]  # metrics of each call, weights at the end
+
+
+def run_ranks(directory: Path, topology: Topology, world: int) -> Result:
     directory.mkdir(exist_ok=True)
     (directory / "topology.json").write_bytes(encode_topology(topology))
     with socket.socket() as probe:
@@ -54,28 +56,35 @@ def run_ranks(
     return result["metrics"], load_file(Path(result["path"]) / "model.safetensors")
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_two_ranks_equal_one(
-    make_topology: Callable[..., Topology], tmp_path: Path, layout: dict[str, Any], tied: bool
-) -> None:
-    directory = tmp_path / "weights-to-load"
-    write_model(directory, tied=tied)
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """A model directory, and what one rank makes of it."""
+    directory = tmp_path_factory.mktemp("one")
+    write_model(directory / "model", tied=request.param)
+    return directory / "model", run_ranks(directory / "run", topology_of(directory / "model"), 1)
+
+
+def topology_of(model: Path, **trainer: Any) -> Topology:
     tables: dict[str, Any] = {
-        "model": {"hf_checkpoint": str(directory), "random_init": False},
+        "model": {"random_init": False},
         "algorithm": {"entropy_coef": 0.05, "use_kl_loss": True, "kl_loss_coef": 0.1, "num_steps_per_rollout": 2},
         "train": {"max_tokens_per_gpu": 40},
+        "trainer": trainer,
     }
-    one, weights_of_one = run_ranks(tmp_path / "one", make_topology(**tables), 1)
-    trainer = {"num_processes": 2, "megatron": layout}
-    two, weights_of_two = run_ranks(tmp_path / "two", make_topology(**tables, trainer=trainer), 2)
-    assert two[2]["train/loss"] == pytest.approx(two[1]["train/loss"], abs=1e-6)  # resumed from a checkpoint
-    for expected, found in zip(one, two, strict=True):
+    return tiny_topology(model, model.parent, **tables)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_two_ranks_equal_one(one: tuple[Path, Result], tmp_path: Path, layout: dict[str, Any]) -> None:
+    model, (metrics, weights) = one
+    found, found_weights = run_ranks(tmp_path / "two", topology_of(model, num_processes=2, megatron=layout), 2)
+    assert found[2]["train/loss"] == pytest.approx(found[1]["train/loss"], abs=1e-6)  # resumed from a checkpoint
+    for expected, result in zip(metrics, found, strict=True):
         for name, value in expected.items():
             if not name.startswith("perf/"):
-                assert found[name] == pytest.approx(value, abs=1e-5), name
-    for name, weight in weights_of_one.items():
-        torch.testing.assert_close(weights_of_two[name], weight, rtol=0, atol=1e-4)
+                assert result[name] == pytest.approx(value, abs=1e-5), name
+    for name, weight in weights.items():
+        torch.testing.assert_close(found_weights[name], weight, rtol=0, atol=1e-4)
 
 
 def test_a_checkpoint_of_one_rank_is_loaded_by_two_tensor_parallel_ones(

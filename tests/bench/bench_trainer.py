@@ -1,0 +1,120 @@
+"""The trainer on the laptop recipe: start, one train step with its publish, a checkpoint. Prints JSON.
+
+Run: PYTHONPATH=. python tests/bench/bench_trainer.py. The samples are random: the recipe's sizes, not its task.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TOPOLOGY = ROOT / "topologies" / "laptop.toml"
+PROMPT = 4  # tokens of a prompt of the recipe
+IMPORT = "import time; begin = time.perf_counter(); import actors.trainer.engine; print(time.perf_counter() - begin)"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=50, help="train steps to measure")
+    parser.add_argument("--profile", action="store_true", help="say where a train step's time goes")
+    args = parser.parse_args(argv)
+    results: dict[str, Any] = {"import_s": [round(import_s(), 2) for _ in range(3)]}
+    with tempfile.TemporaryDirectory() as folder:
+        results |= measure(Path(folder), args.steps, profile=args.profile)
+    print(json.dumps(results, indent=2))
+    return 0
+
+
+def import_s() -> float:
+    """Seconds to import torch, Megatron-core and the trainer in a fresh process."""
+    command = [sys.executable, "-c", IMPORT]
+    return float(subprocess.run(command, capture_output=True, check=True, timeout=120, cwd=ROOT).stdout)
+
+
+def measure(run_dir: Path, num_steps: int, *, profile: bool) -> dict[str, Any]:
+    import torch
+
+    from actors.trainer import cpu
+    from actors.trainer.engine import TrainerEngine
+    from runtime.load import load_topology
+
+    torch.set_num_threads(1)
+    topology = load_topology(TOPOLOGY).topology
+    batches = [random_batch(step, topology.rollout.rollout_batch_size) for step in range(num_steps)]
+    with cpu.CpuMode():
+        begin = time.perf_counter()
+        engine = TrainerEngine(topology, run_dir)
+        built_s = time.perf_counter() - begin
+        metrics: list[dict[str, float]] = []
+        train_ms = milliseconds(num_steps, lambda step: metrics.append(engine.train(batches[step])))
+        publish_ms = milliseconds(num_steps, lambda step: engine.publish(step + 1, confirmed=step))
+        save_ms = milliseconds(5, lambda step: engine.save(step=step + 1, incarnation=1))
+        if profile:
+            print_profile(lambda: [engine.train(batch) for batch in batches])
+        engine.close()
+    forward_ms = [1e3 * one["perf/log_probs_time"] for one in metrics]
+    return {
+        "build_s": round(built_s, 3),
+        "samples": len(batches[0].lengths_B),
+        "tokens": round(statistics.mean(len(batch.tokens_N) for batch in batches)),
+        "train_ms": summary(train_ms),
+        "of_which_log_probs_ms": summary(forward_ms),
+        "publish_ms": summary(publish_ms),
+        "save_ms": summary(save_ms),
+    }
+
+
+def milliseconds(count: int, call: Callable[[int], object]) -> list[float]:
+    times: list[float] = []
+    for number in range(count):
+        begin = time.perf_counter()
+        call(number)
+        times.append(1e3 * (time.perf_counter() - begin))
+    return times
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    return {"first": round(values[0], 1), "median": round(statistics.median(values), 1), "max": round(max(values), 1)}
+
+
+def random_batch(step: int, num_groups: int, group_size: int = 8) -> Any:
+    import numpy as np
+
+    from actors.trainer.batching import TrainBatch
+
+    generator = np.random.default_rng(step)
+    count = num_groups * group_size
+    lengths = PROMPT + generator.integers(1, 5, count)
+    mask = np.concatenate([np.arange(length) >= PROMPT for length in lengths])
+    return TrainBatch(
+        step=step,
+        groups_B=np.repeat(np.arange(num_groups), group_size),
+        rollouts_B=np.arange(count),
+        rewards_B=generator.random(count),
+        truncated_B=np.zeros(count, dtype=np.uint8),
+        lengths_B=lengths,
+        tokens_N=generator.integers(0, 16, len(mask)).astype(np.int32),
+        loss_mask_N=mask.astype(np.uint8),
+        rollout_log_probs_N=np.where(mask, -2.77, 0.0).astype(np.float32),
+        current_N=mask.astype(np.uint8),
+    )
+
+
+def print_profile(call: Callable[[], object]) -> None:
+    import cProfile
+    import pstats
+
+    profiler = cProfile.Profile()
+    profiler.runcall(call)
+    pstats.Stats(profiler, stream=sys.stderr).sort_stats("cumtime").print_stats(40)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
