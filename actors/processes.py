@@ -108,6 +108,8 @@ def _embedded(topology: Topology, engine: EngineConfig, index: int) -> tuple[str
     command += ["--host", "{host}", "--port", "{port}", "--max-running-requests", str(engine.concurrency)]
     command += ["--random-seed", str(topology.run.seed + index)]
     command += ["--load-format", "dummy" if topology.model.random_init else "auto"]
+    if engine.max_total_tokens is not None:
+        command += ["--max-total-tokens", str(engine.max_total_tokens)]
     if rollout.max_context_len is not None:
         command += ["--context-length", str(rollout.max_context_len)]
     return tuple(command)

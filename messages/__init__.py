@@ -42,6 +42,7 @@ from messages.ledger import (
     GroupsIssued,
     IssuedGroup,
     RoundHalted,
+    RunFailed,
     RunFinished,
     SnapshotTaken,
 )
@@ -92,6 +93,7 @@ __all__ = [
     "PromptsLoaded",
     "RolloutRequested",
     "RoundHalted",
+    "RunFailed",
     "RunFinished",
     "SampleKey",
     "SampleStatus",

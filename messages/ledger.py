@@ -127,3 +127,14 @@ class RunFinished(Message, kw_only=True, tag="run_finished"):
     incarnation: int
     steps: int
     reason: str
+
+
+@register
+class RunFailed(Message, kw_only=True, tag="run_failed"):
+    """The buffer gives the run up, for instance since a filter rejects everything. A restarted buffer tries again."""
+
+    plane = Plane.EVENT
+    topic = "ledger.run_failed"
+    incarnation: int
+    steps: int
+    reason: str

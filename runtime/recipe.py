@@ -62,6 +62,7 @@ class RolloutConfig(Config, frozen=True, kw_only=True):
     on_halt: Literal["resume", "restart", "drop"] = "resume"
     max_staleness: Count = 0  # train steps; 0 is synchronous
     max_attempts: Positive = 5  # issues of one prompt group before it fails
+    max_barren_groups: Positive | None = None  # dropped or failed in a row before the run fails; none: 16 refills
 
 
 class AlgorithmConfig(Config, frozen=True, kw_only=True):

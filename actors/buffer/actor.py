@@ -26,6 +26,7 @@ from messages import (
     PromptsLoaded,
     RolloutRequested,
     RoundHalted,
+    RunFailed,
     RunFinished,
     SnapshotTaken,
 )
@@ -55,6 +56,7 @@ class BufferActor(Actor):
         EvalEnded,
         SnapshotTaken,
         RunFinished,
+        RunFailed,
         PromptsLoaded,
         RolloutRequested,
         EvalRequested,

@@ -18,6 +18,7 @@ from messages import (
     IssuedGroup,
     Message,
     RoundHalted,
+    RunFailed,
     RunFinished,
     SnapshotTaken,
 )
@@ -41,6 +42,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int = 0  # train steps
     on_halt: Literal["resume", "restart", "drop"] = "resume"
     max_attempts: int = 5
+    max_barren_groups: int = 1024  # dropped or failed in a row, without a batch in between, before the run is given up
     evals: tuple[EvalPlan, ...] = ()
 
 
@@ -49,9 +51,9 @@ def decide(state: LedgerState, schedule: Schedule) -> Message | None:
 
     One decision is outstanding at a time: call again after it was appended, read back and folded.
     """
-    if state.finished is not None or state.version == 0:
+    if state.finished is not None or state.gave_up is not None or state.version == 0:
         return None  # over, or no weights were announced yet
-    for rule in (_snapshot, _end_eval, _issue_eval, _make_batch, _halt, _close, _refill, _finish):
+    for rule in (_snapshot, _end_eval, _issue_eval, _make_batch, _give_up, _halt, _close, _refill, _finish):
         decision = rule(state, schedule)
         if decision is not None:
             return decision
@@ -153,6 +155,15 @@ def _close(state: LedgerState, schedule: Schedule) -> Message | None:
 def _closed(state: LedgerState, groups: Sequence[Group], outcome: str, reason: str) -> GroupsClosed:
     ids = tuple(group.group_id for group in groups)
     return GroupsClosed(incarnation=state.incarnation, group_ids=ids, outcome=outcome, reason=reason)
+
+
+def _give_up(state: LedgerState, schedule: Schedule) -> Message | None:
+    if state.barren < schedule.max_barren_groups:
+        return None
+    tallies = [*state.dropped.items(), *state.failed.items()]
+    worst = ", ".join(f"{reason} ({count})" for reason, count in sorted(tallies, key=lambda item: -item[1])[:3])
+    reason = f"{state.barren} prompt groups in a row were dropped or failed; most often: {worst}"
+    return RunFailed(incarnation=state.incarnation, steps=state.trained_steps, reason=reason)
 
 
 def _refill(state: LedgerState, schedule: Schedule) -> Message | None:

@@ -22,6 +22,7 @@ from messages import (
     Message,
     Outcome,
     RoundHalted,
+    RunFailed,
     RunFinished,
     SampleStatus,
     SampleSummary,
@@ -43,6 +44,7 @@ LedgerEvent = (
     | EvalEnded
     | SnapshotTaken
     | RunFinished
+    | RunFailed
     | GroupCompleted
     | GroupAborted
     | GroupFailed
@@ -149,7 +151,9 @@ class LedgerState(msgspec.Struct, kw_only=True):
     snapshot_step: int = -1  # checkpoint step at the newest snapshot
     evaluation: Evaluation | None = None
     eval_step: int = -1  # newest step that was evaluated
+    barren: int = 0  # groups dropped or failed since the last batch
     finished: str | None = None  # reason
+    gave_up: str | None = None  # reason; until a buffer starts again
 
     def books(self) -> Books:
         """Count every issued group once."""
@@ -225,10 +229,13 @@ def _apply(state: LedgerState, event: LedgerEvent, seq: int) -> None:
             _evaluate(state, event)
         case BufferStarted():
             state.incarnation = max(state.incarnation, event.incarnation)
+            state.gave_up, state.barren = None, 0
         case SnapshotTaken():
             state.snapshot_step = state.checkpoint_step
         case RunFinished():
             state.finished = event.reason
+        case RunFailed():
+            state.gave_up = event.reason
         case _:
             assert_never(event)
 
@@ -288,7 +295,7 @@ def _batch(state: LedgerState, event: BatchReady) -> None:
         group.stage = Stage.BATCHED
     oldest = min(group.payload_seq for group in groups)
     state.batches[event.step] = Batch(groups=event.groups, payload_seq=oldest)
-    state.round = event.step + 1
+    state.round, state.barren = event.step + 1, 0
 
 
 def _settle(state: LedgerState, step: int) -> None:
@@ -305,6 +312,7 @@ def _settle(state: LedgerState, step: int) -> None:
 def _close(state: LedgerState, group_id: int, tally: dict[str, int], reason: str) -> None:
     if state.groups.pop(group_id, None) is not None:
         tally[reason] = tally.get(reason, 0) + 1
+        state.barren += 1
 
 
 def _evaluate(state: LedgerState, event: EvalIssued | EvalCompleted | EvalEnded) -> None:

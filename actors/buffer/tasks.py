@@ -10,6 +10,9 @@ from runtime.recipe import Sampling, eval_sampling, over_sampling_batch_size, ro
 from runtime.topology import Topology
 
 
+BARREN_REFILLS = 16  # a run is given up after this many refills of which no group was kept
+
+
 class Prompts(Protocol):
     """Training prompts by their number, counted over epochs."""
 
@@ -42,6 +45,7 @@ def schedule_of(topology: Topology, eval_sizes: Mapping[str, int]) -> Schedule:
         max_staleness=rollout.max_staleness,
         on_halt=rollout.on_halt,
         max_attempts=rollout.max_attempts,
+        max_barren_groups=rollout.max_barren_groups or BARREN_REFILLS * over_sampling_batch_size(rollout),
         evals=evals,
     )
 

@@ -12,6 +12,7 @@ from actors.buffer.ledger import LedgerState, Stage, fold
 from messages import (
     BatchReady,
     BatchTrained,
+    BufferStarted,
     CheckpointSaved,
     EvalCompleted,
     EvalEnded,
@@ -24,6 +25,7 @@ from messages import (
     Outcome,
     RolloutRequested,
     RoundHalted,
+    RunFailed,
     RunFinished,
     SampleStatus,
     SampleSummary,
@@ -318,6 +320,37 @@ def test_the_run_finishes_after_its_last_step_is_saved_announced_and_evaluated()
     log.add(saved(1, oldest=1))
     assert kinds(log.decide()) == [SnapshotTaken, RunFinished]
     assert log.state.books().trained == 2
+
+
+def test_a_run_whose_groups_are_all_rejected_is_given_up_and_tried_again_by_the_next_buffer() -> None:
+    log = Log(max_barren_groups=4)
+    log.announce(0)
+    log.decide()
+    for group_id in range(3):
+        log.complete(group_id, verdict=Outcome.DROP)
+        log.decide()
+    log.complete(3, verdict=Outcome.DROP)
+    (failed,) = log.decide()
+    assert isinstance(failed, RunFailed)
+    assert "filter_drop (4)" in failed.reason
+    assert log.decide() == []
+    log.add(BufferStarted(incarnation=2))
+    log.complete(4)
+    log.complete(5)
+    assert BatchReady in kinds(log.decide())
+
+
+def test_a_batch_ends_the_count_of_rejected_groups() -> None:
+    log = Log(max_barren_groups=3)
+    log.announce(0)
+    log.decide()
+    log.complete(0, verdict=Outcome.DROP)
+    log.complete(1, verdict=Outcome.DROP)
+    log.decide()
+    log.complete(2)
+    log.complete(3)
+    assert kinds(log.decide()) == [BatchReady]
+    assert log.state.barren == 0
 
 
 def test_only_events_of_the_ledger_are_folded() -> None:
