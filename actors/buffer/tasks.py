@@ -9,7 +9,6 @@ from messages import EvalRequested, Prompt, RolloutRequested, SamplingParams
 from runtime.recipe import Sampling, eval_sampling, over_sampling_batch_size, rollout_sampling
 from runtime.topology import Topology
 
-
 BARREN_REFILLS = 16  # a run is given up after this many refills of which no group was kept
 
 
