@@ -112,7 +112,7 @@ class Events(Generic[MessageT]):
 class Bus:
     """One process's place on the bus of a run. Made by `Bus.connect`.
 
-    Every wait here ends: publishing, fetching and asking have deadlines from `limits`. Reading and consuming wait for as
+    Every wait here ends: publishing, fetching and asking have deadlines from `limits`. Reading and consuming wait as
     long as the caller does, but not for a server that is gone: that is BusUnavailable after the deadline of a publish.
     If the connection closes for good, the block of `connect` is cancelled.
     """

@@ -172,7 +172,8 @@ class Connection:
         with anyio.move_on_after(self.limits.drain_timeout_s, shield=True):
             if self._client.is_connected:
                 try:
-                    await self._client.flush(timeout=max(1, int(self.limits.drain_timeout_s)))
+                    with anyio.move_on_after(self.limits.drain_timeout_s / 2):
+                        await self._client.flush()
                 except (nats_errors.Error, OSError):
                     log.debug("bus_flush_failed", last_error=self._last_error)
             # the client ends neither its tasks nor quietly when it is closed with unsent data during an outage
