@@ -1,0 +1,318 @@
+"""What the whole pipeline costs per sample when engine and trainer take no time. Prints JSON.
+
+Real: nats-server, sglang-router, and buffer, rollout, reward and filter as a run starts them, each in its process, with
+the prompts, tokenizer and grader of the laptop recipe. Stand-ins, in processes of their own: an engine that answers at
+once, and a trainer that reads its batches and says at once that they are trained. Each mode then sends the same
+requests to the engine through the router alone, so that the share of HTTP is of the same run:
+
+    bus_us_per_sample = us_per_sample - engine_http.us_per_sample
+
+Wall times depend on how many cores there are and who else uses them; CPU times depend on that much less.
+
+Run: python -m tests.bench.bench_pipeline
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anyio
+import msgspec
+import psutil
+
+from actors.processes import OURS, process_specs
+from actors.rollout.http import Http
+from messages import BatchTrained
+from runtime.addresses import BUS_URL_VARIABLE, Address, address_key
+from runtime.agent.processes import ProcessSpec
+from runtime.agent.rundir import TOPOLOGY_FILE
+from runtime.bus import Bus, StreamLimits
+from runtime.bus.server import running_server
+from runtime.load import load_topology
+from runtime.logs import configure_logging
+from runtime.topology import SOLE_NODE, Topology, encode_topology
+from tests.support.embedded_engine import free_port, wait_until_200
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "topologies" / "laptop.toml"
+ACTORS = ("buffer", "rollout", "reward", "filter")
+NATS = "nats-server"
+END_TIMEOUT_S = 10.0
+TARGETS_US = {  # per sample, docs/design.md section 9
+    "batched": {"bus": 150, "engine_http": 100},
+    "single": {"bus": 250, "engine_http": 250},
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    num_steps: int  # measured train steps
+    num_warm_up: int  # steps before them
+    num_groups: int  # per step
+    num_samples: int  # per group
+    concurrency: int  # samples in flight
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.num_groups * self.num_samples
+
+
+@dataclass(frozen=True)
+class Services:
+    """The processes of one mode by name, and where its servers listen."""
+
+    processes: Mapping[str, subprocess.Popen[bytes]]
+    router_url: str
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=50, help="measured train steps per mode")
+    parser.add_argument("--warm-up", type=int, default=10, help="steps before them")
+    parser.add_argument("--groups", type=int, default=64, help="prompt groups per step")
+    parser.add_argument("--samples", type=int, default=8, help="samples per group")
+    parser.add_argument("--concurrency", type=int, default=64, help="samples in flight")
+    parser.add_argument("--mode", choices=TARGETS_US, action="append", help="one mode only; default: all")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds per mode")
+    args = parser.parse_args(argv)
+    configure_logging("bench", "laptop")
+    size = Size(args.steps, args.warm_up, args.groups, args.samples, args.concurrency)
+    results: dict[str, Any] = {"steps": size.num_steps, "groups": size.num_groups, "samples_per_group": args.samples}
+    for mode in args.mode or TARGETS_US:
+        results[mode] = anyio.run(measure, mode, size, args.timeout, backend_options={"use_uvloop": True})
+    print(json.dumps(results, indent=2))
+    return 0
+
+
+async def measure(mode: str, size: Size, timeout_s: float) -> dict[str, Any]:
+    """Figures of one mode: the pipeline, then its engine requests alone."""
+    batched = mode == "batched"
+    with tempfile.TemporaryDirectory() as folder, anyio.fail_after(timeout_s):
+        run_dir = Path(folder)
+        topology = topology_of(size, batched=batched)
+        (run_dir / TOPOLOGY_FILE).write_bytes(encode_topology(topology))
+        async with running_server(run_dir / "bus") as server, connected(server.url, topology) as bus:
+            with showing_logs(run_dir), services(topology, run_dir, server.url) as running:
+                await bus.kv.put(address_key("router", "policy", 0), Address(url=running.router_url))
+                with actors(topology, run_dir, server.url) as hosts:
+                    pipeline = await watch_steps(bus, size, {**running.processes, **hosts, NATS: nats_process()})
+                http = await engine_alone(running, size, batched=batched)
+    bus_us = pipeline["us_per_sample"] - http["us_per_sample"]
+    return rounded(
+        {
+            **pipeline,
+            "engine_http": http,
+            "engine_http_share": http["us_per_sample"] / pipeline["us_per_sample"],
+            "bus_us_per_sample": bus_us,
+            "targets_us_per_sample": TARGETS_US[mode],
+        }
+    )
+
+
+def topology_of(size: Size, *, batched: bool) -> Topology:
+    """The laptop's recipe without evaluation and checkpoints, on an engine that runs already."""
+    changes = [
+        f"train.num_steps={size.num_warm_up + size.num_steps + 1}",
+        f"rollout.rollout_batch_size={size.num_groups}",
+        f"rollout.n_samples_per_prompt={size.num_samples}",
+        f"engines.policy.concurrency={size.concurrency}",
+        f"engines.policy.batch_requests={'true' if batched else 'false'}",
+        f'engines.policy.urls=["http://127.0.0.1:{free_port()}"]',
+    ]
+    topology = load_topology(RECIPE, changes).topology
+    return msgspec.structs.replace(topology, eval=())
+
+
+@asynccontextmanager
+async def connected(url: str, topology: Topology) -> AsyncGenerator[Bus]:
+    async with Bus.connect(url, topology.run.name, name="bench") as bus:
+        await bus.ensure_streams(StreamLimits())
+        yield bus
+
+
+# processes
+
+
+@contextmanager
+def services(topology: Topology, run_dir: Path, bus_url: str) -> Iterator[Services]:
+    """The engine and the router, both serving."""
+    [engine_url] = topology.engines["policy"].urls
+    port = str(free_port())
+    [router] = [spec for spec in specs_of(topology, run_dir) if spec.name.startswith("router")]
+    commands = {
+        "engine": [sys.executable, "-m", "tests.bench.zero_engine", engine_url.rpartition(":")[2]],
+        "router": [part.format(host="127.0.0.1", port=port) for part in router.command],
+    }
+    with processes(commands, run_dir, bus_url) as running:
+        wait_until_200(f"{engine_url}/ready", running["engine"])
+        wait_until_200(f"http://127.0.0.1:{port}/liveness", running["router"])
+        yield Services(running, f"http://127.0.0.1:{port}")
+
+
+@contextmanager
+def actors(topology: Topology, run_dir: Path, bus_url: str) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """The light actors as a run starts them, and the trainer's stand-in."""
+    commands = {spec.name: list(spec.command) for spec in specs_of(topology, run_dir) if spec.name in ACTORS}
+    commands["trainer"] = [sys.executable, "-m", "tests.bench.zero_trainer", str(run_dir)]
+    with processes(commands, run_dir, bus_url) as running:
+        yield running
+
+
+def specs_of(topology: Topology, run_dir: Path) -> list[ProcessSpec]:
+    return process_specs(topology, SOLE_NODE, run_dir)
+
+
+@contextmanager
+def processes(
+    commands: Mapping[str, list[str]], run_dir: Path, bus_url: str
+) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Processes for the duration of a block, their output in files of the run directory."""
+    environment = {**os.environ, **OURS, BUS_URL_VARIABLE: bus_url}
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for name, command in commands.items():
+            with (run_dir / f"{name}.log").open("wb") as output:
+                running[name] = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=ROOT)
+        yield running
+    finally:
+        for process in running.values():
+            process.terminate()
+        deadline = time.monotonic() + END_TIMEOUT_S
+        for process in running.values():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def showing_logs(run_dir: Path) -> Iterator[None]:
+    """On failure, show how the log of each process ends."""
+    try:
+        yield
+    except BaseException:
+        for path in sorted(run_dir.glob("*.log")):
+            lines = path.read_text(errors="replace").splitlines()
+            print(f"{path.name}:", *lines[-8:], sep="\n  ", file=sys.stderr)
+        raise
+
+
+def nats_process() -> psutil.Process:
+    return next(child for child in psutil.Process().children() if child.name() == NATS)
+
+
+# measurements
+
+
+async def watch_steps(
+    bus: Bus, size: Size, watched: Mapping[str, subprocess.Popen[bytes] | psutil.Process]
+) -> dict[str, Any]:
+    """Times of the measured steps by the log's clock, and the CPU that they cost each process."""
+    times_s: list[float] = []
+    before: dict[str, float] = {}
+    async with bus.read(BatchTrained) as events:
+        async for received in events:
+            assert received.message.num_samples == size.samples_per_step
+            if received.message.step == size.num_warm_up:
+                before = cpu_seconds(watched)
+            if received.message.step >= size.num_warm_up:
+                times_s.append(received.time.timestamp())
+            if received.message.step == size.num_warm_up + size.num_steps:
+                break
+    spent = difference(cpu_seconds(watched), before)
+    steps_s = [end - begin for begin, end in itertools.pairwise(times_s)]
+    num_samples = size.num_steps * size.samples_per_step
+    return {
+        "ms_per_step": 1e3 * statistics.median(steps_s),
+        "ms_per_step_mean": 1e3 * statistics.fmean(steps_s),
+        "us_per_sample": 1e6 * statistics.median(steps_s) / size.samples_per_step,
+        "cpu_us_per_sample": per_sample(spent, num_samples),
+        "cpu_s": spent,
+    }
+
+
+async def engine_alone(running: Services, size: Size, *, batched: bool) -> dict[str, Any]:
+    """The same requests through the router, with the client code of the rollout actor and nothing behind it."""
+    per_request = size.num_samples if batched else 1
+    prompt = [11, 12, 13, 14]
+    num_requests = size.samples_per_step // per_request
+    numbers = itertools.count()
+
+    async def send(http: Http, left: Iterator[int]) -> None:
+        for _ in left:
+            ids: Any = [prompt] * per_request if batched else prompt
+            body = {"rid": str(next(numbers)), "input_ids": ids, "sampling_params": {}, "return_logprob": True}
+            await http.generate(running.router_url, body)
+
+    async def step(http: Http) -> float:
+        left = iter(range(num_requests))
+        begin = time.perf_counter()
+        async with anyio.create_task_group() as group:
+            for _ in range(max(1, size.concurrency // per_request)):
+                group.start_soon(send, http, left)
+        return time.perf_counter() - begin
+
+    watched = {**running.processes, "client": psutil.Process()}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        http = Http(session)
+        for _ in range(size.num_warm_up):
+            await step(http)
+        before = cpu_seconds(watched)
+        steps_s = [await step(http) for _ in range(size.num_steps)]
+        spent = difference(cpu_seconds(watched), before)
+    return {
+        "ms_per_step": 1e3 * statistics.median(steps_s),
+        "us_per_sample": 1e6 * statistics.median(steps_s) / size.samples_per_step,
+        "cpu_us_per_sample": per_sample(spent, size.num_steps * size.samples_per_step),
+    }
+
+
+def cpu_seconds(watched: Mapping[str, Any]) -> dict[str, float]:
+    """User and system time of processes and their children so far."""
+    return {name: _cpu_s(psutil.Process(process.pid)) for name, process in watched.items()}
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    total = 0.0
+    family = [process] if process.pid == os.getpid() else [process, *process.children(recursive=True)]
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = member.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    return {name: after[name] - before[name] for name in after}
+
+
+def per_sample(spent: Mapping[str, float], num_samples: int) -> dict[str, float]:
+    each = {name: 1e6 * seconds / num_samples for name, seconds in spent.items()}
+    return {**each, "total": sum(each.values())}
+
+
+def rounded(value: Any) -> Any:
+    """Three digits are as many as such a measurement has."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return float(f"{value:.3g}") if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
