@@ -65,4 +65,3 @@ def _build(role: Role, topology: Topology, run_dir: Path, bus: Bus) -> Actor:
             from actors.trainer.actor import TrainerActor
 
             return TrainerActor(topology, bus, run_dir=run_dir)
-

@@ -31,7 +31,8 @@ from messages import (
     WeightsAnnounced,
     WeightsApplied,
 )
-from runtime.books import Bookkeeper, Group
+from runtime.group_numbers import BatchNumbers, GroupNumbers
+from runtime.ledger import LEDGER_EVENTS, LedgerState, fold
 from runtime.wording import count_of, duration, number, sparkline
 
 ENDS = 5  # steps whose mean is the first and the last reward
@@ -109,7 +110,8 @@ class Report:
         self.first_evals: dict[str, float] = {}
         self.tokens = 0
         self.version = 0
-        self._books = Bookkeeper()
+        self._ledger = LedgerState()
+        self._numbers = BatchNumbers()
         self._clock = _Clock()
         self._first_rollout: float | None = None
         self._row: Row | None = None  # newest step's; complete when the next one is trained
@@ -126,13 +128,15 @@ class Report:
             seq: its sequence in the log.
             time: when the log took it, Unix time in seconds.
         """
-        self._books.apply(event, seq)
+        if isinstance(event, LEDGER_EVENTS):
+            fold(self._ledger, event, seq)
         match event:
             case BatchTrained():
                 return self._train(event, time)
             case TrainerStarted():
                 return self._settle_untold(event)
             case GroupCompleted():
+                self._numbers.complete(event, seq)
                 return self._complete(event, time)
             case EvalEnded():
                 return self._evaluate(event, time)
@@ -159,7 +163,7 @@ class Report:
             seconds=round(now - self.started, 3),
             time_to_first_rollout_s=self._first_rollout and round(self._first_rollout - self.started, 3),
             tokens=self.tokens,
-            groups=msgspec.structs.asdict(self._books.books()),
+            groups=msgspec.structs.asdict(self._ledger.books()),
         )
 
     def summary(self, now: float) -> list[str]:
@@ -176,19 +180,19 @@ class Report:
         for name, value in self.evals.items():
             lines.append(f"eval      {number(self.first_evals[name])} → {number(value)}  {name}")
         lines.append(f"groups    {self.books_line()}")
-        for what, tally in (("dropped", self._books.dropped), ("failed", self._books.failed)):
+        for what, tally in (("dropped", self._ledger.dropped), ("failed", self._ledger.failed)):
             lines += [f"          {what}: {count} {reason}" for reason, count in sorted(tally.items())[:10]]
         return [*lines, *self._time_lines()]
 
     def books_line(self, *, brief: bool = False) -> str:
         """The books as a sum; in brief without its zeros."""
-        books = msgspec.structs.asdict(self._books.books())
+        books = msgspec.structs.asdict(self._ledger.books())
         issued = books.pop("issued")
         parts = [f"{count} {name.replace('_', ' ')}" for name, count in books.items() if count or not brief]
         return f"{issued} issued = " + " + ".join(parts)
 
     def _train(self, event: BatchTrained, time: float) -> list[Notice]:
-        groups = self._books.settle(event.step)
+        groups = self._numbers.settle(event.step)
         if groups is None:
             return []  # replayed after a crash, or said twice
         notices = self.close()
@@ -197,14 +201,14 @@ class Report:
         row: Row = {"step": event.step + 1, "time": time, "rollout/step": event.step}
         row |= self._group_metrics(groups) | self._drop_metrics() | self._time_metrics(event, time) | event.metrics
         row |= {"train/num_tokens": event.num_tokens, "weights/version": self.version}
-        row |= {f"groups/{name}": count for name, count in msgspec.structs.asdict(self._books.books()).items()}
+        row |= {f"groups/{name}": count for name, count in msgspec.structs.asdict(self._ledger.books()).items()}
         self._row = row
         return [*notices, Line(self._step_line(row))]
 
     def _settle_untold(self, event: TrainerStarted) -> list[Notice]:
         """The loaded checkpoint holds these steps: they were trained, though nothing was said of them."""
-        for step in self._books.unsettled_below(event.step):
-            groups = self._books.settle(step)
+        for step in self._numbers.unsettled_below(event.step):
+            groups = self._numbers.settle(step)
             self.rewards.append(_mean([reward for group in groups or () for reward in group.rewards]) or 0.0)
         self.steps = max(self.steps, event.step)
         self._clock = _Clock()  # the times of a step that was interrupted would hold the restart
@@ -238,6 +242,7 @@ class Report:
                 clock.issued.setdefault(event.round, time)
             case BatchReady():
                 clock.batched[event.step] = time
+                self._numbers.batch(event, [group.event_seq for group in self._ledger.groups.values()])
             case WeightsAnnounced():
                 clock.announced[event.version] = time - event.took_s
             case WeightsApplied():
@@ -279,7 +284,7 @@ class Report:
             return []
         return [text if self._reported[text] < SHOWN_PER_REASON else f"{text} (no more of these are shown)"]
 
-    def _group_metrics(self, groups: tuple[Group, ...]) -> Row:
+    def _group_metrics(self, groups: tuple[GroupNumbers, ...]) -> Row:
         rewards = [reward for group in groups for reward in group.rewards]
         lengths = [length for group in groups for length in group.response_lens]
         mean = _mean(rewards)
@@ -301,7 +306,7 @@ class Report:
 
     def _drop_metrics(self) -> Row:
         """Drops since the step before."""
-        now, before = self._books.dropped, self._dropped
+        now, before = self._ledger.dropped, self._dropped
         self._dropped = dict(now)
         new = {reason: count - before.get(reason, 0) for reason, count in now.items()}
         return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in new.items() if count}

@@ -9,7 +9,6 @@ from anyio import to_thread
 from anyio.abc import TaskStatus
 
 from actors.buffer.decide import Schedule, decide
-from actors.buffer.ledger import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold
 from actors.buffer.source import PromptSet, load_prompts
 from actors.buffer.tasks import eval_tasks, rollout_task, schedule_of, tasks_in_flight
 from messages import (
@@ -32,6 +31,7 @@ from messages import (
 )
 from runtime.actor import Actor
 from runtime.bus import AlreadyQueued, Bus, Events, Fenced, SequenceMismatch
+from runtime.ledger import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold
 from runtime.topology import Topology
 
 log = structlog.get_logger()

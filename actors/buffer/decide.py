@@ -6,7 +6,6 @@ from typing import Literal
 
 import msgspec
 
-from actors.buffer.ledger import FOLD_VERSION, Evaluation, Group, LedgerState, Stage
 from messages import (
     BatchReady,
     EvalEnded,
@@ -22,6 +21,7 @@ from messages import (
     RunFinished,
     SnapshotTaken,
 )
+from runtime.ledger import FOLD_VERSION, Evaluation, Group, LedgerState, Stage
 
 
 class EvalPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from actors.buffer.decide import EvalPlan, Schedule
-from actors.buffer.ledger import Evaluation, Group, LedgerState, Stage
 from messages import EvalRequested, Prompt, RolloutRequested, SamplingParams
+from runtime.ledger import Evaluation, Group, LedgerState, Stage
 from runtime.recipe import Sampling, eval_sampling, over_sampling_batch_size, rollout_sampling
 from runtime.topology import Topology
 

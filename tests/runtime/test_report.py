@@ -47,6 +47,7 @@ class Story:
         self.seq = 0
         self.now = STARTED
         self.notices: list[Notice] = []
+        self.completed: dict[int, int] = {}  # log sequence by group
 
     def tell(self, event: Message, *, after_s: float = 0.0) -> int:
         self.seq += 1
@@ -77,13 +78,14 @@ class Story:
             rollout_time_s=0.5,
             reward_time_s=0.25,
         )
-        return self.tell(event, after_s=after_s)
+        self.completed[group] = self.tell(event, after_s=after_s)
+        return self.completed[group]
 
     def judge(self, group: int, seq: int, outcome: Outcome = Outcome.KEEP, reason: str | None = None) -> None:
         self.tell(VerdictGiven(group_id=group, attempt=0, event_seq=seq, outcome=outcome, reason=reason))
 
     def train(self, step: int, *groups: int, after_s: float = 1.0, **metrics: float) -> None:
-        refs = tuple(GroupRef(group_id=group, attempt=0, event_seq=0) for group in groups)
+        refs = tuple(GroupRef(group_id=group, attempt=0, event_seq=self.completed.get(group, 0)) for group in groups)
         self.tell(BatchReady(incarnation=1, step=step, groups=refs))
         named = {key.replace("__", "/"): value for key, value in metrics.items()}
         self.tell(

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.buffer.decide import EvalPlan, Schedule, decide
-from actors.buffer.ledger import LedgerState, Stage, fold
 from messages import (
     BatchReady,
     BatchTrained,
@@ -35,6 +34,7 @@ from messages import (
     VerdictGiven,
     WeightsAnnounced,
 )
+from runtime.ledger import LedgerState, Stage, fold
 
 
 class Log:
@@ -183,6 +183,15 @@ def test_an_aborted_group_is_pooled_and_issued_again_with_what_it_had() -> None:
     assert isinstance(issued, GroupsIssued)
     assert [(group.group_id, group.attempt) for group in issued.groups] == [(1, 1), (2, 0)]
     assert log.state.groups[1].carried[0].segments[0].seq == 7
+
+
+def test_a_group_given_back_untouched_is_pooled_too() -> None:
+    log = Log()
+    log.announce(0)
+    log.decide()
+    log.add(GroupAborted(group_id=0, attempt=0, lease="l", round=0, instance="r"))
+    assert log.state.books().pooled == 1
+    assert log.state.books().closed
 
 
 def test_aborted_groups_are_closed_when_the_recipe_drops_them() -> None:

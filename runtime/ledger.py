@@ -1,4 +1,7 @@
-"""The ledger: what the log says about every prompt group. Pure: no clock, no IO, no configuration."""
+"""The ledger: what the log says about every prompt group. Pure: no clock, no IO, no configuration.
+
+The buffer decides by it; anyone who follows the log may fold it too.
+"""
 
 from enum import StrEnum
 from typing import assert_never
@@ -271,7 +274,7 @@ def _end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | Grou
     group.event_seq = seq
     cited = [ref.seq for sample in event.samples for ref in sample.segments]
     group.payload_seq = min(cited, default=group.payload_seq)
-    state.newest_payload = max(state.newest_payload, *cited)
+    state.newest_payload = max([state.newest_payload, *cited])
     if isinstance(event, GroupCompleted):
         group.stage, group.carried = Stage.COMPLETED, ()
     else:
