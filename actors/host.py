@@ -29,7 +29,14 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"{args.run_dir}: {error!r}\n")
         return EXIT_INPUT_ERROR
     configure_logging("+".join(args.roles), topology.run.name)
-    return run_process(url, topology.run.name, [hosted(role, topology, args.run_dir) for role in args.roles])
+    actors = [hosted(role, topology, args.run_dir, name=_instance_name(role)) for role in args.roles]
+    return run_process(url, topology.run.name, actors)
+
+
+def _instance_name(role: str) -> str:
+    """The role's name; ranks of a trainer that has several have their number in it."""
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    return role if alone else f"{role}.{os.environ['RANK']}"
 
 
 def end(code: int) -> NoReturn:
