@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -25,6 +26,8 @@ from actors.trainer.replica import Replica, TokenOutputs
 from actors.trainer.schedules import entropy_coef, learning_rate
 from actors.trainer.weights import file_source
 from runtime.topology import Topology
+
+log = structlog.get_logger()
 
 SUMS = ("loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "kl_loss")  # train/..., reduced like the loss
 DIFF = "train/train_rollout_logprob_abs_diff"
@@ -62,6 +65,7 @@ class TrainStep:
         self._replica = replica
         self._topology = topology
         self._algorithm = topology.algorithm
+        self._normalize = _normalizes_rewards(topology)
         self._ref_weights = self._load_reference() if self._algorithm.use_kl_loss else None
 
     def _load_reference(self) -> list[Tensor]:
@@ -132,7 +136,7 @@ class TrainStep:
             batch.rewards_B,
             batch.groups_B,
             batch.rollouts_B,
-            normalize=not self._algorithm.disable_rewards_normalization,
+            normalize=self._normalize,
             normalize_std=not self._algorithm.disable_grpo_std_normalization,
         )
         begin = time.perf_counter()
@@ -244,6 +248,16 @@ class TrainStep:
         largest = ranks.max_over_replicas(torch.tensor(difference[current].max(initial=0.0), dtype=torch.float64))
         count = max(sums[1], 1.0)
         return {DIFF: sums[0] / count, f"{DIFF}_max": largest.item(), "train/stale_token_ratio": 1.0 - sums[2] / count}
+
+
+def _normalizes_rewards(topology: Topology) -> bool:
+    """Whether rewards are centred within their group: not as configured, and never in groups of one."""
+    if topology.algorithm.disable_rewards_normalization:
+        return False
+    if topology.rollout.n_samples_per_prompt == 1:
+        log.warning("rewards_not_normalized", reason="rollout.n_samples_per_prompt = 1: every advantage would be 0")
+        return False
+    return True
 
 
 def _batch_metrics(batch: TrainBatch, advantages_N: Floats32) -> dict[str, float]:

@@ -5,8 +5,10 @@ from typing import Any
 import numpy as np
 
 from messages import (
+    BatchReady,
     Float32Array,
     GroupCompleted,
+    GroupRef,
     Int32Array,
     SampleKey,
     SampleStatus,
@@ -17,7 +19,10 @@ from messages import (
     UInt8Array,
     WeightSpan,
 )
+from runtime.bus import Bus
 from tests.actors.trainer.tiny import VOCAB
+
+GROUPS = 3  # per published batch
 
 
 def payload(group_id: int, *, num_samples: int = 4, version: int = 1, attempt: int = 0) -> SegmentsPublished:
@@ -79,3 +84,13 @@ def summary(index: int, refs: list[tuple[int, int]], *, reward: float | None = 1
         reward=reward,
         **fields,
     )
+
+
+async def publish_batch(bus: Bus, step: int) -> None:
+    """Publish the groups of a step and its batch, as rollout and the buffer do."""
+    refs = []
+    for group_id in range(step * GROUPS, (step + 1) * GROUPS):
+        seq = await bus.publish(payload(group_id, version=step + 1))
+        event_seq = await bus.publish(completed(group_id, seq))
+        refs.append(GroupRef(group_id=group_id, attempt=0, event_seq=event_seq))
+    await bus.publish(BatchReady(incarnation=1, step=step, groups=tuple(refs)))

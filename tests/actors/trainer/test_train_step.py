@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 import torch
 
 from actors.trainer.batching import TrainBatch
@@ -165,6 +166,16 @@ def test_the_largest_difference_is_over_tokens_that_the_current_weights_sampled(
     assert metrics[f"{DIFF}_max"] < 1e-5
     assert metrics[DIFF] == pytest.approx(3.0 / len(trains), rel=1e-3)
     assert metrics["train/stale_token_ratio"] == pytest.approx(1 / len(trains))
+
+
+def test_groups_of_one_train_on_their_rewards_with_a_warning(make_topology: MakeTopology) -> None:
+    with structlog.testing.capture_logs() as logs:
+        step, _ = trainer(make_topology(rollout={"n_samples_per_prompt": 1}))
+    assert [entry["event"] for entry in logs] == ["rewards_not_normalized"]
+    batch = random_batch(group_size=1)
+    metrics = step(batch)
+    expected = np.repeat(batch.rewards_B, batch.lengths_B)[batch.loss_mask_N != 0].mean()
+    assert metrics["rollout/advantages"] == pytest.approx(expected)
 
 
 def test_a_batch_in_which_nothing_trains_changes_nothing_but_decay(make_topology: MakeTopology) -> None:

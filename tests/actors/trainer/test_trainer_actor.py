@@ -25,12 +25,11 @@ from runtime.actor import Hosted, InputError, host, leaves
 from runtime.bus import Bus, Fenced, PayloadLost
 from runtime.checksums import checksums_of
 from runtime.topology import Topology
-from tests.actors.trainer.logs import completed, payload
+from tests.actors.trainer.logs import GROUPS, completed, publish_batch
 
 pytestmark = pytest.mark.anyio
 
 SAID = (TrainerStarted, BatchTrained, CheckpointSaved, WeightsAnnounced)
-GROUPS = 3  # per batch
 TIMEOUT_S = 20.0
 
 
@@ -71,15 +70,6 @@ async def errors_of(
     except ExceptionGroup as group:
         return leaves(group)
     raise AssertionError("the trainer did not end")
-
-
-async def publish_batch(bus: Bus, step: int) -> None:
-    refs = []
-    for group_id in range(step * GROUPS, (step + 1) * GROUPS):
-        seq = await bus.publish(payload(group_id, version=step + 1))
-        event_seq = await bus.publish(completed(group_id, seq))
-        refs.append(GroupRef(group_id=group_id, attempt=0, event_seq=event_seq))
-    await bus.publish(BatchReady(incarnation=1, step=step, groups=tuple(refs)))
 
 
 async def said_until(bus: Bus, last: type[Message], count: int = 1, *, from_seq: int = 1) -> list[Message]:
