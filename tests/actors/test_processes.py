@@ -1,0 +1,55 @@
+"""Which processes a node runs, and how they are started."""
+
+from pathlib import Path
+
+from actors.processes import process_specs
+from runtime.agent.processes import ProcessSpec
+from runtime.load import load_topology
+
+TOPOLOGIES = Path(__file__).resolve().parents[2] / "topologies"
+
+
+def specs(file: str, node: str, *overrides: str) -> dict[str, ProcessSpec]:
+    topology = load_topology(TOPOLOGIES / file, overrides).topology
+    return {spec.name: spec for spec in process_specs(topology, node, Path("runs/r"))}
+
+
+def flag(spec: ProcessSpec, name: str) -> str:
+    return spec.command[spec.command.index(name) + 1]
+
+
+def test_an_engine_is_pinned_to_its_stretch_of_the_ordered_gpus() -> None:
+    found = specs("disaggregate-2x8gpu.toml", "n1", "engines.policy.num_gpus_per_engine=2")
+    engines = {name: spec for name, spec in found.items() if name.startswith("engine.")}
+    assert list(engines) == [f"engine.policy.{index}" for index in range(4)]
+    visible = [spec.env["CUDA_VISIBLE_DEVICES"] for spec in engines.values()]
+    assert visible == ["0,1", "2,3", "4,5", "6,7"]
+    assert {flag(spec, "--tp-size") for spec in engines.values()} == {"2"}
+
+
+def test_the_router_starts_empty_on_a_port_of_its_own_and_sends_nothing_again() -> None:
+    router = specs("laptop.toml", "local")["router.policy"]
+    assert not any(part.startswith("--worker-url") for part in router.command)
+    assert {"--disable-retries", "--disable-circuit-breaker"} <= set(router.command)
+    assert (flag(router, "--port"), flag(router, "--log-level")) == ("{port}", "warn")
+    assert router.port is not None
+    assert router.port.fixed is None
+
+
+def test_no_engine_is_started_where_running_ones_are_named() -> None:
+    found = specs("laptop.toml", "local", 'engines.policy.urls=["http://127.0.0.1:30000"]')
+    assert not [name for name in found if name.startswith("engine.")]
+    assert "router.policy" in found
+
+
+def test_arguments_of_the_sglang_table_are_passed_through() -> None:
+    engine = specs(
+        "disaggregate-2x8gpu.toml",
+        "n1",
+        "engines.policy.python=/opt/sglang/bin/python",
+        "engines.policy.sglang={mem_fraction_static = 0.7, disable_radix_cache = true, enable_lora = false}",
+    )["engine.policy.0"]
+    assert engine.command[:3] == ("/opt/sglang/bin/python", "-m", "sglang.launch_server")
+    assert flag(engine, "--mem-fraction-static") == "0.7"
+    assert "--disable-radix-cache" in engine.command
+    assert "--enable-lora" not in engine.command
