@@ -108,13 +108,14 @@ async def one_is_stored(bus: Bus) -> bool:
     return (await bus.state(Plane.DATA)).messages > 0
 
 
+@pytest.mark.parametrize("group_rm", [False, True])
 async def test_a_halt_reaches_groups_that_run_and_groups_that_wait_and_scores_neither(
-    bus: Bus, router_url: str
+    bus: Bus, router_url: str, group_rm: bool
 ) -> None:
     pool = {"policy": {"kind": "embedded", "concurrency": 2}}  # room for one group
     async with (
         serving(ScriptedEngine(hold=True)) as engine,
-        rollout_actor(bus, router_url, [engine], topology_with(engines=pool)),
+        rollout_actor(bus, router_url, [engine], topology_with(engines=pool, reward={"group_rm": group_rm})),
         bus.read(GroupAborted) as events,
     ):
         await bus.publish(announcement(1))
