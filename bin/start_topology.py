@@ -106,24 +106,28 @@ def _inspect(loaded: LoadedTopology, specs_of: "SpecsOf", *, plan: bool) -> int:
         run_dir = Path(topology.run.dir) / topology.run.name
         specs = {name: specs_of(topology, name, run_dir) for name in topology.nodes}
         print(draw(topology, plan_of(topology, specs)))
-    checked = check_files(loaded)
-    for note in checked.notes:
+    for note in _check(loaded):
         print(f"note: {note}", file=sys.stderr)
-    if checked.problems:
-        raise TopologyError(checked.problems)
     if not plan:
         print(f"{loaded.loaded.files[-1]}: valid")
     return EXIT_OK
+
+
+def _check(loaded: LoadedTopology, node: str | None = None) -> tuple[str, ...]:
+    """Look for files, GPUs, graders and filters; return notes on what cannot be checked here."""
+    from actors.hooks import check_hooks  # numpy and users' modules, which --help can do without
+
+    checked = check_files(loaded, node)
+    if problems := [*checked.problems, *check_hooks(loaded.topology)]:
+        raise TopologyError(problems)
+    return checked.notes
 
 
 def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf") -> int:
     topology = loaded.topology
     node = _node_of(topology, args.node)
     screen = Screen(sys.stderr if args.json else sys.stdout)
-    checked = check_files(loaded, node)
-    if checked.problems:
-        raise TopologyError(checked.problems)
-    for note in checked.notes:
+    for note in _check(loaded, node):
         screen.show(f"note: {note}")
 
     from runtime.agent.start import RunRefused, Wish, start  # brings the bus along, which the rest can do without

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,6 @@ SAMPLE_TIMEOUT_S = 10.0
 BUS_LIMITS = BusLimits(drain_timeout_s=1.0)  # at the end the server may be gone before
 
 Show = Callable[[str], None]
-TextOf = Callable[[Sequence[int]], str]
 
 
 class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,13 +79,11 @@ class NodeAgent:
 
     Args:
         show: prints a line for people.
-        text_of: turns token ids into text, for the first sample's prompt.
     """
 
-    def __init__(self, plan: NodePlan, *, show: Show, text_of: TextOf | None = None) -> None:
+    def __init__(self, plan: NodePlan, *, show: Show) -> None:
         self._plan = plan
         self._show = show
-        self._text_of = text_of
         self.report = Report(plan.run, plan.num_steps, plan.started)
         self._metrics = MetricsFile(plan.run_dir / METRICS_FILE) if plan.keeps_metrics else None
         self._supervision = Supervision(plan.run_dir, environment=self._environment(), listener=self._on_change)
@@ -243,21 +240,20 @@ class NodeAgent:
         sample = group.samples[0]
         with anyio.move_on_after(SAMPLE_TIMEOUT_S):
             try:
-                segments = [
-                    (await bus.fetch(SegmentsPublished, ref.seq)).segments[ref.position] for ref in sample.segments
-                ]
+                published = [await bus.fetch(SegmentsPublished, ref.seq) for ref in sample.segments]
+                first = published[0]
+                cited = zip(published, sample.segments, strict=True)
+                response = "".join(message.segments[ref.position].text for message, ref in cited)
             except (BusError, IndexError) as error:
                 self._show(f"the first sample cannot be shown: {error}")
                 return
-            prompt_ids = [int(token) for segment in segments[:1] for token in segment.prompt_ids]
             reward = "none" if sample.reward is None else f"{sample.reward:g}"
             tokens = f"{sample.prompt_len} + {sample.response_len} tokens"
             told = f"group {group.group_id}, {sample.status}, reward {reward}, weights v{sample.last_version}, {tokens}"
-            lines = [f"first sample: {told}"]
-            if self._text_of is not None:
-                lines.append(f"  prompt    {await anyio.to_thread.run_sync(self._text_of, prompt_ids)!r}")
-            lines.append(f"  response  {''.join(segment.text for segment in segments)!r}")
-            self._show("\n".join(lines))
+            self._show(f"first sample: {told}")
+            self._show(f"  prompt    {first.prompt!r}")
+            self._show(f"  response  {response!r}")
+            self._show(f"  label     {first.label!r}")
 
     def _bus_spec(self, server: ServerSettings) -> ProcessSpec:
         directory = self._plan.run_dir / "bus"

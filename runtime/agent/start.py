@@ -8,7 +8,7 @@ import anyio
 import msgspec
 
 from runtime.agent.claim import Claim, RunClaimed
-from runtime.agent.node import NodeAgent, NodePlan, Outcome, Show, TextOf, command_started, exit_code_of
+from runtime.agent.node import NodeAgent, NodePlan, Outcome, Show, command_started, exit_code_of
 from runtime.agent.processes import EXIT_INPUT_ERROR, GivenUp, ProcessSpec
 from runtime.agent.rundir import (
     METRICS_FILE,
@@ -120,7 +120,7 @@ def _run(plan: NodePlan, topology: Topology, wish: Wish, show: Show) -> End:
     with log_path.open("a", encoding="utf-8") as log_file:
         configure_logging("agent", plan.run, log_file)
         show(f"{'resuming' if plan.incarnation > 1 else 'starting'} run {plan.run} in {plan.run_dir}")
-        agent = NodeAgent(plan, show=show, text_of=_text_of(topology.model.hf_checkpoint))
+        agent = NodeAgent(plan, show=show)
         outcome = anyio.run(agent.run, backend="asyncio")  # the plain loop: children are forked from the main thread
     now = time.time()
     stored = StoredResult(finished=outcome.finished, result=agent.report.result(now))
@@ -164,20 +164,6 @@ def _lines_of_a_failure(run: str, failure: GivenUp) -> Iterator[str]:
         yield f"its last {len(failure.tail)} lines:"
         yield from (f"  {line}" for line in failure.tail)
     yield f"run {run} failed: {failure.spec.name}: {failure.reason}"
-
-
-def _text_of(checkpoint: str) -> TextOf | None:
-    """Token ids as text, if the model's tokenizer lies here."""
-    path = Path(checkpoint) / "tokenizer.json"
-    if not path.exists():
-        return None
-
-    def text_of(ids: Sequence[int]) -> str:
-        from tokenizers import Tokenizer  # some 50 ms that --help need not wait for
-
-        return str(Tokenizer.from_file(str(path)).decode(list(ids), skip_special_tokens=False))
-
-    return text_of
 
 
 def _json_of(stored: StoredResult) -> str:

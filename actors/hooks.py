@@ -1,0 +1,39 @@
+"""Checks the graders and filters that a recipe names, before anything is started."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from actors.filter.filters import find_filter
+from actors.reward.frames import GraderSpec
+from actors.reward.grading import resolve_grader
+from runtime.config import Problem, show
+from runtime.plugins import PluginError
+from runtime.topology import Topology
+
+
+def check_hooks(topology: Topology) -> list[Problem]:
+    """Find every grader and filter, built-in or plug-in, and check what it takes. Imports users' modules."""
+    return [problem for key, value, find in _hooks(topology) if (problem := _problem(key, value, find)) is not None]
+
+
+def _hooks(topology: Topology) -> Iterator[tuple[str, str, Callable[[], object]]]:
+    named = [(f"data.{index}.rm_type", item.rm_type) for index, item in enumerate(topology.data)]
+    named += [(f"eval.{index}.rm_type", item.rm_type) for index, item in enumerate(topology.eval)]
+    for key, name in named:
+        if name is not None:
+            group = topology.reward.group_rm and key.startswith("data.")
+            spec = GraderSpec(name=name, group=group)
+            yield key, name, lambda spec=spec: resolve_grader(spec, (Path.cwd(),))
+    name = topology.rollout.dynamic_filter
+    if name is not None:
+        yield "rollout.dynamic_filter", name, lambda: find_filter(name, (Path.cwd(),))
+
+
+def _problem(key: str, value: str, find: Callable[[], object]) -> Problem | None:
+    try:
+        find()
+    except PluginError as error:
+        return Problem(key=key, value=show(value), message=error.problem)
+    except ValueError as error:
+        return Problem(key=key, value=show(value), message=str(error))
+    return None

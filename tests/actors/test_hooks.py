@@ -1,0 +1,53 @@
+"""Graders and filters that cannot be used are found before anything is started."""
+
+from pathlib import Path
+
+import pytest
+
+from actors.hooks import check_hooks
+from tests.support.rollout import topology_with
+
+GOOD = "def good(sample):\n    return 1.0\n\ndef wrong(a, b):\n    return 1.0\n\nvalue = 3\n"
+
+
+def problems(**tables: object) -> list[str]:
+    return [str(problem) for problem in check_hooks(topology_with(**tables))]
+
+
+def data_with(rm_type: str) -> list[dict[str, str]]:
+    return [{"name": "d", "path": "none", "rm_type": rm_type}]
+
+
+@pytest.fixture
+def user_file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(GOOD)
+    return path
+
+
+def test_built_in_names_and_usable_functions_are_no_problem(user_file: Path) -> None:
+    assert problems() == []
+    assert problems(data=data_with(f"{user_file}:good"), rollout={"dynamic_filter": "nonzero_std"}) == []
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [("wrong", "takes (a, b) but is called with (sample)"), ("missing", "missing"), ("value", "cannot be called")],
+)
+def test_a_reward_function_that_cannot_be_called_is_named_with_its_key(
+    user_file: Path, function: str, said: str
+) -> None:
+    (problem,) = problems(data=data_with(f"{user_file}:{function}"))
+    assert problem.startswith(f'data.0.rm_type = "{user_file}:{function}"')
+    assert said in problem
+
+
+def test_a_plug_in_file_that_does_not_exist_is_named() -> None:
+    (problem,) = problems(data=data_with("nowhere/mine.py:good"))
+    assert "nowhere/mine.py" in problem
+
+
+def test_an_unknown_built_in_is_named_with_its_neighbour() -> None:
+    (problem,) = problems(rollout={"dynamic_filter": "nonzero_st"})
+    assert problem.startswith('rollout.dynamic_filter = "nonzero_st"')
+    assert "nonzero_std" in problem
