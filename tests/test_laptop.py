@@ -1,0 +1,43 @@
+"""The laptop run learns: the whole system, every part real, from random weights to a solved task."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LIMIT_S = 900  # a loaded machine takes several times the two minutes of an idle one
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_the_laptop_run_learns_to_reverse_digits_and_its_books_close(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(ROOT / "bin" / "start_topology.py"),
+        str(ROOT / "topologies" / "laptop.toml"),
+        "--json",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (line,) = done.stdout.splitlines()
+    result = json.loads(line)
+    assert result["run"] == "laptop"
+    assert result["steps"] == 200
+    assert result["reward_first"] < 0.2
+    assert result["reward_last"] >= 0.95
+    assert result["eval_last"] >= 0.85
+    groups = result["groups"]
+    assert groups["issued"] == groups["trained"] == 200 * 64
+    rows = [json.loads(row) for row in (tmp_path / "runs" / "laptop" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["step"] > 0]
+    assert [row["step"] for row in steps] == list(range(1, 201))
+    # engine and trainer compute the same model: their log-probs of the same tokens under the same weights
+    assert max(row["train/train_rollout_logprob_abs_diff"] for row in steps) < 1e-3
+    assert max(row["train/train_rollout_logprob_abs_diff_max"] for row in steps) < 1e-3
+    five_step_means = [sum(row["rollout/raw_reward"] for row in steps[i : i + 5]) / 5 for i in range(196)]
+    assert next(i for i, mean in enumerate(five_step_means) if mean >= 0.85) <= 80
