@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from runtime.addresses import address_key
@@ -32,12 +33,14 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
             specs.append(_router(pool))
     specs += _trainer(topology, node, run_dir, home=home)
     if home:
-        specs += [_actor(role, run_dir) for role in LIGHT_ACTORS]
+        shared = {role for roles in topology.share for role in roles}
+        alone = [(role,) for role in LIGHT_ACTORS if role not in shared]
+        specs += [_actors(roles, run_dir) for roles in (*topology.share, *alone)]
     return specs
 
 
-def _actor(role: str, run_dir: Path) -> ProcessSpec:
-    return ProcessSpec(name=role, command=_host(run_dir, role), env=OURS)
+def _actors(roles: Sequence[str], run_dir: Path) -> ProcessSpec:
+    return ProcessSpec(name="+".join(roles), command=_host(run_dir, *roles), env=OURS)
 
 
 def _host(run_dir: Path, *roles: str) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ def validate(topology: Topology) -> list[Problem]:
         _gpus_exist,
         _trainer,
         _engines,
+        _shares,
     )
     problems = [problem for rule in rules for problem in rule(topology)]
     if not any(problem.key.endswith("gpus") for problem in problems):  # the lists are readable
@@ -207,6 +208,12 @@ def _layout(topology: Topology) -> Iterator[Problem]:
         yield _problem(
             "trainer.megatron.sequence_parallel", True, "needs trainer.megatron.tensor_model_parallel_size above 1"
         )
+
+
+def _shares(topology: Topology) -> Iterator[Problem]:
+    roles = [role for shared in topology.share for role in shared]
+    for role in dict.fromkeys(role for role in roles if roles.count(role) > 1):
+        yield _problem("share", topology.share, f"{role} is in two processes; each actor may be named once")
 
 
 def _samples_per_step(recipe: Recipe) -> int:

@@ -9,6 +9,7 @@ from runtime.gpus import Gpu, order_gpus, parse_gpus
 from runtime.recipe import Count, Name, Positive, Recipe, Text
 
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+LightActor = Literal["rollout", "reward", "filter", "buffer"]
 SOLE_NODE: Final = "local"  # the node of a topology that names none
 
 
@@ -110,6 +111,7 @@ class Topology(Recipe, frozen=True, kw_only=True):
     reward: RewardConfig = RewardConfig()
     filter: FilterConfig = FilterConfig()
     buffer: BufferConfig = BufferConfig()
+    share: tuple[Annotated[tuple[LightActor, ...], msgspec.Meta(min_length=1)], ...] = ()  # actors in one process
 
 
 def encode_topology(topology: Topology) -> bytes:

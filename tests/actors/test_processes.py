@@ -53,3 +53,10 @@ def test_arguments_of_the_sglang_table_are_passed_through() -> None:
     assert flag(engine, "--mem-fraction-static") == "0.7"
     assert "--disable-radix-cache" in engine.command
     assert "--enable-lora" not in engine.command
+
+
+def test_actors_that_share_a_process_are_started_together() -> None:
+    found = specs("laptop.toml", "local", 'share=[["reward", "filter"]]')
+    assert found["reward+filter"].command[-2:] == ("reward", "filter")
+    assert not {"reward", "filter"} & set(found)
+    assert {"rollout", "buffer"} <= set(found)
