@@ -97,6 +97,7 @@ async def test_a_run_is_told_from_the_first_weights_to_the_last_checkpoint(
     topology: Topology, bus: Bus, tmp_path: Path
 ) -> None:
     async with running(topology, bus, tmp_path / "run"):
+        await said_until(bus, WeightsAnnounced)  # no group of a version comes before its announcement
         for step in range(4):
             await publish_batch(bus, step)
         events = await said_until(bus, CheckpointSaved, 2)
