@@ -1,0 +1,182 @@
+"""What the log of a finished run must say, whatever was killed on the way."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from messages import (
+    ActorExited,
+    ActorStarted,
+    BatchReady,
+    BatchTrained,
+    CheckpointSaved,
+    GroupCompleted,
+    Message,
+    MessageDeadLettered,
+    RunFinished,
+    SegmentsPublished,
+    SnapshotTaken,
+    TrainerStarted,
+    WeightsAnnounced,
+    WeightsApplied,
+)
+from runtime.bus import Bus
+from runtime.ledger import FOLD_VERSION, LEDGER_EVENTS, Books, LedgerState, fold
+from tests.chaos.harness import BATCH_SIZE, Run
+
+Log = Sequence[tuple[int, Message]]  # with the sequence of each event
+
+
+async def audit(run: Run, *, killed: Sequence[str] | None = (), ordered: bool = True) -> Books:
+    """Read the whole log of a finished run from its store and check it; return its final books.
+
+    Args:
+        run: has ended.
+        killed: processes that were killed while their agent lived, in any order; None: that is not known.
+        ordered: whether the order of the data alone says which groups are in which batch: no filter, no over-sampling.
+    """
+    async with run.reopened() as bus:
+        log = await read_all(bus)
+        state = check_ledger(log)
+        check_the_end(log, run.num_steps)
+        if killed is not None:
+            check_kills(log, killed)
+        check_batches(log, run.num_steps)
+        check_line_of_training(log, run.num_steps)
+        check_weights(log)
+        if ordered:
+            check_order_of_the_data(log, state)
+        await check_payloads(bus, log, state)
+    return state.books()
+
+
+async def read_all(bus: Bus) -> Log:
+    """Every event of the log."""
+    log: list[tuple[int, Message]] = []
+    async with bus.read() as events:
+        while events.pending:
+            received = await events.next()
+            assert received is not None
+            log.append((received.seq, received.message))
+    return log
+
+
+def check_ledger(log: Log) -> LedgerState:
+    """The books close after every event, and every snapshot is what the log folds to there."""
+    state = LedgerState()
+    states: dict[int, bytes] = {}
+    snapshots: list[SnapshotTaken] = []
+    for seq, event in log:
+        if not isinstance(event, LEDGER_EVENTS):
+            continue
+        fold(state, event, seq)
+        assert state.books().closed, f"the books do not close after {seq} {event}: {state.books()}"
+        states[seq] = msgspec.json.encode(state)
+        if isinstance(event, SnapshotTaken):
+            snapshots.append(event)
+    assert snapshots, "no snapshot was taken"
+    for snapshot in snapshots:
+        assert snapshot.fold_version == FOLD_VERSION
+        assert bytes(snapshot.state) == states[snapshot.covers], f"the snapshot at {snapshot.covers} is another state"
+    return state
+
+
+def check_the_end(log: Log, num_steps: int) -> None:
+    """It finished once, with all steps, and nothing became a dead letter."""
+    (finished,) = [event for _, event in log if isinstance(event, RunFinished)]
+    assert finished.steps == num_steps
+    assert not [event for _, event in log if isinstance(event, MessageDeadLettered)]
+
+
+def check_kills(log: Log, killed: Sequence[str]) -> None:
+    """Who was killed, and nobody else, died; each was started again."""
+    deaths = Counter(event.actor for _, event in log if isinstance(event, ActorExited) and event.reason != "stopped")
+    assert deaths == Counter(killed)
+    restarts = Counter(event.actor for _, event in log if isinstance(event, ActorStarted) and event.restarts > 0)
+    assert restarts == Counter(killed)
+
+
+def check_batches(log: Log, num_steps: int) -> None:
+    """Each step has one batch; no group is in two; each cites the completion of its very attempt."""
+    completed = {seq: event for seq, event in log if isinstance(event, GroupCompleted)}
+    batches = [event for _, event in log if isinstance(event, BatchReady)]
+    assert [batch.step for batch in batches] == list(range(num_steps))
+    refs = [ref for batch in batches for ref in batch.groups]
+    assert len(refs) == len({ref.group_id for ref in refs}) == num_steps * BATCH_SIZE
+    for ref in refs:
+        group = completed[ref.event_seq]
+        assert (group.group_id, group.attempt) == (ref.group_id, ref.attempt)
+
+
+def check_line_of_training(log: Log, num_steps: int) -> None:
+    """The surviving line has every step once: each trainer goes on where its checkpoint ends, and replays are told."""
+    saved, line, frontier, incarnation = {0}, 0, 0, 0
+    sizes: dict[int, tuple[int, int, int]] = {}
+    for seq, event in log:
+        match event:
+            case TrainerStarted():
+                assert event.step in saved, f"{seq}: there is no checkpoint of step {event.step}"
+                assert event.incarnation > incarnation, f"{seq}: incarnation {event.incarnation} came before"
+                line, incarnation = event.step, event.incarnation
+            case BatchTrained():
+                assert (event.step, event.incarnation) == (line, incarnation), f"{seq}: {event}"
+                assert event.replay == (event.step < frontier), f"{seq}: {event}"
+                size = (event.num_groups, event.num_samples, event.num_tokens)
+                assert sizes.setdefault(event.step, size) == size, f"{seq}: replayed with another batch"
+                line, frontier = line + 1, max(frontier, line + 1)
+            case CheckpointSaved():
+                assert event.step == line, f"{seq}: {event}"
+                saved.add(event.step)
+            case _:
+                pass
+    assert line == num_steps
+
+
+def check_weights(log: Log) -> None:
+    """Versions rise and are never reused, and the weights of a step are the same whoever trained it.
+
+    Engines never go back while their rollout actor lives.
+    """
+    announcements = [event for _, event in log if isinstance(event, WeightsAnnounced)]
+    announced = [event.version for event in announcements]
+    assert announced == sorted(set(announced))
+    checksums: dict[int, str] = {}
+    for event in announcements:
+        assert checksums.setdefault(event.step, event.checksum) == event.checksum, f"trained otherwise: {event}"
+    applied: dict[str, int] = {}
+    for seq, event in log:
+        match event:
+            case ActorStarted(actor=actor):
+                applied.pop(actor, None)
+            case WeightsApplied():
+                assert event.version in announced
+                assert event.version > applied.get(event.instance, 0), f"{seq}: {event}"
+                applied[event.instance] = event.version
+            case _:
+                pass
+
+
+def check_order_of_the_data(log: Log, state: LedgerState) -> None:
+    """The batches of an undisturbed run: groups in order of issue, at the first attempt, by weights of their step."""
+    steps = {event.version: event.step for _, event in log if isinstance(event, WeightsAnnounced)}
+    completed = {seq: event for seq, event in log if isinstance(event, GroupCompleted)}
+    for batch in (event for _, event in log if isinstance(event, BatchReady)):
+        first = batch.step * BATCH_SIZE
+        expected = [(group_id, 0) for group_id in range(first, first + BATCH_SIZE)]
+        assert [(ref.group_id, ref.attempt) for ref in batch.groups] == expected
+        samples = [sample for ref in batch.groups for sample in completed[ref.event_seq].samples]
+        versions = {version for sample in samples for version in (sample.first_version, sample.last_version)}
+        assert {steps[version] for version in versions if version is not None} == {batch.step}
+    books = state.books()
+    assert books.issued == books.trained
+
+
+async def check_payloads(bus: Bus, log: Log, state: LedgerState) -> None:
+    """What a loadable checkpoint would need to train on from is still there."""
+    completed = {seq: event for seq, event in log if isinstance(event, GroupCompleted)}
+    groups = [completed[ref.event_seq] for batch in state.batches.values() for ref in batch.groups]
+    for group in groups:
+        for seq in {ref.seq for sample in group.samples for ref in sample.segments}:
+            payload = await bus.fetch(SegmentsPublished, seq)
+            assert (payload.group_id, payload.attempt) <= (group.group_id, group.attempt)

@@ -1,0 +1,196 @@
+"""The real command in a directory of its own: started, followed through its log, its processes killed by name.
+
+Nothing here waits for a time to pass. A test waits for events of the run's log; the random moment of a kill is a random
+number of further events.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import psutil
+
+from messages import ActorStarted, BatchTrained, Message
+from runtime.agent import guardian
+from runtime.bus import Bus, BusLimits, Events, Received
+from runtime.bus.server import ServerSettings, running_server
+from tests.fixtures.nats import eventually
+
+ROOT = Path(__file__).parents[2]
+COMMAND = (sys.executable, str(ROOT / "bin" / "start_topology.py"), str(ROOT / "topologies" / "laptop.toml"))
+SEED = os.environ.get("PHYSARUM_CHAOS_SEED", "1")  # another one kills at other moments
+LIMITS = BusLimits(connect_timeout_s=120.0, publish_timeout_s=120.0)  # the machine may be busy, the server be killed
+EVENT_S = 120.0  # for the next awaited event; a whole restart of a trainer lies in it
+END_S = 180.0  # for the rest of a run
+LOOK_S = 1.0  # between two looks whether the command still runs
+
+BATCH_SIZE = 16  # groups of a train step
+NUM_SAMPLES = 4  # of a group
+EVENTS_PER_STEP = 2 * BATCH_SIZE + 4  # completed and judged groups; issued, batch ready and trained, weights
+SMALL = (
+    f"rollout.rollout_batch_size={BATCH_SIZE}",
+    f"rollout.n_samples_per_prompt={NUM_SAMPLES}",
+    "train.save_interval=5",
+    "eval.0.interval=10",
+)
+
+
+def moments_of(name: str) -> random.Random:
+    """Random moments for a test, the same ones each time for a seed."""
+    return random.Random(f"{SEED} {name}")
+
+
+class Log:
+    """The run's log while it grows."""
+
+    def __init__(self, events: Events[Message], process: anyio.abc.Process) -> None:
+        self.pids: dict[str, int] = {}  # newest process of each name
+        self._events = events
+        self._process = process
+
+    async def until(self, holds: Callable[[Message], bool]) -> Message:
+        """Read to the first event of which something holds."""
+        with anyio.fail_after(EVENT_S):
+            while True:
+                received = await self._next()
+                if holds(received.message):
+                    return received.message
+
+    async def until_trained(self, steps: int) -> None:
+        """Read until so many train steps are done."""
+        await self.until(lambda event: isinstance(event, BatchTrained) and event.step + 1 >= steps)
+
+    async def until_restarted(self, name: str) -> None:
+        """Read until the agent says that it has started a process again."""
+        old = self.pids[name]
+        await self.until(lambda _: self.pids[name] != old)
+
+    async def pass_over(self, number: int) -> None:
+        """Read so many further events."""
+        with anyio.fail_after(EVENT_S):
+            for _ in range(number):
+                await self._next()
+
+    def kill(self, name: str) -> None:
+        """kill -9 of the newest process of a name."""
+        os.kill(self.pids[name], signal.SIGKILL)
+
+    async def _next(self) -> Received[Message]:
+        received = None
+        while received is None:
+            assert self._process.returncode is None, f"the command ended with {self._process.returncode}"
+            received = await self._events.next(LOOK_S)
+        if isinstance(received.message, ActorStarted):
+            self.pids[received.message.actor] = received.message.pid
+        return received
+
+
+class Command:
+    """A started bin/start-topology and what it started."""
+
+    def __init__(self, process: anyio.abc.Process, bus: Bus, log: Log) -> None:
+        self.bus = bus
+        self.log = log
+        self._process = process
+
+    async def end(self) -> int:
+        """Wait for its end; return its exit code."""
+        with anyio.fail_after(END_S):
+            return await self._process.wait()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the command alone, as a terminal's Ctrl-C reaches it: its processes have their sessions."""
+        self._process.send_signal(number)
+
+    def kill_everything(self) -> list[psutil.Process]:
+        """kill -9 of the whole tree, the agent last, and the processes that it was."""
+        family = self.family()
+        for process in reversed(family):
+            with suppress(psutil.NoSuchProcess):  # it has died with its parent
+                process.kill()
+        return family
+
+    def family(self) -> list[psutil.Process]:
+        """The command's process and all below it."""
+        agent = psutil.Process(self._process.pid)
+        return [agent, *agent.children(recursive=True)]
+
+
+class Run:
+    """One run of the laptop topology, small, in a directory of its own."""
+
+    def __init__(self, directory: Path, *, num_steps: int, overrides: Sequence[str] = ()) -> None:
+        self.name = "r"
+        self.num_steps = num_steps
+        self.directory = directory / "runs" / self.name
+        self.output = directory / "output.txt"
+        settings = (*SMALL, f"train.num_steps={num_steps}", f"run.name={self.name}", *overrides)
+        self._command = [*COMMAND, *(word for setting in settings for word in ("--set", setting))]
+        self._cwd = directory
+
+    @asynccontextmanager
+    async def started(self) -> AsyncGenerator[Command]:
+        """Start or resume it, for the duration of a block; what still runs at its end is killed."""
+        file = self.directory / "bus.url"
+        before_ns = file.stat().st_mtime_ns if file.exists() else 0
+        with self.output.open("ab") as output, self._told_on_failure():
+            process = await anyio.open_process(
+                self._command, cwd=self._cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+            try:
+                await eventually(
+                    lambda: process.returncode is not None or (file.exists() and file.stat().st_mtime_ns > before_ns),
+                    timeout_s=EVENT_S,
+                )
+                assert process.returncode is None, f"the command ended with {process.returncode}"
+                async with AsyncExitStack() as stack:
+                    bus = await stack.enter_async_context(
+                        Bus.connect(file.read_text().strip(), self.name, name="test", limits=LIMITS)
+                    )
+                    events = await stack.enter_async_context(bus.read())
+                    yield Command(process, bus, Log(events, process))
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                with anyio.CancelScope(shield=True):
+                    await process.aclose()
+
+    async def gone(self, family: Sequence[psutil.Process] = ()) -> None:
+        """Wait until nothing of the run is left, nor of some processes that once belonged to it."""
+        mark = f"@{self.directory.resolve()}"
+        await eventually(
+            lambda: not guardian.find(mark) and not any(_lives(process) for process in family), timeout_s=EVENT_S
+        )
+
+    @asynccontextmanager
+    async def reopened(self) -> AsyncGenerator[Bus]:
+        """The bus of a run that has ended: a server on its store."""
+        settings = ServerSettings(store_dir=self.directory / "nats")
+        async with (
+            running_server(self._cwd / "reopened", settings) as server,
+            Bus.connect(server.url, self.name, name="test", limits=LIMITS) as bus,
+        ):
+            yield bus
+
+    @contextmanager
+    def _told_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            sys.stdout.write(self.output.read_text())  # pytest shows it beside the failure
+            raise
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Whether it runs: what was orphaned and not yet reaped does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

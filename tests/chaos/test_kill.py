@@ -1,0 +1,136 @@
+"""kill -9 of one process after another while the run goes on: it finishes as if nothing had happened."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from messages import StatsGiven, StatsRequested
+from tests.chaos.audit import audit
+from tests.chaos.harness import BATCH_SIZE, EVENTS_PER_STEP, Command, Run, moments_of
+
+pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+
+GRADERS = Path(__file__).with_name("graders.py")
+
+
+async def kill_in_turn(command: Command, names: list[str], *, every: int) -> None:
+    """Kill a process after so many train steps and a random number of events, the next one as many steps later."""
+    moments = moments_of(" ".join(names))
+    for number, name in enumerate(names, start=1):
+        await command.log.until_trained(number * every)
+        await command.log.pass_over(moments.randrange(EVENTS_PER_STEP))
+        command.log.kill(name)
+
+
+async def finish(run: Run, command: Command) -> None:
+    """Wait for the end of a run, which leaves nothing behind."""
+    family = command.family()
+    assert await command.end() == 0
+    await run.gone(family)
+
+
+async def test_reward_filter_and_rollout_are_killed(tmp_path: Path) -> None:
+    run, names = Run(tmp_path, num_steps=12), ["reward", "filter", "rollout"]
+    async with run.started() as command:
+        await kill_in_turn(command, names, every=3)
+        await finish(run, command)
+    await audit(run, killed=names)
+
+
+async def test_engine_and_router_are_killed(tmp_path: Path) -> None:
+    run, names = Run(tmp_path, num_steps=12), ["engine.policy.0", "router.policy", "engine.policy.0"]
+    async with run.started() as command:
+        await kill_in_turn(command, names, every=3)
+        await finish(run, command)
+    await audit(run, killed=names)
+
+
+async def test_buffer_and_bus_are_killed(tmp_path: Path) -> None:
+    run, names = Run(tmp_path, num_steps=15), ["buffer", "nats-server", "buffer", "nats-server"]
+    async with run.started() as command:
+        await kill_in_turn(command, names, every=3)
+        await finish(run, command)
+    await audit(run, killed=names)
+
+
+async def test_trainer_is_killed_before_and_after_a_checkpoint(tmp_path: Path) -> None:
+    run, names = Run(tmp_path, num_steps=13), ["trainer", "trainer"]
+    async with run.started() as command:
+        await kill_in_turn(command, names, every=4)
+        await finish(run, command)
+    await audit(run, killed=names)
+
+
+async def test_graders_are_killed(tmp_path: Path) -> None:
+    """Grader processes are the reward actor's to replace: the agent does not even notice."""
+    run = Run(tmp_path, num_steps=8)
+    async with run.started() as command:
+        moments = moments_of("graders")
+        for steps in (1, 3, 5):
+            await command.log.until_trained(steps)
+            await command.log.pass_over(moments.randrange(EVENTS_PER_STEP))
+            graders = psutil.Process(command.log.pids["reward"]).children()
+            assert len(graders) == 2
+            for grader in moments.sample(graders, moments.choice((1, 2))):
+                grader.kill()
+        await command.log.until_trained(7)
+        given = await command.bus.call("reward", StatsRequested(), StatsGiven, timeout_s=30)
+        assert given.stats["num_starts"] > 2
+        await finish(run, command)
+    await audit(run)
+
+
+async def test_rollout_is_killed_while_groups_are_filtered_halted_and_carried_on(tmp_path: Path) -> None:
+    """Over-sampling: the rounds end by halts, so that tokens of one attempt go on in the next."""
+    overrides = (
+        f"rollout.over_sampling_batch_size={3 * BATCH_SIZE // 2}",
+        "rollout.dynamic_filter=nonzero_std",
+        f"data.0.rm_type={GRADERS}:share_of_digits",
+        "engines.policy.concurrency=32",
+    )
+    run, names = Run(tmp_path, num_steps=12, overrides=overrides), ["rollout", "rollout", "rollout"]
+    async with run.started() as command:
+        await kill_in_turn(command, names, every=3)
+        await finish(run, command)
+    books = await audit(run, killed=names, ordered=False)
+    assert books.dropped > 0
+
+
+async def test_every_process_is_killed_while_it_starts(tmp_path: Path) -> None:
+    run = Run(tmp_path, num_steps=5)
+    async with run.started() as command:
+        await command.log.until(lambda _: "buffer" in command.log.pids)  # the last one to be started
+        names = list(command.log.pids)
+        for name in names:
+            command.log.kill(name)
+        await finish(run, command)
+    await audit(run, killed=names)
+
+
+async def test_several_processes_are_killed_at_once(tmp_path: Path) -> None:
+    run, moments = Run(tmp_path, num_steps=16), moments_of("several")
+    killed: list[str] = []
+    async with run.started() as command:
+        for steps in (2, 5, 8, 11):
+            await command.log.until_trained(steps)
+            await command.log.pass_over(moments.randrange(EVENTS_PER_STEP))
+            names = moments.sample(list(command.log.pids), 3)
+            for name in names:
+                command.log.kill(name)
+            killed += names
+        await finish(run, command)
+    await audit(run, killed=killed)
+
+
+async def test_trainer_and_buffer_are_killed_after_the_last_step(tmp_path: Path) -> None:
+    """Before its checkpoint, its evaluation, the end of the run, or after: that is a race."""
+    run = Run(tmp_path, num_steps=7)
+    async with run.started() as command:
+        await command.log.until_trained(7)
+        for name in ("trainer", "buffer"):
+            with suppress(ProcessLookupError):
+                command.log.kill(name)
+        await finish(run, command)
+    await audit(run, killed=None)

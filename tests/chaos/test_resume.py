@@ -1,0 +1,74 @@
+"""The whole run ends, in order or by kill -9, and the same command goes on with it."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from messages import RunFinished
+from tests.chaos.audit import audit
+from tests.chaos.harness import EVENTS_PER_STEP, Command, Run, moments_of
+
+pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+
+STOP_S = 10.0  # Ctrl-C ends everything within
+
+
+async def wait_for_a_moment(command: Command, name: str, steps: int) -> None:
+    """Wait for a number of train steps and a random number of events."""
+    await command.log.until_trained(steps)
+    await command.log.pass_over(moments_of(name).randrange(EVENTS_PER_STEP))
+
+
+async def resume_and_finish(run: Run) -> None:
+    async with run.started() as command:
+        assert await command.end() == 0
+    await run.gone()
+    await audit(run)
+
+
+async def test_the_agent_is_killed(tmp_path: Path) -> None:
+    run = Run(tmp_path, num_steps=12)
+    async with run.started() as command:
+        await wait_for_a_moment(command, "agent", 7)
+        family = command.family()
+        command.send(signal.SIGKILL)
+        assert await command.end() == -signal.SIGKILL
+        await run.gone(family)
+    await resume_and_finish(run)
+
+
+async def test_everything_is_killed_at_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, num_steps=12)
+    for name, steps in (("before a checkpoint", 2), ("after a checkpoint", 8)):
+        async with run.started() as command:
+            await wait_for_a_moment(command, name, steps)
+            family = command.kill_everything()
+            assert await command.end() == -signal.SIGKILL
+            await run.gone(family)
+    await resume_and_finish(run)
+
+
+async def test_ctrl_c_ends_everything_and_the_run_goes_on_later(tmp_path: Path) -> None:
+    run = Run(tmp_path, num_steps=12)
+    async with run.started() as command:
+        await wait_for_a_moment(command, "ctrl-c", 7)
+        family = command.family()
+        began = time.monotonic()
+        command.send(signal.SIGINT)
+        assert await command.end() == 128 + signal.SIGINT
+        assert time.monotonic() - began < STOP_S
+        await run.gone(family)
+    await resume_and_finish(run)
+
+
+async def test_the_agent_is_killed_when_the_run_has_just_finished(tmp_path: Path) -> None:
+    run = Run(tmp_path, num_steps=5)
+    async with run.started() as command:
+        await command.log.until(lambda event: isinstance(event, RunFinished))
+        family = command.family()
+        command.send(signal.SIGKILL)
+        await command.end()
+        await run.gone(family)
+    await resume_and_finish(run)
