@@ -246,8 +246,8 @@ def _apply(state: LedgerState, event: LedgerEvent, seq: int) -> None:
 def _issue(state: LedgerState, event: GroupsIssued) -> None:
     for issued in event.groups:
         group = state.groups.get(issued.group_id)
-        if group is None:
-            group = Group(
+        if issued.group_id >= state.next_group:
+            state.groups[issued.group_id] = Group(
                 group_id=issued.group_id,
                 attempt=issued.attempt,
                 prompt=issued.prompt,
@@ -256,10 +256,9 @@ def _issue(state: LedgerState, event: GroupsIssued) -> None:
                 stage=Stage.IN_FLIGHT,
                 payload_seq=state.newest_payload + 1,
             )
-            state.groups[issued.group_id] = group
             state.next_group = issued.group_id + 1
             state.next_prompt = issued.prompt + 1
-        else:
+        elif group is not None and group.stage is Stage.POOLED and issued.attempt > group.attempt:
             group.attempt, group.round, group.min_version = issued.attempt, event.round, event.min_version
             group.stage = Stage.IN_FLIGHT
 
@@ -293,12 +292,19 @@ def _judge(state: LedgerState, event: VerdictGiven) -> None:
 
 
 def _batch(state: LedgerState, event: BatchReady) -> None:
-    groups = [state.groups[ref.group_id] for ref in event.groups]
+    kept = tuple(ref for ref in event.groups if _is_kept(state, ref))
+    if not kept or event.step < state.round:
+        return
+    groups = [state.groups[ref.group_id] for ref in kept]
     for group in groups:
         group.stage = Stage.BATCHED
-    oldest = min(group.payload_seq for group in groups)
-    state.batches[event.step] = Batch(groups=event.groups, payload_seq=oldest)
+    state.batches[event.step] = Batch(groups=kept, payload_seq=min(group.payload_seq for group in groups))
     state.round, state.barren = event.step + 1, 0
+
+
+def _is_kept(state: LedgerState, ref: GroupRef) -> bool:
+    group = state.groups.get(ref.group_id)
+    return group is not None and group.stage is Stage.READY and group.event_seq == ref.event_seq
 
 
 def _settle(state: LedgerState, step: int) -> None:
@@ -307,9 +313,9 @@ def _settle(state: LedgerState, step: int) -> None:
     if batch is None or batch.trained:
         return  # trained again after a crash, or unknown below an old checkpoint
     batch.trained = True
-    state.trained += len(batch.groups)
     for ref in batch.groups:
-        del state.groups[ref.group_id]
+        if state.groups.pop(ref.group_id, None) is not None:
+            state.trained += 1
 
 
 def _close(state: LedgerState, group_id: int, tally: dict[str, int], reason: str) -> None:
@@ -321,7 +327,7 @@ def _close(state: LedgerState, group_id: int, tally: dict[str, int], reason: str
 def _evaluate(state: LedgerState, event: EvalIssued | EvalCompleted | EvalEnded) -> None:
     running = state.evaluation
     match event:
-        case EvalIssued():
+        case EvalIssued() if running is None and event.step > state.eval_step:
             sizes = {size.set: size.num_items for size in event.sets}
             items: dict[str, dict[int, EvalItem]] = {name: {} for name in sizes}
             state.evaluation = Evaluation(step=event.step, version=event.version, sizes=sizes, items=items)
@@ -332,5 +338,6 @@ def _evaluate(state: LedgerState, event: EvalIssued | EvalCompleted | EvalEnded)
                 item = EvalItem(rewards=rewards, num_truncated=truncated)
                 running.items[event.set].setdefault(event.item, item)
         case EvalEnded():
-            state.evaluation = None
+            if running is not None and running.step <= event.step:
+                state.evaluation = None
             state.eval_step = max(state.eval_step, event.step)

@@ -145,7 +145,7 @@ class BufferActor(Actor):
         state = self._state
         match event:
             case GroupsIssued():
-                groups = [state.groups[issued.group_id] for issued in event.groups]
+                groups = [state.groups[issued.group_id] for issued in event.groups if issued.group_id in state.groups]
                 await self._put([rollout_task(self._topology, group, prompts) for group in groups])
             case EvalIssued() if state.evaluation is not None:
                 await self._put(eval_tasks(self._topology, state.evaluation, prompts.evals))
