@@ -39,4 +39,6 @@ def test_every_flag_has_a_key_or_an_answer(row: list[str]) -> None:
 def test_every_recipe_key_with_a_name_of_slime_is_in_the_table() -> None:
     for table in ("rollout", "algorithm", "optimizer"):
         for name in type_at(Topology, [table]).__struct_fields__:
-            assert f"{table}.{name}" in KEYS or name in {"max_attempts", "adam_beta2"}, f"{table}.{name}"
+            assert f"{table}.{name}" in KEYS or name in {"max_attempts", "max_barren_groups", "adam_beta2"}, (
+                f"{table}.{name}"
+            )

@@ -24,7 +24,7 @@ AS_TOLD = GraderSpec(name=f"{USER_CODE}:as_told")
 LENGTH = GraderSpec(name=f"{USER_CODE}:length")
 
 
-def pool_of(num_processes: int = 1, timeout_s: float = 0.3, max_tries: int = 2, **hello: Any):
+def pool_of(num_processes: int = 1, timeout_s: float = 2.0, max_tries: int = 2, **hello: Any):
     return open_pool(
         PoolSettings(hello=Hello(**hello), num_processes=num_processes, timeout_s=timeout_s, max_tries=max_tries)
     )

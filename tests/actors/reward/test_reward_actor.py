@@ -37,7 +37,7 @@ def topology_of(*graders: str, **reward: Any) -> Topology:
             "rollout": {"rollout_batch_size": 1, "max_response_len": 8},
             "engines": {"policy": {"kind": "embedded"}},
             "train": {"num_steps": 1},
-            "reward": {"processes": 1, "timeout_s": 0.3, **reward},
+            "reward": {"processes": 1, "timeout_s": 2.0, **reward},
         },
         Topology,
     )

@@ -197,10 +197,10 @@ async def test_the_first_signal_stops_in_order(tmp_path: Path) -> None:
 
 
 def pid_of(run_dir: Path, process: str) -> int:
-    """The running process of this name, as the agent's children tell by their log's mark."""
+    """The running process of this name; the session has a nats-server of its own beside it."""
     import psutil
 
     children = psutil.Process().children(recursive=True)
-    words = {"nats-server": "nats-server", "engine.policy.0": "create_server"}
+    words = {"nats-server": str(run_dir / "bus" / "nats.conf"), "engine.policy.0": "create_server"}
     (found,) = [child.pid for child in children if any(words[process] in part for part in child.cmdline())]
     return found
