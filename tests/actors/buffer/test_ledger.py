@@ -461,7 +461,8 @@ def test_books_close_and_no_group_is_in_two_batches(
         log.decide()
         _act(log, action, number)
         assert log.state.books().closed
-    batched = [ref.group_id for event in log.events if isinstance(event, BatchReady) for ref in event.groups]
+    batches = {event.step: event for event in log.events if isinstance(event, BatchReady)}
+    batched = [ref.group_id for batch in batches.values() for ref in batch.groups]
     assert len(batched) == len(set(batched))
     assert _folded(log.events) == msgspec.json.encode(log.state)
 
