@@ -77,11 +77,16 @@ class Leader:
             await self._announce(await self._publish())
 
     async def train_all(self) -> None:
-        """Train every planned step."""
+        """Train every planned step.
+
+        The last checkpoint is saved and told by every incarnation that gets here: an earlier one may have died before
+        it told of its own, and the run ends with that event, so after the export.
+        """
         while self.step < self._train.num_steps:
             await self._train_step()
         if self._train.save_hf:
             await self._torch_thread.run(self._engine.export, self._run_directory / HF_DIRECTORY)
+        await self._save()
 
     async def _train_step(self) -> None:
         begin = time.perf_counter()
@@ -148,7 +153,7 @@ class Leader:
 
     def _checkpoint_is_due(self) -> bool:
         interval = self._train.save_interval
-        return self.step == self._train.num_steps or (interval is not None and self.step % interval == 0)
+        return interval is not None and self.step % interval == 0 and self.step < self._train.num_steps
 
     async def _save(self) -> None:
         begin = time.perf_counter()

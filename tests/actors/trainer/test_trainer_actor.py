@@ -161,18 +161,30 @@ async def test_without_a_checkpoint_the_whole_log_is_replayed(
     assert of(second, WeightsAnnounced)[0].checksum == of(first, WeightsAnnounced)[-1].checksum
 
 
-async def test_a_run_that_is_done_is_announced_again_and_trains_nothing(
+async def test_a_run_that_is_done_is_announced_and_saved_again_and_trains_nothing(
     make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
 ) -> None:
+    """Without its checkpoint.saved, which a crash may have cost, the buffer would wait for ever."""
     topology = make_topology(train={"num_steps": 1})
     async with running(topology, bus, tmp_path / "run"):
         await publish_batch(bus, 0)
         await said_until(bus, CheckpointSaved)
     last_seq = (await bus.state(BatchTrained.plane)).last_seq
     async with running(topology, bus, tmp_path / "run"):
-        again = await said_until(bus, WeightsAnnounced, from_seq=last_seq + 1)
-    assert names(again) == ["TrainerStarted", "WeightsAnnounced"]
+        again = await said_until(bus, CheckpointSaved, from_seq=last_seq + 1)
+    assert names(again) == ["TrainerStarted", "WeightsAnnounced", "CheckpointSaved"]
     assert (of(again, WeightsAnnounced)[0].version, of(again, WeightsAnnounced)[0].step) == (3, 1)
+    assert of(again, CheckpointSaved)[0].step == 1
+
+
+async def test_the_run_is_told_to_be_saved_after_its_model_is_exported(
+    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+) -> None:
+    """The last checkpoint.saved lets the run end, and with it this process."""
+    async with running(make_topology(train={"num_steps": 1, "save_hf": True}), bus, tmp_path / "run"):
+        await publish_batch(bus, 0)
+        await said_until(bus, CheckpointSaved)
+        assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
 
 
 async def test_old_weights_go_when_engines_confirm_newer_ones(topology: Topology, bus: Bus, tmp_path: Path) -> None:
