@@ -294,10 +294,9 @@ class _Release:
         self._slots = slots
         self._taken = taken
 
-    async def __call__(self) -> None:
+    def __call__(self) -> None:
         taken, self._taken = self._taken, 0
-        if taken:
-            await self._slots.give_back(taken)
+        self._slots.give_back(taken)
 
 
 @asynccontextmanager
@@ -306,4 +305,4 @@ async def _released(slots: Slots, taken: int) -> AsyncGenerator[_Release]:
     try:
         yield release
     finally:
-        await release()
+        release()

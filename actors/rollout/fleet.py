@@ -70,12 +70,17 @@ class Fleet:
         Returns:
             False when `unless` came true first; it is looked at on every `notify`.
         """
+        if self._holds(min_version) and not unless():
+            return True
         async with self._changed:
             while not unless():
-                if self._router is not None and self.version >= max(min_version, 1):
+                if self._holds(min_version):
                     return True
                 await self._changed.wait()
             return False
+
+    def _holds(self, min_version: int) -> bool:
+        return self._router is not None and self.version >= max(min_version, 1)
 
     async def next_version(self, after: int) -> int:
         """Wait until all admitted engines have confirmed a version above `after`; return it."""

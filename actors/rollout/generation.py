@@ -1,7 +1,9 @@
 """Requests to the engines: sent to confirmed ones, sent again when lost, aborted on halt."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import structlog
@@ -29,6 +31,13 @@ class Request:
     round: int | None  # None: an evaluation, which no halt touches
 
 
+class HaltListener(NamedTuple):
+    """Who wants to be told of a halt."""
+
+    round: int | None
+    then: Callable[[], None]
+
+
 class Generator:
     """Generates through the router and knows what is running, so that a halt can reach it."""
 
@@ -37,17 +46,24 @@ class Generator:
         self._fleet = fleet
         self._halted_round = -1
         self._running: dict[str, Request] = {}
-        self._changed = anyio.Condition()
+        self._request_ended = anyio.Event()  # replaced by a halt that waits for it
+        self._halt_listeners: set[HaltListener] = set()
 
     def halted(self, round: int | None) -> bool:
         """Whether work of this round is to be given back."""
         return round is not None and round <= self._halted_round
 
-    async def until_halted(self, round: int | None) -> None:
-        """Return once work of this round is to be given back; for an evaluation, never."""
-        async with self._changed:
-            while not self.halted(round):
-                await self._changed.wait()
+    @contextmanager
+    def on_halt(self, round: int | None, then: Callable[[], None]) -> Iterator[None]:
+        """Call `then` once work of this round is to be given back; for an evaluation, never."""
+        listener = HaltListener(round, then)
+        if self.halted(round):
+            then()
+        self._halt_listeners.add(listener)
+        try:
+            yield
+        finally:
+            self._halt_listeners.discard(listener)
 
     async def generate(self, request: Request) -> list[Answer] | None:
         """Wait for an engine that may answer, ask it, and ask again if the request is lost.
@@ -70,21 +86,22 @@ class Generator:
                 await self._fleet.report_unavailable()
                 await anyio.sleep(RESEND_S)
             finally:
-                await self._forget(rid)
+                del self._running[rid]
+                self._request_ended.set()
         return None
 
     async def halt(self, round: int) -> None:
         """Abort everything of this round and older ones; returns once none of it is running."""
         self._halted_round = max(self._halted_round, round)
+        for listener in [listener for listener in self._halt_listeners if self.halted(listener.round)]:
+            listener.then()
         await self._fleet.notify()
-        async with self._changed:
-            self._changed.notify_all()
         while doomed := [rid for rid, request in self._running.items() if self.halted(request.round)]:
             await self._abort(doomed)
             with anyio.move_on_after(ABORT_AGAIN_S):
-                async with self._changed:
-                    while any(rid in self._running for rid in doomed):
-                        await self._changed.wait()
+                while any(rid in self._running for rid in doomed):
+                    self._request_ended = anyio.Event()
+                    await self._request_ended.wait()
 
     async def _abort(self, rids: list[str]) -> None:
         everything = len(rids) == len(self._running)
@@ -94,12 +111,6 @@ class Generator:
                     await self._http.abort(url, rid)
             except EngineUnavailable as error:
                 log.warning("abort_not_sent", url=url, error=str(error))
-
-    async def _forget(self, rid: str) -> None:
-        self._running.pop(rid, None)
-        with anyio.CancelScope(shield=True):
-            async with self._changed:
-                self._changed.notify_all()
 
 
 def _member_rids(rids: list[str], running: dict[str, Request]) -> list[str]:

@@ -1,7 +1,7 @@
 """One prompt group from its task to its end: generate, store, score."""
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -65,9 +65,11 @@ class GroupRun:
         self._outbox: list[tuple[Member, Answer]] = []
         self._flushing = False
         self._scoring: TaskGroup | None = None
-        self._generation_over = anyio.Event()
+        self._judging = anyio.CancelScope()
+        self._generation_over = False
+        self._halted = False
 
-    async def run(self, on_generated: Callable[[], Awaitable[None]]) -> None:
+    async def run(self, on_generated: Callable[[], None]) -> None:
         """Bring every member to its end, or as far as it was when its round was halted.
 
         Args:
@@ -77,18 +79,19 @@ class GroupRun:
             RequestRefused: an engine says that a request is wrong.
             ValueError: an engine's answer makes no sense.
         """
-        async with anyio.create_task_group() as watch:
-            with anyio.CancelScope() as scoring_scope:
-                watch.start_soon(self._cancel_on_halt, scoring_scope)
-                async with anyio.create_task_group() as scoring:
-                    self._scoring = scoring
-                    if not self.job.group_rm:
-                        self._start_scoring([member for member in self.members if member.unscored])
-                    await self._generate_all()
-                    await on_generated()
-                    if self.job.group_rm and self.generated:
-                        self._start_scoring([member for member in self.members if member.unscored])
-            watch.cancel_scope.cancel()
+        with (
+            self._tools.generator.on_halt(self.job.round, self._stop_waiting_for_judges),
+            self._judging,
+        ):
+            async with anyio.create_task_group() as self._scoring:
+                if not self.job.group_rm:
+                    self._start_scoring(self.members)
+                await self._generate_all()
+                on_generated()
+                if self._halted:
+                    self._judging.cancel()
+                elif self.job.group_rm and self.generated:
+                    self._start_scoring(self.members)
 
     @property
     def generated(self) -> bool:
@@ -100,11 +103,11 @@ class GroupRun:
         """Whether every member is finished and scored, or failed."""
         return self.generated and not any(member.unscored for member in self.members)
 
-    async def _cancel_on_halt(self, scope: anyio.CancelScope) -> None:
-        """Nobody waits for judges after a halt. Generation ends by itself then, and keeps its tokens."""
-        await self._tools.generator.until_halted(self.job.round)
-        await self._generation_over.wait()
-        scope.cancel()
+    def _stop_waiting_for_judges(self) -> None:
+        """Called on a halt. Generation ends by itself then, and keeps its tokens."""
+        self._halted = True
+        if self._generation_over:
+            self._judging.cancel()
 
     async def _generate_all(self) -> None:
         started = time.monotonic()
@@ -112,12 +115,12 @@ class GroupRun:
         together = [member for member in open_members if self._tools.batch_requests and not member.prefix]
         alone = [member for member in open_members if member.prefix or not self._tools.batch_requests]
         async with anyio.create_task_group() as group:
-            if together:
-                group.start_soon(self._generate, together)
             for member in alone:
                 group.start_soon(self._generate, [member])
+            if together:
+                await self._generate(together)
         self.generated_s = time.monotonic() - started
-        self._generation_over.set()
+        self._generation_over = True
 
     def _open(self, member: Member) -> bool:
         if not member.finished and tokens_left(member, self.job.sampling.max_new_tokens) <= 0:
@@ -152,17 +155,20 @@ class GroupRun:
         try:
             while self._outbox:
                 ended, self._outbox = self._outbox, []
-                await self._store(ended)
+                segments = [self._segment(member, answer) for member, answer in ended]
+                for (member, answer), segment in zip(ended, segments, strict=True):
+                    member.continue_with(segment, status_of(answer))
                 if not self.job.group_rm:
-                    self._start_scoring([member for member, _ in ended if member.unscored])
+                    self._start_scoring([member for member, _ in ended])  # while they are being stored
+                await self._store([member for member, _ in ended], segments)
         finally:
             self._flushing = False
 
     def _start_scoring(self, members: Sequence[Member]) -> None:
-        if not members:
-            return
-        assert self._scoring is not None
-        self._scoring.start_soon(self._score, members)
+        unscored = [member for member in members if member.unscored]
+        if unscored and not self._halted:
+            assert self._scoring is not None
+            self._scoring.start_soon(self._score, unscored)
 
     async def _score(self, members: Sequence[Member]) -> None:
         started = time.monotonic()
@@ -174,9 +180,8 @@ class GroupRun:
             member.take_score(score, failed_reward=self._tools.failed_reward)
         self.scored_s = max(self.scored_s, time.monotonic() - started)
 
-    async def _store(self, ended: list[tuple[Member, Answer]]) -> None:
+    async def _store(self, members: Sequence[Member], segments: Sequence[Segment]) -> None:
         """Publish the segments that ended together as one data message."""
-        segments = [self._segment(member, answer) for member, answer in ended]
         seq = 0
         if self.job.store:
             seq = await self._tools.bus.publish(
@@ -189,8 +194,8 @@ class GroupRun:
                     label=self.job.prompt.label,
                 )
             )
-        for position, ((member, answer), segment) in enumerate(zip(ended, segments, strict=True)):
-            member.continue_with(segment, SegmentRef(seq=seq, position=position), status_of(answer))
+        for position, (member, segment) in enumerate(zip(members, segments, strict=True)):
+            member.stored_at(SegmentRef(seq=seq, position=position), segment)
 
     def _segment(self, member: Member, answer: Answer) -> Segment:
         key = SampleKey(group_id=self.job.group_id, attempt=self.job.attempt, index=member.index)

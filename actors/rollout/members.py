@@ -34,14 +34,17 @@ class Member:
         """Has its tokens and waits for its score."""
         return self.finished and self.reward is None
 
-    def continue_with(self, segment: Segment, ref: SegmentRef, status: SampleStatus) -> None:
-        """Add what the engine returned and where it was stored."""
+    def continue_with(self, segment: Segment, status: SampleStatus) -> None:
+        """Add what the engine returned; `stored_at` follows once that is stored."""
+        self.prefix.extend(segment.response_ids.tolist())
+        self.text += segment.text
+        self._count_versions(segment)
+        self.status = status
+
+    def stored_at(self, ref: SegmentRef, segment: Segment) -> None:
+        """Note where a segment was stored; one without tokens is of no use."""
         if len(segment.response_ids):
             self.refs.append(ref)
-            self.prefix.extend(segment.response_ids.tolist())
-            self.text += segment.text
-            self._count_versions(segment)
-        self.status = status
 
     def take_score(self, score: Score, *, failed_reward: float | None) -> None:
         """Note a grader's answer; without a reward the sample fails, or gets `failed_reward` when that is set."""
@@ -67,8 +70,9 @@ class Member:
 
     def _count_versions(self, segment: Segment) -> None:
         versions = [span.version for span in segment.weight_spans]
-        self.first_version = min(versions if self.first_version is None else [self.first_version, *versions])
-        self.last_version = max(versions if self.last_version is None else [self.last_version, *versions])
+        if versions:
+            self.first_version = min(versions if self.first_version is None else [self.first_version, *versions])
+            self.last_version = max(versions if self.last_version is None else [self.last_version, *versions])
 
 
 def fresh_members(num_samples: int, prompt_ids: Int32Array) -> list[Member]:
@@ -85,7 +89,8 @@ def inherit(member: Member, carried: SampleSummary, segments: Sequence[Segment])
         segments: those that it cites, in its order.
     """
     for ref, segment in zip(carried.segments, segments, strict=True):
-        member.continue_with(segment, ref, SampleStatus.ABORTED)
+        member.continue_with(segment, SampleStatus.ABORTED)
+        member.stored_at(ref, segment)
     member.status, member.reward, member.details = carried.status, carried.reward, carried.score
     if carried.status is SampleStatus.FAILED:  # its tokens are good, its score was not: score it again
         member.status, member.reason = SampleStatus.COMPLETED, None

@@ -1,5 +1,7 @@
 """Room for samples in flight."""
 
+from collections import deque
+
 import anyio
 
 
@@ -9,13 +11,17 @@ class Slots:
     def __init__(self, total: int) -> None:
         self._free = total
         self.total = total
-        self._queue = anyio.Lock()  # one waits for room, the others behind it
-        self._freed = anyio.Condition()
+        self._queue: deque[_Turn] = deque()
 
     @property
     def taken(self) -> int:
         """Slots in use."""
         return self.total - self._free
+
+    @property
+    def free(self) -> int:
+        """Slots not in use."""
+        return self._free
 
     async def take(self, wanted: int) -> int:
         """Wait for `wanted` slots, or for all there are if that is fewer.
@@ -23,16 +29,37 @@ class Slots:
         Returns:
             How many were taken, to be given back.
         """
-        number = min(wanted, self.total)
-        async with self._queue, self._freed:
-            while self._free < number:
-                await self._freed.wait()
-            self._free -= number
-        return number
+        turn = _Turn(min(wanted, self.total))
+        self._queue.append(turn)
+        self._serve()
+        if not turn.served.is_set():
+            try:
+                await turn.served.wait()
+            except anyio.get_cancelled_exc_class():
+                self._leave(turn)
+                raise
+        return turn.number
 
-    async def give_back(self, number: int) -> None:
+    def give_back(self, number: int) -> None:
         """Free slots taken before."""
-        with anyio.CancelScope(shield=True):
-            async with self._freed:
-                self._free += number
-                self._freed.notify_all()
+        self._free += number
+        self._serve()
+
+    def _leave(self, turn: "_Turn") -> None:
+        if turn.served.is_set():
+            self._free += turn.number
+        else:
+            self._queue.remove(turn)
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._queue and self._queue[0].number <= self._free:
+            turn = self._queue.popleft()
+            self._free -= turn.number
+            turn.served.set()
+
+
+class _Turn:
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.served = anyio.Event()

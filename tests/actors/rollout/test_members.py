@@ -45,8 +45,12 @@ def inherited(status: SampleStatus, reward: float | None = None) -> Member:
 
 def test_what_an_engine_returned_is_appended_to_tokens_text_and_length() -> None:
     member = fresh()
-    member.continue_with(segment([1, 2], 3, "ab"), FIRST, SampleStatus.ABORTED)
-    member.continue_with(segment([4], 5, "c"), SECOND, SampleStatus.COMPLETED)
+    for part, ref, status in (
+        (segment([1, 2], 3, "ab"), FIRST, SampleStatus.ABORTED),
+        (segment([4], 5, "c"), SECOND, SampleStatus.COMPLETED),
+    ):
+        member.continue_with(part, status)
+        member.stored_at(ref, part)
     assert (member.prefix, member.text) == ([1, 2, 4], "abc")
     summary = member.summary()
     assert (summary.segments, summary.prompt_len, summary.response_len) == ((FIRST, SECOND), 2, 3)
@@ -55,7 +59,9 @@ def test_what_an_engine_returned_is_appended_to_tokens_text_and_length() -> None
 
 def test_a_return_without_tokens_leaves_no_segment() -> None:
     member = fresh()
-    member.continue_with(segment([], 3, ""), FIRST, SampleStatus.ABORTED)
+    nothing = segment([], 3, "")
+    member.continue_with(nothing, SampleStatus.ABORTED)
+    member.stored_at(FIRST, nothing)
     assert (member.refs, member.status) == ([], SampleStatus.ABORTED)
 
 

@@ -24,7 +24,7 @@ async def test_slots_bound_samples_and_the_first_to_ask_is_the_first_to_get() ->
         group.start_soon(take, "one", 1)  # there would be room, but another waits before it
         await anyio.wait_all_tasks_blocked()
         assert (order, slots.taken) == ([], 3)
-        await slots.give_back(3)
+        slots.give_back(3)
         await eventually(lambda: order == ["two", "one"])
     assert slots.taken == 3
 
