@@ -13,12 +13,10 @@ Run: python -m tests.bench.bench_pipeline
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -76,7 +74,7 @@ class Size:
 class Services:
     """The processes of one mode by name, and where its servers listen."""
 
-    processes: Mapping[str, subprocess.Popen[bytes]]
+    processes: dict[str, psutil.Process]
     router_url: str
 
 
@@ -110,7 +108,7 @@ async def measure(mode: str, size: Size, timeout_s: float) -> dict[str, Any]:
             with showing_logs(run_dir), services(topology, run_dir, server.url) as running:
                 await bus.kv.put(address_key("router", "policy", 0), Address(url=running.router_url))
                 with actors(topology, run_dir, server.url) as hosts:
-                    pipeline = await watch_steps(bus, size, {**running.processes, **hosts, NATS: nats_process()})
+                    pipeline = await watch_steps(bus, size, running.processes | hosts | {NATS: nats_process()})
                 http = await engine_alone(running, size, batched=batched)
     bus_us = pipeline["us_per_sample"] - http["us_per_sample"]
     return rounded(
@@ -165,7 +163,7 @@ def services(topology: Topology, run_dir: Path, bus_url: str) -> Iterator[Servic
 
 
 @contextmanager
-def actors(topology: Topology, run_dir: Path, bus_url: str) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+def actors(topology: Topology, run_dir: Path, bus_url: str) -> Iterator[dict[str, psutil.Process]]:
     """The light actors as a run starts them, and the trainer's stand-in."""
     commands = {spec.name: list(spec.command) for spec in specs_of(topology, run_dir) if spec.name in ACTORS}
     commands["trainer"] = [sys.executable, "-m", "tests.bench.zero_trainer", str(run_dir)]
@@ -178,27 +176,21 @@ def specs_of(topology: Topology, run_dir: Path) -> list[ProcessSpec]:
 
 
 @contextmanager
-def processes(
-    commands: Mapping[str, list[str]], run_dir: Path, bus_url: str
-) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+def processes(commands: Mapping[str, list[str]], run_dir: Path, bus_url: str) -> Iterator[dict[str, psutil.Process]]:
     """Processes for the duration of a block, their output in files of the run directory."""
     environment = {**os.environ, **OURS, BUS_URL_VARIABLE: bus_url}
-    running: dict[str, subprocess.Popen[bytes]] = {}
+    running: dict[str, psutil.Process] = {}
     try:
         for name, command in commands.items():
             with (run_dir / f"{name}.log").open("wb") as output:
-                running[name] = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=ROOT)
+                running[name] = psutil.Popen(command, stdout=output, stderr=output, env=environment, cwd=ROOT)
         yield running
     finally:
         for process in running.values():
             process.terminate()
-        deadline = time.monotonic() + END_TIMEOUT_S
-        for process in running.values():
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        _, alive = psutil.wait_procs(running.values(), timeout=END_TIMEOUT_S)
+        for process in alive:
+            process.kill()
 
 
 @contextmanager
@@ -220,22 +212,24 @@ def nats_process() -> psutil.Process:
 # measurements
 
 
-async def watch_steps(
-    bus: Bus, size: Size, watched: Mapping[str, subprocess.Popen[bytes] | psutil.Process]
-) -> dict[str, Any]:
+async def watch_steps(bus: Bus, size: Size, watched: Mapping[str, psutil.Process]) -> dict[str, Any]:
     """Times of the measured steps by the log's clock, and the CPU that they cost each process."""
     times_s: list[float] = []
-    before: dict[str, float] = {}
+    cpu_before: dict[str, float] = {}
+    wakeups_before: dict[str, float] = {}
     async with bus.read(BatchTrained) as events:
-        async for received in events:
+        while len(times_s) <= size.num_steps:
+            received = await events.next(timeout_s=1.0)
+            if received is None:
+                check_alive(watched)
+                continue
             assert received.message.num_samples == size.samples_per_step
             if received.message.step == size.num_warm_up:
-                before = cpu_seconds(watched)
+                cpu_before, wakeups_before = cpu_seconds(watched), wakeups(watched)
             if received.message.step >= size.num_warm_up:
                 times_s.append(received.time.timestamp())
-            if received.message.step == size.num_warm_up + size.num_steps:
-                break
-    spent = difference(cpu_seconds(watched), before)
+    spent = difference(cpu_seconds(watched), cpu_before)
+    woken = difference(wakeups(watched), wakeups_before)
     steps_s = [end - begin for begin, end in itertools.pairwise(times_s)]
     num_samples = size.num_steps * size.samples_per_step
     return {
@@ -244,6 +238,7 @@ async def watch_steps(
         "us_per_sample": 1e6 * statistics.median(steps_s) / size.samples_per_step,
         "cpu_us_per_sample": per_sample(spent, num_samples),
         "cpu_s": spent,
+        "wakeups_per_group": {name: count / size.num_steps / size.num_groups for name, count in woken.items()},
     }
 
 
@@ -268,7 +263,7 @@ async def engine_alone(running: Services, size: Size, *, batched: bool) -> dict[
                 group.start_soon(send, http, left)
         return time.perf_counter() - begin
 
-    watched = {**running.processes, "client": psutil.Process()}
+    watched = running.processes | {"client": psutil.Process()}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         http = Http(session)
         for _ in range(size.num_warm_up):
@@ -283,19 +278,33 @@ async def engine_alone(running: Services, size: Size, *, batched: bool) -> dict[
     }
 
 
-def cpu_seconds(watched: Mapping[str, Any]) -> dict[str, float]:
+def check_alive(watched: Mapping[str, psutil.Process]) -> None:
+    """Raises RuntimeError if a process has ended."""
+    ended = [name for name, process in watched.items() if not is_alive(process)]
+    if ended:
+        raise RuntimeError(f"ended during the measurement: {', '.join(ended)}")
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def cpu_seconds(watched: Mapping[str, psutil.Process]) -> dict[str, float]:
     """User and system time of processes and their children so far."""
-    return {name: _cpu_s(psutil.Process(process.pid)) for name, process in watched.items()}
+    times = {name: [member.cpu_times() for member in family(process)] for name, process in watched.items()}
+    return {name: sum(each.user + each.system for each in members) for name, members in times.items()}
 
 
-def _cpu_s(process: psutil.Process) -> float:
-    total = 0.0
-    family = [process] if process.pid == os.getpid() else [process, *process.children(recursive=True)]
-    for member in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            times = member.cpu_times()
-            total += times.user + times.system
-    return total
+def wakeups(watched: Mapping[str, psutil.Process]) -> dict[str, float]:
+    """How often processes and their children waited for something so far; most of their CPU goes with that."""
+    return {
+        name: sum(member.num_ctx_switches().voluntary for member in family(process))
+        for name, process in watched.items()
+    }
+
+
+def family(process: psutil.Process) -> list[psutil.Process]:
+    return [process] if process.pid == os.getpid() else [process, *process.children(recursive=True)]
 
 
 def difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
