@@ -1,6 +1,7 @@
 """Requests to the engines: sent to confirmed ones, sent again when lost, aborted on halt."""
 
-from collections.abc import Callable, Iterator
+from collections import abc
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -54,7 +55,7 @@ class Generator:
         return round is not None and round <= self._halted_round
 
     @contextmanager
-    def on_halt(self, round: int | None, then: Callable[[], None]) -> Iterator[None]:
+    def on_halt(self, round: int | None, then: Callable[[], None]) -> abc.Generator[None]:
         """Call `then` once work of this round is to be given back; for an evaluation, never."""
         listener = HaltListener(round, then)
         if self.halted(round):
