@@ -11,6 +11,9 @@ from messages import (
     BatchReady,
     BatchTrained,
     CheckpointSaved,
+    EvalCompleted,
+    EvalEnded,
+    EvalIssued,
     GroupCompleted,
     Message,
     MessageDeadLettered,
@@ -45,6 +48,7 @@ async def audit(run: Run, *, killed: Sequence[str] | None = (), ordered: bool = 
         check_batches(log, run.num_steps)
         check_line_of_training(log, run.num_steps)
         check_weights(log)
+        check_evaluations(log, run)
         if ordered:
             check_order_of_the_data(log, state)
         await check_payloads(bus, log, state)
@@ -155,6 +159,20 @@ def check_weights(log: Log) -> None:
                 applied[event.instance] = event.version
             case _:
                 pass
+
+
+def check_evaluations(log: Log, run: Run) -> None:
+    """Each one that was due ran once, on weights of its step, and no other."""
+    steps = {event.version: event.step for _, event in log if isinstance(event, WeightsAnnounced)}
+    issued = [event for _, event in log if isinstance(event, EvalIssued)]
+    ended = [event for _, event in log if isinstance(event, EvalEnded)]
+    assert [event.step for event in issued] == sorted({*range(0, run.num_steps, run.eval_interval), run.num_steps})
+    assert [(event.step, event.version) for event in ended] == [(event.step, event.version) for event in issued]
+    for event in issued:
+        assert steps[event.version] == event.step
+        answers = [e for _, e in log if isinstance(e, EvalCompleted) and e.step == event.step]
+        versions = {v for e in answers for sample in e.samples for v in (sample.first_version, sample.last_version)}
+        assert {steps[version] for version in versions if version is not None} == {event.step}
 
 
 def check_order_of_the_data(log: Log, state: LedgerState) -> None:

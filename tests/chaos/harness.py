@@ -38,7 +38,6 @@ SMALL = (
     f"rollout.rollout_batch_size={BATCH_SIZE}",
     f"rollout.n_samples_per_prompt={NUM_SAMPLES}",
     "train.save_interval=5",
-    "eval.0.interval=10",
 )
 
 
@@ -126,12 +125,16 @@ class Command:
 class Run:
     """One run of the laptop topology, small, in a directory of its own."""
 
-    def __init__(self, directory: Path, *, num_steps: int, overrides: Sequence[str] = ()) -> None:
+    def __init__(
+        self, directory: Path, *, num_steps: int, eval_interval: int = 10, overrides: Sequence[str] = ()
+    ) -> None:
         self.name = "r"
         self.num_steps = num_steps
+        self.eval_interval = eval_interval
         self.directory = directory / "runs" / self.name
         self.output = directory / "output.txt"
-        settings = (*SMALL, f"train.num_steps={num_steps}", f"run.name={self.name}", *overrides)
+        own = (f"run.name={self.name}", f"train.num_steps={num_steps}", f"eval.0.interval={eval_interval}")
+        settings = (*SMALL, *own, *overrides)
         self._command = [*COMMAND, *(word for setting in settings for word in ("--set", setting))]
         self._cwd = directory
 

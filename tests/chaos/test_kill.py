@@ -6,12 +6,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from messages import StatsGiven, StatsRequested
+from messages import EvalIssued, StatsGiven, StatsRequested
 from tests.chaos.audit import audit
 from tests.chaos.harness import BATCH_SIZE, EVENTS_PER_STEP, Command, Run, moments_of
 
 pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
 
+EVAL_ITEMS = 22  # of the held-out set
 GRADERS = Path(__file__).with_name("graders.py")
 
 
@@ -59,6 +60,27 @@ async def test_trainer_is_killed_before_and_after_a_checkpoint(tmp_path: Path) -
     run, names = Run(tmp_path, num_steps=13), ["trainer", "trainer"]
     async with run.started() as command:
         await kill_in_turn(command, names, every=4)
+        await finish(run, command)
+    await audit(run, killed=names)
+
+
+async def test_one_rank_of_two_is_killed(tmp_path: Path) -> None:
+    """The other rank then fails in its next collective, and both start again."""
+    run = Run(tmp_path, num_steps=8, overrides=("trainer.num_processes=2",))
+    async with run.started() as command:
+        await kill_in_turn(command, ["trainer.1"], every=4)
+        await finish(run, command)
+    await audit(run, killed=["trainer.1", "trainer.0"])
+
+
+async def test_processes_are_killed_while_an_evaluation_runs(tmp_path: Path) -> None:
+    run, names = Run(tmp_path, num_steps=8, eval_interval=2), ["rollout", "engine.policy.0", "buffer"]
+    moments = moments_of("evaluation")
+    async with run.started() as command:
+        for number, name in enumerate(names):
+            await command.log.until(lambda event, step=2 * number: isinstance(event, EvalIssued) and event.step >= step)
+            await command.log.pass_over(moments.randrange(EVAL_ITEMS))
+            command.log.kill(name)
         await finish(run, command)
     await audit(run, killed=names)
 
