@@ -11,13 +11,14 @@ from anyio.abc import TaskStatus
 from actors.filter.filters import BUILT_IN_FILTERS, Filter, Verdict, find_filter, keep_all, summary_of, verdict_of
 from messages.events import GroupCompleted, Outcome, VerdictGiven
 from runtime.actor import Actor
-from runtime.bus import Bus, Delivery
+from runtime.bus import Bus, Deliveries, Delivery
 from runtime.topology import Topology
 
 DURABLE = "filter"
 ACK_WAIT_S = 5.0  # how long the groups in hand of a killed filter wait
 GIVE_BACK_TIMEOUT_S = 1.0
 MAX_ACK_PENDING = 1024  # over all filter actors
+JUDGED_AT_ONCE = 16  # by built-in filters: what arrives together is published and acknowledged together
 FILTER_TIMEOUT_S = 10.0  # of a user's filter, for one group
 MAX_REASON_CHARS = 500
 
@@ -38,22 +39,30 @@ class FilterActor(Actor):
         self._bus = bus
         self._name = topology.rollout.dynamic_filter or "none"
         self._filter = find_filter(self._name)
+        self._num_tasks = JUDGED_AT_ONCE if self._name in BUILT_IN_FILTERS else 1
         self._threads = anyio.CapacityLimiter(2)  # a filter that hangs keeps its thread
         self._counts: Counter[Outcome] = Counter()
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Judge groups until cancelled."""
-        async with self._bus.consume(
-            GroupCompleted, durable=DURABLE, ack_wait_s=ACK_WAIT_S, max_ack_pending=MAX_ACK_PENDING
-        ) as deliveries:
+        async with (
+            self._bus.consume(
+                GroupCompleted, durable=DURABLE, ack_wait_s=ACK_WAIT_S, max_ack_pending=MAX_ACK_PENDING
+            ) as deliveries,
+            anyio.create_task_group() as tasks,
+        ):
+            for _ in range(self._num_tasks):
+                tasks.start_soon(self._judge_all, deliveries)
             task_status.started()
-            async for delivery in deliveries:
-                with structlog.contextvars.bound_contextvars(group_id=delivery.message.group_id):
-                    await self._judge(delivery)
 
     def stats(self) -> dict[str, float]:
         """Numbers since the start."""
         return {f"num_{outcome}": float(self._counts[outcome]) for outcome in Outcome}
+
+    async def _judge_all(self, deliveries: Deliveries[GroupCompleted]) -> None:
+        async for delivery in deliveries:
+            with structlog.contextvars.bound_contextvars(group_id=delivery.message.group_id):
+                await self._judge(delivery)
 
     async def _judge(self, delivery: Delivery[GroupCompleted]) -> None:
         group = delivery.message
@@ -67,7 +76,7 @@ class FilterActor(Actor):
             raise
         await delivery.ack()
         self._counts[verdict.outcome] += 1
-        log.info("group_judged", attempt=group.attempt, outcome=verdict.outcome, reason=verdict.reason)
+        log.debug("group_judged", attempt=group.attempt, outcome=verdict.outcome, reason=verdict.reason)
 
     async def _verdict_on(self, group: GroupCompleted) -> Verdict:
         try:
