@@ -9,10 +9,11 @@ from typing import Final
 import msgspec
 
 from runtime.config import Problem, show
+from runtime.data_files import DataError
 from runtime.gpus import gpus_here
-from runtime.jsonl import DataError, read_rows
 from runtime.load import LoadedTopology, places
 from runtime.recipe import DataConfig, eval_data
+from runtime.rows import read_rows
 from runtime.sizes import show_bytes, stream_sizes
 from runtime.topology import Topology, bus_node
 

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from actors.buffer.tokenizing import Tokenizing, load_tokenizing
 from messages import Prompt, PromptsLoaded
-from runtime.jsonl import DataError, Row, read_rows
+from runtime.data_files import DataError
 from runtime.recipe import DataConfig, Recipe, eval_data, max_prompt_len
+from runtime.rows import Row, read_rows
 
 WORD: Final = 2**64  # seeds and epochs are taken modulo this
 
@@ -172,7 +173,7 @@ def _render(row: Row, data: DataConfig, tokenizing: Tokenizing) -> str:
     try:
         return tokenizing.render(turns, tools=row.metadata.get("tools"), **data.apply_chat_template_kwargs)
     except ValueError as error:
-        raise DataError(f"{data.path}:{row.line}: {error}") from None
+        raise DataError(f"{row.place}: {error}") from None
 
 
 def _encode(rows: list[Row], texts: list[str], data: DataConfig, tokenizing: Tokenizing) -> list[Any]:
@@ -184,7 +185,7 @@ def _encode(rows: list[Row], texts: list[str], data: DataConfig, tokenizing: Tok
         try:
             tokenizing.encode([text])
         except ValueError as error:
-            message = f"{data.path}:{row.line}: cannot be tokenised: {error}: {text[:80]!r}"
+            message = f"{row.place}: cannot be tokenised: {error}: {text[:80]!r}"
             raise DataError(message) from None
     raise DataError(f"{data.path}: cannot be tokenised")
 
@@ -194,7 +195,7 @@ def _rm_type(row: Row, data: DataConfig) -> str:
     own = row.metadata.get("rm_type")
     rm_type = own or data.rm_type
     if not isinstance(rm_type, str):
-        raise DataError(f"{data.path}:{row.line}: no grader: set rm_type for {data.name}, or in the row's metadata")
+        raise DataError(f"{row.place}: no grader: set rm_type for {data.name}, or in the row's metadata")
     if own and ":" in rm_type:
-        raise DataError(f"{data.path}:{row.line}: rm_type = {own!r}: a row may only name a built-in grader")
+        raise DataError(f"{row.place}: rm_type = {own!r}: a row may only name a built-in grader")
     return rm_type

@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from messages.arrays import Int32Array
-from runtime.jsonl import DataError
+from runtime.data_files import DataError
 
 Messages = list[dict[str, Any]]
 TOOL_TEMPLATES = ("tool_use", "default")  # of several named templates, the ones tried for rows with tools

@@ -16,9 +16,10 @@ from actors.buffer.source import LoadedData, PromptSet, epoch_order, load_data, 
 from actors.buffer.tokenizing import Tokenizing, load_tokenizing
 from messages import Prompt
 from messages.arrays import Int32Array
-from runtime.jsonl import DataError, read_rows
+from runtime.data_files import DataError
 from runtime.load import load_topology
 from runtime.recipe import DataConfig
+from runtime.rows import read_rows
 from runtime.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -227,7 +228,7 @@ def test_template_arguments_are_passed_on(tmp_path: Path, tokenizing: Tokenizing
 def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path: Path, tokenizing: Tokenizing) -> None:
     path = write(tmp_path, '\ufeff{"input": "1"}', "", '  {"input": "2"}  ')
     rows = list(read_rows(config(path)))
-    assert [(row.number, row.line) for row in rows] == [(0, 1), (1, 3)]
+    assert [(row.number, row.place) for row in rows] == [(0, f"{path}:1"), (1, f"{path}:3")]
     assert len(load(path, tokenizing).prompts) == 2
 
 

@@ -1,26 +1,21 @@
-"""Rows of JSONL files, read strictly: what is wrong is said with file and line."""
+"""Rows of data sources: the columns that a recipe names, picked from records and checked."""
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
 
 import msgspec
 
 from runtime.config import show
+from runtime.data_files import DataError, Record, read_records
 from runtime.recipe import DataConfig
-
-BOM: Final = b"\xef\xbb\xbf"
-
-
-class DataError(Exception):
-    """A data file, or the tokenizer its prompts need, cannot be used. The text names file, line and what is wrong."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a data file, its columns picked by a DataConfig."""
+    """One row of a data source, its columns picked by a DataConfig."""
 
-    number: int  # from 0, blank lines not counted
-    line: int  # from 1
+    number: int  # from 0, in the file
+    place: str  # for messages: file and line or row
     prompt: str | list[dict[str, Any]]  # text, or chat messages
     label: Any = None
     metadata: dict[str, Any] = {}  # with "tools" if the row has any
@@ -34,51 +29,33 @@ def read_rows(data: DataConfig, max_rows: int | None = None) -> Iterator[Row]:
         max_rows: stop after so many.
 
     Raises:
-        DataError: the file is missing or empty, a line is no JSON object, or a column is missing or of a wrong type.
+        DataError: the file is missing or empty, a row is no object, or a column is missing or of a wrong type.
     """
-    number = 0
-    for line, raw in _lines(Path(data.path)):
-        if max_rows is not None and number >= max_rows:
-            return
-        try:
-            yield _row(msgspec.json.decode(raw, type=dict[str, Any]), data, number, line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DataError(f"{data.path}:{line}: not a JSON object: {error}: {_excerpt(raw)}") from None
-        except ValueError as error:
-            raise DataError(f"{data.path}:{line}: {error}") from None
-        number += 1
-    if number == 0:
-        raise DataError(f"{data.path}: the file has no rows")
+    return (_row(record, data) for record in islice(read_records(data.path), max_rows))
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _row(record: Record, data: DataConfig) -> Row:
     try:
-        with path.open("rb") as file:
-            for line, raw in enumerate(file, start=1):
-                if text := raw.removeprefix(BOM if line == 1 else b"").strip():
-                    yield line, text
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+        return _picked(record, data)
+    except ValueError as error:
+        raise DataError(f"{record.place}: {error}") from None
 
 
-def _excerpt(raw: bytes) -> str:
-    return show(raw[:200].decode(errors="replace"))
-
-
-def _row(columns: dict[str, Any], data: DataConfig, number: int, line: int) -> Row:
+def _picked(record: Record, data: DataConfig) -> Row:
+    columns = record.columns
     metadata: dict[str, Any] = _parsed(columns.get(data.metadata_key), data.metadata_key, dict[str, Any]) or {}
     if (tools := _parsed(columns.get(data.tool_key), data.tool_key, list[dict[str, Any]])) is not None:
         metadata = {**metadata, "tools": tools}
     return Row(
-        number=number,
-        line=line,
+        number=record.number,
+        place=record.place,
         prompt=_prompt(_column(columns, data.input_key, "input_key"), data),
         label=None if data.label_key is None else _column(columns, data.label_key, "label_key"),
         metadata=metadata,
     )
 
 
-def _column(columns: dict[str, Any], key: str, setting: str) -> Any:
+def _column(columns: Mapping[str, Any], key: str, setting: str) -> Any:
     if key not in columns:
         raise ValueError(f"no column {key!r} ({setting}); there are: {', '.join(columns) or 'none'}")
     return columns[key]
