@@ -37,6 +37,8 @@ from runtime.topology import Topology
 log = structlog.get_logger()
 
 PUTS_AT_ONCE = 64  # tasks that are being published at the same time
+READ_TIMEOUT_S = 30.0  # for an event that is known to be in the log
+LEDGER_OWN = tuple(event for event in LEDGER_EVENTS if event.topic.startswith("ledger."))
 
 
 class BufferActor(Actor):
@@ -104,9 +106,8 @@ class BufferActor(Actor):
                 if received is not None:
                     fold(state, received.message, received.seq)
             incarnation = state.incarnation + 1
-            try:
-                seq = await self._bus.append(BufferStarted(incarnation=incarnation), expected_last=state.ledger_seq)
-            except SequenceMismatch:  # an older buffer was quicker; read what it wrote
+            seq = await self._append(BufferStarted(incarnation=incarnation))
+            if not seq:  # an older buffer was quicker; read what it wrote
                 await self._fold_next(events)
                 continue
             while state.last_seq < seq:
@@ -114,10 +115,35 @@ class BufferActor(Actor):
             log.info("ledger_taken_over", incarnation=incarnation, **self.stats())
             return
 
-    async def _fold_next(self, events: Events[Message]) -> Message:
-        received = await anext(events)
+    async def _fold_next(self, events: Events[Message]) -> Message | None:
+        """Wait for an event and fold it; None when it could not be read and was the last one for now."""
+        received = await events.next()
+        if received is None:
+            return None
         fold(self._state, received.message, received.seq)
         return received.message
+
+    async def _append(self, event: Message) -> int:
+        """Append to the ledger as it is folded; return the sequence, or 0 when there is more of it to be read first."""
+        while True:
+            try:
+                return await self._bus.append(event, expected_last=self._state.ledger_seq)
+            except SequenceMismatch as error:
+                if await self._is_unread(error.last):
+                    log.warning("ledger_overtaken", event=type(event).__name__, last=error.last)
+                    return 0
+                self._state.ledger_seq = error.last  # nobody can read what lies there: it is passed over
+
+    async def _is_unread(self, seq: int) -> bool:
+        """Whether the ledger holds an event up to this sequence that can be read and is not folded yet."""
+        async with self._bus.read(*LEDGER_OWN, from_seq=self._state.last_seq + 1) as ahead:
+            while ahead.pending:
+                received = await ahead.next(READ_TIMEOUT_S)
+                if received is not None:
+                    return received.seq <= seq
+                if ahead.pending:
+                    return True  # the bus is slow: wait for it where all events are read
+        return False
 
     async def _keep_deciding(self, events: Events[Message], schedule: Schedule, prompts: PromptSet) -> None:
         """One decision at a time: append it, read it back, fold it, then let its effects happen."""
@@ -128,18 +154,13 @@ class BufferActor(Actor):
             event = await self._fold_next(events)
             if state.incarnation > incarnation:
                 raise Fenced(f"buffer {state.incarnation} took over from buffer {incarnation}")
-            await self._effects(event, prompts)
+            if event is not None:
+                await self._effects(event, prompts)
 
     async def _decide(self, schedule: Schedule) -> int:
         """Append what is decided now; return its sequence, or 0 when there was nothing or somebody wrote first."""
         decision = decide(self._state, schedule)
-        if decision is None:
-            return 0
-        try:
-            return await self._bus.append(decision, expected_last=self._state.ledger_seq)
-        except SequenceMismatch:  # it is in the log: folding it shows whether this buffer is fenced
-            log.warning("decision_overtaken", decision=type(decision).__name__)
-            return 0
+        return 0 if decision is None else await self._append(decision)
 
     async def _effects(self, event: Message, prompts: PromptSet) -> None:
         state = self._state

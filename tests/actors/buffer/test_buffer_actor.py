@@ -1,0 +1,118 @@
+"""The buffer on a real bus: what it does when the log holds what it cannot read, and when another buffer writes."""
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from actors.buffer.actor import BufferActor
+from actors.registry import hosted
+from messages import BatchReady, BufferStarted, GroupCompleted, GroupsIssued, Outcome, RoundHalted, VerdictGiven
+from messages.codec import encode
+from messages.subjects import filter_of, ledger_filter, subject_of
+from runtime.actor import host
+from runtime.bus import Bus, BusError, Fenced
+from runtime.topology import Topology
+from tests.fixtures.nats import NatsServer, eventually
+from tests.support.rollout import announcement, next_event, topology_with
+
+pytestmark = pytest.mark.anyio
+
+MODEL = Path(__file__).resolve().parents[3] / "topologies/models/reverse-digits"
+
+
+@pytest.fixture
+def topology(tmp_path: Path) -> Topology:
+    """Three steps of two groups with two samples, on ten prompts."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"input": str(number), "label": "1"}) + "\n" for number in range(10)))
+    data = [{"name": "d", "path": str(path), "rm_type": "exact_match"}]
+    return topology_with(model={"hf_checkpoint": str(MODEL)}, data=data)
+
+
+@asynccontextmanager
+async def buffer(bus: Bus, topology: Topology) -> AsyncGenerator[None]:
+    """A buffer at work."""
+    async with anyio.create_task_group() as group:
+        group.start_soon(host, bus, [hosted("buffer", topology, Path())])
+        yield
+        group.cancel_scope.cancel()
+
+
+async def put_raw(bus: Bus, subject: str, payload: bytes = b"{") -> None:
+    """Store what no codec wrote."""
+    await bus._store.put(subject, payload, {})
+
+
+async def complete(bus: Bus, group_id: int, attempt: int = 0) -> None:
+    """What rollout and filter say of a group that is kept."""
+    done: dict[str, Any] = {"lease": "l", "round": 0, "instance": "rollout", "data": "d", "samples": ()}
+    seq = await bus.publish(GroupCompleted(group_id=group_id, attempt=attempt, **done))
+    await bus.publish(VerdictGiven(group_id=group_id, attempt=attempt, event_seq=seq, outcome=Outcome.KEEP))
+
+
+async def test_groups_are_issued_when_weights_are_announced(bus: Bus, topology: Topology) -> None:
+    async with buffer(bus, topology):
+        await bus.publish(announcement(1))
+        issued, _ = await next_event(bus, GroupsIssued)
+        assert isinstance(issued, GroupsIssued)
+        assert [group.group_id for group in issued.groups] == [0, 1]
+        for group_id in (0, 1):
+            await complete(bus, group_id)
+        batch, _ = await next_event(bus, BatchReady)
+    assert isinstance(batch, BatchReady)
+    assert [ref.group_id for ref in batch.groups] == [0, 1]
+
+
+async def test_what_the_ledger_holds_unreadably_stops_no_decision(bus: Bus, topology: Topology) -> None:
+    """Neither of a known type nor of one that a later version may have."""
+    async with buffer(bus, topology):
+        _, started = await next_event(bus, BufferStarted)
+        await put_raw(bus, filter_of(bus.run, RoundHalted))
+        await put_raw(bus, ledger_filter(bus.run).replace(">", "of_a_later_version"))
+        await bus.publish(announcement(1))
+        await next_event(bus, GroupsIssued, from_seq=started)
+    async with buffer(bus, topology):  # and neither does the next buffer stumble over it
+        for group_id in (0, 1):
+            await complete(bus, group_id)
+        await next_event(bus, BatchReady)
+
+
+async def test_an_unreadable_event_at_the_end_of_the_log_hides_no_decision(
+    own_nats_server: NatsServer, own_bus: Bus, topology: Topology
+) -> None:
+    """It comes together with the event before it, which says that more is on its way."""
+    async with buffer(own_bus, topology):
+        await next_event(own_bus, BufferStarted)
+        own_nats_server.pause()
+        encoded = encode(announcement(1))
+        subject = subject_of(own_bus.run, announcement(1))
+        await own_bus._connection.send(subject, encoded.payload, encoded.headers)
+        await own_bus._connection.send(subject, b"{")
+        await own_bus._connection._client._flush_pending()
+        own_nats_server.resume()
+        await next_event(own_bus, GroupsIssued)
+
+
+async def test_of_two_buffers_the_older_one_ends_as_fenced(bus: Bus, topology: Topology) -> None:
+    async def started() -> bool:
+        return (await bus.last_ledger_seq()) > 0
+
+    ended_by: list[BusError] = []
+
+    async def older() -> None:
+        try:
+            await BufferActor(topology, bus).run()
+        except BusError as error:
+            ended_by.append(error)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(older)
+        await eventually(started)
+        async with buffer(bus, topology):
+            await eventually(lambda: bool(ended_by))
+    assert [type(error) for error in ended_by] == [Fenced]
