@@ -8,6 +8,7 @@ import anyio
 import pytest
 from aiohttp import web
 
+from actors.rollout.actor import ACK_WAIT_S
 from messages import (
     BatchTrained,
     EvalCompleted,
@@ -17,6 +18,7 @@ from messages import (
     GroupFailed,
     Int32Array,
     Prompt,
+    RolloutRequested,
     RoundHalted,
     SampleStatus,
     SamplingParams,
@@ -24,8 +26,10 @@ from messages import (
     ScoreRequested,
     ScoresGiven,
     SegmentsPublished,
+    WeightsAnnounced,
     WeightsApplied,
 )
+from messages.subjects import filter_of
 from runtime.addresses import Address, address_key
 from runtime.bus import Bus
 from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
@@ -67,6 +71,15 @@ async def test_nothing_is_asked_of_an_engine_before_it_confirmed_the_weights(bus
     assert (applied.version, applied.num_engines) == (1, 1)
     assert engine.updates == ["/weights/v1"]
     assert engine.version == "1"
+
+
+async def test_weights_are_applied_though_the_last_announcement_is_unreadable(bus: Bus, router_url: str) -> None:
+    async with serving(ScriptedEngine()) as engine:
+        await bus.publish(announcement(1))
+        await bus._store.put(filter_of(bus.run, WeightsAnnounced), b"{", {})
+        async with rollout_actor(bus, router_url, [engine], topology_with()):
+            await next_event(bus, WeightsApplied)
+    assert engine.updates == ["/weights/v1"]
 
 
 async def test_an_engine_with_other_weights_than_announced_gets_no_work(bus: Bus, router_url: str) -> None:
@@ -114,6 +127,22 @@ async def test_a_halt_gives_the_group_back_with_its_tokens_and_resume_continues_
         assert (len(sample.segments), sample.response_len, sample.reward) == (2, 6, 1.0)
     second = await bus.fetch(SegmentsPublished, event.samples[0].segments[1].seq)
     assert second.segments[0].prompt_ids.tolist() == []  # nothing new: it goes on
+
+
+async def test_a_task_that_does_not_fit_its_slots_is_left_to_others(bus: Bus, router_url: str) -> None:
+    engine = ScriptedEngine(hold=True)
+    pool = {"policy": {"kind": "embedded", "concurrency": 5}}  # two groups of two samples
+    async with serving(engine), rollout_actor(bus, router_url, [engine], topology_with(engines=pool)):
+        await bus.publish(announcement(1))
+        for group_id in range(3):
+            await bus.publish(task(group_id))
+        await engine.wait_for_requests(4)
+        async with bus.consume(
+            RolloutRequested, durable="rollout-policy", ack_wait_s=ACK_WAIT_S, max_ack_pending=5
+        ) as another:
+            delivery = await another.next(ACK_WAIT_S / 2)
+        assert delivery is not None
+        assert (delivery.message.group_id, delivery.num_delivered) == (2, 1)
 
 
 async def test_a_task_of_a_halted_round_is_given_back_untouched(bus: Bus, router_url: str) -> None:
