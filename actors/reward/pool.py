@@ -13,7 +13,7 @@ from actors.reward.frames import Grade, Graded, GraderSpec, Hello
 from actors.reward.process import GraderDiedError, GraderProcess, GraderProcessError
 from actors.reward.samples import GradedSample
 
-QUEUE_SIZE = 1024  # samples; a full queue makes the asker wait
+QUEUE_SIZE = 1024  # batches of samples; a full queue makes the asker wait
 BATCH_S = 0.002  # of expected grading per frame: cheap graders share the cost of a frame, dear ones go one by one
 MAX_BATCH = 32
 BACK_OFF_S = 0.1  # doubled per death in a row
@@ -55,7 +55,7 @@ class GraderPool:
 
     def __init__(self, settings: PoolSettings) -> None:
         self._settings = settings
-        self._send_jobs, self._jobs = anyio.create_memory_object_stream[_Job](QUEUE_SIZE)
+        self._send_jobs, self._jobs = anyio.create_memory_object_stream[list[_Job]](QUEUE_SIZE)
         self._mean_s: dict[GraderSpec, float] = {}
         self._counts: Counter[str] = Counter()
         self._grading_s = 0.0
@@ -67,11 +67,13 @@ class GraderPool:
         """
         parts = [tuple(samples)] if grader.group else [(sample,) for sample in samples]
         jobs = [_Job(grader=grader, samples=part) for part in parts]
+        size = self._batch_size(grader)
         try:
+            for start in range(0, len(jobs), size):
+                await self._send_jobs.send(jobs[start : start + size])
             for job in jobs:
-                await self._send_jobs.send(job)
-            for job in jobs:
-                await job.done.wait()
+                if not job.done.is_set():
+                    await job.done.wait()
         finally:
             for job in jobs:
                 job.abandoned = not job.done.is_set()
@@ -146,18 +148,19 @@ class GraderPool:
             if limit.cancelled_caught:
                 return True
             for job in batch:
-                with anyio.move_on_after(self._settings.timeout_s) as limit:
-                    grades = [await process.receive() for _ in job.samples]
-                    self._finish(jobs.pop(0), grades)
-                if limit.cancelled_caught:
-                    return True
+                if process.num_received < len(job.samples):
+                    with anyio.move_on_after(self._settings.timeout_s) as limit:
+                        await process.receive(len(job.samples))
+                    if limit.cancelled_caught:
+                        return True
+                self._finish(jobs.pop(0), process.take(len(job.samples)))
 
     async def _take(self) -> list[_Job]:
-        jobs = [await self._jobs.receive()]
+        jobs = list(await self._jobs.receive())
         limit = self._batch_size(jobs[0].grader)
         with suppress(anyio.WouldBlock):
             while len(jobs) < limit:
-                jobs.append(self._jobs.receive_nowait())
+                jobs += self._jobs.receive_nowait()
         return [job for job in jobs if not job.abandoned]
 
     def _batch_size(self, grader: GraderSpec) -> int:

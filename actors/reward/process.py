@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -47,6 +48,7 @@ class GraderProcess:
         self._stdout = process.stdout
         self._buffer = FrameBuffer()
         self._decoder = msgspec.msgpack.Decoder(Graded)
+        self._grades: deque[Graded] = deque()  # received and not taken
 
     @classmethod
     async def start(cls, hello: Hello, *, timeout_s: float = START_TIMEOUT_S) -> "GraderProcess":
@@ -96,14 +98,26 @@ class GraderProcess:
         except anyio.BrokenResourceError as error:
             raise GraderDiedError(await self._await_ending()) from error
 
-    async def receive(self) -> Graded:
-        """The grade of the next sample that was sent.
+    @property
+    def num_received(self) -> int:
+        """Grades that can be taken."""
+        return len(self._grades)
+
+    async def receive(self, number: int) -> None:
+        """Wait until so many grades can be taken.
 
         Raises:
             GraderDiedError: it has ended, or does not speak our protocol.
         """
-        frame = self._next_frame()
-        return self._decoder.decode(await self._receive_frame() if frame is None else frame)
+        while self.num_received < number:
+            frame: bytes | None = await self._receive_frame()
+            while frame is not None:  # what has arrived together
+                self._grades.append(self._decoder.decode(frame))
+                frame = self._next_frame()
+
+    def take(self, number: int) -> list[Graded]:
+        """The grades of the next samples that were sent, in their order."""
+        return [self._grades.popleft() for _ in range(number)]
 
     async def watch_exit(self, then: Callable[[], None]) -> None:
         """Call `then` after the process ended. Its pipe may outlive it when a grader has forked."""
