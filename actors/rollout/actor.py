@@ -131,13 +131,16 @@ class RolloutActor(Actor):
         """Take halts and weights from the log. At the start only the newest announcement matters."""
         newest: WeightsAnnounced | None = None
         async with self._bus.read(RoundHalted, WeightsAnnounced) as events:
-            async for received in events:
-                match received.message:
-                    case RoundHalted():
-                        await generator.halt(received.message.round)
-                    case WeightsAnnounced():
-                        newest = received.message
-                if newest is not None and received.pending == 0:
+            while True:
+                received = await events.next()
+                match received and received.message:
+                    case RoundHalted(round=round):
+                        await generator.halt(round)
+                    case WeightsAnnounced() as newest:
+                        pass
+                    case None:  # unreadable, and the last one for now
+                        pass
+                if newest is not None and not events.pending:
                     self._announced_at = time.monotonic()
                     await fleet.update(newest)
                     newest = None
@@ -163,12 +166,14 @@ class RolloutActor(Actor):
             ) as deliveries,
             anyio.create_task_group() as group,
         ):
-            async for delivery in deliveries:
-                taken = await self._slots.take(delivery.message.num_samples)
+            while True:
+                taken = await self._slots.take(self._topology.rollout.n_samples_per_prompt)
+                delivery = await anext(deliveries)  # not before it can begin: nobody else could have it meanwhile
                 group.start_soon(self._run_group, tools, delivery, taken)
 
     async def _pull_evals(self, tools: Tools) -> None:
         slots = Slots(max(1, self._slots.total // EVAL_SLOTS_SHARE))
+        largest = max((item.n_samples_per_eval_prompt for item in self._topology.eval), default=1)
         durable = f"eval-{self._pool}"
         async with (
             self._bus.consume(
@@ -176,8 +181,9 @@ class RolloutActor(Actor):
             ) as deliveries,
             anyio.create_task_group() as group,
         ):
-            async for delivery in deliveries:
-                taken = await slots.take(delivery.message.num_samples)
+            while True:
+                taken = await slots.take(largest)
+                delivery = await anext(deliveries)
                 group.start_soon(self._run_eval, tools, delivery, slots, taken)
 
     async def _run_group(self, tools: Tools, delivery: Delivery[RolloutRequested], taken: int) -> None:

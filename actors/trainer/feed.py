@@ -49,13 +49,13 @@ class Feed:
 
     async def _follow(self) -> None:
         async with self._bus.read(*HISTORY) as events:
-            if not events.pending:
-                self.caught_up.set()
-            async for received in events:
-                self.history.fold(received.message, received.seq)
-                if not received.pending:
+            while True:
+                if not events.pending:
                     self.caught_up.set()
-                await self._react(received.message, received.seq)
+                received = await events.next()  # none: unreadable, and the last one for now
+                if received is not None:
+                    self.history.fold(received.message, received.seq)
+                    await self._react(received.message, received.seq)
 
     async def _react(self, event: object, seq: int) -> None:
         match event:

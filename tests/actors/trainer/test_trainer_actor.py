@@ -21,6 +21,7 @@ from messages import (
     WeightsAnnounced,
     WeightsApplied,
 )
+from messages.subjects import filter_of
 from runtime.actor import Hosted, InputError, host, leaves
 from runtime.bus import Bus, Fenced, PayloadLost
 from runtime.checksums import checksums_of
@@ -119,6 +120,15 @@ async def test_a_run_is_told_from_the_first_weights_to_the_last_checkpoint(
     )
     assert trained[0].metrics["train/stale_token_ratio"] == 0.0
     assert [(event.step, event.oldest_step) for event in of(events, CheckpointSaved)] == [(2, 2), (4, 2)]
+
+
+async def test_a_trainer_starts_though_the_end_of_the_log_is_unreadable(
+    topology: Topology, bus: Bus, tmp_path: Path
+) -> None:
+    await bus.publish(completed(0, 1))
+    await bus._store.put(filter_of(bus.run, BatchReady), b"{", {})
+    async with running(topology, bus, tmp_path / "run"):
+        await said_until(bus, TrainerStarted)
 
 
 async def test_after_a_crash_the_lost_step_is_trained_again_and_announces_once_at_the_frontier(
