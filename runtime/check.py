@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from runtime.config import Problem, show
-from runtime.data_files import DataError
+from runtime.data_files import DataError, split_slice
 from runtime.gpus import gpus_here
 from runtime.load import LoadedTopology, places
 from runtime.recipe import DataConfig, eval_data
@@ -88,7 +88,7 @@ class _Checker:
             self._problem(key, value, message)
 
     def data(self, key: str, data: DataConfig) -> None:
-        if not Path(data.path).exists():
+        if not Path(split_slice(data.path)[0]).exists():
             self._missing(f"{key}.path", data.path, "no such file")
             return
         try:

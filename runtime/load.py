@@ -7,6 +7,7 @@ from typing import TypeVar
 import msgspec
 
 from runtime.config import SET, Loaded, TopologyError, convert, load_tables
+from runtime.data_files import split_slice
 from runtime.recipe import DataConfig, EvalConfig
 from runtime.rules import validate
 from runtime.topology import Topology
@@ -54,6 +55,11 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
     def optional(key: str, value: str | None) -> str | None:
         return None if value is None else find(key, value)
 
+    def data_file(key: str, value: str) -> str:
+        found = find(key, value)
+        file, rows = split_slice(found)
+        return f"{find(key, file)}{rows}" if rows else found
+
     def plug_in(key: str, value: str | None) -> str | None:
         file, colon, function = (value or "").rpartition(":")
         return f"{find(key, file)}:{function}" if colon and file.endswith(".py") else value
@@ -66,8 +72,8 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
             hf_checkpoint=find("model.hf_checkpoint", model.hf_checkpoint),
             ref_load=optional("model.ref_load", model.ref_load),
         ),
-        data=tuple(_find_source(item, f"data.{index}", find, plug_in) for index, item in enumerate(topology.data)),
-        eval=tuple(_find_source(item, f"eval.{index}", find, plug_in) for index, item in enumerate(topology.eval)),
+        data=tuple(_find_source(item, f"data.{index}", data_file, plug_in) for index, item in enumerate(topology.data)),
+        eval=tuple(_find_source(item, f"eval.{index}", data_file, plug_in) for index, item in enumerate(topology.eval)),
         rollout=msgspec.structs.replace(
             rollout, dynamic_filter=plug_in("rollout.dynamic_filter", rollout.dynamic_filter)
         ),

@@ -28,10 +28,10 @@ class ModelConfig(Config, frozen=True, kw_only=True):
 
 
 class DataConfig(Config, frozen=True, kw_only=True):
-    """One source of training prompts: a JSONL file and the names of its columns."""
+    """One source of training prompts: a data file and the names of its columns."""
 
     name: Name
-    path: Text
+    path: Text  # JSONL or Parquet; "file@[a:b]" for some of its rows
     input_key: Text = "input"  # a string or a list of chat messages
     label_key: Text | None = None
     metadata_key: Text = "metadata"  # an object, or a string of JSON
@@ -113,7 +113,7 @@ class EvalConfig(Config, frozen=True, kw_only=True):
     """One evaluation set. What is unset is taken from the rollout table, and from the first data source for columns."""
 
     name: Name
-    path: Text
+    path: Text  # as of a data source
     interval: Positive  # train steps
     n_samples_per_eval_prompt: Positive = 1
     temperature: NonNegative | None = None  # 0: greedy

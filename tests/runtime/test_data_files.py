@@ -3,13 +3,16 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pyarrow import parquet
 
-from runtime.data_files import BATCH_ROWS, DataError, read_records
+from runtime.data_files import BATCH_ROWS, DataError, read_records, split_slice
 from runtime.recipe import DataConfig
 from runtime.rows import Row, read_rows
 
@@ -89,3 +92,49 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # what an import meets where it is not installed
     with pytest.raises(DataError, match=r'Parquet needs pyarrow.*pip install "physarum\[parquet\]"'):
         list(read_records(str(path)))
+
+
+# Slices
+
+
+def write_jsonl(path: Path, count: int) -> Path:
+    path.write_text("".join(f'{{"input": "{number}"}}\n\n' for number in range(count)))
+    return path
+
+
+@given(st.integers(1, 8), *[st.none() | st.integers(-10, 10)] * 2, st.sampled_from([".jsonl", ".parquet"]))
+def test_a_slice_has_the_rows_that_python_gives(count: int, start: int | None, stop: int | None, suffix: str) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / f"rows{suffix}"
+        rows = [{"input": str(number)} for number in range(count)]
+        write_parquet(path, *rows) if suffix == ".parquet" else write_jsonl(path, count)
+        sliced = f"{path}@[{'' if start is None else start}:{'' if stop is None else stop}]"
+        expected = list(range(count))[start:stop]
+        if expected:
+            assert [(row.number, row.prompt) for row in rows_of(sliced)] == [
+                (number, str(number)) for number in expected
+            ]
+        else:
+            assert error(sliced) == f"{sliced}: the slice is empty: {path} has {count} rows"
+
+
+@pytest.mark.parametrize("rows", ["@[3]", "@[1:2:3]", "@[a:b]", "@[]", "@[1.5:]"])
+def test_a_slice_that_is_none_is_told_how_to_write_one(tmp_path: Path, rows: str) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", 3)
+    assert error(f"{path}{rows}") == (
+        f"{path}{rows}: a slice of rows is written file@[a:b], with a and b whole numbers or left out"
+    )
+
+
+def test_a_file_of_that_very_name_is_read_whole(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", 5)
+    literal = write_jsonl(tmp_path / "rows.jsonl@[0:1]", 2)
+    assert split_slice(str(literal)) == (str(literal), "")
+    assert [row.number for row in rows_of(literal)] == [0, 1]
+
+
+def test_rows_after_a_slice_are_not_looked_at(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"input": "0"}\n{"input": "1"}\nnonsense\n')
+    assert [row.prompt for row in rows_of(f"{path}@[1:2]")] == ["1"]
+    assert error(f"{path}@[:3]").startswith(f"{path}:3: not a JSON object")

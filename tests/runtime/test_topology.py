@@ -231,6 +231,24 @@ def test_paths_of_an_override_are_found_in_the_current_directory_first(
     assert topology.rollout.dynamic_filter == f"{tmp_path}/mine.py:keep"
 
 
+def test_the_file_of_a_slice_is_found_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ("data.0.path=data/reverse-digits/train.jsonl@[10:20]", "eval.0.path=mine.jsonl@[:1]")
+    monkeypatch.chdir(tmp_path)
+    loaded = load_topology(LAPTOP, overrides)
+    assert loaded.topology.data[0].path == f"{ROOT}/topologies/data/reverse-digits/train.jsonl@[10:20]"
+    assert [str(problem) for problem in check_files(loaded).problems] == [
+        f'--set: eval.0.path = "mine.jsonl@[:1]": no such file (looked in {tmp_path}, {ROOT / "topologies"})'
+    ]
+    (tmp_path / "mine.jsonl@[:1]").write_text('{"input": "1", "label": "1"}\n')
+    assert load_topology(LAPTOP, overrides).topology.eval[0].path == f"{tmp_path}/mine.jsonl@[:1]"
+
+
+def test_an_empty_slice_is_an_input_error_with_the_length_of_its_file() -> None:
+    loaded = load_topology(LAPTOP, ("data.0.path=data/reverse-digits/train.jsonl@[78:]",))
+    (problem,) = check_files(loaded).problems
+    assert problem.message.endswith("the slice is empty: " + loaded.topology.data[0].path[:-6] + " has 78 rows")
+
+
 def test_a_path_found_nowhere_is_kept_and_reported_with_the_places() -> None:
     loaded = load_topology(LAPTOP, ("data.0.path=no/such.jsonl",))
     assert loaded.topology.data[0].path == "no/such.jsonl"
