@@ -1,6 +1,7 @@
 """Prompts from JSONL: order over epochs, columns, filtering, and what bad input is told."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -121,6 +122,28 @@ def test_several_sources_are_laid_end_to_end_and_mixed_by_the_shuffle() -> None:
     assert names != sorted(names)
 
 
+def test_sources_of_a_recipe_keep_their_columns_names_and_graders_through_the_mix(tmp_path: Path) -> None:
+    sums, facts = tmp_path / "sums.jsonl", tmp_path / "facts.jsonl"
+    sums.write_text("".join(json.dumps({"input": str(n), "label": str(n)}) + "\n" for n in range(10, 30)))
+    facts.write_text("".join(json.dumps({"q": str(n), "a": [str(n)]}) + "\n" for n in range(40, 50)))
+    columns = {"input_key": "q", "label_key": "a", "apply_chat_template": False, "rm_type": "f1"}
+    overrides = [f"data.0.path={sums}@[:15]", "data.1.name=facts", f"data.1.path={facts}"]
+    overrides += [f"data.1.{key}={json.dumps(value)}" for key, value in columns.items()]
+    prompts = load_prompts(laptop(*overrides))
+    assert [(loaded.data, loaded.num_prompts) for loaded in prompts.loaded[:2]] == [
+        ("reverse-digits", 15),
+        ("facts", 10),
+    ]
+    epoch = [prompts.prompt(number) for number in range(25)]
+    assert sorted(prompt.row for prompt in epoch if prompt.data == "reverse-digits") == list(range(15))
+    assert sorted(prompt.row for prompt in epoch if prompt.data == "facts") == list(range(10))
+    assert {(prompt.data, prompt.rm_type, type(prompt.label)) for prompt in epoch} == {
+        ("reverse-digits", "positional_match", str),
+        ("facts", "f1", list),
+    }
+    assert all(prompt.text.startswith("<user>") == (prompt.data == "reverse-digits") for prompt in epoch)
+
+
 def test_no_prompt_at_all_is_refused() -> None:
     with pytest.raises(ValueError, match="no prompts"):
         PromptSet([])
@@ -223,6 +246,24 @@ def test_template_arguments_are_passed_on(tmp_path: Path, tokenizing: Tokenizing
     path = write(tmp_path, {"input": "12"})
     options = {"apply_chat_template": True, "apply_chat_template_kwargs": {"add_generation_prompt": False}}
     assert load(path, tokenizing, **options).prompts[0].text == "<user>12"
+
+
+def test_tools_are_shown_to_the_template_and_kept_for_graders(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    turns = "{% for tool in tools or [] %}{{ tool.name }}{% endfor %}{{ messages[0].content }}"
+    (model / "chat_template.jinja").write_text(turns)
+    tools = [{"name": "1"}, {"name": "2"}]
+    path = write(
+        tmp_path,
+        {"input": "9", "tools": tools, "metadata": {"k": 1}},
+        {"input": "9", "tools": json.dumps(tools)},
+        {"input": "9", "metadata": {"tools": tools}},
+        {"input": "9", "tools": None},
+    )
+    prompts = load(path, load_tokenizing(str(model)), apply_chat_template=True).prompts
+    assert [prompt.text for prompt in prompts] == ["129", "129", "129", "9"]
+    assert [prompt.metadata for prompt in prompts] == [{"k": 1, "tools": tools}, *[{"tools": tools}] * 2, {}]
 
 
 def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path: Path, tokenizing: Tokenizing) -> None:
