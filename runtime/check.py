@@ -53,8 +53,18 @@ def check_files(loaded: LoadedTopology, node: str | None = None) -> Checked:
         checker.data(f"data.{index}", data)
     for index, item in enumerate(topology.eval):
         checker.data(f"eval.{index}", eval_data(topology, item))
+    checker.not_built(starting=node is not None)
     checker.disk()
     return Checked(problems=tuple(checker.problems), notes=tuple(checker.notes))
+
+
+def _not_built(topology: Topology) -> Iterator[tuple[str, str, str]]:
+    """What the schema knows and a run would not do yet: a start refuses it rather than doing something else."""
+    for name, engine in topology.engines.items():
+        if engine.weight_transport != "disk":
+            yield f"engines.{name}.weight_transport", engine.weight_transport, 'not built yet; "disk" is'
+        if engine.colocate is not None:
+            yield f"engines.{name}.colocate", engine.colocate, "taking turns on GPUs is not built yet"
 
 
 def _gpu_nodes(topology: Topology) -> Iterator[str]:
@@ -96,6 +106,14 @@ class _Checker:
                 pass
         except DataError as error:
             self._problem(f"{key}.path", data.path, str(error))
+
+    def not_built(self, *, starting: bool) -> None:
+        """A start refuses what it would not do; who only asks is told."""
+        for key, value, message in _not_built(self._loaded.topology):
+            if starting:
+                self._problem(key, value, message)
+            else:
+                self.notes.append(f"{key} = {show(value)}: {message}")
 
     def disk(self) -> None:
         topology = self._loaded.topology

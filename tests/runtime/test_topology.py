@@ -60,7 +60,15 @@ def test_the_check_says_what_it_could_not_check_here() -> None:
         'model.hf_checkpoint = "Qwen/Qwen3-4B": no directory here, taken as a Hugging Face name',
         'data.0.path = "data/gsm8k/train.jsonl": no such file here, n0 must have it',
         'eval.0.path = "data/gsm8k/test.jsonl": no such file here, n0 must have it',
+        'engines.policy.weight_transport = "ipc": not built yet; "disk" is',
+        'engines.policy.colocate = "trainer": taking turns on GPUs is not built yet',
     )
+
+
+def test_a_start_refuses_what_it_would_not_do() -> None:
+    loaded = load_topology(LAPTOP, ("engines.policy.weight_transport=collective",))
+    (problem,) = check_files(loaded, node="local").problems
+    assert str(problem) == '--set: engines.policy.weight_transport = "collective": not built yet; "disk" is'
 
 
 @pytest.mark.usefixtures("no_gpus")
