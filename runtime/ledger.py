@@ -155,8 +155,8 @@ class LedgerState(msgspec.Struct, kw_only=True):
     evaluation: Evaluation | None = None
     eval_step: int = -1  # newest step that was evaluated
     barren: int = 0  # groups dropped or failed since the last batch
-    finished: str | None = None  # reason
-    gave_up: str | None = None  # reason; until a buffer starts again
+    finished: str | None = None  # reason; like the next one, until a buffer starts again: it may have more to do
+    gave_up: str | None = None  # reason
 
     def books(self) -> Books:
         """Count every issued group once."""
@@ -232,7 +232,7 @@ def _apply(state: LedgerState, event: LedgerEvent, seq: int) -> None:
             _evaluate(state, event)
         case BufferStarted():
             state.incarnation = max(state.incarnation, event.incarnation)
-            state.gave_up, state.barren = None, 0
+            state.finished, state.gave_up, state.barren = None, None, 0
         case SnapshotTaken():
             state.snapshot_step = state.checkpoint_step
         case RunFinished():
@@ -327,10 +327,11 @@ def _close(state: LedgerState, group_id: int, tally: dict[str, int], reason: str
 def _evaluate(state: LedgerState, event: EvalIssued | EvalCompleted | EvalEnded) -> None:
     running = state.evaluation
     match event:
-        case EvalIssued() if running is None and event.step > state.eval_step:
-            sizes = {size.set: size.num_items for size in event.sets}
-            items: dict[str, dict[int, EvalItem]] = {name: {} for name in sizes}
-            state.evaluation = Evaluation(step=event.step, version=event.version, sizes=sizes, items=items)
+        case EvalIssued():
+            if running is None and event.step > state.eval_step:
+                sizes = {size.set: size.num_items for size in event.sets}
+                items: dict[str, dict[int, EvalItem]] = {name: {} for name in sizes}
+                state.evaluation = Evaluation(step=event.step, version=event.version, sizes=sizes, items=items)
         case EvalCompleted():
             if running is not None and running.step == event.step and event.set in running.items:
                 rewards = tuple(sample.reward or 0.0 for sample in event.samples)

@@ -222,8 +222,8 @@ class NodeAgent:
                         self._take(notice)
                 if self.report.steps > steps:
                     self._supervision.progress()
-                if isinstance(message, RunFinished):
-                    self._end(Outcome(finished=True))
+                if isinstance(message, RunFinished) and (live or message.steps >= self._plan.num_steps):
+                    self._end(Outcome(finished=True))  # an earlier start may have finished with fewer steps to do
                 elif isinstance(message, RunFailed) and live:
                     self._end(Outcome(finished=False, error=message.reason))
 

@@ -47,6 +47,16 @@ def prepare(claim: Claim, topology: Topology) -> list[str]:
     return changes
 
 
+def wants_more_steps(run_dir: Path, topology: Topology) -> bool:
+    """Whether a run that was started before is to be trained for longer now.
+
+    Raises:
+        RunRefused: what it was started with cannot be read.
+    """
+    path = run_dir / TOPOLOGY_FILE
+    return path.exists() and topology.train.num_steps > _stored(path).train.num_steps
+
+
 def stored_result(run_dir: Path) -> StoredResult | None:
     """How the run ended last; none if it never did."""
     path = run_dir / RESULT_FILE

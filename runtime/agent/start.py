@@ -19,6 +19,7 @@ from runtime.agent.rundir import (
     prepare,
     store_result,
     stored_result,
+    wants_more_steps,
 )
 from runtime.bus.server import ServerSettings
 from runtime.logs import configure_logging
@@ -61,7 +62,7 @@ def start(topology: Topology, wish: Wish, *, specs_of: SpecsOf, show: Show) -> E
         if wish.fresh is not None:
             discard(claim)
         stored = stored_result(run_dir)
-        if stored is not None and stored.finished:
+        if stored is not None and stored.finished and not wants_more_steps(run_dir, topology):
             _show_all(show, _lines_of_a_finished_run(stored, topology.run.name, run_dir, wish))
             return End(exit_code=0, result_json=_json_of(stored))
         for change in prepare(claim, topology):

@@ -201,6 +201,15 @@ def test_a_finished_run_says_so_and_fresh_starts_it_over(tmp_path: Path) -> None
     assert any(line.startswith("steps     2 of") for line in command.lines)
 
 
+def test_a_finished_run_goes_on_when_more_steps_are_asked_for(tmp_path: Path) -> None:
+    with started(tmp_path / "r", ["2"], more=("--set", "train.num_steps=2")) as command:
+        assert command.end() == 0
+    with started(tmp_path / "r", ["3"], more=("--set", "train.num_steps=3")) as command:
+        assert command.end() == 0
+    assert "changed since the last start: train.num_steps: 2 → 3" in command.lines
+    assert any(line.startswith("steps     3 of 3") for line in command.lines)
+
+
 def test_a_changed_recipe_is_refused_and_a_longer_run_is_not(tmp_path: Path) -> None:
     with started(tmp_path / "r", ["1", "--then", "input_error"]) as command:
         assert command.end() == 2

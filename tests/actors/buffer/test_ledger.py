@@ -333,6 +333,44 @@ def test_the_run_finishes_after_its_last_step_is_saved_announced_and_evaluated()
     assert log.state.books().trained == 2
 
 
+def finished_after_one_step() -> Log:
+    log = Log(num_steps=1, over_sampling_batch_size=3)
+    log.announce(0)
+    log.decide()
+    log.complete(0)
+    log.complete(1)
+    log.decide()
+    log.add(aborted(2, 0))
+    log.train(0)
+    log.add(saved(1, oldest=1))
+    assert RunFinished in kinds(log.decide())
+    return log
+
+
+def test_a_finished_run_is_finished_again_for_the_next_buffer() -> None:
+    log = finished_after_one_step()
+    assert log.decide() == []
+    log.add(BufferStarted(incarnation=2))
+    assert kinds(log.decide()) == [RunFinished]
+
+
+def test_a_finished_run_goes_on_when_more_steps_are_asked_for() -> None:
+    log = finished_after_one_step()
+    log.schedule = msgspec.structs.replace(log.schedule, num_steps=2)
+    log.add(BufferStarted(incarnation=2))
+    (issued,) = log.decide()
+    assert isinstance(issued, GroupsIssued)
+    assert [(group.group_id, group.attempt) for group in issued.groups] == [(2, 1), (3, 0), (4, 0)]
+    log.complete(2)
+    log.complete(3)
+    log.decide()
+    log.add(aborted(4, 0))
+    log.train(1)
+    log.add(saved(2, oldest=2))
+    assert RunFinished in kinds(log.decide())
+    assert log.state.books().trained == 4
+
+
 def test_a_run_whose_groups_are_all_rejected_is_given_up_and_tried_again_by_the_next_buffer() -> None:
     log = Log(max_barren_groups=4)
     log.announce(0)
