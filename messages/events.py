@@ -164,6 +164,7 @@ class PromptsLoaded(Message, kw_only=True, tag="prompts_loaded"):
     num_prompts: int
     num_too_long: int  # left out, over the prompt limit
     took_s: float
+    fingerprint: str = ""  # of the prompts in their order; a run is not resumed on others
 
 
 @register

@@ -29,7 +29,7 @@ from messages import (
     RunFinished,
     SnapshotTaken,
 )
-from runtime.actor import Actor
+from runtime.actor import Actor, InputError
 from runtime.bus import AlreadyQueued, Bus, Events, Fenced, SequenceMismatch
 from runtime.ledger import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold
 from runtime.topology import Topology
@@ -47,7 +47,7 @@ class BufferActor(Actor):
     Of two buffers the older one stops as fenced: an append succeeds only on the ledger that its writer has folded.
     """
 
-    reads = LEDGER_EVENTS
+    reads = (*LEDGER_EVENTS, PromptsLoaded)
     writes = (
         BufferStarted,
         GroupsIssued,
@@ -71,6 +71,7 @@ class BufferActor(Actor):
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         prompts = await to_thread.run_sync(load_prompts, self._topology)
+        await self._refuse_other_data(prompts)
         for loaded in prompts.loaded:
             await self._bus.publish(loaded)
         sizes = {name: len(items) for name, items in prompts.evals.items()}
@@ -84,6 +85,23 @@ class BufferActor(Actor):
 
     def stats(self) -> dict[str, float]:
         return {name: float(count) for name, count in msgspec.structs.asdict(self._state.books()).items()}
+
+    async def _refuse_other_data(self, prompts: PromptSet) -> None:
+        """The ledger counts prompts by number: on changed data, a resumed run would repeat some and skip others."""
+        known: dict[str, list[str]] = {}  # a training source and an evaluation set may share a name
+        async with self._bus.read(PromptsLoaded) as events:
+            while events.pending:
+                received = await events.next()
+                if received is not None and received.message.fingerprint:
+                    known.setdefault(received.message.data, []).append(received.message.fingerprint)
+        for loaded in prompts.loaded:
+            before = known.get(loaded.data, [loaded.fingerprint])
+            if loaded.fingerprint not in before:
+                raise InputError(
+                    f"data {loaded.data} is not what this run began with: its fingerprint is {loaded.fingerprint}, "
+                    f"it was {' or '.join(dict.fromkeys(before))}. Bring its file and tokenizer back as they were, "
+                    f"choose another run.name, or start over with --fresh {self._topology.run.name}"
+                )
 
     async def _newest_snapshot(self) -> LedgerState:
         newest = None

@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -38,8 +38,22 @@ class LoadedData(msgspec.Struct, frozen=True, kw_only=True):
     def event(self) -> PromptsLoaded:
         """The same as an event."""
         return PromptsLoaded(
-            data=self.name, num_prompts=len(self.prompts), num_too_long=self.num_too_long, took_s=self.took_s
+            data=self.name,
+            num_prompts=len(self.prompts),
+            num_too_long=self.num_too_long,
+            took_s=self.took_s,
+            fingerprint=fingerprint_of(self.prompts),
         )
+
+
+def fingerprint_of(prompts: Iterable[Prompt]) -> str:
+    """16 hex digits that change when anything of any prompt or their order does."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        rest = (prompt.data, prompt.row, prompt.text, prompt.label, prompt.metadata, prompt.rm_type)
+        digest.update(msgspec.msgpack.encode(rest))
+        digest.update(prompt.prompt_ids.tobytes())
+    return digest.hexdigest()[:16]
 
 
 class PromptSet:
@@ -73,16 +87,6 @@ class PromptSet:
     def place(self, number: int) -> Place:
         """In which epoch a number falls, and on which prompt."""
         return place_of(number, len(self._prompts), shuffle=self._shuffle, seed=self._seed)
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """Changes when any number would mean another prompt, for whatever reason."""
-        digest = hashlib.sha256(f"{self._shuffle} {self._seed}".encode())
-        for prompt in self._prompts:
-            rest = (prompt.data, prompt.row, prompt.text, prompt.label, prompt.metadata, prompt.rm_type)
-            digest.update(msgspec.msgpack.encode(rest))
-            digest.update(prompt.prompt_ids.tobytes())
-        return digest.hexdigest()[:16]
 
 
 def place_of(number: int, num_prompts: int, *, shuffle: bool, seed: int) -> Place:

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.buffer.source import LoadedData, PromptSet, epoch_order, load_data, load_prompts, place_of
+from actors.buffer.source import LoadedData, PromptSet, epoch_order, fingerprint_of, load_data, load_prompts, place_of
 from actors.buffer.tokenizing import Tokenizing, load_tokenizing
 from messages import Prompt
 from messages.arrays import Int32Array
@@ -149,12 +150,29 @@ def test_no_prompt_at_all_is_refused() -> None:
         PromptSet([])
 
 
-@given(st.booleans(), st.integers(0, 3), st.integers(1, 5))
-def test_the_fingerprint_tells_whether_numbers_still_mean_the_same(shuffle: bool, seed: int, size: int) -> None:
-    one, other = source(size, shuffle=shuffle, seed=seed), source(size, shuffle=shuffle, seed=seed)
-    assert one.fingerprint == other.fingerprint
-    assert one.fingerprint != source(size + 1, shuffle=shuffle, seed=seed).fingerprint
-    assert one.fingerprint != source(size, shuffle=not shuffle, seed=seed).fingerprint
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data": "e"},
+        {"row": 9},
+        {"text": "x"},
+        {"prompt_ids": Int32Array([7])},
+        {"label": 1},
+        {"metadata": {"k": 1}},
+        {"rm_type": "f1"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_the_fingerprint_changes_with_anything_of_any_prompt(change: dict[str, Any]) -> None:
+    prompts = data(3).prompts
+    changed = (*prompts[:2], msgspec.structs.replace(prompts[2], **change))
+    assert fingerprint_of(prompts) == data(3).event.fingerprint
+    assert fingerprint_of(changed) != fingerprint_of(prompts)
+
+
+def test_the_fingerprint_changes_with_order_and_length() -> None:
+    prompts = data(3).prompts
+    assert len({fingerprint_of(items) for items in (prompts, prompts[::-1], prompts[:2], data(4).prompts)}) == 4
 
 
 # The laptop recipe
