@@ -154,7 +154,7 @@ class LedgerState(msgspec.Struct, kw_only=True):
     snapshot_step: int = -1  # checkpoint step at the newest snapshot
     evaluation: Evaluation | None = None
     eval_step: int = -1  # newest step that was evaluated
-    barren: int = 0  # groups dropped or failed since the last batch
+    barren: int = 0  # groups of the open round that were dropped or failed
     finished: str | None = None  # reason; like the next one, until a buffer starts again: it may have more to do
     gave_up: str | None = None  # reason
 
@@ -319,8 +319,11 @@ def _settle(state: LedgerState, step: int) -> None:
 
 
 def _close(state: LedgerState, group_id: int, tally: dict[str, int], reason: str) -> None:
-    if state.groups.pop(group_id, None) is not None:
-        tally[reason] = tally.get(reason, 0) + 1
+    group = state.groups.pop(group_id, None)
+    if group is None:
+        return
+    tally[reason] = tally.get(reason, 0) + 1
+    if group.round >= state.round:  # what a halted round leaves behind came with a batch
         state.barren += 1
 
 
@@ -333,7 +336,8 @@ def _evaluate(state: LedgerState, event: EvalIssued | EvalCompleted | EvalEnded)
                 items: dict[str, dict[int, EvalItem]] = {name: {} for name in sizes}
                 state.evaluation = Evaluation(step=event.step, version=event.version, sizes=sizes, items=items)
         case EvalCompleted():
-            if running is not None and running.step == event.step and event.set in running.items:
+            size = running.sizes.get(event.set, 0) if running is not None and running.step == event.step else 0
+            if running is not None and 0 <= event.item < size:
                 rewards = tuple(sample.reward or 0.0 for sample in event.samples)
                 truncated = sum(sample.status is SampleStatus.TRUNCATED for sample in event.samples)
                 item = EvalItem(rewards=rewards, num_truncated=truncated)

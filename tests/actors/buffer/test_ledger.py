@@ -459,6 +459,28 @@ def test_a_batch_of_groups_that_the_log_does_not_know_as_kept_is_no_batch() -> N
     assert (log.state.books().trained, log.state.books().closed) == (2, True)
 
 
+def test_what_a_halt_drops_does_not_count_as_rejected() -> None:
+    log = Log(rollout_batch_size=1, over_sampling_batch_size=5, on_halt="drop", max_barren_groups=3)
+    log.announce(0)
+    log.decide()
+    log.complete(0)
+    log.decide()
+    for group_id in range(1, 5):
+        log.add(aborted(group_id, 0))
+    assert kinds(log.decide()) == [GroupsClosed]
+    log.train(0)
+    assert kinds(log.decide()) == [GroupsIssued]
+
+
+def test_an_item_beyond_its_evaluation_set_is_not_counted() -> None:
+    log = Log(evals=(EvalPlan(name="test", interval=1, num_items=1),))
+    log.announce(0)
+    log.decide()
+    for item in (3, 0):
+        log.add(EvalCompleted(step=0, set="test", item=item, version=1, instance="r", samples=(summary(1),)))
+    assert kinds(log.decide()) == [EvalEnded]
+
+
 def test_only_events_of_the_ledger_are_folded() -> None:
     with pytest.raises(TypeError, match="int"):
         fold(LedgerState(), 3, 1)  # type: ignore[arg-type]
