@@ -30,7 +30,7 @@ from messages import (
     SnapshotTaken,
 )
 from runtime.actor import Actor, InputError
-from runtime.bus import AlreadyQueued, Bus, Events, Fenced, SequenceMismatch
+from runtime.bus import AlreadyQueued, Bus, Events, Fenced, MessageTooLarge, SequenceMismatch
 from runtime.ledger import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold
 from runtime.topology import Topology
 
@@ -177,8 +177,15 @@ class BufferActor(Actor):
 
     async def _decide(self, schedule: Schedule) -> int:
         """Append what is decided now; return its sequence, or 0 when there was nothing or somebody wrote first."""
-        decision = decide(self._state, schedule)
-        return 0 if decision is None else await self._append(decision)
+        while (decision := decide(self._state, schedule)) is not None:
+            try:
+                return await self._append(decision)
+            except MessageTooLarge as error:
+                if not isinstance(decision, SnapshotTaken):
+                    raise
+                log.warning("snapshot_left_out", reason=str(error))  # a start then folds more of the log
+                self._state.snapshot_step = self._state.checkpoint_step
+        return 0
 
     async def _effects(self, event: Message, prompts: PromptSet) -> None:
         state = self._state

@@ -7,11 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from actors.buffer.actor import BufferActor
 from actors.registry import hosted
-from messages import BatchReady, BufferStarted, GroupCompleted, GroupsIssued, Outcome, RoundHalted, VerdictGiven
+from messages import (
+    BatchReady,
+    BufferStarted,
+    CheckpointSaved,
+    GroupAborted,
+    GroupCompleted,
+    GroupsIssued,
+    Outcome,
+    RoundHalted,
+    SampleStatus,
+    SampleSummary,
+    SnapshotTaken,
+    VerdictGiven,
+)
 from messages.codec import encode
 from messages.subjects import filter_of, ledger_filter, subject_of
 from runtime.actor import host
@@ -96,6 +110,27 @@ async def test_an_unreadable_event_at_the_end_of_the_log_hides_no_decision(
         await own_bus._connection._client._flush_pending()
         own_nats_server.resume()
         await next_event(own_bus, GroupsIssued)
+
+
+async def test_a_snapshot_over_the_size_of_a_message_is_left_out(bus: Bus, topology: Topology) -> None:
+    """Each group left behind by a halt fits a message, all of them together do not."""
+    long = SampleSummary(index=0, status=SampleStatus.ABORTED, score={"why": "x" * 5_000_000})
+    halted: dict[str, Any] = {"attempt": 0, "lease": "l", "round": 0, "instance": "rollout", "samples": (long,)}
+    saved = CheckpointSaved(step=1, incarnation=1, path="", oldest_step=1, took_s=0)
+    wide = msgspec.structs.replace(topology.rollout, over_sampling_batch_size=4)
+    async with buffer(bus, msgspec.structs.replace(topology, rollout=wide)):
+        await bus.publish(announcement(1))
+        await next_event(bus, GroupsIssued)
+        for group_id in (0, 1):
+            await complete(bus, group_id)
+        _, seq = await next_event(bus, RoundHalted)
+        for group_id in (2, 3):
+            await bus.publish(GroupAborted(group_id=group_id, **halted))
+        await bus.publish(saved)
+        await bus.publish(announcement(2, step=1))
+        await next_event(bus, GroupsIssued, from_seq=seq)
+        async with bus.read(SnapshotTaken) as snapshots:
+            assert not snapshots.pending
 
 
 async def test_of_two_buffers_the_older_one_ends_as_fenced(bus: Bus, topology: Topology) -> None:
