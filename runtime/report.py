@@ -33,6 +33,7 @@ from messages import (
 )
 from runtime.group_numbers import BatchNumbers, GroupNumbers
 from runtime.ledger import LEDGER_EVENTS, LedgerState, fold
+from runtime.ledger_report import sum_line
 from runtime.wording import count_of, duration, number, sparkline
 
 ENDS = 5  # steps whose mean is the first and the last reward
@@ -186,10 +187,7 @@ class Report:
 
     def books_line(self, *, brief: bool = False) -> str:
         """The books as a sum; in brief without its zeros."""
-        books = msgspec.structs.asdict(self._ledger.books())
-        issued = books.pop("issued")
-        parts = [f"{count} {name.replace('_', ' ')}" for name, count in books.items() if count or not brief]
-        return f"{issued} issued = " + " + ".join(parts)
+        return sum_line(self._ledger.books(), brief=brief)
 
     def _train(self, event: BatchTrained, time: float) -> list[Notice]:
         groups = self._numbers.settle(event.step)
@@ -259,6 +257,8 @@ class Report:
     def _words_of(self, event: Message) -> list[str]:
         match event:
             case PromptsLoaded():
+                if event.num_prompts is None:
+                    return [f"data {event.data}: prompts by number, without end"]
                 left_out = f", {event.num_too_long} over the length limit left out" if event.num_too_long else ""
                 return [f"data {event.data}: {count_of(event.num_prompts, 'prompt')}{left_out}"]
             case ActorExited(restart_in_s=float(delay_s)):

@@ -4,6 +4,8 @@ import fcntl
 import os
 import socket
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -76,6 +78,28 @@ class Claim:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._file.close()  # the file stays: removing it would let two agents lock two files of one name
+
+
+@contextmanager
+def kept_unclaimed(run_dir: Path) -> Generator[bool]:
+    """Keep an agent from claiming a directory for the duration of a block; False if one holds it. Writes nothing.
+
+    Several may do so at the same time. An agent that starts meanwhile is refused.
+    """
+    path = run_dir / LOCK_FILE
+    if not path.exists():  # no agent has ever run here
+        yield True
+        return
+    with path.open("rb") as file:
+        yield _locks_shared(file)
+
+
+def _locks_shared(file: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -59,9 +59,9 @@ class StreamState(msgspec.Struct, frozen=True):
 class Events(Generic[MessageT]):
     """Events in the order of the log."""
 
-    def __init__(self, reader: LogReader, dead_letters: DeadLetters, types: tuple[type[MessageT], ...]) -> None:
+    def __init__(self, reader: LogReader, dead_letters: DeadLetters | None, types: tuple[type[MessageT], ...]) -> None:
         self._reader = reader
-        self._dead_letters = dead_letters
+        self._dead_letters = dead_letters  # None: what cannot be used is only passed over
         self._types = types
 
     @property
@@ -87,17 +87,25 @@ class Events(Generic[MessageT]):
                 if not isinstance(message, self._types):
                     raise DecodeError(f"{type(message).__name__} is not expected on {raw.subject}")
             except DecodeError as error:
-                await self._dead_letters.bury(
-                    f"{Plane.EVENT}.{place.stream_seq}",
-                    subject=raw.subject,
-                    reason=str(error),
-                    headers=raw.headers,
-                    payload=raw.data,
-                )
+                if self._dead_letters is not None:
+                    await self._dead_letters.bury(
+                        f"{Plane.EVENT}.{place.stream_seq}",
+                        subject=raw.subject,
+                        reason=str(error),
+                        headers=raw.headers,
+                        payload=raw.data,
+                    )
                 if not place.num_pending:
                     return None
                 continue
             return Received(message, place.stream_seq, place.time_ns, place.num_pending)
+
+    async def so_far(self) -> AsyncGenerator[Received[MessageT], None]:
+        """Those that the log holds by now; ends once the reader has caught up."""
+        while self.pending:
+            received = await self.next()
+            if received is not None:
+                yield received
 
     def __aiter__(self) -> Self:
         return self
@@ -215,13 +223,20 @@ class Bus:
     # reading
 
     @overload
-    def read(self, *, from_seq: int = 1) -> AbstractAsyncContextManager[Events[Message]]: ...
+    def read(self, *, from_seq: int = 1, buries: bool = True) -> AbstractAsyncContextManager[Events[Message]]: ...
     @overload
-    def read(self, *types: type[MessageT], from_seq: int = 1) -> AbstractAsyncContextManager[Events[MessageT]]: ...
-    def read(self, *types: type[Message], from_seq: int = 1) -> AbstractAsyncContextManager[Events[Any]]:
+    def read(
+        self, *types: type[MessageT], from_seq: int = 1, buries: bool = True
+    ) -> AbstractAsyncContextManager[Events[MessageT]]: ...
+    def read(
+        self, *types: type[Message], from_seq: int = 1, buries: bool = True
+    ) -> AbstractAsyncContextManager[Events[Any]]:
         """Events in log order from a sequence on, for the duration of a block. No types: all of them.
 
         None is skipped and none comes twice, also across restarts of the server.
+
+        Args:
+            buries: whether what cannot be used becomes a dead letter; a mere spectator writes nothing.
 
         Raises:
             ValueError: this actor does not declare that it reads a type, or it is no event.
@@ -232,17 +247,19 @@ class Bus:
         if any(message_type.plane is not Plane.EVENT for message_type in types):
             raise ValueError(f"read takes events, got {[tag_of(message_type) for message_type in types]}")
         filters = [filter_of(self.run, message_type) for message_type in types]
-        return self._read(tuple(types) or (Message,), filters or [plane_filter(self.run, Plane.EVENT)], from_seq)
+        dead_letters = self._dead_letters if buries else None
+        filters = filters or [plane_filter(self.run, Plane.EVENT)]
+        return self._read(tuple(types) or (Message,), filters, from_seq, dead_letters)
 
     @asynccontextmanager
     async def _read(
-        self, types: tuple[type[MessageT], ...], filters: list[str], from_seq: int
+        self, types: tuple[type[MessageT], ...], filters: list[str], from_seq: int, dead_letters: DeadLetters | None
     ) -> AsyncGenerator[Events[MessageT], None]:
         stream = stream_of(self.run, Plane.EVENT)
         reader = LogReader(self._connection, stream, filters, from_seq=max(1, from_seq))
         try:
             await reader.open()
-            yield Events(reader, self._dead_letters, types)
+            yield Events(reader, dead_letters, types)
         finally:
             await reader.close()
 

@@ -57,13 +57,8 @@ async def audit(run: Run, *, killed: Sequence[str] | None = (), ordered: bool = 
 
 async def read_all(bus: Bus) -> Log:
     """Every event of the log."""
-    log: list[tuple[int, Message]] = []
     async with bus.read() as events:
-        while events.pending:
-            received = await events.next()
-            assert received is not None
-            log.append((received.seq, received.message))
-    return log
+        return [(received.seq, received.message) async for received in events.so_far()]
 
 
 def check_ledger(log: Log) -> LedgerState:

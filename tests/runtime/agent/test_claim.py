@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.agent.claim import Claim, RunClaimed
+from runtime.agent.claim import Claim, RunClaimed, kept_unclaimed
 
 
 def test_a_second_claim_is_refused_and_names_the_holder(tmp_path: Path) -> None:
@@ -36,4 +36,16 @@ def test_a_claim_ends_with_its_process_even_when_killed(tmp_path: Path) -> None:
 
 def test_nodes_that_share_a_directory_claim_it_side_by_side(tmp_path: Path) -> None:
     with Claim.take(tmp_path, node="n0"), Claim.take(tmp_path, node="n1"):
+        pass
+
+
+def test_spectators_keep_a_directory_unclaimed_together_and_only_for_their_blocks(tmp_path: Path) -> None:
+    with Claim.take(tmp_path), kept_unclaimed(tmp_path) as unclaimed:
+        assert not unclaimed
+    with kept_unclaimed(tmp_path) as first, kept_unclaimed(tmp_path) as second:
+        assert first
+        assert second
+        with pytest.raises(RunClaimed):
+            Claim.take(tmp_path)
+    with Claim.take(tmp_path):
         pass

@@ -15,12 +15,8 @@ HALTED = RoundHalted(incarnation=1, round=3)
 
 
 async def all_now(events: Events[Message]) -> list[Message]:
-    found: list[Message] = []
-    while events.pending:
-        received = await events.next(5)
-        if received is not None:
-            found.append(received.message)
-    return found
+    with anyio.fail_after(10):
+        return [received.message async for received in events.so_far()]
 
 
 async def test_two_thousand_events_over_a_killed_server(own_bus: Bus, own_nats_server: NatsServer) -> None:

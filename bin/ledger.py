@@ -1,0 +1,146 @@
+"""Print the books of a run: where every prompt group is, while the run goes on or after it."""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskStatus
+
+    from runtime.agent.reopen import FoundRun
+
+COMMAND = "bin/ledger"
+EXIT_OK, EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+EPILOG = """Reads the run's bus while an agent runs it, else a copy of what the bus stored. Writes nothing to the run.
+
+exit codes: 0 told; 1 there is no such group, the books do not close, or the log cannot be read; 2 no such run"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    return _tell(_parser().parse_args(argv))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN", help="name of a run under ./runs, or a run directory")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="one JSON object, with the groups that each step trained")
+    how.add_argument("--group", type=int, metavar="ID", help="one group's whole life: its events, a JSON line each")
+    return parser
+
+
+def _tell(args: argparse.Namespace) -> int:
+    import anyio  # and with the rest the bus, which --help can do without
+    import structlog
+
+    from runtime.actor import leaves
+    from runtime.agent.reopen import NoLog, NoSuchRun, find_run
+    from runtime.bus import BusError
+
+    try:
+        run = find_run(args.run)
+    except NoSuchRun as error:
+        print(error, file=sys.stderr)
+        return EXIT_WRONG_INPUT
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # attempts are not told
+    if args.group is None:
+        tell = partial(_tell_books, run, args.json)
+    else:
+        tell = partial(_tell_group, run, args.group)
+    problems: list[BaseException] = []
+    try:
+        return anyio.run(_unless_stopped, tell)
+    except* (NoLog, BusError, OSError) as errors:
+        problems = leaves(errors)
+    print(problems[0], file=sys.stderr)
+    return EXIT_FAILED
+
+
+async def _unless_stopped(tell: Callable[[], Awaitable[int]]) -> int:
+    """Its exit code; a signal ends it in order, so that neither a server nor a copy stays."""
+    import anyio
+
+    async with anyio.create_task_group() as tasks:
+
+        async def obey_signals(*, task_status: "TaskStatus[None]") -> None:
+            with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as received:
+                task_status.started()
+                async for _ in received:
+                    tasks.cancel_scope.cancel()
+
+        await tasks.start(obey_signals)
+        exit_code = await tell()
+        tasks.cancel_scope.cancel()
+        return exit_code
+    return EXIT_INTERRUPTED
+
+
+async def _tell_books(run: "FoundRun", as_json: bool) -> int:
+    import msgspec
+
+    from runtime.agent.reopen import opened_log
+    from runtime.ledger_report import LedgerReport, lines_of
+
+    report = LedgerReport()
+    async with opened_log(run) as log:
+        async for received in log.events.so_far():
+            report.take(received.message, received.seq)
+    if report.first_seq > 1:
+        print(f"the log begins at event {report.first_seq}: what was before is not counted", file=sys.stderr)
+    summary = report.summary(run.name, live=log.live)
+    _print([msgspec.json.encode(summary).decode()] if as_json else list(lines_of(summary)))
+    return EXIT_OK if summary.books.closed else EXIT_FAILED
+
+
+async def _tell_group(run: "FoundRun", group_id: int) -> int:
+    import msgspec
+
+    from messages import GroupsIssued
+    from runtime.agent.reopen import opened_log
+    from runtime.ledger_report import GroupLife
+
+    life = GroupLife(group_id)
+    lines: list[str] = []
+    newest = -1
+    async with opened_log(run) as log:
+        async for received in log.events.so_far():
+            if isinstance(received.message, GroupsIssued):
+                newest = max([newest, *(group.group_id for group in received.message.groups)])
+            event = life.take(received.message)
+            if event is not None:
+                told = {"seq": received.seq, "time": received.time, **msgspec.to_builtins(event)}
+                lines.append(msgspec.json.encode(told).decode())
+    if not lines:
+        issued = "no group yet" if newest < 0 else f"groups 0 to {newest}"
+        print(f"run {run.name} has no group {group_id}: it has issued {issued}", file=sys.stderr)
+        return EXIT_FAILED
+    _print(lines)
+    return EXIT_OK
+
+
+def _print(lines: Sequence[str]) -> None:
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())  # or the interpreter complains when it flushes at its end
+        os.close(null)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

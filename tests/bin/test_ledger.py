@@ -1,0 +1,235 @@
+"""bin/ledger, as a person calls it, on the store of a small run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+
+from messages import Message
+from runtime.agent.claim import Claim
+from runtime.bus import Bus
+from runtime.bus.server import ServerSettings, running_server
+from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS
+from tests.support.log_of_a_run import LOG, THE_END
+
+ROOT = Path(__file__).parents[2]
+COMMAND = ROOT / "bin" / "ledger.py"
+RUN = "small"
+BOOKS = {"issued": 8, "trained": 4, "dropped": 2, "failed": 1, "pooled": 0, "ready": 0, "in_flight": 1}
+
+
+def ledger(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(COMMAND), *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=25, check=False)
+
+
+@asynccontextmanager
+async def bus_of(run_dir: Path, events: Sequence[Message] = LOG) -> AsyncGenerator[Bus]:
+    """The bus of a run, with a log, as its node agent would leave it to be found."""
+    settings = ServerSettings(store_dir=run_dir / "nats")
+    async with (
+        running_server(run_dir / "bus", settings) as server,
+        Bus.connect(server.url, run_dir.name, name="test", limits=TEST_LIMITS) as bus,
+    ):
+        await anyio.Path(run_dir / "bus.url").write_text(f"{server.url}\n")
+        await bus.ensure_streams(TEST_STREAMS)
+        for event in events:
+            await bus.publish(event)
+        yield bus
+
+
+async def make(run_dir: Path, events: Sequence[Message] = LOG) -> Path:
+    with Claim.take(run_dir):
+        async with bus_of(run_dir, events):
+            pass
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that is over; tests only read it."""
+    return anyio.run(make, tmp_path_factory.mktemp("runs") / RUN)
+
+
+def json_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    return json.loads(line)
+
+
+def content_of(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_json_holds_the_books_and_the_groups_of_each_step(ended: Path) -> None:
+    told = json_of(ledger(str(ended), "--json"))
+    assert told["books"] == BOOKS
+    assert told["trained"] == [[0, [0, 1]], [1, [3, 5]]]
+    assert (told["dropped"], told["failed"], told["steps"]) == ({"too_stale": 1, "zero_std": 1}, {"no score": 1}, 2)
+    assert (told["run"], told["live"], told["finished"]) == (RUN, False, None)
+
+
+def test_a_name_under_runs_is_found_and_told_for_people(ended: Path) -> None:
+    runs = ended.parent.with_name("runs")
+    if not runs.exists():
+        runs.symlink_to(ended.parent)
+    done = ledger(RUN, cwd=runs.parent)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:2] == [
+        f"run         {RUN}, not finished (nothing runs it)",
+        "groups      8 issued = 4 trained + 2 dropped + 1 failed + 0 pooled + 0 ready + 1 in flight",
+    ]
+
+
+def test_a_group_is_told_from_its_first_event_to_its_last(ended: Path) -> None:
+    done = ledger(str(ended), "--group", "1")
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(event["seq"], event["type"]) for event in events] == [
+        (3, "groups_issued"),
+        (6, "group_completed"),
+        (9, "verdict_given"),
+        (10, "batch_ready"),
+        (14, "batch_trained"),
+    ]
+    assert events[0]["groups"] == [{"group_id": 1, "attempt": 0, "prompt": 1}]
+    assert events[0]["time"] <= events[-1]["time"]
+
+
+def test_a_group_that_never_was_is_an_error_that_says_which_there_are(ended: Path) -> None:
+    done = ledger(str(ended), "--group", "8")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"run {RUN} has no group 8: it has issued groups 0 to 7\n"
+
+
+def test_an_ended_run_is_left_as_it_was_and_nothing_stays(ended: Path, tmp_path: Path) -> None:
+    before = content_of(ended)
+    command = [sys.executable, str(COMMAND), str(ended)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    assert subprocess.run(command, env=environment, capture_output=True, timeout=25, check=False).returncode == 0
+    assert content_of(ended) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.anyio
+async def test_a_live_run_is_read_from_its_bus_which_goes_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / RUN
+    with Claim.take(run_dir):
+        async with bus_of(run_dir) as bus:
+            told = json_of(await anyio.to_thread.run_sync(ledger, str(run_dir), "--json"))
+            assert (told["live"], told["books"], told["finished"]) == (True, BOOKS, None)
+            assert await bus.publish(THE_END) == len(LOG) + 1
+            done = await anyio.to_thread.run_sync(ledger, str(run_dir))
+            assert done.stdout.startswith(f"run         {RUN}, finished: trained 2 steps\n")
+    assert json_of(await anyio.to_thread.run_sync(ledger, str(run_dir), "--json"))["live"] is False
+
+
+@pytest.mark.anyio
+async def test_what_cannot_be_decoded_is_passed_over_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / RUN
+    with Claim.take(run_dir):
+        async with bus_of(run_dir) as bus:
+            with monkeypatch.context() as patch:
+                patch.setattr("runtime.bus.bus.encode", _unknown)
+                assert await bus.publish(THE_END) == len(LOG) + 1
+            told = json_of(await anyio.to_thread.run_sync(ledger, str(run_dir), "--json"))
+            assert told["books"] == BOOKS
+            assert (await bus.state(THE_END.plane)).last_seq == len(LOG) + 1
+
+
+def _unknown(_message: Message) -> Any:
+    from messages.codec import Encoded
+
+    return Encoded(b'{"type": "from_the_future"}', {"Physarum-Type": "from_the_future"})
+
+
+@pytest.mark.anyio
+async def test_the_books_are_told_while_the_bus_comes_back(tmp_path: Path) -> None:
+    """An agent holds the run, and its server is started again on another port while the command waits."""
+    run_dir = await make(tmp_path / RUN)
+    with Claim.take(run_dir):
+        async with anyio.create_task_group() as tasks:
+
+            async def told() -> None:
+                assert json_of(await anyio.to_thread.run_sync(ledger, str(run_dir), "--json"))["live"] is True
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(told)
+            async with bus_of(run_dir, ()):
+                await anyio.sleep_forever()
+
+
+def test_the_run_is_named_by_its_topology_if_its_directory_was_moved(ended: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "kept for later"
+    subprocess.run(["cp", "-r", str(ended), str(moved)], check=True)
+    (moved / "topology.json").write_text(json.dumps({"run": {"name": RUN, "seed": 1}, "bus": {}}))
+    assert json_of(ledger(str(moved), "--json"))["run"] == RUN
+
+
+@pytest.mark.parametrize("make_it", [False, True])
+def test_no_such_run_is_wrong_input(tmp_path: Path, make_it: bool) -> None:
+    if make_it:
+        (tmp_path / "other").mkdir()
+    done = ledger("other", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "no run 'other': neither runs/other nor other is the directory of a run\n"
+
+
+def test_a_run_that_never_had_a_bus_has_no_log(tmp_path: Path) -> None:
+    (tmp_path / "topology.json").write_text(json.dumps({"run": {"name": RUN}}))
+    done = ledger(str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr == f"run {RUN} has no log: nothing runs it, and {tmp_path} stores no events\n"
+
+
+def test_a_wrong_call_is_wrong_input(ended: Path) -> None:
+    assert ledger().returncode == 2
+    assert ledger(str(ended), "--group", "x").returncode == 2
+    assert ledger(str(ended), "--group", "1", "--json").returncode == 2
+
+
+def test_an_interrupted_command_leaves_no_server(ended: Path, tmp_path: Path) -> None:
+    """Ended at whatever moment it has its server; the server goes, orderly or with it."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        scratch = tmp_path / number.name
+        scratch.mkdir()
+        environment = {**os.environ, "TMPDIR": str(scratch)}
+        with subprocess.Popen([sys.executable, str(COMMAND), str(ended)], env=environment) as process:
+            server = _child_of(process)
+            process.send_signal(number)
+            assert process.wait(15) != 0
+        server.wait(10)
+        if number is signal.SIGTERM:
+            assert list(scratch.iterdir()) == []
+
+
+def _child_of(process: subprocess.Popen[bytes]) -> psutil.Process:
+    while process.poll() is None:
+        for child in psutil.Process(process.pid).children():
+            return child
+    raise AssertionError("it ended before it had a server")
+
+
+def test_help_answers_at_once_and_loads_no_bus() -> None:
+    took_s: list[float] = []
+    for _ in range(5):
+        began = time.monotonic()
+        assert ledger("--help").returncode == 0
+        took_s.append(time.monotonic() - began)
+    assert min(took_s) < 0.3
+    command = [sys.executable, "-X", "importtime", str(COMMAND), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert not loaded & {"nats", "msgspec", "anyio", "runtime"}
