@@ -1,6 +1,7 @@
 """Actors and their host: one or several in a process, under one task group, with their calls and their end."""
 
 import atexit
+import gc
 import os
 import signal
 import time
@@ -29,6 +30,7 @@ EXIT_INPUT_ERROR: Final = 2
 EXIT_FENCED: Final = 3
 STOP_TIMEOUT_S: Final = 8.0  # from the signal to the end of the process, whatever hangs
 LEAVE_TIMEOUT_S: Final = 2.0
+COLLECT_AFTER: Final = 20_000  # objects more than before: a few megabytes
 
 
 class InputError(Exception):
@@ -206,6 +208,7 @@ def run_process(
             group.cancel_scope.cancel()
 
     structlog.contextvars.bind_contextvars(run=run, actor=name)
+    spare_the_collector()
     try:
         anyio.run(main, backend="asyncio", backend_options={"use_uvloop": True})
     except Exception as error:  # the end of the process: every error becomes an exit code
@@ -214,6 +217,16 @@ def run_process(
             log.error("actor_failed", error=repr(leaf), exit_code=code, exc_info=leaf)
         return code
     return EXIT_OK
+
+
+def spare_the_collector() -> None:
+    """Have the garbage collector leave out what is loaded by now, and look at the rest less often.
+
+    Messages come and go by reference counting; at the defaults the collector takes a sixth of a busy actor's time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER, 20, 20)
 
 
 async def _stop_on_signal(
