@@ -1,8 +1,10 @@
-"""Checks the graders and filters that a recipe names, before anything is started."""
+"""Checks the graders, filters and data sources that a recipe names, before anything is started."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+from actors.buffer.made import find_source
 from actors.filter.filters import find_filter
 from actors.reward.frames import GraderSpec
 from actors.reward.grading import resolve_grader
@@ -12,7 +14,7 @@ from runtime.topology import Topology
 
 
 def check_hooks(topology: Topology) -> list[Problem]:
-    """Find every grader and filter, built-in or plug-in, and check what it takes. Imports users' modules."""
+    """Find every grader, filter and data source that is named and check what it takes. Imports users' modules."""
     return [problem for key, value, find in _hooks(topology) if (problem := _problem(key, value, find)) is not None]
 
 
@@ -24,6 +26,10 @@ def _hooks(topology: Topology) -> Iterator[tuple[str, str, Callable[[], object]]
             group = topology.reward.group_rm and key.startswith("data.")
             spec = GraderSpec(name=name, group=group)
             yield key, name, lambda spec=spec: resolve_grader(spec, (Path.cwd(),))
+    for index, item in enumerate(topology.data):
+        if item.source is not None:
+            key = f"data.{index}.source"
+            yield key, item.source, partial(find_source, key, item.source)
     name = topology.rollout.dynamic_filter
     if name is not None:
         yield "rollout.dynamic_filter", name, lambda: find_filter(name, (Path.cwd(),))

@@ -161,7 +161,7 @@ class PromptsLoaded(Message, kw_only=True, tag="prompts_loaded"):
     plane = Plane.EVENT
     topic = "prompts.loaded"
     data: str
-    num_prompts: int
+    num_prompts: int  # 0: a user's function makes them, without end
     num_too_long: int  # left out, over the prompt limit
     took_s: float
     fingerprint: str = ""  # of the prompts in their order; a run is not resumed on others

@@ -98,6 +98,8 @@ class _Checker:
             self._problem(key, value, message)
 
     def data(self, key: str, data: DataConfig) -> None:
+        if data.path is None:
+            return  # a function, which is looked for where plug-ins are
         if not Path(split_slice(data.path)[0]).exists():
             self._missing(f"{key}.path", data.path, "no such file")
             return

@@ -1,14 +1,12 @@
 """From a topology file to a checked Topology with its paths found."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from runtime.config import SET, Loaded, TopologyError, convert, load_tables
 from runtime.data_files import split_slice
-from runtime.recipe import DataConfig, EvalConfig
 from runtime.rules import validate
 from runtime.topology import Topology
 
@@ -72,21 +70,25 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
             hf_checkpoint=find("model.hf_checkpoint", model.hf_checkpoint),
             ref_load=optional("model.ref_load", model.ref_load),
         ),
-        data=tuple(_find_source(item, f"data.{index}", data_file, plug_in) for index, item in enumerate(topology.data)),
-        eval=tuple(_find_source(item, f"eval.{index}", data_file, plug_in) for index, item in enumerate(topology.eval)),
+        data=tuple(
+            msgspec.structs.replace(
+                item,
+                path=None if item.path is None else data_file(f"data.{index}.path", item.path),
+                source=plug_in(f"data.{index}.source", item.source),
+                rm_type=plug_in(f"data.{index}.rm_type", item.rm_type),
+            )
+            for index, item in enumerate(topology.data)
+        ),
+        eval=tuple(
+            msgspec.structs.replace(
+                item,
+                path=data_file(f"eval.{index}.path", item.path),
+                rm_type=plug_in(f"eval.{index}.rm_type", item.rm_type),
+            )
+            for index, item in enumerate(topology.eval)
+        ),
         rollout=msgspec.structs.replace(
             rollout, dynamic_filter=plug_in("rollout.dynamic_filter", rollout.dynamic_filter)
         ),
         run=msgspec.structs.replace(topology.run, dir=str(Path(topology.run.dir).resolve())),
-    )
-
-
-S = TypeVar("S", DataConfig, EvalConfig)
-
-
-def _find_source(
-    item: S, key: str, find: Callable[[str, str], str], plug_in: Callable[[str, str | None], str | None]
-) -> S:
-    return msgspec.structs.replace(
-        item, path=find(f"{key}.path", item.path), rm_type=plug_in(f"{key}.rm_type", item.rm_type)
     )

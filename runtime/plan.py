@@ -109,7 +109,7 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
     weights = ", random weights" if topology.model.random_init else ""
     yield f"  model    {topology.model.hf_checkpoint} ({topology.model.dtype}{weights})"
     for data in topology.data:
-        yield f"  data     {data.name}: {data.path}, graded by {data.rm_type or 'what its rows name'}"
+        yield f"  data     {data.name}: {data.path or data.source}, graded by {data.rm_type or 'what its rows name'}"
     asked, steps = over_sampling_batch_size(rollout), topology.algorithm.num_steps_per_rollout
     parts = [f"{topology.train.num_steps} steps of {rollout.rollout_batch_size} groups x {_samples(rollout)}"]
     if asked != rollout.rollout_batch_size:

@@ -28,10 +28,11 @@ class ModelConfig(Config, frozen=True, kw_only=True):
 
 
 class DataConfig(Config, frozen=True, kw_only=True):
-    """One source of training prompts: a data file and the names of its columns."""
+    """One source of training prompts: a data file or a function, and the names of its columns."""
 
     name: Name
-    path: Text  # JSONL or Parquet; "file@[a:b]" for some of its rows
+    path: Text | None = None  # JSONL or Parquet; "file@[a:b]" for some of its rows
+    source: Text | None = None  # instead: "module:function" or "path/file.py:function", called with a prompt's number
     input_key: Text = "input"  # a string or a list of chat messages
     label_key: Text | None = None
     metadata_key: Text = "metadata"  # an object, or a string of JSON

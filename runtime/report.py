@@ -257,7 +257,7 @@ class Report:
     def _words_of(self, event: Message) -> list[str]:
         match event:
             case PromptsLoaded():
-                if event.num_prompts is None:
+                if event.num_prompts == 0:
                     return [f"data {event.data}: prompts by number, without end"]
                 left_out = f", {event.num_too_long} over the length limit left out" if event.num_too_long else ""
                 return [f"data {event.data}: {count_of(event.num_prompts, 'prompt')}{left_out}"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -10,49 +10,69 @@ from runtime.config import show
 from runtime.data_files import DataError, Record, read_records
 from runtime.recipe import DataConfig
 
+PROMPT_IDS: Final = "prompt_ids"  # what a user's function may give instead of a prompt
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+TokenIds = Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1)]
+
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One row of a data source, its columns picked by a DataConfig."""
 
     number: int  # from 0, in the file
-    place: str  # for messages: file and line or row
+    place: str  # for messages: file and line or row, or function and number
     prompt: str | list[dict[str, Any]]  # text, or chat messages
+    prompt_ids: tuple[int, ...] | None = None  # instead of what the prompt would be tokenised to; of functions alone
     label: Any = None
     metadata: dict[str, Any] = {}  # with "tools" if the row has any
 
 
 def read_rows(data: DataConfig, max_rows: int | None = None) -> Iterator[Row]:
-    """Read the rows of a data source in file order.
+    """Read the rows of a data file in its order.
 
     Args:
-        data: its file and the names of its columns.
+        data: the file and the names of its columns.
         max_rows: stop after so many.
 
     Raises:
         DataError: the file is missing or empty, a row is no object, or a column is missing or of a wrong type.
+        ValueError: the source is no file.
     """
-    return (_row(record, data) for record in islice(read_records(data.path), max_rows))
+    if data.path is None:
+        raise ValueError(f"data source {data.name} has no file")
+    return (row_of(record, data) for record in islice(read_records(data.path), max_rows))
 
 
-def _row(record: Record, data: DataConfig) -> Row:
+def row_of(record: Record, data: DataConfig) -> Row:
+    """Pick and check the columns of a record.
+
+    Raises:
+        DataError: a column is missing or of a wrong type.
+    """
+    columns = record.columns
     try:
-        return _picked(record, data)
+        ids = None if data.source is None else _prompt_ids(columns)
+        metadata: dict[str, Any] = _parsed(columns.get(data.metadata_key), data.metadata_key, dict[str, Any]) or {}
+        if (tools := _parsed(columns.get(data.tool_key), data.tool_key, list[dict[str, Any]])) is not None:
+            metadata = {**metadata, "tools": tools}
+        return Row(
+            number=record.number,
+            place=record.place,
+            prompt="" if ids and data.input_key not in columns else _prompt(columns, data),
+            prompt_ids=ids,
+            label=None if data.label_key is None else _column(columns, data.label_key, "label_key"),
+            metadata=metadata,
+        )
     except ValueError as error:
         raise DataError(f"{record.place}: {error}") from None
 
 
-def _picked(record: Record, data: DataConfig) -> Row:
-    columns = record.columns
-    metadata: dict[str, Any] = _parsed(columns.get(data.metadata_key), data.metadata_key, dict[str, Any]) or {}
-    if (tools := _parsed(columns.get(data.tool_key), data.tool_key, list[dict[str, Any]])) is not None:
-        metadata = {**metadata, "tools": tools}
-    return Row(
-        number=record.number,
-        place=record.place,
-        prompt=_prompt(_column(columns, data.input_key, "input_key"), data),
-        label=None if data.label_key is None else _column(columns, data.label_key, "label_key"),
-        metadata=metadata,
-    )
+def _prompt_ids(columns: Mapping[str, Any]) -> tuple[int, ...] | None:
+    if columns.get(PROMPT_IDS) is None:
+        return None
+    try:
+        return msgspec.convert(columns[PROMPT_IDS], TokenIds)
+    except msgspec.ValidationError:
+        raise ValueError(f"{PROMPT_IDS} = {show(columns[PROMPT_IDS])}: expected a list of token ids") from None
 
 
 def _column(columns: Mapping[str, Any], key: str, setting: str) -> Any:
@@ -61,7 +81,8 @@ def _column(columns: Mapping[str, Any], key: str, setting: str) -> Any:
     return columns[key]
 
 
-def _prompt(value: Any, data: DataConfig) -> str | list[dict[str, Any]]:
+def _prompt(columns: Mapping[str, Any], data: DataConfig) -> str | list[dict[str, Any]]:
+    value = _column(columns, data.input_key, "input_key")
     try:
         prompt = msgspec.convert(value, str | list[dict[str, Any]])
     except msgspec.ValidationError:

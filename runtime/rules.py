@@ -21,6 +21,7 @@ def validate(topology: Topology) -> list[Problem]:
     """Apply every rule and report all that fail, not only the first."""
     rules = (
         _batches,
+        _sources,
         _lengths,
         _algorithm,
         _schedule,
@@ -55,6 +56,23 @@ def _batches(recipe: Recipe) -> Iterator[Problem]:
     if num_samples % steps:
         message = f"must divide the samples of a batch, rollout_batch_size x n_samples_per_prompt = {num_samples}"
         yield _problem("algorithm.num_steps_per_rollout", steps, message)
+
+
+def _sources(recipe: Recipe) -> Iterator[Problem]:
+    for index, item in enumerate(recipe.data):
+        key = f"data.{index}"
+        if item.path is None and item.source is None:
+            yield Problem(key=f"{key}.path", message=f"missing: a data file; or {key}.source, a function")
+        if item.source is None:
+            continue
+        if item.path is not None:
+            yield _problem(f"{key}.source", item.source, f"a source is a file or a function, and {key}.path is set")
+        if len(recipe.data) > 1:
+            message = "must be the only data source: it has no length in proportion to which others could be mixed in"
+            yield _problem(f"{key}.source", item.source, message)
+        if recipe.rollout.shuffle:
+            message = f"has no effect on {key}.source, which is called with 0, 1, 2 and so on"
+            yield _problem("rollout.shuffle", recipe.rollout.shuffle, message)
 
 
 def _lengths(recipe: Recipe) -> Iterator[Problem]:

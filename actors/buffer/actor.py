@@ -1,6 +1,7 @@
 """The buffer actor: keeps the ledger, decides what happens next, puts the work."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import anyio
 import msgspec
@@ -9,6 +10,7 @@ from anyio import to_thread
 from anyio.abc import TaskStatus
 
 from actors.buffer.decide import Schedule, decide
+from actors.buffer.made import MadePrompts
 from actors.buffer.source import PromptSet, load_prompts
 from actors.buffer.tasks import eval_tasks, rollout_task, schedule_of, tasks_in_flight
 from messages import (
@@ -31,10 +33,13 @@ from messages import (
 )
 from runtime.actor import Actor, InputError
 from runtime.bus import AlreadyQueued, Bus, Events, Fenced, MessageTooLarge, SequenceMismatch
+from runtime.data_files import DataError
 from runtime.ledger import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold
 from runtime.topology import Topology
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 PUTS_AT_ONCE = 64  # tasks that are being published at the same time
 READ_TIMEOUT_S = 30.0  # for an event that is known to be in the log
@@ -70,7 +75,7 @@ class BufferActor(Actor):
         self._state = LedgerState()
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        prompts = await to_thread.run_sync(load_prompts, self._topology)
+        prompts = await _in_thread(lambda: load_prompts(self._topology))
         await self._refuse_other_data(prompts)
         for loaded in prompts.loaded:
             await self._bus.publish(loaded)
@@ -86,7 +91,7 @@ class BufferActor(Actor):
     def stats(self) -> dict[str, float]:
         return {name: float(count) for name, count in msgspec.structs.asdict(self._state.books()).items()}
 
-    async def _refuse_other_data(self, prompts: PromptSet) -> None:
+    async def _refuse_other_data(self, prompts: PromptSet | MadePrompts) -> None:
         """The ledger counts prompts by number: on changed data, a resumed run would repeat some and skip others."""
         known: dict[str, list[str]] = {}  # a training source and an evaluation set may share a name
         async with self._bus.read(PromptsLoaded) as events:
@@ -163,7 +168,9 @@ class BufferActor(Actor):
                     return True  # the bus is slow: wait for it where all events are read
         return False
 
-    async def _keep_deciding(self, events: Events[Message], schedule: Schedule, prompts: PromptSet) -> None:
+    async def _keep_deciding(
+        self, events: Events[Message], schedule: Schedule, prompts: PromptSet | MadePrompts
+    ) -> None:
         """One decision at a time: append it, read it back, fold it, then let its effects happen."""
         state, incarnation, outstanding = self._state, self._state.incarnation, 0
         while True:
@@ -187,12 +194,12 @@ class BufferActor(Actor):
                 self._state.snapshot_step = self._state.checkpoint_step
         return 0
 
-    async def _effects(self, event: Message, prompts: PromptSet) -> None:
+    async def _effects(self, event: Message, prompts: PromptSet | MadePrompts) -> None:
         state = self._state
         match event:
             case GroupsIssued():
                 groups = [state.groups[issued.group_id] for issued in event.groups if issued.group_id in state.groups]
-                await self._put([rollout_task(self._topology, group, prompts) for group in groups])
+                await self._put(rollout_task(self._topology, group, prompts) for group in groups)
             case EvalIssued() if state.evaluation is not None:
                 await self._put(eval_tasks(self._topology, state.evaluation, prompts.evals))
             case CheckpointSaved():
@@ -200,13 +207,14 @@ class BufferActor(Actor):
             case _:
                 pass
 
-    async def _put_everything_open(self, prompts: PromptSet) -> None:
+    async def _put_everything_open(self, prompts: PromptSet | MadePrompts) -> None:
         """After a start: tasks that are still queued or being worked on refuse the second copy."""
         await self._put(tasks_in_flight(self._topology, self._state, prompts))
         if self._state.evaluation is not None:
             await self._put(eval_tasks(self._topology, self._state.evaluation, prompts.evals))
 
     async def _put(self, tasks: Iterable[RolloutRequested | EvalRequested]) -> None:
+        """Make tasks, off the event loop, since their prompts may come from a user's function, and put them."""
         limiter = anyio.Semaphore(PUTS_AT_ONCE)
 
         async def put(task: RolloutRequested | EvalRequested) -> None:
@@ -217,5 +225,13 @@ class BufferActor(Actor):
                     log.debug("task_still_queued", task=task.key())
 
         async with anyio.create_task_group() as group:
-            for task in tasks:
+            for task in await _in_thread(lambda: list(tasks)):
                 group.start_soon(put, task)
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Do what reads data or calls a user's function; a restart would not mend what is wrong there."""
+    try:
+        return await to_thread.run_sync(work, abandon_on_cancel=True)
+    except DataError as error:
+        raise InputError(str(error)) from error

@@ -1,20 +1,21 @@
 """Training and evaluation prompts: read, rendered and tokenised once, and the order in which they are issued."""
 
 import functools
-import hashlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.buffer.made import MadePrompts, find_source
+from actors.buffer.prompts import LoadedData, prompts_of
 from actors.buffer.tokenizing import Tokenizing, load_tokenizing
-from messages import Prompt, PromptsLoaded
+from messages import Prompt
 from runtime.data_files import DataError
 from runtime.recipe import DataConfig, Recipe, eval_data, max_prompt_len
-from runtime.rows import Row, read_rows
+from runtime.rows import read_rows
 
 WORD: Final = 2**64  # seeds and epochs are taken modulo this
 
@@ -24,36 +25,6 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     epoch: int
     position: int
-
-
-class LoadedData(msgspec.Struct, frozen=True, kw_only=True):
-    """Usable prompts of one data source, in file order."""
-
-    name: str
-    prompts: tuple[Prompt, ...]
-    num_too_long: int  # rows left out, since they are over the prompt limit
-    took_s: float
-
-    @property
-    def event(self) -> PromptsLoaded:
-        """The same as an event."""
-        return PromptsLoaded(
-            data=self.name,
-            num_prompts=len(self.prompts),
-            num_too_long=self.num_too_long,
-            took_s=self.took_s,
-            fingerprint=fingerprint_of(self.prompts),
-        )
-
-
-def fingerprint_of(prompts: Iterable[Prompt]) -> str:
-    """16 hex digits that change when anything of any prompt or their order does."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        rest = (prompt.data, prompt.row, prompt.text, prompt.label, prompt.metadata, prompt.rm_type)
-        digest.update(msgspec.msgpack.encode(rest))
-        digest.update(prompt.prompt_ids.tobytes())
-    return digest.hexdigest()[:16]
 
 
 class PromptSet:
@@ -115,20 +86,19 @@ def epoch_order(num_prompts: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return order
 
 
-def load_prompts(recipe: Recipe) -> PromptSet:
-    """Load every data source and evaluation set of a recipe. Blocks: reads files, tokenises.
+def load_prompts(recipe: Recipe) -> PromptSet | MadePrompts:
+    """Load every data source and evaluation set of a recipe. Blocks: reads files, tokenises, calls a user's function.
 
     Raises:
-        DataError: a file, a row or the tokenizer cannot be used.
+        DataError: a file, a row, a function or the tokenizer cannot be used.
     """
     tokenizing = load_tokenizing(recipe.model.hf_checkpoint)
     limit = max_prompt_len(recipe.rollout)
-    return PromptSet(
-        [load_data(data, tokenizing, limit) for data in recipe.data],
-        [load_data(eval_data(recipe, item), tokenizing, limit) for item in recipe.eval],
-        shuffle=recipe.rollout.shuffle,
-        seed=recipe.rollout.seed,
-    )
+    evals = [load_data(eval_data(recipe, item), tokenizing, limit) for item in recipe.eval]
+    if (value := recipe.data[0].source) is not None:
+        return MadePrompts(find_source("data.0.source", value), recipe.data[0], tokenizing, limit, evals)
+    sources = [load_data(data, tokenizing, limit) for data in recipe.data]
+    return PromptSet(sources, evals, shuffle=recipe.rollout.shuffle, seed=recipe.rollout.seed)
 
 
 def load_data(data: DataConfig, tokenizing: Tokenizing, limit: int | None) -> LoadedData:
@@ -138,24 +108,10 @@ def load_data(data: DataConfig, tokenizing: Tokenizing, limit: int | None) -> Lo
         DataError: a row cannot be used, or none is left.
     """
     began = time.monotonic()
-    rows = list(read_rows(data))
-    texts = [_render(row, data, tokenizing) for row in rows]
-    all_ids = _encode(rows, texts, data, tokenizing)
-    prompts = tuple(
-        Prompt(
-            data=data.name,
-            row=row.number,
-            text=text,
-            prompt_ids=ids,
-            label=row.label,
-            metadata=row.metadata,
-            rm_type=_rm_type(row, data),
-        )
-        for row, text, ids in zip(rows, texts, all_ids, strict=True)
-        if limit is None or len(ids) <= limit
-    )
+    read = prompts_of(list(read_rows(data)), data, tokenizing)
+    prompts = tuple(prompt for prompt in read if limit is None or len(prompt.prompt_ids) <= limit)
     if not prompts:
-        shortest = min(len(ids) for ids in all_ids)
+        shortest = min(len(prompt.prompt_ids) for prompt in read)
         raise DataError(
             f"{data.path}: every prompt is over the limit of {limit} tokens (the shortest has {shortest}): "
             "raise rollout.max_prompt_len or rollout.max_context_len"
@@ -163,43 +119,6 @@ def load_data(data: DataConfig, tokenizing: Tokenizing, limit: int | None) -> Lo
     return LoadedData(
         name=data.name,
         prompts=prompts,
-        num_too_long=len(rows) - len(prompts),
+        num_too_long=len(read) - len(prompts),
         took_s=time.monotonic() - began,
     )
-
-
-def _render(row: Row, data: DataConfig, tokenizing: Tokenizing) -> str:
-    if not data.apply_chat_template:
-        return str(row.prompt)
-    turns: list[dict[str, Any]] = (
-        [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-    )
-    try:
-        return tokenizing.render(turns, tools=row.metadata.get("tools"), **data.apply_chat_template_kwargs)
-    except ValueError as error:
-        raise DataError(f"{row.place}: {error}") from None
-
-
-def _encode(rows: list[Row], texts: list[str], data: DataConfig, tokenizing: Tokenizing) -> list[Any]:
-    try:
-        return tokenizing.encode(texts)
-    except ValueError:
-        pass  # which row is it?
-    for row, text in zip(rows, texts, strict=True):
-        try:
-            tokenizing.encode([text])
-        except ValueError as error:
-            message = f"{row.place}: cannot be tokenised: {error}: {text[:80]!r}"
-            raise DataError(message) from None
-    raise DataError(f"{data.path}: cannot be tokenised")
-
-
-def _rm_type(row: Row, data: DataConfig) -> str:
-    """The row's own grader, else the source's. A row may only name a built-in: data must not choose code to run."""
-    own = row.metadata.get("rm_type")
-    rm_type = own or data.rm_type
-    if not isinstance(rm_type, str):
-        raise DataError(f"{row.place}: no grader: set rm_type for {data.name}, or in the row's metadata")
-    if own and ":" in rm_type:
-        raise DataError(f"{row.place}: rm_type = {own!r}: a row may only name a built-in grader")
-    return rm_type

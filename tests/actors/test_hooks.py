@@ -42,6 +42,15 @@ def test_a_reward_function_that_cannot_be_called_is_named_with_its_key(
     assert said in problem
 
 
+def test_a_data_source_is_called_with_a_number(user_file: Path) -> None:
+    def of(function: str) -> list[str]:
+        return problems(data=[{"name": "d", "source": f"{user_file}:{function}", "rm_type": "f1"}])
+
+    assert of("good") == []
+    (problem,) = of("wrong")
+    assert problem.startswith(f'data.0.source = "{user_file}:wrong": takes (a, b) but is called with (number)')
+
+
 def test_a_plug_in_file_that_does_not_exist_is_named() -> None:
     (problem,) = problems(data=data_with("nowhere/mine.py:good"))
     assert "nowhere/mine.py" in problem

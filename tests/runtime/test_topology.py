@@ -97,6 +97,10 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
         (("optimizer.lr_decay_style=cosine", "optimizer.lr_decay_iters=20"), "optimizer.lr_warmup_iters", "must end"),
         (("eval.0.max_response_len=64", "rollout.max_context_len=64"), "eval.0.max_response_len", "no room for a"),
         (("data=[]",), "data", "at least one"),
+        (("data.0.path=none",), "data.0.path", "missing: a data file; or data.0.source, a function"),
+        (("data.0.source=m:f",), "data.0.source", "a source is a file or a function, and data.0.path is set"),
+        (("data.0.source=m:f", "data.0.path=none"), "rollout.shuffle", "has no effect on data.0.source"),
+        (("data.1.name=e", "data.1.source=m:f"), "data.1.source", "must be the only data source"),
         (("run.name=a.b",), "run.name", "string matching"),
         (("run.name=",), "run.name", "string matching"),
         (("run.name=../x",), "run.name", "string matching"),
@@ -237,6 +241,14 @@ def test_paths_of_an_override_are_found_in_the_current_directory_first(
     assert topology.data[0].path == str(tmp_path / "mine.jsonl")
     assert topology.data[0].rm_type == f"{tmp_path}/mine.py:grade"
     assert topology.rollout.dynamic_filter == f"{tmp_path}/mine.py:keep"
+
+
+def test_the_file_of_a_function_is_found_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    loaded = load_topology(LAPTOP, ("data.0.path=none", "data.0.source=mine.py:source", "rollout.shuffle=false"))
+    assert loaded.topology.data[0].source == f"{tmp_path}/mine.py:source"
+    assert check_files(loaded).problems == ()
 
 
 def test_the_file_of_a_slice_is_found_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

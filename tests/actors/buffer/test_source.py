@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.buffer.source import LoadedData, PromptSet, epoch_order, fingerprint_of, load_data, load_prompts, place_of
+from actors.buffer.prompts import LoadedData, fingerprint_of
+from actors.buffer.source import PromptSet, epoch_order, load_data, load_prompts, place_of
 from actors.buffer.tokenizing import Tokenizing, load_tokenizing
 from messages import Prompt
 from messages.arrays import Int32Array

@@ -1,0 +1,70 @@
+"""docs/data.md: its files, slices and functions do what it says."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from actors.buffer.made import find_source
+from actors.buffer.source import load_prompts
+from actors.hooks import check_hooks
+from messages import Prompt
+from runtime.load import load_topology
+from runtime.recipe import DataConfig
+from runtime.rows import read_rows
+from runtime.topology import Topology
+from tests.docs.snippets import snippets
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "data.md"
+MODEL = ROOT / "topologies/models/reverse-digits"
+START = f"""include = "laptop.toml"
+rollout.shuffle = false
+model.hf_checkpoint = "{MODEL}"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The page's files."""
+    (tmp_path / "sums.jsonl").write_text(snippets(PAGE, "json")[0])
+    for block in snippets(PAGE, "python"):
+        (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def with_table(folder: Path, index: int) -> Topology:
+    """The laptop topology with the data tables of one block."""
+    file = folder / f"topology{index}.toml"
+    file.write_text(START + snippets(PAGE, "toml")[index])
+    return load_topology(file).topology
+
+
+def test_the_rows_of_the_page_are_read_by_the_columns_it_names(folder: Path) -> None:
+    first, second = read_rows(with_table(folder, 0).data[0])
+    assert (first.prompt, first.label, first.metadata) == ("What is 12 + 30?", 42, {})
+    assert (second.prompt[0], second.label) == ({"role": "user", "content": "What is 5 + 5?"}, 10)
+    assert second.metadata == {"level": 1}
+
+
+def test_the_slices_of_the_page_split_a_file(folder: Path) -> None:
+    topology = with_table(folder, 1)
+    columns = {"input_key": "question", "apply_chat_template": True}
+    paths = [topology.data[0].path, topology.eval[0].path]
+    split = [list(read_rows(DataConfig(name="d", path=path, **columns))) for path in paths]
+    assert [[row.number for row in rows] for rows in split] == [[0], [1]]
+
+
+def test_the_functions_of_the_page_make_prompts(folder: Path) -> None:
+    topology = with_table(folder, 2)
+    assert check_hooks(topology) == []
+    source = topology.data[0].source
+    assert source == f"{folder}/my_data.py:addition"
+    row = find_source("data.0.source", source)(7)
+    assert eval(row["input"].removeprefix("What is ").removesuffix("?")) == row["label"]
+    ids = msgspec.structs.replace(topology.data[0], source="my_ids.py:counting", label_key=None)
+    prompts = load_prompts(msgspec.structs.replace(topology, data=(ids,), eval=()))
+    found: list[Prompt] = [prompts.prompt(number) for number in (0, 9)]
+    assert [prompt.prompt_ids.tolist() for prompt in found] == [[2, 3], [2, 5]]
+    assert found[1].metadata == {"number": 9}
