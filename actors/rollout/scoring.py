@@ -9,15 +9,18 @@ import structlog
 from anyio.abc import TaskStatus
 
 from messages import Score, ScoreItem, ScoreRequested, ScoresGiven
-from runtime.bus import Bus
+from runtime.bus import AlreadyQueued, Bus
 
 log = structlog.get_logger()
 
 PATIENCE_S = 30.0  # on top of what grading may take: queueing, and the redelivery after a worker's death
+REPEAT_S = 5.0  # an unanswered request is put again: refused for as long as some worker has it or will have it
 
 
 class Scorer:
-    """One inbox for all answers. An answer that is lost is asked for again, under a new request id."""
+    """One inbox for all answers. Answers are not stored: one that is lost, as by the death of the server, is asked for
+    again, which shows by its request being gone from the queue.
+    """
 
     def __init__(self, bus: Bus, *, timeout_s: float, max_tries: int) -> None:
         self._bus = bus
@@ -65,12 +68,20 @@ class Scorer:
             items=tuple(items),
         )
         try:
-            await self._bus.publish(request)
             with anyio.move_on_after(wait_s):
-                await answer.arrived.wait()
+                while not answer.arrived.is_set():
+                    await self._put(request)
+                    with anyio.move_on_after(REPEAT_S):
+                        await answer.arrived.wait()
             return answer.scores
         finally:
             del self._waiting[request_id]
+
+    async def _put(self, request: ScoreRequested) -> None:
+        try:
+            await self._bus.publish(request)
+        except AlreadyQueued:
+            log.debug("scores_awaited", request_id=request.request_id)
 
 
 class _Answer:
