@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -101,31 +101,33 @@ class RolloutActor(Actor):
         )
 
     async def _watch_engines(self, fleet: Fleet) -> None:
-        scopes: dict[str, anyio.CancelScope] = {}
-
-        async def keep(name: str, url: str) -> None:
-            with anyio.CancelScope() as scope:
-                scopes[name] = scope
-                await fleet.run_engine(name, url)
-
         async with anyio.create_task_group() as group:
             for index, url in enumerate(self._topology.engines[self._pool].urls):
-                group.start_soon(keep, f"external-{index}", url)
-            async for name, address in self._addresses("engine"):
-                if name in scopes:
-                    scopes[name].cancel()
-                group.start_soon(keep, name, address.url)
+                group.start_soon(fleet.run_engine, f"external-{index}", url)
+            await self._follow_addresses("engine", fleet.run_engine)
 
     async def _watch_router(self, fleet: Fleet) -> None:
-        async for _, address in self._addresses("router"):
-            await fleet.set_router(address.url)
+        await self._follow_addresses("router", lambda _, url: fleet.set_router(url))
 
-    async def _addresses(self, role: str) -> AsyncIterator[tuple[str, Address]]:
-        """Addresses as they are written, those already there first."""
-        async with self._bus.kv.watch(address_filter(role, self._pool), Address) as entries:
+    async def _follow_addresses(self, role: str, attend: Callable[[str, str], Awaitable[None]]) -> None:
+        """Attend to each server by its key and URL, until its next address; those already there come first."""
+        scopes: dict[str, anyio.CancelScope] = {}
+
+        async def attend_within(scope: anyio.CancelScope, key: str, url: str) -> None:
+            with scope:
+                await attend(key, url)
+
+        async with (
+            self._bus.kv.watch(address_filter(role, self._pool), Address) as entries,
+            anyio.create_task_group() as group,
+        ):
             async for entry in entries:
-                if entry.value is not None:
-                    yield entry.key, entry.value
+                if entry.value is None:
+                    continue
+                if entry.key in scopes:
+                    scopes[entry.key].cancel()
+                scope = scopes[entry.key] = anyio.CancelScope()
+                group.start_soon(attend_within, scope, entry.key, entry.value.url)
 
     async def _follow_log(self, fleet: Fleet, generator: Generator) -> None:
         """Take halts and weights from the log. At the start only the newest announcement matters."""

@@ -47,6 +47,15 @@ def status_of(answer: Answer) -> SampleStatus:
     return _STATUS[reason]
 
 
+def oldest_version(answer: Answer) -> int | None:
+    """Oldest weights that sampled a token of it: 0 for weights that nobody announced, None without tokens."""
+    if not answer.output_ids:
+        return None
+    meta = answer.meta_info
+    named = [span.version for span in meta.weight_versions or []] or [meta.weight_version or ""]
+    return min(int(version) if version.isdecimal() else 0 for version in named)
+
+
 def segment_of(answer: Answer, sample: SampleKey, prompt_ids: Int32Array) -> Segment:
     """Pack an answer.
 

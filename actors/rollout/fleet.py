@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import anyio
 import structlog
 
-from actors.rollout.http import EngineUnavailable, Http, RequestRefused
+from actors.rollout.http import EngineError, EngineUnavailable, Http
 from messages import WeightsAnnounced
 
 log = structlog.get_logger()
@@ -14,9 +14,10 @@ log = structlog.get_logger()
 RETRY_S = 1.0
 POLL_S = 0.1  # while an engine or the router starts; neither tells when it is up
 REGISTER_TIMEOUT_S = 60.0
+REMOVE_TIMEOUT_S = 5.0
 
 
-class WeightsMismatch(Exception):
+class WeightsMismatch(EngineError):
     """An engine's checksum is not that of the announcement."""
 
 
@@ -43,6 +44,7 @@ class Fleet:
         self._announced: WeightsAnnounced | None = None
         self._changed = anyio.Condition()
         self._update_lock = anyio.Lock()
+        self._check: anyio.Event | None = None  # of all admitted engines, under way
 
     @property
     def router(self) -> str:
@@ -95,11 +97,14 @@ class Fleet:
             self._changed.notify_all()
 
     async def set_router(self, url: str) -> None:
-        """A router started, perhaps again: it knows no engine yet. Returns once it answers."""
+        """A router started, perhaps again. Returns once it answers and knows no engine.
+
+        One that outlived an earlier rollout actor still knows that one's engines, whatever weights they hold.
+        """
         self._router = None
         for engine in self._admitted():
             engine.admitted = False
-        await self._wait_until(lambda: self._router_answers(url))
+        await self._wait_until(lambda: self._unlisted(url, None))
         self._router = url
         await self.notify()
 
@@ -116,7 +121,7 @@ class Fleet:
             await self._wait_until(lambda: self._http.ready(url))
             try:
                 await self._admit(engine)
-            except (EngineUnavailable, RequestRefused, WeightsMismatch) as error:
+            except EngineError as error:
                 log.warning("engine_not_admitted", engine=name, error=str(error))
                 await anyio.sleep(RETRY_S)
                 continue
@@ -136,12 +141,44 @@ class Fleet:
         await self.notify()
 
     async def report_unavailable(self) -> None:
-        """A request failed: find out which engines do not answer and stop admitting them until they are back."""
-        for engine in self._admitted():
-            if not await self._http.ready(engine.url):
-                log.warning("engine_lost", engine=engine.name, url=engine.url)
-                engine.admitted = False
+        """A request failed: find out which engines are not as they were and ask them no more until they are.
+
+        Many requests fail at the same time: all wait for one look.
+        """
+        if self._check is not None:
+            await self._check.wait()
+            return
+        self._check = anyio.Event()
+        try:
+            async with anyio.create_task_group() as group:
+                for engine in self._admitted():
+                    group.start_soon(self._check_or_expel, engine)
+        finally:
+            self._check.set()
+            self._check = None
         await self.notify()
+
+    async def _check_or_expel(self, engine: Engine) -> None:
+        if not await self._is_intact(engine):
+            log.warning("engine_lost", engine=engine.name, url=engine.url)
+            await self._expel(engine)
+
+    async def _is_intact(self, engine: Engine) -> bool:
+        """Whether an admitted engine answers, holds the weights that it confirmed, and is known to the router."""
+        if not await self._http.ready(engine.url):
+            return False
+        try:
+            version = await self._http.weight_version(engine.url)
+        except EngineError:
+            return False
+        if version != str(engine.version) and engine.version and not self._update_lock.locked():
+            return False
+        return self._router is None or not await self._unlisted(self._router, engine, remove=False)
+
+    async def _expel(self, engine: Engine) -> None:
+        """Ask it no more: neither we nor, until it is admitted again, the router."""
+        engine.admitted = False
+        await self._forget(engine)
 
     def _admitted(self) -> list[Engine]:
         return [engine for engine in self._engines.values() if engine.admitted]
@@ -159,9 +196,9 @@ class Fleet:
     async def _update_or_expel(self, engine: Engine, announced: WeightsAnnounced) -> None:
         try:
             await self._bring_current(engine, announced)
-        except (EngineUnavailable, RequestRefused, WeightsMismatch) as error:
+        except EngineError as error:
             log.warning("weights_refused", engine=engine.name, weight_version=announced.version, error=str(error))
-            engine.admitted = False
+            await self._expel(engine)
 
     async def _bring_current(self, engine: Engine, announced: WeightsAnnounced) -> None:
         await self._http.update_weights(engine.url, announced.path, announced.version)
@@ -178,26 +215,30 @@ class Fleet:
             listed = [worker for worker in await self._http.workers(self._router) if worker.url == engine.url]
             if not listed:
                 await self._http.add_worker(self._router, engine.url)
-        except EngineUnavailable:
+        except EngineError:
             return False
         return any(worker.is_healthy for worker in listed)
 
     async def _forget(self, engine: Engine) -> None:
-        if self._router is None:
+        """Have the router forget an engine. If that takes too long, what it still answers is seen by its version."""
+        router = self._router
+        if router is None:
             return
-        try:
-            for worker in await self._http.workers(self._router):
-                if worker.url == engine.url:
-                    await self._http.remove_worker(self._router, worker)
-        except (EngineUnavailable, RequestRefused) as error:
-            log.warning("worker_not_removed", url=engine.url, error=str(error))
+        with anyio.move_on_after(REMOVE_TIMEOUT_S) as scope:
+            await self._wait_until(lambda: self._unlisted(router, engine))
+        if scope.cancelled_caught:
+            log.warning("worker_not_removed", url=engine.url)
 
-    async def _router_answers(self, url: str) -> bool:
+    async def _unlisted(self, router: str, engine: Engine | None, *, remove: bool = True) -> bool:
+        """Whether the router answers and does not know an engine, or any; those that it knows are removed."""
         try:
-            await self._http.workers(url)
-        except EngineUnavailable:
+            listed = await self._http.workers(router)
+            found = [worker for worker in listed if engine is None or worker.url == engine.url]
+            for worker in found if remove else ():
+                await self._http.remove_worker(router, worker)
+        except EngineError:
             return False
-        return True
+        return not found
 
     @staticmethod
     async def _wait_until(true: Callable[[], Awaitable[bool]]) -> None:

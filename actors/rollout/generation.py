@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 import anyio
 import structlog
 
-from actors.rollout.answers import Answer
+from actors.rollout.answers import Answer, oldest_version
 from actors.rollout.fleet import Fleet
-from actors.rollout.http import EngineUnavailable, Http
+from actors.rollout.http import EngineError, EngineFailed, EngineUnavailable, Http, RequestRefused
 from messages import SamplingParams
 
 log = structlog.get_logger()
 
-RESEND_S = 0.5  # before a lost request is sent again
+RESEND_S = 0.5  # before a lost request is sent again; doubled for each time that an engine failed on it
+MAX_RESEND_S = 8.0
+MAX_FAILURES = 10  # of engines on one request, before it is taken for the cause
 ABORT_AGAIN_S = 1.0  # a request that arrives during a pause is not abortable: repeat until it is gone
 
 
@@ -49,6 +51,7 @@ class Generator:
         self._running: dict[str, Request] = {}
         self._request_ended = anyio.Event()  # replaced by a halt that waits for it
         self._halt_listeners: set[HaltListener] = set()
+        self._sweep: anyio.Event | None = None  # an abort of everything, which must not meet a new request
 
     def halted(self, round: int | None) -> bool:
         """Whether work of this round is to be given back."""
@@ -69,27 +72,44 @@ class Generator:
     async def generate(self, request: Request) -> list[Answer] | None:
         """Wait for an engine that may answer, ask it, and ask again if the request is lost.
 
+        It is asked again for as long as engines or the router are away, which is their agent's to end; but not for ever
+        when they answer and fail.
+
         Returns:
             One answer per list of input_ids, or None when the round was halted before an engine was asked.
 
         Raises:
-            RequestRefused: the engine says that the request is wrong.
+            RequestRefused: the engine says that the request is wrong, or failed on it too often.
         """
-        tries = 0
+        tries = failures = 0
         while await self._fleet.wait_ready(request.min_version, unless=lambda: self.halted(request.round)):
+            if self._sweep is not None:
+                await self._sweep.wait()
+                continue
             rid = f"{request.rid}-{tries}"
-            self._running[rid] = request
+            tries += 1
             try:
-                return await self._http.generate(self._fleet.router, _body(request, rid))
+                return await self._ask(rid, request)
             except EngineUnavailable as error:
-                tries += 1
+                failures += isinstance(error, EngineFailed)
                 log.warning("request_lost", rid=rid, tries=tries, error=str(error))
-                await self._fleet.report_unavailable()
-                await anyio.sleep(RESEND_S)
-            finally:
-                del self._running[rid]
-                self._request_ended.set()
+                if failures >= MAX_FAILURES:
+                    raise RequestRefused(f"{failures} times in vain, at last: {error}") from error
+            await self._fleet.report_unavailable()
+            await anyio.sleep(min(MAX_RESEND_S, RESEND_S * 2 ** max(0, failures - 1)))
         return None
+
+    async def _ask(self, rid: str, request: Request) -> list[Answer]:
+        self._running[rid] = request
+        try:
+            answers = await self._http.generate(self._fleet.router, _body(request, rid))
+        finally:
+            del self._running[rid]
+            self._request_ended.set()
+        versions = [version for answer in answers if (version := oldest_version(answer)) is not None]
+        if versions and min(versions) < request.min_version:
+            raise EngineFailed(f"sampled by weights {min(versions)}, asked of {request.min_version} or later")
+        return answers
 
     async def halt(self, round: int) -> None:
         """Abort everything of this round and older ones; returns once none of it is running."""
@@ -105,18 +125,32 @@ class Generator:
                     await self._request_ended.wait()
 
     async def _abort(self, rids: list[str]) -> None:
-        everything = len(rids) == len(self._running)
-        for url in self._fleet.engine_urls:
+        if len(rids) < len(self._running):
+            await self._abort_everywhere(_member_rids(rids, self._running))
+            return
+        self._sweep = anyio.Event()
+        try:
+            await self._abort_everywhere([None])
+        finally:
+            self._sweep.set()
+            self._sweep = None
+
+    async def _abort_everywhere(self, rids: list[str | None]) -> None:
+        async def abort(url: str) -> None:
             try:
-                for rid in [None] if everything else _member_rids(rids, self._running):
+                for rid in rids:
                     await self._http.abort(url, rid)
-            except EngineUnavailable as error:
+            except EngineError as error:
                 log.warning("abort_not_sent", url=url, error=str(error))
 
+        async with anyio.create_task_group() as group:
+            for url in self._fleet.engine_urls:
+                group.start_soon(abort, url)
 
-def _member_rids(rids: list[str], running: dict[str, Request]) -> list[str]:
+
+def _member_rids(rids: list[str], running: dict[str, Request]) -> list[str | None]:
     """The ids under which engines know the requests: a batch names its members <rid>_0, <rid>_1, ..."""
-    members: list[str] = []
+    members: list[str | None] = []
     for rid in rids:
         size = len(running[rid].input_ids)
         members += [rid] if size == 1 else [f"{rid}_{index}" for index in range(size)]

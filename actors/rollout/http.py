@@ -1,22 +1,36 @@
 """SGLang's HTTP API as a rollout actor uses it: engines directly, generation through the router."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
 from actors.rollout.answers import Answer
 
+T = TypeVar("T")
+
 GENERATE_TIMEOUT_S = 14_400.0  # slime's router timeout: the longest response
 UPDATE_TIMEOUT_S = 600.0
 ADMIN_TIMEOUT_S = 10.0
 
 
-class EngineUnavailable(Exception):
+REFUSALS = (400, 413, 422)
+PASSING = (408, 425, 429, 502, 503, 504)
+
+
+class EngineError(Exception):
+    """Base of what an engine or the router answers, or does not."""
+
+
+class EngineUnavailable(EngineError):
     """The engine or the router did not answer, or answered that it cannot now. The request may be sent again."""
 
 
-class RequestRefused(Exception):
+class EngineFailed(EngineUnavailable):
+    """It answered with an error or with nonsense. Sent again the request may fare better, but it may be the cause."""
+
+
+class RequestRefused(EngineError):
     """The engine says that the request itself is wrong; sending it again cannot help."""
 
 
@@ -25,6 +39,12 @@ class ChecksumAnswer(msgspec.Struct, frozen=True):
 
     success: bool
     per_engine_checksum: str | None = None
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """The part of /model_info that is used."""
+
+    weight_version: str | None = None
 
 
 class Worker(msgspec.Struct, frozen=True):
@@ -51,24 +71,28 @@ class Http:
         """Send a request, one sample or a batch of them, and wait for its end.
 
         Raises:
-            EngineUnavailable: connection lost, no worker, server error.
-            RequestRefused: 400 or 422.
+            EngineUnavailable: connection lost, no worker.
+            EngineFailed: server error, unreadable answer.
+            RequestRefused: the request is wrong.
         """
-        data = await self._post(router + "/generate", body, GENERATE_TIMEOUT_S)
-        try:
-            if isinstance(body["input_ids"][0], list):
-                return msgspec.json.decode(data, type=list[Answer])
-            return [msgspec.json.decode(data, type=Answer)]
-        except msgspec.DecodeError as error:
-            raise EngineUnavailable(f"unreadable answer of /generate: {error}") from error
+        url = router + "/generate"
+        data = await self._post(url, body, GENERATE_TIMEOUT_S)
+        if isinstance(body["input_ids"][0], list):
+            return _decode(url, data, list[Answer])
+        return [_decode(url, data, Answer)]
 
     async def ready(self, engine: str) -> bool:
         """Whether an engine answers its readiness probe."""
         try:
             await self._send("GET", engine + "/ready", None, ADMIN_TIMEOUT_S)
-        except EngineUnavailable:
+        except EngineError:
             return False
         return True
+
+    async def weight_version(self, engine: str) -> str | None:
+        """Version that an engine says its weights have."""
+        url = engine + "/model_info"
+        return _decode(url, await self._send("GET", url, None, ADMIN_TIMEOUT_S), ModelInfo).weight_version
 
     async def update_weights(self, engine: str, path: str, version: int) -> None:
         """Load weights from a directory. The engine waits for its running requests unless it is paused."""
@@ -77,8 +101,9 @@ class Http:
 
     async def checksum(self, engine: str) -> str | None:
         """Checksum of the weights that an engine holds."""
-        data = await self._post(engine + "/weights_checker", {"action": "checksum"}, UPDATE_TIMEOUT_S)
-        return msgspec.json.decode(data, type=ChecksumAnswer).per_engine_checksum
+        url = engine + "/weights_checker"
+        data = await self._post(url, {"action": "checksum"}, UPDATE_TIMEOUT_S)
+        return _decode(url, data, ChecksumAnswer).per_engine_checksum
 
     async def abort(self, engine: str, rid: str | None) -> None:
         """Abort one request, or all of an engine when rid is None. Unknown requests are ignored."""
@@ -87,8 +112,8 @@ class Http:
 
     async def workers(self, router: str) -> list[Worker]:
         """The engines that the router knows."""
-        data = await self._send("GET", router + "/workers", None, ADMIN_TIMEOUT_S)
-        return msgspec.json.decode(data, type=WorkerList).workers
+        url = router + "/workers"
+        return _decode(url, await self._send("GET", url, None, ADMIN_TIMEOUT_S), WorkerList).workers
 
     async def add_worker(self, router: str, engine: str) -> None:
         """Ask the router to take an engine in; it does so in the background."""
@@ -109,8 +134,16 @@ class Http:
                 answer = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineUnavailable(f"{url}: {error!r}") from error
-        if response.status in (400, 422):
+        if response.status in REFUSALS:
             raise RequestRefused(f"{url}: {answer.decode(errors='replace')[:500]}")
         if response.status >= 300:
-            raise EngineUnavailable(f"{url}: {response.status} {answer.decode(errors='replace')[:500]}")
+            kind = EngineUnavailable if response.status in PASSING else EngineFailed
+            raise kind(f"{url}: {response.status} {answer.decode(errors='replace')[:500]}")
         return answer
+
+
+def _decode(url: str, data: bytes, answer_type: type[T]) -> T:
+    try:
+        return msgspec.json.decode(data, type=answer_type)
+    except msgspec.DecodeError as error:
+        raise EngineFailed(f"{url}: unreadable answer: {error}") from error

@@ -1,8 +1,10 @@
 """The real router, and a rollout actor between it, a scripted engine and the bus."""
 
+import json
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -66,6 +68,17 @@ def router_url() -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(10)
+
+
+@pytest.fixture(autouse=True)
+def no_worker_is_left(router_url: str) -> Iterator[None]:
+    """No engine of another test is left at the router."""
+    yield
+    with urllib.request.urlopen(f"{router_url}/workers", timeout=5) as answer:
+        workers = json.load(answer)["workers"]
+    for worker in workers:
+        request = urllib.request.Request(f"{router_url}/workers/{worker['id']}", method="DELETE")
+        urllib.request.urlopen(request, timeout=5).close()
 
 
 def announcement(version: int, *, step: int = 0) -> WeightsAnnounced:

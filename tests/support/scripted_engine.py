@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 Script = Callable[[list[int], dict[str, Any]], list[int]]  # prompt ids, sampling params -> response ids
 
@@ -28,6 +29,9 @@ class ScriptedEngine:
     version: str = "default"
     url: str = ""
     hold: bool = False  # requests stay in flight until released or aborted
+    refuses_weights: bool = False
+    raw_answers: dict[str, bytes] = field(default_factory=dict[str, bytes])  # by path, in place of the real ones
+    abort_at: asyncio.Event | None = None  # aborts wait for it
     requests: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     updates: list[str] = field(default_factory=list[str])
     _broken: bool = False
@@ -52,7 +56,13 @@ class ScriptedEngine:
         self.release()
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=2**28)
+        @web.middleware
+        async def answer_raw(request: web.Request, handler: Handler) -> web.StreamResponse:
+            answer = await handler(request)
+            raw = self.raw_answers.get(request.path)
+            return answer if raw is None else web.Response(body=raw, content_type="application/json")
+
+        app = web.Application(client_max_size=2**28, middlewares=[answer_raw])
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/update_weights_from_disk", self._update)
@@ -102,6 +112,8 @@ class ScriptedEngine:
 
     async def _abort(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if self.abort_at is not None:
+            await self.abort_at.wait()
         doomed = list(self._running) if body.get("abort_all") else [body.get("rid", "")]
         for rid in doomed:
             if rid in self._running:
@@ -111,6 +123,8 @@ class ScriptedEngine:
 
     async def _update(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if self.refuses_weights:
+            return web.json_response({"success": False, "message": "no such directory"}, status=400)
         self.version = body["weight_version"]
         self.updates.append(body["model_path"])
         return web.json_response({"success": True, "message": "", "num_paused_requests": 0})

@@ -1,8 +1,5 @@
 """One prompt group through a rollout actor: when scores are asked for, what a halt reaches, what an error costs."""
 
-import json
-import urllib.request
-from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -26,21 +23,11 @@ from messages import (
 from runtime.bus import Bus, Delivery
 from tests.fixtures.nats import eventually
 from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
+from tests.support.rollout import no_worker_is_left as no_worker_is_left  # a fixture
 from tests.support.rollout import router_url as router_url  # a fixture
 from tests.support.scripted_engine import ScriptedEngine, four_tokens, serving
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(autouse=True)
-def no_worker_is_left(router_url: str) -> Iterator[None]:
-    """No engine of another test is left at the router."""
-    yield
-    with urllib.request.urlopen(f"{router_url}/workers", timeout=5) as answer:
-        workers = json.load(answer)["workers"]
-    for worker in workers:
-        request = urllib.request.Request(f"{router_url}/workers/{worker['id']}", method="DELETE")
-        urllib.request.urlopen(request, timeout=5).close()
 
 
 def one_ends_and_one_is_held() -> ScriptedEngine:

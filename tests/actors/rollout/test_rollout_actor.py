@@ -1,9 +1,5 @@
 """A rollout actor between the real bus, the real router and a scripted engine."""
 
-import json
-import urllib.request
-from collections.abc import Iterator
-
 import anyio
 import pytest
 from aiohttp import web
@@ -33,6 +29,7 @@ from messages.subjects import filter_of
 from runtime.addresses import Address, address_key
 from runtime.bus import Bus
 from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
+from tests.support.rollout import no_worker_is_left as no_worker_is_left  # a fixture
 from tests.support.rollout import router_url as router_url  # a fixture
 from tests.support.scripted_engine import ScriptedEngine, serving
 
@@ -265,14 +262,3 @@ async def test_an_evaluation_item_is_scored_and_untouched_by_halts(bus: Bus, rou
     assert isinstance(event, EvalCompleted)
     assert (event.item, event.samples[0].reward, event.samples[0].response_len) == (5, 1.0, 4)
     assert BatchTrained.topic  # the event never enters the training ledger: it has no group
-
-
-@pytest.fixture(autouse=True)
-def fresh_router(router_url: str) -> Iterator[None]:
-    """No engine of another test is left at the router."""
-    yield
-    with urllib.request.urlopen(f"{router_url}/workers", timeout=5) as answer:
-        workers = json.load(answer)["workers"]
-    for worker in workers:
-        request = urllib.request.Request(f"{router_url}/workers/{worker['id']}", method="DELETE")
-        urllib.request.urlopen(request, timeout=5).close()
