@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import anyio
+import msgspec
 import structlog
 from anyio.abc import TaskStatus
 
@@ -26,6 +27,7 @@ from messages import (
     RolloutRequested,
     RoundHalted,
     SampleStatus,
+    SampleSummary,
     ScoreRequested,
     ScoresGiven,
     Segment,
@@ -36,12 +38,14 @@ from messages import (
 )
 from runtime.actor import Actor, leaves
 from runtime.addresses import Address, address_filter
-from runtime.bus import Bus, Delivery, PayloadLost
+from runtime.bus import Bus, Delivery, MessageTooLarge, PayloadLost
 from runtime.topology import Topology, num_engines
 
 log = structlog.get_logger()
 
 ACK_WAIT_S = 5.0  # after a rollout actor's death its tasks go to another one this much later
+POISON = (RequestRefused, MessageTooLarge, ValueError)  # what a task brings about anew each time it is delivered
+EVAL_MAX_TRIES = 5  # deliveries of an item that ends aborted
 EVAL_SLOTS_SHARE = 4  # evaluation may hold 1/4 of the slots beside the round that runs
 
 
@@ -192,9 +196,23 @@ class RolloutActor(Actor):
         task, lease = delivery.message, uuid.uuid4().hex
         with structlog.contextvars.bound_contextvars(group_id=task.group_id, attempt=task.attempt):
             async with delivery.heartbeat(), _released(self._slots, taken) as release:
-                await self._bus.publish(await self._outcome(tools, task, lease, release))
+                await self._publish_outcome(await self._outcome(tools, task, lease, release))
                 await delivery.ack()
             self._num_groups += 1
+
+    async def _publish_outcome(self, outcome: GroupCompleted | GroupAborted | GroupFailed) -> None:
+        try:
+            await self._bus.publish(outcome)
+        except MessageTooLarge as error:  # what graders answered, for one, has no bound
+            failed = GroupFailed(
+                group_id=outcome.group_id,
+                attempt=outcome.attempt,
+                lease=outcome.lease,
+                round=outcome.round,
+                instance=outcome.instance,
+                reason=str(error),
+            )
+            await self._bus.publish(failed)
 
     async def _outcome(
         self, tools: Tools, task: RolloutRequested, lease: str, release: "_Release"
@@ -207,7 +225,7 @@ class RolloutActor(Actor):
         reason = None
         try:
             await run.run(release)
-        except* (RequestRefused, ValueError) as errors:
+        except* POISON as errors:
             reason = "; ".join(str(error) for error in leaves(errors))
         if reason is not None:
             log.warning("group_failed", reason=reason)
@@ -239,7 +257,7 @@ class RolloutActor(Actor):
             except PayloadLost as error:
                 log.warning("carried_tokens_lost", index=carried.index, error=str(error))
             else:
-                inherit(members[carried.index], carried, segments)
+                inherit(members[carried.index], carried, segments, max_new_tokens=task.sampling.max_new_tokens)
         return members
 
     async def _segment(self, ref: SegmentRef) -> Segment:
@@ -252,19 +270,30 @@ class RolloutActor(Actor):
             run = GroupRun(_eval_job(task, uuid.uuid4().hex), members, tools)
             try:
                 await run.run(release)
-            except* (RequestRefused, ValueError) as errors:
+            except* POISON as errors:
                 log.warning("eval_item_failed", set=task.set, item=task.item, reason=str(leaves(errors)[0]))
-            await self._bus.publish(
-                EvalCompleted(
-                    step=task.step,
-                    set=task.set,
-                    item=task.item,
-                    version=task.version,
-                    instance=self._bus.name,
-                    samples=tuple(member.summary() for member in members),
-                )
-            )
+            else:
+                if not run.complete and delivery.num_delivered < EVAL_MAX_TRIES:  # somebody else aborted it
+                    await delivery.redeliver()
+                    return
+            await self._publish_eval(task, tuple(member.summary() for member in members))
             await delivery.ack()
+
+    async def _publish_eval(self, task: EvalRequested, samples: tuple[SampleSummary, ...]) -> None:
+        event = EvalCompleted(
+            step=task.step,
+            set=task.set,
+            item=task.item,
+            version=task.version,
+            instance=self._bus.name,
+            samples=samples,
+        )
+        try:
+            await self._bus.publish(event)
+        except MessageTooLarge as error:
+            log.warning("scores_left_out", set=task.set, item=task.item, reason=str(error))
+            bare = tuple(msgspec.structs.replace(sample, score=None) for sample in samples)
+            await self._bus.publish(msgspec.structs.replace(event, samples=bare))
 
 
 def _training_job(task: RolloutRequested, lease: str, *, group_rm: bool) -> Job:

@@ -84,9 +84,10 @@ class GroupRun:
             self._judging,
         ):
             async with anyio.create_task_group() as self._scoring:
+                open_members = [member for member in self.members if self._open(member)]
                 if not self.job.group_rm:
                     self._start_scoring(self.members)
-                await self._generate_all()
+                await self._generate_all(open_members)
                 on_generated()
                 if self._halted:
                     self._judging.cancel()
@@ -109,9 +110,8 @@ class GroupRun:
         if self._generation_over:
             self._judging.cancel()
 
-    async def _generate_all(self) -> None:
+    async def _generate_all(self, open_members: Sequence[Member]) -> None:
         started = time.monotonic()
-        open_members = [member for member in self.members if self._open(member)]
         together = [member for member in open_members if self._tools.batch_requests and not member.prefix]
         alone = [member for member in open_members if member.prefix or not self._tools.batch_requests]
         async with anyio.create_task_group() as group:

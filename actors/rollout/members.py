@@ -1,5 +1,6 @@
 """The samples of one group on their way: what earlier attempts left, what is still to be done. Pure."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -48,8 +49,11 @@ class Member:
 
     def take_score(self, score: Score, *, failed_reward: float | None) -> None:
         """Note a grader's answer; without a reward the sample fails, or gets `failed_reward` when that is set."""
-        self.details, self.reason = score.details, score.error
-        self.reward = score.reward if score.reward is not None else failed_reward
+        self.details, self.reason, self.reward = score.details, score.error, score.reward
+        if self.reward is not None and not math.isfinite(self.reward):
+            self.reason, self.reward = f"the reward is {self.reward}", None
+        if self.reward is None:
+            self.reward = failed_reward
         if self.reward is None:
             self.status = SampleStatus.FAILED
 
@@ -80,20 +84,22 @@ def fresh_members(num_samples: int, prompt_ids: Int32Array) -> list[Member]:
     return [Member(index=index, prompt_len=len(prompt_ids)) for index in range(num_samples)]
 
 
-def inherit(member: Member, carried: SampleSummary, segments: Sequence[Segment]) -> None:
+def inherit(member: Member, carried: SampleSummary, segments: Sequence[Segment], *, max_new_tokens: int) -> None:
     """Let a fresh member take over what an earlier attempt left of it.
 
     Args:
         member: fresh, of the same index.
         carried: the earlier attempt's summary.
         segments: those that it cites, in its order.
+        max_new_tokens: of the whole response.
     """
     for ref, segment in zip(carried.segments, segments, strict=True):
         member.continue_with(segment, SampleStatus.ABORTED)
         member.stored_at(ref, segment)
     member.status, member.reward, member.details = carried.status, carried.reward, carried.score
     if carried.status is SampleStatus.FAILED:  # its tokens are good, its score was not: score it again
-        member.status, member.reason = SampleStatus.COMPLETED, None
+        truncated = tokens_left(member, max_new_tokens) <= 0
+        member.status = SampleStatus.TRUNCATED if truncated else SampleStatus.COMPLETED
 
 
 def tokens_left(member: Member, max_new_tokens: int) -> int:

@@ -46,7 +46,7 @@ class Scorer:
         """Scores of the items, in their order; after the last try, what went wrong instead of a reward."""
         for _ in range(self._max_tries):
             scores = await self._ask(group_id, attempt, rm_type, items, group_rm)
-            if scores is not None and len(scores) == len(items):
+            if scores is not None and _parts(scores) == _parts(items):
                 return scores
             log.warning("scores_missing", group_id=group_id, attempt=attempt)
         return [Score(index=item.index, part=item.part, error="no answer from a reward worker") for item in items]
@@ -82,6 +82,10 @@ class Scorer:
             await self._bus.publish(request)
         except AlreadyQueued:
             log.debug("scores_awaited", request_id=request.request_id)
+
+
+def _parts(scored: Sequence[Score | ScoreItem]) -> list[tuple[int, int]]:
+    return [(one.index, one.part) for one in scored]
 
 
 class _Answer:

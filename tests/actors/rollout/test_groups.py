@@ -6,19 +6,31 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
 
 from actors.rollout.actor import RolloutActor
 from messages import (
+    EvalCompleted,
+    EvalRequested,
+    Float32Array,
     GroupAborted,
     GroupCompleted,
     GroupFailed,
+    Int32Array,
     Plane,
     RoundHalted,
+    SampleKey,
+    SampleStatus,
+    SampleSummary,
     SamplingParams,
     Score,
     ScoreRequested,
     ScoresGiven,
+    Segment,
+    SegmentRef,
+    SegmentsPublished,
+    UInt8Array,
+    WeightSpan,
 )
 from runtime.bus import Bus, Delivery
 from tests.fixtures.nats import eventually
@@ -144,6 +156,86 @@ async def test_a_member_that_fails_costs_its_group_and_no_other(bus: Bus, router
     assert (failed.group_id, "not this one" in failed.reason) == (0, True)
     assert isinstance(event, GroupCompleted)
     assert event.group_id == 1
+
+
+async def test_a_carried_sample_without_room_for_tokens_is_scored_in_this_attempt(bus: Bus, router_url: str) -> None:
+    """As when an abort meets the last token that there is room for."""
+    ref = await store(bus, [1, 2, 3, 4])
+    carried = SampleSummary(index=0, status=SampleStatus.ABORTED, segments=(ref,), response_len=4)
+    request = msgspec.structs.replace(task(0, carried=(carried,)), sampling=SamplingParams(max_new_tokens=4))
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology_with()):
+            await bus.publish(announcement(1))
+            await bus.publish(request)
+            event, _ = await next_event(bus, GroupCompleted, GroupAborted)
+        group.cancel_scope.cancel()
+    assert isinstance(event, GroupCompleted)
+    assert [sample.status for sample in event.samples] == [SampleStatus.TRUNCATED] * 2
+
+
+async def store(bus: Bus, ids: list[int]) -> SegmentRef:
+    """What an earlier attempt of group 0 left of its first sample."""
+    segment = Segment(
+        sample=SampleKey(group_id=0, attempt=0, index=0),
+        prompt_ids=Int32Array([7, 8]),
+        response_ids=Int32Array(ids),
+        loss_mask=UInt8Array([1] * len(ids)),
+        rollout_log_probs=Float32Array([-1.0] * len(ids)),
+        weight_spans=(WeightSpan(version=1, start=0, end=len(ids)),),
+    )
+    seq = await bus.publish(SegmentsPublished(group_id=0, attempt=0, lease="l", segments=(segment,)))
+    return SegmentRef(seq=seq, position=0)
+
+
+async def test_what_no_message_can_carry_fails_its_group_and_not_the_actor(bus: Bus, router_url: str) -> None:
+    """First the sample is over the size of a message, then what the grader answered: as JSON twice as long."""
+
+    async def grade_at_length() -> None:
+        async with bus.consume(ScoreRequested, durable="reward") as deliveries:
+            async for delivery in deliveries:
+                request = delivery.message
+                scores = (Score(index=0, reward=1.0, details={"why": "\n" * 5_000_000}),)
+                await bus.notify(ScoresGiven(request_id=request.request_id, scores=scores), to=request.reply_to)
+                await delivery.ack()
+
+    engine = ScriptedEngine(text=lambda ids: "x" * 9_000_000)
+    async with serving(engine), anyio.create_task_group() as group:
+        group.start_soon(grade_at_length)
+        async with rollout_actor(bus, router_url, [engine], topology_with()):
+            await bus.publish(announcement(1))
+            await bus.publish(msgspec.structs.replace(task(0), num_samples=1))
+            _, seq = await next_event(bus, GroupFailed)
+            engine.text = str
+            await bus.publish(msgspec.structs.replace(task(1), num_samples=1))
+            failed, _ = await next_event(bus, GroupFailed, from_seq=seq + 1)
+        group.cancel_scope.cancel()
+    assert isinstance(failed, GroupFailed)
+    assert "the server takes" in failed.reason
+
+
+async def test_an_evaluation_item_that_somebody_else_aborts_is_done_again(bus: Bus, router_url: str) -> None:
+    prompt = task(0).prompt
+    request = EvalRequested(
+        step=0, set="test", item=5, version=1, prompt=prompt, num_samples=1, sampling=SamplingParams(max_new_tokens=8)
+    )
+    async with (
+        serving(ScriptedEngine(hold=True)) as engine,
+        ClientSession() as session,
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology_with()):
+            await bus.publish(announcement(1))
+            await bus.publish(request)
+            await engine.wait_for_requests(1)
+            engine.hold = False
+            async with session.post(f"{engine.url}/abort_request", json={"abort_all": True}):
+                pass
+            event, _ = await next_event(bus, EvalCompleted)
+        group.cancel_scope.cancel()
+    assert isinstance(event, EvalCompleted)
+    assert [(sample.status, sample.reward) for sample in event.samples] == [(SampleStatus.COMPLETED, 1.0)]
 
 
 async def test_a_request_carries_token_ids_and_every_sampling_setting(bus: Bus, router_url: str) -> None:

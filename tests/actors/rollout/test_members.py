@@ -36,10 +36,10 @@ def fresh() -> Member:
     return member
 
 
-def inherited(status: SampleStatus, reward: float | None = None) -> Member:
+def inherited(status: SampleStatus, reward: float | None = None, *, room: int = 8) -> Member:
     member = fresh()
     carried = SampleSummary(index=0, status=status, segments=(FIRST, SECOND), reward=reward, score={"acc": 1})
-    inherit(member, carried, [segment([1, 2], 3, "ab"), segment([4], 5, "c")])
+    inherit(member, carried, [segment([1, 2], 3, "ab"), segment([4], 5, "c")], max_new_tokens=room)
     return member
 
 
@@ -80,10 +80,18 @@ def test_a_finished_sample_needs_no_more_tokens_and_is_scored_once(status: Sampl
     assert (member.summary().reward, member.summary().score) == (reward, {"acc": 1})
 
 
-def test_a_sample_whose_score_failed_is_scored_again() -> None:
-    member = inherited(SampleStatus.FAILED)
+@pytest.mark.parametrize(("room", "status"), [(8, SampleStatus.COMPLETED), (3, SampleStatus.TRUNCATED)])
+def test_a_sample_whose_score_failed_is_scored_again_and_stays_truncated(room: int, status: SampleStatus) -> None:
+    member = inherited(SampleStatus.FAILED, room=room)
     assert member.unscored
-    assert member.prefix == [1, 2, 4]
+    assert (member.status, member.prefix) == (status, [1, 2, 4])
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_is_a_failed_score(reward: float) -> None:
+    member = inherited(SampleStatus.COMPLETED)
+    member.take_score(Score(index=0, reward=reward), failed_reward=None)
+    assert (member.status, member.reward, member.reason) == (SampleStatus.FAILED, None, f"the reward is {reward}")
 
 
 def test_a_sample_that_never_began_counts_as_aborted_and_has_no_reward() -> None:
