@@ -24,7 +24,7 @@ class PackedArray(np.ndarray[Any, Any]):
         packed = array.astype(cls.wire_dtype, copy=False)
         if packed.ndim != 1:
             raise ValueError(f"{cls.__name__} takes one dimension, got shape {packed.shape}")
-        if cls.wire_dtype.kind in "iu" and not np.array_equal(packed, array):
+        if cls.wire_dtype.kind in "iu" and packed is not array and (packed != array).any():
             raise ValueError(f"{cls.__name__} cannot hold {array.dtype} values outside its range")
         return packed.view(cls)
 

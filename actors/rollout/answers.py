@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from messages import Float32Array, Int32Array, SampleKey, SampleStatus, Segment, UInt8Array, WeightSpan
 
@@ -75,7 +76,7 @@ def segment_of(answer: Answer, sample: SampleKey, prompt_ids: Int32Array) -> Seg
         sample=sample,
         prompt_ids=prompt_ids,
         response_ids=Int32Array(ids),
-        loss_mask=UInt8Array([1] * len(ids)),
+        loss_mask=UInt8Array(np.ones(len(ids), np.uint8)),
         rollout_log_probs=Float32Array([log_prob for log_prob, _, _ in meta.output_token_logprobs]),
         weight_spans=_spans(meta, len(ids)),
         text=answer.text,
