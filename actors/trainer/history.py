@@ -9,7 +9,9 @@ from messages import (
     GroupCompleted,
     GroupsClosed,
     Message,
+    Outcome,
     TrainerStarted,
+    VerdictGiven,
     WeightsAnnounced,
     WeightsApplied,
 )
@@ -20,6 +22,7 @@ HISTORY: Final[tuple[type[Message], ...]] = (
     GroupCompleted,
     GroupsClosed,
     TrainerStarted,
+    VerdictGiven,
     WeightsAnnounced,
     WeightsApplied,
 )
@@ -50,6 +53,8 @@ class History:
                 self._bound()
             case GroupsClosed():
                 self._forget(event.group_ids)
+            case VerdictGiven() if event.outcome is not Outcome.KEEP:
+                self._forget_one(event.event_seq)  # read again should an earlier verdict have kept it
             case BatchReady():
                 self.batches.setdefault(event.step, event)
                 self.settle(self.settled)
@@ -76,6 +81,14 @@ class History:
             for seq in self._seqs_of_groups.pop(group_id, ()):
                 self.completed.pop(seq, None)
 
+    def _forget_one(self, seq: int) -> None:
+        event = self.completed.pop(seq, None)
+        if event is not None:
+            seqs = self._seqs_of_groups[event.group_id]
+            seqs.remove(seq)
+            if not seqs:
+                del self._seqs_of_groups[event.group_id]
+
     def _bound(self) -> None:
         while len(self.completed) > MAX_WAITING_GROUPS:
-            self.completed.pop(next(iter(self.completed)))
+            self._forget_one(next(iter(self.completed)))

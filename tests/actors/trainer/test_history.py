@@ -9,7 +9,9 @@ from messages import (
     BatchTrained,
     GroupRef,
     GroupsClosed,
+    Outcome,
     TrainerStarted,
+    VerdictGiven,
     WeightsAnnounced,
     WeightsApplied,
 )
@@ -62,6 +64,15 @@ def test_groups_are_kept_until_their_batch_is_settled_or_they_are_closed() -> No
     assert sorted(history.completed) == [1, 2, 4]
     history.settle(1)
     assert (sorted(history.completed), history.batches) == ([2, 4], {})
+
+
+def test_a_rejected_group_and_with_it_its_payload_is_not_kept() -> None:
+    def judged(group: int, seq: int, outcome: Outcome) -> VerdictGiven:
+        return VerdictGiven(group_id=group, attempt=0, event_seq=seq, outcome=outcome)
+
+    history = folded(completed(1, 0), completed(2, 0), judged(1, 1, Outcome.DROP), judged(2, 2, Outcome.KEEP))
+    assert sorted(history.completed) == [2]
+    assert not history._seqs_of_groups.keys() - {2}
 
 
 def test_batches_that_are_settled_already_are_not_kept() -> None:
