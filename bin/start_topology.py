@@ -7,12 +7,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+import msgspec
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from actors.processes import process_specs  # noqa: E402 - found in place, without an installation
 from runtime.check import check_files  # noqa: E402
 from runtime.config import TopologyError  # noqa: E402
+from runtime.data_files import DataError  # noqa: E402
 from runtime.load import LoadedTopology, load_topology  # noqa: E402
 from runtime.plan import draw, plan_of  # noqa: E402
 from runtime.topology import Topology  # noqa: E402
@@ -65,7 +68,7 @@ def main(argv: list[str] | None = None, *, specs_of: "SpecsOf | None" = None) ->
         if args.check or args.plan:
             return _inspect(loaded, specs_of, plan=args.plan)
         return _start(loaded, args, specs_of)
-    except (TopologyError, WrongInput) as error:
+    except (TopologyError, WrongInput, DataError) as error:
         print(error, file=sys.stderr)
         return EXIT_WRONG_INPUT
     except KeyboardInterrupt:
@@ -101,6 +104,10 @@ def _node_of(topology: Topology, wanted: str | None) -> str:
 
 
 def _inspect(loaded: LoadedTopology, specs_of: "SpecsOf", *, plan: bool) -> int:
+    try:
+        loaded = _counted(loaded)
+    except DataError as error:
+        print(f"note: train.num_epoch cannot be counted here: {error}", file=sys.stderr)
     topology = loaded.topology
     if plan:
         run_dir = Path(topology.run.dir) / topology.run.name
@@ -123,12 +130,21 @@ def _check(loaded: LoadedTopology, node: str | None = None) -> tuple[str, ...]:
     return checked.notes
 
 
+def _counted(loaded: LoadedTopology) -> LoadedTopology:
+    """With train.num_steps in the place of train.num_epoch; reads all data if there is one."""
+    if loaded.topology.train.num_epoch is None:
+        return loaded
+    from actors.buffer.epochs import count_steps  # tokenizers and numpy, which the rest can do without
+
+    return msgspec.structs.replace(loaded, topology=count_steps(loaded.topology))
+
+
 def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf") -> int:
-    topology = loaded.topology
-    node = _node_of(topology, args.node)
+    node = _node_of(loaded.topology, args.node)
     screen = Screen(sys.stderr if args.json else sys.stdout)
     for note in _check(loaded, node):
         screen.show(f"note: {note}")
+    topology = _counted(loaded).topology
 
     from runtime.agent.start import RunRefused, Wish, start  # brings the bus along, which the rest can do without
 

@@ -111,7 +111,7 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
     for data in topology.data:
         yield f"  data     {data.name}: {data.path or data.source}, graded by {data.rm_type or 'what its rows name'}"
     asked, steps = over_sampling_batch_size(rollout), topology.algorithm.num_steps_per_rollout
-    parts = [f"{topology.train.num_steps} steps of {rollout.rollout_batch_size} groups x {_samples(rollout)}"]
+    parts = [f"{_length(topology)} of {rollout.rollout_batch_size} groups x {_samples(rollout)}"]
     if asked != rollout.rollout_batch_size:
         parts.append(f"{asked} groups asked for at a time")
     parts.append(_number(steps, "optimizer step") + " each")
@@ -124,6 +124,11 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
         yield f"  engines  {name}: {engine.kind}, {amount}, weights by {engine.weight_transport}{where}"
     for item in topology.eval:
         yield f"  eval     {item.name}: {item.path}, every {item.interval} steps"
+
+
+def _length(topology: Topology) -> str:
+    train = topology.train
+    return f"{train.num_steps} steps" if train.num_epoch is None else _number(train.num_epoch, "epoch")
 
 
 def _number(count: int, noun: str) -> str:

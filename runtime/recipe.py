@@ -103,7 +103,8 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
 class TrainConfig(Config, frozen=True, kw_only=True):
     """Length of the run, checkpoints, micro-batches."""
 
-    num_steps: Positive  # train steps
+    num_steps: Count = 0  # train steps; 0: so many as num_epoch has
+    num_epoch: Positive | None = None  # passes over the data; counted in full batches when the run starts
     save_interval: Positive | None = None  # train steps; none: at the end only
     max_tokens_per_gpu: Positive = 9216  # per micro-batch and rank; a longer sample sits alone
     keep_checkpoints: Positive = 2

@@ -105,11 +105,25 @@ def _algorithm(recipe: Recipe) -> Iterator[Problem]:
 def _schedule(recipe: Recipe) -> Iterator[Problem]:
     optimizer = recipe.optimizer
     planned = recipe.train.num_steps * recipe.algorithm.num_steps_per_rollout
+    yield from _length(recipe)
     if optimizer.min_lr > optimizer.lr:
         yield _problem("optimizer.min_lr", optimizer.min_lr, f"is above optimizer.lr = {optimizer.lr}")
-    if optimizer.lr_decay_style != "constant" and optimizer.lr_warmup_iters >= (optimizer.lr_decay_iters or planned):
+    decays = optimizer.lr_decay_style != "constant" and bool(optimizer.lr_decay_iters or planned)
+    if decays and optimizer.lr_warmup_iters >= (optimizer.lr_decay_iters or planned):
         message = f"must end before the decay does, after {optimizer.lr_decay_iters or planned} optimizer steps"
         yield _problem("optimizer.lr_warmup_iters", optimizer.lr_warmup_iters, message)
+
+
+def _length(recipe: Recipe) -> Iterator[Problem]:
+    train = recipe.train
+    if not train.num_steps and train.num_epoch is None:
+        yield Problem(key="train.num_steps", message="missing: train steps, at least 1; or train.num_epoch")
+    if train.num_steps and train.num_epoch is not None:
+        message = f"a run is as long as train.num_steps = {train.num_steps} or train.num_epoch says; unset one"
+        yield _problem("train.num_epoch", train.num_epoch, message)
+    if train.num_epoch is not None and any(item.source is not None for item in recipe.data):
+        message = "a function as data source has no length; set train.num_steps"
+        yield _problem("train.num_epoch", train.num_epoch, message)
 
 
 def _names(recipe: Recipe) -> Iterator[Problem]:

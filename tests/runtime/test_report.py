@@ -24,6 +24,7 @@ from messages import (
     IssuedGroup,
     Message,
     Outcome,
+    PromptsLoaded,
     RunFinished,
     SampleStatus,
     SampleSummary,
@@ -263,6 +264,16 @@ def test_a_failure_that_repeats_is_told_three_times() -> None:
         story.tell(GroupFailed(group_id=group, attempt=0, lease="x", round=0, instance="i", reason="reward raised"))
     assert story.lines() == ["group failed: reward raised"] * 2 + [
         "group failed: reward raised (no more of these are shown)"
+    ]
+
+
+def test_the_data_is_told_with_its_size_or_as_without_end() -> None:
+    story = Story()
+    story.tell(PromptsLoaded(data="a", num_prompts=3, num_too_long=2, took_s=0.1))
+    story.tell(PromptsLoaded(data="b", num_prompts=0, num_too_long=0, took_s=0.1))
+    assert story.lines() == [
+        "data a: 3 prompts, 2 over the length limit left out",
+        "data b: prompts by number, without end",
     ]
 
 
