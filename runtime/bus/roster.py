@@ -9,7 +9,7 @@ import structlog
 
 from messages import Message, MessageT
 from runtime.bus.bus import Bus
-from runtime.bus.errors import BusError, CallError, CallRefused, SequenceMismatch
+from runtime.bus.errors import BusError, CallError, CallRefused, Fenced, SequenceMismatch
 from runtime.bus.kv import Watch
 
 log = structlog.get_logger()
@@ -100,7 +100,7 @@ class Roster:
         """Stay a member until cancelled: enter again after an eviction, give way to a later process.
 
         Raises:
-            BusError: a later process of the instance is there.
+            Fenced: a later process of the instance is there.
         """
         await self.join(role, member)
         async with self._bus.kv.watch(_key(role), Members) as changes:
@@ -113,7 +113,7 @@ class Roster:
                 continue
             later = [other for other in members if other.instance == member.instance]
             if later and later[0].incarnation > member.incarnation:
-                raise BusError(f"{member.instance} runs elsewhere: {later[0]}")
+                raise Fenced(f"{member.instance} runs elsewhere: {later[0]}")
             log.warning("roster_joined_again", role=role, instance=member.instance)
             await self.join(role, member)
 
