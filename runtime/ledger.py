@@ -35,7 +35,7 @@ from messages import (
     WeightsAnnounced,
 )
 
-FOLD_VERSION = 1  # raised whenever the same log folds to another state; older snapshots are then not loaded
+FOLD_VERSION = 2  # raised whenever the same log folds to another state; older snapshots are then not loaded
 
 LedgerEvent = (
     BufferStarted
