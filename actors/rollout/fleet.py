@@ -1,5 +1,6 @@
 """The engines of a rollout actor: who is up, who holds which weights, who is behind the router."""
 
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ RETRY_S = 1.0
 POLL_S = 0.1  # while an engine or the router starts; neither tells when it is up
 REGISTER_TIMEOUT_S = 60.0
 REMOVE_TIMEOUT_S = 5.0
+REFUSED_PATIENCE_S = 60.0  # newer weights, or a trainer's restart, may help
 
 
 class WeightsMismatch(EngineError):
@@ -112,19 +114,28 @@ class Fleet:
         """Keep one engine admitted: wait for it, give it the current weights, register it, and again when it is lost.
 
         Runs for ever, in a task that is cancelled when the engine's address changes.
+
+        Raises:
+            WeightsMismatch, RequestRefused: it has refused the weights for long, and no other engine has taken any.
         """
         old = self._engines.get(name)
         engine = self._engines[name] = Engine(name=name, url=url)
         if old is not None:
             await self._forget(old)
+        refused_since = math.inf
         while True:
             await self._wait_until(lambda: self._http.ready(url))
             try:
                 await self._admit(engine)
             except EngineError as error:
                 log.warning("engine_not_admitted", engine=name, error=str(error))
+                away = isinstance(error, EngineUnavailable)
+                refused_since = math.inf if away else min(refused_since, anyio.current_time())
+                if anyio.current_time() - refused_since > REFUSED_PATIENCE_S and not self._admitted():
+                    raise
                 await anyio.sleep(RETRY_S)
                 continue
+            refused_since = math.inf
             log.info("engine_admitted", engine=name, url=url, weight_version=engine.version)
             await self.notify()
             async with self._changed:

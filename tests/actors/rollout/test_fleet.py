@@ -20,6 +20,7 @@ from messages import (
     WeightsApplied,
 )
 from messages.subjects import stream_of
+from runtime.actor import leaves
 from runtime.addresses import Address, address_key
 from runtime.bus import Bus
 from runtime.bus.store import api_call
@@ -145,6 +146,23 @@ async def test_an_engine_that_the_router_lost_is_registered_again(bus: Bus, rout
             await bus.publish(task(0))
             await completed(bus)
         group.cancel_scope.cancel()
+
+
+async def test_weights_that_no_engine_takes_end_the_actor_with_the_reason(
+    bus: Bus, router_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tried again for ever, they would hold up the run without a word."""
+    monkeypatch.setattr("actors.rollout.fleet.REFUSED_PATIENCE_S", 0.2)
+    monkeypatch.setattr("actors.rollout.fleet.RETRY_S", 0.05)
+    errors: list[BaseException] = []
+    async with serving(ScriptedEngine(checksum="other")) as engine:
+        try:
+            async with rollout_actor(bus, router_url, [engine], topology_with()):
+                await bus.publish(announcement(1))
+                await anyio.sleep(10)
+        except ExceptionGroup as group:
+            errors = leaves(group)
+    assert ["holds other, announced was sum" in str(error) for error in errors] == [True]
 
 
 @pytest.mark.parametrize("path", ["/weights_checker", "/model_info"])
