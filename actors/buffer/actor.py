@@ -1,6 +1,7 @@
 """The buffer actor: keeps the ledger, decides what happens next, puts the work."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import TypeVar
 
 import anyio
@@ -17,6 +18,7 @@ from messages import (
     BatchReady,
     BufferStarted,
     CheckpointSaved,
+    EvalCompleted,
     EvalEnded,
     EvalIssued,
     EvalRequested,
@@ -42,6 +44,7 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 PUTS_AT_ONCE = 64  # tasks that are being published at the same time
+EVAL_TASKS_QUEUED = 512  # of one evaluation at a time
 READ_TIMEOUT_S = 30.0  # for an event that is known to be in the log
 LEDGER_OWN = tuple(event for event in LEDGER_EVENTS if event.topic.startswith("ledger."))
 
@@ -73,6 +76,7 @@ class BufferActor(Actor):
         self._topology = topology
         self._bus = bus
         self._state = LedgerState()
+        self._eval_tasks: Iterator[EvalRequested] = iter(())  # of the running evaluation, still to be put
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         prompts = await _in_thread(lambda: load_prompts(self._topology))
@@ -200,8 +204,10 @@ class BufferActor(Actor):
             case GroupsIssued():
                 groups = [state.groups[issued.group_id] for issued in event.groups if issued.group_id in state.groups]
                 await self._put(rollout_task(self._topology, group, prompts) for group in groups)
-            case EvalIssued() if state.evaluation is not None:
-                await self._put(eval_tasks(self._topology, state.evaluation, prompts.evals))
+            case EvalIssued():
+                await self._begin_evaluation(prompts)
+            case EvalCompleted():
+                await self._put(islice(self._eval_tasks, 1))
             case CheckpointSaved():
                 await self._bus.purge(Plane.DATA, below_seq=state.low_water())
             case _:
@@ -210,8 +216,14 @@ class BufferActor(Actor):
     async def _put_everything_open(self, prompts: PromptSet | MadePrompts) -> None:
         """After a start: tasks that are still queued or being worked on refuse the second copy."""
         await self._put(tasks_in_flight(self._topology, self._state, prompts))
-        if self._state.evaluation is not None:
-            await self._put(eval_tasks(self._topology, self._state.evaluation, prompts.evals))
+        await self._begin_evaluation(prompts)
+
+    async def _begin_evaluation(self, prompts: PromptSet | MadePrompts) -> None:
+        """Put the first tasks; each item that ends brings the next one, for the queue has room for some sets only."""
+        evaluation = self._state.evaluation
+        if evaluation is not None:
+            self._eval_tasks = eval_tasks(self._topology, evaluation, prompts.evals)
+            await self._put(islice(self._eval_tasks, EVAL_TASKS_QUEUED))
 
     async def _put(self, tasks: Iterable[RolloutRequested | EvalRequested]) -> None:
         """Make tasks, off the event loop, since their prompts may come from a user's function, and put them."""

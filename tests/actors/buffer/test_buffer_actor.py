@@ -16,10 +16,14 @@ from messages import (
     BatchReady,
     BufferStarted,
     CheckpointSaved,
+    EvalCompleted,
+    EvalEnded,
+    EvalRequested,
     GroupAborted,
     GroupCompleted,
     GroupsIssued,
     Outcome,
+    Plane,
     RoundHalted,
     SampleStatus,
     SampleSummary,
@@ -30,6 +34,7 @@ from messages.codec import encode
 from messages.subjects import filter_of, ledger_filter, subject_of
 from runtime.actor import host
 from runtime.bus import Bus, BusError, Fenced
+from runtime.recipe import EvalConfig
 from runtime.topology import Topology
 from tests.fixtures.nats import NatsServer, eventually
 from tests.support.rollout import announcement, next_event, topology_with
@@ -131,6 +136,36 @@ async def test_a_snapshot_over_the_size_of_a_message_is_left_out(bus: Bus, topol
         await next_event(bus, GroupsIssued, from_seq=seq)
         async with bus.read(SnapshotTaken) as snapshots:
             assert not snapshots.pending
+
+
+async def test_tasks_of_a_large_evaluation_are_put_as_items_end(
+    bus: Bus, topology: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.buffer.actor.EVAL_TASKS_QUEUED", 3)
+    sets = [{"name": "test", "path": str(tmp_path / "prompts.jsonl"), "interval": 1}]
+    with_eval = msgspec.structs.replace(topology, eval=msgspec.convert(sets, tuple[EvalConfig, ...]))
+    async with bus.consume(EvalRequested, durable="eval-policy") as tasks, anyio.create_task_group() as group:
+
+        async def answer_all() -> None:
+            async for task in tasks:
+                asked.append(task.message.item)
+                who: dict[str, Any] = {"step": 0, "set": "test", "version": 1, "instance": "rollout", "samples": ()}
+                await bus.publish(EvalCompleted(item=task.message.item, **who))
+                await task.ack()
+
+        asked: list[int] = []
+        async with buffer(bus, with_eval):
+            await bus.publish(announcement(1))
+            await eventually(lambda: _has_work(bus, 3 + 2))  # and two groups
+        async with buffer(bus, with_eval):
+            group.start_soon(answer_all)
+            await next_event(bus, EvalEnded)
+        group.cancel_scope.cancel()
+    assert sorted(asked) == list(range(10))
+
+
+async def _has_work(bus: Bus, number: int) -> bool:
+    return (await bus.state(Plane.WORK)).messages == number
 
 
 async def test_of_two_buffers_the_older_one_ends_as_fenced(bus: Bus, topology: Topology) -> None:
