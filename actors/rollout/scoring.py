@@ -13,7 +13,7 @@ from runtime.bus import AlreadyQueued, Bus
 
 log = structlog.get_logger()
 
-PATIENCE_S = 30.0  # on top of what grading may take: queueing, and the redelivery after a worker's death
+PATIENCE_S = 600.0  # on top of what grading may take: slow graders have a queue, and waiting in it is no failure
 REPEAT_S = 5.0  # an unanswered request is put again: refused for as long as some worker has it or will have it
 
 
