@@ -26,8 +26,8 @@ fmt: setup
     .venv/bin/ruff check --fix
 
 # measure; figures and commands are in docs/benchmarks.md
-bench: setup
-    .venv/bin/python -m pytest tests/bench -m bench -s --timeout 600
+bench *names: setup
+    .venv/bin/python -m tests.bench {{ names }}
 
 # kill -9 every process of a run in turn
 chaos: setup

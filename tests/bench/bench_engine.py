@@ -2,6 +2,8 @@
 
 One tiny Qwen3 with drawn weights, 16-token prompts, 64-token responses, 64 samples in flight, everything in one run.
 Prints JSON. `per_cpu_s` divides by the CPU seconds of the engine process, `ratio` compares that with the slots alone.
+
+Run: python -m tests.bench.bench_engine
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The trainer on the laptop recipe: start, one train step with its publish, a checkpoint. Prints JSON.
 
-Run: PYTHONPATH=. python tests/bench/bench_trainer.py. The samples are random: the recipe's sizes, not its task.
+Run: python -m tests.bench.bench_trainer. The samples are random: the recipe's sizes, not its task.
 """
 
 import argparse
@@ -23,9 +23,10 @@ IMPORT = "import time; begin = time.perf_counter(); import actors.trainer.engine
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=50, help="train steps to measure")
+    parser.add_argument("--imports", type=int, default=3, help="fresh processes to measure the import in")
     parser.add_argument("--profile", action="store_true", help="say where a train step's time goes")
     args = parser.parse_args(argv)
-    results: dict[str, Any] = {"import_s": [round(import_s(), 2) for _ in range(3)]}
+    results: dict[str, Any] = {"import_s": [round(import_s(), 2) for _ in range(args.imports)]}
     with tempfile.TemporaryDirectory() as folder:
         results |= measure(Path(folder), args.steps, profile=args.profile)
     print(json.dumps(results, indent=2))

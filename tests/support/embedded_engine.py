@@ -82,7 +82,8 @@ def running_router(port: int, *worker_urls: str) -> Iterator[str]:
 @contextlib.contextmanager
 def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+    silent = subprocess.DEVNULL  # the router's log: the output is the benchmark's
+    process = subprocess.Popen(command, stdout=silent, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
     try:
         yield process
     finally:
