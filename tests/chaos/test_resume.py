@@ -52,14 +52,16 @@ async def test_everything_is_killed_at_once(tmp_path: Path) -> None:
 
 async def test_ctrl_c_ends_everything_and_the_run_goes_on_later(tmp_path: Path) -> None:
     run = Run(tmp_path, num_steps=12)
-    async with run.started() as command:
-        await wait_for_a_moment(command, "ctrl-c", 7)
-        family = command.family()
-        began = time.monotonic()
-        command.send(signal.SIGINT)
-        assert await command.end() == 128 + signal.SIGINT
-        assert time.monotonic() - began < STOP_S
-        await run.gone(family)
+    for steps in (0, 7):  # 0: while everything starts
+        async with run.started() as command:
+            if steps:
+                await wait_for_a_moment(command, "ctrl-c", steps)
+            family = command.family()
+            began = time.monotonic()
+            command.send(signal.SIGINT)
+            assert await command.end() == 128 + signal.SIGINT
+            assert time.monotonic() - began < STOP_S
+            await run.gone(family)
     await resume_and_finish(run)
 
 
