@@ -5,7 +5,7 @@ from itertools import combinations
 
 from runtime.config import Problem, show
 from runtime.gpus import Gpu, parse_gpus, show_gpus
-from runtime.recipe import EvalConfig, Recipe, max_prompt_len
+from runtime.recipe import EvalConfig, Recipe, eval_data, max_prompt_len
 from runtime.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
 from runtime.topology import (
     EngineConfig,
@@ -27,6 +27,7 @@ def validate(topology: Topology) -> list[Problem]:
         _schedule,
         _names,
         _evaluation,
+        _group_graders,
         _bus,
         _sizes,
         _gpus_exist,
@@ -138,6 +139,17 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
 def _evaluation(recipe: Recipe) -> Iterator[Problem]:
     for index, item in enumerate(recipe.eval):
         yield from _evaluation_set(recipe, item, f"eval.{index}")
+
+
+def _group_graders(topology: Topology) -> Iterator[Problem]:
+    if not topology.reward.group_rm or not topology.data:
+        return
+    graders = {item.rm_type for item in topology.data}
+    for index, item in enumerate(topology.eval):
+        name = eval_data(topology, item).rm_type
+        if name in graders and ":" in (name or ""):
+            message = "grades whole groups (reward.group_rm), but evaluation is scored sample by sample: name another"
+            yield _problem(f"eval.{index}.rm_type", name, message)
 
 
 def _evaluation_set(recipe: Recipe, item: EvalConfig, key: str) -> Iterator[Problem]:

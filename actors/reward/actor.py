@@ -106,9 +106,11 @@ class RewardActor(Actor):
 
 
 def graders_of(topology: Topology) -> tuple[GraderSpec, ...]:
-    """The graders that a recipe names, each once."""
-    names = [item.rm_type for item in (*topology.data, *topology.eval) if item.rm_type is not None]
-    return tuple(GraderSpec(name=name, group=topology.reward.group_rm) for name in dict.fromkeys(names))
+    """The graders that a recipe names, each once. Evaluation is scored sample by sample."""
+    group = topology.reward.group_rm
+    named = [GraderSpec(name=item.rm_type, group=group) for item in topology.data if item.rm_type is not None]
+    named += [GraderSpec(name=item.rm_type, group=False) for item in topology.eval if item.rm_type is not None]
+    return tuple(dict.fromkeys(named))
 
 
 def _sample_of(item: ScoreItem) -> GradedSample:
