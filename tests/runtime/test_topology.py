@@ -95,7 +95,7 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
         (("model.ref_load=x/y",), "model.ref_load", "unless algorithm.use_kl_loss = true"),
         (("optimizer.min_lr=1",), "optimizer.min_lr", "is above optimizer.lr"),
         (("optimizer.lr_decay_style=cosine", "optimizer.lr_decay_iters=20"), "optimizer.lr_warmup_iters", "must end"),
-        (("reward.group_rm=true", "data.0.rm_type=my:rank", "eval.0.rm_type=none"), "eval.0.rm_type", "sample by sample"),
+        (("reward.group_rm=true", "data.0.rm_type=my:rank", "eval.0.rm_type=none"), "eval.0.rm_type", "sample by"),
         (("eval.0.max_response_len=64", "rollout.max_context_len=64"), "eval.0.max_response_len", "no room for a"),
         (("data=[]",), "data", "at least one"),
         (("data.0.path=none",), "data.0.path", "missing: a data file; or data.0.source, a function"),
