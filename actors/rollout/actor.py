@@ -111,7 +111,7 @@ class RolloutActor(Actor):
             await self._follow_addresses("engine", fleet.run_engine)
 
     async def _watch_router(self, fleet: Fleet) -> None:
-        await self._follow_addresses("router", lambda _, url: fleet.set_router(url))
+        await self._follow_addresses("router", lambda _, url: fleet.run_router(url))
 
     async def _follow_addresses(self, role: str, attend: Callable[[str, str], Awaitable[None]]) -> None:
         """Attend to each server by its key and URL, until its next address; those already there come first."""

@@ -98,17 +98,22 @@ class Fleet:
         async with self._changed:
             self._changed.notify_all()
 
-    async def set_router(self, url: str) -> None:
-        """A router started, perhaps again. Returns once it answers and knows no engine.
+    async def run_router(self, url: str) -> None:
+        """Send requests to a router: wait until it answers and knows no engine, and again when it is lost.
 
-        One that outlived an earlier rollout actor still knows that one's engines, whatever weights they hold.
+        One that outlived an earlier rollout actor still knows that one's engines, whatever weights they hold. Runs for
+        ever, in a task that is cancelled when the router's address changes.
         """
-        self._router = None
-        for engine in self._admitted():
-            engine.admitted = False
-        await self._wait_until(lambda: self._unlisted(url, None))
-        self._router = url
-        await self.notify()
+        while True:
+            self._router = None
+            for engine in self._admitted():
+                engine.admitted = False
+            await self._wait_until(lambda: self._unlisted(url, None))
+            self._router = url
+            await self.notify()
+            async with self._changed:
+                while self._router == url:
+                    await self._changed.wait()
 
     async def run_engine(self, name: str, url: str) -> None:
         """Keep one engine admitted: wait for it, give it the current weights, register it, and again when it is lost.
@@ -152,7 +157,7 @@ class Fleet:
         await self.notify()
 
     async def report_unavailable(self) -> None:
-        """A request failed: find out which engines are not as they were and ask them no more until they are.
+        """A request failed: find out who is not as it was, router or engine, and ask it no more until it is.
 
         Many requests fail at the same time: all wait for one look.
         """
@@ -161,6 +166,10 @@ class Fleet:
             return
         self._check = anyio.Event()
         try:
+            router = self._router
+            if router is not None and not await self._router_answers(router) and self._router == router:
+                log.warning("router_lost", url=router)
+                self._router = None
             async with anyio.create_task_group() as group:
                 for engine in self._admitted():
                     group.start_soon(self._check_or_expel, engine)
@@ -239,6 +248,13 @@ class Fleet:
             await self._wait_until(lambda: self._unlisted(router, engine))
         if scope.cancelled_caught:
             log.warning("worker_not_removed", url=engine.url)
+
+    async def _router_answers(self, router: str) -> bool:
+        try:
+            await self._http.workers(router)
+        except EngineError:
+            return False
+        return True
 
     async def _unlisted(self, router: str, engine: Engine | None, *, remove: bool = True) -> bool:
         """Whether the router answers and does not know an engine, or any; those that it knows are removed."""

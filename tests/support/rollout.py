@@ -6,7 +6,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,9 @@ def topology_with(**tables: Any) -> Topology:
     return msgspec.convert(merged, Topology)
 
 
-@pytest.fixture(scope="session")
-def router_url() -> Iterator[str]:
-    """A real sglang-router of the session. Each test registers its own engines and removes them."""
+@contextmanager
+def running_router() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A real sglang-router and its URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -64,10 +64,17 @@ def router_url() -> Iterator[str]:
     command += ["--prometheus-host", "127.0.0.2", "--prometheus-port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield process, f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
         process.wait(10)
+
+
+@pytest.fixture(scope="session")
+def router_url() -> Iterator[str]:
+    """A router of the session. Each test registers its own engines and removes them."""
+    with running_router() as (_, url):
+        yield url
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ import anyio
 import msgspec
 import pytest
 from aiohttp import ClientSession
+from structlog.testing import capture_logs
 
 from messages import (
     EvalCompleted,
@@ -25,7 +26,16 @@ from runtime.addresses import Address, address_key
 from runtime.bus import Bus
 from runtime.bus.store import api_call
 from tests.fixtures.nats import eventually
-from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
+from tests.support.rollout import (
+    announcement,
+    completed,
+    grade,
+    next_event,
+    rollout_actor,
+    running_router,
+    task,
+    topology_with,
+)
 from tests.support.rollout import no_worker_is_left as no_worker_is_left  # a fixture
 from tests.support.rollout import router_url as router_url  # a fixture
 from tests.support.scripted_engine import ScriptedEngine, serving
@@ -65,6 +75,23 @@ async def test_a_router_that_never_answers_gives_way_to_the_next_one(bus: Bus, r
 
 async def _is_on_roster(bus: Bus) -> bool:
     return await bus.kv.get("roster.rollout", msgspec.Raw) is not None
+
+
+async def test_requests_wait_for_a_lost_router_and_do_not_knock(bus: Bus, router_url: str) -> None:
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        with capture_logs() as logged, running_router() as (router, own_url):
+            async with rollout_actor(bus, own_url, [engine], topology_with()):
+                await bus.publish(announcement(1))
+                await until_applied(bus, 1)
+                router.kill()
+                router.wait(10)
+                await bus.publish(task(0))
+                await eventually(lambda: "router_lost" in [entry["event"] for entry in logged])
+                await bus.kv.put(address_key("router", "policy", 0), Address(url=router_url))
+                await completed(bus)
+        group.cancel_scope.cancel()
+    assert [entry["event"] for entry in logged].count("request_lost") == 2  # each of the two once
 
 
 async def test_an_engine_that_refuses_new_weights_is_asked_no_more(bus: Bus, router_url: str) -> None:
