@@ -135,16 +135,16 @@ class RolloutActor(Actor):
 
     async def _follow_log(self, fleet: Fleet, generator: Generator) -> None:
         """Take halts and weights from the log. At the start only the newest announcement matters."""
-        newest: WeightsAnnounced | None = None
+        newest, version = None, 0
         async with self._bus.read(RoundHalted, WeightsAnnounced) as events:
             while True:
                 received = await events.next()
                 match received and received.message:
                     case RoundHalted(round=round):
                         await generator.halt(round)
-                    case WeightsAnnounced() as newest:
-                        pass
-                    case None:  # unreadable, and the last one for now
+                    case WeightsAnnounced() as announced if announced.version > version:
+                        newest, version = announced, announced.version
+                    case _:  # a replaced trainer's last word; none: unreadable, and the last one for now
                         pass
                 if newest is not None and not events.pending:
                     self._announced_at = time.monotonic()

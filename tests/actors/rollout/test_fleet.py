@@ -120,6 +120,17 @@ async def test_an_engine_that_refuses_new_weights_is_asked_no_more(bus: Bus, rou
     assert {sample.first_version for event in groups[2:] for sample in event.samples} == {2}
 
 
+async def test_an_older_announcement_that_comes_late_is_ignored(bus: Bus, router_url: str) -> None:
+    """As of a trainer that was replaced and did not know it yet."""
+    async with serving(ScriptedEngine()) as engine, rollout_actor(bus, router_url, [engine], topology_with()):
+        await bus.publish(announcement(2))
+        await until_applied(bus, 2)
+        await bus.publish(announcement(1))
+        await bus.publish(announcement(3))
+        await until_applied(bus, 3)
+    assert engine.updates == ["/weights/v2", "/weights/v3"]
+
+
 async def test_an_engine_that_an_earlier_actor_left_at_the_router_is_not_asked(bus: Bus, router_url: str) -> None:
     async with (
         serving(ScriptedEngine(version="1")) as leftover,
