@@ -165,6 +165,7 @@ class RolloutActor(Actor):
             )
 
     async def _pull_groups(self, tools: Tools) -> None:
+        size = self._topology.rollout.n_samples_per_prompt
         durable = f"rollout-{self._pool}"
         async with (
             self._bus.consume(
@@ -173,8 +174,9 @@ class RolloutActor(Actor):
             anyio.create_task_group() as group,
         ):
             while True:
-                taken = await self._slots.take(self._topology.rollout.n_samples_per_prompt)
-                delivery = await anext(deliveries)  # not before it can begin: nobody else could have it meanwhile
+                taken = await self._slots.take(size)
+                deliveries.prefetch = self._slots.free // size  # those that can begin too: they come together
+                delivery = await anext(deliveries)
                 group.start_soon(self._run_group, tools, delivery, taken)
 
     async def _pull_evals(self, tools: Tools) -> None:

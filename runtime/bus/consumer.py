@@ -139,6 +139,15 @@ class Deliveries(Generic[MessageT]):
             for raw in await self._pull.close():
                 await self.answer(raw.reply, NAK)
 
+    @property
+    def prefetch(self) -> int:
+        """Messages to be fetched before anyone waits. Those that nobody takes for long are given back."""
+        return self._pull.ahead
+
+    @prefetch.setter
+    def prefetch(self, number: int) -> None:
+        self._pull.ahead = number
+
     async def next(self, timeout_s: float | None = None) -> Delivery[MessageT] | None:
         """The next usable delivery, or None after timeout_s. Unusable ones become dead letters on the way."""
         loop = asyncio.get_running_loop()

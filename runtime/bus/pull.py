@@ -64,7 +64,7 @@ class Pull:
         self._connection = connection
         self._limits = connection.limits
         self._stream = stream
-        self._ahead = ahead
+        self.ahead = ahead
         self._max_bytes = max_bytes
         self._redelivers = redelivers
         self._consumer = ""
@@ -126,7 +126,7 @@ class Pull:
         """
         if self._buffer:
             message = self._buffer.popleft()
-            if self._ahead and len(self._buffer) <= self._ahead // 2:
+            if self.ahead and len(self._buffer) <= self.ahead // 2:
                 await self._top_up(None)
             return message
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
@@ -151,13 +151,13 @@ class Pull:
             self._outstanding = 0
         if self._lost:
             return
-        wanted = max(self._ahead, self._num_waiting) - len(self._buffer)
+        wanted = max(self.ahead, self._num_waiting) - len(self._buffer)
         needed = self._num_waiting - len(self._buffer)  # by those who wait already
         enough = self._outstanding >= needed and self._outstanding > wanted // 2  # not a request for each message
         if wanted <= 0 or enough or not self._connection.is_connected:
             return
         expires_s = self._limits.pull_expires_s
-        if deadline is not None and not self._ahead:
+        if deadline is not None and not self.ahead:
             expires_s = max(MIN_EXPIRES_S, min(expires_s, deadline - asyncio.get_running_loop().time()))
         batch = wanted - self._outstanding
         self._outstanding += batch

@@ -140,6 +140,19 @@ async def test_what_was_fetched_ahead_is_given_back_at_the_end(bus: Bus) -> None
     assert sorted(names) == ["b", "c", "d"]
 
 
+async def test_how_much_is_fetched_ahead_may_change_with_each_delivery(bus: Bus) -> None:
+    for name in "abcdef":
+        await bus.publish(score_request(name))
+    async with bus.consume(ScoreRequested, durable="score") as deliveries:
+        for prefetch, left in ((3, 2), (2, 1), (1, 0), (0, 0)):
+            deliveries.prefetch = prefetch
+            await (await taken(deliveries)).ack()
+            await eventually(lambda left=left: len(deliveries._pull.buffered) >= left)
+        async with bus.consume(ScoreRequested, durable="score") as other:
+            names = [(await taken(other)).message.request_id for _ in range(2)]
+    assert names == ["e", "f"]
+
+
 async def test_what_was_fetched_ahead_and_is_not_taken_goes_to_another(bus: Bus, nats_server: NatsServer) -> None:
     for name in "abc":
         await bus.publish(score_request(name))
