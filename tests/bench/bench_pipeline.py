@@ -35,7 +35,7 @@ from actors.processes import OURS, process_specs
 from actors.rollout.http import Http
 from messages import BatchTrained
 from runtime.addresses import BUS_URL_VARIABLE, Address, address_key
-from runtime.agent.processes import ProcessSpec
+from runtime.agent.processes import ProcessSpec, Stage
 from runtime.agent.rundir import TOPOLOGY_FILE
 from runtime.bus import Bus, StreamLimits
 from runtime.bus.server import running_server
@@ -46,7 +46,7 @@ from tests.support.embedded_engine import free_port, wait_until_200
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "topologies" / "laptop.toml"
-ACTORS = ("buffer", "rollout", "reward", "filter")
+SHARED = 'share=[["buffer", "rollout", "reward", "filter"]]'
 NATS = "nats-server"
 END_TIMEOUT_S = 10.0
 TARGETS_US = {  # per sample, docs/design.md section 9
@@ -64,6 +64,7 @@ class Size:
     num_groups: int  # per step
     num_samples: int  # per group
     concurrency: int  # samples in flight
+    shared: bool  # whether the light actors are in one process
 
     @property
     def samples_per_step(self) -> int:
@@ -85,11 +86,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--groups", type=int, default=64, help="prompt groups per step")
     parser.add_argument("--samples", type=int, default=8, help="samples per group")
     parser.add_argument("--concurrency", type=int, default=64, help="samples in flight")
+    parser.add_argument("--share", action="store_true", help="all light actors in one process")
     parser.add_argument("--mode", choices=TARGETS_US, action="append", help="one mode only; default: all")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds per mode")
     args = parser.parse_args(argv)
     configure_logging("bench", "laptop")
-    size = Size(args.steps, args.warm_up, args.groups, args.samples, args.concurrency)
+    size = Size(args.steps, args.warm_up, args.groups, args.samples, args.concurrency, args.share)
     results: dict[str, Any] = {"steps": size.num_steps, "groups": size.num_groups, "samples_per_group": args.samples}
     for mode in args.mode or TARGETS_US:
         results[mode] = anyio.run(measure, mode, size, args.timeout, backend_options={"use_uvloop": True})
@@ -132,7 +134,7 @@ def topology_of(size: Size, *, batched: bool) -> Topology:
         f"engines.policy.batch_requests={'true' if batched else 'false'}",
         f'engines.policy.urls=["http://127.0.0.1:{free_port()}"]',
     ]
-    topology = load_topology(RECIPE, changes).topology
+    topology = load_topology(RECIPE, [*changes, *([SHARED] if size.shared else [])]).topology
     return msgspec.structs.replace(topology, eval=())
 
 
@@ -165,7 +167,7 @@ def services(topology: Topology, run_dir: Path, bus_url: str) -> Iterator[Servic
 @contextmanager
 def actors(topology: Topology, run_dir: Path, bus_url: str) -> Iterator[dict[str, psutil.Process]]:
     """The light actors as a run starts them, and the trainer's stand-in."""
-    commands = {spec.name: list(spec.command) for spec in specs_of(topology, run_dir) if spec.name in ACTORS}
+    commands = {spec.name: list(spec.command) for spec in specs_of(topology, run_dir) if spec.stage is Stage.ACTOR}
     commands["trainer"] = [sys.executable, "-m", "tests.bench.zero_trainer", str(run_dir)]
     with processes(commands, run_dir, bus_url) as running:
         yield running
