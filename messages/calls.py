@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from messages.base import Message, Plane, register
+from messages.samples import SampleSummary
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +67,7 @@ class StatsGiven(Message, kw_only=True, tag="stats_given"):
     instance: str
     uptime_s: float
     stats: dict[str, float]
+    waits_for: str = ""  # for people: what it waits for now
 
 
 @register
@@ -75,3 +77,24 @@ class CallFailed(Message, kw_only=True, tag="call_failed"):
     plane = Plane.CALL
     topic = "call_failed"
     reason: str
+
+
+@register
+class SpillsRequested(Message, kw_only=True, tag="spills_requested"):
+    """Asks the buffer what was spilled of an attempt; answered by SpillsGiven."""
+
+    plane = Plane.CALL
+    topic = "spills"
+    group_id: int
+    attempt: int
+
+
+@register
+class SpillsGiven(Message, kw_only=True, tag="spills_given"):
+    """What is stored of an attempt that has not ended."""
+
+    plane = Plane.CALL
+    topic = "spills_given"
+    group_id: int
+    attempt: int
+    samples: tuple[SampleSummary, ...]

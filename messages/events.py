@@ -4,6 +4,7 @@ from enum import StrEnum
 from typing import Any
 
 from messages.base import Message, Plane, register
+from messages.ledger import GroupRef
 from messages.samples import SampleSummary
 
 
@@ -53,10 +54,25 @@ class GroupFailed(Message, kw_only=True, tag="group_failed"):
     reason: str
 
 
+@register
+class SegmentsSpilled(Message, kw_only=True, tag="segments_spilled"):
+    """What an attempt that goes on has stored so far, for whoever works on it after a crash. Written by rollout."""
+
+    plane = Plane.EVENT
+    topic = "segments.spilled"
+    group_id: int
+    attempt: int
+    lease: str
+    round: int
+    instance: str
+    samples: tuple[SampleSummary, ...]  # those that have something stored; each with all its segments so far
+
+
 class Outcome(StrEnum):
     """What a filter decides."""
 
     KEEP = "keep"
+    SPARE = "spare"  # drop, unless a batch cannot be filled without it
     DROP = "drop"
     FAILED = "failed"  # the filter raised
 
@@ -126,6 +142,40 @@ class BatchTrained(Message, kw_only=True, tag="batch_trained"):
 
 
 @register
+class PayloadsMissing(Message, kw_only=True, tag="payloads_missing"):
+    """Groups of a batch cannot be trained, for what was stored of them is gone. Written by trainer."""
+
+    plane = Plane.EVENT
+    topic = "payloads.missing"
+    step: int  # of the batch
+    incarnation: int
+    groups: tuple[GroupRef, ...]
+    reason: str
+
+
+@register
+class CheckpointRequested(Message, kw_only=True, tag="checkpoint_requested"):
+    """A stream fills up: a checkpoint would let it be emptied. Written by buffer, read by trainer."""
+
+    plane = Plane.EVENT
+    topic = "checkpoint.requested"
+    step: int  # train steps done by the log when it was asked for; one request per step
+    stream: str
+    used: float  # share of the stream's bytes
+
+
+@register
+class LogTrimmed(Message, kw_only=True, tag="log_trimmed"):
+    """Events below a sequence were moved from the log to a file of the run directory. Written by buffer."""
+
+    plane = Plane.EVENT
+    topic = "log.trimmed"
+    below_seq: int
+    num_events: int
+    path: str  # relative to the run directory
+
+
+@register
 class CheckpointSaved(Message, kw_only=True, tag="checkpoint_saved"):
     """A checkpoint is complete on disk. Written by trainer."""
 
@@ -191,6 +241,16 @@ class ActorExited(Message, kw_only=True, tag="actor_exited"):
     exit_code: int  # negative: killed by that signal
     reason: str
     restart_in_s: float | None = None  # None: not started again
+
+
+@register
+class RunStalled(Message, kw_only=True, tag="run_stalled"):
+    """Nothing was logged for long: what each actor waits for. Written by the node agent."""
+
+    plane = Plane.EVENT
+    topic = "run.stalled"
+    idle_s: float  # since the last event
+    waiting: dict[str, str]  # by instance; of one that does not answer, that
 
 
 @register

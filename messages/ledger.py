@@ -32,6 +32,7 @@ class GroupsIssued(Message, kw_only=True, tag="groups_issued"):
     round: int
     min_version: int
     groups: tuple[IssuedGroup, ...]
+    num_samples: int = 0  # of each group; 0: unknown
 
 
 @register

@@ -83,6 +83,7 @@ class SampleSummary(msgspec.Struct, frozen=True, kw_only=True):
     first_version: int | None = None  # oldest and newest weight version among its tokens
     last_version: int | None = None
     reason: str | None = None  # why it failed
+    metadata: dict[str, Any] = {}  # of this sample alone, as a generate function noted it
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

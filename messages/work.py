@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from messages.arrays import Int32Array
+from messages.arrays import Int32Array, UInt8Array
 from messages.base import Message, Plane, register
 from messages.samples import SampleStatus, SampleSummary, SamplingParams
 
@@ -19,6 +19,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     label: Any = None
     metadata: dict[str, Any] = {}
     rm_type: str | None = None  # a built-in grader or a plug-in
+    response_ids: Int32Array | None = None  # [T], of a demonstration, which is trained as it is
+    loss_mask: UInt8Array | None = None  # [T], of a demonstration
 
 
 @register

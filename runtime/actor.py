@@ -63,6 +63,10 @@ class Actor(ABC):
         """Numbers since the start."""
         return {}
 
+    def waits_for(self) -> str:
+        """What it waits for now, for people who wonder why nothing happens; empty when it is at work."""
+        return ""
+
 
 class Hosted(msgspec.Struct, frozen=True, kw_only=True):
     """An actor to be run: its instance name such as "reward.0", its role, its class, and how it is made on a bus."""
@@ -148,7 +152,8 @@ def _standard_calls(bus: Bus, actor: Actor, hosted: Hosted, node: str) -> dict[t
 
     async def stats(_request: StatsRequested) -> StatsGiven:
         uptime_s = time.monotonic() - begun
-        return StatsGiven(instance=hosted.name, uptime_s=uptime_s, stats=bus.stats() | actor.stats())
+        stats = bus.stats() | actor.stats()
+        return StatsGiven(instance=hosted.name, uptime_s=uptime_s, stats=stats, waits_for=actor.waits_for())
 
     return {DescribeRequested: describe, StatsRequested: stats}
 

@@ -59,9 +59,20 @@ class RolloutConfig(Config, frozen=True, kw_only=True):
     skip_special_tokens: bool = False
     shuffle: bool = False
     seed: int = 42  # of the shuffle
+    refill: Literal["batch", "group"] = "batch"  # ask for a whole over_sampling_batch_size again, or top up to it
     dynamic_filter: Text | None = None  # a built-in such as "nonzero_std", "module:function" or "path/file.py:function"
+    over_sampling_filter: Text | None = None  # orders a full over_sampling_batch_size, of which the first are trained
+    buffer_filter: Text = "fifo"  # which halted groups go on first: also "newest", "by_reward" or a function
+    keep_when_insufficient: bool = False  # after max_barren_groups train what the filter dropped, instead of failing
     on_halt: Literal["resume", "restart", "drop"] = "resume"
+    mask_off_policy: bool = False  # of a resumed sample, train only what its newest weights sampled
+    max_token_staleness: Count | None = None  # train steps between the weights of a token and those being trained
+    stale_tokens: Literal["drop", "mask"] = "drop"  # beyond that: drop the group, or mask the tokens
+    spill_every_s: NonNegative = 30.0  # store what long samples have so far; 0: only at their end
+    custom_generate: Text | None = None  # "module:function" or "path/file.py:function" in place of one request
     max_staleness: Count = 0  # train steps; 0 is synchronous
+    on_weight_update: Literal["drain", "abort", "retract", "in_place"] = "drain"  # what running requests do meanwhile
+    eval_overlap: bool = True  # generate and train beside an evaluation; else everything waits for it
     max_attempts: Positive = 5  # issues of one prompt group before it fails
     max_barren_groups: Positive | None = None  # dropped or failed in a row before the run fails; none: 16 refills
 
@@ -69,6 +80,7 @@ class RolloutConfig(Config, frozen=True, kw_only=True):
 class AlgorithmConfig(Config, frozen=True, kw_only=True):
     """Advantages and loss."""
 
+    loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"  # sft_loss trains demonstrations, without engines
     advantage_estimator: Literal["grpo"] = "grpo"
     num_steps_per_rollout: Positive = 1  # optimizer steps per batch
     eps_clip: Annotated[float, msgspec.Meta(gt=0)] = 0.2

@@ -19,6 +19,8 @@ class RunConfig(Config, frozen=True, kw_only=True):
     name: Name
     seed: Count = 1234
     dir: Text = "runs"  # the run directory is dir/name
+    dump_details: Text | None = None  # directory for dumps of all samples, a pair of files per train step
+    stall_after_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0  # without any event, before an event says who waits
 
 
 class BusConfig(Config, frozen=True, kw_only=True):
@@ -69,6 +71,7 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     num_gpus_per_engine: Positive = 1
     num_engines: Positive = 1  # without GPUs
     concurrency: Positive = 64  # samples in flight per engine
+    unresponsive_after_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0  # without an answer to probes it is restarted
     max_total_tokens: Positive | None = None  # key-value slots per engine; none: the engine decides
     weight_transport: Literal["disk", "collective", "ipc"] = "disk"
     batch_requests: bool = False  # one request per prompt group instead of one per sample
