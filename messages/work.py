@@ -21,6 +21,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     rm_type: str | None = None  # a built-in grader or a plug-in
     response_ids: Int32Array | None = None  # [T], of a demonstration, which is trained as it is
     loss_mask: UInt8Array | None = None  # [T], of a demonstration
+    response: str = ""  # response_ids as text
 
 
 @register
