@@ -15,13 +15,12 @@ Run: python -m tests.bench.bench_pipeline
 import argparse
 import itertools
 import json
-import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,24 +30,34 @@ import anyio
 import msgspec
 import psutil
 
-from actors.processes import OURS, process_specs
 from actors.rollout.http import Http
 from messages import BatchTrained
-from runtime.addresses import BUS_URL_VARIABLE, Address, address_key
-from runtime.agent.processes import ProcessSpec, Stage
+from runtime.addresses import Address, address_key
+from runtime.agent.processes import Stage
 from runtime.agent.rundir import TOPOLOGY_FILE
-from runtime.bus import Bus, StreamLimits
+from runtime.bus import Bus
 from runtime.bus.server import running_server
 from runtime.load import load_topology
 from runtime.logs import configure_logging
-from runtime.topology import SOLE_NODE, Topology, encode_topology
+from runtime.topology import Topology, encode_topology
+from tests.bench.rig import (
+    NATS,
+    ROOT,
+    check_alive,
+    connected,
+    cpu_seconds,
+    difference,
+    family,
+    nats_process,
+    processes,
+    rounded,
+    showing_logs,
+    specs_of,
+)
 from tests.support.embedded_engine import free_port, wait_until_200
 
-ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "topologies" / "laptop.toml"
 SHARED = 'share=[["buffer", "rollout", "reward", "filter"]]'
-NATS = "nats-server"
-END_TIMEOUT_S = 10.0
 TARGETS_US = {  # per sample, docs/design.md section 9
     "batched": {"bus": 150, "engine_http": 100},
     "single": {"bus": 250, "engine_http": 250},
@@ -138,13 +147,6 @@ def topology_of(size: Size, *, batched: bool) -> Topology:
     return msgspec.structs.replace(topology, eval=())
 
 
-@asynccontextmanager
-async def connected(url: str, topology: Topology) -> AsyncGenerator[Bus]:
-    async with Bus.connect(url, topology.run.name, name="bench") as bus:
-        await bus.ensure_streams(StreamLimits())
-        yield bus
-
-
 # processes
 
 
@@ -171,44 +173,6 @@ def actors(topology: Topology, run_dir: Path, bus_url: str) -> Iterator[dict[str
     commands["trainer"] = [sys.executable, "-m", "tests.bench.zero_trainer", str(run_dir)]
     with processes(commands, run_dir, bus_url) as running:
         yield running
-
-
-def specs_of(topology: Topology, run_dir: Path) -> list[ProcessSpec]:
-    return process_specs(topology, SOLE_NODE, run_dir)
-
-
-@contextmanager
-def processes(commands: Mapping[str, list[str]], run_dir: Path, bus_url: str) -> Iterator[dict[str, psutil.Process]]:
-    """Processes for the duration of a block, their output in files of the run directory."""
-    environment = {**os.environ, **OURS, BUS_URL_VARIABLE: bus_url}
-    running: dict[str, psutil.Process] = {}
-    try:
-        for name, command in commands.items():
-            with (run_dir / f"{name}.log").open("wb") as output:
-                running[name] = psutil.Popen(command, stdout=output, stderr=output, env=environment, cwd=ROOT)
-        yield running
-    finally:
-        for process in running.values():
-            process.terminate()
-        _, alive = psutil.wait_procs(running.values(), timeout=END_TIMEOUT_S)
-        for process in alive:
-            process.kill()
-
-
-@contextmanager
-def showing_logs(run_dir: Path) -> Iterator[None]:
-    """On failure, show how the log of each process ends."""
-    try:
-        yield
-    except BaseException:
-        for path in sorted(run_dir.glob("*.log")):
-            lines = path.read_text(errors="replace").splitlines()
-            print(f"{path.name}:", *lines[-8:], sep="\n  ", file=sys.stderr)
-        raise
-
-
-def nats_process() -> psutil.Process:
-    return next(child for child in psutil.Process().children() if child.name() == NATS)
 
 
 # measurements
@@ -280,23 +244,6 @@ async def engine_alone(running: Services, size: Size, *, batched: bool) -> dict[
     }
 
 
-def check_alive(watched: Mapping[str, psutil.Process]) -> None:
-    """Raises RuntimeError if a process has ended."""
-    ended = [name for name, process in watched.items() if not is_alive(process)]
-    if ended:
-        raise RuntimeError(f"ended during the measurement: {', '.join(ended)}")
-
-
-def is_alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-
-
-def cpu_seconds(watched: Mapping[str, psutil.Process]) -> dict[str, float]:
-    """User and system time of processes and their children so far."""
-    times = {name: [member.cpu_times() for member in family(process)] for name, process in watched.items()}
-    return {name: sum(each.user + each.system for each in members) for name, members in times.items()}
-
-
 def wakeups(watched: Mapping[str, psutil.Process]) -> dict[str, float]:
     """How often processes and their children waited for something so far; most of their CPU goes with that."""
     return {
@@ -305,24 +252,9 @@ def wakeups(watched: Mapping[str, psutil.Process]) -> dict[str, float]:
     }
 
 
-def family(process: psutil.Process) -> list[psutil.Process]:
-    return [process] if process.pid == os.getpid() else [process, *process.children(recursive=True)]
-
-
-def difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    return {name: after[name] - before[name] for name in after}
-
-
 def per_sample(spent: Mapping[str, float], num_samples: int) -> dict[str, float]:
     each = {name: 1e6 * seconds / num_samples for name, seconds in spent.items()}
     return {**each, "total": sum(each.values())}
-
-
-def rounded(value: Any) -> Any:
-    """Three digits are as many as such a measurement has."""
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

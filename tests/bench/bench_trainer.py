@@ -98,13 +98,14 @@ def random_batch(step: int, num_groups: int, group_size: int = 8) -> Any:
         step=step,
         groups_B=np.repeat(np.arange(num_groups), group_size),
         rollouts_B=np.arange(count),
-        rewards_B=generator.random(count),
+        rewards_B=(rewards := generator.random(count)),
+        raw_rewards_B=rewards,
         truncated_B=np.zeros(count, dtype=np.uint8),
         lengths_B=lengths,
         tokens_N=generator.integers(0, 16, len(mask)).astype(np.int32),
         loss_mask_N=mask.astype(np.uint8),
         rollout_log_probs_N=np.where(mask, -2.77, 0.0).astype(np.float32),
-        current_N=mask.astype(np.uint8),
+        staleness_N=np.where(mask, 0, -1).astype(np.int32),
     )
 
 

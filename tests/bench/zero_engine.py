@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from aiohttp import web
 
 IDS = [7, 4, 2, 1]
 TEXT = "74"
+MODEL = str(Path(__file__).parents[2] / "topologies/models/reverse-digits")  # the router looks for its tokenizer
 
 
 class GenerateBody(msgspec.Struct):
@@ -49,7 +51,7 @@ class ZeroEngine:
             case "/weights_checker":
                 answer = {"success": True, "message": "", "ranks": [], "per_engine_checksum": "sum"}
             case _:
-                answer = {"model_path": "zero", "is_generation": True, "weight_version": self._version}
+                answer = {"model_path": MODEL, "is_generation": True, "weight_version": self._version}
         return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 
     def _generate(self, body: GenerateBody) -> Any:
