@@ -2,11 +2,11 @@
 
 import msgspec
 
-from actors.buffer.source import load_data
+from actors.buffer.source import load_data, training_reader
 from actors.buffer.tokenizing import load_tokenizing
 from runtime.config import TopologyError
 from runtime.data_files import DataError
-from runtime.recipe import Recipe, max_prompt_len
+from runtime.recipe import Recipe
 from runtime.rules import validate
 from runtime.topology import Topology
 
@@ -35,9 +35,9 @@ def steps_per_epoch(recipe: Recipe) -> int:
     Raises:
         DataError: the data cannot be used, or there is no full batch.
     """
-    tokenizing = load_tokenizing(recipe.model.hf_checkpoint)
-    limit, batch_size = max_prompt_len(recipe.rollout), recipe.rollout.rollout_batch_size
-    num_prompts = sum(len(load_data(data, tokenizing, limit).prompts) for data in recipe.data)
+    reader = training_reader(recipe, load_tokenizing(recipe.model.hf_checkpoint))
+    batch_size = recipe.rollout.rollout_batch_size
+    num_prompts = sum(len(load_data(data, reader).prompts) for data in recipe.data)
     if num_prompts < batch_size:
         raise DataError(
             f"train.num_epoch: an epoch of {num_prompts} prompts has no full batch: "

@@ -7,8 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from actors.buffer.prompts import LoadedData, fingerprint_of, prompts_of
-from actors.buffer.tokenizing import Tokenizing
+from actors.buffer.prompts import LoadedData, Reader, fingerprint_of
 from messages import Prompt, PromptsLoaded
 from runtime.data_files import DataError, Record
 from runtime.plugins import load_plugin
@@ -35,14 +34,7 @@ class MadePrompts:
     The function is called again for a prompt that is issued again, and after a restart.
     """
 
-    def __init__(
-        self,
-        make: Make,
-        data: DataConfig,
-        tokenizing: Tokenizing,
-        limit: int | None,
-        evals: Sequence[LoadedData] = (),
-    ) -> None:
+    def __init__(self, make: Make, data: DataConfig, reader: Reader, evals: Sequence[LoadedData] = ()) -> None:
         """Makes the first prompts.
 
         Raises:
@@ -51,8 +43,7 @@ class MadePrompts:
         began = time.monotonic()
         self._make = make
         self._data = data
-        self._tokenizing = tokenizing
-        self._limit = limit
+        self._reader = reader
         first, again = ([self.prompt(number) for number in range(NUM_PROBED)] for _ in range(2))
         if fingerprint_of(first) != fingerprint_of(again):
             message = (
@@ -77,9 +68,9 @@ class MadePrompts:
         """
         place = f"{self._data.source}({number})"
         row = row_of(Record(number=number, place=place, columns=self._columns(number, place)), self._data)
-        (prompt,) = prompts_of([row], self._data, self._tokenizing)
-        if self._limit is not None and len(prompt.prompt_ids) > self._limit:
-            raise DataError(f"{place}: the prompt has {len(prompt.prompt_ids)} tokens, over the limit of {self._limit}")
+        (prompt,) = self._reader.read([row], self._data)
+        if (problem := self._reader.too_long(prompt)) is not None:
+            raise DataError(f"{place}: {problem}")
         return prompt
 
     def _columns(self, number: int, place: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -34,15 +34,45 @@ class LoadedData(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def prompts_of(rows: Sequence[Row], data: DataConfig, tokenizing: Tokenizing) -> list[Prompt]:
-    """Render and tokenise rows of a data source, in their order.
+class Reader(Protocol):
+    """Makes prompts of rows."""
 
-    Raises:
-        DataError: a row that the chat template or the tokenizer refuses, or that has no grader.
-    """
-    texts = [_render(row, data, tokenizing) for row in rows]
-    all_ids = _encode(rows, texts, data, tokenizing)
-    return [_prompt(row, text, ids, data) for row, text, ids in zip(rows, texts, all_ids, strict=True)]
+    def read(self, rows: Sequence[Row], data: DataConfig) -> list[Prompt]:
+        """Render and tokenise rows of a data source, in their order.
+
+        Raises:
+            DataError: a row cannot be used.
+        """
+        ...
+
+    def too_long(self, prompt: Prompt) -> str | None:
+        """Which limit a prompt is over, in words; None if it can be used."""
+        ...
+
+
+class PromptReader:
+    """Prompts to be answered and graded."""
+
+    def __init__(self, tokenizing: Tokenizing, limit: int | None) -> None:
+        self._tokenizing = tokenizing
+        self._limit = limit
+
+    def read(self, rows: Sequence[Row], data: DataConfig) -> list[Prompt]:
+        """Raises DataError for a row that the chat template or the tokenizer refuses, or that has no grader."""
+        texts = [_render(row, data, self._tokenizing) for row in rows]
+        unread = ["" if row.prompt_ids else text for row, text in zip(rows, texts, strict=True)]  # others have tokens
+        all_ids = encode([row.place for row in rows], unread, self._tokenizing)
+        return [_prompt(row, text, ids, data) for row, text, ids in zip(rows, texts, all_ids, strict=True)]
+
+    def too_long(self, prompt: Prompt) -> str | None:
+        """Whether it is over the limit of prompts."""
+        length = len(prompt.prompt_ids)
+        if self._limit is None or length <= self._limit:
+            return None
+        return (
+            f"the prompt has {length} tokens, over the limit of {self._limit} tokens "
+            "(rollout.max_prompt_len, or what rollout.max_context_len leaves)"
+        )
 
 
 def _prompt(row: Row, text: str, ids: Int32Array, data: DataConfig) -> Prompt:
@@ -68,6 +98,8 @@ def fingerprint_of(prompts: Iterable[Prompt]) -> str:
         rest = (prompt.data, prompt.row, prompt.text, prompt.label, prompt.metadata, prompt.rm_type)
         digest.update(msgspec.msgpack.encode(rest))
         digest.update(prompt.prompt_ids.tobytes())
+        if prompt.response_ids is not None and prompt.loss_mask is not None:
+            digest.update(prompt.response_ids.tobytes() + prompt.loss_mask.tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -83,19 +115,26 @@ def _render(row: Row, data: DataConfig, tokenizing: Tokenizing) -> str:
         raise DataError(f"{row.place}: {error}") from None
 
 
-def _encode(rows: Sequence[Row], texts: Sequence[str], data: DataConfig, tokenizing: Tokenizing) -> list[Int32Array]:
-    texts = ["" if row.prompt_ids else text for row, text in zip(rows, texts, strict=True)]  # those have their tokens
+def encode(places: Sequence[str], texts: Sequence[str], tokenizing: Tokenizing) -> list[Int32Array]:
+    """Token ids of texts.
+
+    Args:
+        places: where each text comes from, for messages.
+
+    Raises:
+        DataError: a text has no tokens in this vocabulary; names its place.
+    """
     try:
         return tokenizing.encode(texts)
-    except ValueError:
-        pass  # which row is it?
-    for row, text in zip(rows, texts, strict=True):
+    except ValueError as refused:
+        reason = str(refused)
+    for place, text in zip(places, texts, strict=True):  # which one is it?
         try:
             tokenizing.encode([text])
         except ValueError as error:
-            message = f"{row.place}: cannot be tokenised: {error}: {text[:80]!r}"
+            message = f"{place}: cannot be tokenised: {error}: {text[:80]!r}"
             raise DataError(message) from None
-    raise DataError(f"{data.path}: cannot be tokenised")
+    raise DataError(f"cannot be tokenised: {reason}")
 
 
 def _rm_type(row: Row, data: DataConfig) -> str:

@@ -9,8 +9,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.buffer.demonstrations import DemonstrationReader
 from actors.buffer.made import MadePrompts, find_source
-from actors.buffer.prompts import LoadedData, prompts_of
+from actors.buffer.prompts import LoadedData, PromptReader, Reader
 from actors.buffer.tokenizing import Tokenizing, load_tokenizing
 from messages import Prompt
 from runtime.data_files import DataError
@@ -93,32 +94,41 @@ def load_prompts(recipe: Recipe) -> PromptSet | MadePrompts:
         DataError: a file, a row, a function or the tokenizer cannot be used.
     """
     tokenizing = load_tokenizing(recipe.model.hf_checkpoint)
-    limit = max_prompt_len(recipe.rollout)
-    evals = [load_data(eval_data(recipe, item), tokenizing, limit) for item in recipe.eval]
+    prompts = PromptReader(tokenizing, max_prompt_len(recipe.rollout))
+    evals = [load_data(eval_data(recipe, item), prompts) for item in recipe.eval]
+    reader = training_reader(recipe, tokenizing)
     if (value := recipe.data[0].source) is not None:
-        return MadePrompts(find_source("data.0.source", value), recipe.data[0], tokenizing, limit, evals)
-    sources = [load_data(data, tokenizing, limit) for data in recipe.data]
+        return MadePrompts(find_source("data.0.source", value), recipe.data[0], reader, evals)
+    sources = [load_data(data, reader) for data in recipe.data]
     return PromptSet(sources, evals, shuffle=recipe.rollout.shuffle, seed=recipe.rollout.seed)
 
 
-def load_data(data: DataConfig, tokenizing: Tokenizing, limit: int | None) -> LoadedData:
-    """Read, render and tokenise one data source, leaving out prompts of more than `limit` tokens.
+def training_reader(recipe: Recipe, tokenizing: Tokenizing) -> Reader:
+    """What makes training prompts of rows: prompts to be answered, or demonstrations."""
+    if recipe.algorithm.loss_type == "sft_loss":
+        return DemonstrationReader(tokenizing, recipe.rollout)
+    return PromptReader(tokenizing, max_prompt_len(recipe.rollout))
+
+
+def load_data(data: DataConfig, reader: Reader) -> LoadedData:
+    """Read, render and tokenise one data source, leaving out what is over a limit.
 
     Raises:
         DataError: a row cannot be used, or none is left.
     """
     began = time.monotonic()
-    read = prompts_of(list(read_rows(data)), data, tokenizing)
-    prompts = tuple(prompt for prompt in read if limit is None or len(prompt.prompt_ids) <= limit)
+    read = reader.read(list(read_rows(data)), data)
+    prompts = tuple(prompt for prompt in read if reader.too_long(prompt) is None)
     if not prompts:
-        shortest = min(len(prompt.prompt_ids) for prompt in read)
-        raise DataError(
-            f"{data.path}: every prompt is over the limit of {limit} tokens (the shortest has {shortest}): "
-            "raise rollout.max_prompt_len or rollout.max_context_len"
-        )
+        shortest = min(read, key=_num_tokens)
+        raise DataError(f"{data.path}: every row is over a limit; of the shortest {reader.too_long(shortest)}")
     return LoadedData(
         name=data.name,
         prompts=prompts,
         num_too_long=len(read) - len(prompts),
         took_s=time.monotonic() - began,
     )
+
+
+def _num_tokens(prompt: Prompt) -> int:
+    return len(prompt.prompt_ids) + (0 if prompt.response_ids is None else len(prompt.response_ids))

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from actors.buffer.made import MadePrompts, find_source
+from actors.buffer.prompts import PromptReader
 from actors.buffer.source import load_prompts
 from actors.buffer.tokenizing import load_tokenizing
 from actors.registry import hosted
@@ -29,7 +30,8 @@ def made(tmp_path: Path, row: str, *, before: str = "", limit: int | None = None
     file = tmp_path / "mine.py"
     file.write_text(f"{before}\ndef source(number):\n    return {row}\n")
     data = DataConfig(**{"name": "d", "source": f"{file}:source", "rm_type": "f1", **settings})
-    return MadePrompts(find_source("data.0.source", f"{file}:source"), data, load_tokenizing(str(MODEL)), limit)
+    reader = PromptReader(load_tokenizing(str(MODEL)), limit)
+    return MadePrompts(find_source("data.0.source", f"{file}:source"), data, reader)
 
 
 def error(tmp_path: Path, row: str, **settings: Any) -> str:

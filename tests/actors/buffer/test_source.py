@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.buffer.prompts import LoadedData, fingerprint_of
+from actors.buffer.prompts import LoadedData, PromptReader, fingerprint_of
 from actors.buffer.source import PromptSet, epoch_order, load_data, load_prompts, place_of
 from actors.buffer.tokenizing import Tokenizing, load_tokenizing
 from messages import Prompt
@@ -223,7 +223,7 @@ def write(tmp_path: Path, *rows: Any) -> Path:
 
 
 def load(path: Path, tokenizing: Tokenizing, limit: int | None = None, **settings: Any) -> LoadedData:
-    return load_data(config(path, **settings), tokenizing, limit)
+    return load_data(config(path, **settings), PromptReader(tokenizing, limit))
 
 
 def error(path: Path, tokenizing: Tokenizing, limit: int | None = None, **settings: Any) -> str:
@@ -314,8 +314,8 @@ def test_prompts_over_the_limit_are_left_out_and_counted(tmp_path: Path, tokeniz
 def test_every_prompt_over_the_limit_is_an_error(tmp_path: Path, tokenizing: Tokenizing) -> None:
     path = write(tmp_path, {"input": "1234"}, {"input": "12345"})
     assert error(path, tokenizing, 3) == (
-        f"{path}: every prompt is over the limit of 3 tokens (the shortest has 4): "
-        "raise rollout.max_prompt_len or rollout.max_context_len"
+        f"{path}: every row is over a limit; of the shortest the prompt has 4 tokens, over the limit of 3 tokens "
+        "(rollout.max_prompt_len, or what rollout.max_context_len leaves)"
     )
 
 
