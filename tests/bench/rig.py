@@ -94,4 +94,6 @@ def rounded(value: Any) -> Any:
     """Three digits are as many as such a measurement has."""
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
     return float(f"{value:.3g}") if isinstance(value, float) else value

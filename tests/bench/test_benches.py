@@ -15,6 +15,7 @@ TINY = {
     "bus": "--messages 64 --repeats 1",
     "demo": "--steps 3 --starts 0",
     "engine": "--seconds 0.2 --no-router",
+    "ledger": "--events 2000 --big-events 0 --groups 4 --samples 2 --steps 4",
     "pipeline": "--steps 2 --warm-up 1 --groups 8 --samples 4 --mode batched",
     "reward": "--dear 4 --cheap 64 --repeats 1",
     "trainer": "--steps 2 --imports 0",
@@ -38,6 +39,11 @@ def test_every_benchmark_has_a_tiny_size() -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_a_benchmark_runs_and_prints_json(name: str) -> None:
     assert run(f"tests.bench.bench_{name}", *TINY[name].split())
+
+
+def test_the_ledger_holds_no_more_memory_the_longer_a_run_is() -> None:
+    pure = run("tests.bench.bench_ledger", "--events", "40000", "--big-events", "0", "--steps", "0")["pure"]
+    assert pure["rss_mb_at_the_end"] < 1.1 * pure["rss_mb_at_a_quarter"]
 
 
 def test_a_benchmark_that_does_not_exist_is_named() -> None:
