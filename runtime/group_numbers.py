@@ -1,10 +1,10 @@
 """What completed groups add to their step's numbers, kept until the step is trained. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from messages import BatchReady, GroupCompleted, SampleStatus
+from messages import BatchReady, GroupCompleted, SampleStatus, SampleSummary
 
 
 class GroupNumbers(msgspec.Struct, frozen=True, kw_only=True):
@@ -13,8 +13,17 @@ class GroupNumbers(msgspec.Struct, frozen=True, kw_only=True):
     rewards: tuple[float, ...]
     response_lens: tuple[int, ...]  # tokens
     num_truncated: int
+    round_numbers: tuple[float, ...]  # turns, of those samples that say so
     rollout_time_s: float
     reward_time_s: float
+
+
+def _round_numbers(samples: Iterable[SampleSummary]) -> Iterator[float]:
+    """Each sample speaks for itself: one that says nothing, or nonsense, hides no other's number."""
+    for sample in samples:
+        number = sample.metadata.get("round_number")
+        if isinstance(number, (int, float)):
+            yield float(number)
 
 
 class BatchNumbers:
@@ -31,6 +40,7 @@ class BatchNumbers:
             rewards=tuple(sample.reward for sample in samples if sample.reward is not None),
             response_lens=tuple(sample.response_len for sample in samples),
             num_truncated=sum(sample.status is SampleStatus.TRUNCATED for sample in samples),
+            round_numbers=tuple(_round_numbers(samples)),
             rollout_time_s=event.rollout_time_s,
             reward_time_s=event.reward_time_s,
         )

@@ -299,6 +299,7 @@ class Report:
             "rollout/response_len/max": max(lengths),
             "rollout/response_len/min": min(lengths),
             "rollout/truncated_ratio": sum(group.num_truncated for group in groups) / len(lengths),
+            **_round_metrics([turns for group in groups for turns in group.round_numbers]),
             **{f"rollout/zero_std/count_{reward:g}": count for reward, count in sorted(equal.items())},
             "perf/group_rollout_time": statistics.fmean(group.rollout_time_s for group in groups),
             "perf/group_reward_time": statistics.fmean(group.reward_time_s for group in groups),
@@ -345,6 +346,7 @@ class Report:
             f"step {row['step']:>{len(str(self.num_steps))}}/{self.num_steps}",
             f"reward {number(self.rewards[-1])}",
             *(f"{_short(name, self.evals)} {number(value)}" for name, value in self.evals.items()),
+            *_staleness_field(row),
             *(f"{row[key]:,.0f} tok/s" for key in ("perf/tokens_per_sec",) if key in row),
             f"groups {self.books_line(brief=True)}",
             f"weights v{self.version}",
@@ -364,6 +366,20 @@ class Report:
             if part != "step" and seconds > 0
         ]
         return [f"time      {whole_s / self._timed_steps:.3f} s a step: " + ", ".join(shares)]
+
+
+def _round_metrics(turns: list[float]) -> Row:
+    """Of the samples that name their number of turns, as a generate function of several turns does."""
+    if not turns:
+        return {}
+    named = {"mean": statistics.fmean(turns), "max": max(turns), "min": min(turns)}
+    return {f"multi_turn/round_number_{name}": value for name, value in named.items()}
+
+
+def _staleness_field(row: Row) -> list[str]:
+    """What a step line says of staleness: nothing when every token was sampled by the weights it trained."""
+    largest = row.get("rollout/staleness_max", 0.0)
+    return [f"staleness {row['rollout/staleness_mean']:.2f} (max {largest:g})"] if largest else []
 
 
 def _is_mean(key: str) -> bool:

@@ -24,6 +24,7 @@ def validate(topology: Topology) -> list[Problem]:
         _sources,
         _lengths,
         _algorithm,
+        _masks,
         _schedule,
         _names,
         _evaluation,
@@ -101,6 +102,20 @@ def _algorithm(recipe: Recipe) -> Iterator[Problem]:
         yield _problem("model.ref_load", recipe.model.ref_load, message)
     if algorithm.eps_clip >= 1:
         yield _problem("algorithm.eps_clip", algorithm.eps_clip, "must be below 1: ratios are clipped at 1 - eps_clip")
+
+
+def _masks(recipe: Recipe) -> Iterator[Problem]:
+    rollout = recipe.rollout
+    if rollout.stale_tokens == "mask" and rollout.max_token_staleness is None:
+        message = "has no effect unless rollout.max_token_staleness says from when on"
+        yield _problem("rollout.stale_tokens", rollout.stale_tokens, message)
+    never_resumed = rollout.on_halt != "resume" and rollout.on_weight_update == "drain"
+    if rollout.mask_off_policy and never_resumed and rollout.custom_generate is None:
+        message = (
+            f'has no effect with rollout.on_halt = "{rollout.on_halt}" and rollout.on_weight_update = "drain": '
+            "every sample is then of one set of weights"
+        )
+        yield _problem("rollout.mask_off_policy", True, message)
 
 
 def _schedule(recipe: Recipe) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from actors.trainer.feed import Feed
 from actors.trainer.history import HISTORY
 from actors.trainer.leader import Leader
 from actors.trainer.rendezvous import meet, own_rank
+from actors.trainer.staleness import Masking
 from actors.trainer.torch_thread import TorchThread
 from messages import BatchTrained, CheckpointSaved, SegmentsPublished, TrainerStarted, WeightsAnnounced
 from runtime.actor import Actor
@@ -66,7 +67,7 @@ class TrainerActor(Actor):
 
     async def _lead(self, torch_thread: TorchThread, store: Any, task_status: TaskStatus[None]) -> None:
         async with anyio.create_task_group() as group:
-            feed = Feed(self._bus)
+            feed = Feed(self._bus, Masking.of(self._topology.rollout))
             group.start_soon(feed.run)  # reads the log while the other thread imports torch and loads the model
             engine = await torch_thread.run(self._build_engine, store)
             try:

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.trainer.batching import TrainBatch
+from actors.trainer.staleness import NOT_SAMPLED, Masking, loss_masks, staleness_of
 from messages import GroupCompleted, SampleStatus, SampleSummary, Segment, SegmentsPublished
 
 
@@ -28,13 +29,22 @@ def trainable(sample: SampleSummary) -> bool:
     return sample.reward is not None and bool(sample.segments) and sample.status is not SampleStatus.FAILED
 
 
-def assemble(step: int, groups: Sequence[CollectedGroup], steps_of_versions: Mapping[int, int]) -> TrainBatch | None:
+NO_MASKING = Masking()
+
+
+def assemble(
+    step: int,
+    groups: Sequence[CollectedGroup],
+    steps_of_versions: Mapping[int, int],
+    masking: Masking = NO_MASKING,
+) -> TrainBatch | None:
     """Lay the samples of a train step behind each other.
 
     Args:
         step: number of the train step; the weights it starts from contain that many.
         groups: in order of issue.
         steps_of_versions: how many train steps each announced weight version contains.
+        masking: which tokens do not train on account of the weights that sampled them.
 
     Returns:
         The batch, or None when no sample can be trained.
@@ -42,13 +52,13 @@ def assemble(step: int, groups: Sequence[CollectedGroup], steps_of_versions: Map
     Raises:
         ValueError: a payload holds another sample than the event says.
     """
-    builder = _Builder(step, steps_of_versions)
+    builder = _Builder(step, steps_of_versions, masking)
     for group in groups:
         rollouts: dict[int, int] = {}
         for sample in sorted(group.completed.samples, key=lambda sample: (sample.index, sample.part)):
             if trainable(sample):
                 rollout = rollouts.setdefault(sample.index, builder.num_rollouts + len(rollouts))
-                builder.add(group.completed.group_id, rollout, sample, segments_of(group, sample))
+                builder.add(group.completed.group_id, rollout, sample, list(segments_of(group, sample)))
         builder.num_rollouts += len(rollouts)
     return builder.build()
 
@@ -67,54 +77,55 @@ def segments_of(group: CollectedGroup, sample: SampleSummary) -> Iterator[Segmen
         yield segment
 
 
+def raw_reward(sample: SampleSummary) -> float:
+    """A sample's reward before its grader shaped it, if the sample says one; each speaks for itself alone."""
+    assert sample.reward is not None
+    raw = sample.metadata.get("raw_reward", sample.reward)
+    return float(raw) if isinstance(raw, (int, float)) else sample.reward
+
+
 class _Builder:
-    def __init__(self, step: int, steps_of_versions: Mapping[int, int]) -> None:
+    def __init__(self, step: int, steps_of_versions: Mapping[int, int], masking: Masking) -> None:
         self.num_rollouts = 0
         self._step = step
         self._steps_of_versions = steps_of_versions
-        self._samples: list[tuple[int, int, float, bool, int]] = []  # group, rollout, reward, truncated, length
+        self._masking = masking
+        self._samples: list[tuple[int, int, float, float, bool, int]] = []  # group, rollout, rewards, truncated, length
         self._tokens: list[NDArray[np.int32]] = []
         self._mask: list[NDArray[np.uint8]] = []
         self._log_probs: list[NDArray[np.float32]] = []
-        self._current: list[NDArray[np.uint8]] = []
+        self._staleness: list[NDArray[np.int32]] = []
 
-    def add(self, group: int, rollout: int, sample: SampleSummary, segments: Iterator[Segment]) -> None:
+    def add(self, group: int, rollout: int, sample: SampleSummary, segments: Sequence[Segment]) -> None:
+        stalenesses = [staleness_of(segment, self._step, self._steps_of_versions) for segment in segments]
+        masks = loss_masks(segments, stalenesses, self._masking)
         length = 0
-        for segment in segments:
-            num_prompt, num_response = len(segment.prompt_ids), len(segment.response_ids)
-            length += num_prompt + num_response
-            given = np.zeros(num_prompt, dtype=np.uint8)
+        for segment, staleness, mask in zip(segments, stalenesses, masks, strict=True):
+            num_prompt = len(segment.prompt_ids)
+            length += num_prompt + len(segment.response_ids)
             self._tokens += [segment.prompt_ids, segment.response_ids]
-            self._mask += [given, segment.loss_mask]
-            self._log_probs += [given.astype(np.float32), segment.rollout_log_probs]
-            self._current += [given, self._is_current(segment, num_response)]
+            self._mask += [np.zeros(num_prompt, dtype=np.uint8), mask]
+            self._log_probs += [np.zeros(num_prompt, dtype=np.float32), segment.rollout_log_probs]
+            self._staleness += [np.full(num_prompt, NOT_SAMPLED, dtype=np.int32), staleness]
         truncated = sample.status is SampleStatus.TRUNCATED
         assert sample.reward is not None
-        self._samples.append((group, rollout, sample.reward, truncated, length))
-
-    def _is_current(self, segment: Segment, num_response: int) -> NDArray[np.uint8]:
-        spans = segment.weight_spans
-        if len(spans) == 1:
-            return np.full(num_response, self._steps_of_versions.get(spans[0].version) == self._step, dtype=np.uint8)
-        current = np.zeros(num_response, dtype=np.uint8)
-        for span in spans:
-            current[span.start : span.end] = self._steps_of_versions.get(span.version) == self._step
-        return current
+        self._samples.append((group, rollout, sample.reward, raw_reward(sample), truncated, length))
 
     def build(self) -> TrainBatch | None:
         if not self._samples:
             return None
-        groups, rollouts, rewards, truncated, lengths = zip(*self._samples, strict=True)
+        groups, rollouts, rewards, raw_rewards, truncated, lengths = zip(*self._samples, strict=True)
         mask = np.concatenate(self._mask).astype(np.uint8)
         return TrainBatch(
             step=self._step,
             groups_B=np.array(groups, dtype=np.int64),
             rollouts_B=np.array(rollouts, dtype=np.int64),
             rewards_B=np.array(rewards, dtype=np.float64),
+            raw_rewards_B=np.array(raw_rewards, dtype=np.float64),
             truncated_B=np.array(truncated, dtype=np.uint8),
             lengths_B=np.array(lengths, dtype=np.int64),
             tokens_N=np.concatenate(self._tokens).astype(np.int32),
             loss_mask_N=mask,
             rollout_log_probs_N=np.concatenate(self._log_probs).astype(np.float32) * mask,
-            current_N=np.concatenate(self._current),
+            staleness_N=np.concatenate(self._staleness),
         )

@@ -27,12 +27,13 @@ class TrainBatch:
     groups_B: Ints  # prompt group
     rollouts_B: Ints  # 0 .. R - 1, rising; equal for the parts of one rollout
     rewards_B: NDArray[np.float64]
+    raw_rewards_B: NDArray[np.float64]  # before graders shaped them; only shown
     truncated_B: NDArray[np.uint8]  # 1 where the response ran into its limit
     lengths_B: Ints  # tokens
     tokens_N: NDArray[np.int32]
     loss_mask_N: NDArray[np.uint8]  # 1 where the token trains
     rollout_log_probs_N: Floats32  # of the policy that sampled; 0 where the token does not train
-    current_N: NDArray[np.uint8]  # 1 where the weights that this step starts from sampled the token
+    staleness_N: NDArray[np.int32]  # train steps; 0: sampled by the weights that this step starts from; -1: not sampled
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in vars(self) if name != "step"}

@@ -8,9 +8,10 @@ import anyio
 import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from actors.trainer.assembly import CollectedGroup, assemble, payload_seqs
+from actors.trainer.assembly import NO_MASKING, CollectedGroup, assemble, payload_seqs
 from actors.trainer.batching import TrainBatch
 from actors.trainer.history import HISTORY, History
+from actors.trainer.staleness import Masking
 from messages import BatchReady, GroupCompleted, GroupRef, SegmentsPublished, TrainerStarted
 from runtime.bus import Bus, Fenced, PayloadLost
 
@@ -24,7 +25,8 @@ EVENT_TIMEOUT_S: Final = 30.0  # for an event that is known to be in the log
 class Feed:
     """Batches by step. Payloads of groups are fetched as the groups complete, before a batch names them."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, masking: Masking = NO_MASKING) -> None:
+        self._masking = masking
         self.history = History()
         self.caught_up = anyio.Event()  # all that was in the log at the start is folded
         self._bus = bus
@@ -85,7 +87,7 @@ class Feed:
             while step not in self.history.batches:
                 await self._changed.wait()
         groups = await self._collect(self.history.batches[step])
-        return assemble(step, groups, self.history.steps_of_versions)
+        return assemble(step, groups, self.history.steps_of_versions, self._masking)
 
     async def prefetch(self, step: int) -> None:
         """Fetch the payloads of a step if its batch is known already."""

@@ -24,6 +24,7 @@ from actors.trainer.batching import (
 )
 from actors.trainer.replica import Replica, TokenOutputs
 from actors.trainer.schedules import entropy_coef, learning_rate
+from actors.trainer.staleness import staleness_metrics
 from actors.trainer.weights import file_source
 from runtime.topology import Topology
 
@@ -241,7 +242,7 @@ class TrainStep:
         """
         where = np.concatenate([micro_batch.columns_M for step in steps for micro_batch in step.micro_batches])
         difference = np.abs(columns.trainer_log_probs_N[where] - batch.rollout_log_probs_N[where])
-        current = batch.current_N[where] != 0
+        current = batch.staleness_N[where] == 0
         sums = ranks.sum_over_replicas(
             torch.tensor([difference.sum(), len(where), current.sum()], dtype=torch.float64)
         ).tolist()
@@ -265,13 +266,14 @@ def _batch_metrics(batch: TrainBatch, advantages_N: Floats32) -> dict[str, float
     mask = batch.loss_mask_N != 0
     response_lengths = batch.mask_sums_B
     return {
-        "rollout/raw_reward": float(batch.rewards_B.mean()),
+        "rollout/raw_reward": float(batch.raw_rewards_B.mean()),
         "rollout/advantages": _mean(advantages_N[mask]),
         "rollout/rollout_log_probs": _mean(batch.rollout_log_probs_N[mask]),
         "rollout/response_lengths": float(response_lengths.mean()),
         "rollout/total_lengths": float(batch.lengths_B.mean()),
         "rollout/truncated": float(batch.truncated_B.mean()),
         "train/global_batch_size": float(batch.rollouts_B[-1] + 1),
+        **staleness_metrics(batch),
     }
 
 

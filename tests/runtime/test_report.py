@@ -32,6 +32,8 @@ from messages import (
     VerdictGiven,
     WeightsAnnounced,
     WeightsApplied,
+    decode,
+    encode,
 )
 from runtime.metrics_file import MetricsFile
 from runtime.report import FirstSample, Line, Notice, Report, RowDone
@@ -342,3 +344,30 @@ def test_a_curve_fits_its_columns(values: list[float]) -> None:
 
 def test_a_rising_reward_is_a_rising_curve() -> None:
     assert sparkline([0.0, 0.3, 0.6, 1.0]) == "▁▃▅█"
+
+
+def test_staleness_is_in_the_step_line_as_soon_as_there_is_any() -> None:
+    story = Story()
+    one_step(story, 0, 1.0)
+    story.issue(1, round=1)
+    story.judge(1, story.complete(1, 1.0))
+    story.train(1, 1, rollout__staleness_mean=0.625, rollout__staleness_max=2.0)
+    first, second = story.lines()
+    assert "staleness" not in first
+    assert "| staleness 0.62 (max 2) |" in second
+
+
+def test_a_number_of_turns_that_only_a_later_sample_names_is_kept() -> None:
+    story = Story()
+    story.issue(0)
+    samples = tuple(
+        SampleSummary(index=index, status=SampleStatus.COMPLETED, response_len=3, reward=1.0, metadata=metadata)
+        for index, metadata in enumerate([{}, {"round_number": 4}, {"round_number": 2}, {"round_number": "?"}])
+    )
+    event = GroupCompleted(group_id=0, attempt=0, lease="x", round=0, instance="rollout.0", data="d", samples=samples)
+    story.completed[0] = story.tell(decode(*encode(event)))  # as it comes from the wire
+    story.judge(0, story.completed[0])
+    story.train(0, 0)
+    story.notices += story.report.close()
+    (row,) = story.rows()
+    assert [row[f"multi_turn/round_number_{name}"] for name in ("mean", "max", "min")] == [3.0, 4.0, 2.0]

@@ -97,6 +97,8 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
         (("optimizer.lr_decay_style=cosine", "optimizer.lr_decay_iters=20"), "optimizer.lr_warmup_iters", "must end"),
         (("reward.group_rm=true", "data.0.rm_type=my:rank", "eval.0.rm_type=none"), "eval.0.rm_type", "sample by"),
         (("eval.0.max_response_len=64", "rollout.max_context_len=64"), "eval.0.max_response_len", "no room for a"),
+        (("rollout.stale_tokens=mask",), "rollout.stale_tokens", "unless rollout.max_token_staleness says"),
+        (("rollout.mask_off_policy=true", "rollout.on_halt=restart"), "rollout.mask_off_policy", "one set of weights"),
         (("data=[]",), "data", "at least one"),
         (("data.0.path=none",), "data.0.path", "missing: a data file; or data.0.source, a function"),
         (("data.0.source=m:f",), "data.0.source", "a source is a file or a function, and data.0.path is set"),

@@ -25,7 +25,16 @@ def test_segments_follow_each_other_and_only_masked_response_tokens_train() -> N
     assert batch.tokens_N.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert batch.loss_mask_N.tolist() == [0, 0, 1, 1, 0, 1, 0, 1]
     assert batch.rollout_log_probs_N.tolist() == [0, 0, -0.5, -0.25, 0, -1, 0, -3]
-    assert batch.current_N.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]  # version 2 holds the four steps this one starts from
+    assert batch.staleness_N.tolist() == [
+        -1,
+        -1,
+        1,
+        1,
+        -1,
+        1,
+        -1,
+        0,
+    ]  # version 2 holds the four steps this one starts from
     assert (batch.step, batch.rewards_B.tolist(), batch.lengths_B.tolist()) == (4, [0.5], [8])
 
 
@@ -75,4 +84,16 @@ def test_a_whole_group_in_one_payload() -> None:
     batch = assemble(0, [CollectedGroup(completed(5, 9), {9: payload(5)})], {1: 0})
     assert batch is not None
     assert batch.rewards_B.tolist() == [1.0, 2.0, 3.0, 1.0]
-    assert np.array_equal(batch.current_N, batch.loss_mask_N)
+    assert np.array_equal(batch.staleness_N == 0, batch.loss_mask_N != 0)
+
+
+def test_a_raw_reward_that_only_a_later_sample_names_is_that_samples_alone() -> None:
+    segments = [segment(SampleKey(group_id=5, attempt=0, index=index), [1], [2], ((1, 0, 1),)) for index in range(3)]
+    samples = (
+        summary(0, [(9, 0)], reward=0.1),
+        summary(1, [(9, 1)], reward=0.2, metadata={"raw_reward": 7, "round_number": 2}),
+        summary(2, [(9, 2)], reward=0.3, metadata={"raw_reward": "none"}),
+    )
+    batch = assemble(0, [collected(*samples, segments=segments)], {1: 0})
+    assert batch is not None
+    assert (batch.rewards_B.tolist(), batch.raw_rewards_B.tolist()) == ([0.1, 0.2, 0.3], [0.1, 7.0, 0.3])

@@ -159,13 +159,20 @@ def test_the_largest_difference_is_over_tokens_that_the_current_weights_sampled(
     batch = random_batch()
     exact = own_log_probs(topology, batch)
     trains = np.flatnonzero(batch.loss_mask_N)
-    current = batch.loss_mask_N.copy()
+    staleness = batch.staleness_N.copy()
     exact[trains[0]] -= 3.0
-    current[trains[0]] = 0
-    metrics = trainer(topology)[0](replace(batch, rollout_log_probs_N=exact, current_N=current))
+    staleness[trains[0]] = 1
+    metrics = trainer(topology)[0](replace(batch, rollout_log_probs_N=exact, staleness_N=staleness))
     assert metrics[f"{DIFF}_max"] < 1e-5
     assert metrics[DIFF] == pytest.approx(3.0 / len(trains), rel=1e-3)
     assert metrics["train/stale_token_ratio"] == pytest.approx(1 / len(trains))
+
+
+def test_a_batch_whose_tokens_are_all_masked_trains_without_a_loss(make_topology: MakeTopology) -> None:
+    batch = random_batch()
+    nothing = replace(batch, loss_mask_N=np.zeros_like(batch.loss_mask_N))
+    metrics = trainer(make_topology())[0](nothing)
+    assert (metrics["train/loss"], metrics["train/grad_norm"], metrics["rollout/masked_ratio"]) == (0.0, 0.0, 1.0)
 
 
 def test_groups_of_one_train_on_their_rewards_with_a_warning(make_topology: MakeTopology) -> None:

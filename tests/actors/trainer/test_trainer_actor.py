@@ -119,6 +119,7 @@ async def test_a_run_is_told_from_the_first_weights_to_the_last_checkpoint(
         trained[0].metrics
     )
     assert trained[0].metrics["train/stale_token_ratio"] == 0.0
+    assert {event.metrics["rollout/staleness_max"] for event in trained} == {0.0}  # synchronous
     assert [(event.step, event.oldest_step) for event in of(events, CheckpointSaved)] == [(2, 2), (4, 2)]
 
 

@@ -66,10 +66,11 @@ def random_batch(step: int = 0, *, num_groups: int = 4, group_size: int = 4, see
         groups_B=np.array(groups, dtype=np.int64),
         rollouts_B=np.array(rollouts, dtype=np.int64),
         rewards_B=np.array(rewards),
+        raw_rewards_B=np.array(rewards),
         truncated_B=np.zeros(len(groups), dtype=np.uint8),
         lengths_B=np.array(lengths, dtype=np.int64),
         tokens_N=np.concatenate(columns["tokens"]).astype(np.int32),
         loss_mask_N=mask_N,
         rollout_log_probs_N=np.concatenate(columns["log_probs"]).astype(np.float32),
-        current_N=mask_N.copy(),
+        staleness_N=np.where(mask_N, 0, -1).astype(np.int32),
     )
