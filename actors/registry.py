@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 from runtime.actor import Actor, Hosted
 from runtime.bus import Bus
+from runtime.recipe import trains_demonstrations
 from runtime.topology import Topology
 
 Role = Literal["buffer", "rollout", "reward", "filter", "trainer"]
@@ -24,14 +25,16 @@ def hosted(role: Role, topology: Topology, run_dir: Path, *, name: str | None = 
     def build(bus: Bus) -> Actor:
         return _build(role, topology, run_dir, bus)
 
-    return Hosted(name=name or role, role=role, actor_type=actor_type(role), build=build)
+    return Hosted(name=name or role, role=role, actor_type=actor_type(role, topology), build=build)
 
 
-def actor_type(role: Role) -> type[Actor]:
-    """The class that plays a role."""
+def actor_type(role: Role, topology: Topology | None = None) -> type[Actor]:
+    """The class that plays a role in a topology; without one, where engines generate."""
     match role:
         case "buffer":
             from actors.buffer.actor import BufferActor as chosen
+        case "rollout" if topology is not None and trains_demonstrations(topology):
+            from actors.rollout.recorded import RecordedRolloutActor as chosen
         case "rollout":
             from actors.rollout.actor import RolloutActor as chosen
         case "reward":
@@ -49,6 +52,10 @@ def _build(role: Role, topology: Topology, run_dir: Path, bus: Bus) -> Actor:
             from actors.buffer.actor import BufferActor
 
             return BufferActor(topology, bus)
+        case "rollout" if trains_demonstrations(topology):
+            from actors.rollout.recorded import Demonstrations, RecordedRolloutActor
+
+            return RecordedRolloutActor(bus, Demonstrations())
         case "rollout":
             from actors.rollout.actor import RolloutActor
 

@@ -7,7 +7,7 @@ import msgspec
 
 from runtime.agent.processes import ProcessSpec
 from runtime.gpus import Gpu, show_gpus
-from runtime.recipe import RolloutConfig, over_sampling_batch_size
+from runtime.recipe import RolloutConfig, over_sampling_batch_size, trains_demonstrations
 from runtime.sizes import (
     StreamSizes,
     group_bytes,
@@ -104,12 +104,13 @@ def draw(topology: Topology, plan: Plan) -> str:
 
 
 def _head(topology: Topology, plan: Plan) -> Iterator[str]:
-    rollout, trainer = topology.rollout, topology.trainer
+    rollout, trainer, demonstrations = topology.rollout, topology.trainer, trains_demonstrations(topology)
     yield f"run {plan.run} in {plan.dir}/{plan.run}"
     weights = ", random weights" if topology.model.random_init else ""
     yield f"  model    {topology.model.hf_checkpoint} ({topology.model.dtype}{weights})"
     for data in topology.data:
-        yield f"  data     {data.name}: {data.path or data.source}, graded by {data.rm_type or 'what its rows name'}"
+        use = "demonstrations" if demonstrations else f"graded by {data.rm_type or 'what its rows name'}"
+        yield f"  data     {data.name}: {data.path or data.source}, {use}"
     asked, steps = over_sampling_batch_size(rollout), topology.algorithm.num_steps_per_rollout
     parts = [f"{_length(topology)} of {rollout.rollout_batch_size} groups x {_samples(rollout)}"]
     if asked != rollout.rollout_batch_size:
@@ -118,7 +119,7 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
     yield f"  train    {', '.join(parts)}"
     parallel = _parallel(topology, plan)
     yield f"  trainer  {_number(plan.num_ranks, 'rank')} on {trainer.device}{parallel and f': {parallel} parallel'}"
-    for name, engine in topology.engines.items():
+    for name, engine in topology.engines.items() if not demonstrations else ():
         where = f", takes turns with the {engine.colocate}" if engine.colocate else ""
         amount = f"{engine.concurrency} samples at a time each"
         yield f"  engines  {name}: {engine.kind}, {amount}, weights by {engine.weight_transport}{where}"

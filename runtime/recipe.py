@@ -165,6 +165,11 @@ class Recipe(Config, frozen=True, kw_only=True):
     eval: tuple[EvalConfig, ...] = ()
 
 
+def trains_demonstrations(recipe: Recipe) -> bool:
+    """Whether the data holds the samples that are trained, so that nothing is generated and nothing graded."""
+    return recipe.algorithm.loss_type == "sft_loss"
+
+
 def over_sampling_batch_size(rollout: RolloutConfig) -> int:
     """Groups asked for at a time."""
     return rollout.over_sampling_batch_size or rollout.rollout_batch_size

@@ -5,7 +5,7 @@ from itertools import combinations
 
 from runtime.config import Problem, show
 from runtime.gpus import Gpu, parse_gpus, show_gpus
-from runtime.recipe import EvalConfig, Recipe, eval_data, max_prompt_len
+from runtime.recipe import EvalConfig, Recipe, eval_data, max_prompt_len, trains_demonstrations
 from runtime.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
 from runtime.topology import (
     EngineConfig,
@@ -24,6 +24,7 @@ def validate(topology: Topology) -> list[Problem]:
         _sources,
         _lengths,
         _algorithm,
+        _demonstrations,
         _masks,
         _schedule,
         _names,
@@ -87,7 +88,7 @@ def _lengths(recipe: Recipe) -> Iterator[Problem]:
 
 def _algorithm(recipe: Recipe) -> Iterator[Problem]:
     algorithm, samples = recipe.algorithm, recipe.rollout.n_samples_per_prompt
-    if samples == 1 and not algorithm.disable_rewards_normalization:
+    if samples == 1 and not algorithm.disable_rewards_normalization and not trains_demonstrations(recipe):
         yield _problem(
             "rollout.n_samples_per_prompt",
             samples,
@@ -116,6 +117,27 @@ def _masks(recipe: Recipe) -> Iterator[Problem]:
             "every sample is then of one set of weights"
         )
         yield _problem("rollout.mask_off_policy", True, message)
+
+
+def _demonstrations(recipe: Recipe) -> Iterator[Problem]:
+    if not trains_demonstrations(recipe):
+        return
+    rollout, algorithm, why = recipe.rollout, recipe.algorithm, 'with algorithm.loss_type = "sft_loss"'
+    if rollout.n_samples_per_prompt > 1:
+        message = f"must be 1 {why}: a demonstration is one sample"
+        yield _problem("rollout.n_samples_per_prompt", rollout.n_samples_per_prompt, message)
+    if rollout.temperature != 1:
+        message = f"must be 1 {why}: nothing is sampled, and the loss is that of the model itself"
+        yield _problem("rollout.temperature", rollout.temperature, message)
+    if rollout.dynamic_filter is not None:
+        message = f"has nothing to judge {why}: demonstrations have no reward"
+        yield _problem("rollout.dynamic_filter", rollout.dynamic_filter, message)
+    for key, value in (("use_kl_loss", algorithm.use_kl_loss), ("entropy_coef", algorithm.entropy_coef)):
+        if value:
+            yield _problem(f"algorithm.{key}", value, f"has no effect {why}")
+    for index, item in enumerate(recipe.eval):
+        message = f"no engine runs {why}: evaluate the exported model (train.save_hf) in a run with engines"
+        yield _problem(f"eval.{index}.name", item.name, message)
 
 
 def _schedule(recipe: Recipe) -> Iterator[Problem]:
@@ -281,8 +303,12 @@ def _samples_per_step(recipe: Recipe) -> int:
 
 
 def _engines(topology: Topology) -> Iterator[Problem]:
-    if POLICY not in topology.engines:
-        yield Problem(key=f"engines.{POLICY}", message="missing: the pool that generates the samples to train on")
+    if POLICY not in topology.engines and not trains_demonstrations(topology):
+        message = (
+            "missing: the pool that generates the samples to train on; "
+            'only demonstrations (algorithm.loss_type = "sft_loss") do without'
+        )
+        yield Problem(key=f"engines.{POLICY}", message=message)
     for name, engine in topology.engines.items():
         yield from _engine(engine, f"engines.{name}")
 

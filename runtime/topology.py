@@ -110,7 +110,7 @@ class Topology(Recipe, frozen=True, kw_only=True):
     bus: BusConfig = BusConfig()
     nodes: dict[Name, NodeConfig] = msgspec.field(default_factory=_sole_node)
     trainer: TrainerConfig = TrainerConfig()
-    engines: dict[Name, EngineConfig]
+    engines: dict[Name, EngineConfig] = {}  # the pool "policy" generates samples; none runs for demonstrations
     reward: RewardConfig = RewardConfig()
     filter: FilterConfig = FilterConfig()
     buffer: BufferConfig = BufferConfig()

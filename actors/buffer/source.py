@@ -15,7 +15,7 @@ from actors.buffer.prompts import LoadedData, PromptReader, Reader
 from actors.buffer.tokenizing import Tokenizing, load_tokenizing
 from messages import Prompt
 from runtime.data_files import DataError
-from runtime.recipe import DataConfig, Recipe, eval_data, max_prompt_len
+from runtime.recipe import DataConfig, Recipe, eval_data, max_prompt_len, trains_demonstrations
 from runtime.rows import read_rows
 
 WORD: Final = 2**64  # seeds and epochs are taken modulo this
@@ -105,7 +105,7 @@ def load_prompts(recipe: Recipe) -> PromptSet | MadePrompts:
 
 def training_reader(recipe: Recipe, tokenizing: Tokenizing) -> Reader:
     """What makes training prompts of rows: prompts to be answered, or demonstrations."""
-    if recipe.algorithm.loss_type == "sft_loss":
+    if trains_demonstrations(recipe):
         return DemonstrationReader(tokenizing, recipe.rollout)
     return PromptReader(tokenizing, max_prompt_len(recipe.rollout))
 

@@ -28,7 +28,6 @@ from messages import (
 )
 from runtime.actor import Actor
 from runtime.bus import Bus, Deliveries, Delivery, MessageTooLarge
-from runtime.topology import Topology
 
 log = structlog.get_logger()
 
@@ -102,8 +101,7 @@ class RecordedRolloutActor(Actor):
     reads = (RolloutRequested,)
     writes = (SegmentsPublished, GroupCompleted, GroupFailed)
 
-    def __init__(self, topology: Topology, bus: Bus, source: AnswerSource) -> None:
-        del topology
+    def __init__(self, bus: Bus, source: AnswerSource) -> None:
         self._bus = bus
         self._source = source
         self._one_call = anyio.CapacityLimiter(1)
