@@ -28,6 +28,8 @@ from runtime.topology import Topology, bus_node
 
 __all__ = ["End", "RunRefused", "SpecsOf", "Wish", "start"]
 
+STORE_BOUND = 1 << 50  # above all streams, which have bounds of their own; those of an earlier start may be larger
+
 SpecsOf = Callable[[Topology, str, Path], Sequence[ProcessSpec]]
 
 
@@ -106,12 +108,11 @@ def _plan(topology: Topology, wish: Wish, claim: Claim, specs_of: SpecsOf) -> No
 
 
 def _server(topology: Topology, run_dir: Path) -> ServerSettings:
-    limits = stream_limits(topology)
     return ServerSettings(
         store_dir=run_dir / "nats",
         port=topology.bus.port or -1,
         max_payload=stream_sizes(topology).max_payload_bytes,
-        max_file_store=limits.event_bytes + limits.work_bytes + limits.data_bytes + limits.dead_bytes + limits.kv_bytes,
+        max_file_store=STORE_BOUND,
     )
 
 

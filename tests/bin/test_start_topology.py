@@ -210,6 +210,15 @@ def test_a_finished_run_goes_on_when_more_steps_are_asked_for(tmp_path: Path) ->
     assert any(line.startswith("steps     3 of 3") for line in command.lines)
 
 
+def test_a_run_goes_on_when_fewer_steps_are_asked_for(tmp_path: Path) -> None:
+    """Its streams become smaller: the server takes what the store still holds of larger ones."""
+    with started(tmp_path / "r", ["2", "--then", "input_error"], more=("--set", "train.num_steps=100000")) as command:
+        assert command.end() == 2
+    with started(tmp_path / "r", ["3"], more=("--set", "train.num_steps=3")) as command:
+        assert command.end() == 0
+    assert any(line.startswith("steps     3 of 3") for line in command.lines)
+
+
 def test_a_changed_recipe_is_refused_and_a_longer_run_is_not(tmp_path: Path) -> None:
     with started(tmp_path / "r", ["1", "--then", "input_error"]) as command:
         assert command.end() == 2
