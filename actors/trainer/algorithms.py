@@ -53,6 +53,18 @@ def _normalized(rewards: Floats, rollouts: Ints, normalize_std: bool) -> Floats:
     return centred / (votes.std(ddof=1) + STD_EPS)
 
 
+def sft_loss(log_probs: Tensor) -> Tensor:
+    """Cross entropy of each token of a demonstration.
+
+    Args:
+        log_probs: [M], of the model in training.
+
+    Returns:
+        [M], nats.
+    """
+    return -log_probs
+
+
 class PolicyLoss(NamedTuple):
     """Per token, [M]."""
 

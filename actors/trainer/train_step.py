@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.trainer import ranks
-from actors.trainer.algorithms import Reduction, grpo_advantages, kl_divergence, policy_loss, reduction
+from actors.trainer.algorithms import Reduction, grpo_advantages, kl_divergence, policy_loss, reduction, sft_loss
 from actors.trainer.batching import (
     Floats32,
     Ints,
@@ -26,11 +26,13 @@ from actors.trainer.replica import Replica, TokenOutputs
 from actors.trainer.schedules import entropy_coef, learning_rate
 from actors.trainer.staleness import staleness_metrics
 from actors.trainer.weights import file_source
+from runtime.recipe import trains_demonstrations
 from runtime.topology import Topology
 
 log = structlog.get_logger()
 
 SUMS = ("loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "kl_loss")  # train/..., reduced like the loss
+SFT_SUMS = ("loss", "entropy_loss")
 DIFF = "train/train_rollout_logprob_abs_diff"
 
 
@@ -66,6 +68,8 @@ class TrainStep:
         self._replica = replica
         self._topology = topology
         self._algorithm = topology.algorithm
+        self._demonstrations = trains_demonstrations(topology)
+        self._sums = SFT_SUMS if self._demonstrations else SUMS
         self._normalize = _normalizes_rewards(topology)
         self._ref_weights = self._load_reference() if self._algorithm.use_kl_loss else None
 
@@ -97,11 +101,12 @@ class TrainStep:
         for step in steps:
             sums.append(self._backward(batch, step, columns))
             norms.append(self._optimizer_step(batch.step, step.number))
-        metrics |= self._reduced(sums) | self._difference(batch, steps, columns)
-        metrics |= _batch_metrics(batch, columns.advantages_N)
+        metrics |= self._reduced(sums) | _size_metrics(batch)
+        if not self._demonstrations:
+            metrics |= self._difference(batch, steps, columns) | _sampling_metrics(batch, columns.advantages_N)
+            metrics["train/entropy_coef"] = self._entropy_coef(batch.step)
         metrics["train/grad_norm"] = float(np.mean(norms))
         metrics["train/lr-pg_0"] = self._learning_rate(batch.step, steps[-1].number)
-        metrics["train/entropy_coef"] = self._entropy_coef(batch.step)
         metrics["perf/actor_train_time"] = time.perf_counter() - train_begin
         metrics["perf/train_time"] = time.perf_counter() - begin
         return metrics
@@ -143,7 +148,7 @@ class TrainStep:
         begin = time.perf_counter()
         trainer_log_probs_N = np.zeros_like(batch.rollout_log_probs_N)
         later = [micro_batch for step in steps[1:] for micro_batch in step.micro_batches]
-        if later:  # the first step's own forward pass yields its log-probs for nothing
+        if later and not self._demonstrations:  # the first step's own forward pass yields its log-probs for nothing
             self._replica.fill_log_probs(later, trainer_log_probs_N)
         metrics = {"perf/log_probs_time": time.perf_counter() - begin}
         begin = time.perf_counter()
@@ -166,8 +171,8 @@ class TrainStep:
         return column
 
     def _backward(self, batch: TrainBatch, step: _OptimizerStep, columns: _Columns) -> Tensor:
-        """Set the gradients; return this replica's metric sums [len(SUMS)] and share of the denominator behind them."""
-        sums = torch.zeros(len(SUMS) + 1, dtype=torch.float64)
+        """Set the gradients; return this replica's metric sums and share of the denominator behind them."""
+        sums = torch.zeros(len(self._sums) + 1, dtype=torch.float64)
 
         def loss(micro_batch: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, int]:
             if step.number == 0:
@@ -189,11 +194,13 @@ class TrainStep:
         micro_batch: MicroBatch,
         outputs: TokenOutputs,
     ) -> Tensor:
-        """The SUMS of a micro-batch, the loss first."""
+        """The metric sums of a micro-batch, the loss first."""
 
         def column(values_N: Floats32) -> Tensor:
             return torch.from_numpy(values_N[micro_batch.columns_M]).to(outputs.log_probs.device)
 
+        if self._demonstrations:
+            return torch.stack([sft_loss(outputs.log_probs), outputs.entropy]) @ column(columns.weights_N)
         old = column(batch.rollout_log_probs_N if self._algorithm.use_rollout_logprobs else columns.trainer_log_probs_N)
         policy = policy_loss(
             outputs.log_probs,
@@ -226,12 +233,12 @@ class TrainStep:
         return entropy_coef(self._algorithm, train_step, num_steps=self._topology.train.num_steps)
 
     def _reduced(self, sums: Sequence[Tensor]) -> dict[str, float]:
-        """Mean over the optimizer steps of each of the SUMS."""
+        """Mean over the optimizer steps of each of the metric sums."""
         total = ranks.sum_over_replicas(torch.stack(list(sums)))
         means = (total[:, :-1] / total[:, -1:].clamp(min=1.0)).mean(dim=0)
-        metrics = {f"train/{name}": value for name, value in zip(SUMS, means.tolist(), strict=True)}
+        metrics = {f"train/{name}": value for name, value in zip(self._sums, means.tolist(), strict=True)}
         if not self._algorithm.use_kl_loss:
-            del metrics["train/kl_loss"]
+            metrics.pop("train/kl_loss", None)
         return metrics
 
     def _difference(self, batch: TrainBatch, steps: list[_OptimizerStep], columns: _Columns) -> dict[str, float]:
@@ -253,7 +260,7 @@ class TrainStep:
 
 def _normalizes_rewards(topology: Topology) -> bool:
     """Whether rewards are centred within their group: not as configured, and never in groups of one."""
-    if topology.algorithm.disable_rewards_normalization:
+    if topology.algorithm.disable_rewards_normalization or trains_demonstrations(topology):
         return False
     if topology.rollout.n_samples_per_prompt == 1:
         log.warning("rewards_not_normalized", reason="rollout.n_samples_per_prompt = 1: every advantage would be 0")
@@ -261,18 +268,23 @@ def _normalizes_rewards(topology: Topology) -> bool:
     return True
 
 
-def _batch_metrics(batch: TrainBatch, advantages_N: Floats32) -> dict[str, float]:
-    """What the batch looks like, whoever trains it."""
+def _size_metrics(batch: TrainBatch) -> dict[str, float]:
+    """How large the batch is, whoever trains it."""
+    return {
+        "rollout/response_lengths": float(batch.mask_sums_B.mean()),
+        "rollout/total_lengths": float(batch.lengths_B.mean()),
+        "train/global_batch_size": float(batch.rollouts_B[-1] + 1),
+    }
+
+
+def _sampling_metrics(batch: TrainBatch, advantages_N: Floats32) -> dict[str, float]:
+    """How its samples were sampled and judged."""
     mask = batch.loss_mask_N != 0
-    response_lengths = batch.mask_sums_B
     return {
         "rollout/raw_reward": float(batch.raw_rewards_B.mean()),
         "rollout/advantages": _mean(advantages_N[mask]),
         "rollout/rollout_log_probs": _mean(batch.rollout_log_probs_N[mask]),
-        "rollout/response_lengths": float(response_lengths.mean()),
-        "rollout/total_lengths": float(batch.lengths_B.mean()),
         "rollout/truncated": float(batch.truncated_B.mean()),
-        "train/global_batch_size": float(batch.rollouts_B[-1] + 1),
         **staleness_metrics(batch),
     }
 
