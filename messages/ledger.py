@@ -62,6 +62,7 @@ class BatchReady(Message, kw_only=True, tag="batch_ready"):
     incarnation: int
     step: int  # number of the batch, from 0
     groups: tuple[GroupRef, ...]
+    passed_over: tuple[int, ...] = ()  # groups that were kept too and lost the selection; they are closed next
 
 
 @register

@@ -3,10 +3,8 @@
 The buffer decides by it; anyone who follows the log may fold it too.
 """
 
-from enum import StrEnum
-from typing import assert_never
-
-import msgspec
+from collections.abc import Iterable
+from typing import Final, assert_never
 
 from messages import (
     BatchReady,
@@ -24,18 +22,37 @@ from messages import (
     GroupsIssued,
     Message,
     Outcome,
+    PayloadsMissing,
     RoundHalted,
     RunFailed,
     RunFinished,
     SampleStatus,
     SampleSummary,
+    SegmentsSpilled,
     SnapshotTaken,
     TrainerStarted,
     VerdictGiven,
     WeightsAnnounced,
 )
+from runtime.ledger_state import Batch, Books, EvalItem, Evaluation, Group, LedgerState, Stage
 
-FOLD_VERSION = 2  # raised whenever the same log folds to another state; older snapshots are then not loaded
+__all__ = [
+    "FOLD_VERSION",
+    "LEDGER_EVENTS",
+    "Batch",
+    "Books",
+    "EvalItem",
+    "Evaluation",
+    "Group",
+    "LedgerEvent",
+    "LedgerState",
+    "Stage",
+    "fold",
+    "longest",
+    "spills_of",
+]
+
+FOLD_VERSION: Final = 3  # raised whenever the same log folds to another state; older snapshots are then not loaded
 
 LedgerEvent = (
     BufferStarted
@@ -51,131 +68,36 @@ LedgerEvent = (
     | GroupCompleted
     | GroupAborted
     | GroupFailed
+    | SegmentsSpilled
     | VerdictGiven
     | EvalCompleted
     | TrainerStarted
     | BatchTrained
+    | PayloadsMissing
     | CheckpointSaved
     | WeightsAnnounced
 )
 LEDGER_EVENTS: tuple[type[Message], ...] = LedgerEvent.__args__
+OVER_SAMPLING_FILTER: Final = "over_sampling_filter"  # reason of groups that lost the selection
 
 
-class Stage(StrEnum):
-    """Where a live group stands. Groups that ended are only counted."""
-
-    IN_FLIGHT = "in_flight"  # issued, not ended
-    COMPLETED = "completed"  # ended, waiting for its verdict
-    READY = "ready"  # kept, waiting for a batch
-    BATCHED = "batched"  # in a batch that is not trained yet
-    POOLED = "pooled"  # halted with what it had, to be issued again
+def spills_of(state: LedgerState, group_id: int, attempt: int) -> tuple[SampleSummary, ...]:
+    """What is stored of an attempt that has not ended; nothing of any other."""
+    group = state.groups.get(group_id)
+    if group is None or group.attempt != attempt or group.stage is not Stage.IN_FLIGHT:
+        return ()
+    return group.spilled
 
 
-class Group(msgspec.Struct, kw_only=True):
-    """A live prompt group."""
-
-    group_id: int
-    attempt: int
-    prompt: int  # number in the order of the data source
-    round: int
-    min_version: int
-    stage: Stage
-    event_seq: int = 0  # log sequence of the event that ended this attempt
-    carried: tuple[SampleSummary, ...] = ()  # what earlier attempts left
-    payload_seq: int  # no data message below this one is needed by it; while in flight, a bound on what it will store
-
-
-class Batch(msgspec.Struct, kw_only=True):
-    """A batch that a loadable checkpoint does not contain yet."""
-
-    groups: tuple[GroupRef, ...]
-    payload_seq: int  # no data message below this one is needed by it
-    trained: bool = False
-
-
-class EvalItem(msgspec.Struct, kw_only=True, frozen=True):
-    """Outcome of one evaluation item."""
-
-    rewards: tuple[float, ...]
-    num_truncated: int
-
-
-class Evaluation(msgspec.Struct, kw_only=True):
-    """An evaluation that runs."""
-
-    step: int
-    version: int
-    sizes: dict[str, int]
-    items: dict[str, dict[int, EvalItem]]
-
-    @property
-    def complete(self) -> bool:
-        return all(len(self.items[name]) == size for name, size in self.sizes.items())
-
-
-class Books(msgspec.Struct, frozen=True, kw_only=True):
-    """Every issued group, by where it is. They close: issued is the sum of the others."""
-
-    issued: int
-    trained: int
-    dropped: int
-    failed: int
-    pooled: int
-    ready: int  # kept; in a batch or waiting for one
-    in_flight: int
-
-    @property
-    def closed(self) -> bool:
-        ended = self.trained + self.dropped + self.failed
-        return self.issued == ended + self.pooled + self.ready + self.in_flight
-
-
-class LedgerState(msgspec.Struct, kw_only=True):
-    """What the log folds to."""
-
-    last_seq: int = 0  # log sequence folded last
-    ledger_seq: int = 0  # the same among the buffer's own events
-    incarnation: int = 0  # of the buffer that owns the ledger
-    next_group: int = 0
-    next_prompt: int = 0
-    groups: dict[int, Group] = {}  # live ones, in order of issue
-    trained: int = 0
-    dropped: dict[str, int] = {}  # by reason
-    failed: dict[str, int] = {}
-    newest_payload: int = 0  # highest data message that any folded event cites
-    round: int = 0  # open round = number of the next batch
-    halted_round: int = -1  # newest round that was halted
-    batches: dict[int, Batch] = {}  # by step
-    trained_steps: int = 0  # frontier: steps of which the log says that they are trained
-    trainer_incarnation: int = 0
-    version: int = 0  # newest announced weights, 0 before the first
-    version_step: int = 0  # train steps that they contain
-    checkpoint_step: int = 0
-    snapshot_step: int = -1  # checkpoint step at the newest snapshot
-    evaluation: Evaluation | None = None
-    eval_step: int = -1  # newest step that was evaluated
-    barren: int = 0  # groups of the open round that were dropped or failed
-    finished: str | None = None  # reason; like the next one, until a buffer starts again: it may have more to do
-    gave_up: str | None = None  # reason
-
-    def books(self) -> Books:
-        """Count every issued group once."""
-        stages = [group.stage for group in self.groups.values()]
-        return Books(
-            issued=self.next_group,
-            trained=self.trained,
-            dropped=sum(self.dropped.values()),
-            failed=sum(self.failed.values()),
-            pooled=stages.count(Stage.POOLED),
-            ready=stages.count(Stage.READY) + stages.count(Stage.BATCHED),
-            in_flight=stages.count(Stage.IN_FLIGHT) + stages.count(Stage.COMPLETED),
-        )
-
-    def low_water(self) -> int:
-        """No data message below this one is needed by a live group or a batch that no loadable checkpoint contains."""
-        needed = [group.payload_seq for group in self.groups.values()]
-        needed += [batch.payload_seq for batch in self.batches.values()]
-        return min(needed, default=self.newest_payload + 1)
+def longest(*told: Iterable[SampleSummary]) -> tuple[SampleSummary, ...]:
+    """Of each sample the summary with the most tokens, in order; of equal ones the later."""
+    best: dict[tuple[int, int], SampleSummary] = {}
+    for samples in told:
+        for sample in samples:
+            key = sample.index, sample.part
+            if key not in best or sample.response_len >= best[key].response_len:
+                best[key] = sample
+    return tuple(best[key] for key in sorted(best))
 
 
 def fold(state: LedgerState, event: Message, seq: int) -> None:
@@ -205,13 +127,18 @@ def _apply(state: LedgerState, event: LedgerEvent, seq: int) -> None:
             _issue(state, event)
         case GroupCompleted() | GroupAborted() | GroupFailed():
             _end_attempt(state, event, seq)
+        case SegmentsSpilled():
+            _spill(state, event)
         case VerdictGiven():
             _judge(state, event)
         case BatchReady():
             _batch(state, event)
+        case PayloadsMissing():
+            _take_back(state, event, seq)
         case GroupsClosed():
+            tally = state.failed if event.outcome == "failed" else state.dropped
             for group_id in event.group_ids:
-                _close(state, group_id, state.failed if event.outcome == "failed" else state.dropped, event.reason)
+                _close(state, group_id, tally, event.reason)
         case RoundHalted():
             state.halted_round = max(state.halted_round, event.round)
         case BatchTrained():
@@ -225,9 +152,9 @@ def _apply(state: LedgerState, event: LedgerEvent, seq: int) -> None:
             for step in [step for step in state.batches if step < event.oldest_step]:
                 _settle(state, step)
                 del state.batches[step]
+            state.taken_back = tuple(step for step in state.taken_back if step >= event.oldest_step)
         case WeightsAnnounced():
-            if event.version > state.version:
-                state.version, state.version_step = event.version, event.step
+            _announce(state, event)
         case EvalIssued() | EvalCompleted() | EvalEnded():
             _evaluate(state, event)
         case BufferStarted():
@@ -243,24 +170,40 @@ def _apply(state: LedgerState, event: LedgerEvent, seq: int) -> None:
             assert_never(event)
 
 
+def _announce(state: LedgerState, event: WeightsAnnounced) -> None:
+    if event.version <= state.version:
+        return
+    state.version, state.version_step = event.version, event.step
+    oldest = min(
+        (min(group.min_version, group.oldest_version or group.min_version) for group in state.groups.values()),
+        default=event.version,
+    )
+    kept = {version: step for version, step in state.version_steps.items() if version >= oldest}
+    state.version_steps = {**kept, event.version: event.step}
+
+
 def _issue(state: LedgerState, event: GroupsIssued) -> None:
     for issued in event.groups:
         group = state.groups.get(issued.group_id)
         if issued.group_id >= state.next_group:
-            state.groups[issued.group_id] = Group(
+            group = Group(
                 group_id=issued.group_id,
                 attempt=issued.attempt,
                 prompt=issued.prompt,
                 round=event.round,
                 min_version=event.min_version,
                 stage=Stage.IN_FLIGHT,
+                num_samples=event.num_samples,
                 payload_seq=state.newest_payload + 1,
             )
+            state.enter(group)
             state.next_group = issued.group_id + 1
             state.next_prompt = issued.prompt + 1
         elif group is not None and group.stage is Stage.POOLED and issued.attempt > group.attempt:
+            state.index.leave(group)
             group.attempt, group.round, group.min_version = issued.attempt, event.round, event.min_version
-            group.stage = Stage.IN_FLIGHT
+            group.num_samples, group.stage = event.num_samples, Stage.IN_FLIGHT
+            state.index.enter(group)
 
 
 def _end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | GroupFailed, seq: int) -> None:
@@ -270,59 +213,127 @@ def _end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | Grou
     if isinstance(event, GroupFailed):
         _close(state, event.group_id, state.failed, event.reason)
         return
-    group.event_seq = seq
-    cited = [ref.seq for sample in event.samples for ref in sample.segments]
+    completed = isinstance(event, GroupCompleted)
+    samples = event.samples if completed else longest(group.spilled, event.samples)
+    cited = _cited(state, samples)
+    got = len({sample.index for sample in samples})
+    if completed and group.num_samples and got != group.num_samples:
+        _close(state, event.group_id, state.failed, f"{got} samples where {group.num_samples} were asked for")
+        return
+    group.event_seq, group.spilled = seq, ()
     group.payload_seq = min(cited, default=group.payload_seq)
-    state.newest_payload = max([state.newest_payload, *cited])
-    if isinstance(event, GroupCompleted):
-        group.stage, group.carried = Stage.COMPLETED, ()
-    else:
-        group.stage, group.carried = Stage.POOLED, event.samples
+    group.carried = () if completed else samples
+    group.data = event.data if completed else group.data
+    _describe(group, samples)
+    state.move(group, Stage.COMPLETED if completed else Stage.POOLED)
+
+
+def _cited(state: LedgerState, samples: Iterable[SampleSummary]) -> list[int]:
+    """The data messages that samples lie in."""
+    cited = [ref.seq for sample in samples for ref in sample.segments]
+    state.newest_payload = max(state.newest_payload, max(cited, default=0))
+    return cited
+
+
+def _describe(group: Group, samples: tuple[SampleSummary, ...]) -> None:
+    group.indices = tuple([sample.index for sample in samples])
+    group.rewards = tuple([sample.reward for sample in samples])
+    group.response_lens = tuple([sample.response_len for sample in samples])
+    oldest = [sample.first_version for sample in samples if sample.first_version is not None]
+    newest = [sample.last_version for sample in samples if sample.last_version is not None]
+    group.oldest_version, group.newest_version = min(oldest, default=None), max(newest, default=None)
+
+
+def _spill(state: LedgerState, event: SegmentsSpilled) -> None:
+    group = state.groups.get(event.group_id)
+    if group is None or group.attempt != event.attempt or group.stage is not Stage.IN_FLIGHT:
+        return
+    group.spilled = longest(group.spilled, event.samples)
+    group.payload_seq = min([group.payload_seq, *_cited(state, group.spilled)])
 
 
 def _judge(state: LedgerState, event: VerdictGiven) -> None:
     group = state.groups.get(event.group_id)
     if group is None or group.stage is not Stage.COMPLETED or group.event_seq != event.event_seq:
         return
-    if event.outcome is Outcome.KEEP:
-        group.stage = Stage.READY
-    else:
-        tally = state.dropped if event.outcome is Outcome.DROP else state.failed
-        _close(state, event.group_id, tally, event.reason or f"filter_{event.outcome}")
+    reason = event.reason or f"filter_{event.outcome}"
+    match event.outcome:
+        case Outcome.KEEP:
+            state.move(group, Stage.READY)
+        case Outcome.SPARE:
+            group.reason = reason
+            state.move(group, Stage.SPARE)
+            _count_barren(state, group)
+        case Outcome.DROP | Outcome.FAILED:
+            _close(state, event.group_id, state.dropped if event.outcome is Outcome.DROP else state.failed, reason)
 
 
 def _batch(state: LedgerState, event: BatchReady) -> None:
     kept = tuple(ref for ref in event.groups if _is_kept(state, ref))
-    if not kept or event.step < state.round:
+    if not kept or (event.step < state.round and event.step not in state.taken_back):
         return
     groups = [state.groups[ref.group_id] for ref in kept]
     for group in groups:
-        group.stage = Stage.BATCHED
+        state.move(group, Stage.BATCHED)
     state.batches[event.step] = Batch(groups=kept, payload_seq=min(group.payload_seq for group in groups))
-    state.round, state.barren = event.step + 1, 0
+    state.taken_back = tuple(step for step in state.taken_back if step != event.step)
+    state.round, state.barren = max(state.round, event.step + 1), 0
+    for spare in list(state.in_stage(Stage.SPARE).values()):
+        state.move(spare, Stage.PASSED_OVER)
+    for group_id in event.passed_over:
+        group = state.groups.get(group_id)
+        if group is not None and group.stage is Stage.READY:
+            group.reason = OVER_SAMPLING_FILTER
+            state.move(group, Stage.PASSED_OVER)
 
 
 def _is_kept(state: LedgerState, ref: GroupRef) -> bool:
     group = state.groups.get(ref.group_id)
-    return group is not None and group.stage is Stage.READY and group.event_seq == ref.event_seq
+    return group is not None and group.stage in (Stage.READY, Stage.SPARE) and group.event_seq == ref.event_seq
+
+
+def _take_back(state: LedgerState, event: PayloadsMissing, seq: int) -> None:
+    """Dissolve a batch that cannot be trained: what is lost is generated again, the others wait for the next batch."""
+    batch = state.batches.get(event.step)
+    lost = set(event.groups)
+    if batch is None or batch.trained or not lost.intersection(batch.groups):
+        return
+    for ref in batch.groups:
+        group = state.groups.get(ref.group_id)
+        if group is None:
+            continue
+        if ref in lost:
+            _describe(group, ())
+            group.event_seq, group.carried, group.payload_seq = seq, (), state.newest_payload + 1
+            state.move(group, Stage.POOLED)
+        else:
+            state.move(group, Stage.READY)
+    del state.batches[event.step]
+    state.taken_back = tuple(sorted({*state.taken_back, event.step}))
 
 
 def _settle(state: LedgerState, step: int) -> None:
     batch = state.batches.get(step)
     state.trained_steps = max(state.trained_steps, step + 1)
+    state.taken_back = tuple(other for other in state.taken_back if other != step)
     if batch is None or batch.trained:
         return  # trained again after a crash, or unknown below an old checkpoint
     batch.trained = True
     for ref in batch.groups:
-        if state.groups.pop(ref.group_id, None) is not None:
+        if state.remove(ref.group_id) is not None:
             state.trained += 1
 
 
 def _close(state: LedgerState, group_id: int, tally: dict[str, int], reason: str) -> None:
-    group = state.groups.pop(group_id, None)
+    group = state.remove(group_id)
     if group is None:
         return
     tally[reason] = tally.get(reason, 0) + 1
+    if group.stage not in (Stage.SPARE, Stage.PASSED_OVER):  # those were counted, or had their chance
+        _count_barren(state, group)
+
+
+def _count_barren(state: LedgerState, group: Group) -> None:
     if group.round >= state.round:  # what a halted round leaves behind came with a batch
         state.barren += 1
 

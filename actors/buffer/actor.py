@@ -32,11 +32,13 @@ from messages import (
     RunFailed,
     RunFinished,
     SnapshotTaken,
+    SpillsGiven,
+    SpillsRequested,
 )
 from runtime.actor import Actor, InputError
 from runtime.bus import AlreadyQueued, Bus, Events, Fenced, MessageTooLarge, SequenceMismatch
 from runtime.data_files import DataError
-from runtime.ledger import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold
+from runtime.ledger import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold, spills_of
 from runtime.topology import Topology
 
 log = structlog.get_logger()
@@ -55,7 +57,7 @@ class BufferActor(Actor):
     Of two buffers the older one stops as fenced: an append succeeds only on the ledger that its writer has folded.
     """
 
-    reads = (*LEDGER_EVENTS, PromptsLoaded)
+    reads = (*LEDGER_EVENTS, PromptsLoaded, SpillsRequested)
     writes = (
         BufferStarted,
         GroupsIssued,
@@ -70,6 +72,7 @@ class BufferActor(Actor):
         PromptsLoaded,
         RolloutRequested,
         EvalRequested,
+        SpillsGiven,
     )
 
     def __init__(self, topology: Topology, bus: Bus) -> None:
@@ -89,11 +92,17 @@ class BufferActor(Actor):
         async with self._bus.read(*LEDGER_EVENTS, from_seq=self._state.last_seq + 1) as events:
             await self._take_over(events)
             task_status.started()
-            await self._put_everything_open(prompts)
-            await self._keep_deciding(events, schedule, prompts)
+            async with self._bus.serve({SpillsRequested: self._spills}):
+                await self._put_everything_open(prompts)
+                await self._keep_deciding(events, schedule, prompts)
 
     def stats(self) -> dict[str, float]:
         return {name: float(count) for name, count in msgspec.structs.asdict(self._state.books()).items()}
+
+    async def _spills(self, request: SpillsRequested) -> SpillsGiven:
+        """What whoever works on an attempt after a crash may go on from."""
+        samples = spills_of(self._state, request.group_id, request.attempt)
+        return SpillsGiven(group_id=request.group_id, attempt=request.attempt, samples=samples)
 
     async def _refuse_other_data(self, prompts: PromptSet | MadePrompts) -> None:
         """The ledger counts prompts by number: on changed data, a resumed run would repeat some and skip others."""

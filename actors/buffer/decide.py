@@ -39,6 +39,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
     rollout_batch_size: int  # groups per train step
     over_sampling_batch_size: int  # groups per refill
+    num_samples: int = 0  # of each group; 0: unknown
     max_staleness: int = 0  # train steps
     on_halt: Literal["resume", "restart", "drop"] = "resume"
     max_attempts: int = 5
@@ -180,7 +181,11 @@ def _refill(state: LedgerState, schedule: Schedule) -> Message | None:
         for i in range(schedule.over_sampling_batch_size - len(pooled))
     ]
     return GroupsIssued(
-        incarnation=state.incarnation, round=state.round, min_version=state.version, groups=tuple(issued)
+        incarnation=state.incarnation,
+        round=state.round,
+        min_version=state.version,
+        groups=tuple(issued),
+        num_samples=schedule.num_samples,
     )
 
 
@@ -194,4 +199,4 @@ def _finish(state: LedgerState, schedule: Schedule) -> Message | None:
 
 
 def _in_stage(state: LedgerState, stage: Stage) -> list[Group]:
-    return [group for group in state.groups.values() if group.stage is stage]
+    return list(state.in_stage(stage).values())

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from actors.buffer.decide import EvalPlan, Schedule
 from messages import EvalRequested, Prompt, RolloutRequested, SamplingParams
-from runtime.ledger import Evaluation, Group, LedgerState, Stage
+from runtime.ledger import Evaluation, Group, LedgerState, Stage, longest
 from runtime.recipe import Sampling, eval_sampling, over_sampling_batch_size, rollout_sampling
 from runtime.topology import Topology
 
@@ -41,6 +41,7 @@ def schedule_of(topology: Topology, eval_sizes: Mapping[str, int]) -> Schedule:
         num_steps=topology.train.num_steps,
         rollout_batch_size=rollout.rollout_batch_size,
         over_sampling_batch_size=over_sampling_batch_size(rollout),
+        num_samples=rollout.n_samples_per_prompt,
         max_staleness=rollout.max_staleness,
         on_halt=rollout.on_halt,
         max_attempts=rollout.max_attempts,
@@ -52,6 +53,7 @@ def schedule_of(topology: Topology, eval_sizes: Mapping[str, int]) -> Schedule:
 def rollout_task(topology: Topology, group: Group, prompts: Prompts) -> RolloutRequested:
     """The task of an issued group."""
     prompt = prompts.prompt(group.prompt)
+    carried = group.carried if topology.rollout.on_halt == "resume" else ()
     return RolloutRequested(
         group_id=group.group_id,
         attempt=group.attempt,
@@ -60,7 +62,7 @@ def rollout_task(topology: Topology, group: Group, prompts: Prompts) -> RolloutR
         prompt=prompt,
         num_samples=topology.rollout.n_samples_per_prompt,
         sampling=_params(topology, rollout_sampling(topology), prompt),
-        carried=group.carried if topology.rollout.on_halt == "resume" else (),
+        carried=longest(carried, group.spilled),
     )
 
 

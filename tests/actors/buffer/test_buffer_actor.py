@@ -27,7 +27,11 @@ from messages import (
     RoundHalted,
     SampleStatus,
     SampleSummary,
+    SegmentRef,
+    SegmentsSpilled,
     SnapshotTaken,
+    SpillsGiven,
+    SpillsRequested,
     VerdictGiven,
 )
 from messages.codec import encode
@@ -69,7 +73,8 @@ async def put_raw(bus: Bus, subject: str, payload: bytes = b"{") -> None:
 
 async def complete(bus: Bus, group_id: int, attempt: int = 0) -> None:
     """What rollout and filter say of a group that is kept."""
-    done: dict[str, Any] = {"lease": "l", "round": 0, "instance": "rollout", "data": "d", "samples": ()}
+    samples = tuple(SampleSummary(index=index, status=SampleStatus.COMPLETED, reward=1.0) for index in range(2))
+    done: dict[str, Any] = {"lease": "l", "round": 0, "instance": "rollout", "data": "d", "samples": samples}
     seq = await bus.publish(GroupCompleted(group_id=group_id, attempt=attempt, **done))
     await bus.publish(VerdictGiven(group_id=group_id, attempt=attempt, event_seq=seq, outcome=Outcome.KEEP))
 
@@ -85,6 +90,27 @@ async def test_groups_are_issued_when_weights_are_announced(bus: Bus, topology: 
         batch, _ = await next_event(bus, BatchReady)
     assert isinstance(batch, BatchReady)
     assert [ref.group_id for ref in batch.groups] == [0, 1]
+
+
+async def test_whoever_works_on_an_attempt_after_a_crash_learns_what_was_spilled(bus: Bus, topology: Topology) -> None:
+    stored = SampleSummary(
+        index=1, status=SampleStatus.ABORTED, segments=(SegmentRef(seq=3, position=0),), response_len=9
+    )
+    who: dict[str, Any] = {"group_id": 0, "lease": "l", "round": 0, "instance": "rollout", "samples": (stored,)}
+    async with buffer(bus, topology):
+        await bus.publish(announcement(1))
+        await next_event(bus, GroupsIssued)
+        await bus.publish(SegmentsSpilled(attempt=0, **who))
+
+        async def spills(attempt: int) -> tuple[SampleSummary, ...]:
+            request = SpillsRequested(group_id=0, attempt=attempt)
+            return (await bus.call("buffer", request, SpillsGiven, timeout_s=5)).samples
+
+        async def folded() -> bool:
+            return await spills(0) == (stored,)
+
+        await eventually(folded)
+        assert await spills(1) == ()
 
 
 async def test_what_the_ledger_holds_unreadably_stops_no_decision(bus: Bus, topology: Topology) -> None:

@@ -81,4 +81,4 @@ def _take(state: LedgerState, decision: Message, rounds: list[int]) -> None:
     if isinstance(decision, GroupsIssued):
         rounds.append(decision.round)
         for group in decision.groups:
-            state.groups[group.group_id].stage = KEPT
+            state.move(state.groups[group.group_id], KEPT)

@@ -1,117 +1,31 @@
-"""The ledger's books close, whatever happens to the log."""
-
-from typing import Any
+"""What is decided on a ledger, and that its books close whatever happens to the log."""
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.buffer.decide import EvalPlan, Schedule, decide
+from actors.buffer.decide import EvalPlan
 from messages import (
     BatchReady,
-    BatchTrained,
     BufferStarted,
-    CheckpointSaved,
     EvalCompleted,
     EvalEnded,
     EvalIssued,
-    GroupAborted,
-    GroupCompleted,
     GroupFailed,
-    GroupRef,
     GroupsClosed,
     GroupsIssued,
     Message,
     Outcome,
-    RolloutRequested,
     RoundHalted,
     RunFailed,
     RunFinished,
     SampleStatus,
     SampleSummary,
-    SegmentRef,
     SnapshotTaken,
-    TrainerStarted,
-    VerdictGiven,
-    WeightsAnnounced,
 )
 from runtime.ledger import LedgerState, Stage, fold
-
-
-class Log:
-    """A log and the state that it folds to; decisions are appended until there are none."""
-
-    def __init__(self, **settings: Any) -> None:
-        defaults: dict[str, Any] = {"num_steps": 3, "rollout_batch_size": 2, "over_sampling_batch_size": 2}
-        self.schedule = Schedule(**{**defaults, **settings})
-        self.events: list[Message] = []
-        self.state = LedgerState()
-
-    def add(self, event: Message) -> int:
-        self.events.append(event)
-        fold(self.state, event, len(self.events))
-        return len(self.events)
-
-    def decide(self) -> list[Message]:
-        made: list[Message] = []
-        while (decision := decide(self.state, self.schedule)) is not None:
-            made.append(decision)
-            self.add(decision)
-            assert len(made) < 100, "decides without end"
-        return made
-
-    def announce(self, step: int) -> None:
-        self.add(announced(self.state.version + 1, step))
-
-    def complete(self, group_id: int, reward: float = 1.0, verdict: Outcome = Outcome.KEEP) -> None:
-        seq = self.add(completed(group_id, self.state.groups[group_id].attempt, reward=reward))
-        self.add(judged(group_id, self.state.groups[group_id].attempt, seq, verdict))
-
-    def train(self, step: int) -> None:
-        self.add(trained(step))
-        self.announce(step + 1)
-
-
-def announced(version: int, step: int) -> WeightsAnnounced:
-    return WeightsAnnounced(version=version, step=step, incarnation=1, path="", checksum="", size_bytes=0)
-
-
-def summary(seq: int, reward: float | None = 1.0, status: SampleStatus = SampleStatus.COMPLETED) -> SampleSummary:
-    return SampleSummary(index=0, status=status, segments=(SegmentRef(seq=seq, position=0),), reward=reward)
-
-
-def completed(group_id: int, attempt: int, *, payload: int = 1, reward: float = 1.0) -> GroupCompleted:
-    return GroupCompleted(
-        group_id=group_id,
-        attempt=attempt,
-        lease="l",
-        round=0,
-        instance="rollout",
-        data="d",
-        samples=(summary(payload, reward),),
-    )
-
-
-def aborted(group_id: int, attempt: int, *, payload: int = 1) -> GroupAborted:
-    sample = summary(payload, None, SampleStatus.ABORTED)
-    return GroupAborted(group_id=group_id, attempt=attempt, lease="l", round=0, instance="rollout", samples=(sample,))
-
-
-def judged(group_id: int, attempt: int, seq: int, outcome: Outcome = Outcome.KEEP) -> VerdictGiven:
-    return VerdictGiven(group_id=group_id, attempt=attempt, event_seq=seq, outcome=outcome, reason=None)
-
-
-def trained(step: int) -> BatchTrained:
-    return BatchTrained(step=step, incarnation=1, num_groups=2, num_samples=2, num_tokens=2, metrics={})
-
-
-def saved(step: int, oldest: int) -> CheckpointSaved:
-    return CheckpointSaved(step=step, incarnation=1, path="", oldest_step=oldest, took_s=0)
-
-
-def kinds(events: list[Message]) -> list[type[Message]]:
-    return [type(event) for event in events]
+from tests.support.ledger_log import Log, aborted, kinds, saved, summary, trained
 
 
 def test_nothing_is_issued_before_weights_are_announced() -> None:
@@ -187,15 +101,6 @@ def test_an_aborted_group_is_pooled_and_issued_again_with_what_it_had() -> None:
     assert log.state.groups[1].carried[0].segments[0].seq == 7
 
 
-def test_a_group_given_back_untouched_is_pooled_too() -> None:
-    log = Log()
-    log.announce(0)
-    log.decide()
-    log.add(GroupAborted(group_id=0, attempt=0, lease="l", round=0, instance="r"))
-    assert log.state.books().pooled == 1
-    assert log.state.books().closed
-
-
 def test_aborted_groups_are_closed_when_the_recipe_drops_them() -> None:
     log = Log(rollout_batch_size=1, over_sampling_batch_size=2, on_halt="drop")
     log.announce(0)
@@ -221,74 +126,6 @@ def test_a_surplus_group_is_trained_in_the_next_batch() -> None:
     (batch,) = log.decide()
     assert isinstance(batch, BatchReady)
     assert [ref.group_id for ref in batch.groups] == [1]
-
-
-def test_a_late_result_of_an_older_attempt_changes_nothing() -> None:
-    log = Log(rollout_batch_size=1, over_sampling_batch_size=2)
-    log.announce(0)
-    log.decide()
-    log.complete(0)
-    log.decide()
-    log.add(aborted(1, 0))
-    log.train(0)
-    log.decide()
-    before = msgspec.json.encode(log.state.groups)
-    log.add(completed(1, 0))
-    log.add(judged(1, 0, len(log.events)))
-    assert msgspec.json.encode(log.state.groups) == before
-
-
-def test_only_the_first_verdict_counts_and_only_for_the_event_it_cites() -> None:
-    log = Log()
-    log.announce(0)
-    log.decide()
-    seq = log.add(completed(0, 0))
-    log.add(judged(0, 0, seq + 100, Outcome.DROP))
-    assert log.state.groups[0].stage is Stage.COMPLETED
-    log.add(judged(0, 0, seq))
-    log.add(judged(0, 0, seq, Outcome.DROP))
-    assert log.state.groups[0].stage is Stage.READY
-
-
-def test_a_step_trained_again_after_a_crash_is_counted_once() -> None:
-    log = Log()
-    log.announce(0)
-    log.decide()
-    log.complete(0)
-    log.complete(1)
-    log.decide()
-    log.train(0)
-    log.add(TrainerStarted(incarnation=2, step=0))
-    log.add(trained(0))
-    assert log.state.books().trained == 2
-    assert log.state.books().closed
-
-
-def test_a_trainer_that_starts_ahead_of_the_log_settles_its_batches() -> None:
-    log = Log()
-    log.announce(0)
-    log.decide()
-    log.complete(0)
-    log.complete(1)
-    log.decide()
-    log.add(TrainerStarted(incarnation=2, step=1))
-    assert log.state.books().trained == 2
-    assert log.state.trained_steps == 1
-
-
-def test_payloads_are_needed_until_no_loadable_checkpoint_lacks_their_batch() -> None:
-    log = Log(rollout_batch_size=1, over_sampling_batch_size=1)
-    log.announce(0)
-    log.decide()
-    seq = log.add(completed(0, 0, payload=11))
-    log.add(judged(0, 0, seq))
-    log.decide()
-    log.train(0)
-    assert log.state.low_water() == 11
-    log.add(saved(1, oldest=0))
-    assert log.state.low_water() == 11
-    log.add(saved(2, oldest=1))
-    assert log.state.low_water() == 12
 
 
 def test_an_evaluation_is_issued_on_its_interval_and_ended_with_its_means() -> None:
@@ -402,63 +239,6 @@ def test_a_batch_ends_the_count_of_rejected_groups() -> None:
     assert log.state.barren == 0
 
 
-def played() -> Log:
-    """Two steps of a run with everything in them: a surplus, a halt, a rejected group, an evaluation, a checkpoint."""
-    log = Log(over_sampling_batch_size=4, evals=(EvalPlan(name="test", interval=1, num_items=1),))
-    for step in range(2):
-        log.announce(step)
-        log.decide()
-        log.add(
-            EvalCompleted(step=step, set="test", item=0, version=step + 1, instance="r", samples=(summary(1, 0.5),))
-        )
-        log.decide()
-        live = [group_id for group_id, group in log.state.groups.items() if group.stage is Stage.IN_FLIGHT]
-        log.complete(live[0], verdict=Outcome.DROP)
-        log.decide()
-        while log.state.round == step:
-            live = [group_id for group_id, group in log.state.groups.items() if group.stage is Stage.IN_FLIGHT]
-            log.complete(live[0])
-            log.decide()
-        for group in list(log.state.groups.values()):
-            if group.stage is Stage.IN_FLIGHT:
-                log.add(aborted(group.group_id, group.attempt))
-        log.add(trained(step))
-    log.announce(2)
-    log.add(saved(2, oldest=2))
-    log.decide()
-    return log
-
-
-def test_an_event_of_the_ledger_that_comes_twice_changes_nothing_the_second_time() -> None:
-    log = played()
-    assert {type(event) for event in log.events} >= {GroupsIssued, BatchReady, RoundHalted, EvalIssued, SnapshotTaken}
-    for event in list(log.events):
-        if isinstance(event, GroupsIssued | BatchReady | RoundHalted | EvalIssued | EvalEnded | GroupsClosed):
-            before = _without_position(log.state)
-            log.add(event)
-            assert _without_position(log.state) == before, event
-
-
-def _without_position(state: LedgerState) -> bytes:
-    return msgspec.json.encode(msgspec.structs.replace(state, last_seq=0, ledger_seq=0))
-
-
-def test_a_batch_of_groups_that_the_log_does_not_know_as_kept_is_no_batch() -> None:
-    """Somebody else's append cannot get there; whatever does must not end every later buffer."""
-    log = Log()
-    log.announce(0)
-    log.decide()
-    refs = tuple(GroupRef(group_id=group_id, attempt=0, event_seq=1) for group_id in (0, 77))
-    log.add(BatchReady(incarnation=1, step=0, groups=refs))
-    log.add(BatchReady(incarnation=1, step=0, groups=()))
-    log.add(GroupsClosed(incarnation=1, group_ids=(77,), outcome="dropped", reason="halted"))
-    log.complete(0)
-    log.complete(1)
-    assert BatchReady in kinds(log.decide())
-    log.train(0)
-    assert (log.state.books().trained, log.state.books().closed) == (2, True)
-
-
 def test_what_a_halt_drops_does_not_count_as_rejected() -> None:
     log = Log(rollout_batch_size=1, over_sampling_batch_size=5, on_halt="drop", max_barren_groups=3)
     log.announce(0)
@@ -470,21 +250,6 @@ def test_what_a_halt_drops_does_not_count_as_rejected() -> None:
     assert kinds(log.decide()) == [GroupsClosed]
     log.train(0)
     assert kinds(log.decide()) == [GroupsIssued]
-
-
-def test_an_item_beyond_its_evaluation_set_is_not_counted() -> None:
-    log = Log(evals=(EvalPlan(name="test", interval=1, num_items=1),))
-    log.announce(0)
-    log.decide()
-    for item in (3, 0):
-        log.add(EvalCompleted(step=0, set="test", item=item, version=1, instance="r", samples=(summary(1),)))
-    assert kinds(log.decide()) == [EvalEnded]
-
-
-def test_only_events_of_the_ledger_are_folded() -> None:
-    with pytest.raises(TypeError, match="int"):
-        fold(LedgerState(), 3, 1)  # type: ignore[arg-type]
-    assert RolloutRequested.topic == "rollout"
 
 
 def test_pass_at_k_is_the_unbiased_estimator() -> None:
