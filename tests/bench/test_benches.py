@@ -17,6 +17,7 @@ TINY = {
     "engine": "--seconds 0.2 --no-router",
     "ledger": "--events 2000 --big-events 0 --groups 4 --samples 2 --steps 4",
     "pipeline": "--steps 2 --warm-up 1 --groups 8 --samples 4 --mode batched",
+    "ray": "--groups 20 --latency-groups 4 --tokens 800 --prompt 20 --turns 1",
     "reward": "--dear 4 --cheap 64 --repeats 1",
     "trainer": "--steps 2 --imports 0",
 }
