@@ -197,7 +197,7 @@ class WeightsAnnounced(Message, kw_only=True, tag="weights_announced"):
     version: int
     step: int  # train steps that the weights contain
     incarnation: int
-    path: str  # directory with model.safetensors, for the disk transport
+    path: str  # directory with model.safetensors, for the disk transport; "" where no engine takes them
     checksum: str  # of the tensors, as the engine's weights checker computes it
     size_bytes: int
     kind: str = "full"  # later also delta, lora

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from actors.trainer import ranks
 from actors.trainer.batching import TrainBatch
 from actors.trainer.checkpoint import Checkpoint, checkpoints_in, load_checkpoint, prune_checkpoints, save_checkpoint
-from actors.trainer.publish import Published, prune_versions, publish_weights, write_model
+from actors.trainer.publish import NOT_WRITTEN, Published, prune_versions, publish_weights, write_model
 from actors.trainer.ranks import Ranks
 from actors.trainer.replica import Replica
 from actors.trainer.train_step import TrainStep
 from actors.trainer.weights import export_weights
-from runtime.topology import Topology
+from runtime.topology import Topology, answers_are_recorded
 
 POLL: Final = timedelta(seconds=2)  # how long a rank waits for a command before it looks again
 
@@ -107,12 +107,14 @@ class TrainerEngine:
         return path, prune_checkpoints(self._checkpoints, self._topology.train.keep_checkpoints)
 
     def publish(self, version: int, *, confirmed: int) -> Published:
-        """Write the weights for engines to take, and delete versions that no engine needs.
+        """Write the weights for engines to take, if there are any, and delete versions that no engine needs.
 
         Args:
             version: one that was never announced.
             confirmed: the newest version that an engine holds, 0 for none.
         """
+        if answers_are_recorded(self._topology):
+            return NOT_WRITTEN
         published = publish_weights(
             self._lead(_Export()), self._weights, version=version, model_directory=self._model_directory
         )

@@ -143,7 +143,7 @@ class Leader:
             version=self.version,
             step=self.step,
             incarnation=self._incarnation,
-            path=str(published.path),
+            path=str(published.path or ""),
             checksum=published.checksum,
             size_bytes=published.size_bytes,
             took_s=published.took_s,

@@ -22,10 +22,13 @@ _COPIED = ("config.json", "generation_config.json")
 class Published:
     """A set of weights on disk."""
 
-    path: Path
+    path: Path | None  # none: not written
     checksum: str
     size_bytes: int
     took_s: float  # to write it, from the model's tensors on
+
+
+NOT_WRITTEN: Final = Published(path=None, checksum="", size_bytes=0, took_s=0.0)
 
 
 def publish_weights(weights: Mapping[str, Tensor], root: Path, *, version: int, model_directory: Path) -> Published:

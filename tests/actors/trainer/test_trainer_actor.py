@@ -256,3 +256,20 @@ async def test_a_model_that_cannot_be_built_is_wrong_input(
     (error,) = await errors_of(make_topology(), bus, tmp_path / "run")
     assert isinstance(error, InputError)
     assert "allowed are qwen3" in str(error)
+
+
+async def test_weights_that_no_engine_takes_are_announced_but_not_written(
+    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+) -> None:
+    rollout = {"n_samples_per_prompt": 1}
+    algorithm = {"loss_type": "sft_loss"}
+    topology = make_topology(train={"num_steps": 2, "save_hf": True}, rollout=rollout, algorithm=algorithm)
+    async with running(topology, bus, tmp_path / "run"):
+        for step in range(2):
+            await publish_batch(bus, step)
+        events = await said_until(bus, CheckpointSaved)
+    assert [(event.version, event.step, event.path) for event in of(events, WeightsAnnounced)] == [
+        (1, 0, ""), (2, 1, ""), (3, 2, ""),
+    ]  # fmt: skip
+    assert not (tmp_path / "run" / "weights").exists()
+    assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
