@@ -7,8 +7,15 @@ from pathlib import Path
 
 from runtime.addresses import address_key
 from runtime.agent.processes import PortRequest, ProcessSpec, Stage, WhenListening
-from runtime.recipe import trains_demonstrations
-from runtime.topology import EngineConfig, Topology, bus_node, gpus_of, num_engines, num_ranks
+from runtime.topology import (
+    EngineConfig,
+    Topology,
+    answers_are_recorded,
+    bus_node,
+    gpus_of,
+    num_engines,
+    num_ranks,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = {
@@ -28,8 +35,8 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
     """
     specs: list[ProcessSpec] = []
     home = node == (bus_node(topology) or next(iter(topology.nodes)))
-    demonstrations = trains_demonstrations(topology)  # need no engine and no grader
-    for pool, engine in topology.engines.items() if not demonstrations else ():
+    recorded = answers_are_recorded(topology)  # need no engine and no grader
+    for pool, engine in topology.engines.items() if not recorded else ():
         specs += _engines(topology, pool, engine, node, home=home)
         if home:
             specs.append(_router(pool))
@@ -37,7 +44,7 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
     if home:
         shared = {role for roles in topology.share for role in roles}
         alone = [(role,) for role in LIGHT_ACTORS if role not in shared]
-        idle = {"reward"} if demonstrations else set[str]()
+        idle = {"reward"} if recorded else set[str]()
         together = ([role for role in roles if role not in idle] for roles in (*topology.share, *alone))
         specs += [_actors(roles, run_dir) for roles in together if roles]
     return specs

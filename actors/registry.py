@@ -5,8 +5,7 @@ from typing import Literal, get_args
 
 from runtime.actor import Actor, Hosted
 from runtime.bus import Bus
-from runtime.recipe import trains_demonstrations
-from runtime.topology import Topology
+from runtime.topology import Topology, answers_are_recorded
 
 Role = Literal["buffer", "rollout", "reward", "filter", "trainer"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -33,7 +32,7 @@ def actor_type(role: Role, topology: Topology | None = None) -> type[Actor]:
     match role:
         case "buffer":
             from actors.buffer.actor import BufferActor as chosen
-        case "rollout" if topology is not None and trains_demonstrations(topology):
+        case "rollout" if topology is not None and answers_are_recorded(topology):
             from actors.rollout.recorded import RecordedRolloutActor as chosen
         case "rollout":
             from actors.rollout.actor import RolloutActor as chosen
@@ -41,6 +40,8 @@ def actor_type(role: Role, topology: Topology | None = None) -> type[Actor]:
             from actors.reward.actor import RewardActor as chosen
         case "filter":
             from actors.filter.actor import FilterActor as chosen
+        case "trainer" if topology is not None and topology.run.only == "rollout":
+            from actors.trainer.stand_in import TrainerStandIn as chosen
         case "trainer":
             from actors.trainer.actor import TrainerActor as chosen
     return chosen
@@ -52,7 +53,12 @@ def _build(role: Role, topology: Topology, run_dir: Path, bus: Bus) -> Actor:
             from actors.buffer.actor import BufferActor
 
             return BufferActor(topology, bus)
-        case "rollout" if trains_demonstrations(topology):
+        case "rollout" if topology.run.load is not None:
+            from actors.rollout.dumped import Dumped
+            from actors.rollout.recorded import RecordedRolloutActor
+
+            return RecordedRolloutActor(bus, Dumped(Path(topology.run.load)))
+        case "rollout" if answers_are_recorded(topology):
             from actors.rollout.recorded import Demonstrations, RecordedRolloutActor
 
             return RecordedRolloutActor(bus, Demonstrations())
@@ -68,6 +74,10 @@ def _build(role: Role, topology: Topology, run_dir: Path, bus: Bus) -> Actor:
             from actors.filter.actor import FilterActor
 
             return FilterActor(topology, bus)
+        case "trainer" if topology.run.only == "rollout":
+            from actors.trainer.stand_in import TrainerStandIn
+
+            return TrainerStandIn(topology, bus, run_dir=run_dir)
         case "trainer":
             from actors.trainer.actor import TrainerActor
 

@@ -7,6 +7,7 @@ import msgspec
 
 from runtime.config import SET, Loaded, TopologyError, convert, load_tables
 from runtime.data_files import split_slice
+from runtime.halves import half_of
 from runtime.rules import validate
 from runtime.topology import Topology
 
@@ -24,13 +25,13 @@ def load_topology(path: Path, overrides: Sequence[str] = ()) -> LoadedTopology:
     A relative path in a file is looked up beside that file, then beside `path`, then in the current directory; one
     from an override in the current directory, then beside `path`. The first place that has it wins and the path
     becomes absolute; a path found nowhere stays as it is, since it may be a hub name or exist on another node.
-    `run.dir` belongs to the current directory.
+    `run.dir` and `run.dump_details` belong to the current directory.
 
     Raises:
         TopologyError: every problem found, each with file, key, value and what is allowed.
     """
     loaded = load_tables(path, overrides, Topology)
-    topology = convert(loaded, Topology)
+    topology = half_of(convert(loaded, Topology))
     problems = [msgspec.structs.replace(problem, file=loaded.origin(problem.key)) for problem in validate(topology)]
     if problems:
         raise TopologyError(problems)
@@ -62,7 +63,7 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
         file, colon, function = (value or "").rpartition(":")
         return f"{find(key, file)}:{function}" if colon and file.endswith(".py") else value
 
-    model, rollout = topology.model, topology.rollout
+    model, rollout, run = topology.model, topology.rollout, topology.run
     return msgspec.structs.replace(
         topology,
         model=msgspec.structs.replace(
@@ -90,5 +91,10 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
         rollout=msgspec.structs.replace(
             rollout, dynamic_filter=plug_in("rollout.dynamic_filter", rollout.dynamic_filter)
         ),
-        run=msgspec.structs.replace(topology.run, dir=str(Path(topology.run.dir).resolve())),
+        run=msgspec.structs.replace(
+            run,
+            dir=str(Path(run.dir).resolve()),
+            dump_details=None if run.dump_details is None else str(Path(run.dump_details).resolve()),
+            load=optional("run.load", run.load),
+        ),
     )

@@ -18,7 +18,7 @@ from runtime.sizes import (
     stream_limits,
     stream_sizes,
 )
-from runtime.topology import Topology, bus_node, data_parallel_size, num_ranks
+from runtime.topology import Topology, answers_are_recorded, bus_node, data_parallel_size, num_ranks
 
 __all__ = ["Plan", "PlannedNode", "PlannedProcess", "draw", "plan_of", "stream_limits", "stream_sizes"]
 GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -104,12 +104,14 @@ def draw(topology: Topology, plan: Plan) -> str:
 
 
 def _head(topology: Topology, plan: Plan) -> Iterator[str]:
-    rollout, trainer, demonstrations = topology.rollout, topology.trainer, trains_demonstrations(topology)
+    rollout = topology.rollout
     yield f"run {plan.run} in {plan.dir}/{plan.run}"
     weights = ", random weights" if topology.model.random_init else ""
     yield f"  model    {topology.model.hf_checkpoint} ({topology.model.dtype}{weights})"
     for data in topology.data:
-        use = "demonstrations" if demonstrations else f"graded by {data.rm_type or 'what its rows name'}"
+        use = (
+            "demonstrations" if trains_demonstrations(topology) else f"graded by {data.rm_type or 'what its rows name'}"
+        )
         yield f"  data     {data.name}: {data.path or data.source}, {use}"
     asked, steps = over_sampling_batch_size(rollout), topology.algorithm.num_steps_per_rollout
     parts = [f"{_length(topology)} of {rollout.rollout_batch_size} groups x {_samples(rollout)}"]
@@ -117,14 +119,22 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
         parts.append(f"{asked} groups asked for at a time")
     parts.append(_number(steps, "optimizer step") + " each")
     yield f"  train    {', '.join(parts)}"
-    parallel = _parallel(topology, plan)
-    yield f"  trainer  {_number(plan.num_ranks, 'rank')} on {trainer.device}{parallel and f': {parallel} parallel'}"
-    for name, engine in topology.engines.items() if not demonstrations else ():
+    yield f"  trainer  {_trainer(topology, plan)}"
+    if topology.run.load is not None:
+        yield f"  samples  of the dump in {topology.run.load}, no engines"
+    for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
         where = f", takes turns with the {engine.colocate}" if engine.colocate else ""
         amount = f"{engine.concurrency} samples at a time each"
         yield f"  engines  {name}: {engine.kind}, {amount}, weights by {engine.weight_transport}{where}"
     for item in topology.eval:
         yield f"  eval     {item.name}: {item.path}, every {item.interval} steps"
+
+
+def _trainer(topology: Topology, plan: Plan) -> str:
+    if topology.run.only == "rollout":
+        return "none: only rollout, on the same weights throughout"
+    parallel = _parallel(topology, plan)
+    return f"{_number(plan.num_ranks, 'rank')} on {topology.trainer.device}{parallel and f': {parallel} parallel'}"
 
 
 def _length(topology: Topology) -> str:

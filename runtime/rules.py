@@ -5,11 +5,13 @@ from itertools import combinations
 
 from runtime.config import Problem, show
 from runtime.gpus import Gpu, parse_gpus, show_gpus
+from runtime.halves import half_problems
 from runtime.recipe import EvalConfig, Recipe, eval_data, max_prompt_len, trains_demonstrations
 from runtime.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
 from runtime.topology import (
     EngineConfig,
     Topology,
+    answers_are_recorded,
     data_parallel_size,
     num_ranks,
 )
@@ -36,6 +38,7 @@ def validate(topology: Topology) -> list[Problem]:
         _trainer,
         _engines,
         _shares,
+        half_problems,
     )
     problems = [problem for rule in rules for problem in rule(topology)]
     if not any(problem.key.endswith("gpus") for problem in problems):  # the lists are readable
@@ -303,7 +306,7 @@ def _samples_per_step(recipe: Recipe) -> int:
 
 
 def _engines(topology: Topology) -> Iterator[Problem]:
-    if POLICY not in topology.engines and not trains_demonstrations(topology):
+    if POLICY not in topology.engines and not answers_are_recorded(topology):
         message = (
             "missing: the pool that generates the samples to train on; "
             'only demonstrations (algorithm.loss_type = "sft_loss") do without'

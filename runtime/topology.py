@@ -6,7 +6,7 @@ import msgspec
 
 from runtime.config import Config
 from runtime.gpus import Gpu, order_gpus, parse_gpus
-from runtime.recipe import Count, Name, Positive, Recipe, Text
+from runtime.recipe import Count, Name, Positive, Recipe, Text, trains_demonstrations
 
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 LightActor = Literal["rollout", "reward", "filter", "buffer"]
@@ -20,6 +20,8 @@ class RunConfig(Config, frozen=True, kw_only=True):
     seed: Count = 1234
     dir: Text = "runs"  # the run directory is dir/name
     dump_details: Text | None = None  # directory for dumps of all samples, a pair of files per train step
+    only: Literal["rollout", "trainer"] | None = None  # start this half alone; the trainer then trains on a dump
+    load: Text | None = None  # that dump: a directory that dump_details of another run has written
     stall_after_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0  # without any event, before an event says who waits
 
 
@@ -98,6 +100,8 @@ class FilterConfig(Config, frozen=True, kw_only=True):
 class BufferConfig(Config, frozen=True, kw_only=True):
     """The buffer actor; what it does is the recipe's rollout table."""
 
+    trim_min_events: Positive = 10_000  # so many are moved from the log to the archive at a time, after a checkpoint
+
 
 def _sole_node() -> dict[str, NodeConfig]:
     return {SOLE_NODE: NodeConfig(address="127.0.0.1")}
@@ -129,6 +133,11 @@ def decode_topology(data: bytes) -> Topology:
         msgspec.ValidationError, msgspec.DecodeError: written by another version, or edited.
     """
     return msgspec.json.decode(data, type=Topology)
+
+
+def answers_are_recorded(topology: Topology) -> bool:
+    """Whether prompt groups are answered with samples that exist already, so that no engine and no grader runs."""
+    return trains_demonstrations(topology) or topology.run.only == "trainer"
 
 
 def bus_node(topology: Topology) -> str | None:

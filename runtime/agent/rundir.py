@@ -18,7 +18,7 @@ BUS_FILE = "bus.url"  # where the run's bus is, for people and tools
 
 # What a resumed run may change: how far and how often, and everything about where it runs.
 HARMLESS = frozenset({"train.num_steps", "train.save_interval", "train.keep_checkpoints", "train.max_tokens_per_gpu"})
-LASTING = ("model", "data", "rollout", "algorithm", "optimizer", "train", "eval", "run.seed")
+LASTING = ("model", "data", "rollout", "algorithm", "optimizer", "train", "eval", "run.seed", "run.only", "run.load")
 LASTING_OF_REWARD = ("reward.on_failure", "reward.reward_key", "reward.group_rm")
 
 

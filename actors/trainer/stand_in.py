@@ -1,0 +1,186 @@
+"""In the trainer's place when only rollout runs: the same weights for every step, and every batch is done at once."""
+
+import shutil
+import time
+from pathlib import Path
+from typing import Final
+
+import anyio
+import structlog
+from anyio import to_thread
+from anyio.abc import TaskStatus
+
+from actors.trainer.history import History
+from actors.trainer.torch_thread import TorchThread
+from messages import (
+    BatchReady,
+    BatchTrained,
+    CheckpointSaved,
+    GroupCompleted,
+    GroupRef,
+    SampleSummary,
+    TrainerStarted,
+    WeightsAnnounced,
+)
+from runtime.actor import Actor
+from runtime.bus import Bus, Events, Fenced
+from runtime.checksums import checksums_of, safetensors_files
+from runtime.topology import Topology
+
+log = structlog.get_logger()
+
+DRAWN: Final = Path("weights", "drawn")  # in the run directory: weights of a model directory that has none
+
+StandInEvent = BatchReady | BatchTrained | GroupCompleted | TrainerStarted | WeightsAnnounced
+STAND_IN_READS: Final = (BatchReady, BatchTrained, GroupCompleted, TrainerStarted, WeightsAnnounced)
+
+
+class TrainerStandIn(Actor):
+    """Announces the weights that training would start from, and says of each batch that it is done. Trains nothing.
+
+    A crash loses nothing: the log says which batches are done.
+    """
+
+    reads = STAND_IN_READS
+    writes = (TrainerStarted, BatchTrained, WeightsAnnounced, CheckpointSaved)
+
+    def __init__(self, topology: Topology, bus: Bus, *, run_dir: Path) -> None:
+        self._topology = topology
+        self._bus = bus
+        self._run_dir = run_dir
+        self._history = History()
+        self._started_seq = 0
+        self._version = 0
+        self._step = 0
+
+    def stats(self) -> dict[str, float]:
+        """Where it stands."""
+        return {"step": self._step, "weight_version": self._version}
+
+    def waits_for(self) -> str:
+        """What it waits for now."""
+        done = self._step >= self._topology.train.num_steps
+        return "nothing: all steps are done" if done else f"the batch of step {self._step}"
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Pass every batch of the run, then stay to answer calls.
+
+        Raises:
+            Fenced: another trainer started after this one.
+            ValueError, OSError: the model cannot be used.
+        """
+        path, checksum = await self._weights()
+        async with self._bus.read(*STAND_IN_READS) as events:
+            async for received in events.so_far():
+                self._history.fold(received.message, received.seq)
+            self._step, self._version = self._history.frontier, self._history.version
+            await self._announce_start()
+            await self._announce(path, checksum)
+            task_status.started()
+            while self._step < self._topology.train.num_steps:
+                began = time.perf_counter()
+                await self._pass_batch(await self._next_batch(events), time.perf_counter() - began)
+                await self._announce(path, checksum)
+                if self._checkpoint_is_due():
+                    await self._save(path)
+            await self._save(path)
+            while True:  # only to learn of a successor
+                await self._fold_next(events)
+
+    async def _announce_start(self) -> None:
+        incarnation = self._history.incarnation + 1
+        self._history.settle(self._step)
+        self._started_seq = await self._bus.publish(TrainerStarted(incarnation=incarnation, step=self._step))
+        self._history.incarnation = incarnation
+        log.info("stand_in_started", incarnation=incarnation, step=self._step)
+
+    async def _announce(self, path: Path, checksum: str) -> None:
+        self._version += 1
+        size_bytes = sum(file.stat().st_size for file in safetensors_files(path))
+        announced = WeightsAnnounced(
+            version=self._version,
+            step=self._step,
+            incarnation=self._history.incarnation,
+            path=str(path),
+            checksum=checksum,
+            size_bytes=size_bytes,
+        )
+        await self._bus.publish(announced)
+
+    async def _next_batch(self, events: Events[StandInEvent]) -> BatchReady:
+        while self._step not in self._history.batches:
+            await self._fold_next(events)
+        return self._history.batches[self._step]
+
+    async def _fold_next(self, events: Events[StandInEvent]) -> None:
+        received = await events.next()
+        if received is None:
+            return
+        if isinstance(received.message, TrainerStarted) and received.seq > self._started_seq:
+            raise Fenced(f"trainer incarnation {received.message.incarnation} started")
+        self._history.fold(received.message, received.seq)
+
+    async def _pass_batch(self, batch: BatchReady, waited_s: float) -> None:
+        samples = [sample for ref in batch.groups for sample in self._samples_of(ref)]
+        await self._bus.publish(
+            BatchTrained(
+                step=batch.step,
+                incarnation=self._history.incarnation,
+                num_groups=len(batch.groups),
+                num_samples=len(samples),
+                num_tokens=sum(sample.prompt_len + sample.response_len for sample in samples),
+                metrics={"perf/train_wait_time": waited_s, "perf/step_time": waited_s},
+            )
+        )
+        self._step += 1
+        self._history.settle(self._step)
+
+    def _samples_of(self, ref: GroupRef) -> tuple[SampleSummary, ...]:
+        completed = self._history.completed.get(ref.event_seq)
+        return () if completed is None else completed.samples
+
+    def _checkpoint_is_due(self) -> bool:
+        train = self._topology.train
+        return (
+            train.save_interval is not None and self._step % train.save_interval == 0 and self._step < train.num_steps
+        )
+
+    async def _save(self, path: Path) -> None:
+        """Nothing is written, but what came before is done with for good."""
+        step, incarnation = self._step, self._history.incarnation
+        await self._bus.publish(
+            CheckpointSaved(step=step, incarnation=incarnation, path=str(path), oldest_step=step, took_s=0.0)
+        )
+
+    async def _weights(self) -> tuple[Path, str]:
+        """The directory that engines load from, and the checksum of what lies there."""
+        model = self._topology.model
+        path = Path(model.hf_checkpoint)
+        if model.random_init:
+            path = self._run_dir / DRAWN
+            with TorchThread() as torch_thread:
+                await torch_thread.run(_draw, self._topology, path)
+        return await to_thread.run_sync(_with_checksum, path)
+
+
+def _with_checksum(path: Path) -> tuple[Path, str]:
+    return path.resolve(), checksums_of(path).total
+
+
+def _draw(topology: Topology, directory: Path) -> None:
+    """Write the weights that the trainer would start from; the directory appears when it is complete."""
+    if directory.exists():
+        return
+    from actors.trainer.hf_config import DTYPES, read_hf_config
+    from actors.trainer.publish import write_model
+    from actors.trainer.weights import hf_shapes, random_source
+
+    model_directory = Path(topology.model.hf_checkpoint)
+    model = read_hf_config(model_directory)
+    draw, dtype = random_source(model, topology.run.seed), DTYPES[topology.model.dtype]
+    unfinished = directory.with_name(f".{directory.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    weights = {name: draw(name).to(dtype).contiguous() for name in hf_shapes(model)}
+    write_model(weights, unfinished, model_directory=model_directory)
+    unfinished.rename(directory)
