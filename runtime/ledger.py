@@ -174,12 +174,14 @@ def _announce(state: LedgerState, event: WeightsAnnounced) -> None:
     if event.version <= state.version:
         return
     state.version, state.version_step = event.version, event.step
-    oldest = min(
-        (min(group.min_version, group.oldest_version or group.min_version) for group in state.groups.values()),
-        default=event.version,
-    )
+    versions = [batch.oldest_version for batch in state.batches.values()]
+    oldest = min([event.version, *versions, *(_oldest_version(group) for group in state.groups.values())])
     kept = {version: step for version, step in state.version_steps.items() if version >= oldest}
     state.version_steps = {**kept, event.version: event.step}
+
+
+def _oldest_version(group: Group) -> int:
+    return min(group.min_version, group.oldest_version or group.min_version)
 
 
 def _issue(state: LedgerState, event: GroupsIssued) -> None:
@@ -202,7 +204,7 @@ def _issue(state: LedgerState, event: GroupsIssued) -> None:
         elif group is not None and group.stage is Stage.POOLED and issued.attempt > group.attempt:
             state.index.leave(group)
             group.attempt, group.round, group.min_version = issued.attempt, event.round, event.min_version
-            group.num_samples, group.stage = event.num_samples, Stage.IN_FLIGHT
+            group.num_samples, group.stage, group.reason = event.num_samples, Stage.IN_FLIGHT, None
             state.index.enter(group)
 
 
@@ -275,7 +277,11 @@ def _batch(state: LedgerState, event: BatchReady) -> None:
     groups = [state.groups[ref.group_id] for ref in kept]
     for group in groups:
         state.move(group, Stage.BATCHED)
-    state.batches[event.step] = Batch(groups=kept, payload_seq=min(group.payload_seq for group in groups))
+    state.batches[event.step] = Batch(
+        groups=kept,
+        payload_seq=min(group.payload_seq for group in groups),
+        oldest_version=min(_oldest_version(group) for group in groups),
+    )
     state.taken_back = tuple(step for step in state.taken_back if step != event.step)
     state.round, state.barren = max(state.round, event.step + 1), 0
     for spare in list(state.in_stage(Stage.SPARE).values()):
@@ -305,6 +311,7 @@ def _take_back(state: LedgerState, event: PayloadsMissing, seq: int) -> None:
         if ref in lost:
             _describe(group, ())
             group.event_seq, group.carried, group.payload_seq = seq, (), state.newest_payload + 1
+            group.reason = "payloads_missing"
             state.move(group, Stage.POOLED)
         else:
             state.move(group, Stage.READY)

@@ -49,6 +49,7 @@ class Batch(msgspec.Struct, kw_only=True):
 
     groups: tuple[GroupRef, ...]
     payload_seq: int  # no data message below this one is needed by it
+    oldest_version: int = 0  # among the tokens of its groups
     trained: bool = False
 
 
@@ -147,7 +148,7 @@ class LedgerState(msgspec.Struct, kw_only=True, dict=True):
     trainer_incarnation: int = 0
     version: int = 0  # newest announced weights, 0 before the first
     version_step: int = 0  # train steps that they contain
-    version_steps: dict[int, int] = {}  # the same of every version that a live group may have tokens of
+    version_steps: dict[int, int] = {}  # the same of every version that a live group or a batch may have tokens of
     checkpoint_step: int = 0
     snapshot_step: int = -1  # checkpoint step at the newest snapshot
     evaluation: Evaluation | None = None

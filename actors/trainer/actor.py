@@ -12,7 +12,15 @@ from actors.trainer.leader import Leader
 from actors.trainer.rendezvous import meet, own_rank
 from actors.trainer.staleness import Masking
 from actors.trainer.torch_thread import TorchThread
-from messages import BatchTrained, CheckpointSaved, SegmentsPublished, TrainerStarted, WeightsAnnounced
+from messages import (
+    BatchTrained,
+    CheckpointSaved,
+    PayloadsMissing,
+    SegmentsPublished,
+    SnapshotTaken,
+    TrainerStarted,
+    WeightsAnnounced,
+)
 from runtime.actor import Actor
 from runtime.bus import Bus
 from runtime.topology import Topology, num_ranks
@@ -28,8 +36,8 @@ class TrainerActor(Actor):
     until the frontier of the log is reached.
     """
 
-    reads = (*HISTORY, SegmentsPublished)
-    writes = (TrainerStarted, BatchTrained, WeightsAnnounced, CheckpointSaved)
+    reads = (*HISTORY, SnapshotTaken, SegmentsPublished)
+    writes = (TrainerStarted, BatchTrained, PayloadsMissing, WeightsAnnounced, CheckpointSaved)
 
     def __init__(self, topology: Topology, bus: Bus, *, run_dir: Path) -> None:
         """Raises ValueError when the environment speaks of other ranks than the topology."""
@@ -45,6 +53,12 @@ class TrainerActor(Actor):
         if leader is None:
             return {}
         return {"step": leader.step, "weight_version": leader.version, "busy_s": leader.busy_s}
+
+    def waits_for(self) -> str:
+        """The batch that is not there yet; before that, its model."""
+        if self._rank:
+            return "commands of the first rank"
+        return "its model and checkpoint to be loaded" if self._leader is None else self._leader.waits_for()
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Train until the last planned step, then stay to answer calls.

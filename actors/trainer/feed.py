@@ -1,10 +1,12 @@
 """The trainer's side of the log: follows it, and has the payloads of the next batch at hand when it is called for."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Final
 
 import anyio
+import msgspec
 import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
@@ -12,8 +14,21 @@ from actors.trainer.assembly import NO_MASKING, CollectedGroup, assemble, payloa
 from actors.trainer.batching import TrainBatch
 from actors.trainer.history import HISTORY, History
 from actors.trainer.staleness import Masking
-from messages import BatchReady, GroupCompleted, GroupRef, SegmentsPublished, TrainerStarted
-from runtime.bus import Bus, Fenced, PayloadLost
+from messages import (
+    BatchReady,
+    CheckpointRequested,
+    GroupCompleted,
+    GroupRef,
+    Message,
+    PayloadsMissing,
+    Plane,
+    SegmentsPublished,
+    SnapshotTaken,
+    TrainerStarted,
+)
+from runtime.actor import InputError
+from runtime.bus import Bus, Events, Fenced, PayloadLost
+from runtime.ledger import FOLD_VERSION, LedgerState
 
 log = structlog.get_logger()
 
@@ -22,24 +37,36 @@ MAX_PREFETCHES: Final = 1024  # groups that wait to be fetched ahead; beyond, th
 EVENT_TIMEOUT_S: Final = 30.0  # for an event that is known to be in the log
 
 
+@dataclass(frozen=True)
+class FedBatch:
+    """A batch with what is there of it."""
+
+    ready: BatchReady
+    batch: TrainBatch | None  # None: nothing in it can be trained
+    lost: tuple[GroupRef, ...] = ()  # groups that are not in it, since what was stored of them is gone
+    reason: str = ""  # of the first of them
+
+
 class Feed:
     """Batches by step. Payloads of groups are fetched as the groups complete, before a batch names them."""
 
     def __init__(self, bus: Bus, masking: Masking = NO_MASKING) -> None:
-        self._masking = masking
         self.history = History()
         self.caught_up = anyio.Event()  # all that was in the log at the start is folded
         self._bus = bus
+        self._masking = masking
         self._changed = anyio.Condition()
         self._payloads: dict[int, dict[int, SegmentsPublished]] = {}  # by log sequence of the group
         self._prefetch: MemoryObjectSendStream[int] | None = None
         self._own_start_seq = 0
+        self._newest_start_seq = 0
 
     async def run(self) -> None:
         """Follow the log until cancelled.
 
         Raises:
             Fenced: another trainer started after this one.
+            InputError: the log's beginning is gone, and no snapshot that can be used speaks of it.
         """
         send, receive = anyio.create_memory_object_stream[int](MAX_PREFETCHES)
         self._prefetch = send
@@ -47,50 +74,92 @@ class Feed:
             with send, receive:
                 for _ in range(NUM_PREFETCHERS):
                     group.start_soon(self._prefetch_groups, receive.clone())
-                await self._follow()
+                while not self.caught_up.is_set():
+                    await self._follow()
 
     async def _follow(self) -> None:
-        async with self._bus.read(*HISTORY) as events:
-            while True:
-                if not events.pending:
-                    self.caught_up.set()
-                received = await events.next()  # none: unreadable, and the last one for now
-                if received is not None:
-                    self.history.fold(received.message, received.seq)
-                    await self._react(received.message, received.seq)
+        """Begin with the newest snapshot and follow what comes after it; return if the log was trimmed meanwhile."""
+        self.history = History(await self._newest_snapshot())
+        async with self._bus.read(*HISTORY, from_seq=self.history.from_seq) as events:
+            async for received in events.so_far():
+                self.history.fold(received.message, received.seq)
+            if await self._is_trimmed():
+                return
+            self.caught_up.set()
+            await self._keep_following(events)
 
-    async def _react(self, event: object, seq: int) -> None:
+    async def _keep_following(self, events: Events[Message]) -> None:
+        async for received in events:
+            self.history.fold(received.message, received.seq)
+            await self._react(received.message, received.seq)
+
+    async def _newest_snapshot(self) -> LedgerState | None:
+        newest: SnapshotTaken | None = None
+        async with self._bus.read(SnapshotTaken) as snapshots:
+            async for received in snapshots.so_far():
+                if received.message.fold_version == FOLD_VERSION:
+                    newest = received.message
+        return None if newest is None else msgspec.json.decode(newest.state, type=LedgerState)
+
+    async def _is_trimmed(self) -> bool:
+        """Whether events went before they could be read; a later snapshot has them then."""
+        first_seq = (await self._bus.state(Plane.EVENT)).first_seq
+        if first_seq <= self.history.covered + 1:
+            return False
+        newest = await self._newest_snapshot()
+        if newest is None or newest.last_seq <= self.history.covered:
+            raise InputError(
+                f"the log begins at event {first_seq}, and no snapshot that can be used says what was before"
+            )
+        return True
+
+    async def _react(self, event: Message, seq: int) -> None:
         match event:
-            case GroupCompleted() if self.caught_up.is_set() and self._prefetch is not None:
+            case GroupCompleted() if self._prefetch is not None:
                 with suppress(anyio.WouldBlock):
                     self._prefetch.send_nowait(seq)
-            case BatchReady():
+            case BatchReady() | PayloadsMissing() | CheckpointRequested():
                 async with self._changed:
                     self._changed.notify_all()
-            case TrainerStarted() if self._own_start_seq and seq > self._own_start_seq:
-                raise Fenced(f"trainer incarnation {event.incarnation} started")
+            case TrainerStarted():
+                self._newest_start_seq = seq
+                self._check_fence()
             case _:
                 pass
 
     def started(self, seq: int) -> None:
-        """Say which event announced this trainer."""
-        self._own_start_seq = seq
-
-    async def batch(self, step: int) -> TrainBatch | None:
-        """Wait for the batch of a step, however long it takes, and lay it out; None if nothing in it can be trained.
+        """Say which event announced this trainer.
 
         Raises:
-            PayloadLost: a payload is gone.
+            Fenced: another trainer started after this one.
+        """
+        self._own_start_seq = seq
+        self._check_fence()
+
+    def _check_fence(self) -> None:
+        if self._own_start_seq and self._newest_start_seq > self._own_start_seq:
+            raise Fenced(f"another trainer started at {self._newest_start_seq}, after {self._own_start_seq}")
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait, however long it takes, until batches, losses or requests for checkpoints make a condition hold."""
+        async with self._changed:
+            while not condition():
+                await self._changed.wait()
+
+    async def batch(self, step: int) -> FedBatch:
+        """Wait for the batch of a step, however long it takes, and lay out what is there of it.
+
+        Raises:
             ValueError: what was stored contradicts the log.
         """
-        async with self._changed:
-            while step not in self.history.batches:
-                await self._changed.wait()
-        groups = await self._collect(self.history.batches[step])
-        return assemble(step, groups, self.history.steps_of_versions, self._masking)
+        await self.until(lambda: step in self.history.batches)
+        ready = self.history.batches[step]
+        groups, lost = await self._collect(ready)
+        batch = assemble(step, groups, self.history.steps_of_versions, self._masking)
+        return FedBatch(ready, batch, tuple(ref for ref in ready.groups if ref in lost), next(iter(lost.values()), ""))
 
     async def prefetch(self, step: int) -> None:
-        """Fetch the payloads of a step if its batch is known already."""
+        """Fetch the payloads of a step if its batch is known already. What is lost is told when it is called for."""
         batch = self.history.batches.get(step)
         if batch is not None:
             await self._collect(batch)
@@ -101,17 +170,22 @@ class Feed:
         for seq in [seq for seq in self._payloads if seq not in self.history.completed]:
             del self._payloads[seq]
 
-    async def _collect(self, batch: BatchReady) -> list[CollectedGroup]:
+    async def _collect(self, batch: BatchReady) -> tuple[list[CollectedGroup], dict[GroupRef, str]]:
+        """The groups of a batch in order, and why others of it are lost."""
         collected: dict[int, CollectedGroup] = {}
+        lost: dict[GroupRef, str] = {}
 
         async def collect(ref: GroupRef) -> None:
-            completed = await self._completed(ref)
-            collected[ref.event_seq] = CollectedGroup(completed, await self._fetch(ref.event_seq, completed))
+            try:
+                completed = await self._completed(ref)
+                collected[ref.event_seq] = CollectedGroup(completed, await self._fetch(ref.event_seq, completed))
+            except PayloadLost as error:
+                lost[ref] = str(error)
 
         async with anyio.create_task_group() as group:
             for ref in batch.groups:
                 group.start_soon(collect, ref)
-        return [collected[ref.event_seq] for ref in batch.groups]
+        return [collected[ref.event_seq] for ref in batch.groups if ref not in lost], lost
 
     async def _completed(self, ref: GroupRef) -> GroupCompleted:
         if ref.event_seq in self.history.completed:
@@ -139,7 +213,7 @@ class Feed:
                     continue
                 try:
                     await self._fetch(seq, completed)
-                except PayloadLost as error:  # matters only if a batch names the group, which then fails
+                except PayloadLost as error:  # matters only if a batch names the group, which then is told
                     log.warning("payload_not_prefetched", group_id=completed.group_id, error=str(error))
 
     @asynccontextmanager

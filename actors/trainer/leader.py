@@ -14,6 +14,9 @@ weights.announced is published, and then, if it is due, a checkpoint is saved an
   publish on the way to the engines, about 0.5 ms; all that takes long (export, checksum) is done before both.
 - The checkpoint comes last, since rollout goes on meanwhile. So a checkpoint contains only steps that the log knows,
   which trainer.started relies on when it says that every batch up to its step is settled.
+- Payloads of a batch may be gone. Of a step that nobody trained yet the trainer says which (payloads.missing), and the
+  ledger makes that batch again. Of a step that was trained before a crash it trains what is left, and says how many
+  groups that leaves out: the ledger has settled them, nobody would make them again.
 - A version is the highest of the log plus one. One that was written but not announced was seen by nobody, and its files
   are written over.
 """
@@ -23,10 +26,10 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from actors.trainer.batching import TrainBatch
-from actors.trainer.feed import Feed
+from actors.trainer.feed import FedBatch, Feed
 from actors.trainer.torch_thread import TorchThread
-from messages import BatchReady, BatchTrained, CheckpointSaved, TrainerStarted, WeightsAnnounced
+from messages import BatchTrained, CheckpointSaved, PayloadsMissing, TrainerStarted, WeightsAnnounced
+from runtime.actor import InputError
 from runtime.bus import Bus
 from runtime.topology import Topology
 
@@ -54,6 +57,9 @@ class Leader:
             torch_thread: where the engine's calls run.
             engine: has loaded its checkpoint.
             step: train steps that its weights contain.
+
+        Raises:
+            InputError: steps after it were trained, and the log does not hold their batches any more.
         """
         self._train = topology.train
         self._run_directory = engine.run_directory
@@ -63,9 +69,28 @@ class Leader:
         self._engine = engine
         self._frontier = feed.history.frontier
         self._incarnation = feed.history.incarnation + 1
+        self._saved_step = feed.history.saved_step
+        self._waiting: tuple[str, float] | None = None  # for what, since when
         self.step = step
         self.version = feed.history.version
         self.busy_s = 0.0  # of torch work
+        self._check_batches()
+
+    def _check_batches(self) -> None:
+        """Waiting for a batch that was trained and forgotten would be for ever."""
+        gone = [step for step in range(self.step, self._frontier) if step not in self._feed.history.batches]
+        if gone:
+            raise InputError(
+                f"the newest checkpoint in {self._run_directory} contains {self.step} train steps, and the log has no "
+                f"batch of step {gone[0]} any more, as a later checkpoint had it: bring that one back, or start anew"
+            )
+
+    def waits_for(self) -> str:
+        """What it waits for now; empty while it trains."""
+        if self._waiting is None:
+            return ""
+        what, since = self._waiting
+        return f"{what}, since {time.monotonic() - since:.0f} s"
 
     async def announce_start(self) -> None:
         """Publish trainer.started; with no step to replay, also the weights."""
@@ -87,44 +112,66 @@ class Leader:
         if self._train.save_hf:
             await self._torch_thread.run(self._engine.export, self._run_directory / HF_DIRECTORY)
         await self._save()
+        self._waiting = "nothing: every planned step is trained", time.monotonic()
 
     async def _train_step(self) -> None:
         begin = time.perf_counter()
-        batch = await self._feed.batch(self.step)
+        fed = await self._next_batch()
         waited_s = time.perf_counter() - begin
         replay = self.step < self._frontier
         async with self._feed.prefetching(self.step + 1):
-            metrics = await self._train_batch(batch)
+            metrics = await self._train_batch(fed)
         self.step += 1
         published = await self._publish() if self.step >= self._frontier else None
         metrics["perf/train_wait_time"] = waited_s
         metrics["perf/update_weights_time"] = published.took_s if published else 0.0
         metrics["perf/step_time"] = time.perf_counter() - begin
-        ready = self._feed.history.batches[self.step - 1]
-        await self._bus.publish(self._trained(ready, batch, metrics, replay=replay))
+        await self._bus.publish(self._trained(fed, metrics, replay=replay))
         if published is not None:
             await self._announce(published)
         self._feed.settle(self.step)
         if self._checkpoint_is_due():
             await self._save()
 
-    async def _train_batch(self, batch: TrainBatch | None) -> dict[str, float]:
-        if batch is None:
+    async def _next_batch(self) -> FedBatch:
+        """Wait for the batch of this step, whole or at least settled, and meanwhile save what is asked for."""
+        history, again = self._feed.history, ""
+        while True:
+            self._waiting = f"batch {self.step}{again}", time.monotonic()
+            await self._feed.until(lambda: self.step in history.batches or self._checkpoint_is_asked_for())
+            self._waiting = None
+            if self._checkpoint_is_asked_for():
+                await self._save()
+                continue
+            fed = await self._feed.batch(self.step)
+            if not fed.lost:
+                return fed
+            log.warning("payloads_missing", step=self.step, num_groups=len(fed.lost), reason=fed.reason)
+            if self.step < self._frontier:
+                return fed
+            seq = await self._bus.publish(
+                PayloadsMissing(step=self.step, incarnation=self._incarnation, groups=fed.lost, reason=fed.reason)
+            )
+            await self._feed.until(lambda seq=seq: history.last_seq >= seq)
+            again = ", which is made again for its payloads are missing"
+
+    async def _train_batch(self, fed: FedBatch) -> dict[str, float]:
+        if fed.batch is None:
             log.warning("batch_has_no_trainable_sample", step=self.step)
             return {}
         begin = time.perf_counter()
-        metrics = await self._torch_thread.run(self._engine.train, batch)
+        metrics = await self._torch_thread.run(self._engine.train, fed.batch)
         self.busy_s += time.perf_counter() - begin
         return metrics
 
-    def _trained(
-        self, ready: BatchReady, batch: TrainBatch | None, metrics: dict[str, float], *, replay: bool
-    ) -> BatchTrained:
+    def _trained(self, fed: FedBatch, metrics: dict[str, float], *, replay: bool) -> BatchTrained:
+        batch = fed.batch
+        metrics["train/num_lost_groups"] = len(fed.lost)
         return BatchTrained(
-            step=ready.step,
+            step=fed.ready.step,
             incarnation=self._incarnation,
             replay=replay,
-            num_groups=len(ready.groups),
+            num_groups=len(fed.ready.groups) - len(fed.lost),
             num_samples=0 if batch is None else len(batch.lengths_B),
             num_tokens=0 if batch is None else len(batch.tokens_N),
             metrics=metrics,
@@ -155,6 +202,10 @@ class Leader:
         interval = self._train.save_interval
         return interval is not None and self.step % interval == 0 and self.step < self._train.num_steps
 
+    def _checkpoint_is_asked_for(self) -> bool:
+        """Since a stream fills up. While lost steps are trained again it can wait: that brings nothing new to store."""
+        return self._saved_step < self._feed.history.requested_step <= self.step
+
     async def _save(self) -> None:
         begin = time.perf_counter()
         path, kept = await self._torch_thread.run(self._engine.save, step=self.step, incarnation=self._incarnation)
@@ -168,4 +219,5 @@ class Leader:
             took_s=took_s,
         )
         await self._bus.publish(saved)
+        self._saved_step = max(self._saved_step, self.step)
         log.info("checkpoint_saved", step=self.step, took_s=took_s)

@@ -1,6 +1,6 @@
-"""A trainer that takes no time: reads each batch as the real one does, then says that it is trained.
+"""A trainer without a model: reads each batch as the real one does, then says, at once or later, that it is trained.
 
-Run: PHYSARUM_BUS_URL=... python -m tests.bench.zero_trainer RUN_DIR
+Run: PHYSARUM_BUS_URL=... python -m tests.bench.zero_trainer RUN_DIR [--step-s S]
 """
 
 import argparse
@@ -30,8 +30,9 @@ class ZeroTrainer(Actor):
     reads = TrainerActor.reads
     writes = TrainerActor.writes
 
-    def __init__(self, topology: Topology, bus: Bus) -> None:
+    def __init__(self, topology: Topology, bus: Bus, *, step_s: float = 0.0) -> None:
         self._num_steps = topology.train.num_steps
+        self._step_s = step_s
         self._bus = bus
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -49,8 +50,9 @@ class ZeroTrainer(Actor):
             await anyio.sleep_forever()
 
     async def _train(self, feed: Feed, step: int) -> None:
-        batch = await feed.batch(step)
+        batch = (await feed.batch(step)).batch
         assert batch is not None
+        await anyio.sleep(self._step_s)
         trained = BatchTrained(
             step=step,
             incarnation=1,
@@ -72,11 +74,16 @@ class ZeroTrainer(Actor):
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dir", type=Path)
-    run_dir = parser.parse_args(argv).run_dir
+    parser.add_argument("--step-s", type=float, default=0.0, help="seconds that a train step takes")
+    args = parser.parse_args(argv)
+    run_dir: Path = args.run_dir
     topology = decode_topology((run_dir / TOPOLOGY_FILE).read_bytes())
     configure_logging("trainer", topology.run.name)
     trainer = Hosted(
-        name="trainer", role="trainer", actor_type=ZeroTrainer, build=lambda bus: ZeroTrainer(topology, bus)
+        name="trainer",
+        role="trainer",
+        actor_type=ZeroTrainer,
+        build=lambda bus: ZeroTrainer(topology, bus, step_s=args.step_s),
     )
     return run_process(os.environ[BUS_URL_VARIABLE], topology.run.name, [trainer])
 

@@ -279,6 +279,20 @@ def test_versions_are_remembered_as_long_as_a_live_group_may_have_tokens_of_them
     assert log.state.version_steps == {4: 3}
 
 
+def test_versions_are_remembered_while_a_batch_with_tokens_of_them_may_be_trained_again() -> None:
+    log = Log(rollout_batch_size=1, over_sampling_batch_size=1)
+    log.announce(0)
+    log.decide()
+    log.complete(0)
+    log.decide()
+    log.train(0)
+    log.train(1)
+    assert log.state.version_steps == {1: 0, 2: 1, 3: 2}
+    log.add(saved(2, oldest=2))
+    log.announce(3)
+    assert log.state.version_steps == {4: 3}
+
+
 def test_a_spare_group_is_pooled_in_the_books_and_counts_as_rejected() -> None:
     log = issued_log()
     log.complete(0, verdict=Outcome.SPARE)

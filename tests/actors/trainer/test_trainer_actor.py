@@ -1,37 +1,30 @@
 """The trainer on a real bus: what it says, in which order, and what a restarted one does."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-import anyio
 import pytest
 
 from actors.trainer import feed as feed_module
 from actors.trainer import ranks
-from actors.trainer.actor import TrainerActor
 from messages import (
     BatchReady,
     BatchTrained,
     CheckpointSaved,
     GroupRef,
-    Message,
-    MessageT,
     TrainerStarted,
     WeightsAnnounced,
     WeightsApplied,
 )
 from messages.subjects import filter_of
-from runtime.actor import Hosted, InputError, host, leaves
-from runtime.bus import Bus, Fenced, PayloadLost
+from runtime.actor import InputError
+from runtime.bus import Bus, Fenced
 from runtime.checksums import checksums_of
 from runtime.topology import Topology
+from tests.actors.trainer.hosting import errors_of, names, of, running, said_until
 from tests.actors.trainer.logs import GROUPS, completed, publish_batch
 
 pytestmark = pytest.mark.anyio
-
-SAID = (TrainerStarted, BatchTrained, CheckpointSaved, WeightsAnnounced)
-TIMEOUT_S = 20.0
 
 
 @pytest.fixture(autouse=True)
@@ -43,55 +36,6 @@ def no_ranks_yet(one_rank: None) -> None:
 @pytest.fixture
 def topology(make_topology: Callable[..., Topology]) -> Topology:
     return make_topology(train={"num_steps": 4, "save_interval": 2})
-
-
-@asynccontextmanager
-async def running(topology: Topology, bus: Bus, run_dir: Path) -> AsyncGenerator[None, None]:
-    """A trainer for the duration of a block, ended as SIGTERM would."""
-
-    def build(view: Bus) -> TrainerActor:
-        return TrainerActor(topology, view, run_dir=run_dir)
-
-    trainer = Hosted(name="trainer", role="trainer", actor_type=TrainerActor, build=build)
-    async with anyio.create_task_group() as group:
-        group.start_soon(host, bus, [trainer])
-        yield
-        group.cancel_scope.cancel()
-
-
-async def errors_of(
-    topology: Topology, bus: Bus, run_dir: Path, meanwhile: Callable[[], Awaitable[None]] | None = None
-) -> list[BaseException]:
-    """What a trainer that ends by itself raises."""
-    try:
-        async with running(topology, bus, run_dir):
-            if meanwhile is not None:
-                await meanwhile()
-            await anyio.sleep(TIMEOUT_S)
-    except ExceptionGroup as group:
-        return leaves(group)
-    raise AssertionError("the trainer did not end")
-
-
-async def said_until(bus: Bus, last: type[Message], count: int = 1, *, from_seq: int = 1) -> list[Message]:
-    """What the trainer said, up to the count-th event of a type."""
-    said: list[Message] = []
-    with anyio.fail_after(TIMEOUT_S):
-        async with bus.read(*SAID, from_seq=from_seq) as events:
-            async for received in events:
-                said.append(received.message)
-                count -= isinstance(received.message, last)
-                if not count:
-                    return said
-    raise AssertionError
-
-
-def names(events: list[Message]) -> list[str]:
-    return [type(event).__name__ for event in events]
-
-
-def of(events: list[Message], kind: type[MessageT]) -> list[MessageT]:
-    return [event for event in events if isinstance(event, kind)]
 
 
 async def test_a_run_is_told_from_the_first_weights_to_the_last_checkpoint(
@@ -238,15 +182,6 @@ async def test_groups_that_were_forgotten_are_read_from_the_log_again(
         await publish_batch(bus, 0)
         events = await said_until(bus, BatchTrained)
     assert of(events, BatchTrained)[0].num_samples == 12
-
-
-async def test_a_lost_payload_ends_the_trainer(topology: Topology, bus: Bus, tmp_path: Path) -> None:
-    async def lose_it() -> None:
-        seq = await bus.publish(completed(0, 999))
-        ref = GroupRef(group_id=0, attempt=0, event_seq=seq)
-        await bus.publish(BatchReady(incarnation=1, step=0, groups=(ref,)))
-
-    assert [type(leaf) for leaf in await errors_of(topology, bus, tmp_path / "run", lose_it)] == [PayloadLost]
 
 
 async def test_a_model_that_cannot_be_built_is_wrong_input(

@@ -1,0 +1,73 @@
+"""A trainer on a real bus for the duration of a block, and what it said."""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+
+from actors.trainer.actor import TrainerActor
+from messages import (
+    BatchTrained,
+    CheckpointSaved,
+    Message,
+    MessageT,
+    PayloadsMissing,
+    TrainerStarted,
+    WeightsAnnounced,
+)
+from runtime.actor import Hosted, host, leaves
+from runtime.bus import Bus
+from runtime.topology import Topology
+
+SAID = (TrainerStarted, BatchTrained, PayloadsMissing, CheckpointSaved, WeightsAnnounced)
+TIMEOUT_S = 20.0
+
+
+@asynccontextmanager
+async def running(topology: Topology, bus: Bus, run_dir: Path) -> AsyncGenerator[None, None]:
+    """A trainer for the duration of a block, ended as SIGTERM would."""
+
+    def build(view: Bus) -> TrainerActor:
+        return TrainerActor(topology, view, run_dir=run_dir)
+
+    trainer = Hosted(name="trainer", role="trainer", actor_type=TrainerActor, build=build)
+    async with anyio.create_task_group() as group:
+        group.start_soon(host, bus, [trainer])
+        yield
+        group.cancel_scope.cancel()
+
+
+async def errors_of(
+    topology: Topology, bus: Bus, run_dir: Path, meanwhile: Callable[[], Awaitable[None]] | None = None
+) -> list[BaseException]:
+    """What a trainer that ends by itself raises."""
+    try:
+        async with running(topology, bus, run_dir):
+            if meanwhile is not None:
+                await meanwhile()
+            await anyio.sleep(TIMEOUT_S)
+    except ExceptionGroup as group:
+        return leaves(group)
+    raise AssertionError("the trainer did not end")
+
+
+async def said_until(bus: Bus, last: type[Message], count: int = 1, *, from_seq: int = 1) -> list[Message]:
+    """What the trainer said, up to the count-th event of a type."""
+    said: list[Message] = []
+    with anyio.fail_after(TIMEOUT_S):
+        async with bus.read(*SAID, from_seq=from_seq) as events:
+            async for received in events:
+                said.append(received.message)
+                count -= isinstance(received.message, last)
+                if not count:
+                    return said
+    raise AssertionError
+
+
+def names(events: list[Message]) -> list[str]:
+    return [type(event).__name__ for event in events]
+
+
+def of(events: list[Message], kind: type[MessageT]) -> list[MessageT]:
+    return [event for event in events if isinstance(event, kind)]
