@@ -18,8 +18,12 @@ from actors.rollout.http import Http, RequestRefused
 from actors.rollout.members import Member, fresh_members, inherit
 from actors.rollout.scoring import Scorer
 from actors.rollout.slots import Slots
+from actors.rollout.updates import Updater
+from actors.rollout.wanted import WantedWeights
 from messages import (
     EvalCompleted,
+    EvalEnded,
+    EvalIssued,
     EvalRequested,
     GroupAborted,
     GroupCompleted,
@@ -55,7 +59,16 @@ class RolloutActor(Actor):
     A crash loses the tokens that were in the engines: the tasks are delivered again after the ack wait.
     """
 
-    reads = (RolloutRequested, EvalRequested, RoundHalted, WeightsAnnounced, ScoresGiven, SegmentsPublished)
+    reads = (
+        RolloutRequested,
+        EvalRequested,
+        RoundHalted,
+        WeightsAnnounced,
+        EvalIssued,
+        EvalEnded,
+        ScoresGiven,
+        SegmentsPublished,
+    )
     writes = (
         SegmentsPublished,
         ScoreRequested,
@@ -73,17 +86,18 @@ class RolloutActor(Actor):
         self._topology = topology
         self._slots = Slots(engines.concurrency * num_engines(engines))
         self._num_groups = 0
-        self._announced_at = 0.0
+        self._wanted_at = 0.0
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         connector = aiohttp.TCPConnector(limit=0)  # the slots are the limit
         async with aiohttp.ClientSession(connector=connector) as session, anyio.create_task_group() as group:
             http = Http(session)
-            fleet = Fleet(http)
+            fleet = Fleet(http, Updater(http, self._topology.rollout.on_weight_update))
             tools = self._tools(http, fleet)
             await group.start(tools.scorer.run)
             group.start_soon(self._watch_engines, fleet)
             group.start_soon(self._watch_router, fleet)
+            group.start_soon(tools.generator.run)
             group.start_soon(self._follow_log, fleet, tools.generator)
             group.start_soon(self._report_versions, fleet)
             group.start_soon(self._pull_groups, tools)
@@ -134,29 +148,32 @@ class RolloutActor(Actor):
                 group.start_soon(attend_within, scope, entry.key, entry.value.url)
 
     async def _follow_log(self, fleet: Fleet, generator: Generator) -> None:
-        """Take halts and weights from the log. At the start only the newest announcement matters."""
-        newest, version = None, 0
-        async with self._bus.read(RoundHalted, WeightsAnnounced) as events:
+        """Take halts and weights from the log and hand them on: neither is waited for.
+
+        At the start only what is wanted in the end matters.
+        """
+        wanted = WantedWeights()
+        async with self._bus.read(RoundHalted, WeightsAnnounced, EvalIssued, EvalEnded) as events:
             while True:
                 received = await events.next()
                 match received and received.message:
                     case RoundHalted(round=round):
-                        await generator.halt(round)
-                    case WeightsAnnounced() as announced if announced.version > version:
-                        newest, version = announced, announced.version
-                    case _:  # a replaced trainer's last word; none: unreadable, and the last one for now
+                        generator.halt(round)
+                    case WeightsAnnounced() | EvalIssued() | EvalEnded() as event:
+                        wanted.fold(event)
+                    case _:  # unreadable, and the last one for now
                         pass
-                if newest is not None and not events.pending:
-                    self._announced_at = time.monotonic()
-                    await fleet.update(newest)
-                    newest = None
+                newest = wanted.newest
+                if newest is not None and newest.version > fleet.wanted_version and not events.pending:
+                    self._wanted_at = time.monotonic()
+                    await fleet.want(newest)
 
     async def _report_versions(self, fleet: Fleet) -> None:
         """Say so each time the engines have confirmed a newer version."""
         version = 0
         while True:
             version = await fleet.next_version(version)
-            took_s = time.monotonic() - self._announced_at
+            took_s = time.monotonic() - self._wanted_at
             log.info("weights_applied", weight_version=version, engines=fleet.num_admitted(), took_s=took_s)
             await self._bus.publish(
                 WeightsApplied(

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import anyio
 import structlog
 
 from actors.rollout.http import EngineError, EngineUnavailable, Http
+from actors.rollout.updates import Updater
 from messages import WeightsAnnounced
 
 log = structlog.get_logger()
@@ -30,22 +31,26 @@ class Engine:
     name: str
     url: str
     version: int = 0  # confirmed by checksum; 0: none yet
+    updating: bool = False
+    routed: bool = False  # the router may know it
     admitted: bool = False  # current and registered at the router
+    moving: anyio.Lock = field(default_factory=anyio.Lock)  # in or out of the router, not both at a time
 
 
 class Fleet:
     """Keeps engines current and registered. Generation waits here until the engines it may use are confirmed.
 
-    A lost Fleet loses nothing: it is rebuilt from the addresses on the bus and the newest announcement in the log.
+    A task of its own looks after each engine: one that hangs holds up no other. A lost Fleet loses nothing: it is
+    rebuilt from the addresses on the bus and the newest announcement in the log.
     """
 
-    def __init__(self, http: Http) -> None:
+    def __init__(self, http: Http, updater: Updater) -> None:
         self._http = http
+        self._updater = updater
         self._engines: dict[str, Engine] = {}
         self._router: str | None = None
-        self._announced: WeightsAnnounced | None = None
+        self._wanted: WeightsAnnounced | None = None
         self._changed = anyio.Condition()
-        self._update_lock = anyio.Lock()
         self._check: anyio.Event | None = None  # of all admitted engines, under way
 
     @property
@@ -61,12 +66,30 @@ class Fleet:
 
     @property
     def version(self) -> int:
-        """Newest version that all admitted engines confirmed; 0 while there is none."""
-        return min((engine.version for engine in self._admitted()), default=0)
+        """Newest version that all engines confirmed that the router may ask; 0 while none is admitted."""
+        if not self._admitted():
+            return 0
+        return min(engine.version for engine in self._engines.values() if engine.routed or engine.admitted)
+
+    @property
+    def wanted_version(self) -> int:
+        """The version that the engines are to hold; 0: none was announced yet."""
+        return self._wanted.version if self._wanted is not None else 0
 
     def num_admitted(self) -> int:
         """Engines that may get requests."""
         return len(self._admitted())
+
+    def waits_for(self) -> str:
+        """What keeps requests from being sent, for people; empty when nothing does."""
+        if self._router is None:
+            return "the router"
+        if self._wanted is None:
+            return "the first weights"
+        behind = [engine.name for engine in self._engines.values() if self._is_behind(engine)]
+        if not self._admitted():
+            return f"an engine, of {len(self._engines)} that are known"
+        return f"weights {self.wanted_version} at {', '.join(behind)}" if behind else ""
 
     async def wait_ready(self, min_version: int, *, unless: Callable[[], bool]) -> bool:
         """Wait until the router and at least one engine are up and every admitted one is at min_version.
@@ -106,8 +129,8 @@ class Fleet:
         """
         while True:
             self._router = None
-            for engine in self._admitted():
-                engine.admitted = False
+            for engine in self._engines.values():
+                engine.admitted = engine.routed = False
             await self._wait_until(lambda: self._unlisted(url, None))
             self._router = url
             await self.notify()
@@ -129,7 +152,7 @@ class Fleet:
             await self._forget(old)
         refused_since = math.inf
         while True:
-            await self._wait_until(lambda: self._http.ready(url))
+            await self._wait_until(lambda: self._is_up(url))
             try:
                 await self._admit(engine)
             except EngineError as error:
@@ -143,17 +166,11 @@ class Fleet:
             refused_since = math.inf
             log.info("engine_admitted", engine=name, url=url, weight_version=engine.version)
             await self.notify()
-            async with self._changed:
-                while engine.admitted:
-                    await self._changed.wait()
+            await self._keep_current(engine)
 
-    async def update(self, announced: WeightsAnnounced) -> None:
-        """Give all admitted engines new weights and have them confirmed. One that fails is no longer admitted."""
-        async with self._update_lock:
-            self._announced = announced
-            async with anyio.create_task_group() as group:
-                for engine in self._admitted():
-                    group.start_soon(self._update_or_expel, engine, announced)
+    async def want(self, announced: WeightsAnnounced) -> None:
+        """Have every engine take these weights as soon as it can; returns at once. The last call counts."""
+        self._wanted = announced
         await self.notify()
 
     async def report_unavailable(self) -> None:
@@ -185,47 +202,88 @@ class Fleet:
 
     async def _is_intact(self, engine: Engine) -> bool:
         """Whether an admitted engine answers, holds the weights that it confirmed, and is known to the router."""
-        if not await self._http.ready(engine.url):
+        if not engine.updating and not await self._http.ready(engine.url):
             return False
         try:
             version = await self._http.weight_version(engine.url)
         except EngineError:
             return False
-        if version != str(engine.version) and engine.version and not self._update_lock.locked():
+        if version != str(engine.version) and engine.version and not engine.updating:
             return False
         return self._router is None or not await self._unlisted(self._router, engine, remove=False)
 
     async def _expel(self, engine: Engine) -> None:
         """Ask it no more: neither we nor, until it is admitted again, the router."""
         engine.admitted = False
-        await self._forget(engine)
+        async with engine.moving:
+            await self._forget(engine)
+            engine.routed = False
 
     def _admitted(self) -> list[Engine]:
         return [engine for engine in self._engines.values() if engine.admitted]
 
-    async def _admit(self, engine: Engine) -> None:
-        async with self._update_lock:  # no update may pass between its weights and its admission
-            if self._announced is not None:
-                await self._bring_current(engine, self._announced)
-            with anyio.move_on_after(REGISTER_TIMEOUT_S) as scope:
-                await self._wait_until(lambda: self._registered(engine))
-            if scope.cancelled_caught:
-                raise EngineUnavailable(f"the router did not take {engine.url} within {REGISTER_TIMEOUT_S:.0f} s")
-            engine.admitted = True
-
-    async def _update_or_expel(self, engine: Engine, announced: WeightsAnnounced) -> None:
+    async def _is_up(self, url: str) -> bool:
+        """Whether an engine may be given weights. One that an earlier actor paused before it died goes on."""
+        if await self._http.ready(url):
+            return True
         try:
-            await self._bring_current(engine, announced)
-        except EngineError as error:
-            log.warning("weights_refused", engine=engine.name, weight_version=announced.version, error=str(error))
-            await self._expel(engine)
+            await self._http.proceed(url)
+        except EngineError:
+            return False
+        return await self._http.ready(url)
 
-    async def _bring_current(self, engine: Engine, announced: WeightsAnnounced) -> None:
-        await self._http.update_weights(engine.url, announced.path, announced.version)
-        checksum = await self._http.checksum(engine.url)
-        if checksum != announced.checksum:
-            raise WeightsMismatch(f"{engine.name} holds {checksum}, announced was {announced.checksum}")
-        engine.version = announced.version
+    async def _admit(self, engine: Engine) -> None:
+        """Bring an engine to the wanted weights, register it, and count it in while they still are the wanted ones."""
+        async with engine.moving:
+            engine.version = 0  # it may have begun anew
+            while not engine.admitted:
+                await self._bring_current(engine)
+                await self._register(engine)
+                engine.admitted = not self._is_behind(engine)
+
+    async def _register(self, engine: Engine) -> None:
+        engine.routed = True
+        with anyio.move_on_after(REGISTER_TIMEOUT_S) as scope:
+            await self._wait_until(lambda: self._registered_or_behind(engine))
+        if scope.cancelled_caught:
+            await self._forget(engine)
+            engine.routed = False
+            raise EngineUnavailable(f"the router did not take {engine.url} within {REGISTER_TIMEOUT_S:.0f} s")
+
+    async def _registered_or_behind(self, engine: Engine) -> bool:
+        return self._is_behind(engine) or await self._registered(engine)
+
+    async def _keep_current(self, engine: Engine) -> None:
+        """Give an admitted engine newer weights whenever such are wanted, until it is no longer admitted."""
+        while engine.admitted:
+            async with self._changed:
+                while engine.admitted and not self._is_behind(engine):
+                    await self._changed.wait()
+            if not engine.admitted:
+                return
+            try:
+                await self._bring_current(engine)
+            except EngineError as error:
+                log.warning("weights_refused", engine=engine.name, weight_version=self.wanted_version, error=str(error))
+                await self._expel(engine)
+            await self.notify()
+
+    def _is_behind(self, engine: Engine) -> bool:
+        return engine.version < self.wanted_version
+
+    async def _bring_current(self, engine: Engine) -> None:
+        """Give an engine the wanted weights, and again if others are wanted by then."""
+        while self._wanted is not None and self._is_behind(engine):
+            announced = self._wanted
+            engine.updating = True
+            try:
+                await self._updater.update(engine.url, announced)
+            finally:
+                engine.updating = False
+            checksum = await self._http.checksum(engine.url)
+            if checksum != announced.checksum:
+                raise WeightsMismatch(f"{engine.name} holds {checksum}, announced was {announced.checksum}")
+            engine.version = announced.version
 
     async def _registered(self, engine: Engine) -> bool:
         """Ask the router for the engine, and for taking it in where it is missing."""

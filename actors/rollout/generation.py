@@ -48,6 +48,7 @@ class Generator:
         self._http = http
         self._fleet = fleet
         self._halted_round = -1
+        self._halt = anyio.Event()  # replaced when it was seen
         self._running: dict[str, Request] = {}
         self._request_ended = anyio.Event()  # replaced by a halt that waits for it
         self._halt_listeners: set[HaltListener] = set()
@@ -111,18 +112,28 @@ class Generator:
             raise EngineFailed(f"sampled by weights {min(versions)}, asked of {request.min_version} or later")
         return answers
 
-    async def halt(self, round: int) -> None:
-        """Abort everything of this round and older ones; returns once none of it is running."""
+    def halt(self, round: int) -> None:
+        """Give back everything of this round and older ones; `run` aborts what is running of it."""
         self._halted_round = max(self._halted_round, round)
         for listener in [listener for listener in self._halt_listeners if self.halted(listener.round)]:
             listener.then()
-        await self._fleet.notify()
-        while doomed := [rid for rid, request in self._running.items() if self.halted(request.round)]:
-            await self._abort(doomed)
-            with anyio.move_on_after(ABORT_AGAIN_S):
-                while any(rid in self._running for rid in doomed):
-                    self._request_ended = anyio.Event()
-                    await self._request_ended.wait()
+        self._halt.set()
+        self._request_ended.set()
+
+    async def run(self) -> None:
+        """Abort at the engines what was halted, for ever."""
+        while True:
+            await self._halt.wait()
+            self._halt = anyio.Event()
+            await self._fleet.notify()
+            while doomed := [rid for rid, request in self._running.items() if self.halted(request.round)]:
+                await self._abort(doomed)
+                with anyio.move_on_after(ABORT_AGAIN_S):
+                    while any(rid in self._running for rid in doomed) and not self._halt.is_set():
+                        self._request_ended = anyio.Event()
+                        await self._request_ended.wait()
+                if self._halt.is_set():
+                    break
 
     async def _abort(self, rids: list[str]) -> None:
         if len(rids) < len(self._running):

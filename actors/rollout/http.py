@@ -94,9 +94,17 @@ class Http:
         url = engine + "/model_info"
         return _decode(url, await self._send("GET", url, None, ADMIN_TIMEOUT_S), ModelInfo).weight_version
 
-    async def update_weights(self, engine: str, path: str, version: int) -> None:
+    async def pause(self, engine: str, mode: str) -> None:
+        """Stop an engine from generating; what it has is put back or frozen, as the mode says."""
+        await self._post(engine + "/pause_generation", {"mode": mode}, ADMIN_TIMEOUT_S)
+
+    async def proceed(self, engine: str) -> None:
+        """End a pause, if there is one."""
+        await self._post(engine + "/continue_generation", {}, ADMIN_TIMEOUT_S)
+
+    async def update_weights(self, engine: str, path: str, version: int, *, flush_cache: bool = True) -> None:
         """Load weights from a directory. The engine waits for its running requests unless it is paused."""
-        body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
+        body = {"model_path": path, "weight_version": str(version), "flush_cache": flush_cache}
         await self._post(engine + "/update_weights_from_disk", body, UPDATE_TIMEOUT_S)
 
     async def checksum(self, engine: str) -> str | None:

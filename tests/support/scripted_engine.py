@@ -32,12 +32,24 @@ class ScriptedEngine:
     refuses_weights: bool = False
     raw_answers: dict[str, bytes] = field(default_factory=dict[str, bytes])  # by path, in place of the real ones
     abort_at: asyncio.Event | None = None  # aborts wait for it
+    update_at: asyncio.Event | None = None  # updates wait for it
+    paused: bool = False
+    calls: list[str] = field(default_factory=list[str])  # pauses, updates, continues as they came
+    update_bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    stream_every: int = 2  # tokens of a streamed chunk
+    incremental: bool = False  # chunks hold what is new, not all so far
+    streams: int = 0  # streamed requests that have sent all they send before they are held
     requests: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     updates: list[str] = field(default_factory=list[str])
     _broken: bool = False
     _running: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
     _aborted: set[str] = field(default_factory=set[str])
     _arrived: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def wait_for_streams(self, number: int, timeout_s: float = 10.0) -> None:
+        """Return once that many streamed requests are held, with their first tokens sent."""
+        async with asyncio.timeout(timeout_s), self._arrived:
+            await self._arrived.wait_for(lambda: self.streams >= number)
 
     async def wait_for_requests(self, number: int, timeout_s: float = 10.0) -> None:
         """Return once that many requests have arrived since the start."""
@@ -67,16 +79,21 @@ class ScriptedEngine:
         app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/update_weights_from_disk", self._update)
         app.router.add_post("/weights_checker", self._check)
-        for path in ("/ready", "/health", "/model_info", "/get_model_info", "/server_info", "/get_server_info"):
+        app.router.add_post("/pause_generation", self._pause)
+        app.router.add_post("/continue_generation", self._continue)
+        app.router.add_get("/ready", self._ready)
+        for path in ("/health", "/model_info", "/get_model_info", "/server_info", "/get_server_info"):
             app.router.add_get(path, self._info)
         return app
 
-    async def _generate(self, request: web.Request) -> web.Response:
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         async with self._arrived:
             self.requests.append(body)
             self._arrived.notify_all()
         prompts = body["input_ids"]
+        if body.get("stream"):
+            return await self._stream(request, body)
         answer = await self._answer(body, prompts)
         if self._broken and request.transport is not None:
             request.transport.close()
@@ -90,20 +107,63 @@ class ScriptedEngine:
         ]
         return await asyncio.gather(*members)
 
+    async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """The first half of the tokens in chunks; the whole answer once it is not held."""
+        rid, params = body["rid"], body["sampling_params"]
+        ids = self.script(body["input_ids"], params)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        sent = 0
+
+        async def send(ids: list[int], reason: dict[str, Any] | None) -> None:
+            nonlocal sent
+            event = self._event(rid, ids, reason, sent if self.incremental else 0)
+            sent = len(ids)
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+        for end in range(self.stream_every, len(ids) // 2 + 1, self.stream_every):
+            await send(ids[:end], None)
+        async with self._arrived:
+            self.streams += 1
+            self._arrived.notify_all()
+        aborted = self.hold and await self._held(rid)
+        if self._broken and request.transport is not None:
+            request.transport.close()
+            return response
+        await send(ids[:sent], ABORTED) if aborted else await send(ids, _reason(ids, params))
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _event(self, rid: str, ids: list[int], reason: dict[str, Any] | None, start: int) -> dict[str, Any]:
+        event = self._whole(rid, ids, reason)
+        event["text"] = event["text"][len(self.text(ids[:start])) :] if start else event["text"]
+        event["output_ids"] = ids[start:]
+        event["meta_info"]["output_token_logprobs"] = event["meta_info"]["output_token_logprobs"][start:]
+        if reason is None:  # as SGLang does: spans come with the end
+            del event["meta_info"]["weight_versions"]
+        return event
+
+    async def _held(self, rid: str) -> bool:
+        """Wait until it is released or aborted; whether it was aborted."""
+        over = self._running[rid] = asyncio.Event()
+        try:
+            await over.wait()
+        finally:
+            del self._running[rid]
+        return rid in self._aborted
+
     async def _one(self, rid: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
         ids = self.script(prompt, params)
-        reason: dict[str, Any] = {"type": "stop", "matched": ids[-1] if ids else None}
-        if len(ids) >= params["max_new_tokens"]:
-            reason = {"type": "length", "length": len(ids)}
-        if self.hold:
-            over = self._running[rid] = asyncio.Event()
-            await over.wait()
-            del self._running[rid]
-            if rid in self._aborted:
-                ids, reason = ids[: len(ids) // 2], {"type": "abort", "message": "Aborted"}
+        reason = _reason(ids, params)
+        if self.hold and await self._held(rid):
+            ids, reason = ids[: len(ids) // 2], ABORTED
+        return self._whole(rid, ids, reason)
+
+    def _whole(self, rid: str, ids: list[int], reason: dict[str, Any] | None) -> dict[str, Any]:
         meta = {
             "id": rid,
             "finish_reason": reason,
+            "completion_tokens": len(ids),
             "weight_version": self.version,
             "weight_versions": [{"version": self.version, "start": 0, "end": len(ids)}] if ids else [],
             "output_token_logprobs": [[-0.5, token, None] for token in ids],
@@ -123,11 +183,28 @@ class ScriptedEngine:
 
     async def _update(self, request: web.Request) -> web.Response:
         body = await request.json()
+        self.calls.append("update")
+        self.update_bodies.append(body)
+        if self.update_at is not None:
+            await self.update_at.wait()
         if self.refuses_weights:
             return web.json_response({"success": False, "message": "no such directory"}, status=400)
         self.version = body["weight_version"]
         self.updates.append(body["model_path"])
         return web.json_response({"success": True, "message": "", "num_paused_requests": 0})
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        self.calls.append((await request.json())["mode"])
+        self.paused = True
+        return web.json_response({"status": "ok"})
+
+    async def _continue(self, request: web.Request) -> web.Response:
+        self.calls.append("continue")
+        self.paused = False
+        return web.json_response({"status": "ok"})
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        return web.Response(status=503 if self.paused else 200)
 
     async def _check(self, request: web.Request) -> web.Response:
         return web.json_response({"success": True, "message": "", "ranks": [], "per_engine_checksum": self.checksum})
@@ -135,6 +212,15 @@ class ScriptedEngine:
     async def _info(self, request: web.Request) -> web.Response:
         info = {"model_path": "scripted", "is_generation": True, "weight_version": self.version}
         return web.Response(text=json.dumps(info), content_type="application/json")
+
+
+ABORTED = {"type": "abort", "message": "Aborted"}
+
+
+def _reason(ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+    if len(ids) >= params["max_new_tokens"]:
+        return {"type": "length", "length": len(ids)}
+    return {"type": "stop", "matched": ids[-1] if ids else None}
 
 
 @asynccontextmanager
