@@ -24,6 +24,7 @@ OURS = {
     "MKL_NUM_THREADS": "1",
 }
 METRICS_HOST = "127.0.0.2"  # the router insists on a port for metrics and fails if it is taken: its own, one host on
+STAND_IN = "stand-in"  # in the trainer's place when only rollout runs
 LIGHT_ACTORS = ("rollout", "reward", "filter", "buffer")
 
 
@@ -40,7 +41,10 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
         specs += _engines(topology, pool, engine, node, home=home)
         if home:
             specs.append(_router(pool))
-    specs += _trainer(topology, node, run_dir, home=home)
+    if topology.run.only != "rollout":
+        specs += _trainer(topology, node, run_dir, home=home)
+    elif home:
+        specs.append(ProcessSpec(name=STAND_IN, command=_host(run_dir, "trainer"), env=OURS))
     if home:
         shared = {role for roles in topology.share for role in roles}
         alone = [(role,) for role in LIGHT_ACTORS if role not in shared]

@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None, *, specs_of: "SpecsOf | None" = None) ->
     """
     args = _parser().parse_args(argv)
     try:
-        loaded = load_topology(args.topology, args.set)
+        loaded = load_topology(args.topology, [*args.set, *_half(args)])
         specs_of = specs_of or process_specs
         if args.check or args.plan:
             return _inspect(loaded, specs_of, plan=args.plan)
@@ -88,9 +88,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--check", action="store_true", help="validate the topology and stop")
     add("--plan", action="store_true", help="draw what would run where, with sizes, and stop")
     add("--node", metavar="NAME", help="which node of the topology this machine is")
+    add("--only", choices=["rollout", "trainer"], help="start this half alone: nothing is trained, or a dump is")
+    add("--load", metavar="DIR", help="the dump that --only trainer trains on, written by run.dump_details")
     add("--json", action="store_true", help="one JSON line on standard output, all else on standard error")
     add("--fresh", nargs="?", const="", metavar="RUN", help="start over; RUN names the existing run to discard")
     return parser
+
+
+def _half(args: argparse.Namespace) -> list[str]:
+    """--only and --load as overrides."""
+    if args.load is not None and args.only != "trainer":
+        raise WrongInput("--load DIR is what --only trainer trains on; give both")
+    if args.only == "trainer" and args.load is None and not any(item.startswith("run.load=") for item in args.set):
+        raise WrongInput("--only trainer trains on a dump: name its directory with --load DIR")
+    told = {"run.only": args.only, "run.load": args.load}
+    return [f"{key}={value}" for key, value in told.items() if value is not None]
 
 
 def _node_of(topology: Topology, wanted: str | None) -> str:
@@ -109,6 +121,8 @@ def _inspect(loaded: LoadedTopology, specs_of: "SpecsOf", *, plan: bool) -> int:
     except DataError as error:
         print(f"note: train.num_epoch cannot be counted here: {error}", file=sys.stderr)
     topology = loaded.topology
+    if topology.run.load is not None and Path(topology.run.load).exists():
+        topology = _fitted(topology, Screen(sys.stderr))
     if plan:
         run_dir = Path(topology.run.dir) / topology.run.name
         specs = {name: specs_of(topology, name, run_dir) for name in topology.nodes}
@@ -139,12 +153,24 @@ def _counted(loaded: LoadedTopology) -> LoadedTopology:
     return msgspec.structs.replace(loaded, topology=count_steps(loaded.topology))
 
 
+def _fitted(topology: Topology, screen: Screen) -> Topology:
+    """With no more train steps than a dump has groups for, if one is trained on."""
+    if topology.run.load is None:
+        return topology
+    from runtime.dumped_run import fitted  # numpy, which the rest can do without
+
+    shorter = fitted(topology)
+    if shorter.train.num_steps < topology.train.num_steps:
+        screen.show(f"note: {topology.run.load} has groups for {shorter.train.num_steps} train steps, not more")
+    return shorter
+
+
 def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf") -> int:
     node = _node_of(loaded.topology, args.node)
     screen = Screen(sys.stderr if args.json else sys.stdout)
     for note in _check(loaded, node):
         screen.show(f"note: {note}")
-    topology = _counted(loaded).topology
+    topology = _fitted(_counted(loaded).topology, screen)
 
     from runtime.agent.start import RunRefused, Wish, start  # brings the bus along, which the rest can do without
 
@@ -163,8 +189,9 @@ def _command_of(args: argparse.Namespace) -> str:
     words = [COMMAND, str(args.topology)]
     for override in args.set:
         words += ["--set", override]
-    if args.node is not None:
-        words += ["--node", args.node]
+    for option in ("node", "only", "load"):
+        value = getattr(args, option)
+        words += [] if value is None else [f"--{option}", value]
     return shlex.join(words)
 
 

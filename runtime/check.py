@@ -1,5 +1,6 @@
 """What a valid topology still needs from this machine: data files, model directories, GPUs, disk."""
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -53,6 +54,7 @@ def check_files(loaded: LoadedTopology, node: str | None = None) -> Checked:
         checker.data(f"data.{index}", data)
     for index, item in enumerate(topology.eval):
         checker.data(f"eval.{index}", eval_data(topology, item))
+    checker.dumps()
     checker.not_built(starting=node is not None)
     checker.disk()
     return Checked(problems=tuple(checker.problems), notes=tuple(checker.notes))
@@ -108,6 +110,19 @@ class _Checker:
                 pass
         except DataError as error:
             self._problem(f"{key}.path", data.path, str(error))
+
+    def dumps(self) -> None:
+        """Where samples are dumped and where a dump is read."""
+        run = self._loaded.topology.run
+        if run.load is not None and not Path(run.load).is_dir():
+            self._missing("run.load", run.load, "no such directory")
+        if run.dump_details is None or not self._is_home:
+            return
+        place = next(path for path in (Path(run.dump_details), *Path(run.dump_details).parents) if path.exists())
+        if not place.is_dir():
+            self._problem("run.dump_details", run.dump_details, f"{place} is a file, not a directory")
+        elif not os.access(place, os.W_OK | os.X_OK):
+            self._problem("run.dump_details", run.dump_details, f"{place} cannot be written")
 
     def not_built(self, *, starting: bool) -> None:
         """A start refuses what it would not do; who only asks is told."""
