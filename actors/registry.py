@@ -52,7 +52,7 @@ def _build(role: Role, topology: Topology, run_dir: Path, bus: Bus) -> Actor:
         case "buffer":
             from actors.buffer.actor import BufferActor
 
-            return BufferActor(topology, bus)
+            return BufferActor(topology, bus, run_dir)
         case "rollout" if topology.run.load is not None:
             from actors.rollout.dumped import Dumped
             from actors.rollout.recorded import RecordedRolloutActor

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import TypeVar
 
 import anyio
@@ -12,11 +13,14 @@ from anyio.abc import TaskStatus
 
 from actors.buffer.decide import Schedule, decide
 from actors.buffer.made import MadePrompts
+from actors.buffer.pressure import LOOK_AGAIN_S, Pressure
 from actors.buffer.source import PromptSet, load_prompts
 from actors.buffer.tasks import eval_tasks, rollout_task, schedule_of, tasks_in_flight
+from actors.buffer.trimming import Trimmer, fold_archive
 from messages import (
     BatchReady,
     BufferStarted,
+    CheckpointRequested,
     CheckpointSaved,
     EvalCompleted,
     EvalEnded,
@@ -24,6 +28,7 @@ from messages import (
     EvalRequested,
     GroupsClosed,
     GroupsIssued,
+    LogTrimmed,
     Message,
     Plane,
     PromptsLoaded,
@@ -36,7 +41,9 @@ from messages import (
     SpillsRequested,
 )
 from runtime.actor import Actor, InputError
+from runtime.archive import first_archived
 from runtime.bus import AlreadyQueued, Bus, Events, Fenced, MessageTooLarge, SequenceMismatch
+from runtime.bus.background import beside
 from runtime.data_files import DataError
 from runtime.ledger import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold, spills_of
 from runtime.topology import Topology
@@ -73,12 +80,17 @@ class BufferActor(Actor):
         RolloutRequested,
         EvalRequested,
         SpillsGiven,
+        CheckpointRequested,
+        LogTrimmed,
     )
 
-    def __init__(self, topology: Topology, bus: Bus) -> None:
+    def __init__(self, topology: Topology, bus: Bus, run_dir: Path) -> None:
         self._topology = topology
         self._bus = bus
+        self._run_dir = run_dir
         self._state = LedgerState()
+        self._trimmer = Trimmer(bus, run_dir, topology.buffer.trim_min_events)
+        self._pressure = Pressure(bus)
         self._eval_tasks: Iterator[EvalRequested] = iter(())  # of the running evaluation, still to be put
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -89,7 +101,11 @@ class BufferActor(Actor):
         sizes = {name: len(items) for name, items in prompts.evals.items()}
         schedule = schedule_of(self._topology, sizes)
         self._state = await self._newest_snapshot()
-        async with self._bus.read(*LEDGER_EVENTS, from_seq=self._state.last_seq + 1) as events:
+        async with (
+            beside(self._trimmer.run),
+            beside(self._pressure.run),
+            self._bus.read(*LEDGER_EVENTS, from_seq=self._state.last_seq + 1) as events,
+        ):
             await self._take_over(events)
             task_status.started()
             async with self._bus.serve({SpillsRequested: self._spills}):
@@ -107,6 +123,9 @@ class BufferActor(Actor):
     async def _refuse_other_data(self, prompts: PromptSet | MadePrompts) -> None:
         """The ledger counts prompts by number: on changed data, a resumed run would repeat some and skip others."""
         known: dict[str, list[str]] = {}  # a training source and an evaluation set may share a name
+        for received in await _in_thread(lambda: list(first_archived(self._run_dir))):
+            if isinstance(received.message, PromptsLoaded) and received.message.fingerprint:
+                known.setdefault(received.message.data, []).append(received.message.fingerprint)
         async with self._bus.read(PromptsLoaded) as events:
             while events.pending:
                 received = await events.next()
@@ -129,18 +148,27 @@ class BufferActor(Actor):
                 if received is not None and received.message.fold_version == FOLD_VERSION:
                     newest = received.message
         if newest is None:
-            return LedgerState()
+            return await self._whole_history()
         log.info("snapshot_loaded", covers=newest.covers)
         return msgspec.json.decode(newest.state, type=LedgerState)
+
+    async def _whole_history(self) -> LedgerState:
+        """The archived part of the log, folded; before the first snapshot there is none."""
+        state, last_seq = await _in_thread(lambda: fold_archive(self._run_dir))
+        first_seq = (await self._bus.state(Plane.EVENT)).first_seq
+        if first_seq > last_seq + 1:
+            raise InputError(
+                f"the log begins at event {first_seq} and has no snapshot that this version can load; "
+                f"what was before is not in {self._run_dir}: bring it back, or choose another run.name"
+            )
+        return state
 
     async def _take_over(self, events: Events[Message]) -> None:
         """Fold the log to its end and enter this buffer there, so that an older one can append no more."""
         state = self._state
         while True:
             while events.pending:
-                received = await events.next()
-                if received is not None:
-                    fold(state, received.message, received.seq)
+                await self._fold_next(events)
             incarnation = state.incarnation + 1
             seq = await self._append(BufferStarted(incarnation=incarnation))
             if not seq:  # an older buffer was quicker; read what it wrote
@@ -152,11 +180,17 @@ class BufferActor(Actor):
             return
 
     async def _fold_next(self, events: Events[Message]) -> Message | None:
-        """Wait for an event and fold it; None when it could not be read and was the last one for now."""
-        received = await events.next()
+        """Wait for an event and fold it; None when it could not be read and was the last one for now.
+
+        While issuing waits for room nothing may happen, so this ends from time to time, with None too.
+        """
+        received = await events.next(LOOK_AGAIN_S if self._pressure.holding else None)
         if received is None:
             return None
         fold(self._state, received.message, received.seq)
+        self._pressure.folded(self._state)
+        if isinstance(received.message, SnapshotTaken):
+            self._trimmer.snapshot_taken(self._state, received.message.covers)
         return received.message
 
     async def _append(self, event: Message) -> int:
@@ -198,6 +232,8 @@ class BufferActor(Actor):
     async def _decide(self, schedule: Schedule) -> int:
         """Append what is decided now; return its sequence, or 0 when there was nothing or somebody wrote first."""
         while (decision := decide(self._state, schedule)) is not None:
+            if isinstance(decision, GroupsIssued) and self._pressure.holds(self._state):
+                return 0
             try:
                 return await self._append(decision)
             except MessageTooLarge as error:

@@ -1,6 +1,6 @@
 """The bus: messages over NATS JetStream. The only package that knows nats."""
 
-from runtime.bus.bus import Bus, Events, Received, StreamState
+from runtime.bus.bus import Bus, Events, Received, StoredMessage, StreamState
 from runtime.bus.calls import Handler, Inbox
 from runtime.bus.consumer import Deliveries, Delivery
 from runtime.bus.errors import (
@@ -47,6 +47,7 @@ __all__ = [
     "PublishTimeout",
     "Received",
     "SequenceMismatch",
+    "StoredMessage",
     "StreamConflict",
     "StreamFull",
     "StreamLimits",

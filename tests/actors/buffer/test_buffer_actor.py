@@ -202,7 +202,7 @@ async def test_of_two_buffers_the_older_one_ends_as_fenced(bus: Bus, topology: T
 
     async def older() -> None:
         try:
-            await BufferActor(topology, bus).run()
+            await BufferActor(topology, bus, Path()).run()
         except BusError as error:
             ended_by.append(error)
 
