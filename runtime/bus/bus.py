@@ -16,7 +16,7 @@ from runtime.bus.calls import Handler, Inbox, ask, serve
 from runtime.bus.connection import STATUS, Connection, open_connection
 from runtime.bus.consumer import ConsumerSettings, Deliveries
 from runtime.bus.dead import DeadLetters
-from runtime.bus.errors import CallRefused, PayloadLost, PayloadUnreadable
+from runtime.bus.errors import BusUnavailable, CallRefused, PayloadLost, PayloadUnreadable
 from runtime.bus.kv import KeyValues
 from runtime.bus.limits import BusLimits, StreamLimits
 from runtime.bus.pull import time_of
@@ -55,6 +55,21 @@ class StreamState(msgspec.Struct, frozen=True):
     first_seq: int
     last_seq: int
     created: str = ""  # when, to the nanosecond: a stream that was made again is another one
+    max_bytes: int = -1  # its limit; -1: none
+
+    @property
+    def used(self) -> float:
+        """The share of its bytes that is taken."""
+        return self.bytes / self.max_bytes if self.max_bytes > 0 else 0.0
+
+
+class StoredMessage(msgspec.Struct, frozen=True):
+    """A message of a stream as it lies there."""
+
+    seq: int
+    time: datetime
+    headers: dict[str, str]
+    payload: bytes
 
 
 class Events(Generic[MessageT]):
@@ -215,7 +230,30 @@ class Bus:
     async def state(self, plane: Plane) -> StreamState:
         """What a plane holds."""
         info = await api_call(self._connection, f"STREAM.INFO.{stream_of(self.run, plane)}")
-        return msgspec.convert({**info["state"], "created": info["created"]}, StreamState)
+        more = {"max_bytes": info["config"]["max_bytes"], "created": info["created"]}
+        return msgspec.convert({**info["state"], **more}, StreamState)
+
+    async def stored(self, plane: Plane, *, below_seq: int) -> AsyncGenerator[StoredMessage, None]:
+        """What a plane holds below a sequence, undecoded, in order.
+
+        Raises:
+            BusUnavailable: no such stream, or nothing came until the deadline.
+        """
+        reader = LogReader(self._connection, stream_of(self.run, plane), [plane_filter(self.run, plane)], from_seq=1)
+        await reader.open()
+        try:
+            pending = reader.num_pending
+            while pending:
+                item = await reader.next(self._limits.publish_timeout_s)
+                if item is None:
+                    raise BusUnavailable(f"{stream_of(self.run, plane)}: nothing more came to be read")
+                raw, place = item
+                if place.stream_seq >= below_seq:
+                    return
+                yield StoredMessage(place.stream_seq, time_of(place.time_ns), dict(raw.headers or {}), raw.data)
+                pending = place.num_pending
+        finally:
+            await reader.close()
 
     async def last_ledger_seq(self) -> int:
         """Sequence of the last ledger event, 0 before the first."""
