@@ -15,6 +15,7 @@ from messages import (
     EvalEnded,
     EvalIssued,
     GroupCompleted,
+    GroupsIssued,
     Message,
     MessageDeadLettered,
     RunFinished,
@@ -26,7 +27,7 @@ from messages import (
 )
 from runtime.bus import Bus
 from runtime.ledger import FOLD_VERSION, LEDGER_EVENTS, Books, LedgerState, fold
-from tests.chaos.harness import BATCH_SIZE, Run
+from tests.chaos.harness import Run
 
 Log = Sequence[tuple[int, Message]]  # with the sequence of each event
 
@@ -45,12 +46,12 @@ async def audit(run: Run, *, killed: Sequence[str] | None = (), ordered: bool = 
         check_the_end(log, run.num_steps)
         if killed is not None:
             check_kills(log, killed)
-        check_batches(log, run.num_steps)
+        check_batches(log, run)
         check_line_of_training(log, run.num_steps)
         check_weights(log)
         check_evaluations(log, run)
         if ordered:
-            check_order_of_the_data(log, state)
+            check_order_of_the_data(log, state, run.topology.rollout.rollout_batch_size)
         await check_payloads(bus, log, state)
     return state.books()
 
@@ -65,15 +66,15 @@ def check_ledger(log: Log) -> LedgerState:
     """The books close after every event, and every snapshot is what the log folds to there."""
     state = LedgerState()
     states: dict[int, bytes] = {}
-    snapshots: list[SnapshotTaken] = []
+    snapshots = [event for _, event in log if isinstance(event, SnapshotTaken)]
+    covered = {snapshot.covers for snapshot in snapshots}
     for seq, event in log:
         if not isinstance(event, LEDGER_EVENTS):
             continue
         fold(state, event, seq)
         assert state.books().closed, f"the books do not close after {seq} {event}: {state.books()}"
-        states[seq] = msgspec.json.encode(state)
-        if isinstance(event, SnapshotTaken):
-            snapshots.append(event)
+        if seq in covered:
+            states[seq] = msgspec.json.encode(state)
     assert snapshots, "no snapshot was taken"
     for snapshot in snapshots:
         assert snapshot.fold_version == FOLD_VERSION
@@ -96,13 +97,14 @@ def check_kills(log: Log, killed: Sequence[str]) -> None:
     assert restarts == Counter(killed)
 
 
-def check_batches(log: Log, num_steps: int) -> None:
+def check_batches(log: Log, run: Run) -> None:
     """Each step has one batch; no group is in two; each cites the completion of its very attempt."""
+    num_groups = run.num_steps * run.topology.rollout.rollout_batch_size
     completed = {seq: event for seq, event in log if isinstance(event, GroupCompleted)}
     batches = [event for _, event in log if isinstance(event, BatchReady)]
-    assert [batch.step for batch in batches] == list(range(num_steps))
+    assert [batch.step for batch in batches] == list(range(run.num_steps))
     refs = [ref for batch in batches for ref in batch.groups]
-    assert len(refs) == len({ref.group_id for ref in refs}) == num_steps * BATCH_SIZE
+    assert len(refs) == len({ref.group_id for ref in refs}) == num_groups
     for ref in refs:
         group = completed[ref.event_seq]
         assert (group.group_id, group.attempt) == (ref.group_id, ref.attempt)
@@ -162,7 +164,7 @@ def check_evaluations(log: Log, run: Run) -> None:
     steps = {event.version: event.step for _, event in log if isinstance(event, WeightsAnnounced)}
     issued = [event for _, event in log if isinstance(event, EvalIssued)]
     ended = [event for _, event in log if isinstance(event, EvalEnded)]
-    assert [event.step for event in issued] == sorted({*range(0, run.num_steps, run.eval_interval), run.num_steps})
+    assert [event.step for event in issued] == evaluated_steps(run)
     assert [(event.step, event.version) for event in ended] == [(event.step, event.version) for event in issued]
     for event in issued:
         assert steps[event.version] == event.step
@@ -171,13 +173,23 @@ def check_evaluations(log: Log, run: Run) -> None:
         assert {steps[version] for version in versions if version is not None} == {event.step}
 
 
-def check_order_of_the_data(log: Log, state: LedgerState) -> None:
+def evaluated_steps(run: Run) -> list[int]:
+    """Train steps after which an evaluation is due."""
+    sets = run.topology.eval
+    first = {0} if any(not item.skip_eval_before_train for item in sets) else set[int]()
+    between = {step for item in sets for step in range(item.interval, run.num_steps, item.interval)}
+    return sorted(first | between | ({run.num_steps} if sets else set()))
+
+
+def check_order_of_the_data(log: Log, state: LedgerState, batch_size: int) -> None:
     """The batches of an undisturbed run: groups in order of issue, at the first attempt, by weights of their step."""
+    issued = [group for _, event in log if isinstance(event, GroupsIssued) for group in event.groups]
+    assert all(group.prompt == group.group_id for group in issued), "prompts were not taken in their order"
     steps = {event.version: event.step for _, event in log if isinstance(event, WeightsAnnounced)}
     completed = {seq: event for seq, event in log if isinstance(event, GroupCompleted)}
     for batch in (event for _, event in log if isinstance(event, BatchReady)):
-        first = batch.step * BATCH_SIZE
-        expected = [(group_id, 0) for group_id in range(first, first + BATCH_SIZE)]
+        first = batch.step * batch_size
+        expected = [(group_id, 0) for group_id in range(first, first + batch_size)]
         assert [(ref.group_id, ref.attempt) for ref in batch.groups] == expected
         samples = [sample for ref in batch.groups for sample in completed[ref.event_seq].samples]
         versions = {version for sample in samples for version in (sample.first_version, sample.last_version)}

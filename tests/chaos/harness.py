@@ -17,20 +17,23 @@ import anyio
 import anyio.abc
 import psutil
 
-from messages import ActorStarted, BatchTrained, Message
+from messages import ActorStarted, BatchTrained, Message, RunFinished
 from runtime.agent import guardian
 from runtime.bus import Bus, BusLimits, Events, Received
 from runtime.bus.server import ServerSettings, running_server
+from runtime.load import load_topology
 from tests.fixtures.nats import eventually
 
 ROOT = Path(__file__).parents[2]
-COMMAND = (sys.executable, str(ROOT / "bin" / "start_topology.py"), str(ROOT / "topologies" / "laptop.toml"))
+COMMAND = (sys.executable, str(ROOT / "bin" / "start_topology.py"))
+LAPTOP = ROOT / "topologies" / "laptop.toml"
 SEED = os.environ.get("PHYSARUM_CHAOS_SEED", "1")  # another one kills at other moments
 LIMITS = BusLimits(connect_timeout_s=120.0, publish_timeout_s=120.0)  # the machine may be busy, the server be killed
 EVENT_S = 120.0  # for the next awaited event; a whole restart of a trainer lies in it
 END_S = 180.0  # for the rest of a run
 LOOK_S = 1.0  # between two looks whether the command still runs
 
+NAME = "r"  # of every run
 BATCH_SIZE = 16  # groups of a train step
 NUM_SAMPLES = 4  # of a group
 EVENTS_PER_STEP = 2 * BATCH_SIZE + 4  # completed and judged groups; issued, batch ready and trained, weights
@@ -51,6 +54,9 @@ class Log:
 
     def __init__(self, events: Events[Message], process: anyio.abc.Process) -> None:
         self.pids: dict[str, int] = {}  # newest process of each name
+        self.seq = 0  # of the newest event read
+        self.trained = 0  # train steps, replayed ones not counted again
+        self.finished = False
         self._events = events
         self._process = process
 
@@ -77,6 +83,12 @@ class Log:
             for _ in range(number):
                 await self._next()
 
+    async def read_for(self, seconds: float) -> None:
+        """Read for so long, or until the run has finished."""
+        ends = anyio.current_time() + seconds
+        while not self.finished and (left_s := ends - anyio.current_time()) > 0:
+            await self._look(min(LOOK_S, left_s))
+
     def kill(self, name: str) -> None:
         """kill -9 of the newest process of a name."""
         os.kill(self.pids[name], signal.SIGKILL)
@@ -84,10 +96,24 @@ class Log:
     async def _next(self) -> Received[Message]:
         received = None
         while received is None:
-            assert self._process.returncode is None, f"the command ended with {self._process.returncode}"
-            received = await self._events.next(LOOK_S)
-        if isinstance(received.message, ActorStarted):
-            self.pids[received.message.actor] = received.message.pid
+            received = await self._look(LOOK_S)
+        return received
+
+    async def _look(self, timeout_s: float) -> Received[Message] | None:
+        assert self._process.returncode is None, f"the command ended with {self._process.returncode}"
+        received = await self._events.next(timeout_s)
+        if received is None:
+            return None
+        self.seq = received.seq
+        match received.message:
+            case ActorStarted() as started:
+                self.pids[started.actor] = started.pid
+            case BatchTrained() as trained:
+                self.trained = max(self.trained, trained.step + 1)
+            case RunFinished():
+                self.finished = True
+            case _:
+                pass
         return received
 
 
@@ -111,6 +137,7 @@ class Command:
     def kill_everything(self) -> list[psutil.Process]:
         """kill -9 of the whole tree, the agent last, and the processes that it was."""
         family = self.family()
+        family[0].suspend()  # or it tells of the first deaths before its own
         for process in reversed(family):
             with suppress(psutil.NoSuchProcess):  # it has died with its parent
                 process.kill()
@@ -121,26 +148,48 @@ class Command:
         agent = psutil.Process(self._process.pid)
         return [agent, *agent.children(recursive=True)]
 
+    def living(self) -> list[str]:
+        """Names of the processes that run now, of those that the log has told of."""
+        children = {child.pid for child in psutil.Process(self._process.pid).children() if _lives(child)}
+        return [name for name, pid in self.log.pids.items() if pid in children]
+
 
 class Run:
-    """One run of the laptop topology, small, in a directory of its own."""
+    """One run in a directory of its own: of the laptop topology, small, unless told otherwise."""
 
     def __init__(
-        self, directory: Path, *, num_steps: int, eval_interval: int = 10, overrides: Sequence[str] = ()
+        self,
+        directory: Path,
+        *,
+        num_steps: int,
+        eval_interval: int | None = 10,
+        overrides: Sequence[str] = (),
+        settings: Sequence[str] = SMALL,
+        topology: Path = LAPTOP,
     ) -> None:
-        self.name = "r"
-        self.num_steps = num_steps
-        self.eval_interval = eval_interval
-        self.directory = directory / "runs" / self.name
+        own = [f"run.name={NAME}"]
+        own += [] if eval_interval is None else [f"eval.0.interval={eval_interval}"]
+        self.directory = directory / "runs" / NAME
         self.output = directory / "output.txt"
-        own = (f"run.name={self.name}", f"train.num_steps={num_steps}", f"eval.0.interval={eval_interval}")
-        settings = (*SMALL, *own, *overrides)
-        self._command = [*COMMAND, *(word for setting in settings for word in ("--set", setting))]
+        self._file = topology
+        self._settings = (*settings, *own, *overrides)
         self._cwd = directory
+        self.plan_steps(num_steps)
+
+    def plan_steps(self, num_steps: int) -> None:
+        """Choose how many train steps the next start has to reach."""
+        settings = (*self._settings, f"train.num_steps={num_steps}")
+        self.num_steps = num_steps
+        self.topology = load_topology(self._file, settings).topology
+        self._command = [*COMMAND, str(self._file), *(word for setting in settings for word in ("--set", setting))]
 
     @asynccontextmanager
-    async def started(self) -> AsyncGenerator[Command]:
-        """Start or resume it, for the duration of a block; what still runs at its end is killed."""
+    async def started(self, *, from_seq: int = 1) -> AsyncGenerator[Command]:
+        """Start or resume it, for the duration of a block; what still runs at its end is killed.
+
+        Args:
+            from_seq: where in its log to begin to read.
+        """
         file = self.directory / "bus.url"
         before_ns = file.stat().st_mtime_ns if file.exists() else 0
         with self.output.open("ab") as output, self._told_on_failure():
@@ -155,9 +204,9 @@ class Run:
                 assert process.returncode is None, f"the command ended with {process.returncode}"
                 async with AsyncExitStack() as stack:
                     bus = await stack.enter_async_context(
-                        Bus.connect(file.read_text().strip(), self.name, name="test", limits=LIMITS)
+                        Bus.connect(file.read_text().strip(), NAME, name="test", limits=LIMITS)
                     )
-                    events = await stack.enter_async_context(bus.read())
+                    events = await stack.enter_async_context(bus.read(from_seq=from_seq))
                     yield Command(process, bus, Log(events, process))
             finally:
                 if process.returncode is None:
@@ -178,7 +227,7 @@ class Run:
         settings = ServerSettings(store_dir=self.directory / "nats")
         async with (
             running_server(self._cwd / "reopened", settings) as server,
-            Bus.connect(server.url, self.name, name="test", limits=LIMITS) as bus,
+            Bus.connect(server.url, NAME, name="test", limits=LIMITS) as bus,
         ):
             yield bus
 
