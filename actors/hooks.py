@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from actors.buffer.made import find_source
+from actors.buffer.selection import Kind, find_selection
 from actors.filter.filters import find_filter
 from actors.reward.frames import GraderSpec
 from actors.reward.grading import resolve_grader
@@ -33,6 +34,11 @@ def _hooks(topology: Topology) -> Iterator[tuple[str, str, Callable[[], object]]
     name = topology.rollout.dynamic_filter
     if name is not None:
         yield "rollout.dynamic_filter", name, lambda: find_filter(name, (Path.cwd(),))
+    selections: dict[Kind, str | None] = {"over_sampling_filter": topology.rollout.over_sampling_filter}
+    selections["buffer_filter"] = topology.rollout.buffer_filter
+    for kind, selection in selections.items():
+        if selection is not None:
+            yield f"rollout.{kind}", selection, partial(find_selection, kind, selection, (Path.cwd(),))
 
 
 def _problem(key: str, value: str, find: Callable[[], object]) -> Problem | None:

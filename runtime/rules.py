@@ -6,7 +6,14 @@ from itertools import combinations
 from runtime.config import Problem, show
 from runtime.gpus import Gpu, parse_gpus, show_gpus
 from runtime.halves import half_problems
-from runtime.recipe import EvalConfig, Recipe, eval_data, max_prompt_len, trains_demonstrations
+from runtime.recipe import (
+    EvalConfig,
+    Recipe,
+    eval_data,
+    max_prompt_len,
+    over_sampling_batch_size,
+    trains_demonstrations,
+)
 from runtime.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
 from runtime.topology import (
     EngineConfig,
@@ -23,6 +30,7 @@ def validate(topology: Topology) -> list[Problem]:
     """Apply every rule and report all that fail, not only the first."""
     rules = (
         _batches,
+        _collection,
         _sources,
         _lengths,
         _algorithm,
@@ -62,6 +70,24 @@ def _batches(recipe: Recipe) -> Iterator[Problem]:
     if num_samples % steps:
         message = f"must divide the samples of a batch, rollout_batch_size x n_samples_per_prompt = {num_samples}"
         yield _problem("algorithm.num_steps_per_rollout", steps, message)
+
+
+def _collection(recipe: Recipe) -> Iterator[Problem]:
+    """Filters and refills that would have no effect, or no end."""
+    rollout = recipe.rollout
+    if rollout.over_sampling_filter is not None and over_sampling_batch_size(rollout) == rollout.rollout_batch_size:
+        message = "has nothing to choose from unless rollout.over_sampling_batch_size is above rollout_batch_size"
+        yield _problem("rollout.over_sampling_filter", rollout.over_sampling_filter, message)
+    if rollout.keep_when_insufficient and rollout.dynamic_filter is None:
+        yield _problem("rollout.keep_when_insufficient", True, "has no effect without rollout.dynamic_filter")
+    if rollout.buffer_filter != "fifo" and rollout.on_halt == "drop":
+        yield _problem("rollout.buffer_filter", rollout.buffer_filter, 'has no effect with rollout.on_halt = "drop"')
+    stale = rollout.max_token_staleness
+    if stale is not None and stale < rollout.max_staleness:
+        message = f"is below rollout.max_staleness = {rollout.max_staleness}: whole batches would be too stale to train"
+        yield _problem("rollout.max_token_staleness", stale, message)
+    if not rollout.eval_overlap and not recipe.eval:
+        yield _problem("rollout.eval_overlap", False, "has no effect without an [[eval]] table")
 
 
 def _sources(recipe: Recipe) -> Iterator[Problem]:

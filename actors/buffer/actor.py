@@ -14,6 +14,8 @@ from anyio.abc import TaskStatus
 from actors.buffer.decide import Schedule, decide
 from actors.buffer.made import MadePrompts
 from actors.buffer.pressure import LOOK_AGAIN_S, Pressure
+from actors.buffer.selecting import Selector
+from actors.buffer.selection import Selection
 from actors.buffer.source import PromptSet, load_prompts
 from actors.buffer.tasks import eval_tasks, rollout_task, schedule_of, tasks_in_flight
 from actors.buffer.trimming import Trimmer, fold_archive
@@ -89,6 +91,7 @@ class BufferActor(Actor):
         self._bus = bus
         self._run_dir = run_dir
         self._state = LedgerState()
+        self._selector = Selector(topology)
         self._trimmer = Trimmer(bus, run_dir, topology.buffer.trim_min_events)
         self._pressure = Pressure(bus)
         self._eval_tasks: Iterator[EvalRequested] = iter(())  # of the running evaluation, still to be put
@@ -231,7 +234,7 @@ class BufferActor(Actor):
 
     async def _decide(self, schedule: Schedule) -> int:
         """Append what is decided now; return its sequence, or 0 when there was nothing or somebody wrote first."""
-        while (decision := decide(self._state, schedule)) is not None:
+        while (decision := await self._next_decision(schedule)) is not None:
             if isinstance(decision, GroupsIssued) and self._pressure.holds(self._state):
                 return 0
             try:
@@ -242,6 +245,13 @@ class BufferActor(Actor):
                 log.warning("snapshot_left_out", reason=str(error))  # a start then folds more of the log
                 self._state.snapshot_step = self._state.checkpoint_step
         return 0
+
+    async def _next_decision(self, schedule: Schedule) -> Message | None:
+        """What is decided now. Nothing is folded while a user's function is asked for its choice."""
+        decision = decide(self._state, schedule)
+        while isinstance(decision, Selection):
+            decision = decide(self._state, schedule, await self._selector.choose(decision))
+        return decision
 
     async def _effects(self, event: Message, prompts: PromptSet | MadePrompts) -> None:
         state = self._state

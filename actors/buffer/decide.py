@@ -1,16 +1,14 @@
 """What the buffer does next, from the ledger alone. Pure; called only when the log is folded to its end."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
+from actors.buffer.evaluation import EvalPlan, due_evals, end_of, eval_metrics, issue_is_ahead, issue_of
+from actors.buffer.selection import BUILT_IN, Chosen, Kind, Selection, summary_of
 from messages import (
     BatchReady,
-    EvalEnded,
-    EvalIssued,
-    EvalSetSize,
     GroupRef,
     GroupsClosed,
     GroupsIssued,
@@ -21,16 +19,11 @@ from messages import (
     RunFinished,
     SnapshotTaken,
 )
-from runtime.ledger import FOLD_VERSION, Evaluation, Group, LedgerState, Stage
+from runtime.ledger import FOLD_VERSION, Group, LedgerState, Stage
 
+__all__ = ["EvalPlan", "Schedule", "decide", "eval_metrics"]
 
-class EvalPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """When one evaluation set is due."""
-
-    name: str
-    interval: int  # train steps
-    num_items: int
-    skip_before_train: bool = False
+POOLED_REFILLS = 4  # the pool holds so many over-sampling batches; the oldest beyond are given up
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,51 +33,42 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     rollout_batch_size: int  # groups per train step
     over_sampling_batch_size: int  # groups per refill
     num_samples: int = 0  # of each group; 0: unknown
+    refill: Literal["batch", "group"] = "batch"
+    over_sampling_filter: str | None = None
+    buffer_filter: str = "fifo"
+    keep_when_insufficient: bool = False
     max_staleness: int = 0  # train steps
+    max_token_staleness: int | None = None  # train steps; groups with older tokens are dropped
     on_halt: Literal["resume", "restart", "drop"] = "resume"
     max_attempts: int = 5
     max_barren_groups: int = 1024  # dropped or failed in a row, without a batch in between, before the run is given up
     evals: tuple[EvalPlan, ...] = ()
+    eval_overlap: bool = True
 
 
-def decide(state: LedgerState, schedule: Schedule) -> Message | None:
+def decide(state: LedgerState, schedule: Schedule, chosen: Chosen | None = None) -> Message | Selection | None:
     """The next event to append to the ledger, or None while there is nothing to decide.
 
-    One decision is outstanding at a time: call again after it was appended, read back and folded.
+    One decision is outstanding at a time: call again after it was appended, read back and folded. A Selection is a
+    question to a user's function, and no decision yet: call again with the answer, before anything else is folded.
     """
     if state.finished is not None or state.gave_up is not None or state.version == 0:
         return None  # over, or no weights were announced yet
-    for rule in (_snapshot, _end_eval, _issue_eval, _make_batch, _give_up, _halt, _close, _refill, _finish):
-        decision = rule(state, schedule)
-        if decision is not None:
-            return decision
-    return None
+    return (
+        _snapshot(state)
+        or end_of(state)
+        or issue_of(state, schedule.evals, schedule.num_steps)
+        or _close_passed_over(state, schedule)
+        or _make_batch(state, schedule, chosen)
+        or _give_up(state, schedule)
+        or _halt(state, schedule)
+        or _close_pooled(state, schedule)
+        or _refill(state, schedule, chosen)
+        or _finish(state, schedule)
+    )
 
 
-def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
-    """Means over all samples of each set, the truncated share, and pass@k (a reward of exactly 1 passes).
-
-    Source:
-        pass@k is the unbiased estimator 1 - C(n - c, k) / C(n, k) of arXiv 2107.03374, for k = 1, 2, 4, ... <= n.
-    """
-    metrics: dict[str, float] = {}
-    for name, items in evaluation.items.items():
-        rewards = [reward for item in items.values() for reward in item.rewards]
-        if not rewards:
-            continue
-        metrics[f"eval/{name}"] = math.fsum(rewards) / len(rewards)
-        metrics[f"eval/{name}-truncated_ratio"] = sum(item.num_truncated for item in items.values()) / len(rewards)
-        counts = [(len(item.rewards), item.rewards.count(1.0)) for item in items.values()]
-        k, num_samples = 1, min(n for n, _ in counts)
-        while 1 < num_samples and k <= num_samples:
-            passed = [1 - math.comb(n - correct, k) / math.comb(n, k) for n, correct in counts]
-            metrics[f"eval/{name}-pass@{k}"] = math.fsum(passed) / len(passed)
-            k *= 2
-    return metrics
-
-
-def _snapshot(state: LedgerState, schedule: Schedule) -> Message | None:
-    del schedule
+def _snapshot(state: LedgerState) -> Message | None:
     if state.checkpoint_step <= max(state.snapshot_step, 0):
         return None
     return SnapshotTaken(
@@ -95,71 +79,132 @@ def _snapshot(state: LedgerState, schedule: Schedule) -> Message | None:
     )
 
 
-def _end_eval(state: LedgerState, schedule: Schedule) -> Message | None:
-    del schedule
-    running = state.evaluation
-    if running is None or not running.complete:
+def _make_batch(state: LedgerState, schedule: Schedule, chosen: Chosen | None) -> Message | Selection | None:
+    ready, step = state.in_stage(Stage.READY), _open_step(state, schedule)
+    if step is None or not _can_fill(state, schedule):
         return None
-    return EvalEnded(
-        incarnation=state.incarnation, step=running.step, version=running.version, metrics=eval_metrics(running)
+    target = _target(state, schedule)
+    if (len(ready) < target and not _exhausted(state, schedule)) or _waits_for_evaluation(state, schedule, step):
+        return None
+    at_hand = [*ready.values(), *(state.in_stage(Stage.SPARE).values() if len(ready) < target else ())]
+    stale = [group for group in at_hand if _too_old(state, schedule, group, step)]
+    if stale:
+        return _closed(state, stale, "stale")
+    size = schedule.rollout_batch_size
+    candidates = sorted(ready.values(), key=lambda group: group.event_seq)[: max(target, size)]
+    if len(candidates) < size:
+        spares = sorted(state.in_stage(Stage.SPARE).values(), key=lambda group: -group.event_seq)  # the newest
+        return _batch(state, step, [*candidates, *spares][:size])
+    if schedule.over_sampling_filter is None or state.taken_back or len(candidates) == size:
+        return _batch(state, step, candidates[:size])
+    order = _select("over_sampling_filter", schedule.over_sampling_filter, candidates, size, chosen)
+    if isinstance(order, Selection):
+        return order
+    best = set(order[:size])
+    passed_over = [group.group_id for group in candidates if group.group_id not in best]
+    return _batch(state, step, [group for group in candidates if group.group_id in best], passed_over)
+
+
+def _batch(state: LedgerState, step: int, groups: Sequence[Group], passed_over: Iterable[int] = ()) -> BatchReady:
+    refs = tuple(
+        GroupRef(group_id=group.group_id, attempt=group.attempt, event_seq=group.event_seq)
+        for group in sorted(groups, key=lambda group: group.group_id)
     )
+    return BatchReady(incarnation=state.incarnation, step=step, groups=refs, passed_over=tuple(passed_over))
 
 
-def _issue_eval(state: LedgerState, schedule: Schedule) -> Message | None:
-    due = _due_evals(state, schedule)
-    if not due or state.evaluation is not None:
-        return None
-    sets = tuple(EvalSetSize(set=plan.name, num_items=plan.num_items) for plan in due)
-    return EvalIssued(incarnation=state.incarnation, step=state.version_step, version=state.version, sets=sets)
+def _open_step(state: LedgerState, schedule: Schedule) -> int | None:
+    """The step that needs a batch next, if the newest weights are new enough for it."""
+    step = state.taken_back[0] if state.taken_back else state.round
+    return step if step < schedule.num_steps and state.version_step >= step - schedule.max_staleness else None
 
 
-def _due_evals(state: LedgerState, schedule: Schedule) -> list[EvalPlan]:
-    step = state.version_step
-    if step <= state.eval_step:
-        return []
-    if step == 0:
-        return [plan for plan in schedule.evals if not plan.skip_before_train]
-    return [plan for plan in schedule.evals if step % plan.interval == 0 or step == schedule.num_steps]
+def _target(state: LedgerState, schedule: Schedule) -> int:
+    """How many groups have to be kept before a batch is made. One that is made again keeps what it had."""
+    if schedule.over_sampling_filter is None or state.taken_back:
+        return schedule.rollout_batch_size
+    return schedule.over_sampling_batch_size
 
 
-def _make_batch(state: LedgerState, schedule: Schedule) -> Message | None:
-    if not _round_open(state, schedule) or state.evaluation is not None:
-        return None  # an evaluation holds the engines at its version: the next weights wait for it
-    ready = sorted(_in_stage(state, Stage.READY), key=lambda group: group.event_seq)
-    chosen = ready[: schedule.rollout_batch_size]
-    if len(chosen) < schedule.rollout_batch_size:
-        return None
-    chosen.sort(key=lambda group: group.group_id)
-    refs = tuple(GroupRef(group_id=g.group_id, attempt=g.attempt, event_seq=g.event_seq) for g in chosen)
-    return BatchReady(incarnation=state.incarnation, step=state.round, groups=refs)
+def _can_fill(state: LedgerState, schedule: Schedule) -> bool:
+    """Whether there are enough groups for a batch, spare ones included if it has come to that."""
+    num_groups = len(state.in_stage(Stage.READY))
+    if schedule.keep_when_insufficient and _exhausted(state, schedule):
+        num_groups += len(state.in_stage(Stage.SPARE))
+    return num_groups >= schedule.rollout_batch_size
 
 
-def _round_open(state: LedgerState, schedule: Schedule) -> bool:
-    """Whether the newest weights are new enough for the open round."""
-    return state.round < schedule.num_steps and state.version_step >= state.round - schedule.max_staleness
+def _exhausted(state: LedgerState, schedule: Schedule) -> bool:
+    return state.barren >= schedule.max_barren_groups
+
+
+def _waits_for_evaluation(state: LedgerState, schedule: Schedule, step: int) -> bool:
+    if state.evaluation is not None and not (schedule.max_staleness and schedule.eval_overlap):
+        return True  # it holds the engines at its version: the next weights wait for it
+    return issue_is_ahead(state, schedule.evals, schedule.num_steps, step)
+
+
+def _too_old(state: LedgerState, schedule: Schedule, group: Group, step: int) -> bool:
+    if schedule.max_token_staleness is None or group.oldest_version is None:
+        return False
+    sampled_by = state.version_steps.get(group.oldest_version)
+    return sampled_by is not None and step - sampled_by > schedule.max_token_staleness
+
+
+def _select(
+    kind: Kind, name: str, groups: Sequence[Group], count: int, chosen: Chosen | None
+) -> Sequence[int] | Selection:
+    """Ids in order of preference, or the question for them."""
+    built_in = BUILT_IN[kind].get(name)
+    if built_in is not None:
+        return built_in(groups)
+    if chosen is not None and chosen.kind == kind:
+        return chosen.group_ids
+    return Selection(kind=kind, groups=tuple(summary_of(group) for group in groups), count=count)
 
 
 def _halt(state: LedgerState, schedule: Schedule) -> Message | None:
-    del schedule
-    running = [g.round for g in _in_stage(state, Stage.IN_FLIGHT) if state.halted_round < g.round < state.round]
+    over = state.round >= schedule.num_steps and not state.taken_back
+    running = [round for round in state.index.rounds if state.halted_round < round and (over or round < state.round)]
     return RoundHalted(incarnation=state.incarnation, round=max(running)) if running else None
 
 
-def _close(state: LedgerState, schedule: Schedule) -> Message | None:
-    pooled = _in_stage(state, Stage.POOLED)
+def _close_passed_over(state: LedgerState, schedule: Schedule) -> Message | None:
+    passed_over, spares = state.in_stage(Stage.PASSED_OVER), state.in_stage(Stage.SPARE)
+    ended = list(passed_over.values()) or _first(spares.values(), len(spares) - schedule.over_sampling_batch_size)
+    if not ended:
+        return None
+    reason = ended[0].reason
+    return _closed(state, [group for group in ended if group.reason == reason], reason or "passed_over")
+
+
+def _close_pooled(state: LedgerState, schedule: Schedule) -> Message | None:
+    pooled = state.in_stage(Stage.POOLED)
     if schedule.on_halt == "drop" and pooled:
-        return _closed(state, pooled, "dropped", "halted")
-    worn = [group for group in pooled if group.attempt + 1 >= schedule.max_attempts]
-    return _closed(state, worn, "dropped", "max_attempts") if worn else None
+        halted = [group for group in pooled.values() if group.reason is None]
+        if halted:
+            return _closed(state, halted, "halted")
+    if any(attempt + 1 >= schedule.max_attempts for attempt in state.index.attempts):
+        worn = [group for group in pooled.values() if group.attempt + 1 >= schedule.max_attempts]
+        return _closed(state, worn, "max_attempts")
+    excess = len(pooled) - POOLED_REFILLS * schedule.over_sampling_batch_size
+    if excess > 0:
+        return _closed(state, [pooled[group_id] for group_id in sorted(pooled)[:excess]], "pool_full")
+    return None
 
 
-def _closed(state: LedgerState, groups: Sequence[Group], outcome: str, reason: str) -> GroupsClosed:
+def _closed(state: LedgerState, groups: Sequence[Group], reason: str) -> GroupsClosed:
     ids = tuple(group.group_id for group in groups)
-    return GroupsClosed(incarnation=state.incarnation, group_ids=ids, outcome=outcome, reason=reason)
+    return GroupsClosed(incarnation=state.incarnation, group_ids=ids, outcome="dropped", reason=reason)
+
+
+def _first(groups: Iterable[Group], count: int) -> list[Group]:
+    return [group for group, _ in zip(groups, range(count), strict=False)]
 
 
 def _give_up(state: LedgerState, schedule: Schedule) -> Message | None:
-    if state.barren < schedule.max_barren_groups:
+    spares = len(state.in_stage(Stage.SPARE)) if schedule.keep_when_insufficient else 0
+    if state.barren - spares < schedule.max_barren_groups or _can_fill(state, schedule):
         return None
     tallies = [*state.dropped.items(), *state.failed.items()]
     worst = ", ".join(f"{reason} ({count})" for reason, count in sorted(tallies, key=lambda item: -item[1])[:3])
@@ -167,36 +212,52 @@ def _give_up(state: LedgerState, schedule: Schedule) -> Message | None:
     return RunFailed(incarnation=state.incarnation, steps=state.trained_steps, reason=reason)
 
 
-def _refill(state: LedgerState, schedule: Schedule) -> Message | None:
-    if not _round_open(state, schedule):
+def _refill(state: LedgerState, schedule: Schedule, chosen: Chosen | None) -> Message | Selection | None:
+    if _open_step(state, schedule) is None or (state.evaluation is not None and not schedule.eval_overlap):
         return None
-    running = [g for g in _in_stage(state, Stage.IN_FLIGHT) if g.round > state.halted_round]
-    held = len(running) + len(_in_stage(state, Stage.COMPLETED)) + len(_in_stage(state, Stage.READY))
-    if held >= schedule.rollout_batch_size:
+    wanted = _wanted(state, schedule)
+    if wanted <= 0:
         return None
-    pooled = _in_stage(state, Stage.POOLED)[: schedule.over_sampling_batch_size]
-    issued = [IssuedGroup(group_id=g.group_id, attempt=g.attempt + 1, prompt=g.prompt) for g in pooled]
+    pooled = state.in_stage(Stage.POOLED)
+    again: Sequence[int] | Selection = ()
+    if pooled:
+        in_order = [pooled[group_id] for group_id in sorted(pooled)]
+        again = _select("buffer_filter", schedule.buffer_filter, in_order, wanted, chosen)
+    if isinstance(again, Selection):
+        return again
+    first = [pooled[group_id] for group_id in again[:wanted]]
+    issued = [IssuedGroup(group_id=g.group_id, attempt=g.attempt + 1, prompt=g.prompt) for g in first]
     issued += [
         IssuedGroup(group_id=state.next_group + i, attempt=0, prompt=state.next_prompt + i)
-        for i in range(schedule.over_sampling_batch_size - len(pooled))
+        for i in range(wanted - len(first))
     ]
     return GroupsIssued(
         incarnation=state.incarnation,
-        round=state.round,
+        round=max(state.round, state.halted_round + 1),
         min_version=state.version,
         groups=tuple(issued),
         num_samples=schedule.num_samples,
     )
 
 
+def _wanted(state: LedgerState, schedule: Schedule) -> int:
+    """How many groups to issue now."""
+    running = sum(count for round, count in state.index.rounds.items() if round > state.halted_round)
+    held = running + len(state.in_stage(Stage.COMPLETED)) + len(state.in_stage(Stage.READY))
+    if _exhausted(state, schedule) and _can_fill(state, schedule):
+        return 0  # the batch only waits for something else
+    if state.taken_back:
+        return schedule.rollout_batch_size - held
+    if schedule.refill == "group":
+        return schedule.over_sampling_batch_size - held
+    return schedule.over_sampling_batch_size if held < _target(state, schedule) else 0
+
+
 def _finish(state: LedgerState, schedule: Schedule) -> Message | None:
     trained = state.trained_steps >= schedule.num_steps
     saved = state.checkpoint_step >= schedule.num_steps
-    waiting = state.evaluation is not None or _due_evals(state, schedule) or state.version_step < schedule.num_steps
-    if not trained or not saved or waiting or state.books().in_flight:
+    if not trained or not saved or state.evaluation is not None or state.version_step < schedule.num_steps:
+        return None
+    if due_evals(state, schedule.evals, schedule.num_steps) or state.books().in_flight:
         return None
     return RunFinished(incarnation=state.incarnation, steps=state.trained_steps, reason="all steps trained")
-
-
-def _in_stage(state: LedgerState, stage: Stage) -> list[Group]:
-    return list(state.in_stage(stage).values())

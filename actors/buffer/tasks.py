@@ -42,11 +42,17 @@ def schedule_of(topology: Topology, eval_sizes: Mapping[str, int]) -> Schedule:
         rollout_batch_size=rollout.rollout_batch_size,
         over_sampling_batch_size=over_sampling_batch_size(rollout),
         num_samples=rollout.n_samples_per_prompt,
+        refill=rollout.refill,
+        over_sampling_filter=rollout.over_sampling_filter,
+        buffer_filter=rollout.buffer_filter,
+        keep_when_insufficient=rollout.keep_when_insufficient,
         max_staleness=rollout.max_staleness,
+        max_token_staleness=rollout.max_token_staleness if rollout.stale_tokens == "drop" else None,
         on_halt=rollout.on_halt,
         max_attempts=rollout.max_attempts,
         max_barren_groups=rollout.max_barren_groups or BARREN_REFILLS * over_sampling_batch_size(rollout),
         evals=evals,
+        eval_overlap=rollout.eval_overlap,
     )
 
 

@@ -38,6 +38,7 @@ class FilterActor(Actor):
         """Raises ValueError when there is no such filter, PluginError when a user's cannot be used."""
         self._bus = bus
         self._name = topology.rollout.dynamic_filter or "none"
+        self._keeps_spares = topology.rollout.keep_when_insufficient
         self._filter = find_filter(self._name)
         self._num_tasks = JUDGED_AT_ONCE if self._name in BUILT_IN_FILTERS else 1
         self._threads = anyio.CapacityLimiter(2)  # a filter that hangs keeps its thread
@@ -81,10 +82,13 @@ class FilterActor(Actor):
     async def _verdict_on(self, group: GroupCompleted) -> Verdict:
         try:
             with anyio.fail_after(FILTER_TIMEOUT_S):
-                return await _ask(self._filter, self._name, group, self._threads)
+                verdict = await _ask(self._filter, self._name, group, self._threads)
         except Exception as error:  # noqa: BLE001 - a user's filter may raise anything; the group fails, the run goes on
             reason = f"no verdict within {FILTER_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else repr(error)
             return Verdict(outcome=Outcome.FAILED, reason=reason[:MAX_REASON_CHARS])
+        if self._keeps_spares and verdict.outcome is Outcome.DROP:
+            return Verdict(outcome=Outcome.SPARE, reason=verdict.reason)
+        return verdict
 
 
 def _verdict_given(delivery: Delivery[GroupCompleted], verdict: Verdict) -> VerdictGiven:

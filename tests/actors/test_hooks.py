@@ -56,6 +56,17 @@ def test_a_plug_in_file_that_does_not_exist_is_named() -> None:
     assert "nowhere/mine.py" in problem
 
 
+@pytest.mark.parametrize(("key", "called"), [("over_sampling_filter", "(groups)"), ("buffer_filter", "(groups, n)")])
+def test_a_selection_is_found_and_called_with_what_it_will_be(user_file: Path, key: str, called: str) -> None:
+    fits = {"over_sampling_filter": "good", "buffer_filter": "wrong"}[key]
+    assert problems(rollout={key: f"{user_file}:{fits}"}) == []
+    (problem,) = problems(rollout={key: f"{user_file}:{'wrong' if fits == 'good' else 'good'}"})
+    assert problem.startswith(f"rollout.{key} = ")
+    assert called in problem
+    (problem,) = problems(rollout={key: "sort_by_reward_sd"})
+    assert problem.startswith(f'rollout.{key} = "sort_by_reward_sd": no {key}')
+
+
 def test_an_unknown_built_in_is_named_with_its_neighbour() -> None:
     (problem,) = problems(rollout={"dynamic_filter": "nonzero_st"})
     assert problem.startswith('rollout.dynamic_filter = "nonzero_st"')

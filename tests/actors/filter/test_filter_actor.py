@@ -19,13 +19,13 @@ pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager
-async def running(bus: Bus, dynamic_filter: str | None) -> AsyncGenerator[FilterActor]:
+async def running(bus: Bus, dynamic_filter: str | None, **rollout: bool) -> AsyncGenerator[FilterActor]:
     topology = msgspec.convert(
         {
             "run": {"name": "t"},
             "model": {"hf_checkpoint": "m"},
             "data": [{"name": "d", "path": "p", "rm_type": "math"}],
-            "rollout": {"rollout_batch_size": 1, "max_response_len": 8, "dynamic_filter": dynamic_filter},
+            "rollout": {"rollout_batch_size": 1, "max_response_len": 8, "dynamic_filter": dynamic_filter, **rollout},
             "engines": {"policy": {"kind": "embedded"}},
             "train": {"num_steps": 1},
         },
@@ -63,6 +63,15 @@ async def test_verdicts_cite_the_completion_they_judge(bus: Bus) -> None:
             seq = await complete(bus, group_id, rewards)
             expected = VerdictGiven(group_id=group_id, attempt=1, event_seq=seq, outcome=outcome, reason=reason)
             assert await next_verdict(verdicts) == expected
+
+
+async def test_what_a_filter_drops_is_spare_where_batches_may_be_filled_with_it(bus: Bus) -> None:
+    async with running(bus, "nonzero_std", keep_when_insufficient=True), bus.read(VerdictGiven) as verdicts:
+        await complete(bus, 1, [1.0, 1.0])
+        verdict = await next_verdict(verdicts)
+        assert (verdict.outcome, verdict.reason) == (Outcome.SPARE, "zero_std_1.0")
+        await complete(bus, 2, [None])
+        assert (await next_verdict(verdicts)).outcome is Outcome.FAILED
 
 
 async def test_groups_completed_before_the_filter_started_are_judged(bus: Bus) -> None:
