@@ -14,8 +14,7 @@ from anyio.abc import TaskStatus
 from actors.buffer.decide import Schedule, decide
 from actors.buffer.made import MadePrompts
 from actors.buffer.pressure import LOOK_AGAIN_S, Pressure
-from actors.buffer.selecting import Selector
-from actors.buffer.selection import Selection
+from actors.buffer.recorder import Recorder
 from actors.buffer.source import PromptSet, load_prompts
 from actors.buffer.tasks import eval_tasks, rollout_task, schedule_of, tasks_in_flight
 from actors.buffer.trimming import Trimmer, fold_archive
@@ -38,6 +37,7 @@ from messages import (
     RoundHalted,
     RunFailed,
     RunFinished,
+    SegmentsPublished,
     SnapshotTaken,
     SpillsGiven,
     SpillsRequested,
@@ -66,7 +66,7 @@ class BufferActor(Actor):
     Of two buffers the older one stops as fenced: an append succeeds only on the ledger that its writer has folded.
     """
 
-    reads = (*LEDGER_EVENTS, PromptsLoaded, SpillsRequested)
+    reads = (*LEDGER_EVENTS, PromptsLoaded, SpillsRequested, SegmentsPublished)
     writes = (
         BufferStarted,
         GroupsIssued,
@@ -91,14 +91,15 @@ class BufferActor(Actor):
         self._bus = bus
         self._run_dir = run_dir
         self._state = LedgerState()
-        self._selector = Selector(topology)
         self._trimmer = Trimmer(bus, run_dir, topology.buffer.trim_min_events)
         self._pressure = Pressure(bus)
+        self._recorder = Recorder(topology, bus)
         self._eval_tasks: Iterator[EvalRequested] = iter(())  # of the running evaluation, still to be put
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         prompts = await _in_thread(lambda: load_prompts(self._topology))
         await self._refuse_other_data(prompts)
+        await self._recorder.prepare()
         for loaded in prompts.loaded:
             await self._bus.publish(loaded)
         sizes = {name: len(items) for name, items in prompts.evals.items()}
@@ -107,6 +108,7 @@ class BufferActor(Actor):
         async with (
             beside(self._trimmer.run),
             beside(self._pressure.run),
+            beside(self._recorder.run),
             self._bus.read(*LEDGER_EVENTS, from_seq=self._state.last_seq + 1) as events,
         ):
             await self._take_over(events)
@@ -193,7 +195,8 @@ class BufferActor(Actor):
         fold(self._state, received.message, received.seq)
         self._pressure.folded(self._state)
         if isinstance(received.message, SnapshotTaken):
-            self._trimmer.snapshot_taken(self._state, received.message.covers)
+            keep_from = self._recorder.needed_seq()
+            self._trimmer.snapshot_taken(self._state, received.message.covers, keep_from=keep_from)
         return received.message
 
     async def _append(self, event: Message) -> int:
@@ -234,9 +237,11 @@ class BufferActor(Actor):
 
     async def _decide(self, schedule: Schedule) -> int:
         """Append what is decided now; return its sequence, or 0 when there was nothing or somebody wrote first."""
-        while (decision := await self._next_decision(schedule)) is not None:
+        while (decision := decide(self._state, schedule)) is not None:
             if isinstance(decision, GroupsIssued) and self._pressure.holds(self._state):
                 return 0
+            if isinstance(decision, RunFinished | RunFailed):  # after it the processes are stopped
+                await self._recorder.write_rest(self._state.last_seq)
             try:
                 return await self._append(decision)
             except MessageTooLarge as error:
@@ -245,13 +250,6 @@ class BufferActor(Actor):
                 log.warning("snapshot_left_out", reason=str(error))  # a start then folds more of the log
                 self._state.snapshot_step = self._state.checkpoint_step
         return 0
-
-    async def _next_decision(self, schedule: Schedule) -> Message | None:
-        """What is decided now. Nothing is folded while a user's function is asked for its choice."""
-        decision = decide(self._state, schedule)
-        while isinstance(decision, Selection):
-            decision = decide(self._state, schedule, await self._selector.choose(decision))
-        return decision
 
     async def _effects(self, event: Message, prompts: PromptSet | MadePrompts) -> None:
         state = self._state
@@ -264,7 +262,7 @@ class BufferActor(Actor):
             case EvalCompleted():
                 await self._put(islice(self._eval_tasks, 1))
             case CheckpointSaved():
-                await self._bus.purge(Plane.DATA, below_seq=state.low_water())
+                await self._bus.purge(Plane.DATA, below_seq=min(state.low_water(), self._recorder.low_water()))
             case _:
                 pass
 

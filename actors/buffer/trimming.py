@@ -113,9 +113,14 @@ class Trimmer:
         self._wanted: Needs | None = None
         self._asked = anyio.Event()
 
-    def snapshot_taken(self, state: LedgerState, covers: int) -> None:
-        """Have the log trimmed as far as it may be now."""
-        self._wanted = needs_of(state, covers)
+    def snapshot_taken(self, state: LedgerState, covers: int, *, keep_from: int) -> None:
+        """Have the log trimmed as far as it may be now.
+
+        Args:
+            keep_from: log sequence of the oldest event that somebody else needs.
+        """
+        needs = needs_of(state, covers)
+        self._wanted = msgspec.structs.replace(needs, below=min(needs.below, keep_from))
         self._asked.set()
 
     async def run(self) -> None:
