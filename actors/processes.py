@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runtime.addresses import address_key
-from runtime.agent.processes import PortRequest, ProcessSpec, Stage, WhenListening
+from runtime.agent.processes import AnswersHttp, PortRequest, ProcessSpec, Stage, WhenListening
 from runtime.topology import (
     EngineConfig,
     Topology,
@@ -40,7 +40,7 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
     for pool, engine in topology.engines.items() if not recorded else ():
         specs += _engines(topology, pool, engine, node, home=home)
         if home:
-            specs.append(_router(pool))
+            specs.append(_router(pool, engine))
     if topology.run.only != "rollout":
         specs += _trainer(topology, node, run_dir, home=home)
     elif home:
@@ -62,7 +62,7 @@ def _host(run_dir: Path, *roles: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "actors.host", str(run_dir), *roles)
 
 
-def _router(pool: str) -> ProcessSpec:
+def _router(pool: str, engine: EngineConfig) -> ProcessSpec:
     command = (sys.executable, "-m", "sglang_router.launch_router", "--host", "{host}", "--port", "{port}")
     options = (
         "--policy",
@@ -85,6 +85,8 @@ def _router(pool: str) -> ProcessSpec:
         command=(*command, *options),
         port=PortRequest(),
         ready=WhenListening(),
+        probe=AnswersHttp("/liveness"),
+        unresponsive_after_s=engine.unresponsive_after_s,
         address_key=address_key("router", pool, 0),
         stage=Stage.SERVICE,
     )
@@ -115,6 +117,8 @@ def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, dev
         port=PortRequest(),
         ready=WhenListening(),
         ready_timeout_s=120.0 if embedded else 1800.0,
+        probe=AnswersHttp("/ready"),  # needs no turn of the model; 503 while generation is paused
+        unresponsive_after_s=engine.unresponsive_after_s,
         address_key=address_key("engine", pool, index),
         stage=Stage.SERVICE,
     )

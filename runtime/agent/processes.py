@@ -52,6 +52,19 @@ class WhenConfirmed(msgspec.Struct, frozen=True):
 Readiness = WhenStarted | WhenListening | WhenAnswering | WhenConfirmed
 
 
+class AnswersHttp(msgspec.Struct, frozen=True):
+    """A server that answers a GET of a path; whatever it answers, it lives."""
+
+    path: str
+
+
+class Greets(msgspec.Struct, frozen=True):
+    """A server that speaks first, as NATS does."""
+
+
+Probe = AnswersHttp | Greets
+
+
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How one process is started, known to be ready, restarted and stopped."""
 
@@ -61,6 +74,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     port: PortRequest | None = None
     ready: Readiness = WhenStarted()
     ready_timeout_s: float = 300.0  # from its start; then it is killed and counts as failed
+    probe: Probe | None = None  # asked again and again once it is ready
+    unresponsive_after_s: float = 60.0  # without an answer to probes; then it is killed and counts as failed
     address_key: str | None = None  # the KV key that gets its URL each time it is ready
     stage: Stage = Stage.ACTOR
     critical: bool = True  # whether the run fails when it is given up

@@ -24,7 +24,7 @@ from runtime.agent.processes import (
     Stage,
     Started,
 )
-from runtime.agent.readiness import wait_until_ready
+from runtime.agent.readiness import wait_until_ready, wait_until_silent
 from runtime.agent.spawn import Child, Guard
 
 FIRST_DELAY_S = 0.1
@@ -80,6 +80,7 @@ class Supervisor:
         self._child: Child | None = None
         self._port: int | None = None
         self._late = False  # was not ready in time
+        self._silent = False  # did not answer probes any more
         self._began = 0.0  # start of the process, on the loop's clock
 
     async def run(self) -> None:
@@ -135,7 +136,7 @@ class Supervisor:
         return self._after_end(child.pid, code)
 
     async def _attend(self, child: Child) -> int:
-        self._child, self._late = child, False
+        self._child, self._late, self._silent = child, False, False
         self._guard.watch(child.pid)
         self._log.forget()
         self._announce(Started(spec=self.spec, pid=child.pid, restarts=self.restarts))
@@ -176,12 +177,17 @@ class Supervisor:
 
     async def _watch_readiness(self, child: Child) -> None:
         host = self.spec.port.host if self.spec.port else None
-        with anyio.move_on_after(self.spec.ready_timeout_s):
+        with anyio.move_on_after(self.spec.ready_timeout_s) as waiting:
             await wait_until_ready(self.spec.ready, child.pid, host or "", self._port or 0)
-            self._announce(Ready(spec=self.spec, host=host, port=self._port, restarts=self.restarts))
+        if waiting.cancelled_caught:
+            self._late = True
+            child.kill()
             return
-        self._late = True
-        child.kill()
+        self._announce(Ready(spec=self.spec, host=host, port=self._port, restarts=self.restarts))
+        if self.spec.probe is not None:
+            await wait_until_silent(self.spec.probe, host or "", self._port or 0, self.spec.unresponsive_after_s)
+            self._silent = not self._stop_asked.is_set()
+            child.kill()  # a stopped or locked process ends by nothing else
 
     def _after_end(self, pid: int, code: int) -> float | None:
         if self._stop_asked.is_set():
@@ -208,6 +214,8 @@ class Supervisor:
     def _reason(self, code: int) -> str:
         if self._late:
             return f"not ready within {self.spec.ready_timeout_s:g} s"
+        if self._silent:
+            return f"did not answer for {self.spec.unresponsive_after_s:g} s"
         how = describe_exit(code)
         said = None if code in (-signal.SIGKILL, -signal.SIGTERM) else self._log.why()  # killed: not by what it said
         return f"{said} ({how})" if said else how

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from runtime.agent.processes import (
+    AnswersHttp,
     Change,
     Exited,
     GivenUp,
@@ -101,6 +102,38 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def http_server(**settings: object) -> ProcessSpec:
+    return python("engine", SERVER, "{port}", port=PortRequest(), ready=WhenListening(), **settings)
+
+
+async def test_a_server_that_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
+    """Stopped, it still takes connections and ignores every signal but one."""
+    async with supervising(tmp_path) as (supervision, changes):
+        supervision.start(http_server(probe=AnswersHttp("/ready"), unresponsive_after_s=0.4))
+        await changes.until(lambda: len(changes.of(Ready)) == 1)
+        os.kill(changes.of(Started)[0].pid, signal.SIGSTOP)
+        await changes.until(lambda: len(changes.of(Ready)) == 2)
+        (exited,) = changes.of(Exited)
+        assert isinstance(exited, Exited)
+        assert (exited.exit_code, exited.reason) == (-signal.SIGKILL, "did not answer for 0.4 s")
+        assert exited.restart_in_s is not None
+
+
+async def test_a_server_that_answers_with_an_error_or_hangs_for_a_short_time_goes_on(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as (supervision, changes):
+        supervision.start(http_server(probe=AnswersHttp("/404"), unresponsive_after_s=2.0))
+        await changes.until(lambda: len(changes.of(Ready)) == 1)
+        pid = changes.of(Started)[0].pid
+        for _ in range(3):  # longer than the limit, all together
+            os.kill(pid, signal.SIGSTOP)
+            with anyio.move_on_after(1.0):
+                await changes.until(lambda: bool(changes.of(Exited)))
+            os.kill(pid, signal.SIGCONT)
+            with anyio.move_on_after(0.6):
+                await changes.until(lambda: bool(changes.of(Exited)))
+        assert not changes.of(Exited)
 
 
 def test_restart_delays_double_up_to_the_limit_until_the_budget_is_spent() -> None:
