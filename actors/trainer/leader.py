@@ -153,7 +153,7 @@ class Leader:
                 PayloadsMissing(step=self.step, incarnation=self._incarnation, groups=fed.lost, reason=fed.reason)
             )
             await self._feed.until(lambda seq=seq: history.last_seq >= seq)
-            again = ", which is made again for its payloads are missing"
+            again = ", which is made again as payloads of it are missing"
 
     async def _train_batch(self, fed: FedBatch) -> dict[str, float]:
         if fed.batch is None:

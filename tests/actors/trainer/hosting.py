@@ -25,11 +25,17 @@ TIMEOUT_S = 20.0
 
 
 @asynccontextmanager
-async def running(topology: Topology, bus: Bus, run_dir: Path) -> AsyncGenerator[None, None]:
-    """A trainer for the duration of a block, ended as SIGTERM would."""
+async def running(
+    topology: Topology, bus: Bus, run_dir: Path, *, through: Callable[[Bus], Bus] = lambda view: view
+) -> AsyncGenerator[None, None]:
+    """A trainer for the duration of a block, ended as SIGTERM would.
+
+    Args:
+        through: what it sees of the bus.
+    """
 
     def build(view: Bus) -> TrainerActor:
-        return TrainerActor(topology, view, run_dir=run_dir)
+        return TrainerActor(topology, through(view), run_dir=run_dir)
 
     trainer = Hosted(name="trainer", role="trainer", actor_type=TrainerActor, build=build)
     async with anyio.create_task_group() as group:
@@ -39,11 +45,16 @@ async def running(topology: Topology, bus: Bus, run_dir: Path) -> AsyncGenerator
 
 
 async def errors_of(
-    topology: Topology, bus: Bus, run_dir: Path, meanwhile: Callable[[], Awaitable[None]] | None = None
+    topology: Topology,
+    bus: Bus,
+    run_dir: Path,
+    meanwhile: Callable[[], Awaitable[None]] | None = None,
+    *,
+    through: Callable[[Bus], Bus] = lambda view: view,
 ) -> list[BaseException]:
     """What a trainer that ends by itself raises."""
     try:
-        async with running(topology, bus, run_dir):
+        async with running(topology, bus, run_dir, through=through):
             if meanwhile is not None:
                 await meanwhile()
             await anyio.sleep(TIMEOUT_S)

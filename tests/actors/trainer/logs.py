@@ -9,7 +9,10 @@ from messages import (
     Float32Array,
     GroupCompleted,
     GroupRef,
+    GroupsIssued,
     Int32Array,
+    IssuedGroup,
+    Outcome,
     SampleKey,
     SampleStatus,
     SampleSummary,
@@ -17,6 +20,7 @@ from messages import (
     SegmentRef,
     SegmentsPublished,
     UInt8Array,
+    VerdictGiven,
     WeightSpan,
 )
 from runtime.bus import Bus
@@ -86,11 +90,25 @@ def summary(index: int, refs: list[tuple[int, int]], *, reward: float | None = 1
     )
 
 
-async def publish_batch(bus: Bus, step: int) -> None:
-    """Publish the groups of a step and its batch, as rollout and the buffer do."""
-    refs = []
-    for group_id in range(step * GROUPS, (step + 1) * GROUPS):
-        seq = await bus.publish(payload(group_id, version=step + 1))
-        event_seq = await bus.publish(completed(group_id, seq))
-        refs.append(GroupRef(group_id=group_id, attempt=0, event_seq=event_seq))
-    await bus.publish(BatchReady(incarnation=1, step=step, groups=tuple(refs)))
+async def publish_group(bus: Bus, group_id: int, *, attempt: int = 0, version: int = 1) -> GroupRef:
+    """Publish a group's issue, payload, completion and verdict, as buffer, rollout and filter do."""
+    issued = IssuedGroup(group_id=group_id, attempt=attempt, prompt=group_id)
+    round_ = group_id // GROUPS
+    await bus.publish(GroupsIssued(incarnation=1, round=round_, min_version=version, groups=(issued,), num_samples=4))
+    seq = await bus.publish(payload(group_id, version=version, attempt=attempt))
+    event_seq = await bus.publish(completed(group_id, seq, attempt=attempt))
+    await bus.publish(VerdictGiven(group_id=group_id, attempt=attempt, event_seq=event_seq, outcome=Outcome.KEEP))
+    return GroupRef(group_id=group_id, attempt=attempt, event_seq=event_seq)
+
+
+async def publish_groups(bus: Bus, step: int, *, version: int | None = None) -> tuple[GroupRef, ...]:
+    """Publish the groups of a step."""
+    version = step + 1 if version is None else version
+    groups = range(step * GROUPS, (step + 1) * GROUPS)
+    return tuple([await publish_group(bus, group_id, version=version) for group_id in groups])
+
+
+async def publish_batch(bus: Bus, step: int, *, version: int | None = None) -> None:
+    """Publish the groups of a step and its batch."""
+    groups = await publish_groups(bus, step, version=version)
+    await bus.publish(BatchReady(incarnation=1, step=step, groups=groups))
