@@ -124,6 +124,7 @@ class TrainerStarted(Message, kw_only=True, tag="trainer_started"):
     topic = "trainer.started"
     incarnation: int  # raised at each start
     step: int  # train steps that the loaded state contains; the next batch is this step
+    start: str = ""  # id of this very start: the event may be stored twice
 
 
 @register

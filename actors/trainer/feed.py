@@ -58,8 +58,9 @@ class Feed:
         self._changed = anyio.Condition()
         self._payloads: dict[int, dict[int, SegmentsPublished]] = {}  # by log sequence of the group
         self._prefetch: MemoryObjectSendStream[int] | None = None
+        self._own_start: TrainerStarted | None = None
         self._own_start_seq = 0
-        self._newest_start_seq = 0
+        self._starts: dict[tuple[int, str], int] = {}  # where each start was told first: one may be stored again later
 
     async def run(self) -> None:
         """Follow the log until cancelled.
@@ -122,23 +123,27 @@ class Feed:
                 async with self._changed:
                     self._changed.notify_all()
             case TrainerStarted():
-                self._newest_start_seq = seq
+                self._starts.setdefault((event.incarnation, event.start), seq)
                 self._check_fence()
             case _:
                 pass
 
-    def started(self, seq: int) -> None:
+    def started(self, event: TrainerStarted, seq: int) -> None:
         """Say which event announced this trainer.
 
         Raises:
             Fenced: another trainer started after this one.
         """
-        self._own_start_seq = seq
+        self._own_start, self._own_start_seq = event, seq
         self._check_fence()
 
     def _check_fence(self) -> None:
-        if self._own_start_seq and self._newest_start_seq > self._own_start_seq:
-            raise Fenced(f"another trainer started at {self._newest_start_seq}, after {self._own_start_seq}")
+        own, own_seq = self._own_start, self._own_start_seq
+        if own is None:
+            return
+        for (incarnation, start), seq in self._starts.items():
+            if seq > own_seq and incarnation >= own.incarnation and start != own.start:
+                raise Fenced(f"another trainer started at {seq}, after {own_seq}")
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait, however long it takes, until batches, losses or requests for checkpoints make a condition hold."""

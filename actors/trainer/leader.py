@@ -22,6 +22,7 @@ weights.announced is published, and then, if it is due, a checkpoint is saved an
 """
 
 import time
+import uuid
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -31,15 +32,13 @@ from actors.trainer.torch_thread import TorchThread
 from messages import BatchTrained, CheckpointSaved, PayloadsMissing, TrainerStarted, WeightsAnnounced
 from runtime.actor import InputError
 from runtime.bus import Bus
-from runtime.topology import Topology
+from runtime.topology import EXPORT_DIRECTORY, Topology
 
 if TYPE_CHECKING:
     from actors.trainer.engine import TrainerEngine
     from actors.trainer.publish import Published
 
 log = structlog.get_logger()
-
-HF_DIRECTORY: Final = "hf"  # under the run directory, with train.save_hf
 
 
 class Leader:
@@ -95,8 +94,8 @@ class Leader:
     async def announce_start(self) -> None:
         """Publish trainer.started; with no step to replay, also the weights."""
         self._feed.settle(self.step)
-        seq = await self._bus.publish(TrainerStarted(incarnation=self._incarnation, step=self.step))
-        self._feed.started(seq)
+        started = TrainerStarted(incarnation=self._incarnation, step=self.step, start=uuid.uuid4().hex)
+        self._feed.started(started, await self._bus.publish(started))
         log.info("trainer_started", incarnation=self._incarnation, step=self.step, frontier=self._frontier)
         if self.step >= self._frontier:
             await self._announce(await self._publish())
@@ -110,7 +109,7 @@ class Leader:
         while self.step < self._train.num_steps:
             await self._train_step()
         if self._train.save_hf:
-            await self._torch_thread.run(self._engine.export, self._run_directory / HF_DIRECTORY)
+            await self._torch_thread.run(self._engine.export, self._run_directory / EXPORT_DIRECTORY)
         await self._save()
         self._waiting = "nothing: every planned step is trained", time.monotonic()
 

@@ -2,6 +2,7 @@
 
 import shutil
 import time
+import uuid
 from pathlib import Path
 from typing import Final
 
@@ -49,6 +50,7 @@ class TrainerStandIn(Actor):
         self._bus = bus
         self._run_dir = run_dir
         self._history = History()
+        self._start = uuid.uuid4().hex  # of the event that says so: it may be stored twice
         self._started_seq = 0
         self._version = 0
         self._step = 0
@@ -90,7 +92,8 @@ class TrainerStandIn(Actor):
     async def _announce_start(self) -> None:
         incarnation = self._history.incarnation + 1
         self._history.settle(self._step)
-        self._started_seq = await self._bus.publish(TrainerStarted(incarnation=incarnation, step=self._step))
+        started = TrainerStarted(incarnation=incarnation, step=self._step, start=self._start)
+        self._started_seq = await self._bus.publish(started)
         self._history.incarnation = incarnation
         log.info("stand_in_started", incarnation=incarnation, step=self._step)
 
@@ -116,8 +119,9 @@ class TrainerStandIn(Actor):
         received = await events.next()
         if received is None:
             return
-        if isinstance(received.message, TrainerStarted) and received.seq > self._started_seq:
-            raise Fenced(f"trainer incarnation {received.message.incarnation} started")
+        event = received.message
+        if isinstance(event, TrainerStarted) and received.seq > self._started_seq and event.start != self._start:
+            raise Fenced(f"trainer incarnation {event.incarnation} started")
         self._history.fold(received.message, received.seq)
 
     async def _pass_batch(self, batch: BatchReady, waited_s: float) -> None:

@@ -160,6 +160,18 @@ async def test_a_trainer_that_was_replaced_ends_as_fenced(topology: Topology, bu
     assert [type(leaf) for leaf in await errors_of(topology, bus, tmp_path / "run", replace_it)] == [Fenced]
 
 
+async def test_the_start_of_a_trainer_may_be_told_twice(topology: Topology, bus: Bus, tmp_path: Path) -> None:
+    """Publishing stores at least once: a trainer may read of itself again, or late of an earlier one."""
+    earlier = TrainerStarted(incarnation=1, step=0, start="earlier")
+    await bus.publish(earlier)
+    async with running(topology, bus, tmp_path / "run"):
+        (_, own) = of(await said_until(bus, TrainerStarted, 2), TrainerStarted)
+        await bus.publish(own)
+        await bus.publish(earlier)
+        await publish_batch(bus, 0)
+        await said_until(bus, BatchTrained)
+
+
 async def test_a_batch_without_any_trainable_sample_counts_as_trained(
     make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
 ) -> None:
