@@ -16,7 +16,7 @@ from runtime.load import LoadedTopology, places
 from runtime.recipe import DataConfig, eval_data
 from runtime.rows import read_rows
 from runtime.sizes import show_bytes, stream_sizes
-from runtime.topology import Topology, bus_node
+from runtime.topology import EXPORT_DIRECTORY, Topology, bus_node
 
 CHECKED_ROWS: Final = 10_000  # of each data file; the buffer reads them all
 TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -42,7 +42,7 @@ def check_files(loaded: LoadedTopology, node: str | None = None) -> Checked:
     topology = loaded.topology
     home = node or bus_node(topology) or next(iter(topology.nodes))
     is_home = node is not None or topology.nodes[home].gpus <= gpus_here()
-    checker = _Checker(loaded, home, is_home)
+    checker = _Checker(loaded, home, is_home=is_home, starting=node is not None)
     if node is not None:
         checker.gpus(node)
     elif not is_home:
@@ -55,7 +55,7 @@ def check_files(loaded: LoadedTopology, node: str | None = None) -> Checked:
     for index, item in enumerate(topology.eval):
         checker.data(f"eval.{index}", eval_data(topology, item))
     checker.dumps()
-    checker.not_built(starting=node is not None)
+    checker.not_built()
     checker.disk()
     return Checked(problems=tuple(checker.problems), notes=tuple(checker.notes))
 
@@ -74,10 +74,11 @@ def _gpu_nodes(topology: Topology) -> Iterator[str]:
 
 
 class _Checker:
-    def __init__(self, loaded: LoadedTopology, home: str, is_home: bool) -> None:
+    def __init__(self, loaded: LoadedTopology, home: str, *, is_home: bool, starting: bool) -> None:
         self._loaded = loaded
         self._home = home
         self._is_home = is_home
+        self._starting = starting  # or somebody only asks
         self.problems: list[Problem] = []
         self.notes: list[str] = []
 
@@ -124,10 +125,10 @@ class _Checker:
         elif not os.access(place, os.W_OK | os.X_OK):
             self._problem("run.dump_details", run.dump_details, f"{place} cannot be written")
 
-    def not_built(self, *, starting: bool) -> None:
+    def not_built(self) -> None:
         """A start refuses what it would not do; who only asks is told."""
         for key, value, message in _not_built(self._loaded.topology):
-            if starting:
+            if self._starting:
                 self._problem(key, value, message)
             else:
                 self.notes.append(f"{key} = {show(value)}: {message}")
@@ -145,8 +146,19 @@ class _Checker:
         is_hub_name = HUB_NAME.match(value) and not ("/" in value and any(path.is_dir() for path in beside))
         if is_hub_name:
             self.notes.append(f"{key} = {show(value)}: no directory here, taken as a Hugging Face name")
+        elif Path(value).name == EXPORT_DIRECTORY:
+            self._no_export(key, value)
         else:
             self._missing(key, value, "no such directory")
+
+    def _no_export(self, key: str, value: str) -> None:
+        run = Path(value).parent.name
+        message = f"not there yet: start run {run} first, here, which writes it at its end with train.save_hf = true"
+        if self._starting:
+            looked = ", ".join(map(str, places(self._loaded.loaded, key)))
+            self._problem(key, value, f"{message} (looked in {looked})")
+        else:
+            self.notes.append(f"{key} = {show(value)}: {message}")
 
     def _missing(self, key: str, value: str, message: str) -> None:
         looked = ", ".join(map(str, places(self._loaded.loaded, key)))

@@ -11,6 +11,7 @@ from runtime.recipe import Count, Name, Positive, Recipe, Text, trains_demonstra
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 LightActor = Literal["rollout", "reward", "filter", "buffer"]
 SOLE_NODE: Final = "local"  # the node of a topology that names none
+EXPORT_DIRECTORY: Final = "hf"  # below the run directory, written at the end with train.save_hf
 
 
 class RunConfig(Config, frozen=True, kw_only=True):

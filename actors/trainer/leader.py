@@ -23,7 +23,7 @@ weights.announced is published, and then, if it is due, a checkpoint is saved an
 
 import time
 import uuid
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import structlog
 
