@@ -47,7 +47,7 @@ from runtime.dumps import (
     told_by_of,
     write_pair,
 )
-from runtime.ledger import LEDGER_EVENTS
+from runtime.ledger import LEDGER_EVENTS, OVER_SAMPLING_FILTER
 from runtime.topology import Topology, encode_topology
 
 log = structlog.get_logger()
@@ -91,6 +91,7 @@ class Records:
         self._open: dict[int, Record] = {}
         self._given_up: list[Record] = []  # completed groups that were, since the newest batch
         self._untrained: dict[int, Pair] = {}  # a batch that is not trained may be taken back
+        self._taken_back = set[int]()  # steps whose batch is to be made again
         self._newest_payload = 0  # highest data message cited so far
 
     def fold(self, event: Message, seq: int) -> Pair | None:
@@ -176,15 +177,20 @@ class Records:
             self._given_up.append(record)
 
     def _batch(self, event: BatchReady) -> Pair | None:
-        if event.step < self.next_step:
+        if event.step < self.next_step and event.step not in self._taken_back:
             return None
         batch = [self._open.pop(ref.group_id) for ref in event.groups if self._is_here(ref)]
+        for group_id in event.passed_over:
+            self._close(group_id, OVER_SAMPLING_FILTER)
+        for spare in [record for record in self._open.values() if record.fate.verdict is Outcome.SPARE]:
+            self._close(spare.group_id, spare.fate.verdict_reason or "passed_over")
         for record in batch:
             record.fate = msgspec.structs.replace(record.fate, step=event.step)
         pair = Pair(step=event.step, batch=tuple(batch), given_up=tuple(self._given_up))
         self._given_up = []
         self._untrained[event.step] = pair
-        self.next_step = event.step + 1
+        self._taken_back.discard(event.step)
+        self.next_step = max(self.next_step, event.step + 1)
         return pair if pair.records else None
 
     def _is_here(self, ref: GroupRef) -> bool:
@@ -192,15 +198,15 @@ class Records:
         return record is not None and record.event_seq == ref.event_seq
 
     def _settle(self, step: int) -> None:
-        for known in [known for known in self._untrained if known < step]:
-            del self._untrained[known]
+        self._untrained = {known: pair for known, pair in self._untrained.items() if known >= step}
+        self._taken_back = {known for known in self._taken_back if known >= step}
 
     def _take_back(self, event: PayloadsMissing) -> None:
         """The batch is made again; the groups that were lost are generated again before that."""
-        pair = self._untrained.pop(event.step, None)
-        if pair is None:
+        pair, lost = self._untrained.get(event.step), {ref.event_seq for ref in event.groups}
+        if pair is None or lost.isdisjoint(record.event_seq for record in pair.batch):
             return
-        lost = {ref.event_seq for ref in event.groups}
+        del self._untrained[event.step]
         for record in pair.batch:
             record.fate = msgspec.structs.replace(record.fate, step=None)
             if record.event_seq in lost:
@@ -208,7 +214,7 @@ class Records:
                 record.payload_seq = self._newest_payload + 1
             self._open[record.group_id] = record
         self._given_up = [*pair.given_up, *self._given_up]
-        self.next_step = min(self.next_step, event.step)
+        self._taken_back.add(event.step)
 
 
 def _cited(samples: Sequence[SampleSummary]) -> list[int]:
@@ -315,21 +321,30 @@ class Recorder:
 
 def _prepare(directory: Path, run: DumpedRun, topology: Topology) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    known = directory / RUN_FILE
-    if known.exists():
-        try:
-            before = msgspec.json.decode(known.read_bytes(), type=DumpedRun)
-        except msgspec.DecodeError as error:
-            raise InputError(f"{known} cannot be read: {error}") from error
-        if before != run:
-            raise InputError(
-                f"run.dump_details: {directory} holds the dumps of another run, {before.run}"
-                f"{' before it was started over' if before.run == run.run else ''}: "
-                "move them away, or name another directory"
-            )
+    before = _owner(directory)
+    if before is not None and before != run:
+        told = f"{before.run}{' before it was started over' if before.run == run.run else ''}"
+        raise InputError(
+            f"run.dump_details: {directory} holds the dumps of another run, {told}: "
+            "move them away, or name another directory"
+        )
+    for leftover in directory.glob(".rollout_*.*.*"):  # of writers that were killed
+        leftover.unlink()
     write_atomically(directory / TOPOLOGY_FILE, encode_topology(topology))
     _copy_tokenizer(Path(topology.model.hf_checkpoint), directory / TOKENIZER)
-    write_atomically(known, msgspec.json.encode(run) + b"\n")
+    write_atomically(directory / RUN_FILE, msgspec.json.encode(run) + b"\n")
+
+
+def _owner(directory: Path) -> DumpedRun | None:
+    path = directory / RUN_FILE
+    if not path.exists():
+        if any(directory.glob("rollout_*.jsonl")):
+            raise InputError(f"run.dump_details: {directory} holds dumps and no {RUN_FILE}: name another directory")
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=DumpedRun)
+    except msgspec.DecodeError as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
 
 
 def _copy_tokenizer(model: Path, directory: Path) -> None:
