@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.buffer.decide import EvalPlan, Schedule, decide
+from actors.buffer.selection import Chosen, Selection
 from messages import (
     BatchReady,
     BatchTrained,
@@ -21,11 +22,13 @@ from messages import (
     GroupsIssued,
     Message,
     Outcome,
+    PayloadsMissing,
     RoundHalted,
     RunFinished,
     SampleStatus,
     SampleSummary,
     SegmentRef,
+    SegmentsSpilled,
     SnapshotTaken,
     TrainerStarted,
     VerdictGiven,
@@ -44,6 +47,7 @@ class World:
         self.schedule = schedule
         self.random = random
         self.save_interval = save_interval
+        self.rejects = 0.9 if schedule.keep_when_insufficient else 0.2  # of what is judged
         self.log: list[Message] = []
         self.state = LedgerState()
         self.tasks: dict[int, tuple[int, int, tuple[SampleSummary, ...]]] = {}  # group: attempt, round, carried
@@ -92,7 +96,7 @@ class World:
         for group in self.state.groups.values():
             assert all(ref.seq >= low for sample in group.carried for ref in sample.segments)
         for step in range(self.checkpoints[0], self.state.round):
-            for ref in self.batches[step].groups:
+            for ref in self.batches[step].groups if step in self.batches else ():
                 completed = self.log[ref.event_seq - 1]
                 assert isinstance(completed, GroupCompleted)
                 assert all(cited.seq >= low for sample in completed.samples for cited in sample.segments)
@@ -101,6 +105,11 @@ class World:
 
     def decide(self) -> bool:
         decision = decide(self.state, self.schedule)
+        if isinstance(decision, Selection):
+            offered = [group.group_id for group in decision.groups]
+            chosen = self.random.sample(offered, min(len(offered), decision.count))
+            decision = decide(self.state, self.schedule, Chosen(kind=decision.kind, group_ids=tuple(chosen)))
+            assert not isinstance(decision, Selection)
         if decision is not None:
             self.add(decision)
         return decision is not None
@@ -126,18 +135,26 @@ class World:
             self.add(GroupFailed(**who, reason="poison"))
             return
         self.data_seq += 1
-        refs = tuple(ref for sample in carried for ref in sample.segments) if self.schedule.on_halt == "resume" else ()
+        inherited = carried if self.schedule.on_halt == "resume" else ()
+        refs = tuple(ref for sample in inherited for ref in sample.segments)
         refs = (*refs, SegmentRef(seq=self.data_seq, position=0))
+        oldest = min([self.version, *(sample.first_version or self.version for sample in inherited)])
+        told: dict[str, Any] = {"index": 0, "segments": refs, "response_len": len(refs), "first_version": oldest}
+        if chance < 0.1:  # it spills, dies, and the task is delivered again
+            self.add(SegmentsSpilled(**who, samples=(SampleSummary(**told, status=SampleStatus.ABORTED),)))
+            self.tasks[group_id] = (attempt, round, (SampleSummary(**told, status=SampleStatus.ABORTED),))
+            return
         if round <= self.halted and chance < 0.8:
-            sample = SampleSummary(index=0, status=SampleStatus.ABORTED, segments=refs)
+            sample = SampleSummary(**told, status=SampleStatus.ABORTED)
             self.add(GroupAborted(**who, samples=(sample,)))
             return
-        sample = SampleSummary(index=0, status=SampleStatus.COMPLETED, segments=refs, reward=1.0)
+        sample = SampleSummary(**told, status=SampleStatus.COMPLETED, reward=self.random.random())
         self.unjudged.append((group_id, attempt, self.add(GroupCompleted(**who, data="d", samples=(sample,)))))
 
     def judge(self) -> None:
         group_id, attempt, seq = self.unjudged.pop(self.random.randrange(len(self.unjudged)))
-        outcome = Outcome.DROP if self.random.random() < 0.2 else Outcome.KEEP
+        rejected = Outcome.SPARE if self.schedule.keep_when_insufficient else Outcome.DROP
+        outcome = rejected if self.random.random() < self.rejects else Outcome.KEEP
         self.add(VerdictGiven(group_id=group_id, attempt=attempt, event_seq=seq, outcome=outcome))
 
     def end_item(self) -> None:
@@ -147,8 +164,13 @@ class World:
 
     def train(self) -> None:
         """A train step in the trainer's order of telling; it may die after each part."""
-        step, self.step = self.step, self.step + 1
-        frontier = self.state.trained_steps
+        step, frontier = self.step, self.state.trained_steps
+        if step >= frontier and self.random.random() < 0.1:
+            refs = self.batches.pop(step).groups
+            lost = tuple(self.random.sample(refs, self.random.randint(1, len(refs))))
+            self.add(PayloadsMissing(step=step, incarnation=1, groups=lost, reason="purged"))
+            return
+        self.step += 1
         if self.dies():
             return
         self.add(BatchTrained(step=step, incarnation=1, num_groups=1, num_samples=1, num_tokens=1, metrics={}))
@@ -215,28 +237,27 @@ class World:
     staleness=st.integers(0, 2),
     batch=st.integers(1, 3),
     surplus=st.integers(0, 4),
+    refill=st.sampled_from(["batch", "group"]),
+    over_sampling_filter=st.sampled_from([None, "sort_by_reward_std", "user:function"]),
+    buffer_filter=st.sampled_from(["fifo", "newest", "by_reward", "user:function"]),
+    keep_when_insufficient=st.booleans(),
+    max_token_staleness=st.sampled_from([None, 2, 3]),
+    eval_overlap=st.booleans(),
     on_halt=st.sampled_from(["resume", "restart", "drop"]),
     max_attempts=st.integers(1, 4),
     save_interval=st.sampled_from([1, 2, 100]),
     interval=st.sampled_from([1, 3, 50]),
 )
 def test_every_run_ends_whatever_dies(
-    seed: int,
-    staleness: int,
-    batch: int,
-    surplus: int,
-    on_halt: Any,
-    max_attempts: int,
-    save_interval: int,
-    interval: int,
+    seed: int, staleness: int, batch: int, surplus: int, save_interval: int, interval: int, **settings: Any
 ) -> None:
     schedule = Schedule(
         num_steps=5,
         rollout_batch_size=batch,
         over_sampling_batch_size=batch + surplus,
         max_staleness=staleness,
-        on_halt=on_halt,
-        max_attempts=max_attempts,
+        max_barren_groups=20 if settings["keep_when_insufficient"] else 1024,
+        **settings,
         evals=(EvalPlan(name="e", interval=interval, num_items=2, skip_before_train=bool(seed % 2)),),
     )
     random = Random(seed)

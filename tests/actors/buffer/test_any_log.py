@@ -1,0 +1,289 @@
+"""Whatever the log says, in whatever order and however often: the books close and it folds to the same state."""
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import msgspec
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from actors.buffer.decide import EvalPlan, Schedule, decide
+from actors.buffer.selection import Selection, first_come
+from messages import (
+    BatchReady,
+    BatchTrained,
+    BufferStarted,
+    CheckpointSaved,
+    EvalCompleted,
+    GroupAborted,
+    GroupCompleted,
+    GroupFailed,
+    GroupsIssued,
+    Message,
+    Outcome,
+    PayloadsMissing,
+    SampleStatus,
+    SampleSummary,
+    SegmentRef,
+    SegmentsSpilled,
+    SnapshotTaken,
+    TrainerStarted,
+    VerdictGiven,
+    WeightsAnnounced,
+)
+from runtime.ledger import LedgerState, Stage, fold
+from runtime.ledger_state import Index
+
+NUM_SAMPLES = 2
+SCHEDULES = st.builds(
+    Schedule,
+    num_steps=st.just(6),
+    rollout_batch_size=st.just(2),
+    over_sampling_batch_size=st.integers(3, 5),
+    num_samples=st.just(NUM_SAMPLES),
+    refill=st.sampled_from(["batch", "group"]),
+    over_sampling_filter=st.sampled_from([None, "sort_by_reward_std", "user:function"]),
+    buffer_filter=st.sampled_from(["fifo", "newest", "by_reward", "user:function"]),
+    keep_when_insufficient=st.booleans(),
+    max_staleness=st.integers(0, 2),
+    max_token_staleness=st.sampled_from([None, 2]),
+    on_halt=st.sampled_from(["resume", "restart", "drop"]),
+    max_attempts=st.integers(2, 4),
+    max_barren_groups=st.sampled_from([5, 1000]),
+    evals=st.just((EvalPlan(name="e", interval=3, num_items=1, skip_before_train=True),)),
+    eval_overlap=st.booleans(),
+)
+PICK = st.integers(0, 1000)  # one of however many there are
+OUTCOMES = st.sampled_from([*Outcome, *[Outcome.KEEP] * 5])
+
+
+def who(group_id: int, attempt: int) -> dict[str, Any]:
+    return {"group_id": group_id, "attempt": attempt, "lease": "l", "round": 0, "instance": "r"}
+
+
+class AnyLog(RuleBasedStateMachine):
+    """Everyone who writes to the log, zombies included, and a buffer that restarts whenever it likes."""
+
+    @initialize(schedule=SCHEDULES)
+    def begin(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.log: list[Message] = []
+        self.state = LedgerState()
+        self.attempts: list[tuple[int, int]] = []  # group and attempt, of which somebody may still tell something
+        self.completions: list[tuple[int, int, int]] = []  # group, attempt, log sequence
+        self.trained: list[int] = []  # groups of settled batches
+        self.data_seq = 0
+        self.version = 0
+        self.announce()
+
+    def add(self, event: Message) -> int:
+        waiting = [batch for batch in self.state.batches.values() if not batch.trained]
+        self.log.append(event)
+        fold(self.state, event, len(self.log))
+        fold(self.state, event, len(self.log))  # delivered again, under the same sequence
+        self.trained += [ref.group_id for batch in waiting if batch.trained for ref in batch.groups]
+        return len(self.log)
+
+    def sample(self, index: int, reward: float | None, *, tokens: int = 2) -> SampleSummary:
+        self.data_seq += 1
+        return SampleSummary(
+            index=index,
+            status=SampleStatus.ABORTED if reward is None else SampleStatus.COMPLETED,
+            segments=(SegmentRef(seq=self.data_seq, position=0),),
+            response_len=tokens,
+            reward=reward,
+            first_version=self.version,
+            last_version=self.version,
+        )
+
+    def announce(self) -> None:
+        self.version += 1
+        event = {"step": self.state.trained_steps, "incarnation": 1, "path": "", "checksum": "", "size_bytes": 0}
+        self.add(WeightsAnnounced(version=self.version, **event))
+
+    # the buffer
+
+    @rule(count=st.integers(1, 6))
+    def decide(self, count: int) -> None:
+        """Some decisions; what they issue is what others may tell of later."""
+        for _ in range(count):
+            decision = decide(self.state, self.schedule)
+            if isinstance(decision, Selection):
+                decision = decide(self.state, self.schedule, first_come(decision))
+            if decision is None:
+                break
+            assert isinstance(decision, Message)
+            if isinstance(decision, BatchReady):
+                assert len(decision.groups) == self.schedule.rollout_batch_size
+            self.add(decision)
+            if isinstance(decision, GroupsIssued):
+                self.attempts += [(group.group_id, group.attempt) for group in decision.groups]
+
+    @rule()
+    def restart_buffer(self) -> None:
+        self.state = self.refolded()
+        self.add(BufferStarted(incarnation=self.state.incarnation + 1))
+
+    def refolded(self) -> LedgerState:
+        """From the newest snapshot, after it was seen to be the same as from the beginning."""
+        whole, newest = LedgerState(), LedgerState()
+        for seq, event in enumerate(self.log, start=1):
+            if isinstance(event, SnapshotTaken):
+                newest = msgspec.json.decode(event.state, type=LedgerState)
+                assert msgspec.json.encode(newest) == msgspec.json.encode(whole)
+            fold(whole, event, seq)
+        for seq, event in enumerate(islice(self.log, newest.last_seq, None), start=newest.last_seq + 1):
+            fold(newest, event, seq)
+        assert msgspec.json.encode(newest) == msgspec.json.encode(whole) == msgspec.json.encode(self.state)
+        return newest
+
+    # rollout
+
+    @rule(pick=PICK, rewards=st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=3))
+    @precondition(lambda self: self.attempts)
+    def complete(self, pick: int, rewards: list[float]) -> None:
+        """Mostly with another number of samples than was asked for; also of attempts that ended long ago."""
+        self.completed(*self.attempts[pick % len(self.attempts)], rewards)
+
+    def completed(self, group_id: int, attempt: int, rewards: Sequence[float]) -> None:
+        samples = tuple(self.sample(index, reward) for index, reward in enumerate(rewards))
+        seq = self.add(GroupCompleted(**who(group_id, attempt), data="d", samples=samples))
+        self.completions.append((group_id, attempt, seq))
+
+    @rule(rewards=st.sampled_from([(0.0, 1.0), (1.0, 1.0)]), verdicts=st.lists(OUTCOMES, min_size=5, max_size=5))
+    def work(self, rewards: tuple[float, ...], verdicts: list[Outcome]) -> None:
+        """A stretch without disturbance: what is in flight ends and is judged."""
+        self.decide(6)
+        running = [group for group in self.state.groups.values() if group.stage is Stage.IN_FLIGHT]
+        for group, outcome in zip(running, verdicts, strict=False):
+            self.completed(group.group_id, group.attempt, rewards)
+            self.judged(*self.completions[-1], outcome)
+        self.decide(6)
+
+    @rule(pick=PICK, tokens=st.integers(1, 5))
+    @precondition(lambda self: self.attempts)
+    def spill(self, pick: int, tokens: int) -> None:
+        samples = (self.sample(pick % NUM_SAMPLES, None, tokens=tokens),)
+        self.add(SegmentsSpilled(**who(*self.attempts[-1 - pick % min(4, len(self.attempts))]), samples=samples))
+
+    @rule(pick=PICK, tokens=st.integers(0, 5))
+    @precondition(lambda self: self.attempts)
+    def abort(self, pick: int, tokens: int) -> None:
+        samples = (self.sample(0, None, tokens=tokens),) if tokens else ()
+        self.add(GroupAborted(**who(*self.attempts[-1 - pick % min(6, len(self.attempts))]), samples=samples))
+
+    @rule(pick=PICK)
+    @precondition(lambda self: self.attempts)
+    def fail(self, pick: int) -> None:
+        self.add(GroupFailed(**who(*self.attempts[pick % len(self.attempts)]), reason="poison"))
+
+    @rule()
+    @precondition(lambda self: self.state.evaluation is not None)
+    def evaluate(self) -> None:
+        running = self.state.evaluation
+        assert running is not None
+        samples = (self.sample(0, 1.0),)
+        who = {"step": running.step, "version": running.version, "instance": "r"}
+        self.add(EvalCompleted(**who, set="e", item=0, samples=samples))
+
+    # the filter
+
+    @rule(pick=PICK, outcome=st.sampled_from(Outcome))
+    @precondition(lambda self: self.completions)
+    def judge(self, pick: int, outcome: Outcome) -> None:
+        self.judged(*self.completions[pick % len(self.completions)], outcome)
+
+    def judged(self, group_id: int, attempt: int, seq: int, outcome: Outcome) -> None:
+        self.add(VerdictGiven(group_id=group_id, attempt=attempt, event_seq=seq, outcome=outcome))
+
+    # the trainer
+
+    @rule(told=st.booleans())
+    @precondition(lambda self: self.untrained())
+    def train(self, told: bool) -> None:
+        """A step, and its weights unless the trainer dies before."""
+        step = min(self.untrained())
+        self.add(BatchTrained(step=step, incarnation=1, num_groups=2, num_samples=4, num_tokens=8, metrics={}))
+        if told:
+            self.announce()
+            self.decide(2)
+
+    @rule(back=st.integers(0, 2))
+    def restart_trainer(self, back: int) -> None:
+        self.add(TrainerStarted(incarnation=1, step=max(0, self.state.trained_steps - back)))
+        self.announce()
+
+    @rule(keep=st.integers(0, 2))
+    def save(self, keep: int) -> None:
+        step = self.state.trained_steps
+        self.add(CheckpointSaved(step=step, incarnation=1, path="", oldest_step=max(0, step - keep), took_s=0))
+
+    @rule(pick=PICK, lost=st.integers(1, 2))
+    @precondition(lambda self: self.state.batches)
+    def lose_payloads(self, pick: int, lost: int) -> None:
+        steps = list(self.state.batches)
+        step = steps[pick % len(steps)]
+        refs = self.state.batches[step].groups[:lost]
+        self.add(PayloadsMissing(step=step, incarnation=1, groups=refs, reason="purged"))
+
+    @rule(pick=PICK)
+    def repeat(self, pick: int) -> None:
+        """Somebody says again what was said, under a new sequence. The ledger's own events have one writer."""
+        event = self.log[pick % len(self.log)]
+        if not event.topic.startswith("ledger."):
+            self.add(event)
+
+    def untrained(self) -> list[int]:
+        return [step for step, batch in self.state.batches.items() if not batch.trained]
+
+    @invariant()
+    def the_books_close(self) -> None:
+        assert self.state.books().closed
+
+    @invariant()
+    def no_group_is_in_two_batches_or_trained_twice(self) -> None:
+        waiting = [ref.group_id for batch in self.state.batches.values() if not batch.trained for ref in batch.groups]
+        assert len(waiting) == len(set(waiting))
+        assert len(self.trained) == len(set(self.trained)) == self.state.trained
+        assert not set(waiting) & set(self.trained)
+        assert not self.state.groups.keys() & set(self.trained)
+
+    @invariant()
+    def every_group_is_where_its_stage_says(self) -> None:
+        known, fresh = self.state.index, Index(self.state.groups)
+        assert (known.rounds, known.attempts) == (fresh.rounds, fresh.attempts)
+        for stage in Stage:
+            assert known.of(stage).keys() == fresh.of(stage).keys()
+
+    @invariant()
+    def nothing_is_purged_that_is_still_needed(self) -> None:
+        low = self.state.low_water()
+        for group in self.state.groups.values():
+            assert all(ref.seq >= low for sample in (*group.carried, *group.spilled) for ref in sample.segments)
+        for batch in self.state.batches.values():
+            for ref in batch.groups:
+                completed = self.log[ref.event_seq - 1]
+                assert isinstance(completed, GroupCompleted)
+                assert all(cited.seq >= low for sample in completed.samples for cited in sample.segments)
+
+    def teardown(self) -> None:
+        if hasattr(self, "log"):
+            self.refolded()
+
+
+def test_whatever_the_log_says_the_books_close_and_it_folds_to_the_same_state() -> None:
+    run_state_machine_as_test(
+        AnyLog,
+        settings=settings(
+            max_examples=120, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        ),
+    )
