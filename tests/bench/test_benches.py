@@ -11,11 +11,13 @@ import pytest
 from tests.bench.__main__ import BENCHES
 
 ROOT = Path(__file__).parents[2]
+SMALL_TAIL = "--steps 4 --warm-up 1 --groups 4 --samples 2 --train-s 0.1 --base-ms 3 --mean 16 --cap 96"
 TINY = {
     "bus": "--messages 64 --repeats 1",
     "demo": "--steps 3 --starts 0",
     "engine": "--seconds 0.2 --no-router",
     "ledger": "--events 2000 --big-events 0 --groups 4 --samples 2 --steps 4",
+    "long_tail": f"--mode partial {SMALL_TAIL}",
     "pipeline": "--steps 2 --warm-up 1 --groups 8 --samples 4 --mode batched",
     "ray": "--groups 20 --latency-groups 4 --tokens 800 --prompt 20 --turns 1",
     "reward": "--dear 4 --cheap 64 --repeats 1",
@@ -45,6 +47,16 @@ def test_a_benchmark_runs_and_prints_json(name: str) -> None:
 def test_the_ledger_holds_no_more_memory_the_longer_a_run_is() -> None:
     pure = run("tests.bench.bench_ledger", "--events", "40000", "--big-events", "0", "--steps", "0")["pure"]
     assert pure["rss_mb_at_the_end"] < 1.1 * pure["rss_mb_at_a_quarter"]
+
+
+def test_resumed_samples_lose_no_token_and_dropped_ones_do() -> None:
+    words = f"--mode partial_stale_1 --mode abort_and_drop {SMALL_TAIL}".split()
+    modes = run("tests.bench.bench_long_tail", *words)["modes"]
+    for mode in modes.values():
+        assert mode["halts"] > 0
+        assert mode["tokens_not_in_the_log"] == 0
+    assert modes["partial_stale_1"]["tokens_discarded"] == 0
+    assert modes["abort_and_drop"]["tokens_discarded"] > 0
 
 
 def test_a_benchmark_that_does_not_exist_is_named() -> None:
