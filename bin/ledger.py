@@ -96,10 +96,13 @@ async def _tell_books(run: "FoundRun", as_json: bool) -> int:
 
     report = LedgerReport()
     async with opened_log(run) as log:
+        if log.begins is not None:
+            report.begin(log.begins)
         async for received in log.events.so_far():
             report.take(received.message, received.seq)
     if report.first_seq > 1:
-        print(f"the log begins at event {report.first_seq}: what was before is not counted", file=sys.stderr)
+        told = f"the log begins at event {report.first_seq} and its archive is not in {run.directory}"
+        print(f"{told}: which groups were trained before is not told", file=sys.stderr)
     summary = report.summary(run.name, live=log.live)
     _print([msgspec.json.encode(summary).decode()] if as_json else list(lines_of(summary)))
     return EXIT_OK if summary.books.closed else EXIT_FAILED

@@ -8,6 +8,7 @@ import gzip
 import os
 import re
 from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
@@ -16,9 +17,10 @@ from typing import Final
 import msgspec
 from anyio import to_thread
 
-from messages import DecodeError, Message, Plane, decode
+from messages import DecodeError, Message, Plane, SnapshotTaken, decode
 from messages.codec import CONTENT_TYPE_HEADER, JSON, TYPE_HEADER
 from runtime.bus import Bus, Events, Received, StoredMessage
+from runtime.ledger import FOLD_VERSION, LedgerState
 
 ARCHIVE: Final = "archive"  # in the run directory
 PARTIAL: Final = ".partial"
@@ -98,6 +100,33 @@ def archived_events(run_dir: Path, *, from_seq: int = 1, below_seq: int | None =
 def first_archived(run_dir: Path) -> Iterator[Received[Message]]:
     """The oldest file's events: how the run began."""
     return _read(file.path) if (file := next(iter(archived_files(run_dir)), None)) is not None else iter(())
+
+
+async def begun(bus: Bus, run_dir: Path) -> LedgerState | None:
+    """The state to begin from where the first part of the log is neither there nor archived here; None if it is.
+
+    On a node beside the one that has the archive.
+    """
+    last_seq = max((file.last_seq for file in archived_files(run_dir)), default=0)
+    if (await bus.state(Plane.EVENT)).first_seq <= last_seq + 1:
+        return None
+    newest: SnapshotTaken | None = None
+    async with bus.read(SnapshotTaken, buries=False) as snapshots:
+        async for received in snapshots.so_far():
+            if received.message.fold_version == FOLD_VERSION:
+                newest = received.message
+    return None if newest is None else msgspec.json.decode(newest.state, type=LedgerState)
+
+
+@asynccontextmanager
+async def history(bus: Bus, run_dir: Path, *, buries: bool = False) -> "AsyncGenerator[History, None]":
+    """A run's events from the first on, for the duration of a block.
+
+    Args:
+        buries: whether what cannot be used becomes a dead letter, rather than being passed over.
+    """
+    async with bus.read(buries=buries) as events:
+        yield History(events, run_dir)
 
 
 class History:

@@ -17,11 +17,12 @@ from messages import (
     GroupsClosed,
     GroupsIssued,
     Message,
+    RunStalled,
     TrainerStarted,
     VerdictGiven,
 )
 from runtime.ledger import LEDGER_EVENTS, Books, LedgerState, fold
-from runtime.wording import count_of
+from runtime.wording import count_of, duration
 
 
 class EvaluationProgress(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +32,13 @@ class EvaluationProgress(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     done: dict[str, int]  # ended items by set
     items: dict[str, int]
+
+
+class Stall(msgspec.Struct, frozen=True, kw_only=True):
+    """Nothing happens."""
+
+    idle_s: float
+    waiting: dict[str, str]  # by instance
 
 
 class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +61,7 @@ class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
     evaluated_step: int | None  # newest step whose evaluation ended
     finished: str | None  # reason
     gave_up: str | None  # reason; until a buffer starts again
+    stalled: Stall | None  # who waits for what, if nothing has happened since it was asked
 
 
 class LedgerReport:
@@ -62,6 +71,11 @@ class LedgerReport:
         self.state = LedgerState()
         self.trained: list[tuple[int, tuple[int, ...]]] = []
         self.first_seq = 0  # of the log; 0 while nothing was read
+        self._stalled: Stall | None = None
+
+    def begin(self, state: LedgerState) -> None:
+        """Begin in the middle: what came before can only be had as the state of the ledger."""
+        self.state = state
 
     def take(self, event: Message, seq: int) -> None:
         """Take the next event of the log.
@@ -70,6 +84,7 @@ class LedgerReport:
             seq: its sequence in the log.
         """
         self.first_seq = self.first_seq or seq
+        self._stalled = Stall(idle_s=event.idle_s, waiting=event.waiting) if isinstance(event, RunStalled) else None
         if not isinstance(event, LEDGER_EVENTS):
             return
         if not isinstance(event, BatchTrained | TrainerStarted | CheckpointSaved):  # these settle batches
@@ -102,6 +117,7 @@ class LedgerReport:
             evaluated_step=state.eval_step if state.eval_step >= 0 else None,
             finished=state.finished,
             gave_up=state.gave_up,
+            stalled=self._stalled,
         )
 
     def _evaluation(self) -> EvaluationProgress | None:
@@ -131,6 +147,15 @@ def lines_of(summary: LedgerSummary) -> Iterator[str]:
     yield f"weights     {f'v{summary.version} of step {summary.version_step}' if summary.version else 'none yet'}"
     yield f"checkpoint  {f'of step {summary.checkpoint_step}' if summary.checkpoint_step else 'none yet'}"
     yield f"evaluation  {_evaluation(summary)}"
+    if summary.stalled is not None and summary.finished is None:
+        yield f"stalled     nothing happened for {duration(summary.stalled.idle_s)}"
+        yield from (f"            {name}: {what}" for name, what in summary.stalled.waiting.items())
+
+
+def stall_words(event: RunStalled) -> str:
+    """In one line, what nothing happens for."""
+    waiting = "; ".join(f"{name}: {what}" for name, what in event.waiting.items())
+    return f"nothing happened for {duration(event.idle_s)}: {waiting or 'nobody is there'}"
 
 
 def _standing(summary: LedgerSummary) -> str:

@@ -15,6 +15,7 @@ from messages import (
     ActorStarted,
     BatchReady,
     BatchTrained,
+    CheckpointRequested,
     CheckpointSaved,
     EvalEnded,
     EvalIssued,
@@ -26,6 +27,7 @@ from messages import (
     MessageDeadLettered,
     PromptsLoaded,
     RunFinished,
+    RunStalled,
     TrainerStarted,
     VerdictGiven,
     WeightsAnnounced,
@@ -33,7 +35,7 @@ from messages import (
 )
 from runtime.group_numbers import BatchNumbers, GroupNumbers
 from runtime.ledger import LEDGER_EVENTS, LedgerState, fold
-from runtime.ledger_report import sum_line
+from runtime.ledger_report import stall_words, sum_line
 from runtime.wording import count_of, duration, number, sparkline
 
 ENDS = 5  # steps whose mean is the first and the last reward
@@ -121,6 +123,10 @@ class Report:
         self._recent_s: deque[float] = deque(maxlen=RECENT)  # step times
         self._spent_s: Counter[str] = Counter()  # by part of a step
         self._timed_steps = 0
+
+    def begin(self, ledger: LedgerState) -> None:
+        """Begin in the middle: what came before can only be had as the state of the ledger."""
+        self._ledger, self.steps, self.version = ledger, ledger.trained_steps, ledger.version
 
     def apply(self, event: Message, seq: int, time: float) -> list[Notice]:
         """Take the next event of the log.
@@ -267,6 +273,10 @@ class Report:
                 return [f"{event.actor} restarted (restart {event.restarts}, pid {event.pid})"]
             case CheckpointSaved():
                 return [f"checkpoint of step {event.step} saved in {event.took_s:.1f} s"]
+            case RunStalled():
+                return [stall_words(event)]
+            case CheckpointRequested():
+                return [f"the {event.stream} stream is {event.used:.0%} full: a checkpoint is asked for"]
             case MessageDeadLettered():
                 return self._repeating(f"message on {event.subject} set aside: {event.reason}")
             case GroupFailed():

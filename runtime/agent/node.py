@@ -17,11 +17,13 @@ from messages import ActorExited, ActorStarted, GroupCompleted, RunFailed, RunFi
 from runtime.actor import leaves
 from runtime.addresses import BUS_URL_VARIABLE, Address
 from runtime.agent.claim import write_atomically
+from runtime.agent.node_claim import NodeClaim, NodeClaimed
 from runtime.agent.processes import (
     EXIT_INPUT_ERROR,
     Change,
     Exited,
     GivenUp,
+    Greets,
     PortRequest,
     ProcessSpec,
     Ready,
@@ -30,7 +32,9 @@ from runtime.agent.processes import (
     WhenConfirmed,
 )
 from runtime.agent.rundir import BUS_FILE, METRICS_FILE
+from runtime.agent.stalls import StallWatch
 from runtime.agent.supervisor import Supervision
+from runtime.archive import begun, history
 from runtime.bus import Bus, BusError, BusLimits, BusUnavailable, StreamLimits
 from runtime.bus.server import ServerSettings, server_command, wait_ready, write_config
 from runtime.metrics_file import MetricsFile
@@ -44,6 +48,7 @@ BUS_STOP_S = 1.5
 CHANGES_BOUND = 1000  # of processes, waiting to be told
 STOP_DEADLINE_S = 9.5  # from the wish to stop to the kill of all
 SAMPLE_TIMEOUT_S = 10.0
+RELEASE_TIMEOUT_S = 1.0
 BUS_LIMITS = BusLimits(drain_timeout_s=1.0)  # at the end the server may be gone before
 
 Show = Callable[[str], None]
@@ -63,6 +68,8 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     bus_url: str | None = None  # of the bus otherwise
     limits: StreamLimits = StreamLimits()
     keeps_metrics: bool = True  # one node of a run does
+    stall_after_s: float | None = None  # without any event, before it is said who waits; one node of a run says so
+    bus_unresponsive_after_s: float = 60.0
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,15 +131,37 @@ class NodeAgent:
         name = f"agent-{self._plan.node}"
         async with Bus.connect(self._bus_url, self._plan.run, name=name, limits=BUS_LIMITS) as bus:
             await bus.ensure_streams(self._plan.limits)
-            await self._forget_addresses(bus)
-            for spec in self._plan.processes:
-                self._supervision.start(self._told_the_bus(spec))
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._tell, bus)
-                tasks.start_soon(self._follow, bus, tasks)
-                await self._ending.wait()
-                await self._supervision.stop(Stage.ACTOR, Stage.SERVICE)
-                tasks.cancel_scope.cancel()
+            try:
+                claim = await NodeClaim.take(
+                    bus, self._plan.node, self._plan.run_dir, incarnation=self._plan.incarnation
+                )
+            except NodeClaimed as error:
+                self._end(Outcome(finished=False, error=str(error)))
+                return
+            try:
+                await self._run_processes(bus, claim)
+            finally:
+                with anyio.move_on_after(RELEASE_TIMEOUT_S, shield=True), suppress(BusError):
+                    await claim.release()
+
+    async def _run_processes(self, bus: Bus, claim: NodeClaim) -> None:
+        incarnation = claim.holder.incarnation
+        await self._forget_addresses(bus, incarnation)
+        for spec in self._plan.processes:
+            self._supervision.start(self._told_the_bus(spec, incarnation))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._keep_claim, claim)
+            tasks.start_soon(self._tell, bus)
+            tasks.start_soon(self._follow, bus, tasks)
+            await self._ending.wait()
+            await self._supervision.stop(Stage.ACTOR, Stage.SERVICE)
+            tasks.cancel_scope.cancel()
+
+    async def _keep_claim(self, claim: NodeClaim) -> None:
+        try:
+            await claim.keep()
+        except NodeClaimed as error:
+            self._end(Outcome(finished=False, error=str(error)))
 
     async def _obey_signals(self, everything: anyio.CancelScope) -> None:
         """The first signal asks for an orderly end, a second one or a passed deadline cancels everything."""
@@ -201,18 +230,24 @@ class NodeAgent:
                 case _:
                     pass
 
-    async def _forget_addresses(self, bus: Bus) -> None:
+    async def _forget_addresses(self, bus: Bus, incarnation: int) -> None:
         """An earlier agent's servers are gone."""
-        if self._plan.incarnation == 1:
+        if incarnation == 1:
             return
         for spec in self._plan.processes:
             if spec.address_key is not None:
                 await bus.kv.delete(spec.address_key)
 
     async def _follow(self, bus: Bus, tasks: anyio.abc.TaskGroup) -> None:
-        """Fold the log from its beginning; show what happened since the start."""
-        async with bus.read() as events:
-            async for received in events:
+        """Fold the run's history; show what happened since the start."""
+        watch = self._watch(bus, tasks)
+        begins = await begun(bus, self._plan.run_dir)
+        if begins is not None:
+            self.report.begin(begins)
+        async with history(bus, self._plan.run_dir, buries=True) as events:
+            async for received in events.follow():
+                if watch is not None:
+                    watch.happened(received.message)
                 message, moment, steps = received.message, received.time.timestamp(), self.report.steps
                 live = moment >= self._plan.started
                 for notice in self.report.apply(message, received.seq, moment):
@@ -226,6 +261,15 @@ class NodeAgent:
                     self._end(Outcome(finished=True))  # an earlier start may have finished with fewer steps to do
                 elif isinstance(message, RunFailed) and live:
                     self._end(Outcome(finished=False, error=message.reason))
+
+    def _watch(self, bus: Bus, tasks: anyio.abc.TaskGroup) -> StallWatch | None:
+        plan = self._plan
+        if plan.stall_after_s is None:
+            return None
+        actors = [name for spec in plan.processes if spec.stage is Stage.ACTOR for name in spec.name.split("+")]
+        watch = StallWatch(bus, plan.stall_after_s, actors)
+        tasks.start_soon(watch.run)
+        return watch
 
     def _take(self, notice: Any) -> None:
         match notice:
@@ -274,6 +318,8 @@ class NodeAgent:
             port=PortRequest(host=server.host, fixed=fixed, preferred=self._last_bus_port(), kept=True),
             ready=WhenConfirmed(is_ready),
             ready_timeout_s=BUS_READY_S,
+            probe=Greets(),
+            unresponsive_after_s=self._plan.bus_unresponsive_after_s,
             stage=Stage.BUS,
             stop_timeout_s=BUS_STOP_S,
         )
@@ -289,11 +335,11 @@ class NodeAgent:
             "PHYSARUM_RUN": plan.run,
             "PHYSARUM_RUN_DIR": str(plan.run_dir),
             "PHYSARUM_NODE": plan.node,
-            "PHYSARUM_INCARNATION": str(plan.incarnation),
         }
 
-    def _told_the_bus(self, spec: ProcessSpec) -> ProcessSpec:
+    def _told_the_bus(self, spec: ProcessSpec, incarnation: int) -> ProcessSpec:
         env = {BUS_URL_VARIABLE: self._bus_url or "", "PHYSARUM_PROCESS": spec.name, **spec.env}
+        env["PHYSARUM_INCARNATION"] = str(incarnation)
         return msgspec.structs.replace(spec, env=env)
 
 

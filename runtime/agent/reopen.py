@@ -10,14 +10,16 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from messages import Message, Plane
+from messages import Plane
 from messages.subjects import RUN_NAME, stream_of
 from runtime.agent import guardian
 from runtime.agent.claim import kept_unclaimed
 from runtime.agent.rundir import BUS_FILE, TOPOLOGY_FILE
 from runtime.agent.spawn import Child
-from runtime.bus import Bus, BusError, BusLimits, Events
+from runtime.archive import History, begun, history
+from runtime.bus import Bus, BusError, BusLimits
 from runtime.bus.server import ServerSettings, server_command, wait_ready, write_config
+from runtime.ledger import LedgerState
 
 RUNS = Path("runs")
 STREAMS = Path("nats", "jetstream", "$G", "streams")  # in the run directory; $G is the server's only account
@@ -62,7 +64,8 @@ class FoundRun(msgspec.Struct, frozen=True, kw_only=True):
 class OpenedLog(msgspec.Struct, frozen=True, kw_only=True):
     """A log that can be read."""
 
-    events: Events[Message]
+    events: History
+    begins: LedgerState | None  # the state before the first event, where what came before is lost
     live: bool  # read from the run's bus, so it may still grow
 
 
@@ -94,7 +97,7 @@ def _holds_a_run(path: Path) -> bool:
 
 @asynccontextmanager
 async def opened_log(run: FoundRun) -> AsyncGenerator[OpenedLog, None]:
-    """The run's events from the first on, for the duration of a block. Nothing is written to the run.
+    """The run's events, archived ones too, for the duration of a block. Nothing is written to the run.
 
     While an agent holds the run directory, they come from its bus; otherwise from a server of this process on a copy of
     the event stream, so that neither the store nor an agent that starts meanwhile is touched. Only while files are
@@ -111,7 +114,8 @@ async def opened_log(run: FoundRun) -> AsyncGenerator[OpenedLog, None]:
         if url is None:
             url = await stack.enter_async_context(_server_on(scratch))
         bus = await stack.enter_async_context(Bus.connect(url, run.name, name="spectator", limits=LIMITS))
-        yield OpenedLog(events=await stack.enter_async_context(bus.read(buries=False)), live=live)
+        events = await stack.enter_async_context(history(bus, run.directory))
+        yield OpenedLog(events=events, begins=await begun(bus, run.directory), live=live)
 
 
 async def _live_url(run: FoundRun, scratch: Path) -> str | None:

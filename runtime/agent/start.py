@@ -92,6 +92,7 @@ def _check(topology: Topology, wish: Wish, run_dir: Path) -> None:
 
 
 def _plan(topology: Topology, wish: Wish, claim: Claim, specs_of: SpecsOf) -> NodePlan:
+    home = bus_node(topology) or next(iter(topology.nodes))
     return NodePlan(
         run=topology.run.name,
         node=wish.node,
@@ -104,6 +105,8 @@ def _plan(topology: Topology, wish: Wish, claim: Claim, specs_of: SpecsOf) -> No
         bus_url=topology.bus.url,
         limits=stream_limits(topology),
         keeps_metrics=wish.node == next(iter(topology.nodes)),
+        stall_after_s=topology.run.stall_after_s if wish.node == home else None,
+        bus_unresponsive_after_s=max((pool.unresponsive_after_s for pool in topology.engines.values()), default=60.0),
     )
 
 

@@ -1,0 +1,91 @@
+"""Notices that nothing happens in a run, and asks everybody what they wait for."""
+
+from collections.abc import Iterable
+from typing import Final
+
+import anyio
+import structlog
+
+from messages import RunStalled, StatsGiven, StatsRequested
+from runtime.bus import Bus, BusError, CallError, CallRefused, CallTimeout
+from runtime.bus.roster import Members
+
+log = structlog.get_logger()
+
+ANSWER_TIMEOUT_S: Final = 5.0
+ASKED_AT_ONCE: Final = 64
+AT_WORK: Final = "at work"
+NOT_THERE: Final = "not there"
+
+
+class StallWatch:
+    """Tells when no event was logged for long, once in a stall and again each time it has lasted twice as long.
+
+    Args:
+        expected: instances that are asked though they may not be on the roster: starting, for one, or hanging there.
+    """
+
+    def __init__(self, bus: Bus, after_s: float, expected: Iterable[str]) -> None:
+        self._bus = bus
+        self._after_s = after_s
+        self._expected = tuple(expected)
+        self._newest = anyio.current_time()
+        self._resumed = anyio.Event()  # after a stall was told
+
+    def happened(self, event: object) -> None:
+        """Something was logged."""
+        if not isinstance(event, RunStalled):
+            self._newest = anyio.current_time()
+            self._resumed.set()
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        seen, patience_s = self._newest, self._after_s
+        while True:
+            if self._newest > seen:
+                seen, patience_s = self._newest, self._after_s
+            left_s = seen + patience_s - anyio.current_time()
+            if left_s > 0:
+                with anyio.move_on_after(left_s):  # told, a stall may end long before its next telling is due
+                    await (self._resumed.wait() if patience_s > self._after_s else anyio.sleep_forever())
+                continue
+            patience_s *= 2
+            self._resumed = anyio.Event()
+            try:
+                await self._tell(seen)
+            except BusError as error:  # without a bus there is nobody to be told
+                log.warning("stall_not_told", error=str(error))
+
+    async def _tell(self, since: float) -> None:
+        waiting = await self._ask_all()
+        if self._newest > since:
+            return
+        idle_s = round(anyio.current_time() - since, 1)
+        log.warning("run_stalled", idle_s=idle_s, waiting=waiting)
+        await self._bus.publish(RunStalled(idle_s=idle_s, waiting=waiting))
+
+    async def _ask_all(self) -> dict[str, str]:
+        rosters = await self._bus.kv.entries("roster.*", Members)
+        present = [member.instance for entry in rosters if entry.value for member in entry.value.members]
+        limiter = anyio.Semaphore(ASKED_AT_ONCE)
+        answers: dict[str, str] = {}
+
+        async def ask(instance: str) -> None:
+            async with limiter:
+                answers[instance] = await self._ask(instance)
+
+        async with anyio.create_task_group() as group:
+            for instance in {*present, *self._expected}:
+                group.start_soon(ask, instance)
+        return dict(sorted(answers.items()))
+
+    async def _ask(self, instance: str) -> str:
+        try:
+            given = await self._bus.call(instance, StatsRequested(), StatsGiven, timeout_s=ANSWER_TIMEOUT_S)
+        except CallTimeout:
+            return f"no answer in {ANSWER_TIMEOUT_S:g} s"
+        except CallRefused as error:
+            return f"cannot say: {error}"
+        except CallError:
+            return NOT_THERE
+        return given.waits_for or AT_WORK
