@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -15,7 +15,7 @@ from actors.rollout.fleet import Fleet
 from actors.rollout.generation import Generator
 from actors.rollout.groups import GroupRun, Job, Tools
 from actors.rollout.http import Http, RequestRefused
-from actors.rollout.members import Member, fresh_members, inherit
+from actors.rollout.members import Member, fresh_members, inherit, longest
 from actors.rollout.scoring import Scorer
 from actors.rollout.slots import Slots
 from actors.rollout.updates import Updater
@@ -37,12 +37,16 @@ from messages import (
     Segment,
     SegmentRef,
     SegmentsPublished,
+    SegmentsSpilled,
+    SpillsGiven,
+    SpillsRequested,
     WeightsAnnounced,
     WeightsApplied,
 )
 from runtime.actor import Actor, leaves
 from runtime.addresses import Address, address_filter
-from runtime.bus import Bus, Delivery, MessageTooLarge, PayloadLost
+from runtime.bus import Bus, BusError, Delivery, MessageTooLarge, PayloadLost
+from runtime.bus.roster import Roster
 from runtime.topology import Topology, num_engines
 
 log = structlog.get_logger()
@@ -50,13 +54,17 @@ log = structlog.get_logger()
 ACK_WAIT_S = 5.0  # after a rollout actor's death its tasks go to another one this much later
 POISON = (RequestRefused, MessageTooLarge, ValueError)  # what a task brings about anew each time it is delivered
 EVAL_MAX_TRIES = 5  # deliveries of an item that ends aborted
+SPILLS_TIMEOUT_S = 3.0  # for the buffer to say what an earlier delivery left
+GIVE_BACK_S = 2.0  # for tasks at the end
+LOOKS_PER_SPILL = 4  # how often in the time after which a group spills it is looked whether one is due
 EVAL_SLOTS_SHARE = 4  # evaluation may hold 1/4 of the slots beside the round that runs
 
 
 class RolloutActor(Actor):
     """Generates and scores prompt groups on its engines.
 
-    A crash loses the tokens that were in the engines: the tasks are delivered again after the ack wait.
+    A crash loses the tokens that came since the last spill: the tasks are delivered again after the ack wait, and go on
+    from what was spilled.
     """
 
     reads = (
@@ -68,9 +76,12 @@ class RolloutActor(Actor):
         EvalEnded,
         ScoresGiven,
         SegmentsPublished,
+        SpillsGiven,
     )
     writes = (
         SegmentsPublished,
+        SegmentsSpilled,
+        SpillsRequested,
         ScoreRequested,
         GroupCompleted,
         GroupAborted,
@@ -86,20 +97,24 @@ class RolloutActor(Actor):
         self._topology = topology
         self._slots = Slots(engines.concurrency * num_engines(engines))
         self._num_groups = 0
+        self._runs: set[GroupRun] = set()  # of training groups
         self._wanted_at = 0.0
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         connector = aiohttp.TCPConnector(limit=0)  # the slots are the limit
         async with aiohttp.ClientSession(connector=connector) as session, anyio.create_task_group() as group:
             http = Http(session)
-            fleet = Fleet(http, Updater(http, self._topology.rollout.on_weight_update))
+            updater = Updater(http, self._topology.rollout.on_weight_update)
+            fleet = Fleet(http, updater)
             tools = self._tools(http, fleet)
+            updater.interrupt_by(tools.generator.interrupt)
             await group.start(tools.scorer.run)
             group.start_soon(self._watch_engines, fleet)
             group.start_soon(self._watch_router, fleet)
             group.start_soon(tools.generator.run)
             group.start_soon(self._follow_log, fleet, tools.generator)
             group.start_soon(self._report_versions, fleet)
+            group.start_soon(self._spill_long_runs)
             group.start_soon(self._pull_groups, tools)
             group.start_soon(self._pull_evals, tools)
             task_status.started()
@@ -214,8 +229,8 @@ class RolloutActor(Actor):
     async def _run_group(self, tools: Tools, delivery: Delivery[RolloutRequested], taken: int) -> None:
         task, lease = delivery.message, uuid.uuid4().hex
         with structlog.contextvars.bound_contextvars(group_id=task.group_id, attempt=task.attempt):
-            async with delivery.heartbeat(), _released(self._slots, taken) as release:
-                await self._publish_outcome(await self._outcome(tools, task, lease, release))
+            async with _given_back(delivery), _released(self._slots, taken) as release:
+                await self._publish_outcome(await self._outcome(tools, delivery, lease, release))
                 await delivery.ack()
             self._num_groups += 1
 
@@ -234,18 +249,22 @@ class RolloutActor(Actor):
             await self._bus.publish(failed)
 
     async def _outcome(
-        self, tools: Tools, task: RolloutRequested, lease: str, release: "_Release"
+        self, tools: Tools, delivery: Delivery[RolloutRequested], lease: str, release: "_Release"
     ) -> GroupCompleted | GroupAborted | GroupFailed:
+        task, carried = delivery.message, await self._carried(delivery)
         who = {"group_id": task.group_id, "attempt": task.attempt, "round": task.round}
         if tools.generator.halted(task.round):
-            return GroupAborted(**who, lease=lease, instance=self._bus.name, samples=task.carried)
-        members = await self._members(task)
+            return GroupAborted(**who, lease=lease, instance=self._bus.name, samples=carried)
+        members = await self._members(task, carried)
         run = GroupRun(_training_job(task, lease, group_rm=self._topology.reward.group_rm), members, tools)
         reason = None
+        self._runs.add(run)
         try:
             await run.run(release)
         except* POISON as errors:
             reason = "; ".join(str(error) for error in leaves(errors))
+        finally:
+            self._runs.discard(run)
         if reason is not None:
             log.warning("group_failed", reason=reason)
             return GroupFailed(**who, lease=lease, instance=self._bus.name, reason=reason)
@@ -267,24 +286,52 @@ class RolloutActor(Actor):
             reward_time_s=run.scored_s,
         )
 
-    async def _members(self, task: RolloutRequested) -> list[Member]:
+    async def _carried(self, delivery: Delivery[RolloutRequested]) -> tuple[SampleSummary, ...]:
+        """What earlier attempts left, and of this one an earlier delivery."""
+        task = delivery.message
+        if delivery.num_delivered == 1:
+            return task.carried
+        request = SpillsRequested(group_id=task.group_id, attempt=task.attempt)
+        try:
+            with anyio.fail_after(SPILLS_TIMEOUT_S):
+                buffers = (await Roster(self._bus).members("buffer")).members
+                if not buffers:
+                    return task.carried
+                instance = buffers[-1].instance
+                given = await self._bus.call(instance, request, SpillsGiven, timeout_s=SPILLS_TIMEOUT_S)
+        except (BusError, TimeoutError) as error:
+            log.warning("spills_not_given", error=str(error))
+            return task.carried
+        return tuple(longest(task.carried, given.samples))
+
+    async def _members(self, task: RolloutRequested, carried: Sequence[SampleSummary]) -> list[Member]:
         """Fresh members, or what earlier attempts left of them."""
         members = fresh_members(task.num_samples, task.prompt.prompt_ids)
-        for carried in task.carried:
+        for summary in carried:
             try:
-                segments = [await self._segment(ref) for ref in carried.segments]
+                segments = [await self._segment(ref) for ref in summary.segments]
             except PayloadLost as error:
-                log.warning("carried_tokens_lost", index=carried.index, error=str(error))
+                log.warning("carried_tokens_lost", index=summary.index, error=str(error))
             else:
-                inherit(members[carried.index], carried, segments, max_new_tokens=task.sampling.max_new_tokens)
+                inherit(members[summary.index], summary, segments, max_new_tokens=task.sampling.max_new_tokens)
         return members
+
+    async def _spill_long_runs(self) -> None:
+        """Have groups that run for long store what they have, each of them once in `spill_every_s`."""
+        every_s = self._topology.rollout.spill_every_s
+        while every_s:
+            await anyio.sleep(every_s / LOOKS_PER_SPILL)
+            due = time.monotonic() - every_s
+            for run in self._runs:
+                if run.spilled_at <= due:
+                    run.spill()
 
     async def _segment(self, ref: SegmentRef) -> Segment:
         return (await self._bus.fetch(SegmentsPublished, ref.seq)).segments[ref.position]
 
     async def _run_eval(self, tools: Tools, delivery: Delivery[EvalRequested], slots: Slots, taken: int) -> None:
         task = delivery.message
-        async with delivery.heartbeat(), _released(slots, taken) as release:
+        async with _given_back(delivery), _released(slots, taken) as release:
             members = fresh_members(task.num_samples, task.prompt.prompt_ids)
             run = GroupRun(_eval_job(task, uuid.uuid4().hex), members, tools)
             try:
@@ -353,6 +400,19 @@ class _Release:
     def __call__(self) -> None:
         taken, self._taken = self._taken, 0
         self._slots.give_back(taken)
+
+
+@asynccontextmanager
+async def _given_back(delivery: Delivery[RolloutRequested] | Delivery[EvalRequested]) -> AsyncGenerator[None]:
+    """Keep a task ours for the duration of a block; if that is cut off, as by the end of the actor, give it back."""
+    try:
+        async with delivery.heartbeat():
+            yield
+    except anyio.get_cancelled_exc_class():
+        if not delivery.ended:
+            with anyio.move_on_after(GIVE_BACK_S, shield=True):
+                await delivery.redeliver()
+        raise
 
 
 @asynccontextmanager

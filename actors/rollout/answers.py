@@ -33,6 +33,8 @@ class Answer(msgspec.Struct, frozen=True):
     output_ids: list[int] = []
 
 
+NOTHING = Answer(meta_info=MetaInfo())
+
 _STATUS = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}
 
 
@@ -55,6 +57,27 @@ def oldest_version(answer: Answer) -> int | None:
     meta = answer.meta_info
     named = [span.version for span in meta.weight_versions or []] or [meta.weight_version or ""]
     return min(int(version) if version.isdecimal() else 0 for version in named)
+
+
+def is_aborted(answer: Answer) -> bool:
+    """Whether somebody ended the request before its end."""
+    return (answer.meta_info.finish_reason or {}).get("type") == "abort"
+
+
+def cut(answer: Answer, num_tokens: int, num_characters: int) -> Answer:
+    """What an answer holds beyond its first tokens and their text."""
+    if not num_tokens and not num_characters:
+        return answer
+    meta = answer.meta_info
+    spans = [
+        VersionSpan(span.version, max(0, span.start - num_tokens), span.end - num_tokens)
+        for span in meta.weight_versions or []
+        if span.end > num_tokens
+    ]
+    rest = msgspec.structs.replace(
+        meta, weight_versions=spans, output_token_logprobs=meta.output_token_logprobs[num_tokens:]
+    )
+    return Answer(meta_info=rest, text=answer.text[num_characters:], output_ids=answer.output_ids[num_tokens:])
 
 
 def segment_of(answer: Answer, sample: SampleKey, prompt_ids: Int32Array) -> Segment:

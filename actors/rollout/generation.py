@@ -1,4 +1,4 @@
-"""Requests to the engines: sent to confirmed ones, sent again when lost, aborted on halt."""
+"""Requests to the engines: sent to confirmed ones, sent again when lost, aborted on halt or for new weights."""
 
 from collections import abc
 from collections.abc import Callable
@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import anyio
 import structlog
 
-from actors.rollout.answers import Answer, oldest_version
+from actors.rollout.answers import NOTHING, Answer, is_aborted, oldest_version
 from actors.rollout.fleet import Fleet
 from actors.rollout.http import EngineError, EngineFailed, EngineUnavailable, Http, RequestRefused
+from actors.rollout.streams import Stream
 from messages import SamplingParams
 
 log = structlog.get_logger()
@@ -19,6 +20,7 @@ log = structlog.get_logger()
 RESEND_S = 0.5  # before a lost request is sent again; doubled for each time that an engine failed on it
 MAX_RESEND_S = 8.0
 MAX_FAILURES = 10  # of engines on one request, before it is taken for the cause
+STREAM_ABOVE = 256  # tokens that a request may get: a shorter one costs less to repeat than to stream
 ABORT_AGAIN_S = 1.0  # a request that arrives during a pause is not abortable: repeat until it is gone
 
 
@@ -32,6 +34,13 @@ class Request:
     max_new_tokens: int
     min_version: int
     round: int | None  # None: an evaluation, which no halt touches
+
+
+class Generated(NamedTuple):
+    """What came of a request."""
+
+    answers: list[Answer]  # one per list of input_ids
+    cut_short: bool  # the request was lost, or gave way to new weights: it may go on from these tokens
 
 
 class HaltListener(NamedTuple):
@@ -53,6 +62,8 @@ class Generator:
         self._request_ended = anyio.Event()  # replaced by a halt that waits for it
         self._halt_listeners: set[HaltListener] = set()
         self._sweep: anyio.Event | None = None  # an abort of everything, which must not meet a new request
+        self._interruptions = 0  # ever begun
+        self._num_interrupting = 0
 
     def halted(self, round: int | None) -> bool:
         """Whether work of this round is to be given back."""
@@ -70,14 +81,18 @@ class Generator:
         finally:
             self._halt_listeners.discard(listener)
 
-    async def generate(self, request: Request) -> list[Answer] | None:
+    async def generate(self, request: Request, show: Callable[[Stream], None] | None = None) -> Generated | None:
         """Wait for an engine that may answer, ask it, and ask again if the request is lost.
 
         It is asked again for as long as engines or the router are away, which is their agent's to end; but not for ever
-        when they answer and fail.
+        when they answer and fail. A long request is streamed; if it is lost, what came of it is the answer.
+
+        Args:
+            request: what is asked.
+            show: told of the stream, whenever one begins; none: nobody looks, nothing is streamed.
 
         Returns:
-            One answer per list of input_ids, or None when the round was halted before an engine was asked.
+            None when the round was halted before an engine was asked.
 
         Raises:
             RequestRefused: the engine says that the request is wrong, or failed on it too often.
@@ -89,8 +104,12 @@ class Generator:
                 continue
             rid = f"{request.rid}-{tries}"
             tries += 1
+            stream = None
+            if show is not None and request.max_new_tokens > STREAM_ABOVE:
+                stream = Stream(self._fleet.version)
+                show(stream)
             try:
-                return await self._ask(rid, request)
+                return await self._ask(rid, request, stream)
             except EngineUnavailable as error:
                 failures += isinstance(error, EngineFailed)
                 log.warning("request_lost", rid=rid, tries=tries, error=str(error))
@@ -98,19 +117,42 @@ class Generator:
                     raise RequestRefused(f"{failures} times in vain, at last: {error}") from error
             await self._fleet.report_unavailable()
             await anyio.sleep(min(MAX_RESEND_S, RESEND_S * 2 ** max(0, failures - 1)))
+            if stream is not None and stream.num_tokens:
+                rest = stream.take()
+                return Generated([rest if is_recent(rest, request.min_version) else NOTHING], cut_short=True)
         return None
 
-    async def _ask(self, rid: str, request: Request) -> list[Answer]:
+    async def _ask(self, rid: str, request: Request, stream: Stream | None) -> Generated:
+        before = None if self._num_interrupting else self._interruptions
         self._running[rid] = request
         try:
-            answers = await self._http.generate(self._fleet.router, _body(request, rid))
+            if stream is not None:
+                await self._http.stream(self._fleet.router, _body(request, rid), stream)
+                answers = [stream.take()]
+            else:
+                answers = await self._http.generate(self._fleet.router, _body(request, rid))
         finally:
             del self._running[rid]
             self._request_ended.set()
-        versions = [version for answer in answers if (version := oldest_version(answer)) is not None]
-        if versions and min(versions) < request.min_version:
-            raise EngineFailed(f"sampled by weights {min(versions)}, asked of {request.min_version} or later")
-        return answers
+        if not all(is_recent(answer, request.min_version) for answer in answers):
+            raise EngineFailed(f"sampled by weights older than {request.min_version}, which it was asked of")
+        interrupted = request.round is not None and before != self._interruptions and not self.halted(request.round)
+        return Generated(answers, cut_short=interrupted and any(is_aborted(answer) for answer in answers))
+
+    async def interrupt(self, url: str) -> None:
+        """Abort the training requests that an engine has, until cancelled; they go on from their tokens."""
+        self._interruptions += 1
+        self._num_interrupting += 1
+        try:
+            while True:
+                rids = [rid for rid, request in self._running.items() if request.round is not None]
+                if rids and len(rids) == len(self._running):
+                    await self._abort_at(url, [None])
+                else:
+                    await self._abort_at(url, _member_rids(rids, self._running))
+                await anyio.sleep(ABORT_AGAIN_S)
+        finally:
+            self._num_interrupting -= 1
 
     def halt(self, round: int) -> None:
         """Give back everything of this round and older ones; `run` aborts what is running of it."""
@@ -147,16 +189,22 @@ class Generator:
             self._sweep = None
 
     async def _abort_everywhere(self, rids: list[str | None]) -> None:
-        async def abort(url: str) -> None:
-            try:
-                for rid in rids:
-                    await self._http.abort(url, rid)
-            except EngineError as error:
-                log.warning("abort_not_sent", url=url, error=str(error))
-
         async with anyio.create_task_group() as group:
             for url in self._fleet.engine_urls:
-                group.start_soon(abort, url)
+                group.start_soon(self._abort_at, url, rids)
+
+    async def _abort_at(self, url: str, rids: list[str | None]) -> None:
+        try:
+            for rid in rids:
+                await self._http.abort(url, rid)
+        except EngineError as error:
+            log.warning("abort_not_sent", url=url, error=str(error))
+
+
+def is_recent(answer: Answer, min_version: int) -> bool:
+    """Whether no token of it was sampled by weights older than that."""
+    oldest = oldest_version(answer)
+    return oldest is None or oldest >= min_version
 
 
 def _member_rids(rids: list[str], running: dict[str, Request]) -> list[str | None]:

@@ -1,4 +1,4 @@
-"""One prompt group from its task to its end: generate, store, score."""
+"""One prompt group from its task to its end: generate, store, tell of what is stored, score."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,9 +8,10 @@ import anyio
 from anyio.abc import TaskGroup
 
 from actors.rollout.answers import Answer, segment_of, status_of
-from actors.rollout.generation import Generator, Request
+from actors.rollout.generation import Generated, Generator, Request
 from actors.rollout.members import Member, tokens_left
 from actors.rollout.scoring import Scorer
+from actors.rollout.streams import Stream
 from messages import (
     Int32Array,
     Prompt,
@@ -21,6 +22,7 @@ from messages import (
     Segment,
     SegmentRef,
     SegmentsPublished,
+    SegmentsSpilled,
 )
 from runtime.bus import Bus
 
@@ -61,9 +63,13 @@ class GroupRun:
         self.members = members
         self.generated_s = 0.0  # from the start to the last token
         self.scored_s = 0.0  # from the last token to the last score
+        self.spilled_at = time.monotonic()  # or begun
         self._tools = tools
-        self._outbox: list[tuple[Member, Answer]] = []
-        self._flushing = False
+        self._outbox: list[tuple[Member, Segment]] = []
+        self._storing = anyio.Lock()
+        self._streams: dict[int, Stream] = {}  # newest one by index of the member
+        self._num_requests = 0
+        self._num_told = 0  # segments and rewards that an event told of
         self._scoring: TaskGroup | None = None
         self._judging = anyio.CancelScope()
         self._generation_over = False
@@ -83,16 +89,21 @@ class GroupRun:
             self._tools.generator.on_halt(self.job.round, self._stop_waiting_for_judges),
             self._judging,
         ):
-            async with anyio.create_task_group() as self._scoring:
-                open_members = [member for member in self.members if self._open(member)]
-                if not self.job.group_rm:
-                    self._start_scoring(self.members)
-                await self._generate_all(open_members)
-                on_generated()
-                if self._halted:
-                    self._judging.cancel()
-                elif self.job.group_rm and self.generated:
-                    self._start_scoring(self.members)
+            try:
+                async with anyio.create_task_group() as self._scoring:
+                    await self._generate_and_score(on_generated)
+            finally:
+                self._scoring = None
+
+    async def _generate_and_score(self, on_generated: Callable[[], None]) -> None:
+        open_members = [member for member in self.members if self._open(member)]
+        self._score_ended(self.members)
+        await self._generate_all(open_members)
+        on_generated()
+        if self._halted:
+            self._judging.cancel()
+        elif self.job.group_rm and self.generated:
+            self._start_scoring(self.members)
 
     @property
     def generated(self) -> bool:
@@ -110,15 +121,48 @@ class GroupRun:
         if self._generation_over:
             self._judging.cancel()
 
+    def spill(self) -> None:
+        """Begin to store what the samples have so far, and to tell of it. Nothing once the group is over."""
+        self.spilled_at = time.monotonic()
+        if self._scoring is not None and self.job.store and not self._halted:
+            self._scoring.start_soon(self._spill)
+
+    async def _spill(self) -> None:
+        for member in self.members:
+            stream = self._streams.get(member.index)
+            if stream is None or stream.ended or not stream.num_new or stream.oldest_version < self.job.min_version:
+                continue
+            self._receive(member, stream.take(), SampleStatus.ABORTED)
+        await self._flush()
+        await self._tell()
+
+    async def _tell(self) -> None:
+        """Tell of what is stored, if that is more than was told before."""
+        job, stored = self.job, [member for member in self.members if member.refs and member.stored]
+        num_facts = sum(len(member.refs) + (member.reward is not None) for member in stored)
+        if num_facts <= self._num_told or job.round is None:
+            return
+        self._num_told = num_facts
+        spilled = SegmentsSpilled(
+            group_id=job.group_id,
+            attempt=job.attempt,
+            lease=job.lease,
+            round=job.round,
+            instance=self._tools.bus.name,
+            samples=tuple(member.summary() for member in stored),
+        )
+        await self._tools.bus.publish(spilled)
+
     async def _generate_all(self, open_members: Sequence[Member]) -> None:
         started = time.monotonic()
         together = [member for member in open_members if self._tools.batch_requests and not member.prefix]
         alone = [member for member in open_members if member.prefix or not self._tools.batch_requests]
         async with anyio.create_task_group() as group:
             for member in alone:
-                group.start_soon(self._generate, [member])
-            if together:
-                await self._generate(together)
+                group.start_soon(self._generate_alone, member)
+            if together and await self._generate(together):
+                for member in together:
+                    group.start_soon(self._generate_alone, member)
         self.generated_s = time.monotonic() - started
         self._generation_over = True
 
@@ -127,46 +171,72 @@ class GroupRun:
             member.status = SampleStatus.TRUNCATED
         return not member.finished
 
-    async def _generate(self, members: Sequence[Member]) -> None:
-        job = self.job
-        left = tokens_left(members[0], job.sampling.max_new_tokens)
-        prompt = job.prompt.prompt_ids.tolist()
-        request = Request(
-            rid=f"{job.lease}-{members[0].index}",
+    async def _generate_alone(self, member: Member) -> None:
+        """Generate a sample to its end, over as many requests as it takes."""
+        while self._open(member) and await self._generate([member]):
+            pass
+        self._score_ended([member])
+
+    async def _generate(self, members: Sequence[Member]) -> bool:
+        """Ask an engine once; whether the answer was cut short and may be continued."""
+        generated = await self._tools.generator.generate(self._request(members), self._show(members))
+        if generated is None:
+            return False
+        if len(generated.answers) != len(members):
+            raise ValueError(f"the engine answered {len(generated.answers)} of {len(members)} prompts")
+        for member, answer in zip(members, generated.answers, strict=True):
+            self._streams.pop(member.index, None)
+            self._receive(member, answer, _status(generated, answer))
+        self._score_ended(members)  # while they are being stored
+        await self._flush()
+        return generated.cut_short
+
+    def _request(self, members: Sequence[Member]) -> Request:
+        job, prompt = self.job, self.job.prompt.prompt_ids.tolist()
+        self._num_requests += 1
+        return Request(
+            rid=f"{job.lease}-{members[0].index}-{self._num_requests}",
             input_ids=[prompt + member.prefix for member in members],
             params=job.sampling,
-            max_new_tokens=left,
+            max_new_tokens=tokens_left(members[0], job.sampling.max_new_tokens),
             min_version=job.min_version,
             round=job.round,
         )
-        answers = await self._tools.generator.generate(request)
-        if answers is None:
-            return
-        if len(answers) != len(members):
-            raise ValueError(f"the engine answered {len(answers)} of {len(members)} prompts")
-        self._outbox += zip(members, answers, strict=True)
-        await self._flush()
+
+    def _show(self, members: Sequence[Member]) -> Callable[[Stream], None] | None:
+        """Whom to show the stream of a request; none: it is not streamed, as a batch, or what nobody may resume."""
+        if len(members) > 1 or not self.job.store:
+            return None
+        (member,) = members
+
+        def show(stream: Stream) -> None:
+            self._streams[member.index] = stream
+
+        return show
+
+    def _receive(self, member: Member, answer: Answer, status: SampleStatus) -> None:
+        """Let a sample grow by what an engine sampled; `_flush` stores it."""
+        segment = self._segment(member, answer)
+        member.continue_with(segment, status)
+        if len(segment.response_ids):
+            self._outbox.append((member, segment))
 
     async def _flush(self) -> None:
-        """Store what has ended. Members that end while others are being stored go out together."""
-        if self._flushing:
-            return
-        self._flushing = True
-        try:
+        """Store what has come. What comes while other things are being stored goes out together."""
+        async with self._storing:
             while self._outbox:
                 ended, self._outbox = self._outbox, []
-                segments = [self._segment(member, answer) for member, answer in ended]
-                for (member, answer), segment in zip(ended, segments, strict=True):
-                    member.continue_with(segment, status_of(answer))
-                if not self.job.group_rm:
-                    self._start_scoring([member for member, _ in ended])  # while they are being stored
-                await self._store([member for member, _ in ended], segments)
-        finally:
-            self._flushing = False
+                await self._store([member for member, _ in ended], [segment for _, segment in ended])
+
+    def _score_ended(self, members: Sequence[Member]) -> None:
+        if not self.job.group_rm:
+            self._start_scoring(members)
 
     def _start_scoring(self, members: Sequence[Member]) -> None:
-        unscored = [member for member in members if member.unscored]
+        unscored = [member for member in members if member.unscored and not member.asked]
         if unscored and not self._halted:
+            for member in unscored:
+                member.asked = True
             assert self._scoring is not None
             self._scoring.start_soon(self._score, unscored)
 
@@ -212,3 +282,9 @@ class GroupRun:
             label=prompt.label,
             metadata=prompt.metadata,
         )
+
+
+def _status(generated: Generated, answer: Answer) -> SampleStatus:
+    if generated.cut_short and not (answer.meta_info.finish_reason or {}):
+        return SampleStatus.ABORTED
+    return status_of(answer)

@@ -1,11 +1,14 @@
 """SGLang's HTTP API as a rollout actor uses it: engines directly, generation through the router."""
 
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
 from actors.rollout.answers import Answer
+from actors.rollout.streams import Stream
 
 T = TypeVar("T")
 
@@ -15,6 +18,8 @@ ADMIN_TIMEOUT_S = 10.0
 
 
 REFUSALS = (400, 413, 422)
+END_OF_EVENT = b"\n\n"
+DONE = b"[DONE]"
 PASSING = (408, 425, 429, 502, 503, 504)
 
 
@@ -81,6 +86,27 @@ class Http:
             return _decode(url, data, list[Answer])
         return [_decode(url, data, Answer)]
 
+    async def stream(self, router: str, body: dict[str, Any], stream: Stream) -> None:
+        """Send a request for one sample and take in what comes of it, to its end. What came stays when that fails.
+
+        Raises:
+            EngineUnavailable: connection lost, also on the way; no worker.
+            EngineFailed: server error, unreadable chunk.
+            RequestRefused: the request is wrong.
+        """
+        url = router + "/generate"
+        data = msgspec.json.encode({**body, "stream": True})
+        async with self._request("POST", url, data, GENERATE_TIMEOUT_S) as response:
+            async for event in _events(response.content):
+                if event == DONE:
+                    break
+                try:
+                    stream.add(event)
+                except ValueError as error:
+                    raise EngineFailed(f"{url}: unreadable chunk: {error}: {_shown(event)}") from error
+        if not stream.ended:
+            raise EngineUnavailable(f"{url}: the stream broke off after {stream.num_tokens} tokens")
+
     async def ready(self, engine: str) -> bool:
         """Whether an engine answers its readiness probe."""
         try:
@@ -135,19 +161,42 @@ class Http:
         return await self._send("POST", url, msgspec.json.encode(body), timeout_s)
 
     async def _send(self, method: str, url: str, data: bytes | None, timeout_s: float) -> bytes:
+        async with self._request(method, url, data, timeout_s) as response:
+            return await response.read()
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, url: str, data: bytes | None, timeout_s: float
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+        """A good answer, to be read in the block."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         headers = {"Content-Type": "application/json"}
         try:
             async with self._session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
-                answer = await response.read()
+                if response.status in REFUSALS:
+                    raise RequestRefused(f"{url}: {_shown(await response.read())}")
+                if response.status >= 300:
+                    kind = EngineUnavailable if response.status in PASSING else EngineFailed
+                    raise kind(f"{url}: {response.status} {_shown(await response.read())}")
+                yield response
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineUnavailable(f"{url}: {error!r}") from error
-        if response.status in REFUSALS:
-            raise RequestRefused(f"{url}: {answer.decode(errors='replace')[:500]}")
-        if response.status >= 300:
-            kind = EngineUnavailable if response.status in PASSING else EngineFailed
-            raise kind(f"{url}: {response.status} {answer.decode(errors='replace')[:500]}")
-        return answer
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
+    """Data of server-sent events."""
+    buffer, searched = bytearray(), 0
+    async for part in content.iter_any():
+        buffer += part
+        while (end := buffer.find(END_OF_EVENT, searched)) >= 0:
+            yield bytes(buffer[:end]).removeprefix(b"data: ")
+            del buffer[: end + len(END_OF_EVENT)]
+            searched = 0
+        searched = max(0, len(buffer) - len(END_OF_EVENT) + 1)
+
+
+def _shown(answer: bytes) -> str:
+    return answer.decode(errors="replace")[:500]
 
 
 def _decode(url: str, data: bytes, answer_type: type[T]) -> T:

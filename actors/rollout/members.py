@@ -24,6 +24,8 @@ class Member:
     first_version: int | None = None
     last_version: int | None = None
     reason: str | None = None
+    num_stored: int = 0  # of the tokens in prefix
+    asked: bool = False  # for its score
 
     @property
     def finished(self) -> bool:
@@ -34,6 +36,11 @@ class Member:
     def unscored(self) -> bool:
         """Has its tokens and waits for its score."""
         return self.finished and self.reward is None
+
+    @property
+    def stored(self) -> bool:
+        """Whether all its tokens are."""
+        return self.num_stored == len(self.prefix)
 
     def continue_with(self, segment: Segment, status: SampleStatus) -> None:
         """Add what the engine returned; `stored_at` follows once that is stored."""
@@ -46,6 +53,7 @@ class Member:
         """Note where a segment was stored; one without tokens is of no use."""
         if len(segment.response_ids):
             self.refs.append(ref)
+            self.num_stored += len(segment.response_ids)
 
     def take_score(self, score: Score, *, failed_reward: float | None) -> None:
         """Note a grader's answer; without a reward the sample fails, or gets `failed_reward` when that is set."""
@@ -100,6 +108,16 @@ def inherit(member: Member, carried: SampleSummary, segments: Sequence[Segment],
     if carried.status is SampleStatus.FAILED:  # its tokens are good, its score was not: score it again
         truncated = tokens_left(member, max_new_tokens) <= 0
         member.status = SampleStatus.TRUNCATED if truncated else SampleStatus.COMPLETED
+
+
+def longest(*told: Sequence[SampleSummary]) -> list[SampleSummary]:
+    """Of what is told of each sample the one with most tokens; of equal ones the last, which may know the score."""
+    best: dict[tuple[int, int], SampleSummary] = {}
+    for summary in (summary for summaries in told for summary in summaries):
+        key = (summary.index, summary.part)
+        if key not in best or summary.response_len >= best[key].response_len:
+            best[key] = summary
+    return [best[key] for key in sorted(best)]
 
 
 def tokens_left(member: Member, max_new_tokens: int) -> int:

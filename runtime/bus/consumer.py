@@ -56,6 +56,11 @@ class Delivery(Generic[MessageT]):
         """When it was stored."""
         return time_of(self._place.time_ns)
 
+    @property
+    def ended(self) -> bool:
+        """Whether it was acked, given back or rejected."""
+        return self._ended
+
     async def ack(self) -> None:
         """Done. Not confirmed: if this is lost, the message comes again."""
         await self._end(ACK)

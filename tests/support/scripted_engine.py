@@ -62,6 +62,10 @@ class ScriptedEngine:
         for event in self._running.values():
             event.set()
 
+    def release_one(self) -> None:
+        """Let the oldest of what is held end."""
+        next(iter(self._running.values())).set()
+
     def break_connections(self) -> None:
         """Lose every request that is in flight, as a killed engine does."""
         self._broken = True
