@@ -91,7 +91,6 @@ class Records:
         self._open: dict[int, Record] = {}
         self._given_up: list[Record] = []  # completed groups that were, since the newest batch
         self._untrained: dict[int, Pair] = {}  # a batch that is not trained may be taken back
-        self._taken_back = set[int]()  # steps whose batch is to be made again
         self._newest_payload = 0  # highest data message cited so far
 
     def fold(self, event: Message, seq: int) -> Pair | None:
@@ -177,8 +176,7 @@ class Records:
             self._given_up.append(record)
 
     def _batch(self, event: BatchReady) -> Pair | None:
-        if event.step < self.next_step and event.step not in self._taken_back:
-            return None
+        """The buffer alone makes batches, so each counts: one of a step that had one before replaces it."""
         batch = [self._open.pop(ref.group_id) for ref in event.groups if self._is_here(ref)]
         for group_id in event.passed_over:
             self._close(group_id, OVER_SAMPLING_FILTER)
@@ -189,7 +187,6 @@ class Records:
         pair = Pair(step=event.step, batch=tuple(batch), given_up=tuple(self._given_up))
         self._given_up = []
         self._untrained[event.step] = pair
-        self._taken_back.discard(event.step)
         self.next_step = max(self.next_step, event.step + 1)
         return pair if pair.records else None
 
@@ -199,7 +196,6 @@ class Records:
 
     def _settle(self, step: int) -> None:
         self._untrained = {known: pair for known, pair in self._untrained.items() if known >= step}
-        self._taken_back = {known for known in self._taken_back if known >= step}
 
     def _take_back(self, event: PayloadsMissing) -> None:
         """The batch is made again; the groups that were lost are generated again before that."""
@@ -214,7 +210,6 @@ class Records:
                 record.payload_seq = self._newest_payload + 1
             self._open[record.group_id] = record
         self._given_up = [*pair.given_up, *self._given_up]
-        self._taken_back.add(event.step)
 
 
 def _cited(samples: Sequence[SampleSummary]) -> list[int]:
