@@ -40,6 +40,7 @@ from runtime.wording import count_of, duration, number, sparkline
 
 ENDS = 5  # steps whose mean is the first and the last reward
 RECENT = 20  # steps that the time left is told from
+SFT_LOSS = "train/sft_loss"  # a metric of steps on demonstrations alone
 SHOWN_PER_REASON = 3  # a failure that repeats is told so often
 PARTS = {"rollout": "perf/rollout_time", "train": "perf/train_time", "weights": "perf/update_weights_time"}
 
@@ -74,6 +75,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     reward_first: float | None  # mean over the first 5 steps of their mean rewards
     reward_last: float | None
+    loss_first: float | None = None  # the same of the loss where demonstrations are trained, which have no reward
+    loss_last: float | None = None
     eval_last: float | None  # newest mean of the first evaluation set
     seconds: float  # since the command was given
     time_to_first_rollout_s: float | None
@@ -109,6 +112,7 @@ class Report:
         self.steps = 0  # trained
         self.finished: str | None = None  # reason
         self.rewards: list[float] = []  # mean per step
+        self.losses: list[float] = []  # of steps on demonstrations
         self.evals: dict[str, float] = {}  # newest mean by set
         self.first_evals: dict[str, float] = {}
         self.tokens = 0
@@ -164,8 +168,10 @@ class Report:
         return Result(
             run=self.run,
             steps=self.steps,
-            reward_first=_mean(self.rewards[:ENDS]),
-            reward_last=_mean(self.rewards[-ENDS:]),
+            reward_first=None if self.losses else _mean(self.rewards[:ENDS]),
+            reward_last=None if self.losses else _mean(self.rewards[-ENDS:]),
+            loss_first=_mean(self.losses[:ENDS]),
+            loss_last=_mean(self.losses[-ENDS:]),
             eval_last=next(iter(self.evals.values()), None),
             seconds=round(now - self.started, 3),
             time_to_first_rollout_s=self._first_rollout and round(self._first_rollout - self.started, 3),
@@ -181,9 +187,12 @@ class Report:
             f"steps     {self.steps} of {self.num_steps} in {duration(result.seconds)}"
             + (f", first rollout after {first:.1f} s" if first is not None else "")
         ]
-        if result.reward_first is not None and result.reward_last is not None:
-            curve = sparkline(self.rewards)
-            lines.append(f"reward    {number(result.reward_first)} → {number(result.reward_last)}  {curve}")
+        for name, first, last, curve in (
+            ("reward", result.reward_first, result.reward_last, self.rewards),
+            ("loss", result.loss_first, result.loss_last, self.losses),
+        ):
+            if first is not None and last is not None:
+                lines.append(f"{name:9} {number(first)} → {number(last)}  {sparkline(curve)}")
         for name, value in self.evals.items():
             lines.append(f"eval      {number(self.first_evals[name])} → {number(value)}  {name}")
         lines.append(f"groups    {self.books_line()}")
@@ -203,6 +212,8 @@ class Report:
         self.steps = max(self.steps, event.step + 1)
         self.tokens += event.num_tokens
         row: Row = {"step": event.step + 1, "time": time, "rollout/step": event.step}
+        if SFT_LOSS in event.metrics:
+            self.losses.append(event.metrics[SFT_LOSS])
         row |= self._group_metrics(groups) | self._drop_metrics() | self._time_metrics(event, time) | event.metrics
         row |= {"train/num_tokens": event.num_tokens, "weights/version": self.version}
         row |= {f"groups/{name}": count for name, count in msgspec.structs.asdict(self._ledger.books()).items()}
@@ -301,18 +312,16 @@ class Report:
         self.rewards.append(mean or 0.0)
         if mean is None or not lengths:
             return {}
-        equal = Counter(round(group.rewards[0], 1) for group in groups if len(set(group.rewards)) == 1)
+        graded: Row = {} if self.losses else _reward_metrics(groups, mean)
         return {
-            "rollout/raw_reward": mean,
+            **graded,
             "rollout/response_len/mean": statistics.fmean(lengths),
             "rollout/response_len/median": statistics.median(lengths),
             "rollout/response_len/max": max(lengths),
             "rollout/response_len/min": min(lengths),
             "rollout/truncated_ratio": sum(group.num_truncated for group in groups) / len(lengths),
             **_round_metrics([turns for group in groups for turns in group.round_numbers]),
-            **{f"rollout/zero_std/count_{reward:g}": count for reward, count in sorted(equal.items())},
             "perf/group_rollout_time": statistics.fmean(group.rollout_time_s for group in groups),
-            "perf/group_reward_time": statistics.fmean(group.reward_time_s for group in groups),
         }
 
     def _drop_metrics(self) -> Row:
@@ -354,13 +363,14 @@ class Report:
     def _step_line(self, row: Row) -> str:
         fields = [
             f"step {row['step']:>{len(str(self.num_steps))}}/{self.num_steps}",
-            f"reward {number(self.rewards[-1])}",
+            f"loss {number(self.losses[-1])}" if self.losses else f"reward {number(self.rewards[-1])}",
             *(f"{_short(name, self.evals)} {number(value)}" for name, value in self.evals.items()),
             *_staleness_field(row),
             *(f"{row[key]:,.0f} tok/s" for key in ("perf/tokens_per_sec",) if key in row),
             f"groups {self.books_line(brief=True)}",
-            f"weights v{self.version}",
         ]
+        if not self.losses:  # demonstrations need no engine, so nobody takes weights
+            fields.append(f"weights v{self.version}")
         if self._recent_s and self.steps < self.num_steps:
             left_s = statistics.fmean(self._recent_s) * (self.num_steps - self.steps)
             fields.append(f"{duration(left_s)} left")
@@ -390,6 +400,15 @@ def _staleness_field(row: Row) -> list[str]:
     """What a step line says of staleness: nothing when every token was sampled by the weights it trained."""
     largest = row.get("rollout/staleness_max", 0.0)
     return [f"staleness {row['rollout/staleness_mean']:.2f} (max {largest:g})"] if largest else []
+
+
+def _reward_metrics(groups: tuple[GroupNumbers, ...], mean: float) -> Row:
+    equal = Counter(round(group.rewards[0], 1) for group in groups if len(set(group.rewards)) == 1)
+    return {
+        "rollout/raw_reward": mean,
+        **{f"rollout/zero_std/count_{reward:g}": count for reward, count in sorted(equal.items())},
+        "perf/group_reward_time": statistics.fmean(group.reward_time_s for group in groups),
+    }
 
 
 def _is_mean(key: str) -> bool:

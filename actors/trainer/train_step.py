@@ -32,7 +32,7 @@ from runtime.topology import Topology
 log = structlog.get_logger()
 
 SUMS = ("loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "kl_loss")  # train/..., reduced like the loss
-SFT_SUMS = ("loss", "entropy_loss")
+SFT_SUMS = ("loss", "sft_loss", "entropy_loss")
 DIFF = "train/train_rollout_logprob_abs_diff"
 
 
@@ -200,7 +200,8 @@ class TrainStep:
             return torch.from_numpy(values_N[micro_batch.columns_M]).to(outputs.log_probs.device)
 
         if self._demonstrations:
-            return torch.stack([sft_loss(outputs.log_probs), outputs.entropy]) @ column(columns.weights_N)
+            loss = sft_loss(outputs.log_probs)
+            return torch.stack([loss, loss, outputs.entropy]) @ column(columns.weights_N)
         old = column(batch.rollout_log_probs_N if self._algorithm.use_rollout_logprobs else columns.trainer_log_probs_N)
         policy = policy_loss(
             outputs.log_probs,

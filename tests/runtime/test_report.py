@@ -293,6 +293,22 @@ def test_the_result_has_five_step_means() -> None:
     assert story.report.finished == "all steps trained"
 
 
+def test_a_run_on_demonstrations_is_told_by_its_loss() -> None:
+    story = Story(num_steps=2)
+    for step, loss in enumerate((2.5, 1.5)):
+        story.issue(step, round=step)
+        story.judge(step, story.complete(step, 0.0))
+        story.train(step, step, train__loss=loss, train__sft_loss=loss)
+    story.tell(RunFinished(incarnation=1, steps=2, reason="all steps trained"))
+    (_, line, *_), row = story.lines()[-1].split(" | "), story.rows()[-1]
+    assert line == "loss 1.500"
+    assert "weights" not in story.lines()[-1]
+    assert (row["train/sft_loss"], [key for key in row if "reward" in key or "zero_std" in key]) == (1.5, [])
+    result = story.report.result(STARTED + 60)
+    assert (result.loss_first, result.loss_last, result.reward_first, result.reward_last) == (2.0, 2.0, None, None)
+    assert story.report.summary(STARTED + 60)[1] == "loss      2.000 → 2.000  █▁"
+
+
 def test_the_summary_says_where_the_time_went() -> None:
     story = Story()
     story.tell(WeightsAnnounced(version=1, step=0, incarnation=1, path="p", checksum="c", size_bytes=1, took_s=0.25))

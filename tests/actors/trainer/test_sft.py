@@ -79,7 +79,7 @@ def test_training_equals_a_plain_loop(make_topology: MakeTopology, tmp_path: Pat
 def test_metrics_speak_of_the_loss_and_of_no_policy(make_topology: MakeTopology) -> None:
     topology = topology_of(make_topology, num_steps_per_rollout=2)
     metrics = TrainStep(topology, Replica(topology, CPU))(demonstrations(0))
-    assert {"train/loss", "train/entropy_loss", "train/grad_norm", "train/lr-pg_0"} <= metrics.keys()
+    assert {"train/loss", "train/sft_loss", "train/entropy_loss", "train/grad_norm", "train/lr-pg_0"} <= metrics.keys()
     foreign = ("reward", "advantage", "kl", "clipfrac", "logprob", "log_probs", "staleness")
     assert [name for name in metrics if any(word in name for word in foreign) and "time" not in name] == []
 
