@@ -40,7 +40,8 @@ class ZeroTrainer(Actor):
         async with anyio.create_task_group() as group:
             group.start_soon(feed.run)
             await feed.caught_up.wait()
-            feed.started(await self._bus.publish(TrainerStarted(incarnation=1, step=0)))
+            started = TrainerStarted(incarnation=1, step=0)
+            feed.started(started, await self._bus.publish(started))
             await self._announce(0)
             task_status.started()
             for step in range(self._num_steps):
