@@ -32,36 +32,12 @@ async def finish(run: Run, command: Command) -> None:
     await run.gone(family)
 
 
-async def test_reward_filter_and_rollout_are_killed(tmp_path: Path) -> None:
-    run, names = Run(tmp_path, num_steps=12), ["reward", "filter", "rollout"]
-    async with run.started() as command:
-        await kill_in_turn(command, names, every=3)
-        await finish(run, command)
-    await audit(run, killed=names)
-
-
-async def test_engine_and_router_are_killed(tmp_path: Path) -> None:
-    run, names = Run(tmp_path, num_steps=12), ["engine.policy.0", "router.policy", "engine.policy.0"]
-    async with run.started() as command:
-        await kill_in_turn(command, names, every=3)
-        await finish(run, command)
-    await audit(run, killed=names)
-
-
 async def test_buffer_and_bus_are_killed(tmp_path: Path) -> None:
     """With slow graders: answers that the dead server took along are asked for again."""
     run = Run(tmp_path, num_steps=15, overrides=(f"data.0.rm_type={GRADERS}:slowly",))
     names = ["nats-server", "buffer", "nats-server", "nats-server", "buffer", "nats-server"]
     async with run.started() as command:
         await kill_in_turn(command, names, every=2)
-        await finish(run, command)
-    await audit(run, killed=names)
-
-
-async def test_trainer_is_killed_before_and_after_a_checkpoint(tmp_path: Path) -> None:
-    run, names = Run(tmp_path, num_steps=13), ["trainer", "trainer"]
-    async with run.started() as command:
-        await kill_in_turn(command, names, every=4)
         await finish(run, command)
     await audit(run, killed=names)
 

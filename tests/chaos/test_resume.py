@@ -28,28 +28,6 @@ async def resume_and_finish(run: Run) -> None:
     await audit(run)
 
 
-async def test_the_agent_is_killed(tmp_path: Path) -> None:
-    run = Run(tmp_path, num_steps=12)
-    async with run.started() as command:
-        await wait_for_a_moment(command, "agent", 7)
-        family = command.family()
-        command.send(signal.SIGKILL)
-        assert await command.end() == -signal.SIGKILL
-        await run.gone(family)
-    await resume_and_finish(run)
-
-
-async def test_everything_is_killed_at_once(tmp_path: Path) -> None:
-    run = Run(tmp_path, num_steps=12)
-    for name, steps in (("before a checkpoint", 2), ("after a checkpoint", 8)):
-        async with run.started() as command:
-            await wait_for_a_moment(command, name, steps)
-            family = command.kill_everything()
-            assert await command.end() == -signal.SIGKILL
-            await run.gone(family)
-    await resume_and_finish(run)
-
-
 async def test_ctrl_c_ends_everything_and_the_run_goes_on_later(tmp_path: Path) -> None:
     run = Run(tmp_path, num_steps=12)
     for steps in (0, 7):  # 0: while everything starts
