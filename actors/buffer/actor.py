@@ -15,9 +15,12 @@ from actors.buffer.decide import Schedule, decide
 from actors.buffer.made import MadePrompts
 from actors.buffer.pressure import LOOK_AGAIN_S, Pressure
 from actors.buffer.recorder import Recorder
+from actors.buffer.selecting import Selector
+from actors.buffer.selection import Selection
 from actors.buffer.source import PromptSet, load_prompts
 from actors.buffer.tasks import eval_tasks, rollout_task, schedule_of, tasks_in_flight
 from actors.buffer.trimming import Trimmer, fold_archive
+from actors.buffer.waiting import Doing, prompts_of, words_of
 from messages import (
     BatchReady,
     BufferStarted,
@@ -91,19 +94,23 @@ class BufferActor(Actor):
         self._bus = bus
         self._run_dir = run_dir
         self._state = LedgerState()
+        self._selector = Selector(topology)
         self._trimmer = Trimmer(bus, run_dir, topology.buffer.trim_min_events)
         self._pressure = Pressure(bus)
+        self._schedule: Schedule | None = None  # once the data are read
+        self._doing = Doing()
         self._recorder = Recorder(topology, bus)
         self._eval_tasks: Iterator[EvalRequested] = iter(())  # of the running evaluation, still to be put
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        prompts = await _in_thread(lambda: load_prompts(self._topology))
+        with self._doing(prompts_of(self._topology.data)):
+            prompts = await _in_thread(lambda: load_prompts(self._topology))
         await self._refuse_other_data(prompts)
         await self._recorder.prepare()
         for loaded in prompts.loaded:
             await self._bus.publish(loaded)
         sizes = {name: len(items) for name, items in prompts.evals.items()}
-        schedule = schedule_of(self._topology, sizes)
+        self._schedule = schedule = schedule_of(self._topology, sizes)
         self._state = await self._newest_snapshot()
         async with (
             beside(self._trimmer.run),
@@ -119,6 +126,12 @@ class BufferActor(Actor):
 
     def stats(self) -> dict[str, float]:
         return {name: float(count) for name, count in msgspec.structs.asdict(self._state.books()).items()}
+
+    def waits_for(self) -> str:
+        if self._schedule is None or self._doing.words():
+            return self._doing.words()
+        room = f"room ({self._pressure.holding}); " if self._pressure.holding else ""
+        return room + words_of(self._state, self._schedule)
 
     async def _spills(self, request: SpillsRequested) -> SpillsGiven:
         """What whoever works on an attempt after a crash may go on from."""
@@ -237,7 +250,7 @@ class BufferActor(Actor):
 
     async def _decide(self, schedule: Schedule) -> int:
         """Append what is decided now; return its sequence, or 0 when there was nothing or somebody wrote first."""
-        while (decision := decide(self._state, schedule)) is not None:
+        while (decision := await self._next_decision(schedule)) is not None:
             if isinstance(decision, GroupsIssued) and self._pressure.holds(self._state):
                 return 0
             if isinstance(decision, RunFinished | RunFailed):  # after it the processes are stopped
@@ -250,6 +263,13 @@ class BufferActor(Actor):
                 log.warning("snapshot_left_out", reason=str(error))  # a start then folds more of the log
                 self._state.snapshot_step = self._state.checkpoint_step
         return 0
+
+    async def _next_decision(self, schedule: Schedule) -> Message | None:
+        """What is decided now. Nothing is folded while a user's function is asked for its choice."""
+        decision = decide(self._state, schedule)
+        while isinstance(decision, Selection):
+            decision = decide(self._state, schedule, await self._selector.choose(decision))
+        return decision
 
     async def _effects(self, event: Message, prompts: PromptSet | MadePrompts) -> None:
         state = self._state
@@ -289,8 +309,10 @@ class BufferActor(Actor):
                 except AlreadyQueued:
                     log.debug("task_still_queued", task=task.key())
 
+        with self._doing(prompts_of(self._topology.data)):
+            made = await _in_thread(lambda: list(tasks))
         async with anyio.create_task_group() as group:
-            for task in await _in_thread(lambda: list(tasks)):
+            for task in made:
                 group.start_soon(put, task)
 
 

@@ -1,6 +1,7 @@
 """The filter actor: judges completed prompt groups."""
 
 import inspect
+import time
 from collections import Counter
 
 import anyio
@@ -13,6 +14,7 @@ from messages.events import GroupCompleted, Outcome, VerdictGiven
 from runtime.actor import Actor
 from runtime.bus import Bus, Deliveries, Delivery
 from runtime.topology import Topology
+from runtime.wording import duration
 
 DURABLE = "filter"
 ACK_WAIT_S = 5.0  # how long the groups in hand of a killed filter wait
@@ -43,6 +45,7 @@ class FilterActor(Actor):
         self._num_tasks = JUDGED_AT_ONCE if self._name in BUILT_IN_FILTERS else 1
         self._threads = anyio.CapacityLimiter(2)  # a filter that hangs keeps its thread
         self._counts: Counter[Outcome] = Counter()
+        self._judging: dict[int, float] = {}  # start, by group
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Judge groups until cancelled."""
@@ -60,6 +63,12 @@ class FilterActor(Actor):
         """Numbers since the start."""
         return {f"num_{outcome}": float(self._counts[outcome]) for outcome in Outcome}
 
+    def waits_for(self) -> str:
+        if not self._judging:
+            return "completed groups"
+        group_id, began = min(self._judging.items(), key=lambda item: item[1])
+        return f"the filter {self._name}, which has group {group_id} for {duration(time.monotonic() - began)}"
+
     async def _judge_all(self, deliveries: Deliveries[GroupCompleted]) -> None:
         async for delivery in deliveries:
             with structlog.contextvars.bound_contextvars(group_id=delivery.message.group_id):
@@ -67,6 +76,7 @@ class FilterActor(Actor):
 
     async def _judge(self, delivery: Delivery[GroupCompleted]) -> None:
         group = delivery.message
+        self._judging[group.group_id] = time.monotonic()
         try:
             async with delivery.heartbeat():
                 verdict = await self._verdict_on(group)
@@ -75,6 +85,8 @@ class FilterActor(Actor):
             with anyio.move_on_after(GIVE_BACK_TIMEOUT_S, shield=True):
                 await delivery.redeliver()  # at once to another actor, not after the ack wait
             raise
+        finally:
+            self._judging.pop(group.group_id, None)
         await delivery.ack()
         self._counts[verdict.outcome] += 1
         log.debug("group_judged", attempt=group.attempt, outcome=verdict.outcome, reason=verdict.reason)

@@ -16,6 +16,7 @@ from messages.work import ScoreItem, ScoreRequested
 from runtime.actor import Actor
 from runtime.bus import Bus, Deliveries, Delivery
 from runtime.topology import Topology
+from runtime.wording import count_of, duration
 
 DURABLE = "reward"
 ACK_WAIT_S = 5.0  # how long the requests in hand of a killed actor wait
@@ -51,6 +52,7 @@ class RewardActor(Actor):
         )
         self._pool: GraderPool | None = None
         self._counts: Counter[str] = Counter()
+        self._in_hand: dict[str, tuple[str, float]] = {}  # grader and start, by request
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Answer requests until cancelled.
@@ -75,6 +77,13 @@ class RewardActor(Actor):
         requests = {f"num_{name}": float(self._counts[name]) for name in ("requests", "late_requests")}
         return requests | (self._pool.stats() if self._pool else {})
 
+    def waits_for(self) -> str:
+        if not self._in_hand:
+            return "score requests"
+        grader, began = min(self._in_hand.values(), key=lambda item: item[1])
+        hand = count_of(len(self._in_hand), "score request")
+        return f"graders, with {hand} in hand; {grader} has the oldest for {duration(time.monotonic() - began)}"
+
     async def _answer_all(self, pool: GraderPool, deliveries: Deliveries[ScoreRequested]) -> None:
         async for delivery in deliveries:
             request = delivery.message
@@ -84,6 +93,7 @@ class RewardActor(Actor):
     async def _answer(self, pool: GraderPool, delivery: Delivery[ScoreRequested]) -> None:
         request = delivery.message
         self._counts["requests"] += 1
+        self._in_hand[request.request_id] = (request.rm_type, time.monotonic())
         try:
             async with delivery.heartbeat():
                 grades = await self._grade(pool, request)
@@ -93,6 +103,8 @@ class RewardActor(Actor):
             with anyio.move_on_after(GIVE_BACK_TIMEOUT_S, shield=True):
                 await delivery.redeliver()  # at once to another actor, not after the ack wait
             raise
+        finally:
+            self._in_hand.pop(request.request_id, None)
         await delivery.ack()
 
     async def _grade(self, pool: GraderPool, request: ScoreRequested) -> list[Graded] | None:

@@ -14,6 +14,7 @@ from messages.events import GroupCompleted, Outcome, VerdictGiven
 from messages.samples import SampleStatus, SampleSummary
 from runtime.bus import Bus, Events
 from runtime.topology import Topology
+from tests.fixtures.nats import eventually
 
 pytestmark = pytest.mark.anyio
 
@@ -128,3 +129,12 @@ async def test_a_users_filter_decides_or_fails_its_group(
         assert actor.stats()[f"num_{outcome}"] == 1
     assert verdict.outcome is outcome
     assert (reason in str(verdict.reason)) if reason else (verdict.reason is None)
+
+
+async def test_a_filter_that_takes_its_time_is_named(bus: Bus, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(USER_FILTERS)
+    async with running(bus, f"{tmp_path}/mine.py:hangs") as actor:
+        assert actor.waits_for() == "completed groups"
+        await complete(bus, 7, [1.0])
+        await eventually(lambda: actor.waits_for() != "completed groups")
+        assert actor.waits_for().startswith(f"the filter {tmp_path}/mine.py:hangs, which has group 7 for ")

@@ -177,6 +177,16 @@ async def begin(asker: Asker, tmp_path: Path) -> str:
     return request_id
 
 
+async def test_a_grader_that_takes_its_time_is_named(bus: Bus, asker: Asker, tmp_path: Path) -> None:
+    async with running(bus, timeout_s=20.0) as actor:
+        assert actor.waits_for() == "score requests"
+        await begin(asker, tmp_path)
+        waits = actor.waits_for()
+        await anyio.Path(tmp_path / "go").touch()
+        await until_work_is_done(bus)
+    assert waits.startswith(f"graders, with 1 score request in hand; {USER_CODE}:as_told has the oldest for ")
+
+
 async def test_a_stopped_actor_gives_its_requests_back_at_once(bus: Bus, asker: Asker, tmp_path: Path) -> None:
     async with running(bus, timeout_s=20.0):
         request_id = await begin(asker, tmp_path)

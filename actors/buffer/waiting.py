@@ -1,0 +1,79 @@
+"""What the buffer waits for, in words. Pure but for the clock of what is being done now."""
+
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from actors.buffer.decide import Schedule
+from runtime.ledger import Evaluation, LedgerState, Stage
+from runtime.recipe import DataConfig
+from runtime.wording import count_of, duration
+
+LONG_S: Final = 1.0  # what takes less is not waited for
+IN_WORDS: Final = {
+    Stage.READY: "ready",
+    Stage.COMPLETED: "waiting for a verdict",
+    Stage.IN_FLIGHT: "being generated",
+}
+
+
+class Doing:
+    """What is being done outside the event loop, and since when."""
+
+    def __init__(self) -> None:
+        self._what = ""
+        self._since = 0.0
+
+    @contextmanager
+    def __call__(self, what: str) -> Generator[None]:
+        """Say so for the duration of a block; blocks do not overlap."""
+        self._what, self._since = what, time.monotonic()
+        try:
+            yield
+        finally:
+            self._what = ""
+
+    def words(self) -> str:
+        """What has been done for a while now; empty if nothing has."""
+        took_s = time.monotonic() - self._since
+        return f"{self._what}, for {duration(took_s)}" if self._what and took_s >= LONG_S else ""
+
+
+def prompts_of(data: Sequence[DataConfig]) -> str:
+    """Where prompts come from: a user's function is named, for it may hang."""
+    sources = [item.source for item in data if item.source is not None]
+    return f"the data function {sources[0]}" if sources else "the data to be read"
+
+
+def words_of(state: LedgerState, schedule: Schedule) -> str:
+    """What the ledger waits for before it can decide anything."""
+    if state.finished is not None or state.gave_up is not None:
+        return "the end of the run"
+    if state.version == 0:
+        return "the first weights"
+    waits = [_evaluation(state.evaluation)] if state.evaluation is not None else []
+    untrained = [step for step, batch in state.batches.items() if not batch.trained]
+    if untrained:
+        waits.append(f"batch {min(untrained)} to be trained")
+    if state.round < schedule.num_steps:
+        waits.append(_round(state, schedule))
+    elif state.checkpoint_step < schedule.num_steps:
+        waits.append("the last checkpoint")
+    return "; ".join(waits) or "running groups to end"
+
+
+def _round(state: LedgerState, schedule: Schedule) -> str:
+    least = state.round - schedule.max_staleness
+    if state.version_step < least:
+        return f"weights of step {least} (newest: v{state.version} of step {state.version_step})"
+    stages = [group.stage for group in state.groups.values()]
+    counts = ", ".join(f"{stages.count(stage)} {words}" for stage, words in IN_WORDS.items() if stage in stages)
+    return f"{count_of(schedule.rollout_batch_size, 'group')} for batch {state.round}: {counts or 'none issued'}"
+
+
+def _evaluation(running: Evaluation) -> str:
+    parts = [
+        f"{len(running.items[name])} of {count_of(size, 'item')} of {name}" for name, size in running.sizes.items()
+    ]
+    return f"the evaluation after step {running.step}: {', '.join(parts)}"
