@@ -89,7 +89,10 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
             for index, item in enumerate(topology.eval)
         ),
         rollout=msgspec.structs.replace(
-            rollout, dynamic_filter=plug_in("rollout.dynamic_filter", rollout.dynamic_filter)
+            rollout,
+            dynamic_filter=plug_in("rollout.dynamic_filter", rollout.dynamic_filter),
+            over_sampling_filter=plug_in("rollout.over_sampling_filter", rollout.over_sampling_filter),
+            buffer_filter=plug_in("rollout.buffer_filter", rollout.buffer_filter) or "fifo",
         ),
         run=msgspec.structs.replace(
             run,

@@ -6,6 +6,8 @@ from pathlib import Path
 import anyio
 import pytest
 
+from actors.buffer import selection
+from actors.buffer.selection import Selection, chosen_of, find_selection
 from actors.filter.filters import KEEP, GroupSummary, find_filter, verdict_of
 from actors.reward.frames import GraderSpec, Hello
 from actors.reward.graders import BUILT_IN_GRADERS
@@ -66,11 +68,42 @@ def test_the_filter_of_the_page_works(folder: Path) -> None:
     assert verdict_of(dropped[0], "one_is_right").outcome is Outcome.DROP
 
 
+def test_the_selections_of_the_page_work(folder: Path) -> None:
+    groups = [kept(0, 1.0, response_len=9), kept(1, 0.5, response_len=3), kept(2, 1.0, response_len=5)]
+    choose = find_selection("over_sampling_filter", "my_choice.py:right_and_short", [folder])
+    assert choose is not None
+    asked = Selection(kind="over_sampling_filter", groups=tuple(groups), count=2)
+    assert chosen_of(asked, choose(groups)).group_ids == (2, 0, 1)
+    choose = find_selection("buffer_filter", "my_choice.py:nearly_done", [folder])
+    assert choose is not None
+    asked = Selection(kind="buffer_filter", groups=tuple(groups), count=2)
+    assert chosen_of(asked, choose(groups, 2)).group_ids == (0, 2)
+
+
+def kept(group_id: int, reward: float, *, response_len: int) -> selection.GroupSummary:
+    return selection.GroupSummary(
+        group_id=group_id,
+        attempt=0,
+        round=0,
+        data="d",
+        indices=[0],
+        rewards=[reward],
+        response_lens=[response_len],
+        oldest_version=1,
+        newest_version=1,
+    )
+
+
 def test_the_settings_of_the_page_name_its_functions(folder: Path) -> None:
     tables = [tomllib.loads(block) for block in snippets(PAGE, "toml")]
     names = [source["rm_type"] for table in tables for source in table.get("data", [])]
-    names += [table["rollout"]["dynamic_filter"] for table in tables if "rollout" in table]
-    assert names == ["my_rewards.py:mentions_label", "my_filters.py:one_is_right"]
+    names += [name for table in tables for name in table.get("rollout", {}).values()]
+    assert names == [
+        "my_rewards.py:mentions_label",
+        "my_filters.py:one_is_right",
+        "my_choice.py:right_and_short",
+        "my_choice.py:nearly_done",
+    ]
 
 
 def test_the_page_lists_the_built_in_graders() -> None:
