@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from actors.rollout.recorded import RecordedSample
-from messages import RolloutRequested, SampleKey, Segment
+from messages import Prompt, RolloutRequested, SampleKey, Segment
 from runtime.dumped_run import DumpedGroups
 from runtime.dumps import DumpedGroup, summary_of
 
@@ -26,11 +26,20 @@ class Dumped:
         Raises:
             ValueError: the dump has no more groups, or this one cannot be read.
         """
+        return samples_for(task, self._group(task))
+
+    def prompt(self, task: RolloutRequested) -> Prompt:
+        """The prompt that the group was sampled for."""
+        first = self._group(task).samples[0]
+        return msgspec.structs.replace(
+            task.prompt, data=first.data, text=first.prompt, label=first.label, metadata=first.metadata
+        )
+
+    def _group(self, task: RolloutRequested) -> DumpedGroup:
         try:
-            group = self._groups.group(task.group_id)
+            return self._groups.group(task.group_id)
         except IndexError as error:
             raise ValueError(EXHAUSTED) from error
-        return samples_for(task, group)
 
 
 def samples_for(task: RolloutRequested, group: DumpedGroup) -> list[RecordedSample]:

@@ -17,6 +17,7 @@ from messages import (
     Float32Array,
     GroupCompleted,
     GroupFailed,
+    Prompt,
     RolloutRequested,
     SampleKey,
     SampleStatus,
@@ -56,6 +57,10 @@ class AnswerSource(Protocol):
         """
         ...
 
+    def prompt(self, task: RolloutRequested) -> Prompt:
+        """The prompt that they answer, the task's or another. Called after `answer`, and raises like it."""
+        ...
+
 
 class Demonstrations:
     """Answers with the demonstration that the prompt brings along: reward 0, log-probs 0, nobody's weights."""
@@ -63,6 +68,10 @@ class Demonstrations:
     def answer(self, task: RolloutRequested) -> Sequence[RecordedSample]:
         """One sample per index, all the same."""
         return [_demonstration(task, index) for index in range(task.num_samples)]
+
+    def prompt(self, task: RolloutRequested) -> Prompt:
+        """The task's."""
+        return task.prompt
 
 
 def _demonstration(task: RolloutRequested, index: int) -> RecordedSample:
@@ -135,8 +144,8 @@ class RecordedRolloutActor(Actor):
     async def _answer(self, delivery: Delivery[RolloutRequested]) -> None:
         task, lease, started = delivery.message, uuid.uuid4().hex, time.monotonic()
         try:
-            samples = await to_thread.run_sync(self._source.answer, task, limiter=self._one_call)
-            summaries = await self._store(task, lease, samples)
+            samples, prompt = await to_thread.run_sync(self._ask, task, limiter=self._one_call)
+            summaries = await self._store(task, lease, samples, prompt)
             await self._bus.publish(
                 GroupCompleted(
                     group_id=task.group_id,
@@ -144,9 +153,9 @@ class RecordedRolloutActor(Actor):
                     lease=lease,
                     round=task.round,
                     instance=self._bus.name,
-                    data=task.prompt.data,
+                    data=prompt.data,
                     samples=summaries,
-                    metadata=task.prompt.metadata,
+                    metadata=prompt.metadata,
                     rollout_time_s=time.monotonic() - started,
                 )
             )
@@ -163,8 +172,11 @@ class RecordedRolloutActor(Actor):
                 )
             )
 
+    def _ask(self, task: RolloutRequested) -> tuple[Sequence[RecordedSample], Prompt]:
+        return self._source.answer(task), self._source.prompt(task)
+
     async def _store(
-        self, task: RolloutRequested, lease: str, samples: Sequence[RecordedSample]
+        self, task: RolloutRequested, lease: str, samples: Sequence[RecordedSample], prompt: Prompt
     ) -> tuple[SampleSummary, ...]:
         """Publish all segments of a group as one data message; return the summaries that cite it."""
         segments = [segment for sample in samples for segment in sample.segments]
@@ -176,8 +188,8 @@ class RecordedRolloutActor(Actor):
                     attempt=task.attempt,
                     lease=lease,
                     segments=tuple(segments),
-                    prompt=task.prompt.text,
-                    label=task.prompt.label,
+                    prompt=prompt.text,
+                    label=prompt.label,
                 )
             )
         summaries: list[SampleSummary] = []

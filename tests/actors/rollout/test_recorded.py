@@ -108,6 +108,9 @@ class Interrupted:
             raise OSError("the disk is away")
         return Demonstrations().answer(task)
 
+    def prompt(self, task: RolloutRequested) -> Prompt:
+        return task.prompt
+
 
 async def test_a_task_whose_actor_ended_is_answered_by_the_next_one(bus: Bus) -> None:
     source = Interrupted()
