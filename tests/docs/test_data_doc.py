@@ -5,8 +5,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from actors.buffer.demonstrations import pieces_of
 from actors.buffer.made import find_source
 from actors.buffer.source import load_prompts
+from actors.buffer.tokenizing import load_tokenizing
 from actors.hooks import check_hooks
 from messages import Prompt
 from runtime.load import load_topology
@@ -68,3 +70,16 @@ def test_the_functions_of_the_page_make_prompts(folder: Path) -> None:
     found: list[Prompt] = [prompts.prompt(number) for number in (0, 9)]
     assert [prompt.prompt_ids.tolist() for prompt in found] == [[2, 3], [2, 5]]
     assert found[1].metadata == {"number": 9}
+
+
+def test_the_demonstrations_of_the_page_train_the_turns_it_says(folder: Path) -> None:
+    (folder / "talks.jsonl").write_text(snippets(PAGE, "json")[1])
+    file = folder / "sft.toml"
+    file.write_text('include = "boxed-copy-sft.toml"\n' + snippets(PAGE, "toml")[3])
+    topology = load_topology(file).topology
+    tokenizing = load_tokenizing(str(MODEL))
+    trained = [
+        [piece.text for piece in pieces_of(row.prompt, tokenizing) if piece.trains and not isinstance(row.prompt, str)]
+        for row in read_rows(topology.data[0])
+    ]
+    assert trained == [["4<end>"], ["No, 6.<end>"]]
