@@ -23,6 +23,7 @@ OURS = {
     "OMP_NUM_THREADS": "1",  # two threads were 10 to 200 times slower on shared cores
     "MKL_NUM_THREADS": "1",
 }
+STREAM_INTERVAL = 64  # tokens of a streamed chunk: what the death of an engine costs of a sample at most
 METRICS_HOST = "127.0.0.2"  # the router insists on a port for metrics and fails if it is taken: its own, one host on
 STAND_IN = "stand-in"  # in the trainer's place when only rollout runs
 LIGHT_ACTORS = ("rollout", "reward", "filter", "buffer")
@@ -129,6 +130,7 @@ def _embedded(topology: Topology, engine: EngineConfig, index: int) -> tuple[str
     command = [sys.executable, "-m", "actors.rollout.embedded", "--model-path", topology.model.hf_checkpoint]
     command += ["--host", "{host}", "--port", "{port}", "--max-running-requests", str(engine.concurrency)]
     command += ["--random-seed", str(topology.run.seed + index)]
+    command += ["--stream-interval", str(STREAM_INTERVAL), "--incremental-streaming-output"]
     command += ["--load-format", "dummy" if topology.model.random_init else "auto"]
     if engine.max_total_tokens is not None:
         command += ["--max-total-tokens", str(engine.max_total_tokens)]
@@ -141,7 +143,9 @@ def _sglang(topology: Topology, engine: EngineConfig) -> tuple[str, ...]:
     """Every key of the pool's sglang table is a server argument; true and false switch flags on and leave them off."""
     command = [engine.python or sys.executable, "-m", "sglang.launch_server"]
     command += ["--model-path", topology.model.hf_checkpoint, "--host", "{host}", "--port", "{port}"]
-    arguments = {"tp_size": engine.num_gpus_per_engine, "max_running_requests": engine.concurrency, **engine.sglang}
+    streams = {"stream_interval": STREAM_INTERVAL, "incremental_streaming_output": True}
+    sizes = {"tp_size": engine.num_gpus_per_engine, "max_running_requests": engine.concurrency}
+    arguments = {**sizes, **streams, **engine.sglang}
     if topology.model.random_init:
         arguments.setdefault("load_format", "dummy")
     for key, value in arguments.items():

@@ -55,6 +55,17 @@ def test_arguments_of_the_sglang_table_are_passed_through() -> None:
     assert "--enable-lora" not in engine.command
 
 
+def test_engines_stream_what_is_new_in_large_chunks_unless_the_topology_says_otherwise() -> None:
+    for topology, node in (("laptop.toml", "local"), ("disaggregate-2x8gpu.toml", "n1")):
+        engine = specs(topology, node)["engine.policy.0"]
+        assert flag(engine, "--stream-interval") == "64"
+        assert "--incremental-streaming-output" in engine.command
+    other = "engines.policy.sglang={stream_interval = 8, incremental_streaming_output = false}"
+    engine = specs("disaggregate-2x8gpu.toml", "n1", other)["engine.policy.0"]
+    assert flag(engine, "--stream-interval") == "8"
+    assert "--incremental-streaming-output" not in engine.command
+
+
 def test_actors_that_share_a_process_are_started_together() -> None:
     found = specs("laptop.toml", "local", 'share=[["reward", "filter"]]')
     assert found["reward+filter"].command[-2:] == ("reward", "filter")

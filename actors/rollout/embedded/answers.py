@@ -4,7 +4,7 @@ from itertools import repeat
 from typing import Any, Final, NamedTuple
 
 from actors.rollout.embedded.api import Job
-from actors.rollout.embedded.requests import Finish, Request
+from actors.rollout.embedded.requests import Finish, Request, Span
 from actors.rollout.embedded.text import Text
 
 CUT_CHARACTER: Final = "\ufffd"  # what a decoder makes of the first bytes of a longer character
@@ -15,6 +15,7 @@ class Progress(NamedTuple):
 
     num_tokens: int
     finish: Finish | None
+    spans: tuple[Span, ...] = ()  # which weights sampled the tokens
 
 
 class Sent(NamedTuple):
@@ -76,9 +77,8 @@ def _meta_info(request: Request, progress: Progress, version: str, clock: Clock)
     meta["completion_tokens"] = progress.num_tokens
     meta["reasoning_tokens"] = 0
     meta["weight_version"] = version
-    if finish is not None:
-        spans = request.spans
-        meta["weight_versions"] = [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
+    spans = progress.spans  # SGLang tells them at the end alone
+    meta["weight_versions"] = [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
     meta["e2e_latency"] = clock.latency_s
     meta["dp_rank"] = None
     meta["response_sent_to_client_ts"] = clock.now_s

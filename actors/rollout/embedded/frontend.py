@@ -28,7 +28,7 @@ class Waiting:
 
     def advance(self, report: Report) -> None:
         """Take a report. Reports that nobody looked at in between merge, so a slow reader costs no memory."""
-        self.progress = Progress(report.num_tokens, report.finish)
+        self.progress = Progress(report.num_tokens, report.finish, report.spans)
         self._changed.set()
 
 

@@ -71,6 +71,12 @@ class Request:
         """Prompt and output together."""
         return len(self.prompt_ids) + len(self.output_ids)
 
+    def spans_so_far(self, version: str) -> tuple[Span, ...]:
+        """The spans if the open one, sampled under `version`, ended here."""
+        start = self.spans[-1].end if self.spans else 0
+        end = len(self.output_ids)
+        return (*self.spans, Span(version, start, end)) if end > start else tuple(self.spans)
+
     def close_span(self, version: str) -> None:
         """Record that all tokens since the last span were sampled under `version`."""
         start = self.spans[-1].end if self.spans else 0

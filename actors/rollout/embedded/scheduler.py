@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from actors.rollout.embedded.model import Weights
-from actors.rollout.embedded.requests import Finish, Request
+from actors.rollout.embedded.requests import Finish, Request, Span
 from actors.rollout.embedded.slots import Drawn, Slots
 
 HEADROOM: Final = 16  # tokens that every running request may still grow by when another one is admitted
@@ -25,6 +25,7 @@ class Report(NamedTuple):
     request: Request
     num_tokens: int
     finish: Finish | None
+    spans: tuple[Span, ...]  # of these tokens
 
 
 class Scheduler:
@@ -170,7 +171,7 @@ class Scheduler:
         request.next_look = self._next_look(request)
         length = len(request.output_ids)
         if request.stream_interval and (length == 1 or length % request.stream_interval == 0):
-            self._reports.append(Report(request, length, None))
+            self._reports.append(Report(request, length, None, request.spans_so_far(self.version)))
         return False
 
     def _finish(self, request: Request, token: int) -> Finish | None:
@@ -202,4 +203,4 @@ class Scheduler:
     def _end(self, request: Request, finish: Finish) -> None:
         request.close_span(self.version)
         request.finish = finish
-        self._reports.append(Report(request, len(request.output_ids), finish))
+        self._reports.append(Report(request, len(request.output_ids), finish, tuple(request.spans)))
