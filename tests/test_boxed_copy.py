@@ -1,0 +1,79 @@
+"""Both halves of boxed-copy as a user runs them: demonstrations without an engine, then RL from the model they made."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LIMIT_S = 600  # for each half; a loaded machine takes several times what an idle one does
+NUM_STEPS = 30  # of RL, of the 140 that the recipe plans
+ASYNCHRONOUS = ("rollout.max_staleness=1", "rollout.over_sampling_batch_size=96")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 60)]
+
+
+def run(topology: str, place: Path, *overrides: str) -> dict[str, Any]:
+    """The result of a run that finished."""
+    command = [sys.executable, str(ROOT / "bin/start_topology.py"), str(ROOT / "topologies" / topology), "--json"]
+    for override in overrides:
+        command += ["--set", override]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def rows(place: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (place / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def books_closed(groups: dict[str, int]) -> bool:
+    return groups["issued"] == sum(count for state, count in groups.items() if state != "issued")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the first half has been run."""
+    place = tmp_path_factory.mktemp("boxed-copy")
+    result = run("boxed-copy-sft.toml", place)
+    assert result["groups"]["trained"] == result["groups"]["issued"] == 130 * 64
+    assert result["loss_first"] > 2.5  # ln 16 = 2.77 at random weights
+    assert result["loss_last"] < 1.8  # half of the digits are noise: about 1.4 is the least there is
+    return place
+
+
+def test_demonstrations_are_trained_without_an_engine_and_exported(place: Path) -> None:
+    logs = {path.stem for path in (place / "runs/boxed-copy-sft/logs").glob("*.jsonl")}
+    assert {"agent", "trainer", "rollout", "filter", "buffer"} <= logs
+    assert not [name for name in logs if name.startswith(("engine", "router", "reward"))]
+    exported = {path.name for path in (place / "runs/boxed-copy-sft/hf").iterdir()}
+    assert exported == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+
+
+@pytest.mark.parametrize("mode", [(), ASYNCHRONOUS], ids=["synchronous", "partial-rollout-one-step-off"])
+def test_rl_goes_on_from_the_exported_model_and_learns(place: Path, mode: tuple[str, ...]) -> None:
+    name = "asynchronous" if mode else "synchronous"
+    settings = (f"run.name={name}", f"train.num_steps={NUM_STEPS}", f"eval.0.interval={NUM_STEPS}")
+    result = run("boxed-copy.toml", place, *settings, *mode)
+    assert result["steps"] == NUM_STEPS
+    assert books_closed(result["groups"])
+    assert result["groups"]["trained"] == NUM_STEPS * 64
+    assert 0.15 < result["reward_first"] < 0.5  # the form and half of the habit
+    assert result["reward_last"] >= result["reward_first"] + 0.2
+    metrics = rows(place, name)
+    held_out = [row["eval/boxed-copy-held-out"] for row in metrics if "eval/boxed-copy-held-out" in row]
+    assert held_out[-1] >= held_out[0] + 0.1
+    steps = [row for row in metrics if row["step"] > 0]
+    assert max(row["train/train_rollout_logprob_abs_diff_max"] for row in steps) < 1e-3
+    assert (max(row["rollout/staleness_max"] for row in steps) > 0) == bool(mode)
