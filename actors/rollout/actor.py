@@ -98,7 +98,9 @@ class RolloutActor(Actor):
         self._slots = Slots(engines.concurrency * num_engines(engines))
         self._num_groups = 0
         self._runs: set[GroupRun] = set()  # of training groups
+        self._num_pulled = 0  # tasks at work, of training and evaluation
         self._wanted_at = 0.0
+        self._waits: list[Callable[[], str]] = []
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         connector = aiohttp.TCPConnector(limit=0)  # the slots are the limit
@@ -108,6 +110,7 @@ class RolloutActor(Actor):
             fleet = Fleet(http, updater)
             tools = self._tools(http, fleet)
             updater.interrupt_by(tools.generator.interrupt)
+            self._waits = [fleet.waits_for, tools.generator.waits_for, tools.scorer.waits_for]
             await group.start(tools.scorer.run)
             group.start_soon(self._watch_engines, fleet)
             group.start_soon(self._watch_router, fleet)
@@ -121,6 +124,12 @@ class RolloutActor(Actor):
 
     def stats(self) -> dict[str, float]:
         return {"groups": self._num_groups, "slots_taken": self._slots.taken, "slots": self._slots.total}
+
+    def waits_for(self) -> str:
+        waits = [words for waits_for in self._waits if (words := waits_for())]
+        if not self._num_pulled:
+            waits.append("a task")
+        return "; ".join(waits)
 
     def _tools(self, http: Http, fleet: Fleet) -> Tools:
         reward = self._topology.reward
@@ -229,7 +238,7 @@ class RolloutActor(Actor):
     async def _run_group(self, tools: Tools, delivery: Delivery[RolloutRequested], taken: int) -> None:
         task, lease = delivery.message, uuid.uuid4().hex
         with structlog.contextvars.bound_contextvars(group_id=task.group_id, attempt=task.attempt):
-            async with _given_back(delivery), _released(self._slots, taken) as release:
+            async with self._pulled(delivery), _released(self._slots, taken) as release:
                 await self._publish_outcome(await self._outcome(tools, delivery, lease, release))
                 await delivery.ack()
             self._num_groups += 1
@@ -329,9 +338,24 @@ class RolloutActor(Actor):
     async def _segment(self, ref: SegmentRef) -> Segment:
         return (await self._bus.fetch(SegmentsPublished, ref.seq)).segments[ref.position]
 
+    @asynccontextmanager
+    async def _pulled(self, delivery: Delivery[RolloutRequested] | Delivery[EvalRequested]) -> AsyncGenerator[None]:
+        """Keep a task ours for the duration of a block; if that is cut off, as by our end, give it back."""
+        self._num_pulled += 1
+        try:
+            async with delivery.heartbeat():
+                yield
+        except anyio.get_cancelled_exc_class():
+            if not delivery.ended:
+                with anyio.move_on_after(GIVE_BACK_S, shield=True):
+                    await delivery.redeliver()
+            raise
+        finally:
+            self._num_pulled -= 1
+
     async def _run_eval(self, tools: Tools, delivery: Delivery[EvalRequested], slots: Slots, taken: int) -> None:
         task = delivery.message
-        async with _given_back(delivery), _released(slots, taken) as release:
+        async with self._pulled(delivery), _released(slots, taken) as release:
             members = fresh_members(task.num_samples, task.prompt.prompt_ids)
             run = GroupRun(_eval_job(task, uuid.uuid4().hex), members, tools)
             try:
@@ -400,19 +424,6 @@ class _Release:
     def __call__(self) -> None:
         taken, self._taken = self._taken, 0
         self._slots.give_back(taken)
-
-
-@asynccontextmanager
-async def _given_back(delivery: Delivery[RolloutRequested] | Delivery[EvalRequested]) -> AsyncGenerator[None]:
-    """Keep a task ours for the duration of a block; if that is cut off, as by the end of the actor, give it back."""
-    try:
-        async with delivery.heartbeat():
-            yield
-    except anyio.get_cancelled_exc_class():
-        if not delivery.ended:
-            with anyio.move_on_after(GIVE_BACK_S, shield=True):
-                await delivery.redeliver()
-        raise
 
 
 @asynccontextmanager

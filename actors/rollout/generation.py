@@ -1,5 +1,6 @@
 """Requests to the engines: sent to confirmed ones, sent again when lost, aborted on halt or for new weights."""
 
+import time
 from collections import abc
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from actors.rollout.fleet import Fleet
 from actors.rollout.http import EngineError, EngineFailed, EngineUnavailable, Http, RequestRefused
 from actors.rollout.streams import Stream
 from messages import SamplingParams
+from runtime.wording import count_of
 
 log = structlog.get_logger()
 
@@ -59,11 +61,19 @@ class Generator:
         self._halted_round = -1
         self._halt = anyio.Event()  # replaced when it was seen
         self._running: dict[str, Request] = {}
+        self._sent_at: dict[str, float] = {}  # seconds of the monotonic clock, oldest first
         self._request_ended = anyio.Event()  # replaced by a halt that waits for it
         self._halt_listeners: set[HaltListener] = set()
         self._sweep: anyio.Event | None = None  # an abort of everything, which must not meet a new request
         self._interruptions = 0  # ever begun
         self._num_interrupting = 0
+
+    def waits_for(self) -> str:
+        """Which requests are at the engines, for people; empty when none is."""
+        if not self._running:
+            return ""
+        oldest_s = time.monotonic() - next(iter(self._sent_at.values()))
+        return f"{count_of(len(self._running), 'request')}, the oldest sent {oldest_s:.0f} s ago"
 
     def halted(self, round: int | None) -> bool:
         """Whether work of this round is to be given back."""
@@ -124,7 +134,7 @@ class Generator:
 
     async def _ask(self, rid: str, request: Request, stream: Stream | None) -> Generated:
         before = None if self._num_interrupting else self._interruptions
-        self._running[rid] = request
+        self._running[rid], self._sent_at[rid] = request, time.monotonic()
         try:
             if stream is not None:
                 await self._http.stream(self._fleet.router, _body(request, rid), stream)
@@ -132,7 +142,7 @@ class Generator:
             else:
                 answers = await self._http.generate(self._fleet.router, _body(request, rid))
         finally:
-            del self._running[rid]
+            del self._running[rid], self._sent_at[rid]
             self._request_ended.set()
         if not all(is_recent(answer, request.min_version) for answer in answers):
             raise EngineFailed(f"sampled by weights older than {request.min_version}, which it was asked of")

@@ -10,6 +10,7 @@ from anyio.abc import TaskStatus
 
 from messages import Score, ScoreItem, ScoreRequested, ScoresGiven
 from runtime.bus import AlreadyQueued, Bus
+from runtime.wording import count_of
 
 log = structlog.get_logger()
 
@@ -28,6 +29,10 @@ class Scorer:
         self._max_tries = max_tries
         self._waiting: dict[str, _Answer] = {}
         self._reply_to = ""
+
+    def waits_for(self) -> str:
+        """Which answers are missing, for people; empty when none is."""
+        return f"answers to {count_of(len(self._waiting), 'score request')}" if self._waiting else ""
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Take answers in, for ever."""

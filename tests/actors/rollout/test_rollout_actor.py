@@ -1,6 +1,7 @@
 """A rollout actor between the real bus, the real router and a scripted engine."""
 
 import anyio
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -22,12 +23,15 @@ from messages import (
     ScoreRequested,
     ScoresGiven,
     SegmentsPublished,
+    StatsGiven,
+    StatsRequested,
     WeightsAnnounced,
     WeightsApplied,
 )
 from messages.subjects import filter_of
 from runtime.addresses import Address, address_key
 from runtime.bus import Bus
+from tests.fixtures.nats import eventually
 from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
 from tests.support.rollout import no_worker_is_left as no_worker_is_left  # a fixture
 from tests.support.rollout import router_url as router_url  # a fixture
@@ -262,3 +266,39 @@ async def test_an_evaluation_item_is_scored_and_untouched_by_halts(bus: Bus, rou
     assert isinstance(event, EvalCompleted)
     assert (event.item, event.samples[0].reward, event.samples[0].response_len) == (5, 1.0, 4)
     assert BatchTrained.topic  # the event never enters the training ledger: it has no group
+
+
+async def waits_for(bus: Bus) -> str:
+    return (await bus.call("rollout", StatsRequested(), StatsGiven, timeout_s=5)).waits_for
+
+
+async def test_it_says_what_it_waits_for(bus: Bus, router_url: str) -> None:
+    engine = ScriptedEngine(hold=True)
+
+    async def says(words: str) -> bool:
+        return words in await waits_for(bus)
+
+    async with serving(engine), rollout_actor(bus, "http://127.0.0.1:9", [engine], topology_with()):
+        await next_entry(bus, "roster.rollout")
+        await eventually(lambda: says("the router; a task"))
+        await bus.kv.put(address_key("router", "policy", 0), Address(url=router_url))
+        await eventually(lambda: says("the first weights; a task"))
+        await bus.publish(announcement(1))
+        await next_event(bus, WeightsApplied)
+        assert await waits_for(bus) == "a task"
+        await bus.publish(task(0))
+        await engine.wait_for_requests(2)
+        assert await waits_for(bus) == "2 requests, the oldest sent 0 s ago"
+        engine.release()
+        await eventually(lambda: says("answers to "))
+        engine.update_at = anyio.Event()
+        await bus.publish(announcement(2))
+        await eventually(lambda: says("weights 2 at address.engine.policy.0; answers to "))
+        engine.update_at.set()
+
+
+async def next_entry(bus: Bus, key: str) -> None:
+    async with bus.kv.watch(key, msgspec.Raw) as entries:
+        async for entry in entries:
+            if entry.value is not None:
+                return
