@@ -17,7 +17,9 @@ from messages import (
     GroupsClosed,
     GroupsIssued,
     Message,
+    PayloadsMissing,
     RunStalled,
+    SegmentsSpilled,
     TrainerStarted,
     VerdictGiven,
 )
@@ -191,16 +193,20 @@ class GroupLife:
         it.
         """
         match event:
-            case GroupCompleted() | GroupAborted() | GroupFailed() | VerdictGiven():
+            case GroupCompleted() | GroupAborted() | GroupFailed() | SegmentsSpilled() | VerdictGiven():
                 return event if event.group_id == self.group_id else None
             case GroupsIssued():
                 issued = tuple(group for group in event.groups if group.group_id == self.group_id)
                 return msgspec.structs.replace(event, groups=issued) if issued else None
             case BatchReady():
                 refs = tuple(ref for ref in event.groups if ref.group_id == self.group_id)
+                passed_over = tuple(group_id for group_id in event.passed_over if group_id == self.group_id)
                 if refs:
                     self._steps.add(event.step)
-                return msgspec.structs.replace(event, groups=refs) if refs else None
+                own = msgspec.structs.replace(event, groups=refs, passed_over=passed_over)
+                return own if refs or passed_over else None
+            case PayloadsMissing():
+                return self._take_back(event) if event.step in self._steps and not self._trained else None
             case GroupsClosed():
                 known = self.group_id in event.group_ids
                 return msgspec.structs.replace(event, group_ids=(self.group_id,)) if known else None
@@ -216,6 +222,11 @@ class GroupLife:
     def _settle(self, event: Message) -> Message:
         self._trained = True
         return event
+
+    def _take_back(self, event: PayloadsMissing) -> Message:
+        self._steps.remove(event.step)
+        lost = tuple(ref for ref in event.groups if ref.group_id == self.group_id)
+        return msgspec.structs.replace(event, groups=lost)
 
     def _settle_untold(self, event: Message, below_step: int) -> Message | None:
         implied = not self._trained and any(step < below_step for step in self._steps)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from messages import Message
+from messages import BatchReady, BatchTrained, Message, PayloadsMissing
 from runtime.ledger import Books
 from runtime.ledger_report import GroupLife, LedgerReport, LedgerSummary, lines_of
-from tests.support.log_of_a_run import LOG, THE_END, completed, issued, trained
+from tests.support.log_of_a_run import LOG, THE_END, batch, completed, issued, trained
 
 BOOKS = Books(issued=8, trained=4, dropped=2, failed=1, pooled=0, ready=0, in_flight=1)
 
@@ -94,6 +94,19 @@ def test_a_life_is_every_event_that_speaks_of_the_group(group_id: int, seqs: lis
 
 def test_of_an_event_about_several_groups_a_life_has_its_own_part() -> None:
     assert life_of(1, issued(0, 1, 2), completed(0), completed(1)) == [(1, issued(1)), (3, completed(1))]
+
+
+def test_a_batch_that_is_taken_back_is_part_of_a_life() -> None:
+    """Group 1 lost nothing, and is trained in the batch that is made instead."""
+    log = [*LOG[:11], missing(0, g0=4), batch(0, g1=6), trained(0)]
+    lives = {group_id: [event for _, event in life_of(group_id, *log)] for group_id in (0, 1)}
+    assert [type(event) for event in lives[1]][-4:] == [BatchReady, PayloadsMissing, BatchReady, BatchTrained]
+    assert lives[1][-3] == missing(0)
+    assert lives[0][-1] == missing(0, g0=4)
+
+
+def missing(step: int, **refs: int) -> PayloadsMissing:
+    return PayloadsMissing(step=step, incarnation=1, groups=batch(step, **refs).groups, reason="purged")
 
 
 def test_a_replayed_step_is_part_of_a_life() -> None:
