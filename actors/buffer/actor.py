@@ -276,7 +276,7 @@ class BufferActor(Actor):
         match event:
             case GroupsIssued():
                 groups = [state.groups[issued.group_id] for issued in event.groups if issued.group_id in state.groups]
-                await self._put(rollout_task(self._topology, group, prompts) for group in groups)
+                await self._put(rollout_task(self._topology, group, prompts, state.version_steps) for group in groups)
             case EvalIssued():
                 await self._begin_evaluation(prompts)
             case EvalCompleted():

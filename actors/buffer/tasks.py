@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from actors.buffer.decide import EvalPlan, Schedule
-from messages import EvalRequested, Prompt, RolloutRequested, SamplingParams
+from messages import EvalRequested, Prompt, RolloutRequested, SampleSummary, SamplingParams
 from runtime.ledger import Evaluation, Group, LedgerState, Stage, longest
 from runtime.recipe import Sampling, eval_sampling, over_sampling_batch_size, rollout_sampling
 from runtime.topology import Topology
@@ -56,10 +56,18 @@ def schedule_of(topology: Topology, eval_sizes: Mapping[str, int]) -> Schedule:
     )
 
 
-def rollout_task(topology: Topology, group: Group, prompts: Prompts) -> RolloutRequested:
-    """The task of an issued group."""
+def rollout_task(topology: Topology, group: Group, prompts: Prompts, steps: Mapping[int, int]) -> RolloutRequested:
+    """The task of an issued group.
+
+    Args:
+        topology: with its recipe.
+        group: in flight.
+        prompts: of the run.
+        steps: train steps that each weight version contains.
+    """
     prompt = prompts.prompt(group.prompt)
     carried = group.carried if topology.rollout.on_halt == "resume" else ()
+    carried = tuple(sample for sample in carried if not _too_old(topology, sample, group.round, steps))
     return RolloutRequested(
         group_id=group.group_id,
         attempt=group.attempt,
@@ -72,11 +80,19 @@ def rollout_task(topology: Topology, group: Group, prompts: Prompts) -> RolloutR
     )
 
 
+def _too_old(topology: Topology, sample: SampleSummary, step: int, steps: Mapping[int, int]) -> bool:
+    """Whether a sample begins anew, since its group would be dropped for the age of its tokens."""
+    limit = topology.rollout.max_token_staleness
+    if limit is None or topology.rollout.stale_tokens != "drop" or sample.first_version is None:
+        return False
+    return step - steps.get(sample.first_version, step) > limit
+
+
 def tasks_in_flight(topology: Topology, state: LedgerState, prompts: Prompts) -> Iterator[RolloutRequested]:
     """The tasks of all groups that are to be generated or given back."""
     for group in state.groups.values():
         if group.stage is Stage.IN_FLIGHT:
-            yield rollout_task(topology, group, prompts)
+            yield rollout_task(topology, group, prompts, state.version_steps)
 
 
 def eval_tasks(
