@@ -61,7 +61,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_tables(path: Path, overrides: Sequence[str], schema: type[Config]) -> Loaded:
-    """Read a TOML file with its includes, then apply `key=value` overrides in order.
+    """Read a TOML file with its includes, or the JSON of a run directory, then apply `key=value` overrides in order.
 
     `include` names one file or a list, looked up beside the including file, then beside `path`, then among the
     shipped topologies. Later text wins: includes in order, the file itself, overrides. Tables merge key by key,
@@ -150,9 +150,12 @@ class _Reader:
 
 def _parse(path: Path) -> Table:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        return msgspec.json.decode(text, type=Table) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         message = f"cannot be read: {error.strerror or error}"
+    except msgspec.DecodeError as error:
+        message = f"not valid JSON: {error}"
     except tomllib.TOMLDecodeError as error:
         message = f"not valid TOML: {error}"
     except UnicodeDecodeError as error:

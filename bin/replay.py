@@ -1,0 +1,165 @@
+"""Feed the samples of a dump to the filter, to batch assembly or to the trainer again, with other settings."""
+
+import argparse
+import json
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+if TYPE_CHECKING:
+    from actors.filter.replayed import ReplayedFilter
+    from runtime.dumped_run import DumpedGroups
+    from runtime.topology import Topology
+
+COMMAND = "bin/replay"
+EXIT_OK, EXIT_WRONG_INPUT = 0, 2
+GROUPS_SHOWN = 12  # ids of a batch, in its line for people
+
+EPILOG = """--to filter   what rollout.dynamic_filter says of every group now, and how often it said something else then
+--to batch    the batches that the buffer would make now, with their rewards
+--to trainer  a run of the trainer alone, as bin/start-topology TOPOLOGY --only trainer --load DUMP; further options
+              go there
+
+exit codes: 0 told; 2 the dump or the topology cannot be used; of --to trainer those of bin/start-topology"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    args, rest = _parser().parse_known_args(argv)
+    if args.to == "trainer":
+        return _train(args, rest)
+    if rest:
+        _parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    from runtime.config import TopologyError  # and with the rest numpy, which --help can do without
+    from runtime.dumps import DumpError
+
+    try:
+        lines = _filter(args) if args.to == "filter" else _batches(args)
+        for line in lines:
+            print(line)
+    except BrokenPipeError:  # `| head` has read enough
+        sys.stderr.close()
+        return EXIT_OK
+    except (TopologyError, DumpError) as error:
+        print(error, file=sys.stderr)
+        return EXIT_WRONG_INPUT
+    return EXIT_OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=COMMAND,
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("dump", metavar="DUMP", type=Path, help="a directory that run.dump_details has filled")
+    add("topology", metavar="TOPOLOGY", type=Path, nargs="?", help="default: that of the dumped run")
+    add("--to", choices=["filter", "batch", "trainer"], required=True, help="who gets the samples")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the topology")
+    add("--json", action="store_true", help="JSON, one object for the filter, one line for each batch")
+    return parser
+
+
+def _topology_file(args: argparse.Namespace) -> Path:
+    from runtime.dumps import TOPOLOGY_FILE
+
+    return args.topology or args.dump / TOPOLOGY_FILE
+
+
+def _opened(args: argparse.Namespace) -> "tuple[Topology, DumpedGroups, ReplayedFilter]":
+    """The topology, the dump and the filter."""
+    from actors.filter.replayed import ReplayedFilter
+    from runtime.config import Problem, TopologyError, show
+    from runtime.dumped_run import DumpedGroups
+    from runtime.load import load_topology
+
+    groups = DumpedGroups(args.dump)
+    topology = load_topology(_topology_file(args), args.set).topology
+    name = topology.rollout.dynamic_filter
+    try:
+        return topology, groups, ReplayedFilter(name)
+    except ValueError as error:  # a PluginError is one
+        raise TopologyError([Problem(key="rollout.dynamic_filter", value=show(name), message=str(error))]) from error
+
+
+def _filter(args: argparse.Namespace) -> Iterator[str]:
+    _, groups, judge = _opened(args)
+    verdicts, reasons, changed = Counter[str](), Counter[tuple[str, str]](), list[dict[str, Any]]()
+    for group in groups:
+        verdict, before = judge.judge(group.completed()), group.samples[0].verdict
+        verdicts[verdict.outcome] += 1
+        if verdict.reason is not None:
+            reasons[verdict.outcome, verdict.reason] += 1
+        if before is not None and before != verdict.outcome:
+            changed.append({"group_id": group.group_id, "was": str(before), "is": str(verdict.outcome)})
+    told = [
+        {"outcome": outcome, "reason": reason, "groups": count} for (outcome, reason), count in reasons.most_common()
+    ]
+    if args.json:
+        found = {"filter": judge.name, "groups": len(groups), "verdicts": verdicts, "reasons": told, "changed": changed}
+        yield json.dumps(found)
+        return
+    yield f"filter {judge.name}: {len(groups)} groups of {args.dump}"
+    for outcome, count in verdicts.most_common():
+        yield f"  {outcome:8}{count:6}"
+        yield from (f"  {'':8}{row['groups']:6}  {row['reason']}" for row in told if row["outcome"] == outcome)
+    yield f"  otherwise than then: {len(changed)}"
+
+
+def _batches(args: argparse.Namespace) -> Iterator[str]:
+    from actors.buffer.replayed import EXHAUSTED, ReplayedBuffer
+    from messages import GroupCompleted
+
+    topology, groups, judge = _opened(args)
+
+    def said(group: GroupCompleted) -> tuple[str, str | None]:
+        verdict = judge.judge(group)
+        return str(verdict.outcome), verdict.reason
+
+    buffer = ReplayedBuffer(topology, (group.completed() for group in groups), said)
+    for batch in buffer.batches():
+        ids, rewards = [group.group_id for group in batch.groups], batch.rewards
+        mean = statistics.fmean(rewards) if rewards else None
+        std = statistics.pstdev(rewards) if rewards else None
+        if args.json:
+            yield json.dumps({"step": batch.step, "groups": ids, "reward_mean": mean, "reward_std": std})
+            continue
+        shown = ", ".join(map(str, ids[:GROUPS_SHOWN])) + (", ..." if len(ids) > GROUPS_SHOWN else "")
+        rewarded = "no rewards" if mean is None else f"reward {mean:.3f}, std {std:.3f}"
+        yield f"step {batch.step}: {rewarded}, {len(ids)} groups: {shown}"
+    if not args.json:
+        state = buffer.state
+        yield f"{state.trained} of {len(groups)} groups in {state.trained_steps} batches"
+        for what, tally in (("dropped", state.dropped), ("failed", state.failed)):
+            told = sorted((reason, count) for reason, count in tally.items() if reason != EXHAUSTED)
+            yield from (f"  {what} {count}: {reason}" for reason, count in told)
+
+
+def _train(args: argparse.Namespace, rest: list[str]) -> int:
+    from bin.start_topology import main as start
+    from runtime.config import TopologyError, load_tables
+    from runtime.topology import Topology
+
+    path = _topology_file(args)
+    try:
+        name = load_tables(path, (), Topology).tables.get("run", {}).get("name", "dump")
+    except TopologyError as error:
+        print(error, file=sys.stderr)
+        return EXIT_WRONG_INPUT
+    own = [f"run.name={name}-replay", "run.dump_details=none", *args.set]
+    words = [str(path), "--only", "trainer", "--load", str(args.dump)]
+    words += [word for item in own for word in ("--set", item)]
+    return start([*words, *(["--json"] if args.json else []), *rest])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""bin/replay, as a person calls it, on a dump of a few groups."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from runtime.dumps import DumpedGroup, write_pair
+from tests.runtime.test_dumps import example
+
+ROOT = Path(__file__).parents[2]
+COMMAND = ROOT / "bin" / "replay.py"
+SMALL = ("--set", "rollout.n_samples_per_prompt=2", "--set", "rollout.rollout_batch_size=2")
+
+
+def replay(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(COMMAND), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=25, check=False)
+
+
+def group(group_id: int, rewards: tuple[float, float], step: int | None) -> DumpedGroup:
+    samples = [
+        msgspec.structs.replace(sample, reward=reward)
+        for sample, reward in zip(example(group_id, step=step).samples, rewards, strict=True)
+    ]
+    return msgspec.structs.replace(example(group_id, step=step), samples=tuple(samples))
+
+
+@pytest.fixture
+def dump(tmp_path: Path) -> Path:
+    """Six groups of two samples in three batches; groups 1 and 4 have equal rewards."""
+    rewards = {0: (0.0, 1.0), 1: (1.0, 1.0), 2: (0.0, 0.5), 3: (0.0, 1.0), 4: (0.0, 0.0), 5: (0.25, 0.5)}
+    for step in range(3):
+        ids = (2 * step, 2 * step + 1)
+        write_pair(tmp_path, step, [group(group_id, rewards[group_id], step) for group_id in ids], (step + 1, 0))
+    topology = {**_topology(), "run": {"name": "dumped", "dump_details": str(tmp_path)}}
+    (tmp_path / "topology.json").write_text(json.dumps(topology))
+    return tmp_path
+
+
+def _topology() -> dict[str, Any]:
+    return {
+        "model": {
+            "hf_checkpoint": str(ROOT / "topologies/models/reverse-digits"),
+            "random_init": True,
+            "ref_load": None,
+        },
+        "data": [{"name": "d", "path": "none.jsonl", "rm_type": "exact_match"}],
+        "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_response_len": 8},
+        "train": {"num_steps": 3},
+        "trainer": {"device": "cpu"},
+        "engines": {"policy": {"kind": "embedded"}},
+    }
+
+
+def test_the_filter_is_asked_again_with_other_settings(dump: Path) -> None:
+    done = replay(dump, "--to", "filter", "--set", "rollout.dynamic_filter=nonzero_std", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["filter"], told["groups"], told["verdicts"]) == ("nonzero_std", 6, {"keep": 4, "drop": 2})
+    assert sorted((row["reason"], row["groups"]) for row in told["reasons"]) == [
+        ("zero_std_0.0", 1),
+        ("zero_std_1.0", 1),
+    ]
+    assert told["changed"] == [{"group_id": group_id, "was": "keep", "is": "drop"} for group_id in (1, 4)]
+
+
+def test_the_filter_is_told_for_people(dump: Path) -> None:
+    done = replay(dump, "--to", "filter")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"filter none: 6 groups of {dump}",
+        "  keep         6",
+        "  otherwise than then: 0",
+    ]
+
+
+def test_a_filter_of_ones_own_may_be_async_and_may_raise(dump: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "async def judge(group):\n"
+        "    if group.group_id == 3:\n"
+        "        raise KeyError('three')\n"
+        "    return group.group_id < 5, 'late'\n"
+    )
+    done = replay(dump, "--to", "filter", "--set", f"rollout.dynamic_filter={file}:judge", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["verdicts"] == {"keep": 4, "drop": 1, "failed": 1}
+    assert {row["reason"] for row in told["reasons"]} == {"late", "KeyError('three')"}
+
+
+def test_batches_are_those_of_the_dump_with_the_same_settings(dump: Path) -> None:
+    done = replay(dump, "--to", "batch", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["groups"] for row in rows] == [[0, 1], [2, 3], [4, 5]]
+    assert rows[0]["reward_mean"] == 0.75
+    assert rows[0]["reward_std"] == pytest.approx(0.4330127)
+
+
+def test_batches_follow_other_settings(dump: Path) -> None:
+    chosen = ("--set", "rollout.over_sampling_batch_size=3", "--set", "rollout.over_sampling_filter=sort_by_reward_std")
+    rows = [json.loads(line) for line in replay(dump, "--to", "batch", *chosen, "--json").stdout.splitlines()]
+    assert [row["groups"] for row in rows] == [[0, 2], [3, 5]]  # of 0, 1, 2 and of 3, 4, 5 those that differ most
+    kept = replay(dump, "--to", "batch", "--set", "rollout.dynamic_filter=nonzero_std")
+    assert kept.stdout.splitlines() == [
+        "step 0: reward 0.375, std 0.415, 2 groups: 0, 2",
+        "step 1: reward 0.438, std 0.370, 2 groups: 3, 5",
+        "4 of 6 groups in 2 batches",
+        "  dropped 1: zero_std_0.0",
+        "  dropped 1: zero_std_1.0",
+    ]
+
+
+def test_a_topology_file_may_be_named(dump: Path) -> None:
+    laptop = ROOT / "topologies" / "laptop.toml"
+    done = replay(dump, laptop, "--to", "batch", *SMALL, "--json")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 3
+
+
+def test_the_trainer_is_given_the_dump_under_a_name_of_its_own(dump: Path, tmp_path: Path) -> None:
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"input": "47"}\n')
+    done = replay(dump, "--to", "trainer", "--set", f"data.0.path={data}", "--plan", "--set", "train.num_steps=9")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0].startswith("run dumped-replay in ")
+    assert "3 steps of 2 groups x 2 samples" in done.stdout
+    assert f"samples  of the dump in {dump}, no engines" in done.stdout
+    assert not {"engine", "router", "reward"} & {line.split()[0].partition(".")[0] for line in done.stdout.splitlines()}
+
+
+def test_a_missing_dump_and_a_broken_one_are_named(dump: Path, tmp_path: Path) -> None:
+    done = replay(tmp_path / "nowhere", "--to", "filter")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"{tmp_path / 'nowhere'}: no such directory\n"
+    with (dump / "rollout_1.jsonl").open("a") as file:
+        file.write('{"group_id": ')
+    done = replay(dump, "--to", "batch")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{dump / 'rollout_1.jsonl'}:5: ")
+
+
+def test_wrong_settings_are_wrong_input(dump: Path) -> None:
+    done = replay(dump, "--to", "filter", "--set", "rollout.dynamic_filter=nonzero")
+    assert done.returncode == 2
+    assert "did you mean 'nonzero_std'?" in done.stderr
+    assert replay(dump, "--to", "filter", "--set", "rollout.dynamic=1").returncode == 2
+    assert replay(dump, "--to", "nobody").returncode == 2
+    assert replay(dump, "--to", "filter", "--plan").returncode == 2
+
+
+def test_help_loads_no_bus() -> None:
+    command = [sys.executable, "-X", "importtime", str(COMMAND), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert not loaded & {"nats", "msgspec", "anyio", "numpy", "runtime"}
