@@ -36,6 +36,7 @@ def validate(topology: Topology) -> list[Problem]:
         _algorithm,
         _demonstrations,
         _masks,
+        _weight_updates,
         _schedule,
         _names,
         _evaluation,
@@ -167,6 +168,13 @@ def _demonstrations(recipe: Recipe) -> Iterator[Problem]:
     for index, item in enumerate(recipe.eval):
         message = f"no engine runs {why}: evaluate the exported model (train.save_hf) in a run with engines"
         yield _problem(f"eval.{index}.name", item.name, message)
+
+
+def _weight_updates(recipe: Recipe) -> Iterator[Problem]:
+    rollout = recipe.rollout
+    if rollout.on_weight_update != "drain" and not rollout.max_staleness:
+        message = "has no effect with rollout.max_staleness = 0: nothing runs while engines take new weights"
+        yield _problem("rollout.on_weight_update", rollout.on_weight_update, message)
 
 
 def _schedule(recipe: Recipe) -> Iterator[Problem]:

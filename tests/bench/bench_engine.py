@@ -1,6 +1,7 @@
 """Tokens per second of the embedded engine: alone, over HTTP one request per sample or per group, behind the router.
 
 One tiny Qwen3 with drawn weights, 16-token prompts, 64-token responses, 64 samples in flight, everything in one run.
+`router_long` and `router_streamed`: responses of 448 tokens, whole, and in chunks of 64 as a rollout actor wants them.
 Prints JSON. `per_cpu_s` divides by the CPU seconds of the engine process, `ratio` compares that with the slots alone.
 
 Run: python -m tests.bench.bench_engine
@@ -24,9 +25,12 @@ import msgspec
 import psutil
 import uvloop
 
+from actors.processes import STREAM_INTERVAL
+from actors.rollout.streams import Stream
 from tests.support.embedded_engine import free_port, running_engine, running_router, write_config
 
 PROMPT, RESPONSE, IN_FLIGHT, GROUP = 16, 64, 64, 8  # tokens, tokens, samples, samples per prompt
+LONG = 448  # tokens of a response that is streamed
 VOCABULARY = 64
 
 
@@ -97,13 +101,16 @@ def slots_alone(directory: Path, seconds: float) -> Measured:
 
 async def over_http(directory: Path, seconds: float, *, routed: bool) -> dict[str, Measured]:
     results: dict[str, Measured] = {}
-    with running_engine(directory, "--load-format", "dummy", "--context-length", "512") as engine:
+    flags = ("--stream-interval", str(STREAM_INTERVAL), "--incremental-streaming-output")
+    with running_engine(directory, "--load-format", "dummy", "--context-length", "512", *flags) as engine:
         for name, group in (("http_direct", 1), ("http_batched", GROUP)):
             results[name] = await load(engine.url, engine.process.pid, seconds, group)
         if routed:
             with router_before(engine.url) as url:
                 for name, group in (("router", 1), ("router_batched", GROUP)):
                     results[name] = await load(url, engine.process.pid, seconds, group)
+                for name, stream in (("router_long", False), ("router_streamed", True)):
+                    results[name] = await load(url, engine.process.pid, seconds, 1, length=LONG, stream=stream)
     return results
 
 
@@ -113,11 +120,14 @@ def router_before(engine_url: str) -> Iterator[str]:
         yield url
 
 
-async def load(url: str, pid: int, seconds: float, group: int) -> Measured:
+async def load(
+    url: str, pid: int, seconds: float, group: int, *, length: int = RESPONSE, stream: bool = False
+) -> Measured:
     """Keep IN_FLIGHT samples in flight for a while, `group` of them per request."""
     body = {
-        "sampling_params": {"max_new_tokens": RESPONSE, "temperature": 1.0, "ignore_eos": True},
+        "sampling_params": {"max_new_tokens": length, "temperature": 1.0, "ignore_eos": True},
         "return_logprob": True,
+        "stream": stream,
     }
     async with client() as session:
 
@@ -142,11 +152,23 @@ async def worker(
         ids = prompt if group == 1 else [prompt] * group
         data = msgspec.json.encode(body | {"input_ids": ids, "rid": f"{index}.{group}"})
         async with session.post(f"{url}/generate", data=data, headers={"Content-Type": "application/json"}) as response:
-            answer = msgspec.json.decode(await response.read())
+            data = await response.read()
             response.raise_for_status()
+        if body["stream"]:
+            num_tokens += streamed_tokens(data)
+            continue
+        answer = msgspec.json.decode(data)
         for sample in answer if group > 1 else [answer]:
             num_tokens += len(sample["output_ids"])
     return num_tokens
+
+
+def streamed_tokens(data: bytes) -> int:
+    """Put a stream together, as a rollout actor does."""
+    stream = Stream()
+    for event in data.split(b"\n\n")[:-2]:  # after the last ones: [DONE], and nothing
+        stream.add(event.removeprefix(b"data: "))
+    return len(stream.take().output_ids)
 
 
 @contextlib.asynccontextmanager

@@ -104,6 +104,7 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
         (("rollout.keep_when_insufficient=true",), "rollout.keep_when_insufficient", "without rollout.dynamic_filter"),
         (("rollout.buffer_filter=newest", "rollout.on_halt=drop"), "rollout.buffer_filter", "has no effect with"),
         (("rollout.max_token_staleness=1", "rollout.max_staleness=2"), "rollout.max_token_staleness", "is below"),
+        (("rollout.on_weight_update=abort",), "rollout.on_weight_update", "has no effect with rollout.max_staleness = 0"),
         (("rollout.eval_overlap=false", "eval=[]"), "rollout.eval_overlap", "without an [[eval]] table"),
         (("data=[]",), "data", "at least one"),
         (("data.0.path=none",), "data.0.path", "missing: a data file; or data.0.source, a function"),
