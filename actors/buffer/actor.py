@@ -251,7 +251,7 @@ class BufferActor(Actor):
     async def _decide(self, schedule: Schedule) -> int:
         """Append what is decided now; return its sequence, or 0 when there was nothing or somebody wrote first."""
         while (decision := await self._next_decision(schedule)) is not None:
-            if isinstance(decision, GroupsIssued) and self._pressure.holds(self._state):
+            if isinstance(decision, GroupsIssued) and await self._pressure.holds(self._state):
                 return 0
             if isinstance(decision, RunFinished | RunFailed):  # after it the processes are stopped
                 await self._recorder.write_rest(self._state.last_seq)

@@ -52,6 +52,7 @@ class Pressure:
         self._asked_step = 0
         self._asked_at = -CHECKPOINT_WAIT_S
         self._holding = ""  # why
+        self._looked_at = -LOOK_AGAIN_S
 
     @property
     def holding(self) -> str:
@@ -63,8 +64,10 @@ class Pressure:
         self._trained, self._saved = state.trained_steps, state.checkpoint_step
         self._stirred.set()
 
-    def holds(self, state: LedgerState) -> bool:
+    async def holds(self, state: LedgerState) -> bool:
         """Whether issuing is to wait for room now."""
+        if time.monotonic() - self._looked_at >= LOOK_AGAIN_S:
+            await self._look()
         asked = time.monotonic() - self._asked_at < CHECKPOINT_WAIT_S
         over = {plane: used for plane, used in self._used.items() if used > HOLD_ABOVE}
         full = ", ".join(f"{plane} stream {used:.0%} full" for plane, used in over.items())
@@ -83,6 +86,7 @@ class Pressure:
             await anyio.sleep(LOOK_AGAIN_S)
 
     async def _look(self) -> None:
+        self._looked_at = time.monotonic()
         for plane in WATCHED:
             self._used[plane] = (await self._bus.state(plane)).used
         plane, used = fullest(self._used)

@@ -14,6 +14,7 @@ from runtime.ledger import LEDGER_EVENTS, LedgerState, Stage, fold
 
 log = structlog.get_logger()
 
+FULL_ABOVE: Final = 0.5  # of the stream's bytes: then any number of events is worth it
 CITES_NOTHING: Final = (Stage.IN_FLIGHT, Stage.POOLED)  # the snapshot has all that such a group needs
 
 
@@ -136,20 +137,19 @@ class Trimmer:
                     log.warning("log_not_trimmed", reason=str(error))
 
     async def _trim(self, needs: Needs) -> None:
-        if needs.below - await self._first_seq() < self._min_events:
+        held = await self._bus.state(Plane.EVENT)
+        least = 1 if held.used > FULL_ABOVE else self._min_events
+        if needs.below - held.first_seq < least:
             return
         landmarks = Landmarks()
         async with self._bus.read(*LANDMARKS, buries=False) as events:
             async for received in events.so_far():
                 landmarks.take(received.message, received.seq)
         below_seq = trim_point(needs, landmarks)
-        if below_seq - await self._first_seq() < max(1, self._min_events):
+        if below_seq - held.first_seq < least:
             return
         path, num_events = await archive(self._bus, self._run_dir, below_seq=below_seq)
         await self._bus.purge(Plane.EVENT, below_seq=below_seq)
         told = str(path.relative_to(self._run_dir))
         await self._bus.publish(LogTrimmed(below_seq=below_seq, num_events=num_events, path=told))
         log.info("log_trimmed", below_seq=below_seq, num_events=num_events, path=told)
-
-    async def _first_seq(self) -> int:
-        return (await self._bus.state(Plane.EVENT)).first_seq

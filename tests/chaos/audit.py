@@ -25,6 +25,7 @@ from messages import (
     WeightsAnnounced,
     WeightsApplied,
 )
+from runtime.archive import history
 from runtime.bus import Bus
 from runtime.ledger import FOLD_VERSION, LEDGER_EVENTS, Books, LedgerState, fold
 from tests.chaos.harness import Run
@@ -41,7 +42,7 @@ async def audit(run: Run, *, killed: Sequence[str] | None = (), ordered: bool = 
         ordered: whether the order of the data alone says which groups are in which batch: no filter, no over-sampling.
     """
     async with run.reopened() as bus:
-        log = await read_all(bus)
+        log = await read_all(bus, run)
         state = check_ledger(log)
         check_the_end(log, run.num_steps)
         if killed is not None:
@@ -56,10 +57,12 @@ async def audit(run: Run, *, killed: Sequence[str] | None = (), ordered: bool = 
     return state.books()
 
 
-async def read_all(bus: Bus) -> Log:
-    """Every event of the log."""
-    async with bus.read() as events:
-        return [(received.seq, received.message) async for received in events.so_far()]
+async def read_all(bus: Bus, run: Run) -> Log:
+    """Every event of the run, those included that were moved to its archive."""
+    async with history(bus, run.directory) as events:
+        log = [(received.seq, received.message) async for received in events.so_far()]
+    assert events.first_seq == 1, f"what was before event {events.first_seq} is lost"
+    return log
 
 
 def check_ledger(log: Log) -> LedgerState:

@@ -229,7 +229,7 @@ async def _attempt(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         await finish(run)
     books = await audit(run, killed=None, ordered=decided_by_the_data(topology))
     async with run.reopened() as bus:
-        toll = toll_of(await read_all(bus), killed)
+        toll = toll_of(await read_all(bus, run), killed)
     report = msgspec.to_builtins(toll)
     report |= {"books": msgspec.to_builtins(books), "seconds": round(time.monotonic() - began), "seed": args.seed}
     say(f"{len(killed)} kills survived")

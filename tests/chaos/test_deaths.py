@@ -49,7 +49,7 @@ async def test_a_process_is_killed_three_times(tmp_path: Path, line: str) -> Non
         await run.gone(family)
     await audit(run, killed=[name] * len(AFTER_STEPS))
     async with run.reopened() as bus:
-        check_extra_work(await read_all(bus), name)
+        check_extra_work(await read_all(bus, run), name)
 
 
 @pytest.mark.parametrize("line", STARTS)
@@ -66,7 +66,7 @@ async def test_the_same_command_goes_on(tmp_path: Path, line: str) -> None:
     await run.gone()
     await audit(run)
     async with run.reopened() as bus:
-        check_extra_work(await read_all(bus), line)
+        check_extra_work(await read_all(bus, run), line)
 
 
 async def end_of(command: Command, line: str) -> list[psutil.Process]:

@@ -1,0 +1,62 @@
+"""A run whose log is trimmed and one whose servers hang go on."""
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from messages import ActorExited, LogTrimmed
+from tests.chaos.audit import audit, read_all
+from tests.chaos.harness import EVENTS_PER_STEP, Command, Run, moments_of
+
+pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+
+TRIMMED = ("train.save_interval=2", "buffer.trim_min_events=1")
+
+
+async def finish(run: Run, command: Command) -> None:
+    family = command.family()
+    assert await command.end() == 0
+    await run.gone(family)
+
+
+async def test_processes_are_killed_while_the_log_is_trimmed_at_every_checkpoint(tmp_path: Path) -> None:
+    run, names = Run(tmp_path, num_steps=13, overrides=TRIMMED), ["buffer", "trainer", "rollout", "nats-server"]
+    moments = moments_of("trimmed")
+    async with run.started() as command:
+        for steps, name in enumerate(names, start=1):
+            await command.log.until_trained(3 * steps)
+            await command.log.pass_over(moments.randrange(EVENTS_PER_STEP))
+            command.log.kill(name)
+        await finish(run, command)
+    await audit(run, killed=names)
+    async with run.reopened() as bus:
+        assert [event for _, event in await read_all(bus, run) if isinstance(event, LogTrimmed)]
+
+
+async def test_the_run_goes_on_later_on_a_trimmed_log(tmp_path: Path) -> None:
+    run = Run(tmp_path, num_steps=10, overrides=TRIMMED)
+    async with run.started() as command:
+        await command.log.until(lambda event: isinstance(event, LogTrimmed) and event.below_seq > 100)
+        family = command.kill_everything()
+        assert await command.end() == -signal.SIGKILL
+        await run.gone(family)
+    async with run.started() as command:
+        await finish(run, command)
+    await audit(run)
+
+
+@pytest.mark.parametrize("name", ["engine.policy.0", "router.policy", "nats-server"])
+async def test_a_server_that_hangs_is_started_again(tmp_path: Path, name: str) -> None:
+    run = Run(tmp_path, num_steps=8, overrides=("engines.policy.unresponsive_after_s=5",))
+    async with run.started() as command:
+        await command.log.until_trained(3)
+        await command.log.pass_over(moments_of(name).randrange(EVENTS_PER_STEP))
+        psutil.Process(command.log.pids[name]).suspend()
+        await command.log.until_restarted(name)
+        await finish(run, command)
+    await audit(run, killed=[name])
+    async with run.reopened() as bus:
+        ended = [event for _, event in await read_all(bus, run) if isinstance(event, ActorExited)]
+    assert "did not answer for 5 s" in [event.reason for event in ended if event.actor == name]
