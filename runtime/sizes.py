@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from runtime.recipe import Recipe, max_prompt_len, over_sampling_batch_size
+from runtime.recipe import Recipe, max_prompt_len, over_sampling_batch_size, trains_demonstrations
 from runtime.topology import Topology
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ SAMPLE_BYTES: Final = 1 * KIB  # ids, names, spans and headers of one sample
 RESPONSE_TOKEN_BYTES: Final = 20  # id 4, log-prob 4, mask 1, and its text
 PROMPT_TOKEN_BYTES: Final = 4
 TEXT_TOKEN_BYTES: Final = 10  # of text, escaped
+DEMONSTRATED_TOKEN_BYTES: Final = 5  # id 4, mask 1: a task carries its demonstration
 GROUP_EVENTS_BYTES: Final = 2 * KIB  # issued, completed, judged, batched
 SAMPLE_EVENT_BYTES: Final = 512  # a sample's summary in them
 STEP_EVENTS_BYTES: Final = 16 * KIB  # batches, weights, metrics, restarts
@@ -99,7 +100,8 @@ def show_bytes(size: int) -> str:
 
 
 def _text_bytes(recipe: Recipe) -> int:
-    return TEXT_TOKEN_BYTES * (prompt_len_bound(recipe) + recipe.rollout.max_response_len)
+    token_bytes = TEXT_TOKEN_BYTES + (DEMONSTRATED_TOKEN_BYTES if trains_demonstrations(recipe) else 0)
+    return token_bytes * (prompt_len_bound(recipe) + recipe.rollout.max_response_len)
 
 
 def _derived(needed: StreamSizes, name: str) -> int:

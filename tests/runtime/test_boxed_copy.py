@@ -5,13 +5,16 @@ import runpy
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from actors.registry import actor_type
 from actors.rollout.recorded import RecordedRolloutActor
+from messages import Int32Array, Prompt, RolloutRequested, SamplingParams, UInt8Array, encode
 from runtime.check import check_files
 from runtime.config import TopologyError
 from runtime.load import load_topology
+from runtime.sizes import needed_sizes
 
 TOPOLOGIES = Path(__file__).resolve().parents[2] / "topologies"
 SFT, RL = TOPOLOGIES / "boxed-copy-sft.toml", TOPOLOGIES / "boxed-copy.toml"
@@ -105,3 +108,28 @@ def test_a_start_without_the_export_says_which_run_writes_it(tmp_path: Path, mon
     asked = check_files(load_topology(RL))
     assert asked.problems == ()
     assert "start run boxed-copy-sft first" in asked.notes[0]
+
+
+def test_a_task_with_its_demonstration_fits_the_largest_message() -> None:
+    length = 400_000  # tokens, of which each has its id, its mask and its text in the task
+    limits = (f"rollout.max_prompt_len={length}", f"rollout.max_response_len={length}", "train.num_steps=1")
+    needed = needed_sizes(load_topology(SFT, limits).topology)
+    prompt = Prompt(
+        data="d",
+        row=0,
+        text="0123456789" * length,
+        prompt_ids=Int32Array(np.zeros(length, np.int32)),
+        response_ids=Int32Array(np.zeros(length, np.int32)),
+        loss_mask=UInt8Array(np.ones(length, np.uint8)),
+        response="0123456789" * length,
+    )
+    task = RolloutRequested(
+        group_id=0,
+        attempt=0,
+        round=0,
+        min_version=1,
+        prompt=prompt,
+        num_samples=1,
+        sampling=SamplingParams(max_new_tokens=length),
+    )
+    assert len(encode(task).payload) < needed.max_payload_bytes
