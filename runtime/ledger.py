@@ -78,6 +78,10 @@ LedgerEvent = (
     | WeightsAnnounced
 )
 LEDGER_EVENTS: tuple[type[Message], ...] = LedgerEvent.__args__
+MAX_REASONS: Final = (
+    256  # told apart, of groups that were dropped and of those that failed; a filter may word each anew
+)
+OTHER_REASONS: Final = "other reasons"
 OVER_SAMPLING_FILTER: Final = "over_sampling_filter"  # reason of groups that lost the selection
 
 
@@ -238,12 +242,11 @@ def _cited(state: LedgerState, samples: Iterable[SampleSummary]) -> list[int]:
 
 
 def _describe(group: Group, samples: tuple[SampleSummary, ...]) -> None:
-    group.indices = tuple([sample.index for sample in samples])
-    group.rewards = tuple([sample.reward for sample in samples])
-    group.response_lens = tuple([sample.response_len for sample in samples])
-    oldest = [sample.first_version for sample in samples if sample.first_version is not None]
-    newest = [sample.last_version for sample in samples if sample.last_version is not None]
-    group.oldest_version, group.newest_version = min(oldest, default=None), max(newest, default=None)
+    told = [(s.index, s.reward, s.response_len, s.first_version, s.last_version) for s in samples]
+    indices, rewards, lens, oldest, newest = zip(*told, strict=True) if told else ((), (), (), (), ())
+    group.indices, group.rewards, group.response_lens = indices, rewards, lens
+    group.oldest_version = min([version for version in oldest if version is not None], default=None)
+    group.newest_version = max([version for version in newest if version is not None], default=None)
 
 
 def _spill(state: LedgerState, event: SegmentsSpilled) -> None:
@@ -335,6 +338,8 @@ def _close(state: LedgerState, group_id: int, tally: dict[str, int], reason: str
     group = state.remove(group_id)
     if group is None:
         return
+    if reason not in tally and len(tally) >= MAX_REASONS:
+        reason = OTHER_REASONS
     tally[reason] = tally.get(reason, 0) + 1
     if group.stage not in (Stage.SPARE, Stage.PASSED_OVER):  # those were counted, or had their chance
         _count_barren(state, group)

@@ -1,6 +1,7 @@
 """What the buffer does next, from the ledger alone. Pure; called only when the log is folded to its end."""
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Literal
 
 import msgspec
@@ -171,9 +172,10 @@ def _halt(state: LedgerState, schedule: Schedule) -> Message | None:
 
 def _close_passed_over(state: LedgerState, schedule: Schedule) -> Message | None:
     passed_over, spares = state.in_stage(Stage.PASSED_OVER), state.in_stage(Stage.SPARE)
-    ended = list(passed_over.values()) or _first(spares.values(), len(spares) - schedule.over_sampling_batch_size)
-    if not ended:
+    excess = len(spares) - schedule.over_sampling_batch_size
+    if not passed_over and excess <= 0:
         return None
+    ended = list(passed_over.values()) or list(islice(spares.values(), excess))
     reason = ended[0].reason
     return _closed(state, [group for group in ended if group.reason == reason], reason or "passed_over")
 
@@ -196,10 +198,6 @@ def _close_pooled(state: LedgerState, schedule: Schedule) -> Message | None:
 def _closed(state: LedgerState, groups: Sequence[Group], reason: str) -> GroupsClosed:
     ids = tuple(group.group_id for group in groups)
     return GroupsClosed(incarnation=state.incarnation, group_ids=ids, outcome="dropped", reason=reason)
-
-
-def _first(groups: Iterable[Group], count: int) -> list[Group]:
-    return [group for group, _ in zip(groups, range(count), strict=False)]
 
 
 def _give_up(state: LedgerState, schedule: Schedule) -> Message | None:

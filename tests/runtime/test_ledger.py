@@ -17,6 +17,7 @@ from messages import (
     GroupRef,
     GroupsClosed,
     GroupsIssued,
+    IssuedGroup,
     Message,
     Outcome,
     PayloadsMissing,
@@ -203,7 +204,8 @@ def spilled(group_id: int, attempt: int, *samples: SampleSummary) -> SegmentsSpi
 
 
 def ended(group_id: int, *samples: SampleSummary, kind: Any = GroupCompleted, **fields: Any) -> Message:
-    return kind(group_id=group_id, attempt=0, lease="l", round=0, instance="r", samples=samples, **fields)
+    told = fields if kind is GroupFailed else {"samples": samples, **fields}
+    return kind(group_id=group_id, attempt=0, lease="l", round=0, instance="r", **told)
 
 
 def test_of_what_an_attempt_spilled_the_longest_of_each_sample_is_kept() -> None:
@@ -266,6 +268,15 @@ def test_the_ledger_keeps_what_choosing_among_groups_needs() -> None:
     group = log.state.groups[0]
     assert (group.data, group.indices, group.rewards, group.response_lens) == ("d", (0, 1), (1.0, 0.0), (5, 7))
     assert (group.oldest_version, group.newest_version) == (1, 2)
+
+
+def test_reasons_that_never_come_twice_do_not_fill_the_memory() -> None:
+    state = LedgerState()
+    groups = tuple(IssuedGroup(group_id=number, attempt=0, prompt=number) for number in range(300))
+    fold(state, GroupsIssued(incarnation=1, round=0, min_version=1, groups=groups), 1)
+    for number in range(300):
+        fold(state, ended(number, kind=GroupFailed, reason=f"seen at {number}"), 2 + number)
+    assert (len(state.failed), state.failed["other reasons"], state.books().failed) == (257, 44, 300)
 
 
 def test_versions_are_remembered_as_long_as_a_live_group_may_have_tokens_of_them() -> None:
