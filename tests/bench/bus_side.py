@@ -12,6 +12,7 @@ import os
 import statistics
 import sys
 import time
+from typing import TypeVar
 
 import anyio
 import numpy as np
@@ -21,6 +22,7 @@ from messages import (
     GroupCompleted,
     GroupFailed,
     Int32Array,
+    Message,
     SampleKey,
     SampleStatus,
     SampleSummary,
@@ -38,6 +40,8 @@ from runtime.logs import configure_logging
 RUN = "bench"
 NUM_FETCHERS = 8  # as the trainer's feed has
 WAIT_S = 30.0
+
+MessageT = TypeVar("MessageT", bound=Message)
 
 Times = tuple[float, float]  # when a group's way began and ended
 
@@ -89,7 +93,7 @@ async def send(bus: Bus, group_id: int, segments: tuple[Segment, ...], args: arg
 
 
 async def produce(bus: Bus, args: argparse.Namespace) -> None:
-    """First many at a time, then one after another: each when the consumer asks for it."""
+    """First many at a time, once the consumer is there, then one after another, each when the consumer asks for it."""
     segments = segments_of(0, args)
     left = iter(range(args.groups))
 
@@ -97,29 +101,32 @@ async def produce(bus: Bus, args: argparse.Namespace) -> None:
         for group_id in left:
             await send(bus, group_id, segments, args)
 
-    async with anyio.create_task_group() as group:
-        for _ in range(args.in_flight):
-            group.start_soon(worker)
     async with bus.read(GroupFailed) as asked:
+        await next_of(asked)
+        async with anyio.create_task_group() as group:
+            for _ in range(args.in_flight):
+                group.start_soon(worker)
         for _ in range(args.latency_groups):
-            received = await asked.next(WAIT_S)
-            assert received is not None, "the consumer is silent"
-            await send(bus, received.message.group_id, segments, args)
+            await send(bus, (await next_of(asked)).group_id, segments, args)
 
 
 async def consume(bus: Bus, args: argparse.Namespace) -> None:
     """Take all groups; print how many per second, and how long one takes alone."""
     async with bus.read(GroupCompleted) as events:
+        await ask_for(bus, 0)
         together = await take_together(bus, events, args)
         alone: list[float] = []
         for number in range(args.latency_groups):
-            await bus.publish(
-                GroupFailed(group_id=args.groups + number, attempt=0, lease="", round=0, instance="", reason="next")
-            )
+            await ask_for(bus, args.groups + number)
             begun, ended = await take(bus, await next_of(events), args)
             alone.append(ended - begun)
     took_s = max(end for _, end in together) - min(begun for begun, _ in together)
     print(json.dumps({"groups_per_s": len(together) / took_s, "latency_ms": 1e3 * statistics.median(alone)}))
+
+
+async def ask_for(bus: Bus, group_id: int) -> None:
+    """Tell the producer to go on, by an event that serves no other purpose here."""
+    await bus.publish(GroupFailed(group_id=group_id, attempt=0, lease="", round=0, instance="", reason="next"))
 
 
 async def take_together(
@@ -142,9 +149,9 @@ async def take_together(
     return sorted(times)[args.groups // 10 :]
 
 
-async def next_of(events: Events[GroupCompleted]) -> GroupCompleted:
+async def next_of(events: Events[MessageT]) -> MessageT:
     received = await events.next(WAIT_S)
-    assert received is not None, "the producer is silent"
+    assert received is not None, "the other side is silent"
     return received.message
 
 
