@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import psutil
 import pytest
 
-from messages import Message
+from messages import Message, Plane, RunStalled, SnapshotTaken
 from runtime.agent.claim import Claim
+from runtime.archive import archive
 from runtime.bus import Bus
 from runtime.bus.server import ServerSettings, running_server
+from runtime.ledger import FOLD_VERSION, LedgerState, fold
 from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS
 from tests.support.log_of_a_run import LOG, THE_END
 
@@ -147,6 +150,63 @@ async def test_what_cannot_be_decoded_is_passed_over_and_nothing_is_written(
             told = json_of(await anyio.to_thread.run_sync(ledger, str(run_dir), "--json"))
             assert told["books"] == BOOKS
             assert (await bus.state(THE_END.plane)).last_seq == len(LOG) + 1
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("live", [False, True])
+async def test_what_was_moved_to_the_archive_is_told_too(tmp_path: Path, live: bool) -> None:
+    run_dir = tmp_path / RUN
+    with Claim.take(run_dir):
+        async with bus_of(run_dir) as bus:
+            await archive(bus, run_dir, below_seq=12)
+            await bus.purge(Plane.EVENT, below_seq=12)
+            if live:
+                await check_a_trimmed_run(run_dir, live=True)
+    if not live:
+        await check_a_trimmed_run(run_dir, live=False)
+
+
+async def check_a_trimmed_run(run_dir: Path, *, live: bool) -> None:
+    done = await anyio.to_thread.run_sync(ledger, str(run_dir), "--json")
+    told = json_of(done)
+    assert (told["live"], told["books"], told["trained"]) == (live, BOOKS, [[0, [0, 1]], [1, [3, 5]]])
+    assert done.stderr == ""
+    group = await anyio.to_thread.run_sync(ledger, str(run_dir), "--group", "1")
+    assert [json.loads(line)["seq"] for line in group.stdout.splitlines()] == [3, 6, 9, 10, 14]
+
+
+@pytest.mark.anyio
+async def test_without_its_archive_a_trimmed_run_is_told_from_the_snapshot_on(tmp_path: Path) -> None:
+    state = LedgerState()
+    for seq, event in enumerate(LOG, start=1):
+        fold(state, event, seq)
+    covered = len(LOG)
+    snapshot = SnapshotTaken(
+        incarnation=1, covers=covered, fold_version=FOLD_VERSION, state=msgspec.Raw(msgspec.json.encode(state))
+    )
+    run_dir = tmp_path / RUN
+    with Claim.take(run_dir):
+        async with bus_of(run_dir, (*LOG, snapshot)) as bus:
+            await bus.purge(Plane.EVENT, below_seq=20)
+    done = await anyio.to_thread.run_sync(ledger, str(run_dir), "--json")
+    told = json_of(done)
+    assert (told["books"], told["steps"], told["trained"]) == (BOOKS, 2, [])
+    assert "the log begins at event 20 and its archive is not in" in done.stderr
+
+
+@pytest.mark.anyio
+async def test_a_stall_is_told_until_something_happens(tmp_path: Path) -> None:
+    stalled = RunStalled(idle_s=300.0, waiting={"buffer": "batch 2 to be trained", "trainer": "no answer in 5 s"})
+    run_dir = await make(tmp_path / RUN, (*LOG, stalled))
+    assert json_of(await anyio.to_thread.run_sync(ledger, str(run_dir), "--json"))["stalled"] == {
+        "idle_s": 300.0,
+        "waiting": stalled.waiting,
+    }
+    assert (await anyio.to_thread.run_sync(ledger, str(run_dir))).stdout.splitlines()[-3:] == [
+        "stalled     nothing happened for 5m00s",
+        "            buffer: batch 2 to be trained",
+        "            trainer: no answer in 5 s",
+    ]
 
 
 def _unknown(_message: Message) -> Any:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from messages import BatchReady, BatchTrained, Message, PayloadsMissing
+from messages import BatchReady, BatchTrained, Message, PayloadsMissing, RunStalled
 from runtime.ledger import Books
 from runtime.ledger_report import GroupLife, LedgerReport, LedgerSummary, lines_of
 from tests.support.log_of_a_run import LOG, THE_END, batch, completed, issued, trained
@@ -59,6 +59,15 @@ def test_people_read_the_books_as_a_sum_with_all_reasons() -> None:
         "checkpoint  of step 2",
         "evaluation  runs after step 2 (weights v3): 1 of 2 items of heldout; none yet",
     ]
+
+
+def test_a_stall_is_told_until_anything_happens() -> None:
+    stalled = RunStalled(idle_s=61.0, waiting={"buffer": "the first weights"})
+    assert list(lines_of(summary_of(*LOG, stalled)))[-2:] == [
+        "stalled     nothing happened for 1m01s",
+        "            buffer: the first weights",
+    ]
+    assert summary_of(*LOG, stalled, trained(1, replay=True)).stalled is None
 
 
 def test_an_empty_ledger_is_told_too() -> None:

@@ -12,6 +12,7 @@ from messages import (
     ActorStarted,
     BatchReady,
     BatchTrained,
+    CheckpointRequested,
     EvalEnded,
     EvalIssued,
     EvalSetSize,
@@ -26,6 +27,7 @@ from messages import (
     Outcome,
     PromptsLoaded,
     RunFinished,
+    RunStalled,
     SampleStatus,
     SampleSummary,
     TrainerStarted,
@@ -35,6 +37,7 @@ from messages import (
     decode,
     encode,
 )
+from runtime.ledger import LedgerState
 from runtime.metrics_file import MetricsFile
 from runtime.report import FirstSample, Line, Notice, Report, RowDone
 from runtime.wording import duration, sparkline
@@ -387,3 +390,25 @@ def test_a_number_of_turns_that_only_a_later_sample_names_is_kept() -> None:
     story.notices += story.report.close()
     (row,) = story.rows()
     assert [row[f"multi_turn/round_number_{name}"] for name in ("mean", "max", "min")] == [3.0, 4.0, 2.0]
+
+
+def test_a_stall_and_a_full_stream_are_told_in_a_line_each() -> None:
+    story = Story()
+    story.tell(RunStalled(idle_s=300.0, waiting={"buffer": "batch 2 to be trained", "trainer": "no answer in 5 s"}))
+    story.tell(CheckpointRequested(step=3, stream="data", used=0.72))
+    assert [notice.text for notice in story.notices if isinstance(notice, Line)] == [
+        "nothing happened for 5m00s: buffer: batch 2 to be trained; trainer: no answer in 5 s",
+        "the data stream is 72% full: a checkpoint is asked for",
+    ]
+
+
+def test_a_report_that_begins_in_the_middle_has_the_books_of_the_whole() -> None:
+    whole, late = Story(), Story()
+    whole.issue(0, 1)
+    state = msgspec.json.decode(msgspec.json.encode(whole.report._ledger), type=LedgerState)
+    late.report.begin(state)
+    late.seq, late.completed = whole.seq, whole.completed
+    for story in (whole, late):
+        story.judge(0, story.complete(0, 1.0))
+        story.train(0, 0)
+    assert late.report.result(STARTED).groups == whole.report.result(STARTED).groups
