@@ -19,6 +19,7 @@ from runtime.addresses import BUS_URL_VARIABLE, Address
 from runtime.agent.claim import write_atomically
 from runtime.agent.node_claim import NodeClaim, NodeClaimed
 from runtime.agent.processes import (
+    EXIT_FENCED,
     EXIT_INPUT_ERROR,
     Change,
     Exited,
@@ -187,7 +188,9 @@ class NodeAgent:
         self._log_change(change)
         match change:
             case GivenUp():
-                if change.spec.critical and not self._ending.is_set():
+                if change.exit_code == EXIT_FENCED:
+                    self._show(f"{change.spec.name} is not started again: another process does its work")
+                elif change.spec.critical and not self._ending.is_set():
                     self._end(Outcome(finished=False, failure=change))
                 return
             case Ready() if change.spec.name == BUS_PROCESS and not self._bus_ready.is_set():

@@ -1,7 +1,7 @@
 """What the log of a finished run must say, whatever was killed on the way."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -33,17 +33,21 @@ from tests.chaos.harness import Run
 Log = Sequence[tuple[int, Message]]  # with the sequence of each event
 
 
-async def audit(run: Run, *, killed: Sequence[str] | None = (), ordered: bool = True) -> Books:
+async def audit(
+    run: Run, *, killed: Sequence[str] | None = (), ordered: bool = True, repeats: Collection[int] = ()
+) -> Books:
     """Read the whole log of a finished run from its store and check it; return its final books.
 
     Args:
         run: has ended.
         killed: processes that were killed while their agent lived, in any order; None: that is not known.
         ordered: whether the order of the data alone says which groups are in which batch: no filter, no over-sampling.
+        repeats: sequences of events that a test stored again; only the ledger's books are to bear them.
     """
     async with run.reopened() as bus:
         log = await read_all(bus, run)
         state = check_ledger(log)
+        log = [(seq, event) for seq, event in log if seq not in repeats]
         check_the_end(log, run.num_steps)
         if killed is not None:
             check_kills(log, killed)

@@ -181,7 +181,7 @@ class Run:
         settings = (*self._settings, f"train.num_steps={num_steps}")
         self.num_steps = num_steps
         self.topology = load_topology(self._file, settings).topology
-        self._command = [*COMMAND, str(self._file), *(word for setting in settings for word in ("--set", setting))]
+        self.command = [*COMMAND, str(self._file), *(word for setting in settings for word in ("--set", setting))]
 
     @asynccontextmanager
     async def started(self, *, from_seq: int = 1) -> AsyncGenerator[Command]:
@@ -194,7 +194,7 @@ class Run:
         before_ns = file.stat().st_mtime_ns if file.exists() else 0
         with self.output.open("ab") as output, self._told_on_failure():
             process = await anyio.open_process(
-                self._command, cwd=self._cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                self.command, cwd=self._cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
             try:
                 await eventually(

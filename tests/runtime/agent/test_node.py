@@ -122,10 +122,21 @@ async def test_a_given_up_process_fails_the_run_with_its_reason(tmp_path: Path) 
     assert "player ended: RuntimeError: the player stumbled (exit code 1); restarting in 0.1 s" in running.lines
 
 
-@pytest.mark.parametrize(("then", "code"), [("input_error", 2), ("fenced", 1)])
-async def test_lasting_ends_of_a_process_end_the_run(tmp_path: Path, then: str, code: int) -> None:
-    outcome = await Running(plan(tmp_path / "r", player("0", "--then", then))).run()
-    assert exit_code_of(outcome) == code
+async def test_wrong_input_of_a_process_ends_the_run(tmp_path: Path) -> None:
+    outcome = await Running(plan(tmp_path / "r", player("0", "--then", "input_error"))).run()
+    assert exit_code_of(outcome) == 2
+
+
+async def test_a_fenced_process_is_not_restarted_and_the_run_goes_on_with_the_other(tmp_path: Path) -> None:
+    go_on = tmp_path / "go_on"
+    fenced = player("0", "--then", "fenced", name="fenced")
+    running = Running(plan(tmp_path / "r", fenced, player("1", "--wait", str(go_on))))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(running.run)
+        await running.shown("fenced is not started again")
+        go_on.touch()
+    assert running.outcome is not None
+    assert running.outcome.finished
 
 
 async def test_a_killed_nats_server_comes_back_on_its_port_and_the_run_goes_on(tmp_path: Path) -> None:
