@@ -175,7 +175,7 @@ class GroupRun:
         """Generate a sample to its end, over as many requests as it takes."""
         while self._open(member) and await self._generate([member]):
             pass
-        self._score_ended([member])
+        self._score_ended([member])  # unless that was done when its tokens came
 
     async def _generate(self, members: Sequence[Member]) -> bool:
         """Ask an engine once; whether the answer was cut short and may be continued."""
@@ -187,8 +187,8 @@ class GroupRun:
         for member, answer in zip(members, generated.answers, strict=True):
             self._streams.pop(member.index, None)
             self._receive(member, answer, _status(generated, answer))
-        self._score_ended(members)  # while they are being stored
         await self._flush()
+        self._score_ended(members)  # also those that ended without tokens
         return generated.cut_short
 
     def _request(self, members: Sequence[Member]) -> Request:
@@ -222,10 +222,11 @@ class GroupRun:
             self._outbox.append((member, segment))
 
     async def _flush(self) -> None:
-        """Store what has come. What comes while other things are being stored goes out together."""
+        """Store what has come. What comes while other things are being stored goes out together, and is scored so."""
         async with self._storing:
             while self._outbox:
                 ended, self._outbox = self._outbox, []
+                self._score_ended([member for member, _ in ended])  # while they are being stored
                 await self._store([member for member, _ in ended], [segment for _, segment in ended])
 
     def _score_ended(self, members: Sequence[Member]) -> None:
