@@ -2,8 +2,10 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 
 from messages import RunStalled, StatsGiven, StatsRequested
@@ -11,6 +13,7 @@ from runtime.agent.stalls import StallWatch
 from runtime.bus import Bus
 from runtime.bus.roster import Member, Roster
 from tests.fixtures.nats import group_failed
+from tests.runtime.agent.test_node import Running, plan, player
 from tests.support.rollout import next_event
 
 pytestmark = pytest.mark.anyio
@@ -90,3 +93,17 @@ async def test_whatever_is_logged_ends_a_stall_but_its_own_telling_does_not(bus:
         watch.happened(group_failed(1))
         third, _ = await stall(bus, seq + 1)
     assert AFTER_S <= third.idle_s < 2 * AFTER_S
+
+
+async def test_the_agent_shows_a_stall_in_a_line(tmp_path: Path) -> None:
+    go_on = tmp_path / "go_on"
+    stalling = msgspec.structs.replace(plan(tmp_path / "r", player("1", "--wait", str(go_on))), stall_after_s=0.3)
+    running = Running(stalling)
+    async with anyio.create_task_group() as group:
+        group.start_soon(running.run)
+        await running.shown("step 1/3")
+        line = await running.shown("nothing happened for")
+        go_on.touch()
+    assert line.endswith("s: player: not there")  # it plays no actor's part
+    assert running.outcome is not None
+    assert running.outcome.finished
