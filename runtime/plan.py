@@ -12,6 +12,7 @@ from runtime.sizes import (
     StreamSizes,
     group_bytes,
     kept_batches,
+    logged_steps,
     needed_sizes,
     prompt_len_bound,
     show_bytes,
@@ -192,7 +193,7 @@ def _streams(topology: Topology, plan: Plan) -> Iterator[str]:
     prompt = prompt_len_bound(topology)
     yield "streams"
     for name, why in (
-        ("event", f"{topology.train.num_steps} steps, kept for the whole run"),
+        ("event", f"{logged_steps(topology)} steps, older ones are archived"),
         ("work", "tasks and score requests that are open"),
         ("data", f"{plan.kept_batches} batches, {show_bytes(plan.group_bytes)} a group at {prompt} prompt tokens"),
     ):

@@ -32,7 +32,7 @@ FLOORS: Final = {"event_bytes": 256 * MIB, "work_bytes": 64 * MIB, "data_bytes":
 class StreamSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Room for a run's messages, in bytes."""
 
-    event_bytes: int  # every event of the whole run
+    event_bytes: int  # the events of all steps that the log holds at once
     work_bytes: int  # every task and score request that can be open
     data_bytes: int  # the samples of all batches that may still be needed
     max_payload_bytes: int  # one message
@@ -44,7 +44,7 @@ def needed_sizes(recipe: Recipe) -> StreamSizes:
     groups = over_sampling_batch_size(rollout) * (REJECTED if rollout.dynamic_filter else 1)
     open_groups = over_sampling_batch_size(rollout) + rollout.rollout_batch_size * (1 + rollout.max_staleness)
     return StreamSizes(
-        event_bytes=recipe.train.num_steps
+        event_bytes=logged_steps(recipe)
         * (STEP_EVENTS_BYTES + groups * (GROUP_EVENTS_BYTES + rollout.n_samples_per_prompt * SAMPLE_EVENT_BYTES)),
         work_bytes=open_groups * (KIB + rollout.n_samples_per_prompt * (KIB + _text_bytes(recipe))),
         data_bytes=kept_batches(recipe) * groups * group_bytes(recipe),
@@ -76,6 +76,13 @@ def kept_batches(recipe: Recipe) -> int:
     train = recipe.train
     interval = min(train.save_interval or train.num_steps, train.num_steps)
     return interval + recipe.rollout.max_staleness + SPARE_BATCHES
+
+
+def logged_steps(recipe: Recipe) -> int:
+    """Steps whose events the log holds at once: from the oldest checkpoint that is kept to the next one."""
+    train = recipe.train
+    interval = min(train.save_interval or train.num_steps, train.num_steps)
+    return min(train.num_steps, train.keep_checkpoints * interval + recipe.rollout.max_staleness + SPARE_BATCHES)
 
 
 def group_bytes(recipe: Recipe) -> int:

@@ -18,6 +18,7 @@ from runtime.sizes import (
     MIB,
     group_bytes,
     kept_batches,
+    logged_steps,
     needed_sizes,
     prompt_len_bound,
     show_bytes,
@@ -167,3 +168,11 @@ def test_a_full_group_fits_the_room_that_is_reckoned_for_it(response: int, sampl
 )
 def test_sizes_are_shown_for_people(size: int, text: str) -> None:
     assert show_bytes(size) == text
+
+
+def test_the_log_has_room_for_the_steps_that_are_not_archived_yet() -> None:
+    """Of steps 10 and 20 the checkpoints are kept: what came before step 10 is archived until that of 30 is saved."""
+    assert logged_steps(load(LAPTOP, "train.num_steps=1000", "train.save_interval=10")) == 2 * 10 + 2
+    assert logged_steps(load(LAPTOP, "train.num_steps=7", "train.save_interval=10")) == 7
+    long, longer = (needed_sizes(load(LAPTOP, f"train.num_steps={n}", "train.save_interval=10")) for n in (500, 5000))
+    assert long.event_bytes == longer.event_bytes
