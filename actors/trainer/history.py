@@ -58,6 +58,7 @@ class History:
             step: BatchReady(incarnation=ledger.incarnation, step=step, groups=batch.groups)
             for step, batch in ledger.batches.items()
         }  # by step, of steps from `settled` on
+        self.trained = {step for step, batch in ledger.batches.items() if batch.trained}  # among the batches
         self.settled = 0  # batches below are not needed any more
         self._cited = {group.event_seq for group in ledger.groups.values()}
         self._cited |= {ref.event_seq for batch in ledger.batches.values() for ref in batch.groups}
@@ -96,9 +97,11 @@ class History:
                 self._take_back(event)
             case BatchTrained():
                 self.frontier = max(self.frontier, event.step + 1)
+                self.trained |= {event.step} & self.batches.keys()
             case TrainerStarted():
                 self.incarnation = max(self.incarnation, event.incarnation)
                 self.frontier = max(self.frontier, event.step)
+                self.trained |= {step for step in self.batches if step < event.step}
             case CheckpointSaved():
                 self.saved_step = max(self.saved_step, event.step)
                 self.settle(event.oldest_step)
@@ -116,12 +119,13 @@ class History:
         """Forget batches below a step: no checkpoint of this process goes back behind it."""
         self.settled = max(self.settled, step)
         for number in [number for number in self.batches if number < self.settled]:
+            self.trained.discard(number)
             self._forget(ref.group_id for ref in self.batches.pop(number).groups)
 
     def _take_back(self, event: PayloadsMissing) -> None:
         """As the ledger does: the batch of a step that nobody trained is dissolved, and the next one of it counts."""
         batch = self.batches.get(event.step)
-        if batch is None or event.step < self.frontier or not set(event.groups).intersection(batch.groups):
+        if batch is None or event.step in self.trained or not set(event.groups).intersection(batch.groups):
             return
         del self.batches[event.step]
         for ref in event.groups:
