@@ -3,8 +3,8 @@
 Groups live whole lives: issued twice as many as a step takes, completed in random order, judged, put in batches,
 trained; what a halt leaves over is aborted and issued again; every so many steps there is a checkpoint, and a snapshot.
 
-Pure: only fold and decide are timed, one decide after each event, as the buffer does. Memory is that of the process
-after a quarter of the events and at the end.
+Pure: only the CPU time of fold and decide counts, one decide after each event, as the buffer does. Memory is that of
+the process after a quarter of the events and at the end.
 
 Bus: nats-server and the buffer as a run starts it, each in its process; this process plays everybody else. It takes the
 tasks, publishes completions and verdicts, and trains in no time.
@@ -190,10 +190,10 @@ class Life:
         while following is not None:
             self.seq += 1
             logged = following
-            begin = time.perf_counter()
+            begin = time.thread_time()
             fold(self.state, logged, self.seq)
             following = decide(self.state, self.schedule)
-            self.spent_s += time.perf_counter() - begin
+            self.spent_s += time.thread_time() - begin
             self._react(logged)
 
     def _react(self, event: Message) -> None:
@@ -215,9 +215,9 @@ class Life:
     def _fold(self, event: Message) -> None:
         """Log an event while a decision is being made: the next one is made on both."""
         self.seq += 1
-        begin = time.perf_counter()
+        begin = time.thread_time()
         fold(self.state, event, self.seq)
-        self.spent_s += time.perf_counter() - begin
+        self.spent_s += time.thread_time() - begin
 
     def _take(self, index: int) -> tuple[int, int, int]:
         self._tasks[index], self._tasks[-1] = self._tasks[-1], self._tasks[index]
