@@ -1,0 +1,67 @@
+"""The trainer is killed as soon as something is seen of a step: its weights, its events, its checkpoint."""
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from messages import BatchReady, BatchTrained, CheckpointSaved, Message, WeightsAnnounced
+from tests.chaos.audit import audit
+from tests.chaos.harness import EVENT_S, Command, Run
+from tests.fixtures.nats import eventually
+
+pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+
+EVERY_STEPS = 3
+SAVE_INTERVAL = 3  # as often as it is killed: each time there may be a checkpoint that was told, or was not
+
+Moment = Callable[[Run, Command, int], Awaitable[object]]
+
+
+def seen(message_type: type[Message]) -> Moment:
+    """The first event of a type once so many steps are done."""
+
+    async def wait(run: Run, command: Command, steps: int) -> None:
+        del run
+        await command.log.until_trained(steps)
+        if message_type is not BatchTrained:
+            await command.log.until(lambda event: isinstance(event, message_type))
+
+    return wait
+
+
+def written(pattern: str) -> Moment:
+    """Something new in the run directory, most likely before the log tells of it."""
+
+    async def wait(run: Run, command: Command, steps: int) -> None:
+        await command.log.until_trained(steps)
+        before = set(run.directory.glob(pattern))
+        await eventually(lambda: bool(set(run.directory.glob(pattern)) - before), timeout_s=EVENT_S)
+
+    return wait
+
+
+MOMENTS: dict[str, Moment] = {
+    "batch ready": seen(BatchReady),
+    "weights written": written("weights/*"),
+    "batch trained": seen(BatchTrained),
+    "weights announced": seen(WeightsAnnounced),
+    "checkpoint written": written("checkpoints/*/*"),
+    "checkpoint saved": seen(CheckpointSaved),
+}
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+async def test_the_trainer_is_killed_at_each_moment_of_a_step(tmp_path: Path, max_staleness: int) -> None:
+    settings = (f"rollout.max_staleness={max_staleness}", f"train.save_interval={SAVE_INTERVAL}")
+    num_steps = EVERY_STEPS * (len(MOMENTS) + 1)
+    run = Run(tmp_path, num_steps=num_steps, overrides=settings)
+    async with run.started() as command:
+        for number, moment in enumerate(MOMENTS.values(), start=1):
+            await moment(run, command, max(EVERY_STEPS * number, command.log.trained + 1))
+            command.log.kill("trainer")
+            await command.log.until_restarted("trainer")
+        family = command.family()
+        assert await command.end() == 0
+        await run.gone(family)
+    await audit(run, killed=["trainer"] * len(MOMENTS), ordered=max_staleness == 0)
