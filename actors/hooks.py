@@ -9,6 +9,7 @@ from actors.buffer.selection import Kind, find_selection
 from actors.filter.filters import find_filter
 from actors.reward.frames import GraderSpec
 from actors.reward.grading import resolve_grader
+from actors.rollout.functions import find_generate_function
 from runtime.config import Problem, show
 from runtime.plugins import PluginError
 from runtime.topology import Topology
@@ -34,6 +35,9 @@ def _hooks(topology: Topology) -> Iterator[tuple[str, str, Callable[[], object]]
     name = topology.rollout.dynamic_filter
     if name is not None:
         yield "rollout.dynamic_filter", name, lambda: find_filter(name, (Path.cwd(),))
+    custom = topology.rollout.custom_generate
+    if custom is not None:
+        yield "rollout.custom_generate", custom, partial(find_generate_function, custom, (Path.cwd(),))
     selections: dict[Kind, str | None] = {"over_sampling_filter": topology.rollout.over_sampling_filter}
     selections["buffer_filter"] = topology.rollout.buffer_filter
     for kind, selection in selections.items():

@@ -4,6 +4,8 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import aiohttp
 import anyio
@@ -12,10 +14,11 @@ import structlog
 from anyio.abc import TaskStatus
 
 from actors.rollout.fleet import Fleet
+from actors.rollout.functions import find_generate_function
 from actors.rollout.generation import Generator
 from actors.rollout.groups import GroupRun, Job, Tools
 from actors.rollout.http import Http, RequestRefused
-from actors.rollout.members import Member, fresh_members, inherit, longest
+from actors.rollout.members import Member, fresh_members, inherit
 from actors.rollout.scoring import Scorer
 from actors.rollout.slots import Slots
 from actors.rollout.updates import Updater
@@ -47,10 +50,15 @@ from runtime.actor import Actor, leaves
 from runtime.addresses import Address, address_filter
 from runtime.bus import Bus, BusError, Delivery, MessageTooLarge, PayloadLost
 from runtime.bus.roster import Roster
+from runtime.ledger import longest
 from runtime.topology import Topology, num_engines
+
+if TYPE_CHECKING:
+    import tokenizers
 
 log = structlog.get_logger()
 
+TOKENIZER = "tokenizer.json"
 ACK_WAIT_S = 5.0  # after a rollout actor's death its tasks go to another one this much later
 POISON = (RequestRefused, MessageTooLarge, ValueError)  # what a task brings about anew each time it is delivered
 EVAL_MAX_TRIES = 5  # deliveries of an item that ends aborted
@@ -96,6 +104,9 @@ class RolloutActor(Actor):
         self._pool = pool
         self._topology = topology
         self._slots = Slots(engines.concurrency * num_engines(engines))
+        self._tokenizer: tokenizers.Tokenizer | None = None
+        custom = topology.rollout.custom_generate
+        self._converse = find_generate_function(custom, (Path.cwd(),)) if custom is not None else None
         self._num_groups = 0
         self._runs: set[GroupRun] = set()  # of training groups
         self._num_pulled = 0  # tasks at work, of training and evaluation
@@ -131,6 +142,14 @@ class RolloutActor(Actor):
             waits.append("a task")
         return "; ".join(waits)
 
+    def _encode(self, text: str) -> list[int]:
+        """Tokens of what a user's function puts between turns."""
+        if self._tokenizer is None:
+            import tokenizers
+
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(Path(self._topology.model.hf_checkpoint) / TOKENIZER))
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
     def _tools(self, http: Http, fleet: Fleet) -> Tools:
         reward = self._topology.reward
         scorer = Scorer(self._bus, timeout_s=reward.timeout_s, max_tries=reward.max_tries)
@@ -139,6 +158,8 @@ class RolloutActor(Actor):
             generator=Generator(http, fleet),
             scorer=scorer,
             batch_requests=self._topology.engines[self._pool].batch_requests,
+            converse=self._converse,
+            encode=self._encode,
             failed_reward=0.0 if reward.on_failure == "zero" else None,
         )
 
@@ -311,7 +332,7 @@ class RolloutActor(Actor):
         except (BusError, TimeoutError) as error:
             log.warning("spills_not_given", error=str(error))
             return task.carried
-        return tuple(longest(task.carried, given.samples))
+        return longest(task.carried, given.samples)
 
     async def _members(self, task: RolloutRequested, carried: Sequence[SampleSummary]) -> list[Member]:
         """Fresh members, or what earlier attempts left of them."""

@@ -5,9 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import anyio
+import msgspec
 from anyio.abc import TaskGroup
 
 from actors.rollout.answers import Answer, segment_of, status_of
+from actors.rollout.conversation import Conversation, Encode, GenerateFunction
 from actors.rollout.generation import Generated, Generator, Request
 from actors.rollout.members import Member, tokens_left
 from actors.rollout.scoring import Scorer
@@ -52,6 +54,8 @@ class Tools:
     generator: Generator
     scorer: Scorer
     batch_requests: bool
+    converse: GenerateFunction | None  # a user's, in place of one request for each sample
+    encode: Encode  # for what it puts between turns
     failed_reward: float | None  # reward of a sample whose scores all failed; None: the sample fails
 
 
@@ -68,6 +72,7 @@ class GroupRun:
         self._outbox: list[tuple[Member, Segment]] = []
         self._storing = anyio.Lock()
         self._streams: dict[int, Stream] = {}  # newest one by index of the member
+        self._talks: list[Conversation] = []
         self._num_requests = 0
         self._num_told = 0  # segments and rewards that an event told of
         self._scoring: TaskGroup | None = None
@@ -118,6 +123,8 @@ class GroupRun:
     def _stop_waiting_for_judges(self) -> None:
         """Called on a halt. Generation ends by itself then, and keeps its tokens."""
         self._halted = True
+        for talk in self._talks:
+            talk.halt()
         if self._generation_over:
             self._judging.cancel()
 
@@ -155,11 +162,14 @@ class GroupRun:
 
     async def _generate_all(self, open_members: Sequence[Member]) -> None:
         started = time.monotonic()
-        together = [member for member in open_members if self._tools.batch_requests and not member.prefix]
-        alone = [member for member in open_members if member.prefix or not self._tools.batch_requests]
+        batched, one_by_one = self._tools.batch_requests, self._generate_alone
+        if self._tools.converse is not None:
+            batched, one_by_one = False, self._converse
+        together = [member for member in open_members if batched and not member.prefix]
+        alone = [member for member in open_members if member.prefix or not batched]
         async with anyio.create_task_group() as group:
             for member in alone:
-                group.start_soon(self._generate_alone, member)
+                group.start_soon(one_by_one, member)
             if together and await self._generate(together):
                 for member in together:
                     group.start_soon(self._generate_alone, member)
@@ -177,28 +187,52 @@ class GroupRun:
             pass
         self._score_ended([member])  # unless that was done when its tokens came
 
-    async def _generate(self, members: Sequence[Member]) -> bool:
+    async def _converse(self, member: Member) -> None:
+        """Have a user's function make a sample, turn by turn."""
+        assert self._tools.converse is not None
+        max_tokens = self.job.sampling.max_new_tokens
+        talk = Conversation(
+            self.job.prompt, member, max_tokens=max_tokens, ask=self._ask_for_turn, encode=self._tools.encode
+        )
+        if self._halted:
+            return
+        self._talks.append(talk)
+        member.status = await talk.run(self._tools.converse)
+        self._score_ended([member])
+
+    async def _ask_for_turn(self, member: Member, stop: Sequence[str] | None, limit: int) -> bool:
+        member.turn_status = SampleStatus.ABORTED
+        params = self.job.sampling
+        if stop is not None:
+            params = msgspec.structs.replace(params, stop=tuple(stop))
+        return await self._generate([member], params, limit)
+
+    async def _generate(
+        self, members: Sequence[Member], params: SamplingParams | None = None, limit: int | None = None
+    ) -> bool:
         """Ask an engine once; whether the answer was cut short and may be continued."""
-        generated = await self._tools.generator.generate(self._request(members), self._show(members))
+        request = self._request(members, params or self.job.sampling, limit)
+        generated = await self._tools.generator.generate(request, self._show(members))
         if generated is None:
             return False
         if len(generated.answers) != len(members):
             raise ValueError(f"the engine answered {len(generated.answers)} of {len(members)} prompts")
         for member, answer in zip(members, generated.answers, strict=True):
             self._streams.pop(member.index, None)
-            self._receive(member, answer, _status(generated, answer))
+            member.turn_status = status = _status(generated, answer)
+            self._receive(member, answer, SampleStatus.ABORTED if self._tools.converse is not None else status)
         await self._flush()
         self._score_ended(members)  # also those that ended without tokens
         return generated.cut_short
 
-    def _request(self, members: Sequence[Member]) -> Request:
+    def _request(self, members: Sequence[Member], params: SamplingParams, limit: int | None) -> Request:
         job, prompt = self.job, self.job.prompt.prompt_ids.tolist()
         self._num_requests += 1
         return Request(
             rid=f"{job.lease}-{members[0].index}-{self._num_requests}",
-            input_ids=[prompt + member.prefix for member in members],
-            params=job.sampling,
-            max_new_tokens=tokens_left(members[0], job.sampling.max_new_tokens),
+            input_ids=[prompt + member.prefix + member.pending for member in members],
+            params=params,
+            max_new_tokens=limit or tokens_left(members[0], params.max_new_tokens),
             min_version=job.min_version,
             round=job.round,
         )
@@ -270,7 +304,9 @@ class GroupRun:
 
     def _segment(self, member: Member, answer: Answer) -> Segment:
         key = SampleKey(group_id=self.job.group_id, attempt=self.job.attempt, index=member.index)
-        return segment_of(answer, key, CARRIED_ON if member.prefix else self.job.prompt.prompt_ids)
+        if not member.prefix:
+            return segment_of(answer, key, self.job.prompt.prompt_ids)
+        return segment_of(answer, key, Int32Array(member.pending) if member.pending else CARRIED_ON)
 
     def _score_item(self, member: Member) -> ScoreItem:
         prompt = self.job.prompt

@@ -3,10 +3,19 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from messages import Int32Array, SampleStatus, SampleSummary, Score, Segment, SegmentRef
 
 FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
+
+
+@dataclass
+class Turn:
+    """A stretch of a sample that a model made in one go, over one segment or several."""
+
+    num_tokens: int = 0
+    text: str = ""
 
 
 @dataclass
@@ -17,7 +26,11 @@ class Member:
     prompt_len: int
     status: SampleStatus = SampleStatus.PENDING
     refs: list[SegmentRef] = field(default_factory=list[SegmentRef])
-    prefix: list[int] = field(default_factory=list[int])  # response tokens so far
+    prefix: list[int] = field(default_factory=list[int])  # response tokens so far, those put between turns among them
+    pending: list[int] = field(default_factory=list[int])  # put behind the last turn, and read by no engine yet
+    turns: list[Turn] = field(default_factory=list[Turn])
+    turn_status: SampleStatus = SampleStatus.PENDING  # of the last request of a turn
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     text: str = ""
     reward: float | None = None
     details: dict[str, object] | None = None
@@ -44,16 +57,25 @@ class Member:
 
     def continue_with(self, segment: Segment, status: SampleStatus) -> None:
         """Add what the engine returned; `stored_at` follows once that is stored."""
-        self.prefix.extend(segment.response_ids.tolist())
-        self.text += segment.text
-        self._count_versions(segment)
         self.status = status
+        if not len(segment.response_ids):
+            return
+        if not self.turns or (len(segment.prompt_ids) and self.turns[-1].num_tokens):
+            self.turns.append(Turn())
+        if self.prefix:  # else it is the prompt
+            self.prefix.extend(segment.prompt_ids.tolist())
+        self.prefix.extend(segment.response_ids.tolist())
+        self.pending = []
+        self.text += segment.text
+        self.turns[-1].num_tokens += len(segment.response_ids)
+        self.turns[-1].text += segment.text
+        self._count_versions(segment)
 
     def stored_at(self, ref: SegmentRef, segment: Segment) -> None:
         """Note where a segment was stored; one without tokens is of no use."""
         if len(segment.response_ids):
+            self.num_stored += len(segment.response_ids) + (len(segment.prompt_ids) if self.refs else 0)
             self.refs.append(ref)
-            self.num_stored += len(segment.response_ids)
 
     def take_score(self, score: Score, *, failed_reward: float | None) -> None:
         """Note a grader's answer; without a reward the sample fails, or gets `failed_reward` when that is set."""
@@ -78,6 +100,7 @@ class Member:
             first_version=self.first_version,
             last_version=self.last_version,
             reason=self.reason,
+            metadata=dict(self.metadata),
         )
 
     def _count_versions(self, segment: Segment) -> None:
@@ -105,19 +128,10 @@ def inherit(member: Member, carried: SampleSummary, segments: Sequence[Segment],
         member.continue_with(segment, SampleStatus.ABORTED)
         member.stored_at(ref, segment)
     member.status, member.reward, member.details = carried.status, carried.reward, carried.score
+    member.metadata = dict(carried.metadata)
     if carried.status is SampleStatus.FAILED:  # its tokens are good, its score was not: score it again
         truncated = tokens_left(member, max_new_tokens) <= 0
         member.status = SampleStatus.TRUNCATED if truncated else SampleStatus.COMPLETED
-
-
-def longest(*told: Sequence[SampleSummary]) -> list[SampleSummary]:
-    """Of what is told of each sample the one with most tokens; of equal ones the last, which may know the score."""
-    best: dict[tuple[int, int], SampleSummary] = {}
-    for summary in (summary for summaries in told for summary in summaries):
-        key = (summary.index, summary.part)
-        if key not in best or summary.response_len >= best[key].response_len:
-            best[key] = summary
-    return [best[key] for key in sorted(best)]
 
 
 def tokens_left(member: Member, max_new_tokens: int) -> int:

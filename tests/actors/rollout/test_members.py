@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.rollout.members import Member, fresh_members, inherit, longest, tokens_left
+from actors.rollout.members import Member, fresh_members, inherit, tokens_left
 from messages import (
     Float32Array,
     Int32Array,
@@ -106,14 +106,3 @@ def test_a_sample_without_a_reward_fails_or_gets_the_reward_of_failures(
     member = inherited(SampleStatus.COMPLETED)
     member.take_score(Score(index=0, error="timeout"), failed_reward=failed_reward)
     assert (member.status, member.reward, member.reason) == (status, failed_reward, "timeout")
-
-
-def told(index: int, response_len: int, reward: float | None = None) -> SampleSummary:
-    return SampleSummary(index=index, status=SampleStatus.ABORTED, response_len=response_len, reward=reward)
-
-
-def test_of_what_is_told_of_a_sample_the_longest_counts_and_of_equal_ones_the_last() -> None:
-    carried = [told(1, 5), told(0, 3)]
-    spilled = [told(0, 7), told(1, 5, reward=1.0), told(2, 1)]
-    assert longest(carried, spilled) == [told(0, 7), told(1, 5, reward=1.0), told(2, 1)]
-    assert longest(carried) == [told(0, 3), told(1, 5)]

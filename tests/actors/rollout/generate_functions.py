@@ -1,0 +1,43 @@
+"""Generate functions as a user writes them, for the tests of conversations."""
+
+import anyio
+
+from actors.rollout.conversation import Conversation
+
+RUNS: list[str] = []  # prompts of the runs that began
+
+
+async def calculator(conversation: Conversation) -> None:
+    """Three turns with tokens between them."""
+    RUNS.append(conversation.prompt)
+    for number in range(3):
+        turn = await conversation.generate(stop=["."], max_new_tokens=300)
+        conversation.sample_metadata["last"] = turn
+        if number < 2:
+            conversation.append_ids([60 + number, 61 + number])
+    conversation.sample_metadata["label"] = conversation.label
+
+
+async def chatters_without_end(conversation: Conversation) -> None:
+    while True:
+        await conversation.generate()
+        conversation.append_ids([60])
+
+
+async def raises(conversation: Conversation) -> None:
+    await conversation.generate()
+    raise KeyError("no such tool")
+
+
+async def hangs(conversation: Conversation) -> None:
+    await conversation.generate()
+    await anyio.sleep_forever()
+
+
+async def talks_twice_in_a_row(conversation: Conversation) -> None:
+    await conversation.generate()
+    await conversation.generate()
+
+
+def plain(conversation: Conversation) -> None:
+    """Not async."""

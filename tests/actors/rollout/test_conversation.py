@@ -1,0 +1,157 @@
+"""A user's generate function through a rollout actor: several turns, resumed where they were, bounded in any case."""
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from actors.hooks import check_hooks
+from actors.rollout import conversation
+from messages import (
+    GroupAborted,
+    GroupCompleted,
+    GroupFailed,
+    RolloutRequested,
+    RoundHalted,
+    SampleStatus,
+    SampleSummary,
+    SamplingParams,
+    Segment,
+    SegmentsPublished,
+)
+from runtime.bus import Bus
+from runtime.topology import Topology
+from tests.actors.rollout.generate_functions import RUNS
+from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
+from tests.support.rollout import no_worker_is_left as no_worker_is_left  # a fixture
+from tests.support.rollout import router_url as router_url  # a fixture
+from tests.support.scripted_engine import ScriptedEngine, serving
+
+pytestmark = pytest.mark.anyio
+
+FUNCTIONS = Path(__file__).with_name("generate_functions.py")
+
+
+def with_function(name: str) -> Topology:
+    return topology_with(rollout={"custom_generate": f"tests.actors.rollout.generate_functions:{name}"})
+
+
+def one_sample(
+    *, max_new_tokens: int = 900, carried: tuple[SampleSummary, ...] = (), **of_task: Any
+) -> RolloutRequested:
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    return msgspec.structs.replace(task(0, carried=carried, **of_task), sampling=sampling, num_samples=1)
+
+
+async def segments_of(bus: Bus, sample: SampleSummary) -> list[Segment]:
+    return [(await bus.fetch(SegmentsPublished, ref.seq)).segments[ref.position] for ref in sample.segments]
+
+
+async def test_turns_are_segments_and_what_stands_between_them_does_not_train(bus: Bus, router_url: str) -> None:
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], with_function("calculator")):
+            await bus.publish(announcement(1))
+            await bus.publish(one_sample())
+            event = await completed(bus)
+        group.cancel_scope.cancel()
+    (sample,) = event.samples
+    turn, first, second = [1, 2, 3, 4], [60, 61], [61, 62]
+    segments = await segments_of(bus, sample)
+    assert [segment.prompt_ids.tolist() for segment in segments] == [[7, 8], first, second]
+    assert [segment.response_ids.tolist() for segment in segments] == [turn] * 3
+    assert [request["input_ids"] for request in engine.requests] == [
+        [7, 8],
+        [7, 8, *turn, *first],
+        [7, 8, *turn, *first, *turn, *second],
+    ]
+    assert {tuple(request["sampling_params"]["stop"]) for request in engine.requests} == {(".",)}
+    assert (sample.status, sample.response_len, sample.reward) == (SampleStatus.COMPLETED, 16, 1.0)
+    assert sample.metadata == {"last": "1 2 3 4", "label": "1", "num_turns": 3}
+
+
+async def test_a_halted_conversation_goes_on_in_the_turn_where_it_was(bus: Bus, router_url: str) -> None:
+    """Its function runs again; the first turn is returned without an engine, the second one continued."""
+    engine = ScriptedEngine()
+    RUNS.clear()
+
+    def script(prompt: list[int], params: dict[str, Any]) -> list[int]:
+        engine.hold = len(engine.requests) == 2
+        return [1, 2, 3, 4] if len(prompt) <= 8 else [5, 6]
+
+    engine.script = script
+    async with serving(engine), anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], with_function("calculator")):
+            await bus.publish(announcement(1))
+            await bus.publish(one_sample())
+            await engine.wait_for_streams(2)
+            await bus.publish(RoundHalted(incarnation=1, round=0))
+            aborted, _ = await next_event(bus, GroupAborted)
+            assert isinstance(aborted, GroupAborted)
+            await bus.publish(one_sample(attempt=1, round=1, carried=aborted.samples))
+            event = await completed(bus)
+        group.cancel_scope.cancel()
+    (halted,) = aborted.samples
+    assert (halted.status, halted.metadata["num_turns"]) == (SampleStatus.ABORTED, 1)
+    assert len(RUNS) == 2
+    assert len(engine.requests) == 4  # two of the first run, and no third first turn
+    (sample,) = event.samples
+    segments = await segments_of(bus, sample)
+    ids = [token for segment in segments for token in (*segment.prompt_ids.tolist(), *segment.response_ids.tolist())]
+    assert engine.requests[2]["input_ids"] == ids[: len(engine.requests[2]["input_ids"])]
+    assert engine.requests[3]["input_ids"] == ids[: len(engine.requests[3]["input_ids"])]
+    assert [segment.prompt_ids.tolist() for segment in segments if len(segment.prompt_ids)] == [
+        [7, 8],
+        [60, 61],
+        [61, 62],
+    ]
+    assert (sample.status, sample.metadata["num_turns"]) == (SampleStatus.COMPLETED, 3)
+
+
+async def test_a_conversation_without_end_is_truncated_where_there_is_no_more_room(bus: Bus, router_url: str) -> None:
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], with_function("chatters_without_end")):
+            await bus.publish(announcement(1))
+            await bus.publish(one_sample(max_new_tokens=12))
+            event, _ = await next_event(bus, GroupCompleted)
+        group.cancel_scope.cancel()
+    assert isinstance(event, GroupCompleted)
+    (sample,) = event.samples
+    assert (sample.status, sample.response_len, sample.reward) == (SampleStatus.TRUNCATED, 12, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("raises", "KeyError('no such tool')"),
+        ("hangs", "took more than 0 s outside of generate"),
+        ("talks_twice_in_a_row", "two turns in a row"),
+    ],
+)
+async def test_a_function_that_fails_costs_its_group_alone(
+    bus: Bus, router_url: str, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
+) -> None:
+    monkeypatch.setattr(conversation, "BETWEEN_TURNS_S", 0.3)
+    async with (
+        serving(ScriptedEngine()) as engine,
+        rollout_actor(bus, router_url, [engine], with_function(name)),
+    ):
+        await bus.publish(announcement(1))
+        await bus.publish(one_sample())
+        failed, _ = await next_event(bus, GroupFailed)
+    assert isinstance(failed, GroupFailed)
+    assert "rollout.custom_generate" in failed.reason
+    assert reason in failed.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [("plain", "write `async def`"), ("chatter", "there is no 'chatter' in it")]
+)
+def test_a_function_that_cannot_be_used_is_refused_before_the_start(name: str, problem: str) -> None:
+    topology = topology_with(rollout={"custom_generate": f"{FUNCTIONS}:{name}"})
+    (found,) = [found for found in check_hooks(topology) if found.key == "rollout.custom_generate"]
+    assert problem in found.message
