@@ -18,6 +18,7 @@ from anyio import to_thread
 from messages import (
     BatchReady,
     BatchTrained,
+    CheckpointSaved,
     GroupAborted,
     GroupCompleted,
     GroupFailed,
@@ -63,6 +64,7 @@ class Record(msgspec.Struct, kw_only=True):
     group_id: int
     issued_seq: int  # log sequence of its first issue
     attempt: int
+    num_samples: int  # that it should have; 0: unknown
     payload_seq: int  # no data message below this one is needed by it
     ended: bool = False  # the attempt; what comes later of it is a zombie's
     completed: GroupCompleted | None = None
@@ -98,8 +100,7 @@ class Records:
         self.position = seq
         match event:
             case GroupsIssued():
-                for issued in event.groups:
-                    self._issue(issued.group_id, issued.attempt, seq)
+                self._issue(event, seq)
             case GroupCompleted() | GroupAborted() | GroupFailed():
                 self._end(event, seq)
             case VerdictGiven():
@@ -110,9 +111,11 @@ class Records:
             case BatchReady():
                 return self._batch(event)
             case BatchTrained():
-                self._settle(event.step + 1)
+                self._untrained.pop(event.step, None)
             case TrainerStarted():
                 self._settle(event.step)
+            case CheckpointSaved():
+                self._settle(event.oldest_step)
             case PayloadsMissing():
                 self._take_back(event)
             case _:
@@ -138,14 +141,19 @@ class Records:
         for pair in self._untrained.values():
             yield from (*pair.batch, *pair.given_up)
 
-    def _issue(self, group_id: int, attempt: int, seq: int) -> None:
-        known = self._open.get(group_id)
-        if known is None and attempt == 0:
-            self._open[group_id] = Record(
-                group_id=group_id, issued_seq=seq, attempt=0, payload_seq=self._newest_payload + 1
-            )
-        elif known is not None and attempt > known.attempt:
-            known.attempt, known.ended = attempt, False
+    def _issue(self, event: GroupsIssued, seq: int) -> None:
+        for issued in event.groups:
+            record = self._open.get(issued.group_id)
+            if record is None and issued.attempt == 0:
+                self._open[issued.group_id] = Record(
+                    group_id=issued.group_id,
+                    issued_seq=seq,
+                    attempt=0,
+                    num_samples=event.num_samples,
+                    payload_seq=self._newest_payload + 1,
+                )
+            elif record is not None and issued.attempt > record.attempt:
+                record.attempt, record.num_samples, record.ended = issued.attempt, event.num_samples, False
 
     def _end(self, event: GroupCompleted | GroupAborted | GroupFailed, seq: int) -> None:
         record = self._open.get(event.group_id)
@@ -156,10 +164,15 @@ class Records:
             return
         record.ended = True
         cited = _cited(event.samples)
-        record.payload_seq = min(cited, default=record.payload_seq)
         self._newest_payload = max([self._newest_payload, *cited])
-        if isinstance(event, GroupCompleted):
-            record.completed, record.event_seq = event, seq
+        if isinstance(event, GroupAborted):  # what was spilled may be cited later, and lies above the first bound
+            record.payload_seq = min([record.payload_seq, *cited])
+            return
+        record.payload_seq = min(cited, default=record.payload_seq)
+        record.completed, record.event_seq = event, seq
+        got = len({sample.index for sample in event.samples})
+        if record.num_samples and got != record.num_samples:
+            self._close(event.group_id, f"{got} samples where {record.num_samples} were asked for")
 
     def _judge(self, event: VerdictGiven) -> None:
         record = self._open.get(event.group_id)
