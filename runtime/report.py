@@ -122,6 +122,7 @@ class Report:
         self._clock = _Clock()
         self._first_rollout: float | None = None
         self._row: Row | None = None  # newest step's; complete when the next one is trained
+        self._evaluated_row: Row | None = None  # an older one, whose evaluation goes on
         self._reported: Counter[str] = Counter()  # tellings of each failure
         self._dropped: dict[str, int] = {}  # as of the newest row
         self._recent_s: deque[float] = deque(maxlen=RECENT)  # step times
@@ -161,6 +162,9 @@ class Report:
     def close(self) -> list[Notice]:
         """No more events will come: the newest row is as complete as it gets."""
         row, self._row = self._row, None
+        running = self._ledger.evaluation
+        if row is not None and running is not None and running.step == row["step"]:
+            self._evaluated_row = row
         return [] if row is None else [RowDone(row)]
 
     def result(self, now: float) -> Result:
@@ -243,12 +247,17 @@ class Report:
             self._clock.eval_s += time - self._clock.eval_began
         self._clock.eval_began = None
         metrics = {"eval/step": event.step, **event.metrics}
+        told = ", ".join(f"{name} {number(value)}" for name, value in means.items())
+        line = Line(f"evaluation after step {event.step} (weights v{event.version}): {told}")
         if self._row is not None and self._row["step"] == event.step:
             self._row |= metrics
-        elif self._row is None and event.step == 0:
-            self._row = {"step": 0, "time": time, **metrics}
-        told = ", ".join(f"{name} {number(value)}" for name, value in means.items())
-        return [Line(f"evaluation after step {event.step} (weights v{event.version}): {told}")]
+            return [line]
+        before, self._evaluated_row = self._evaluated_row, None
+        if event.step == 0:
+            before = {"step": 0, "time": time}
+        elif before is None or before["step"] != event.step:
+            return [line]  # what is known of it was told before this start
+        return [line, RowDone(before | metrics)]
 
     def _note_time(self, event: Message, time: float) -> None:
         clock = self._clock

@@ -174,6 +174,27 @@ def test_an_evaluation_joins_the_row_of_its_step() -> None:
     assert "evaluation after step 1 (weights v2): held-out 0.750" in story.lines()
 
 
+def test_an_evaluation_that_ends_after_the_next_step_still_joins_the_row_of_its_own() -> None:
+    story = Story()
+    for step in (0, 1):
+        one_step(story, step, 0.0, 1.0)
+        sets = (EvalSetSize(set="s", num_items=1),)
+        story.tell(EvalIssued(incarnation=1, step=step + 1, version=2, sets=sets))
+        one_step(story, step + 10, 0.0, 1.0)
+        story.tell(EvalEnded(incarnation=1, step=step + 1, version=2, metrics={"eval/s": 0.25}))
+        (row,) = [row for row in story.rows() if row["step"] == step + 1 and "eval/s" in row]
+        assert (row["eval/step"], row["rollout/raw_reward"], row["train/loss"]) == (step + 1, 0.5, 0.5)
+
+
+def test_an_evaluation_before_the_first_step_may_end_after_it() -> None:
+    story = Story()
+    story.tell(EvalIssued(incarnation=1, step=0, version=1, sets=(EvalSetSize(set="s", num_items=1),)))
+    one_step(story, 0, 0.0, 1.0)
+    story.tell(EvalEnded(incarnation=1, step=0, version=1, metrics={"eval/s": 0.25}))
+    one_step(story, 1, 0.0, 1.0)
+    assert [(row["step"], row.get("eval/s")) for row in story.rows()] == [(0, 0.25), (1, None)]
+
+
 def test_the_first_sample_of_this_start_is_shown_once() -> None:
     story = Story()
     story.now = STARTED - 100  # of an earlier start
