@@ -231,7 +231,7 @@ class World:
             self.add(event)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     staleness=st.integers(0, 2),
