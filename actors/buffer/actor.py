@@ -96,7 +96,7 @@ class BufferActor(Actor):
         self._state = LedgerState()
         self._selector = Selector(topology)
         self._trimmer = Trimmer(bus, run_dir, topology.buffer.trim_min_events)
-        self._pressure = Pressure(bus)
+        self._pressure = Pressure(bus, self._trimmer.is_busy)
         self._schedule: Schedule | None = None  # once the data are read
         self._doing = Doing()
         self._recorder = Recorder(topology, bus)

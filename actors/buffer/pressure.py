@@ -1,7 +1,7 @@
 """How full the streams are: a checkpoint is asked for before they are full, and issuing waits for room."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import anyio
@@ -41,10 +41,15 @@ def makes_room_later(state: LedgerState, *, checkpoint_asked: bool) -> bool:
 
 
 class Pressure:
-    """Looks at the streams in the background; asks for checkpoints, once per train step."""
+    """Looks at the streams in the background; asks for checkpoints, once per train step.
 
-    def __init__(self, bus: Bus) -> None:
+    Args:
+        trims: whether the log is being trimmed, or about to be.
+    """
+
+    def __init__(self, bus: Bus, trims: Callable[[], bool]) -> None:
         self._bus = bus
+        self._trims = trims
         self._used: dict[Plane, float] = {}
         self._stirred = anyio.Event()
         self._trained = 0  # steps
@@ -71,7 +76,8 @@ class Pressure:
         asked = time.monotonic() - self._asked_at < CHECKPOINT_WAIT_S
         over = {plane: used for plane, used in self._used.items() if used > HOLD_ABOVE}
         full = ", ".join(f"{plane} stream {used:.0%} full" for plane, used in over.items())
-        before, self._holding = self._holding, full if makes_room_later(state, checkpoint_asked=asked) else ""
+        waits = bool(over) and (self._trims() or makes_room_later(state, checkpoint_asked=asked))
+        before, self._holding = self._holding, full if waits else ""
         if bool(before) != bool(self._holding):
             log.warning("issuing_waits" if self._holding else "issuing_goes_on", full=full)
         return bool(self._holding)

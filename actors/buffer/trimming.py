@@ -113,6 +113,11 @@ class Trimmer:
         self._min_events = min_events
         self._wanted: Needs | None = None
         self._asked = anyio.Event()
+        self._at_work = False
+
+    def is_busy(self) -> bool:
+        """Whether it trims, or is about to."""
+        return self._at_work or self._wanted is not None
 
     def snapshot_taken(self, state: LedgerState, covers: int, *, keep_from: int) -> None:
         """Have the log trimmed as far as it may be now.
@@ -131,10 +136,13 @@ class Trimmer:
             self._asked = anyio.Event()
             needs, self._wanted = self._wanted, None
             if needs is not None:
+                self._at_work = True
                 try:
                     await self._trim(needs)
                 except OSError as error:  # a full disk, for one: nothing is purged, the next snapshot tries again
                     log.warning("log_not_trimmed", reason=str(error))
+                finally:
+                    self._at_work = False
 
     async def _trim(self, needs: Needs) -> None:
         held = await self._bus.state(Plane.EVENT)

@@ -131,7 +131,7 @@ async def test_a_run_passes_through_streams_that_hold_a_part_of_it(
     asked = [event for _, event in log if isinstance(event, CheckpointRequested)]
     assert {event.stream for event in asked} == {stream}
     assert [event.step for event in asked] == sorted({event.step for event in asked})
-    assert all(event.used > 0.7 for event in asked)
+    assert all(event.used >= 0.7 for event in asked)  # rounded
     assert 0 < len(asked) < NUM_STEPS
 
 
@@ -158,7 +158,8 @@ def test_issuing_waits_only_while_something_else_will_make_room() -> None:
 
 async def test_issuing_waits_above_nine_tenths_and_goes_on_below(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.buffer.pressure.LOOK_AGAIN_S", 60.0)
-    pressure = Pressure(bus)
+    busy = False
+    pressure = Pressure(bus, lambda: busy)
     assert not await pressure.holds(LedgerState())  # and has looked
     running = ledger_of(weights(1, 0), issued(0, 1))
     pressure._used = {Plane.EVENT: 0.2, Plane.DATA: 0.89, Plane.WORK: 0.1}
@@ -166,6 +167,9 @@ async def test_issuing_waits_above_nine_tenths_and_goes_on_below(bus: Bus, monke
     pressure._used[Plane.WORK] = 0.93
     assert await pressure.holds(running)
     assert pressure.holding == "work stream 93% full"
+    assert not await pressure.holds(ledger_of(weights(1, 0)))  # nothing else would make room,
+    busy = True
+    assert await pressure.holds(ledger_of(weights(1, 0)))  # but what is being trimmed
     pressure._used[Plane.WORK] = 0.5
     assert not await pressure.holds(running)
     assert pressure.holding == ""
