@@ -18,15 +18,19 @@ class AnyRecords(AnyLog):
 
     def add(self, event: Message) -> int:
         if not self.log:
-            self.records = Records()
+            self.records, self.purged_below = Records(), 0
             self.files: dict[int, dict[int, Any]] = {}
         seq = super().add(event)
         pair = self.records.fold(event, seq)
         if pair is not None:
+            completed = [record.completed for record in pair.records if record.completed is not None]
+            cited = [ref.seq for done in completed for sample in done.samples for ref in sample.segments]
+            assert self.purged_below <= min(cited, default=self.purged_below)
             self.files[pair.step] = {record.group_id: record.fate.step for record in pair.records}
             assert isinstance(event, BatchReady)
             in_batch = [group_id for group_id, step in self.files[pair.step].items() if step == pair.step]
             assert in_batch == [ref.group_id for ref in event.groups]
+        self.purged_below = max(self.purged_below, self.records.low_water())
         return seq
 
     @invariant()
