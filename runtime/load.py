@@ -91,6 +91,7 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
         rollout=msgspec.structs.replace(
             rollout,
             dynamic_filter=plug_in("rollout.dynamic_filter", rollout.dynamic_filter),
+            custom_generate=plug_in("rollout.custom_generate", rollout.custom_generate),
             over_sampling_filter=plug_in("rollout.over_sampling_filter", rollout.over_sampling_filter),
             buffer_filter=plug_in("rollout.buffer_filter", rollout.buffer_filter) or "fifo",
         ),

@@ -1,6 +1,7 @@
 """docs/plugins.md: its functions are found as its settings name them, and do what it says."""
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
@@ -13,6 +14,10 @@ from actors.reward.frames import GraderSpec, Hello
 from actors.reward.graders import BUILT_IN_GRADERS
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.samples import GradedSample
+from actors.rollout.conversation import Conversation
+from actors.rollout.functions import find_generate_function
+from actors.rollout.members import Member
+from messages import Float32Array, Int32Array, Prompt, SampleKey, SampleStatus, Segment, UInt8Array, WeightSpan
 from messages.events import Outcome
 from tests.docs.snippets import snippets
 
@@ -80,6 +85,38 @@ def test_the_selections_of_the_page_work(folder: Path) -> None:
     assert chosen_of(asked, choose(groups, 2)).group_ids == (0, 2)
 
 
+@pytest.mark.anyio
+async def test_the_generate_function_of_the_page_works(folder: Path) -> None:
+    turns, asked = ["<add>3 4</add>", "it is 7"], list[list[int]]()
+    member = Member(index=0, prompt_len=1)
+
+    async def ask(member: Member, stop: Sequence[str] | None, limit: int) -> bool:
+        assert (stop, limit) == (["</add>"], 100 - len(member.prefix) - len(member.pending))
+        asked.append([*member.prefix, *member.pending])
+        member.continue_with(turn_of(turns[len(asked) - 1], member.pending), SampleStatus.ABORTED)
+        member.turn_status = SampleStatus.COMPLETED
+        return False
+
+    prompt = Prompt(data="d", row=0, text="3 and 4?", prompt_ids=Int32Array([1]))
+    talk = Conversation(prompt, member, max_tokens=100, ask=ask, encode=lambda text: [len(text)])
+    assert await talk.run(find_generate_function("my_agent.py:adds", [folder])) is SampleStatus.COMPLETED
+    assert talk.text == "<add>3 4</add><sum>7</sum>it is 7"
+    assert talk.sample_metadata == {"sums": 1}
+    assert asked == [[], [2, len("<sum>7</sum>")]]
+
+
+def turn_of(text: str, inputs: list[int]) -> Segment:
+    return Segment(
+        sample=SampleKey(group_id=0, attempt=0, index=0),
+        prompt_ids=Int32Array(inputs),
+        response_ids=Int32Array([2]),
+        loss_mask=UInt8Array([1]),
+        rollout_log_probs=Float32Array([-1.0]),
+        weight_spans=(WeightSpan(version=1, start=0, end=1),),
+        text=text,
+    )
+
+
 def kept(group_id: int, reward: float, *, response_len: int) -> selection.GroupSummary:
     return selection.GroupSummary(
         group_id=group_id,
@@ -103,6 +140,7 @@ def test_the_settings_of_the_page_name_its_functions(folder: Path) -> None:
         "my_filters.py:one_is_right",
         "my_choice.py:right_and_short",
         "my_choice.py:nearly_done",
+        "my_agent.py:adds",
     ]
 
 

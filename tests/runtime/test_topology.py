@@ -250,12 +250,13 @@ def test_paths_of_an_override_are_found_in_the_current_directory_first(
     (tmp_path / "mine.py").write_text("")
     monkeypatch.chdir(tmp_path)
     overrides = ("data.0.path=mine.jsonl", "data.0.rm_type=mine.py:grade", "rollout.dynamic_filter=mine.py:keep",
-                 "rollout.buffer_filter=mine.py:first")  # fmt: skip
+                 "rollout.buffer_filter=mine.py:first", "rollout.custom_generate=mine.py:talk")  # fmt: skip
     topology = load_topology(LAPTOP, overrides).topology
     assert topology.data[0].path == str(tmp_path / "mine.jsonl")
     assert topology.data[0].rm_type == f"{tmp_path}/mine.py:grade"
     assert topology.rollout.dynamic_filter == f"{tmp_path}/mine.py:keep"
     assert topology.rollout.buffer_filter == f"{tmp_path}/mine.py:first"
+    assert topology.rollout.custom_generate == f"{tmp_path}/mine.py:talk"
 
 
 def test_the_file_of_a_function_is_found_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
