@@ -33,6 +33,10 @@ bench *names: setup
 chaos: setup
     .venv/bin/python -m pytest -m chaos
 
+# kill -9 anything at random for half an hour, then audit the run's log
+kills *args="--minutes 30": setup
+    .venv/bin/python -m tests.chaos.random_kills {{ args }}
+
 # what needs a GPU
 test-gpu: setup
     .venv/bin/python -m pytest -m gpu
