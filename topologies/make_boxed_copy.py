@@ -15,7 +15,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 SHARED = runpy.run_path(str(HERE / "make_reverse_digits.py"))  # the same alphabet of 16 tokens
 SEED = 20261120
-NUM_DEMONSTRATIONS = 130 * 64  # each is seen once
+NUM_DEMONSTRATIONS = 200 * 64  # each is seen once
 NUM_PROMPTS = 140 * 64
 NUM_HELD_OUT = 200
 MAX_DIGITS = 32
