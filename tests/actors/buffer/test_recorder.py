@@ -15,6 +15,7 @@ from actors.buffer.recorder import Pair, Recorder, Records
 from messages import (
     BatchReady,
     Float32Array,
+    GroupAborted,
     GroupCompleted,
     GroupRef,
     GroupsClosed,
@@ -31,6 +32,7 @@ from messages import (
     Segment,
     SegmentRef,
     SegmentsPublished,
+    TrainerStarted,
     UInt8Array,
     VerdictGiven,
     WeightSpan,
@@ -157,6 +159,20 @@ def test_a_batch_that_is_made_again_replaces_its_pair() -> None:
         batch(0, g1=11, g2=4),
     ]
     assert told(log)[1] == [{0: "dull", 1: 0, 2: 0}, {0: "dull", 1: 0, 2: 0}]
+
+
+def test_what_was_spilled_or_halted_is_not_purged_before_its_group_is_dumped() -> None:
+    """The halt tells of the newest segment alone; the group goes on from an older one that was spilled."""
+    halted = SampleSummary(index=0, status=SampleStatus.ABORTED, segments=(SegmentRef(seq=4, position=0),))
+    aborted = GroupAborted(group_id=0, attempt=0, lease="l", round=0, instance="r", samples=(halted,))
+    records, _ = told([issued(0), aborted, issued(0, attempt=1)])
+    assert (records.low_water(), records.needed_seq()) == (1, 1)
+    records.fold(completed(0, 3, attempt=1), 4)
+    assert records.low_water() == 3
+    assert records.fold(batch(0, g0=4), 5) is not None
+    assert records.low_water() == 3  # the batch may be taken back
+    records.fold(TrainerStarted(incarnation=1, step=1), 6)
+    assert (records.low_water(), records.needed_seq()) == (5, 7)
 
 
 def test_late_results_and_second_verdicts_are_not_dumped() -> None:
