@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,9 +16,11 @@ from anyio.abc import TaskStatus
 from actors.rollout.fleet import Fleet
 from actors.rollout.functions import find_generate_function
 from actors.rollout.generation import Generator
-from actors.rollout.groups import GroupRun, Job, Tools
+from actors.rollout.groups import GroupRun, Tools
 from actors.rollout.http import Http, RequestRefused
-from actors.rollout.members import Member, fresh_members, inherit
+from actors.rollout.inheritance import Inheritance
+from actors.rollout.jobs import eval_job, training_job
+from actors.rollout.members import fresh_members
 from actors.rollout.scoring import Scorer
 from actors.rollout.slots import Slots
 from actors.rollout.updates import Updater
@@ -37,8 +39,6 @@ from messages import (
     SampleSummary,
     ScoreRequested,
     ScoresGiven,
-    Segment,
-    SegmentRef,
     SegmentsPublished,
     SegmentsSpilled,
     SpillsGiven,
@@ -48,9 +48,7 @@ from messages import (
 )
 from runtime.actor import Actor, leaves
 from runtime.addresses import Address, address_filter
-from runtime.bus import Bus, BusError, Delivery, MessageTooLarge, PayloadLost
-from runtime.bus.roster import Roster
-from runtime.ledger import longest
+from runtime.bus import Bus, Delivery, MessageTooLarge
 from runtime.topology import Topology, num_engines
 
 if TYPE_CHECKING:
@@ -62,7 +60,6 @@ TOKENIZER = "tokenizer.json"
 ACK_WAIT_S = 5.0  # after a rollout actor's death its tasks go to another one this much later
 POISON = (RequestRefused, MessageTooLarge, ValueError)  # what a task brings about anew each time it is delivered
 EVAL_MAX_TRIES = 5  # deliveries of an item that ends aborted
-SPILLS_TIMEOUT_S = 3.0  # for the buffer to say what an earlier delivery left
 GIVE_BACK_S = 2.0  # for tasks at the end
 LOOKS_PER_SPILL = 4  # how often in the time after which a group spills it is looked whether one is due
 EVAL_SLOTS_SHARE = 4  # evaluation may hold 1/4 of the slots beside the round that runs
@@ -107,6 +104,7 @@ class RolloutActor(Actor):
         self._tokenizer: tokenizers.Tokenizer | None = None
         custom = topology.rollout.custom_generate
         self._converse = find_generate_function(custom, (Path.cwd(),)) if custom is not None else None
+        self._inheritance = Inheritance(bus)
         self._num_groups = 0
         self._runs: set[GroupRun] = set()  # of training groups
         self._num_pulled = 0  # tasks at work, of training and evaluation
@@ -281,12 +279,12 @@ class RolloutActor(Actor):
     async def _outcome(
         self, tools: Tools, delivery: Delivery[RolloutRequested], lease: str, release: "_Release"
     ) -> GroupCompleted | GroupAborted | GroupFailed:
-        task, carried = delivery.message, await self._carried(delivery)
+        task, carried = delivery.message, await self._inheritance.carried(delivery)
         who = {"group_id": task.group_id, "attempt": task.attempt, "round": task.round}
         if tools.generator.halted(task.round):
             return GroupAborted(**who, lease=lease, instance=self._bus.name, samples=carried)
-        members = await self._members(task, carried)
-        run = GroupRun(_training_job(task, lease, group_rm=self._topology.reward.group_rm), members, tools)
+        members = await self._inheritance.members(task, carried)
+        run = GroupRun(training_job(task, lease, group_rm=self._topology.reward.group_rm), members, tools)
         reason = None
         self._runs.add(run)
         try:
@@ -316,36 +314,6 @@ class RolloutActor(Actor):
             reward_time_s=run.scored_s,
         )
 
-    async def _carried(self, delivery: Delivery[RolloutRequested]) -> tuple[SampleSummary, ...]:
-        """What earlier attempts left, and of this one an earlier delivery."""
-        task = delivery.message
-        if delivery.num_delivered == 1:
-            return task.carried
-        request = SpillsRequested(group_id=task.group_id, attempt=task.attempt)
-        try:
-            with anyio.fail_after(SPILLS_TIMEOUT_S):
-                buffers = (await Roster(self._bus).members("buffer")).members
-                if not buffers:
-                    return task.carried
-                instance = buffers[-1].instance
-                given = await self._bus.call(instance, request, SpillsGiven, timeout_s=SPILLS_TIMEOUT_S)
-        except (BusError, TimeoutError) as error:
-            log.warning("spills_not_given", error=str(error))
-            return task.carried
-        return longest(task.carried, given.samples)
-
-    async def _members(self, task: RolloutRequested, carried: Sequence[SampleSummary]) -> list[Member]:
-        """Fresh members, or what earlier attempts left of them."""
-        members = fresh_members(task.num_samples, task.prompt.prompt_ids)
-        for summary in carried:
-            try:
-                segments = [await self._segment(ref) for ref in summary.segments]
-            except PayloadLost as error:
-                log.warning("carried_tokens_lost", index=summary.index, error=str(error))
-            else:
-                inherit(members[summary.index], summary, segments, max_new_tokens=task.sampling.max_new_tokens)
-        return members
-
     async def _spill_long_runs(self) -> None:
         """Have groups that run for long store what they have, each of them once in `spill_every_s`."""
         every_s = self._topology.rollout.spill_every_s
@@ -355,9 +323,6 @@ class RolloutActor(Actor):
             for run in self._runs:
                 if run.spilled_at <= due:
                     run.spill()
-
-    async def _segment(self, ref: SegmentRef) -> Segment:
-        return (await self._bus.fetch(SegmentsPublished, ref.seq)).segments[ref.position]
 
     @asynccontextmanager
     async def _pulled(self, delivery: Delivery[RolloutRequested] | Delivery[EvalRequested]) -> AsyncGenerator[None]:
@@ -378,7 +343,7 @@ class RolloutActor(Actor):
         task = delivery.message
         async with self._pulled(delivery), _released(slots, taken) as release:
             members = fresh_members(task.num_samples, task.prompt.prompt_ids)
-            run = GroupRun(_eval_job(task, uuid.uuid4().hex), members, tools)
+            run = GroupRun(eval_job(task, uuid.uuid4().hex), members, tools)
             try:
                 await run.run(release)
             except* POISON as errors:
@@ -405,34 +370,6 @@ class RolloutActor(Actor):
             log.warning("scores_left_out", set=task.set, item=task.item, reason=str(error))
             bare = tuple(msgspec.structs.replace(sample, score=None) for sample in samples)
             await self._bus.publish(msgspec.structs.replace(event, samples=bare))
-
-
-def _training_job(task: RolloutRequested, lease: str, *, group_rm: bool) -> Job:
-    return Job(
-        group_id=task.group_id,
-        attempt=task.attempt,
-        lease=lease,
-        round=task.round,
-        min_version=task.min_version,
-        prompt=task.prompt,
-        sampling=task.sampling,
-        store=True,
-        group_rm=group_rm,
-    )
-
-
-def _eval_job(task: EvalRequested, lease: str) -> Job:
-    return Job(
-        group_id=task.item,
-        attempt=0,
-        lease=lease,
-        round=None,
-        min_version=task.version,
-        prompt=task.prompt,
-        sampling=task.sampling,
-        store=False,
-        group_rm=False,  # evaluation is scored sample by sample
-    )
 
 
 class _Release:

@@ -11,12 +11,12 @@ from anyio.abc import TaskGroup
 from actors.rollout.answers import Answer, segment_of, status_of
 from actors.rollout.conversation import Conversation, Encode, GenerateFunction
 from actors.rollout.generation import Generated, Generator, Request
+from actors.rollout.jobs import Job
 from actors.rollout.members import Member, tokens_left
 from actors.rollout.scoring import Scorer
 from actors.rollout.streams import Stream
 from messages import (
     Int32Array,
-    Prompt,
     SampleKey,
     SampleStatus,
     SamplingParams,
@@ -29,21 +29,6 @@ from messages import (
 from runtime.bus import Bus
 
 CARRIED_ON = Int32Array()  # new input of a segment that continues the one before it
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is to be done for one delivery of a task, training or evaluation alike."""
-
-    group_id: int
-    attempt: int
-    lease: str
-    round: int | None  # None: an evaluation
-    min_version: int
-    prompt: Prompt
-    sampling: SamplingParams
-    store: bool  # whether the segments are published
-    group_rm: bool  # one score request for the whole group, once all members ended
 
 
 @dataclass

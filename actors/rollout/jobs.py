@@ -1,0 +1,50 @@
+"""What a task asks for, training and evaluation alike."""
+
+from dataclasses import dataclass
+
+from messages import EvalRequested, Prompt, RolloutRequested, SamplingParams
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be done for one delivery of a task, training or evaluation alike."""
+
+    group_id: int
+    attempt: int
+    lease: str
+    round: int | None  # None: an evaluation
+    min_version: int
+    prompt: Prompt
+    sampling: SamplingParams
+    store: bool  # whether the segments are published
+    group_rm: bool  # one score request for the whole group, once all members ended
+
+
+def training_job(task: RolloutRequested, lease: str, *, group_rm: bool) -> Job:
+    """One delivery of a training task."""
+    return Job(
+        group_id=task.group_id,
+        attempt=task.attempt,
+        lease=lease,
+        round=task.round,
+        min_version=task.min_version,
+        prompt=task.prompt,
+        sampling=task.sampling,
+        store=True,
+        group_rm=group_rm,
+    )
+
+
+def eval_job(task: EvalRequested, lease: str) -> Job:
+    """One delivery of an evaluation's task."""
+    return Job(
+        group_id=task.item,
+        attempt=0,
+        lease=lease,
+        round=None,
+        min_version=task.version,
+        prompt=task.prompt,
+        sampling=task.sampling,
+        store=False,
+        group_rm=False,  # evaluation is scored sample by sample
+    )
