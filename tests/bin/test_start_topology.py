@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from runtime.agent.guardian import MARK_VARIABLE
+from tests.support.cpu import interpreter_starts
 
 ROOT = Path(__file__).parents[2]
 TOPOLOGY = ROOT / "topologies" / "laptop.toml"
@@ -255,14 +256,9 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
         assert command.process.wait(15) == 0
 
 
-@pytest.mark.parametrize("arguments", [["--help"], [str(TOPOLOGY), "--check"]])
-def test_help_and_check_answer_within_half_a_second(arguments: list[str]) -> None:
-    took_s: list[float] = []
-    for _ in range(3):
-        began = time.monotonic()
-        assert run(*arguments).returncode == 0
-        took_s.append(time.monotonic() - began)
-    assert min(took_s) < 0.5
+@pytest.mark.parametrize(("arguments", "starts"), [(["--help"], 20), ([TOPOLOGY, "--check"], 50)])
+def test_help_and_check_answer_at_once(arguments: list[object], starts: int) -> None:
+    assert interpreter_starts([sys.executable, COMMAND, *arguments], cwd=ROOT) < starts
 
 
 def test_wrong_input_exits_with_2_and_names_the_key(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from runtime.config import TopologyError
 from runtime.load import LoadedTopology, load_topology
 from runtime.recipe import eval_data, eval_sampling, max_prompt_len, over_sampling_batch_size
 from runtime.topology import data_parallel_size, decode_topology, encode_topology, num_engines, num_ranks
+from tests.support.cpu import interpreter_starts
 
 ROOT = Path(__file__).resolve().parents[2]
 LAPTOP = ROOT / "topologies/laptop.toml"
@@ -104,7 +104,7 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
         (("rollout.keep_when_insufficient=true",), "rollout.keep_when_insufficient", "without rollout.dynamic_filter"),
         (("rollout.buffer_filter=newest", "rollout.on_halt=drop"), "rollout.buffer_filter", "has no effect with"),
         (("rollout.max_token_staleness=1", "rollout.max_staleness=2"), "rollout.max_token_staleness", "is below"),
-        (("rollout.on_weight_update=abort",), "rollout.on_weight_update", "has no effect with rollout.max_staleness = 0"),
+        (("rollout.on_weight_update=abort",), "rollout.on_weight_update", "has no effect with rollout.max_staleness"),
         (("rollout.eval_overlap=false", "eval=[]"), "rollout.eval_overlap", "without an [[eval]] table"),
         (("data=[]",), "data", "at least one"),
         (("data.0.path=none",), "data.0.path", "missing: a data file; or data.0.source, a function"),
@@ -339,22 +339,17 @@ def test_a_misspelt_model_directory_is_not_taken_for_a_hub_name() -> None:
     assert problem.message.startswith("no such directory (looked in ")
 
 
-def test_checking_a_topology_takes_less_than_half_a_second_and_loads_nothing_heavy() -> None:
+def test_checking_a_topology_is_quick_and_loads_nothing_heavy() -> None:
     code = (
         "import sys; from pathlib import Path; from runtime.load import load_topology; from runtime.check import "
         f"check_files; check_files(load_topology(Path({str(LAPTOP)!r}))); "
         "print(sorted({'torch', 'numpy', 'nats', 'transformers', 'anyio'} & set(sys.modules)))"
     )
     environment: dict[str, Any] = {**os.environ, "PYTHONPATH": str(ROOT)}
-    took: list[float] = []
-    for _ in range(3):  # the best of three: other work on the machine is not what is measured
-        began = time.monotonic()
-        result = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, check=True, timeout=20
-        )
-        took.append(time.monotonic() - began)
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=20)
     assert result.stdout.decode().strip() == "[]"
-    assert min(took) < 0.5
+    assert interpreter_starts(command, env=environment) < 25
 
 
 def test_the_schema_has_no_mutable_table() -> None:
