@@ -170,7 +170,6 @@ def topology_of(plan: Plan, mode: Mode) -> Topology:
         f"rollout.max_response_len={plan.lengths.cap}",
         f"rollout.on_halt={json.dumps(mode.on_halt)}",
         f"rollout.max_staleness={mode.max_staleness}",
-        f"rollout.on_weight_update={json.dumps(plan.on_weight_update)}",
         "rollout.max_attempts=1000",  # the longest may be halted many times
         "rollout.shuffle=false",
         "algorithm.num_steps_per_rollout=1",
@@ -179,6 +178,8 @@ def topology_of(plan: Plan, mode: Mode) -> Topology:
         f'engines.policy.urls=["http://127.0.0.1:{free_port()}"]',
         f'data=[{{ name = "numbers", source = "{PROMPTS}:prompt", label_key = "label", rm_type = "exact_match" }}]',
     ]
+    if mode.max_staleness:  # else nothing runs then
+        changes.append(f"rollout.on_weight_update={json.dumps(plan.on_weight_update)}")
     return msgspec.structs.replace(load_topology(RECIPE, changes).topology, eval=())
 
 
