@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ def test_resumed_samples_lose_no_token_and_dropped_ones_do() -> None:
         assert mode["tokens_not_in_the_log"] == 0
     assert modes["partial_stale_1"]["tokens_discarded"] == 0
     assert modes["abort_and_drop"]["tokens_discarded"] > 0
+
+
+def test_the_environment_for_ray_is_the_bench_group_of_pyproject() -> None:
+    group = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["bench"]
+    lines = (ROOT / "requirements" / "bench.txt").read_text().splitlines()
+    assert [line for line in lines if not line.startswith("#")] == group
 
 
 def test_a_benchmark_that_does_not_exist_is_named() -> None:
