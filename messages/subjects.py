@@ -37,6 +37,12 @@ def subject_of(run: str, message: Message) -> str:
     return f"{subject}.{message.key()}" if message.keyed else subject
 
 
+def key_of(subject: str, message_type: type[Message]) -> str | None:
+    """The key in a subject of a keyed message type; None for the subject of another type."""
+    _, _, rest = subject.partition(f".{message_type.plane}.{message_type.topic}.")
+    return rest or None
+
+
 def ledger_filter(run: str) -> str:
     """What the buffer alone writes; appended to with the expected last sequence over this filter."""
     return f"{ROOT}.{run}.{Plane.EVENT}.ledger.>"

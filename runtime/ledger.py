@@ -21,8 +21,10 @@ from messages import (
     GroupsClosed,
     GroupsIssued,
     Message,
+    MessageDeadLettered,
     Outcome,
     PayloadsMissing,
+    RolloutRequested,
     RoundHalted,
     RunFailed,
     RunFinished,
@@ -34,6 +36,7 @@ from messages import (
     VerdictGiven,
     WeightsAnnounced,
 )
+from messages.subjects import key_of
 from runtime.ledger_state import Batch, Books, EvalItem, Evaluation, Group, LedgerState, Stage
 
 __all__ = [
@@ -74,6 +77,7 @@ LedgerEvent = (
     | TrainerStarted
     | BatchTrained
     | PayloadsMissing
+    | MessageDeadLettered
     | CheckpointSaved
     | WeightsAnnounced
 )
@@ -151,6 +155,8 @@ def _apply(state: LedgerState, event: LedgerEvent, seq: int) -> None:
             state.trainer_incarnation = max(state.trainer_incarnation, event.incarnation)
             for step in [step for step in state.batches if step < event.step]:
                 _settle(state, step)
+        case MessageDeadLettered():
+            _lose_task(state, event)
         case CheckpointSaved():
             state.checkpoint_step = max(state.checkpoint_step, event.step)
             for step in [step for step in state.batches if step < event.oldest_step]:
@@ -232,6 +238,15 @@ def _end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | Grou
     group.data = event.data if completed else group.data
     _describe(group, samples)
     state.move(group, Stage.COMPLETED if completed else Stage.POOLED)
+
+
+def _lose_task(state: LedgerState, event: MessageDeadLettered) -> None:
+    """A rollout task that nobody can read ends its attempt; put again it would be no better."""
+    key = key_of(event.subject, RolloutRequested) or ""
+    for group in state.in_stage(Stage.IN_FLIGHT).values():
+        if key == f"{group.group_id}.{group.attempt}":
+            _close(state, group.group_id, state.failed, f"task: {event.reason}")
+            return
 
 
 def _cited(state: LedgerState, samples: Iterable[SampleSummary]) -> list[int]:

@@ -19,6 +19,7 @@ from messages import (
     GroupsIssued,
     IssuedGroup,
     Message,
+    MessageDeadLettered,
     Outcome,
     PayloadsMissing,
     RolloutRequested,
@@ -354,3 +355,15 @@ def issued_log(**settings: Any) -> Log:
     log.announce(0)
     assert kinds(log.decide()) == [GroupsIssued]
     return log
+
+
+def test_a_task_that_nobody_can_read_fails_its_group_and_no_other() -> None:
+    log = Log()
+    log.announce(0)
+    log.decide()
+    for attempt, reason in ((1, "another attempt"), (0, "no such field"), (0, "again")):
+        subject = f"phy.r.work.rollout.1.{attempt}"
+        log.add(MessageDeadLettered(subject=subject, reason=reason, dead_seq=1))
+    log.add(MessageDeadLettered(subject="phy.r.work.score.1.0", reason="no such field", dead_seq=2))
+    assert log.state.failed == {"task: no such field": 1}
+    assert list(log.state.groups) == [0]
