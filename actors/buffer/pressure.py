@@ -35,7 +35,8 @@ def makes_room_later(state: LedgerState, *, checkpoint_asked: bool) -> bool:
         checkpoint_asked: the trainer was asked for one not long ago.
     """
     at_work = any(group.stage in (Stage.IN_FLIGHT, Stage.COMPLETED) for group in state.groups.values())
-    to_train = any(not batch.trained for batch in state.batches.values())
+    again = min(state.taken_back, default=None)  # this batch is made of groups yet to be issued, and trained first
+    to_train = any(not batch.trained and (again is None or step < again) for step, batch in state.batches.items())
     to_save = checkpoint_asked and state.checkpoint_step < state.trained_steps
     return at_work or to_train or to_save or state.evaluation is not None
 

@@ -17,9 +17,11 @@ from messages import (
     CheckpointRequested,
     CheckpointSaved,
     GroupCompleted,
+    GroupRef,
     GroupsIssued,
     Message,
     Outcome,
+    PayloadsMissing,
     Plane,
     RoundHalted,
     RunFinished,
@@ -154,6 +156,16 @@ def test_issuing_waits_only_while_something_else_will_make_room() -> None:
     done = ledger_of(*batched, trained(0), weights(2, 1))
     assert not makes_room_later(done, checkpoint_asked=False)
     assert makes_room_later(done, checkpoint_asked=True)
+
+
+def test_a_batch_behind_one_that_is_made_again_makes_no_room() -> None:
+    """The trainer trains step 1 after step 0, which needs a group that is issued again."""
+    both = (weights(1, 0), issued(0, 1), completed(0), verdict(0, 3), completed(1), verdict(1, 5))
+    lost = (GroupRef(group_id=0, attempt=0, event_seq=3),)
+    missing = PayloadsMissing(step=0, incarnation=1, groups=lost, reason="purged")
+    batched = (*both, batch(0, g0=3), batch(1, g1=5))
+    assert makes_room_later(ledger_of(*batched), checkpoint_asked=False)
+    assert not makes_room_later(ledger_of(*batched, missing), checkpoint_asked=False)
 
 
 async def test_issuing_waits_above_nine_tenths_and_goes_on_below(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
