@@ -110,6 +110,11 @@ async def begun(bus: Bus, run_dir: Path) -> LedgerState | None:
     last_seq = max((file.last_seq for file in archived_files(run_dir)), default=0)
     if (await bus.state(Plane.EVENT)).first_seq <= last_seq + 1:
         return None
+    return await newest_snapshot(bus)
+
+
+async def newest_snapshot(bus: Bus) -> LedgerState | None:
+    """The state to begin from where the first part of the log may be gone; None if no snapshot can be used."""
     newest: SnapshotTaken | None = None
     async with bus.read(SnapshotTaken, buries=False) as snapshots:
         async for received in snapshots.so_far():

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import anyio
-import msgspec
 import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
@@ -23,12 +22,11 @@ from messages import (
     PayloadsMissing,
     Plane,
     SegmentsPublished,
-    SnapshotTaken,
     TrainerStarted,
 )
 from runtime.actor import InputError
+from runtime.archive import newest_snapshot
 from runtime.bus import Bus, Events, Fenced, PayloadLost
-from runtime.ledger import FOLD_VERSION, LedgerState
 
 log = structlog.get_logger()
 
@@ -80,11 +78,11 @@ class Feed:
 
     async def _follow(self) -> None:
         """Begin with the newest snapshot and follow what comes after it; return if the log was trimmed meanwhile."""
-        self.history = History(await self._newest_snapshot())
+        self.history = History(await newest_snapshot(self._bus))
         async with self._bus.read(*HISTORY, from_seq=self.history.from_seq) as events:
             async for received in events.so_far():
                 self.history.fold(received.message, received.seq)
-            if await self._is_trimmed():
+            if await is_trimmed(self._bus, self.history.covered):
                 return
             self.caught_up.set()
             await self._keep_following(events)
@@ -93,26 +91,6 @@ class Feed:
         async for received in events:
             self.history.fold(received.message, received.seq)
             await self._react(received.message, received.seq)
-
-    async def _newest_snapshot(self) -> LedgerState | None:
-        newest: SnapshotTaken | None = None
-        async with self._bus.read(SnapshotTaken) as snapshots:
-            async for received in snapshots.so_far():
-                if received.message.fold_version == FOLD_VERSION:
-                    newest = received.message
-        return None if newest is None else msgspec.json.decode(newest.state, type=LedgerState)
-
-    async def _is_trimmed(self) -> bool:
-        """Whether events went before they could be read; a later snapshot has them then."""
-        first_seq = (await self._bus.state(Plane.EVENT)).first_seq
-        if first_seq <= self.history.covered + 1:
-            return False
-        newest = await self._newest_snapshot()
-        if newest is None or newest.last_seq <= self.history.covered:
-            raise InputError(
-                f"the log begins at event {first_seq}, and no snapshot that can be used says what was before"
-            )
-        return True
 
     async def _react(self, event: Message, seq: int) -> None:
         match event:
@@ -227,3 +205,18 @@ class Feed:
         async with anyio.create_task_group() as group:
             group.start_soon(self.prefetch, step)
             yield
+
+
+async def is_trimmed(bus: Bus, covered: int) -> bool:
+    """Whether events after a snapshot went before they could be read; a later snapshot has them then.
+
+    Raises:
+        InputError: no snapshot has them.
+    """
+    first_seq = (await bus.state(Plane.EVENT)).first_seq
+    if first_seq <= covered + 1:
+        return False
+    newest = await newest_snapshot(bus)
+    if newest is None or newest.last_seq <= covered:
+        raise InputError(f"the log begins at event {first_seq}, and no snapshot that can be used says what was before")
+    return True

@@ -11,6 +11,7 @@ import structlog
 from anyio import to_thread
 from anyio.abc import TaskStatus
 
+from actors.trainer.feed import is_trimmed
 from actors.trainer.history import History
 from actors.trainer.torch_thread import TorchThread
 from messages import (
@@ -20,10 +21,12 @@ from messages import (
     GroupCompleted,
     GroupRef,
     SampleSummary,
+    SnapshotTaken,
     TrainerStarted,
     WeightsAnnounced,
 )
 from runtime.actor import Actor
+from runtime.archive import newest_snapshot
 from runtime.bus import Bus, Events, Fenced
 from runtime.checksums import checksums_of, safetensors_files
 from runtime.topology import Topology
@@ -33,7 +36,7 @@ log = structlog.get_logger()
 DRAWN: Final = Path("weights", "drawn")  # in the run directory: weights of a model directory that has none
 
 StandInEvent = BatchReady | BatchTrained | GroupCompleted | TrainerStarted | WeightsAnnounced
-STAND_IN_READS: Final = (BatchReady, BatchTrained, GroupCompleted, TrainerStarted, WeightsAnnounced)
+FOLLOWED: Final = (BatchReady, BatchTrained, GroupCompleted, TrainerStarted, WeightsAnnounced)
 
 
 class TrainerStandIn(Actor):
@@ -42,7 +45,7 @@ class TrainerStandIn(Actor):
     A crash loses nothing: the log says which batches are done.
     """
 
-    reads = STAND_IN_READS
+    reads = (*FOLLOWED, SnapshotTaken)
     writes = (TrainerStarted, BatchTrained, WeightsAnnounced, CheckpointSaved)
 
     def __init__(self, topology: Topology, bus: Bus, *, run_dir: Path) -> None:
@@ -72,22 +75,31 @@ class TrainerStandIn(Actor):
             ValueError, OSError: the model cannot be used.
         """
         path, checksum = await self._weights()
-        async with self._bus.read(*STAND_IN_READS) as events:
-            async for received in events.so_far():
-                self._history.fold(received.message, received.seq)
-            self._step, self._version = self._history.frontier, self._history.version
-            await self._announce_start()
+        while True:
+            self._history = History(await newest_snapshot(self._bus))
+            async with self._bus.read(*FOLLOWED, from_seq=self._history.from_seq) as events:
+                async for received in events.so_far():
+                    self._history.fold(received.message, received.seq)
+                if not await is_trimmed(self._bus, self._history.covered):
+                    await self._pass_all(events, path, checksum, task_status)
+
+    async def _pass_all(
+        self, events: Events[StandInEvent], path: Path, checksum: str, task_status: TaskStatus[None]
+    ) -> None:
+        """Pass every batch behind the log as it is folded, then stay."""
+        self._step, self._version = self._history.frontier, self._history.version
+        await self._announce_start()
+        await self._announce(path, checksum)
+        task_status.started()
+        while self._step < self._topology.train.num_steps:
+            began = time.perf_counter()
+            await self._pass_batch(await self._next_batch(events), time.perf_counter() - began)
             await self._announce(path, checksum)
-            task_status.started()
-            while self._step < self._topology.train.num_steps:
-                began = time.perf_counter()
-                await self._pass_batch(await self._next_batch(events), time.perf_counter() - began)
-                await self._announce(path, checksum)
-                if self._checkpoint_is_due():
-                    await self._save(path)
-            await self._save(path)
-            while True:  # only to learn of a successor
-                await self._fold_next(events)
+            if self._checkpoint_is_due():
+                await self._save(path)
+        await self._save(path)
+        while True:  # only to learn of a successor
+            await self._fold_next(events)
 
     async def _announce_start(self) -> None:
         incarnation = self._history.incarnation + 1

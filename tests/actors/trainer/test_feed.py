@@ -122,10 +122,10 @@ async def test_a_log_that_is_trimmed_while_a_trainer_starts_is_read_again_from_t
     feed = Feed(bus)
     found = [older, newer, newer]
 
-    async def newest_snapshot() -> LedgerState:
+    async def newest_snapshot(_: Bus) -> LedgerState:
         return found.pop(0)
 
-    monkeypatch.setattr(feed, "_newest_snapshot", newest_snapshot)
+    monkeypatch.setattr("actors.trainer.feed.newest_snapshot", newest_snapshot)
     await caught_up(feed)
     assert (feed.history.incarnation, feed.history.version, feed.history.covered) == (4, 7, newer.last_seq)
     assert found == []

@@ -15,6 +15,7 @@ from runtime.bus import Bus, Fenced
 from runtime.checksums import checksums_of
 from runtime.topology import Topology
 from tests.actors.buffer.test_recorder import completed
+from tests.actors.trainer.test_feed import take_snapshot, trim
 from tests.support.rollout import topology_with
 from tests.support.tiny_models import write_model
 
@@ -88,6 +89,19 @@ async def test_a_second_start_goes_on_behind_the_log_and_fences_the_first(bus: B
     with pytest.raises(ExceptionGroup) as raised:
         await two_starts(bus, topology, tmp_path)
     assert raised.group_contains(Fenced, match="trainer incarnation 2 started")
+
+
+async def test_a_start_goes_on_behind_a_log_whose_older_part_is_gone(bus: Bus, tmp_path: Path) -> None:
+    topology = topology_of(write_model(tmp_path / "model"))
+    async with stand_in(bus, topology, tmp_path), bus.read(CheckpointSaved) as saved:
+        await put_batch(bus, 0)
+        assert await saved.next(15) is not None
+    state, covers = await take_snapshot(bus)
+    assert await trim(bus, state, covers) > 1
+    async with stand_in(bus, topology, tmp_path), bus.read(TrainerStarted, from_seq=covers + 1) as starts:
+        second = await starts.next(15)
+    assert second is not None
+    assert (second.message.incarnation, second.message.step) == (2, 1)
 
 
 async def test_weights_are_drawn_as_the_trainer_would_draw_them(bus: Bus, tmp_path: Path) -> None:
