@@ -26,14 +26,17 @@ from messages import (
     GroupsClosed,
     GroupsIssued,
     Message,
+    MessageDeadLettered,
     Outcome,
     PayloadsMissing,
     Plane,
+    RolloutRequested,
     SampleSummary,
     SegmentsPublished,
     TrainerStarted,
     VerdictGiven,
 )
+from messages.subjects import key_of
 from runtime.actor import InputError
 from runtime.agent.claim import write_atomically
 from runtime.bus import Bus, PayloadLost, PayloadUnreadable
@@ -70,6 +73,7 @@ class Record(msgspec.Struct, kw_only=True):
     completed: GroupCompleted | None = None
     event_seq: int = 0  # of the completion
     fate: Fate = Fate()
+    spare: bool = False  # the next batch closes it if it is not in it
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,6 +122,8 @@ class Records:
                 self._settle(event.oldest_step)
             case PayloadsMissing():
                 self._take_back(event)
+            case MessageDeadLettered():
+                self._lose_task(event)
             case _:
                 pass
         return None
@@ -174,11 +180,19 @@ class Records:
         if record.num_samples and got != record.num_samples:
             self._close(event.group_id, f"{got} samples where {record.num_samples} were asked for")
 
+    def _lose_task(self, event: MessageDeadLettered) -> None:
+        key = key_of(event.subject, RolloutRequested) or ""
+        for record in self._open.values():
+            if not record.ended and key == f"{record.group_id}.{record.attempt}":
+                del self._open[record.group_id]
+                return
+
     def _judge(self, event: VerdictGiven) -> None:
         record = self._open.get(event.group_id)
         if record is None or record.event_seq != event.event_seq or record.fate.verdict is not None:
             return
         record.fate = Fate(verdict=event.outcome, verdict_reason=event.reason)
+        record.spare = event.outcome is Outcome.SPARE
         if event.outcome in (Outcome.DROP, Outcome.FAILED):
             self._given_up.append(self._open.pop(event.group_id))
 
@@ -193,7 +207,7 @@ class Records:
         batch = [self._open.pop(ref.group_id) for ref in event.groups if self._is_here(ref)]
         for group_id in event.passed_over:
             self._close(group_id, OVER_SAMPLING_FILTER)
-        for spare in [record for record in self._open.values() if record.fate.verdict is Outcome.SPARE]:
+        for spare in [record for record in self._open.values() if record.spare]:
             self._close(spare.group_id, spare.fate.verdict_reason or "passed_over")
         for record in batch:
             record.fate = msgspec.structs.replace(record.fate, step=event.step)
@@ -217,7 +231,7 @@ class Records:
             return
         del self._untrained[event.step]
         for record in pair.batch:
-            record.fate = msgspec.structs.replace(record.fate, step=None)
+            record.fate, record.spare = msgspec.structs.replace(record.fate, step=None), False
             if record.event_seq in lost:
                 record.completed, record.event_seq, record.fate = None, 0, Fate()
                 record.payload_seq = self._newest_payload + 1

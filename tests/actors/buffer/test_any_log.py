@@ -29,6 +29,7 @@ from messages import (
     GroupFailed,
     GroupsIssued,
     Message,
+    MessageDeadLettered,
     Outcome,
     PayloadsMissing,
     SampleStatus,
@@ -205,6 +206,13 @@ class AnyLog(RuleBasedStateMachine):
     @precondition(lambda self: self.attempts)
     def fail(self, pick: int) -> None:
         self.add(GroupFailed(**who(*self.attempts[pick % len(self.attempts)]), reason="poison"))
+
+    @rule(pick=PICK)
+    @precondition(lambda self: self.attempts)
+    def lose_task(self, pick: int) -> None:
+        group_id, attempt = self.attempts[-1 - pick % min(6, len(self.attempts))]
+        subject = f"phy.r.work.rollout.{group_id}.{attempt}"
+        self.add(MessageDeadLettered(subject=subject, reason="no such field", dead_seq=1))
 
     @rule()
     @precondition(lambda self: self.state.evaluation is not None)

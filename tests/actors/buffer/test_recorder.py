@@ -23,6 +23,7 @@ from messages import (
     Int32Array,
     IssuedGroup,
     Message,
+    MessageDeadLettered,
     Outcome,
     PayloadsMissing,
     Plane,
@@ -159,6 +160,29 @@ def test_a_batch_that_is_made_again_replaces_its_pair() -> None:
         batch(0, g1=11, g2=4),
     ]
     assert told(log)[1] == [{0: "dull", 1: 0, 2: 0}, {0: "dull", 1: 0, 2: 0}]
+
+
+def test_a_spare_that_comes_back_from_a_batch_waits_as_others_do() -> None:
+    log: list[Message] = [
+        issued(0, 1, 2),
+        completed(0, 1),
+        completed(1, 2),
+        verdict(0, 2),
+        verdict(1, 3, Outcome.SPARE, "dull"),
+        batch(0, g0=2, g1=3),
+        PayloadsMissing(step=0, incarnation=1, groups=(GroupRef(group_id=0, attempt=0, event_seq=2),), reason="gone"),
+        completed(2, 3),
+        verdict(2, 8),
+        batch(0, g2=8),
+        batch(1, g1=3),
+    ]
+    assert told(log)[1] == [{0: 0, 1: 0}, {2: 0}, {1: 1}]
+
+
+def test_a_group_whose_task_nobody_can_read_holds_nothing_open() -> None:
+    log: list[Message] = [issued(0), MessageDeadLettered(subject="phy.r.work.rollout.0.0", reason="torn", dead_seq=1)]
+    records, _ = told(log)
+    assert records.needed_seq() == 3
 
 
 def test_what_was_spilled_or_halted_is_not_purged_before_its_group_is_dumped() -> None:
