@@ -1,7 +1,6 @@
 """Asks a user's function which groups to take. It can neither lose nor double one: at worst, the first come first."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final, get_args
 
 import anyio
@@ -36,19 +35,23 @@ class Selector:
     async def choose(self, selection: Selection) -> Chosen:
         """The function's answer; that of nobody, first come first, if it raises, hangs or answers nonsense."""
         try:
-            return chosen_of(selection, await self._ask(selection))
+            return await self._ask(selection)
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the run goes on without it
             reason = f"no answer within {SELECTION_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else repr(error)
             log.warning("selection_failed", kind=selection.kind, reason=reason, instead="first come first")
             self.num_failed += 1
             return first_come(selection)
 
-    async def _ask(self, selection: Selection) -> Any:
+    async def _ask(self, selection: Selection) -> Chosen:
         if not self._threads.available_tokens:
             raise RuntimeError(f"{THREADS} calls of it have not come back yet")
         arguments: list[Any] = [list(selection.groups)]
         if selection.kind == "buffer_filter":
             arguments.append(selection.count)
-        call = partial(self._functions[selection.kind], *arguments)
+        function = self._functions[selection.kind]
+
+        def call() -> Chosen:
+            return chosen_of(selection, function(*arguments))  # a generator works only when it is read
+
         with anyio.fail_after(SELECTION_TIMEOUT_S):
             return await to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._threads)

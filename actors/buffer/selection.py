@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -129,7 +130,7 @@ def chosen_of(selection: Selection, answer: Any) -> Chosen:
     """
     if not isinstance(answer, Iterable) or isinstance(answer, str | bytes | Mapping):
         raise SelectionError(f"returned {cast('object', answer)!r:.200}; expected groups or their ids")
-    items = cast("Iterable[Any]", answer)
+    items = islice(cast("Iterable[Any]", answer), len(selection.groups) + 1)  # a generator may have no end
     ids = [item.group_id if isinstance(item, GroupSummary) else item for item in items]
     offered = {group.group_id for group in selection.groups}
     unknown = [item for item in ids if isinstance(item, bool) or not isinstance(item, int) or item not in offered]

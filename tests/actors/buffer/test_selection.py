@@ -118,13 +118,24 @@ def raises(groups, n): raise RuntimeError("no")
 def doubles(groups, n): return [groups[0], groups[0]]
 def hangs(groups, n): time.sleep(1.0)
 def empties(groups, n): groups.clear(); return []
+def lazily_hangs(groups, n): yield time.sleep(1.0)
+def endless(groups, n):
+    while True: yield groups[0]
 """
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("name", "taken", "failed"),
-    [("longest", (5, 4), 0), ("raises", (3, 4), 1), ("doubles", (3, 4), 1), ("hangs", (3, 4), 1), ("empties", (), 0)],
+    [
+        ("longest", (5, 4), 0),
+        ("raises", (3, 4), 1),
+        ("doubles", (3, 4), 1),
+        ("hangs", (3, 4), 1),
+        ("lazily_hangs", (3, 4), 1),
+        ("endless", (3, 4), 1),
+        ("empties", (), 0),
+    ],
 )
 async def test_a_users_function_chooses_or_the_first_come_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, taken: tuple[int, ...], failed: int
