@@ -14,7 +14,7 @@ LIMIT_S = 600  # for each half; a loaded machine takes several times what an idl
 NUM_STEPS = 30  # of RL, of the 140 that the recipe plans
 ASYNCHRONOUS = ("rollout.max_staleness=1", "rollout.over_sampling_batch_size=96")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 60)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT_S + 60)]  # the first test begins with the first half
 
 
 def run(topology: str, place: Path, *overrides: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from actors.processes import process_specs
 from actors.registry import actor_type
 from actors.rollout.recorded import RecordedRolloutActor
 from messages import Int32Array, Prompt, RolloutRequested, SamplingParams, UInt8Array, encode
@@ -93,6 +94,18 @@ def test_an_evaluation_needs_an_engine() -> None:
 
 def test_policy_loss_needs_engines() -> None:
     assert "missing: the pool" in problems(RL, "engines={}")["engines.policy"]
+
+
+def test_neither_engines_nor_graders_are_started_for_demonstrations() -> None:
+    alone = process_specs(load_topology(SFT).topology, "local", Path("runs/r"))
+    assert [spec.name for spec in alone] == ["trainer", "rollout", "filter", "buffer"]
+    shared = load_topology(SFT, ('share=[["reward", "filter"], ["buffer"]]',)).topology
+    assert [spec.name for spec in process_specs(shared, "local", Path("runs/r"))] == [
+        "trainer",
+        "filter",
+        "buffer",
+        "rollout",
+    ]
 
 
 def test_the_role_of_rollout_is_played_by_whom_the_loss_asks_for() -> None:
