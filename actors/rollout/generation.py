@@ -127,9 +127,8 @@ class Generator:
                     raise RequestRefused(f"{failures} times in vain, at last: {error}") from error
             await self._fleet.report_unavailable()
             await anyio.sleep(min(MAX_RESEND_S, RESEND_S * 2 ** max(0, failures - 1)))
-            if stream is not None and stream.num_tokens:
-                rest = stream.take()
-                return Generated([rest if is_recent(rest, request.min_version) else NOTHING], cut_short=True)
+            if stream is not None and (kept := _kept(stream, request.min_version)) is not None:
+                return Generated([kept], cut_short=True)
         return None
 
     async def _ask(self, rid: str, request: Request, stream: Stream | None) -> Generated:
@@ -137,8 +136,7 @@ class Generator:
         self._running[rid], self._sent_at[rid] = request, time.monotonic()
         try:
             if stream is not None:
-                await self._http.stream(self._fleet.router, _body(request, rid), stream)
-                answers = [stream.take()]
+                answers = [await self._stream(rid, request, stream)]
             else:
                 answers = await self._http.generate(self._fleet.router, _body(request, rid))
         finally:
@@ -148,6 +146,14 @@ class Generator:
             raise EngineFailed(f"sampled by weights older than {request.min_version}, which it was asked of")
         interrupted = request.round is not None and before != self._interruptions and not self.halted(request.round)
         return Generated(answers, cut_short=interrupted and any(is_aborted(answer) for answer in answers))
+
+    async def _stream(self, rid: str, request: Request, stream: Stream) -> Answer:
+        try:
+            await self._http.stream(self._fleet.router, _body(request, rid), stream)
+        except EngineUnavailable:
+            if not stream.ended:  # else nothing is missing but the end of the connection
+                raise
+        return stream.rest()
 
     async def interrupt(self, url: str) -> None:
         """Abort the training requests that an engine has, until cancelled; they go on from their tokens."""
@@ -215,6 +221,14 @@ def is_recent(answer: Answer, min_version: int) -> bool:
     """Whether no token of it was sampled by weights older than that."""
     oldest = oldest_version(answer)
     return oldest is None or oldest >= min_version
+
+
+def _kept(stream: Stream, min_version: int) -> Answer | None:
+    """What a lost request leaves to go on from; None: nothing, so that it may be sent again as it was."""
+    rest = stream.rest()
+    if not is_recent(rest, min_version):
+        rest = NOTHING
+    return rest if rest.output_ids or stream.num_taken else None
 
 
 def _member_rids(rids: list[str], running: dict[str, Request]) -> list[str | None]:

@@ -76,12 +76,21 @@ class Stream:
         self.num_tokens = total
         self.ended = bytes(chunk.meta_info.finish_reason) != b"null"
 
+    @property
+    def num_taken(self) -> int:
+        """Tokens of the pieces that were taken."""
+        return self._taken_tokens
+
     def take(self) -> Answer:
         """What came since the last piece; without a finish reason while there is more to come."""
-        answer = self._so_far()
-        piece = cut(answer, self._taken_tokens, self._taken_characters)
-        self._taken_tokens, self._taken_characters = self.num_tokens, len(answer.text)
+        piece = self.rest()
+        self._taken_tokens = self.num_tokens
+        self._taken_characters += len(piece.text)
         return piece
+
+    def rest(self) -> Answer:
+        """What `take` would return."""
+        return cut(self._so_far(), self._taken_tokens, self._taken_characters)
 
     def _so_far(self) -> Answer:
         parts = [_decode_answer(chunk) for chunk in self._chunks]

@@ -259,3 +259,23 @@ async def test_without_an_answer_of_the_buffer_a_task_that_comes_again_begins_an
         group.cancel_scope.cancel()
     assert isinstance(event, GroupCompleted)
     assert second.requests[0]["input_ids"] == [7, 8]
+
+
+async def test_a_streamed_answer_of_older_weights_is_thrown_away_and_asked_for_again(bus: Bus, router_url: str) -> None:
+    engine = ScriptedEngine()
+
+    def script(prompt: list[int], params: dict[str, Any]) -> list[int]:
+        engine.version = "1" if len(engine.requests) == 1 else "2"
+        return WHOLE
+
+    engine.script = script
+    async with serving(engine), anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology_with()):
+            await bus.publish(announcement(2))
+            await bus.publish(msgspec.structs.replace(long_task(0), min_version=2))
+            event = await completed(bus)
+        group.cancel_scope.cancel()
+    (sample,) = event.samples
+    assert (sample.status, await tokens_of(bus, sample)) == (SampleStatus.COMPLETED, [WHOLE])
+    assert (sample.first_version, len(engine.requests)) == (2, 2)
