@@ -68,15 +68,16 @@ def rollout_task(topology: Topology, group: Group, prompts: Prompts, steps: Mapp
     prompt = prompts.prompt(group.prompt)
     carried = group.carried if topology.rollout.on_halt == "resume" else ()
     carried = tuple(sample for sample in carried if not _too_old(topology, sample, group.round, steps))
+    num_samples = group.num_samples or topology.rollout.n_samples_per_prompt  # a resumed run may have another recipe
     return RolloutRequested(
         group_id=group.group_id,
         attempt=group.attempt,
         round=group.round,
         min_version=group.min_version,
         prompt=prompt,
-        num_samples=topology.rollout.n_samples_per_prompt,
+        num_samples=num_samples,
         sampling=_params(topology, rollout_sampling(topology), prompt),
-        carried=longest(carried, group.spilled),
+        carried=tuple(sample for sample in longest(carried, group.spilled) if sample.index < num_samples),
     )
 
 

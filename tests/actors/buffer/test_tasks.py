@@ -40,6 +40,13 @@ def test_a_task_asks_for_all_samples_of_its_prompt() -> None:
     assert task.prompt.row == 3  # prompt 8 of an epoch of 5
 
 
+def test_a_group_is_asked_for_what_the_log_says_of_it_whatever_the_recipe_says_now() -> None:
+    left = tuple(SampleSummary(index=index, status=SampleStatus.ABORTED, response_len=1) for index in range(6))
+    task = rollout_task(laptop("rollout.n_samples_per_prompt=6"), group(num_samples=4, carried=left), prompts(), {})
+    assert task.num_samples == 4
+    assert [sample.index for sample in task.carried] == [0, 1, 2, 3]
+
+
 def test_every_group_in_flight_has_one_task_and_no_other_group_has() -> None:
     state = LedgerState(groups={n: group(group_id=n, stage=stage) for n, stage in enumerate([*Stage, *Stage])})
     tasks = list(tasks_in_flight(laptop(), state, prompts()))
