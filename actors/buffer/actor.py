@@ -141,14 +141,13 @@ class BufferActor(Actor):
     async def _refuse_other_data(self, prompts: PromptSet | MadePrompts) -> None:
         """The ledger counts prompts by number: on changed data, a resumed run would repeat some and skip others."""
         known: dict[str, list[str]] = {}  # a training source and an evaluation set may share a name
-        for received in await _in_thread(lambda: list(first_archived(self._run_dir))):
-            if isinstance(received.message, PromptsLoaded) and received.message.fingerprint:
-                known.setdefault(received.message.data, []).append(received.message.fingerprint)
+        told = await _in_thread(lambda: _loaded_first(self._run_dir))
         async with self._bus.read(PromptsLoaded) as events:
-            while events.pending:
-                received = await events.next()
-                if received is not None and received.message.fingerprint:
-                    known.setdefault(received.message.data, []).append(received.message.fingerprint)
+            async for received in events.so_far():
+                told.append(received.message)
+        for loaded in told:
+            if loaded.fingerprint:
+                known.setdefault(loaded.data, []).append(loaded.fingerprint)
         for loaded in prompts.loaded:
             before = known.get(loaded.data, [loaded.fingerprint])
             if loaded.fingerprint not in before:
@@ -314,6 +313,11 @@ class BufferActor(Actor):
         async with anyio.create_task_group() as group:
             for task in made:
                 group.start_soon(put, task)
+
+
+def _loaded_first(run_dir: Path) -> list[PromptsLoaded]:
+    """What the archive says of the data that the run began with."""
+    return [received.message for received in first_archived(run_dir) if isinstance(received.message, PromptsLoaded)]
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
