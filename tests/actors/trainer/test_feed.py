@@ -10,9 +10,9 @@ import pytest
 from actors.buffer.trimming import LANDMARKS, Landmarks, needs_of, trim_point
 from actors.trainer import ranks
 from actors.trainer.feed import Feed
-from messages import BatchReady, BatchTrained, Plane, SnapshotTaken, TrainerStarted, WeightsAnnounced
+from messages import BatchReady, BatchTrained, GroupRef, Plane, SnapshotTaken, TrainerStarted, WeightsAnnounced
 from runtime.actor import InputError, leaves
-from runtime.bus import Bus
+from runtime.bus import Bus, PayloadLost
 from runtime.ledger import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold
 from runtime.topology import Topology
 from tests.actors.trainer.hosting import names, of, running, said_until
@@ -108,6 +108,16 @@ async def test_a_log_without_its_beginning_and_without_a_snapshot_of_it_is_refus
     (error,) = leaves(caught.value)
     assert isinstance(error, InputError)
     assert "the log begins at event 3" in str(error)
+
+
+async def test_a_completed_group_that_comes_slowly_is_not_lost(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.trainer.feed.EVENT_TIMEOUT_S", 0.0)
+    ref, gone = await publish_groups(bus, 0), GroupRef(group_id=9, attempt=0, event_seq=1)
+    await bus.purge(Plane.EVENT, below_seq=2)
+    feed = Feed(bus)
+    assert (await feed._completed(ref[0])).group_id == 0
+    with pytest.raises(PayloadLost, match="no completed group at 1"):
+        await feed._completed(gone)
 
 
 async def test_a_log_that_is_trimmed_while_a_trainer_starts_is_read_again_from_the_newer_snapshot(
