@@ -1,8 +1,10 @@
 """Checks the graders, filters and data sources that a recipe names, before anything is started."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from actors.buffer.made import find_source
 from actors.buffer.selection import Kind, find_selection
@@ -10,39 +12,53 @@ from actors.filter.filters import find_filter
 from actors.reward.frames import GraderSpec
 from actors.reward.grading import resolve_grader
 from actors.rollout.functions import find_generate_function
-from runtime.config import Problem, show
+from runtime.config import Loaded, Problem, show
+from runtime.load import places
 from runtime.plugins import PluginError
 from runtime.topology import Topology
 
-
-def check_hooks(topology: Topology) -> list[Problem]:
-    """Find every grader, filter and data source that is named and check what it takes. Imports users' modules."""
-    return [problem for key, value, find in _hooks(topology) if (problem := _problem(key, value, find)) is not None]
+Find = Callable[[Sequence[Path]], object]  # takes the directories in which relative files are looked for
 
 
-def _hooks(topology: Topology) -> Iterator[tuple[str, str, Callable[[], object]]]:
+def check_hooks(topology: Topology, loaded: Loaded | None = None) -> list[Problem]:
+    """Find every function that is named and check what it takes. Imports users' modules.
+
+    Args:
+        topology: the topology.
+        loaded: where its keys came from: problems name that, and relative files are looked for beside it. Without it
+            they are looked for in the current directory.
+    """
+    problems: list[Problem] = []
+    for key, value, find in _hooks(topology):
+        problem = _problem(key, value, partial(find, places(loaded, key) if loaded else (Path.cwd(),)))
+        if problem is not None:
+            problems.append(msgspec.structs.replace(problem, file=loaded.origin(key)) if loaded else problem)
+    return problems
+
+
+def _hooks(topology: Topology) -> Iterator[tuple[str, str, Find]]:
     named = [(f"data.{index}.rm_type", item.rm_type) for index, item in enumerate(topology.data)]
     named += [(f"eval.{index}.rm_type", item.rm_type) for index, item in enumerate(topology.eval)]
     for key, name in named:
         if name is not None:
             group = topology.reward.group_rm and key.startswith("data.")
             spec = GraderSpec(name=name, group=group)
-            yield key, name, lambda spec=spec: resolve_grader(spec, (Path.cwd(),))
+            yield key, name, partial(resolve_grader, spec)
     for index, item in enumerate(topology.data):
         if item.source is not None:
             key = f"data.{index}.source"
             yield key, item.source, partial(find_source, key, item.source)
     name = topology.rollout.dynamic_filter
     if name is not None:
-        yield "rollout.dynamic_filter", name, lambda: find_filter(name, (Path.cwd(),))
+        yield "rollout.dynamic_filter", name, partial(find_filter, name)
     custom = topology.rollout.custom_generate
     if custom is not None:
-        yield "rollout.custom_generate", custom, partial(find_generate_function, custom, (Path.cwd(),))
+        yield "rollout.custom_generate", custom, partial(find_generate_function, custom)
     selections: dict[Kind, str | None] = {"over_sampling_filter": topology.rollout.over_sampling_filter}
     selections["buffer_filter"] = topology.rollout.buffer_filter
     for kind, selection in selections.items():
         if selection is not None:
-            yield f"rollout.{kind}", selection, partial(find_selection, kind, selection, (Path.cwd(),))
+            yield f"rollout.{kind}", selection, partial(find_selection, kind, selection)
 
 
 def _problem(key: str, value: str, find: Callable[[], object]) -> Problem | None:

@@ -139,7 +139,7 @@ def _check(loaded: LoadedTopology, node: str | None = None) -> tuple[str, ...]:
     from actors.hooks import check_hooks  # numpy and users' modules, which --help can do without
 
     checked = check_files(loaded, node)
-    if problems := [*checked.problems, *check_hooks(loaded.topology)]:
+    if problems := [*checked.problems, *check_hooks(loaded.topology, loaded.loaded)]:
         raise TopologyError(problems)
     return checked.notes
 

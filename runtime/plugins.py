@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+
+OWN: Final = '"module:function" or "path/file.py:function"'  # how a function of a user's own is named
 
 
 class PluginError(ValueError):
@@ -70,7 +72,7 @@ def load_plugin(
 
 
 def _form_problem(value: str) -> str:
-    problem = 'write "module:function" or "path/file.py:function"'
+    problem = f"write {OWN}"
     module, dot, function = value.rpartition(".")
     if dot and module and ":" not in value and "/" not in value:
         problem += f'; did you mean "{module}:{function}"?'

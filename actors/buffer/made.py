@@ -19,13 +19,13 @@ NUM_PROBED: Final = 8  # the first prompts, which are made at the start; the run
 Make = Callable[[int], dict[str, Any]]
 
 
-def find_source(key: str, value: str) -> Make:
+def find_source(key: str, value: str, base_dirs: Sequence[Path] = ()) -> Make:
     """Find the function that a setting names.
 
     Raises:
         PluginError: there is none, or it cannot be called with a number.
     """
-    return load_plugin(key, value, parameters=["number"], base_dirs=(Path.cwd(),)).function
+    return load_plugin(key, value, parameters=["number"], base_dirs=base_dirs).function
 
 
 class MadePrompts:

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from runtime.ledger import Group
-from runtime.plugins import is_plugin, load_plugin
+from runtime.plugins import OWN, is_plugin, load_plugin
 
 Kind = Literal["over_sampling_filter", "buffer_filter"]
 
@@ -118,7 +118,7 @@ def find_selection(kind: Kind, name: str, base_dirs: Sequence[Path] = ()) -> Cal
     if name not in known:
         close = get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f'no {kind} {name!r}: {hint}built in are {", ".join(known)}; own ones are "module:function"')
+        raise ValueError(f"no {kind} {name!r}: {hint}built in are {', '.join(known)}; own ones are {OWN}")
     return None
 
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 
 from messages.events import GroupCompleted, Outcome
-from runtime.plugins import is_plugin, load_plugin
+from runtime.plugins import OWN, is_plugin, load_plugin
 
 FILTER_KEY = "rollout.dynamic_filter"
 MIN_STD = 1e-6  # reward units; rewards that differ by rounding only are equal
@@ -131,7 +131,7 @@ def find_filter(name: str | None, base_dirs: Sequence[Path] = ()) -> Filter:
         close = get_close_matches(str(name), BUILT_IN_FILTERS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         names = ", ".join(BUILT_IN_FILTERS)
-        raise ValueError(f'no filter {name!r}: {hint}built in are {names}; own ones are "module:function"')
+        raise ValueError(f"no filter {name!r}: {hint}built in are {names}; own ones are {OWN}")
     return found
 
 

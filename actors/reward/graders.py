@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from actors.reward.samples import GradedSample
+from runtime.plugins import OWN
 
 BOXED_PREFIX = "boxed_"
 Grader = Callable[[GradedSample], float]
@@ -170,7 +171,7 @@ def find_grader(name: str) -> Grader:
         names = ", ".join(BUILT_IN_GRADERS)
         close = get_close_matches(plain, BUILT_IN_GRADERS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f'no grader {name!r}: {hint}built in are {names}; own ones are "module:function"')
+        raise ValueError(f"no grader {name!r}: {hint}built in are {names}; own ones are {OWN}")
     return _boxed(grader) if name.startswith(BOXED_PREFIX) else grader
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from actors.hooks import check_hooks
+from runtime.load import load_topology
 from tests.support.rollout import topology_with
 
 GOOD = "def good(sample):\n    return 1.0\n\ndef wrong(a, b):\n    return 1.0\n\nvalue = 3\n"
@@ -54,6 +55,25 @@ def test_a_data_source_is_called_with_a_number(user_file: Path) -> None:
 def test_a_plug_in_file_that_does_not_exist_is_named() -> None:
     (problem,) = problems(data=data_with("nowhere/mine.py:good"))
     assert "nowhere/mine.py" in problem
+
+
+def test_a_problem_names_who_wrote_the_key_and_where_a_file_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, here = tmp_path / "beside", tmp_path / "here"
+    for place in (beside, here):
+        place.mkdir()
+    monkeypatch.chdir(here)
+    file = beside / "mine.toml"
+    recipe = Path(__file__).parents[2] / "topologies" / "laptop.toml"
+    file.write_text(f'include = "{recipe}"\nrollout.buffer_filter = "nowhere.py:f"\n')
+    loaded = load_topology(file, ["rollout.dynamic_filter=nonzero_st"])
+    by_filter, by_buffer = (str(problem) for problem in check_hooks(loaded.topology, loaded.loaded))
+    assert by_filter.startswith('--set: rollout.dynamic_filter = "nonzero_st": ')
+    assert "built in are none, nonzero_std" in by_filter
+    assert by_filter.endswith('own ones are "module:function" or "path/file.py:function"')
+    looked = f"no such file; looked for {beside / 'nowhere.py'}, {here / 'nowhere.py'}"
+    assert by_buffer == f'{file}: rollout.buffer_filter = "nowhere.py:f": {looked}'
 
 
 @pytest.mark.parametrize(("key", "called"), [("over_sampling_filter", "(groups)"), ("buffer_filter", "(groups, n)")])
