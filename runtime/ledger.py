@@ -171,7 +171,8 @@ def _apply(state: LedgerState, event: LedgerEvent, seq: int) -> None:
             state.incarnation = max(state.incarnation, event.incarnation)
             state.finished, state.gave_up, state.barren = None, None, 0
         case SnapshotTaken():
-            state.snapshot_step = state.checkpoint_step
+            if event.fold_version == FOLD_VERSION:  # another one is of no use: one that is gets taken at once
+                state.snapshot_step = state.checkpoint_step
         case RunFinished():
             state.finished = event.reason
         case RunFailed():

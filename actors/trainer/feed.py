@@ -22,17 +22,20 @@ from messages import (
     PayloadsMissing,
     Plane,
     SegmentsPublished,
+    SnapshotTaken,
     TrainerStarted,
 )
 from runtime.actor import InputError
 from runtime.archive import newest_snapshot
 from runtime.bus import Bus, Events, Fenced, PayloadLost
+from runtime.ledger import FOLD_VERSION
 
 log = structlog.get_logger()
 
 NUM_PREFETCHERS: Final = 8
 MAX_PREFETCHES: Final = 1024  # groups that wait to be fetched ahead; beyond, they are fetched when called for
 EVENT_TIMEOUT_S: Final = 30.0  # for an event that is known to be in the log
+SNAPSHOT_TIMEOUT_S: Final = 120.0  # for the buffer to fold the archive and take one
 
 
 @dataclass(frozen=True)
@@ -212,13 +215,17 @@ class Feed:
 async def is_trimmed(bus: Bus, covered: int) -> bool:
     """Whether events after a snapshot went before they could be read; a later snapshot has them then.
 
+    After a change of the fold the buffer takes one when it starts, so this waits for a while.
+
     Raises:
         InputError: no snapshot has them.
     """
     first_seq = (await bus.state(Plane.EVENT)).first_seq
     if first_seq <= covered + 1:
         return False
-    newest = await newest_snapshot(bus)
-    if newest is None or newest.last_seq <= covered:
-        raise InputError(f"the log begins at event {first_seq}, and no snapshot that can be used says what was before")
-    return True
+    with anyio.move_on_after(SNAPSHOT_TIMEOUT_S):
+        async with bus.read(SnapshotTaken, buries=False) as snapshots:
+            async for received in snapshots:
+                if received.message.fold_version == FOLD_VERSION and received.message.covers > covered:
+                    return True
+    raise InputError(f"the log begins at event {first_seq}, and no snapshot that can be used says what was before")

@@ -7,8 +7,17 @@ import pytest
 
 from actors.buffer.decide import EvalPlan, Schedule, decide
 from actors.buffer.selection import Chosen, Selection
-from messages import BatchReady, EvalIssued, GroupsClosed, GroupsIssued, Message, PayloadsMissing, RunFailed
-from runtime.ledger import Group, LedgerState, Stage, fold
+from messages import (
+    BatchReady,
+    EvalIssued,
+    GroupsClosed,
+    GroupsIssued,
+    Message,
+    PayloadsMissing,
+    RunFailed,
+    SnapshotTaken,
+)
+from runtime.ledger import FOLD_VERSION, Group, LedgerState, Stage, fold
 
 RUNS, ENDED, KEPT, POOLED, SPARE = Stage.IN_FLIGHT, Stage.COMPLETED, Stage.READY, Stage.POOLED, Stage.SPARE
 
@@ -35,6 +44,15 @@ def issued(state: LedgerState, rules: Schedule) -> list[tuple[int, int]]:
     if not isinstance(decision, GroupsIssued):
         return []
     return [(group.group_id, group.attempt) for group in decision.groups]
+
+
+@pytest.mark.parametrize(("fold_version", "enough"), [(FOLD_VERSION, True), (FOLD_VERSION - 1, False)])
+def test_a_snapshot_that_cannot_be_used_is_taken_anew(fold_version: int, *, enough: bool) -> None:
+    state = ledger(checkpoint_step=2, version_step=2)
+    assert isinstance(decide(state, schedule(4, 6)), SnapshotTaken)
+    taken = SnapshotTaken(incarnation=1, covers=0, fold_version=fold_version, state=msgspec.Raw(b"{}"))
+    fold(state, taken, 1)
+    assert isinstance(decide(state, schedule(4, 6)), SnapshotTaken) is not enough
 
 
 def test_a_round_begins_with_one_refill() -> None:

@@ -99,7 +99,25 @@ async def test_a_snapshot_of_another_fold_is_passed_over(bus: Bus) -> None:
     assert (feed.history.covered, feed.history.batches.keys()) == (0, {0})
 
 
-async def test_a_log_without_its_beginning_and_without_a_snapshot_of_it_is_refused(bus: Bus) -> None:
+async def test_a_snapshot_that_can_be_used_is_waited_for_after_a_change_of_the_fold(bus: Bus) -> None:
+    await publish_batch(bus, 0)
+    state, covers = await take_snapshot(bus, fold_version=FOLD_VERSION - 1)
+    await bus.purge(Plane.EVENT, below_seq=3)
+    feed = Feed(bus)
+    async with anyio.create_task_group() as group:
+        group.start_soon(feed.run)
+        raw = msgspec.Raw(msgspec.json.encode(state))
+        await bus.publish(SnapshotTaken(incarnation=2, covers=covers, fold_version=FOLD_VERSION, state=raw))
+        with anyio.fail_after(10):
+            await feed.caught_up.wait()
+        group.cancel_scope.cancel()
+    assert (feed.history.covered, feed.history.batches.keys()) == (covers, {0})
+
+
+async def test_a_log_without_its_beginning_and_without_a_snapshot_of_it_is_refused(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.trainer.feed.SNAPSHOT_TIMEOUT_S", 0.2)
     await publish_batch(bus, 0)
     await take_snapshot(bus, fold_version=FOLD_VERSION + 1)
     await bus.purge(Plane.EVENT, below_seq=3)
@@ -130,7 +148,7 @@ async def test_a_log_that_is_trimmed_while_a_trainer_starts_is_read_again_from_t
     newer, covers = await take_snapshot(bus)
     await bus.purge(Plane.EVENT, below_seq=covers + 1)
     feed = Feed(bus)
-    found = [older, newer, newer]
+    found = [older, newer]
 
     async def newest_snapshot(_: Bus) -> LedgerState:
         return found.pop(0)
