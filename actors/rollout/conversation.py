@@ -9,15 +9,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
+import msgspec
 
 from actors.rollout.functions import KEY
 from actors.rollout.http import EngineError
-from actors.rollout.members import Member, Turn, tokens_left
+from actors.rollout.members import NUM_TURNS, Member, Turn, tokens_left
 from messages import Prompt, SampleStatus
 from runtime.bus import BusError
 
 BETWEEN_TURNS_S = 300.0  # that a function may take outside of `generate`
-NUM_TURNS = "num_turns"  # in a sample's metadata: those that ended
 
 GenerateFunction = Callable[["Conversation"], Awaitable[None]]
 Ask = Callable[[Member, Sequence[str] | None, int], Awaitable[bool]]
@@ -50,13 +50,14 @@ class Conversation:
         self._scope = anyio.CancelScope()
         self._inputs: list[int] = []
         self._num_turns = 0
-        self._num_replayed = int(member.metadata.get(NUM_TURNS, 0))
+        self._num_replayed = member.num_turns
+        self._halted = False
 
     async def run(self, function: GenerateFunction) -> SampleStatus:
         """Have the function make the sample; how that ended, ABORTED when it was halted.
 
         Raises:
-            ValueError: the function raised, or took too long.
+            ValueError: the function raised, took too long, or noted what no event can carry.
         """
         self._scope.deadline = anyio.current_time() + BETWEEN_TURNS_S
         failed: Exception | None = None
@@ -67,18 +68,24 @@ class Conversation:
                 raise
             except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the group fails
                 failed = error
-        self._member.metadata = {**self.sample_metadata, NUM_TURNS: self._num_turns}
+        try:
+            self._note_metadata()
+        except ValueError as error:
+            failed = failed or error
         if failed is not None:
             raise ValueError(f"{KEY}: {failed!r}") from failed
+        if self._scope.cancelled_caught and self._halted:
+            self.over = self.over or SampleStatus.ABORTED
         if self._scope.cancelled_caught and self.over is None:
             raise ValueError(f"{KEY}: took more than {BETWEEN_TURNS_S:.0f} s outside of generate")
         self._member.text = self.text
         return self.over or (SampleStatus.COMPLETED if self._num_turns else SampleStatus.FAILED)
 
     def halt(self) -> None:
-        """End it where it is. A request that is under way ends by itself and keeps its tokens."""
+        """End it where it waits. A request that is under way ends by itself before, and keeps its tokens."""
+        self._halted = True
         if not self.asking:
-            self._end(SampleStatus.ABORTED)
+            self._scope.cancel()
 
     async def generate(self, *, stop: Sequence[str] | None = None, max_new_tokens: int | None = None) -> str:
         """The model's next turn, as text. Does not return when the sample is halted or has no room for more tokens.
@@ -98,7 +105,9 @@ class Conversation:
         self._num_turns += 1
         self._inputs = []
         self.text += turn.text
-        self._member.metadata = {**self.sample_metadata, NUM_TURNS: self._num_turns}
+        self._note_metadata()
+        if self._halted:
+            self._scope.cancel()  # where the function next waits: if it only ends, the sample is complete
         return turn.text
 
     def append(self, text: str) -> None:
@@ -111,6 +120,15 @@ class Conversation:
         if not self._num_turns:
             raise ValueError("the first turn is the model's: what it is to read before belongs into the prompt")
         self._inputs.extend(ids)
+
+    def _note_metadata(self) -> None:
+        """Let the sample have what the function noted so far; also in a replay it has all turns that ended."""
+        try:
+            noted = msgspec.json.decode(msgspec.json.encode(self.sample_metadata), type=dict[str, Any])
+            msgspec.msgpack.encode(noted)  # a task that carries the sample on
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise ValueError(f"sample_metadata cannot be sent: {error}") from error
+        self._member.metadata = {**noted, NUM_TURNS: max(self._num_turns, self._member.num_turns)}
 
     def _turn(self) -> Turn:
         """The turn that is next: recorded with what was put before it then, or new."""

@@ -12,7 +12,7 @@ from actors.rollout.answers import Answer, segment_of, status_of
 from actors.rollout.conversation import Conversation, Encode, GenerateFunction
 from actors.rollout.generation import Generated, Generator, Request
 from actors.rollout.jobs import Job
-from actors.rollout.members import Member, tokens_left
+from actors.rollout.members import FINISHED, Member, tokens_left
 from actors.rollout.scoring import Scorer
 from actors.rollout.streams import Stream
 from messages import (
@@ -86,7 +86,7 @@ class GroupRun:
                 self._scoring = None
 
     async def _generate_and_score(self, on_generated: Callable[[], None]) -> None:
-        open_members = [member for member in self.members if self._open(member)]
+        open_members = [member for member in self.members if self._reopened(member) or self._open(member)]
         self._score_ended(self.members)
         await self._generate_all(open_members)
         on_generated()
@@ -166,6 +166,16 @@ class GroupRun:
             member.status = SampleStatus.TRUNCATED
         return not member.finished
 
+    def _reopened(self, member: Member) -> bool:
+        """Have a user's function run again for a sample that has all its turns and no score.
+
+        What it put between them as text is stored nowhere, and is scored, too.
+        """
+        if self._tools.converse is None or not member.unscored:
+            return False
+        member.status = SampleStatus.ABORTED
+        return True
+
     async def _generate_alone(self, member: Member) -> None:
         """Generate a sample to its end, over as many requests as it takes."""
         while self._open(member) and await self._generate([member]):
@@ -206,6 +216,8 @@ class GroupRun:
             self._streams.pop(member.index, None)
             member.turn_status = status = _status(generated, answer)
             self._receive(member, answer, SampleStatus.ABORTED if self._tools.converse is not None else status)
+            if self._tools.converse is not None and status in FINISHED:
+                member.end_turn()  # before it is told of
         await self._flush()
         self._score_ended(members)  # also those that ended without tokens
         return generated.cut_short

@@ -8,6 +8,7 @@ from typing import Any
 from messages import Int32Array, SampleStatus, SampleSummary, Score, Segment, SegmentRef
 
 FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
+NUM_TURNS = "num_turns"  # in a sample's metadata: of the turns of a conversation, those that ended
 
 
 @dataclass
@@ -70,6 +71,15 @@ class Member:
         self.turns[-1].num_tokens += len(segment.response_ids)
         self.turns[-1].text += segment.text
         self._count_versions(segment)
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of a conversation that ended."""
+        return int(self.metadata.get(NUM_TURNS, 0))
+
+    def end_turn(self) -> None:
+        """Note that the newest turn of a conversation has all its tokens."""
+        self.metadata = {**self.metadata, NUM_TURNS: len(self.turns)}
 
     def stored_at(self, ref: SegmentRef, segment: Segment) -> None:
         """Note where a segment was stored; one without tokens is of no use."""

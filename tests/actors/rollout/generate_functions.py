@@ -41,3 +41,16 @@ async def talks_twice_in_a_row(conversation: Conversation) -> None:
 
 def plain(conversation: Conversation) -> None:
     """Not async."""
+
+
+async def notes_what_no_message_can_carry(conversation: Conversation) -> None:
+    await conversation.generate()
+    conversation.sample_metadata["tools"] = object()
+
+
+async def uses_a_tool(conversation: Conversation) -> None:
+    """Two turns with a tool's answer between them."""
+    await conversation.generate()
+    conversation.append_ids([60])
+    conversation.text += " (sixty) "
+    await conversation.generate()

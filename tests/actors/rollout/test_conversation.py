@@ -1,5 +1,6 @@
 """A user's generate function through a rollout actor: several turns, resumed where they were, bounded in any case."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from actors.hooks import check_hooks
 from actors.rollout import conversation
+from actors.rollout.conversation import Conversation
+from actors.rollout.members import Member, Turn
 from messages import (
     GroupAborted,
     GroupCompleted,
@@ -18,6 +21,7 @@ from messages import (
     SampleStatus,
     SampleSummary,
     SamplingParams,
+    ScoreRequested,
     Segment,
     SegmentsPublished,
 )
@@ -130,6 +134,7 @@ async def test_a_conversation_without_end_is_truncated_where_there_is_no_more_ro
         ("raises", "KeyError('no such tool')"),
         ("hangs", "took more than 0 s outside of generate"),
         ("talks_twice_in_a_row", "two turns in a row"),
+        ("notes_what_no_message_can_carry", "sample_metadata cannot be sent"),
     ],
 )
 async def test_a_function_that_fails_costs_its_group_alone(
@@ -155,3 +160,76 @@ def test_a_function_that_cannot_be_used_is_refused_before_the_start(name: str, p
     topology = topology_with(rollout={"custom_generate": f"{FUNCTIONS}:{name}"})
     (found,) = [found for found in check_hooks(topology) if found.key == "rollout.custom_generate"]
     assert problem in found.message
+
+
+async def test_a_sample_that_waits_for_its_score_alone_is_scored_with_all_its_text(bus: Bus, router_url: str) -> None:
+    async with (
+        serving(ScriptedEngine()) as engine,
+        rollout_actor(bus, router_url, [engine], with_function("uses_a_tool")),
+        bus.consume(ScoreRequested, durable="reward") as requests,
+    ):
+        await bus.publish(announcement(1))
+        await bus.publish(one_sample())
+        first = await requests.next(10)
+        assert first is not None
+        await bus.publish(RoundHalted(incarnation=1, round=0))
+        aborted, _ = await next_event(bus, GroupAborted)
+        assert isinstance(aborted, GroupAborted)
+        await bus.publish(one_sample(attempt=1, round=1, carried=aborted.samples))
+        second = await requests.next(10)
+        assert second is not None
+    assert first.message.items[0].response == "1 2 3 4 (sixty) 1 2 3 4"
+    assert second.message.items == first.message.items
+    assert len(engine.requests) == 2
+
+
+def two_turns() -> Member:
+    """A sample of two turns that ended, carried on from an earlier attempt."""
+    turns = [Turn(num_tokens=1, text="a"), Turn(num_tokens=1, text="b")]
+    return Member(index=0, prompt_len=2, prefix=[1, 60, 2], turns=turns, metadata={"num_turns": 2})
+
+
+async def ask_nobody(member: Member, stop: Sequence[str] | None, limit: int) -> bool:
+    raise AssertionError("an engine was asked")
+
+
+async def test_a_replay_that_is_halted_forgets_no_turn() -> None:
+    reached = anyio.Event()
+
+    async def waits_between_turns(talk: Conversation) -> None:
+        await talk.generate()
+        reached.set()
+        await anyio.sleep_forever()
+
+    member = two_turns()
+    talk = Conversation(task(0).prompt, member, max_tokens=9, ask=ask_nobody, encode=lambda _: [])
+    async with anyio.create_task_group() as group:
+
+        async def run() -> None:
+            assert await talk.run(waits_between_turns) is SampleStatus.ABORTED
+
+        group.start_soon(run)
+        await reached.wait()
+        assert member.metadata["num_turns"] == 2  # so a spill says, too
+        talk.halt()
+    assert member.metadata["num_turns"] == 2
+
+
+@pytest.mark.parametrize(("waits", "status"), [(True, SampleStatus.ABORTED), (False, SampleStatus.COMPLETED)])
+async def test_a_halt_during_a_turn_ends_the_function_where_it_next_waits(waits: bool, status: SampleStatus) -> None:
+    member = Member(index=0, prompt_len=2)
+
+    async def ask(member: Member, stop: Sequence[str] | None, limit: int) -> bool:
+        talk.halt()
+        member.turn_status = SampleStatus.COMPLETED
+        return False
+
+    async def function(talk: Conversation) -> None:
+        await talk.generate()
+        if waits:
+            await anyio.sleep_forever()
+
+    talk = Conversation(task(0).prompt, member, max_tokens=9, ask=ask, encode=lambda _: [])
+    with anyio.fail_after(5):
+        assert await talk.run(function) is status
+    assert member.metadata["num_turns"] == 1
