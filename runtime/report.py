@@ -110,6 +110,7 @@ class Report:
         self.num_steps = num_steps
         self.started = started
         self.steps = 0  # trained
+        self._earlier_steps = 0  # of them before the command was given
         self.finished: str | None = None  # reason
         self.rewards: list[float] = []  # mean per step
         self.losses: list[float] = []  # of steps on demonstrations
@@ -131,7 +132,8 @@ class Report:
 
     def begin(self, ledger: LedgerState) -> None:
         """Begin in the middle: what came before can only be had as the state of the ledger."""
-        self._ledger, self.steps, self.version = ledger, ledger.trained_steps, ledger.version
+        self._ledger, self.version = ledger, ledger.version
+        self.steps = self._earlier_steps = ledger.trained_steps
 
     def apply(self, event: Message, seq: int, time: float) -> list[Notice]:
         """Take the next event of the log.
@@ -187,8 +189,9 @@ class Report:
         """The outcome as of now for people."""
         result = self.result(now)
         first = result.time_to_first_rollout_s
+        new = f", {self.steps - self._earlier_steps} of them" if self._earlier_steps else ""
         lines = [
-            f"steps     {self.steps} of {self.num_steps} in {duration(result.seconds)}"
+            f"steps     {self.steps} of {self.num_steps}{new} in {duration(result.seconds)}"
             + (f", first rollout after {first:.1f} s" if first is not None else "")
         ]
         for name, first, last, curve in (
@@ -214,6 +217,8 @@ class Report:
             return []  # replayed after a crash, or said twice
         notices = self.close()
         self.steps = max(self.steps, event.step + 1)
+        if time < self.started:
+            self._earlier_steps = self.steps
         self.tokens += event.num_tokens
         row: Row = {"step": event.step + 1, "time": time, "rollout/step": event.step}
         if SFT_LOSS in event.metrics:
@@ -394,7 +399,8 @@ class Report:
             for part, seconds in self._spent_s.items()
             if part != "step" and seconds > 0
         ]
-        return [f"time      {whole_s / self._timed_steps:.3f} s a step: " + ", ".join(shares)]
+        overlap = "; parts overlap" if self._spent_s.total() - whole_s > 1.01 * whole_s else ""
+        return [f"time      {whole_s / self._timed_steps:.3f} s a step: {', '.join(shares)}{overlap}"]
 
 
 def _round_metrics(turns: list[float]) -> Row:

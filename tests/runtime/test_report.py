@@ -343,7 +343,18 @@ def test_the_summary_says_where_the_time_went() -> None:
     assert lines[0].startswith("steps     2 of 4 in 4.2s, first rollout after 1.2 s")
     assert lines[1].startswith("reward    0.750 → 0.750  ▇▇")
     assert lines[2] == ("groups    2 issued = 2 trained + 0 dropped + 0 failed + 0 pooled + 0 ready + 0 in flight")
-    assert lines[3] == "time      2.000 s a step: rollout 1.000 s (50%), train 1.000 s (50%), weights 0.500 s (25%)"
+    parts = "rollout 1.000 s (50%), train 1.000 s (50%), weights 0.500 s (25%)"
+    assert lines[3] == f"time      2.000 s a step: {parts}; parts overlap"
+
+
+def test_the_summary_of_a_resumed_run_says_how_many_steps_this_start_made() -> None:
+    story = Story()
+    story.now -= 10
+    one_step(story, 0, 0.5)
+    story.now = STARTED
+    one_step(story, 1, 0.5)
+    one_step(story, 2, 0.5)
+    assert story.report.summary(STARTED + 6)[0].startswith("steps     3 of 4, 2 of them in 6.0s, first rollout after")
 
 
 def test_metrics_have_one_row_per_step_over_restarts_and_torn_lines(tmp_path: Path) -> None:
