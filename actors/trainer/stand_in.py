@@ -17,6 +17,7 @@ from actors.trainer.torch_thread import TorchThread
 from messages import (
     BatchReady,
     BatchTrained,
+    CheckpointRequested,
     CheckpointSaved,
     GroupCompleted,
     GroupRef,
@@ -35,8 +36,8 @@ log = structlog.get_logger()
 
 DRAWN: Final = Path("weights", "drawn")  # in the run directory: weights of a model directory that has none
 
-StandInEvent = BatchReady | BatchTrained | GroupCompleted | TrainerStarted | WeightsAnnounced
-FOLLOWED: Final = (BatchReady, BatchTrained, GroupCompleted, TrainerStarted, WeightsAnnounced)
+StandInEvent = BatchReady | BatchTrained | CheckpointRequested | GroupCompleted | TrainerStarted | WeightsAnnounced
+FOLLOWED: Final = (BatchReady, BatchTrained, CheckpointRequested, GroupCompleted, TrainerStarted, WeightsAnnounced)
 
 
 class TrainerStandIn(Actor):
@@ -57,6 +58,7 @@ class TrainerStandIn(Actor):
         self._started_seq = 0
         self._version = 0
         self._step = 0
+        self._saved_step = 0
 
     def stats(self) -> dict[str, float]:
         """Where it stands."""
@@ -93,7 +95,7 @@ class TrainerStandIn(Actor):
         task_status.started()
         while self._step < self._topology.train.num_steps:
             began = time.perf_counter()
-            await self._pass_batch(await self._next_batch(events), time.perf_counter() - began)
+            await self._pass_batch(await self._next_batch(events, path), time.perf_counter() - began)
             await self._announce(path, checksum)
             if self._checkpoint_is_due():
                 await self._save(path)
@@ -122,9 +124,11 @@ class TrainerStandIn(Actor):
         )
         await self._bus.publish(announced)
 
-    async def _next_batch(self, events: Events[StandInEvent]) -> BatchReady:
+    async def _next_batch(self, events: Events[StandInEvent], path: Path) -> BatchReady:
         while self._step not in self._history.batches:
             await self._fold_next(events)
+            if self._saved_step < self._history.requested_step <= self._step:
+                await self._save(path)
         return self._history.batches[self._step]
 
     async def _fold_next(self, events: Events[StandInEvent]) -> None:
@@ -164,6 +168,7 @@ class TrainerStandIn(Actor):
     async def _save(self, path: Path) -> None:
         """Nothing is written, but what came before is done with for good."""
         step, incarnation = self._step, self._history.incarnation
+        self._saved_step = step
         await self._bus.publish(
             CheckpointSaved(step=step, incarnation=incarnation, path=str(path), oldest_step=step, took_s=0.0)
         )

@@ -9,7 +9,15 @@ import pytest
 from safetensors.torch import load_file
 
 from actors.registry import hosted
-from messages import BatchReady, BatchTrained, CheckpointSaved, GroupRef, TrainerStarted, WeightsAnnounced
+from messages import (
+    BatchReady,
+    BatchTrained,
+    CheckpointRequested,
+    CheckpointSaved,
+    GroupRef,
+    TrainerStarted,
+    WeightsAnnounced,
+)
 from runtime.actor import host
 from runtime.bus import Bus, Fenced
 from runtime.checksums import checksums_of
@@ -24,11 +32,11 @@ pytestmark = pytest.mark.anyio
 MODEL = Path(__file__).resolve().parents[3] / "topologies/models/reverse-digits"
 
 
-def topology_of(model: Path, *, random_init: bool = False) -> Topology:
+def topology_of(model: Path, *, random_init: bool = False, save_interval: int | None = 1) -> Topology:
     return topology_with(
         run={"name": "t", "only": "rollout"},
         model={"hf_checkpoint": str(model), "random_init": random_init},
-        train={"num_steps": 2, "save_interval": 1},
+        train={"num_steps": 2, "save_interval": save_interval},
     )
 
 
@@ -89,6 +97,18 @@ async def test_a_second_start_goes_on_behind_the_log_and_fences_the_first(bus: B
     with pytest.raises(ExceptionGroup) as raised:
         await two_starts(bus, topology, tmp_path)
     assert raised.group_contains(Fenced, match="trainer incarnation 2 started")
+
+
+async def test_a_checkpoint_is_told_when_a_stream_fills_up(bus: Bus, tmp_path: Path) -> None:
+    topology = topology_of(write_model(tmp_path / "model"), save_interval=None)
+    async with stand_in(bus, topology, tmp_path), bus.read(BatchTrained, CheckpointSaved) as events:
+        await put_batch(bus, 0)
+        await events.next(15)
+        await bus.publish(CheckpointRequested(step=1, stream="data", used=0.7))
+        saved = await events.next(15)
+    assert saved is not None
+    assert isinstance(saved.message, CheckpointSaved)
+    assert (saved.message.step, saved.message.oldest_step) == (1, 1)
 
 
 async def test_a_start_goes_on_behind_a_log_whose_older_part_is_gone(bus: Bus, tmp_path: Path) -> None:
