@@ -26,7 +26,7 @@ from messages import (
     SegmentsPublished,
     SegmentsSpilled,
 )
-from runtime.bus import Bus
+from runtime.bus import Bus, MessageTooLarge
 
 CARRIED_ON = Int32Array()  # new input of a segment that continues the one before it
 
@@ -277,27 +277,42 @@ class GroupRun:
         job, rm_type = self.job, self.job.prompt.rm_type
         assert rm_type is not None, "the recipe's rules ask for a reward"
         items = [self._score_item(member) for member in members]
-        scores = await self._tools.scorer.score(job.group_id, job.attempt, rm_type, items, group_rm=job.group_rm)
+        try:
+            scores = await self._tools.scorer.score(job.group_id, job.attempt, rm_type, items, group_rm=job.group_rm)
+        except MessageTooLarge:
+            if job.group_rm or len(members) == 1:
+                raise
+            for half in _halves(len(members)):
+                await self._score(members[half])
+            return
         for member, score in zip(members, scores, strict=True):
             member.take_score(score, failed_reward=self._tools.failed_reward)
         self.scored_s = max(self.scored_s, time.monotonic() - started)
 
     async def _store(self, members: Sequence[Member], segments: Sequence[Segment]) -> None:
-        """Publish the segments that ended together as one data message."""
-        seq = 0
-        if self.job.store:
-            seq = await self._tools.bus.publish(
-                SegmentsPublished(
-                    group_id=self.job.group_id,
-                    attempt=self.job.attempt,
-                    lease=self.job.lease,
-                    segments=tuple(segments),
-                    prompt=self.job.prompt.text,
-                    label=self.job.prompt.label,
-                )
-            )
+        """Publish the segments that ended together as one data message, or as several where one cannot carry them."""
+        try:
+            seq = await self._publish(segments) if self.job.store else 0
+        except MessageTooLarge:
+            if len(segments) == 1:
+                raise
+            for half in _halves(len(segments)):
+                await self._store(members[half], segments[half])
+            return
         for position, (member, segment) in enumerate(zip(members, segments, strict=True)):
             member.stored_at(SegmentRef(seq=seq, position=position), segment)
+
+    async def _publish(self, segments: Sequence[Segment]) -> int:
+        return await self._tools.bus.publish(
+            SegmentsPublished(
+                group_id=self.job.group_id,
+                attempt=self.job.attempt,
+                lease=self.job.lease,
+                segments=tuple(segments),
+                prompt=self.job.prompt.text,
+                label=self.job.prompt.label,
+            )
+        )
 
     def _segment(self, member: Member, answer: Answer) -> Segment:
         key = SampleKey(group_id=self.job.group_id, attempt=self.job.attempt, index=member.index)
@@ -316,6 +331,10 @@ class GroupRun:
             label=prompt.label,
             metadata=prompt.metadata,
         )
+
+
+def _halves(number: int) -> tuple[slice, slice]:
+    return slice(number // 2), slice(number // 2, None)
 
 
 def _status(generated: Generated, answer: Answer) -> SampleStatus:

@@ -214,6 +214,24 @@ async def test_what_no_message_can_carry_fails_its_group_and_not_the_actor(bus: 
     assert "the server takes" in failed.reason
 
 
+async def test_samples_that_fit_no_message_together_are_stored_and_scored_in_several(bus: Bus, router_url: str) -> None:
+    pool = {"policy": {"kind": "embedded", "concurrency": 8, "batch_requests": True}}
+    engine = ScriptedEngine(text=lambda ids: "x" * 5_000_000)
+    async with serving(engine), anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology_with(engines=pool)):
+            await bus.publish(announcement(1))
+            await bus.publish(task(0))
+            event = await completed(bus)
+        group.cancel_scope.cancel()
+    assert [sample.reward for sample in event.samples] == [1.0, 1.0]
+    first, second = [sample.segments[0] for sample in event.samples]
+    assert first.seq != second.seq
+    for sample, ref in zip(event.samples, (first, second), strict=True):
+        segment = (await bus.fetch(SegmentsPublished, ref.seq)).segments[ref.position]
+        assert segment.sample.index == sample.index
+
+
 async def test_an_evaluation_item_that_somebody_else_aborts_is_done_again(bus: Bus, router_url: str) -> None:
     prompt = task(0).prompt
     request = EvalRequested(
