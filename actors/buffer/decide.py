@@ -25,6 +25,7 @@ from runtime.ledger import FOLD_VERSION, Group, LedgerState, Stage
 __all__ = ["EvalPlan", "Schedule", "decide", "eval_metrics"]
 
 POOLED_REFILLS = 4  # the pool holds so many over-sampling batches; the oldest beyond are given up
+POOLED_ROUNDS = 8  # and a group for so long: while its payloads are kept, no newer ones are purged
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,6 +190,10 @@ def _close_pooled(state: LedgerState, schedule: Schedule) -> Message | None:
     if any(attempt + 1 >= schedule.max_attempts for attempt in state.index.attempts):
         worn = [group for group in pooled.values() if group.attempt + 1 >= schedule.max_attempts]
         return _closed(state, worn, "max_attempts")
+    least = state.round - schedule.max_staleness - POOLED_ROUNDS
+    left = [group for group in pooled.values() if group.round < least and group.reason is None] if least > 0 else ()
+    if left:
+        return _closed(state, left, "left_in_pool")
     excess = len(pooled) - POOLED_REFILLS * schedule.over_sampling_batch_size
     if excess > 0:
         return _closed(state, [pooled[group_id] for group_id in sorted(pooled)[:excess]], "pool_full")

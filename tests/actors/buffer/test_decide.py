@@ -183,6 +183,20 @@ def test_the_pool_is_bounded_and_the_oldest_beyond_are_given_up() -> None:
     assert isinstance(decide(state, rules), GroupsIssued)
 
 
+def test_halted_groups_that_nobody_takes_are_given_up_after_some_rounds() -> None:
+    """The data stream is emptied only up to the oldest payload that somebody needs."""
+    for round in (8, 9):
+        state, rules = ledger(*[POOLED] * 3, round=round, version_step=round), schedule(2, 2, num_steps=20)
+        state.groups[1].round = 1
+        state.groups[2].reason = "payloads_missing"
+        decision = decide(state, rules)
+        if round == 8:
+            assert isinstance(decision, GroupsIssued)
+        else:
+            assert isinstance(decision, GroupsClosed)
+            assert (decision.group_ids, decision.reason) == ((0,), "left_in_pool")
+
+
 def test_an_exhausted_filter_is_overruled_with_the_newest_spares() -> None:
     state, rules = ledger(SPARE, KEPT, SPARE, SPARE, barren=3), schedule(3, 4, keep_when_insufficient=True)
     state.groups[3].event_seq, state.groups[2].event_seq = 5, 4
