@@ -14,6 +14,7 @@ from actors.rollout.generation import Generated, Generator, Request
 from actors.rollout.jobs import Job
 from actors.rollout.members import FINISHED, Member, tokens_left
 from actors.rollout.scoring import Scorer
+from actors.rollout.storing import store
 from actors.rollout.streams import Stream
 from messages import (
     Int32Array,
@@ -282,29 +283,19 @@ class GroupRun:
         except MessageTooLarge:
             if job.group_rm or len(members) == 1:
                 raise
-            for half in _halves(len(members)):
-                await self._score(members[half])
+            half = len(members) // 2
+            await self._score(members[:half])
+            await self._score(members[half:])
             return
         for member, score in zip(members, scores, strict=True):
             member.take_score(score, failed_reward=self._tools.failed_reward)
         self.scored_s = max(self.scored_s, time.monotonic() - started)
 
     async def _store(self, members: Sequence[Member], segments: Sequence[Segment]) -> None:
-        """Publish the segments that ended together as one data message, or as several where one cannot carry them."""
-        try:
-            seq = await self._publish(segments) if self.job.store else 0
-        except MessageTooLarge:
-            if len(segments) == 1:
-                raise
-            for half in _halves(len(segments)):
-                await self._store(members[half], segments[half])
-            return
-        for position, (member, segment) in enumerate(zip(members, segments, strict=True)):
-            member.stored_at(SegmentRef(seq=seq, position=position), segment)
-
-    async def _publish(self, segments: Sequence[Segment]) -> int:
-        return await self._tools.bus.publish(
-            SegmentsPublished(
+        """Publish the segments that ended together."""
+        refs: Sequence[SegmentRef] = [SegmentRef(seq=0, position=position) for position in range(len(segments))]
+        if self.job.store:
+            message = SegmentsPublished(
                 group_id=self.job.group_id,
                 attempt=self.job.attempt,
                 lease=self.job.lease,
@@ -312,7 +303,9 @@ class GroupRun:
                 prompt=self.job.prompt.text,
                 label=self.job.prompt.label,
             )
-        )
+            refs = await store(self._tools.bus, message)
+        for member, segment, ref in zip(members, segments, refs, strict=True):
+            member.stored_at(ref, segment)
 
     def _segment(self, member: Member, answer: Answer) -> Segment:
         key = SampleKey(group_id=self.job.group_id, attempt=self.job.attempt, index=member.index)
@@ -331,10 +324,6 @@ class GroupRun:
             label=prompt.label,
             metadata=prompt.metadata,
         )
-
-
-def _halves(number: int) -> tuple[slice, slice]:
-    return slice(number // 2), slice(number // 2, None)
 
 
 def _status(generated: Generated, answer: Answer) -> SampleStatus:

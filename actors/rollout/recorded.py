@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import anyio
@@ -13,6 +14,7 @@ import structlog
 from anyio import to_thread
 from anyio.abc import TaskStatus
 
+from actors.rollout.storing import store
 from messages import (
     Float32Array,
     GroupCompleted,
@@ -178,24 +180,21 @@ class RecordedRolloutActor(Actor):
     async def _store(
         self, task: RolloutRequested, lease: str, samples: Sequence[RecordedSample], prompt: Prompt
     ) -> tuple[SampleSummary, ...]:
-        """Publish all segments of a group as one data message; return the summaries that cite it."""
+        """Publish all segments of a group; return the summaries that cite them."""
         segments = [segment for sample in samples for segment in sample.segments]
-        seq = 0
+        refs: Sequence[SegmentRef] = ()
         if segments:
-            seq = await self._bus.publish(
-                SegmentsPublished(
-                    group_id=task.group_id,
-                    attempt=task.attempt,
-                    lease=lease,
-                    segments=tuple(segments),
-                    prompt=prompt.text,
-                    label=prompt.label,
-                )
+            message = SegmentsPublished(
+                group_id=task.group_id,
+                attempt=task.attempt,
+                lease=lease,
+                segments=tuple(segments),
+                prompt=prompt.text,
+                label=prompt.label,
             )
-        summaries: list[SampleSummary] = []
-        position = 0
-        for sample in samples:
-            refs = tuple(SegmentRef(seq=seq, position=position + i) for i in range(len(sample.segments)))
-            position += len(refs)
-            summaries.append(msgspec.structs.replace(sample.summary, segments=refs))
-        return tuple(summaries)
+            refs = await store(self._bus, message)
+        left = iter(refs)
+        return tuple(
+            msgspec.structs.replace(sample.summary, segments=tuple(islice(left, len(sample.segments))))
+            for sample in samples
+        )

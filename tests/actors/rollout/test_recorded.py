@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from actors.registry import hosted
@@ -94,6 +95,31 @@ async def test_a_prompt_without_a_demonstration_fails_its_group_and_the_next_is_
     assert (failed.group_id, failed.reason) == (1, "prompt 3 of d has no demonstration")
     assert isinstance(event, GroupCompleted)
     assert event.group_id == 2
+
+
+class Large:
+    """Two samples, each of which fills most of a message."""
+
+    def answer(self, task: RolloutRequested) -> Sequence[RecordedSample]:
+        (sample,) = Demonstrations().answer(task)
+        (segment,) = sample.segments
+        large = msgspec.structs.replace(segment, text="x" * 5_000_000)
+        summaries = [msgspec.structs.replace(sample.summary, index=index) for index in (0, 1)]
+        return [RecordedSample((segment, large), summary) for summary in summaries]
+
+    def prompt(self, task: RolloutRequested) -> Prompt:
+        return task.prompt
+
+
+async def test_what_was_stored_in_several_messages_can_be_answered_again(bus: Bus) -> None:
+    async with answering(bus, Large()):
+        await bus.publish(task(1, **DEMONSTRATION))
+        event, _ = await next_event(bus, GroupCompleted)
+    assert isinstance(event, GroupCompleted)
+    assert [sample.index for sample in event.samples] == [0, 1]
+    for sample in event.samples:
+        stored = [(await bus.fetch(SegmentsPublished, ref.seq)).segments[ref.position] for ref in sample.segments]
+        assert [len(segment.text) for segment in stored] == [4, 5_000_000]
 
 
 class Interrupted:
