@@ -6,11 +6,13 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+MODEL: Final = str(Path(__file__).parents[2] / "topologies/models/reverse-digits")  # the router reads its tokenizer
 Script = Callable[[list[int], dict[str, Any]], list[int]]  # prompt ids, sampling params -> response ids
 
 
@@ -214,7 +216,7 @@ class ScriptedEngine:
         return web.json_response({"success": True, "message": "", "ranks": [], "per_engine_checksum": self.checksum})
 
     async def _info(self, request: web.Request) -> web.Response:
-        info = {"model_path": "scripted", "is_generation": True, "weight_version": self.version}
+        info = {"model_path": MODEL, "is_generation": True, "weight_version": self.version}
         return web.Response(text=json.dumps(info), content_type="application/json")
 
 
