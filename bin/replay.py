@@ -83,12 +83,14 @@ def _opened(args: argparse.Namespace) -> "tuple[Topology, DumpedGroups, Replayed
     from runtime.load import load_topology
 
     groups = DumpedGroups(args.dump)
-    topology = load_topology(_topology_file(args), args.set).topology
+    loaded = load_topology(_topology_file(args), args.set)
+    topology, key = loaded.topology, "rollout.dynamic_filter"
     name = topology.rollout.dynamic_filter
     try:
         return topology, groups, ReplayedFilter(name)
     except ValueError as error:  # a PluginError is one
-        raise TopologyError([Problem(key="rollout.dynamic_filter", value=show(name), message=str(error))]) from error
+        problem = Problem(key=key, value=show(name), message=str(error), file=loaded.loaded.origin(key))
+        raise TopologyError([problem]) from error
 
 
 def _filter(args: argparse.Namespace) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from runtime.config import Problem, TopologyError, show
-from runtime.dumps import DumpedGroup, DumpError, read_lines, read_pair, steps_in
+from runtime.dumps import DumpedGroup, DumpError, check_columns, read_lines, read_pair, steps_in
 from runtime.topology import Topology
 
 PAIRS_KEPT: Final = 2  # in memory
@@ -23,7 +23,7 @@ class DumpedGroups:
         """Look through all lines.
 
         Raises:
-            DumpError: there is no dump, or a line that cannot be read.
+            DumpError: there is no dump, a line that cannot be read, or no tokens of a step's samples.
         """
         self.directory = directory
         self.steps = steps_in(directory)
@@ -33,7 +33,9 @@ class DumpedGroups:
         for step in self.steps:
             groups: dict[tuple[int, int], set[int]] = {}
             kept = set[int]()
-            for sample in read_lines(directory, step):
+            samples = read_lines(directory, step)
+            check_columns(directory, step, len(samples))
+            for sample in samples:
                 groups.setdefault((sample.group_id, sample.attempt), set()).add(sample.index)
                 if sample.verdict in ("keep", "spare", None):
                     kept.add(sample.group_id)

@@ -278,6 +278,19 @@ def read_lines(directory: Path, step: int) -> list[DumpedSample]:
     return samples
 
 
+def check_columns(directory: Path, step: int, num_samples: int) -> None:
+    """See that the columns of a step are there, and of as many samples as it has lines; without reading them all.
+
+    Raises:
+        DumpError: they are not; names the file.
+    """
+    path = columns_path(directory, step)
+    found = len(_load(path, ["group_id"])["group_id"])
+    if found != num_samples:
+        lines = lines_path(directory, step)
+        raise DumpError(f"{path}: has {found} samples, {lines.name} has {num_samples} lines")
+
+
 def read_pair(directory: Path, step: int) -> tuple[DumpedGroup, ...]:
     """The groups of a step, in order of their ids.
 
@@ -285,10 +298,8 @@ def read_pair(directory: Path, step: int) -> tuple[DumpedGroup, ...]:
         DumpError: a file cannot be read, or the two do not belong together; names file and line.
     """
     samples, path = read_lines(directory, step), columns_path(directory, step)
+    check_columns(directory, step, len(samples))
     columns = _load(path, [*_KEYS, "sample_offsets", "segment_attempt", *_ARRAYS, *_OFFSETS])
-    if len(columns["group_id"]) != len(samples):
-        lines = lines_path(directory, step)
-        raise DumpError(f"{path}: has {len(columns['group_id'])} samples, {lines.name} has {len(samples)} lines")
     for number, sample in enumerate(samples):
         key = tuple(int(columns[name][number]) for name in _KEYS)
         if key != (sample.group_id, sample.attempt, sample.index, sample.part):

@@ -168,7 +168,8 @@ def _lines_of_a_failure(run: str, failure: GivenUp) -> Iterator[str]:
     if failure.tail and failure.exit_code != EXIT_INPUT_ERROR:  # wrong input is told in one sentence
         yield f"its last {len(failure.tail)} lines:"
         yield from (f"  {line}" for line in failure.tail)
-    yield f"run {run} failed: {failure.spec.name}: {failure.reason}"
+    name = failure.spec.name
+    yield f"run {run} failed: {name}: {failure.reason.removeprefix(f'{name}: ')}"  # actors name themselves, too
 
 
 def _json_of(stored: StoredResult) -> str:

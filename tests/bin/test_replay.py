@@ -149,6 +149,7 @@ def test_a_missing_dump_and_a_broken_one_are_named(dump: Path, tmp_path: Path) -
 def test_wrong_settings_are_wrong_input(dump: Path) -> None:
     done = replay(dump, "--to", "filter", "--set", "rollout.dynamic_filter=nonzero")
     assert done.returncode == 2
+    assert done.stderr.startswith('--set: rollout.dynamic_filter = "nonzero": ')
     assert "did you mean 'nonzero_std'?" in done.stderr
     assert replay(dump, "--to", "filter", "--set", "rollout.dynamic=1").returncode == 2
     assert replay(dump, "--to", "nobody").returncode == 2

@@ -139,6 +139,12 @@ def test_a_failed_run_exits_with_1_and_says_who_why_and_where(tmp_path: Path) ->
     assert "continue  bin/start-topology" in text
 
 
+def test_wrong_input_of_a_process_is_told_in_one_sentence(tmp_path: Path) -> None:
+    with started(tmp_path / "r", ["0", "--then", "input_error"]) as command:
+        assert command.end() == 2
+    assert command.lines[-1] == "run r failed: player.0: no such data (exit code 2, input error)"
+
+
 def test_ctrl_c_stops_everything_within_ten_seconds_and_the_run_resumes(tmp_path: Path) -> None:
     with started(tmp_path / "r", ["2", "--then", "sleep"]) as command:
         command.until("step   2/")

@@ -1,5 +1,6 @@
 """Groups of a dump as answers: in the dump's order, under the names that are asked for."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from actors.rollout.dumped import Dumped
 from messages import Int32Array, Prompt, RolloutRequested, SamplingParams
 from runtime.config import TopologyError
 from runtime.dumped_run import DumpedGroups, fitted
-from runtime.dumps import DumpError, write_pair
+from runtime.dumps import DumpError, columns_path, write_pair
 from runtime.topology import Topology
 from tests.runtime.test_dumps import example
 from tests.support.rollout import topology_with
@@ -87,3 +88,13 @@ def test_a_run_is_not_longer_than_its_dump(dump: Path) -> None:
 def test_a_dump_that_does_not_fit_is_refused(dump: Path, rollout: dict[str, int], message: str) -> None:
     with pytest.raises(TopologyError, match=message):
         fitted(on(dump, rollout=rollout))
+
+
+def test_columns_that_are_missing_or_of_other_samples_end_the_start(dump: Path) -> None:
+    columns = columns_path(dump, 2)
+    shutil.copyfile(columns_path(dump, 10), columns)
+    with pytest.raises(TopologyError, match=r"rollout_2\.npz: has 4 samples, rollout_2\.jsonl has 2 lines"):
+        fitted(on(dump))
+    columns.unlink()
+    with pytest.raises(TopologyError, match=r"run\.load = .*rollout_2\.npz: no such file"):
+        fitted(on(dump))

@@ -61,6 +61,8 @@ async def main() -> int:
             await bus.publish(RunFinished(incarnation=1, steps=args.steps, reason="all steps trained"))
     if args.then == "crash":
         raise RuntimeError("the player stumbled")
+    if args.then == "input_error":
+        sys.stderr.write("player.0: no such data\n")
     if args.then == "hang":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if args.then == "family":  # a grandchild in a session of its own
