@@ -182,10 +182,12 @@ class BufferActor(Actor):
 
     async def _take_over(self, events: Events[Message]) -> None:
         """Fold the log to its end and enter this buffer there, so that an older one can append no more."""
-        state = self._state
+        state, known = self._state, self._state.last_seq
         while True:
             while events.pending:
                 await self._fold_next(events)
+            if (first_seq := (await self._bus.state(Plane.EVENT)).first_seq) > known + 1:
+                raise RuntimeError(f"an older buffer trimmed the log to {first_seq} while it was read from {known + 1}")
             incarnation = state.incarnation + 1
             seq = await self._append(BufferStarted(incarnation=incarnation))
             if not seq:  # an older buffer was quicker; read what it wrote

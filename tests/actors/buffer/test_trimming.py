@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.buffer.actor import BufferActor
 from actors.buffer.decide import Schedule
 from actors.buffer.trimming import Landmarks, Needs, needs_of, trim_point
 from actors.registry import hosted
@@ -309,6 +310,24 @@ async def test_a_trimmed_log_without_its_archive_and_without_a_snapshot_is_refus
     (error,) = leaves(failed.value)
     assert isinstance(error, InputError)
     assert "has no snapshot that this version can load" in str(error)
+
+
+async def test_a_log_that_an_older_buffer_trims_meanwhile_is_not_taken_over(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever starts it again finds the older one's newer snapshot."""
+
+    async def older(_: BufferActor) -> LedgerState:
+        await bus.publish(announcement(1))
+        await bus.purge(Plane.EVENT, below_seq=(await bus.state(Plane.EVENT)).last_seq)
+        return LedgerState()
+
+    monkeypatch.setattr(BufferActor, "_newest_snapshot", older)
+    with pytest.raises(ExceptionGroup) as caught, anyio.fail_after(15):
+        await host(bus, [hosted("buffer", topology_of(tmp_path, trim_min_events=1), tmp_path)])
+    (error,) = leaves(caught.value)
+    assert "while it was read" in str(error)
+    assert await bus.last_ledger_seq() == 0
 
 
 async def test_changed_data_are_refused_after_their_fingerprint_was_trimmed(bus: Bus, tmp_path: Path) -> None:
