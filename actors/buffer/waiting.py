@@ -56,20 +56,21 @@ def words_of(state: LedgerState, schedule: Schedule) -> str:
     untrained = [step for step, batch in state.batches.items() if not batch.trained]
     if untrained:
         waits.append(f"batch {min(untrained)} to be trained")
-    if state.round < schedule.num_steps:
-        waits.append(_round(state, schedule))
+    step = state.taken_back[0] if state.taken_back else state.round  # its payloads were lost: it is made again
+    if step < schedule.num_steps:
+        waits.append(_round(state, schedule, step))
     elif state.checkpoint_step < schedule.num_steps:
         waits.append("the last checkpoint")
     return "; ".join(waits) or "running groups to end"
 
 
-def _round(state: LedgerState, schedule: Schedule) -> str:
-    least = state.round - schedule.max_staleness
+def _round(state: LedgerState, schedule: Schedule, step: int) -> str:
+    least = step - schedule.max_staleness
     if state.version_step < least:
         return f"weights of step {least} (newest: v{state.version} of step {state.version_step})"
     stages = [group.stage for group in state.groups.values()]
     counts = ", ".join(f"{stages.count(stage)} {words}" for stage, words in IN_WORDS.items() if stage in stages)
-    return f"{count_of(schedule.rollout_batch_size, 'group')} for batch {state.round}: {counts or 'none issued'}"
+    return f"{count_of(schedule.rollout_batch_size, 'group')} for batch {step}: {counts or 'none issued'}"
 
 
 def _evaluation(running: Evaluation) -> str:

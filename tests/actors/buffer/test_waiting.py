@@ -9,7 +9,15 @@ import pytest
 from actors.buffer.decide import Schedule
 from actors.buffer.waiting import Doing, words_of
 from actors.registry import hosted
-from messages import CheckpointSaved, EvalIssued, EvalSetSize, StatsGiven, StatsRequested
+from messages import (
+    CheckpointSaved,
+    EvalIssued,
+    EvalSetSize,
+    GroupRef,
+    PayloadsMissing,
+    StatsGiven,
+    StatsRequested,
+)
 from runtime.actor import host
 from runtime.bus import Bus, CallError
 from runtime.ledger import LedgerState, fold
@@ -35,6 +43,10 @@ def test_the_ledger_says_what_it_lacks() -> None:
     full = (*begun, completed(2), verdict(1, 4), verdict(2, 6), batch(0, g0=3, g1=4, g2=6))
     assert words(*full) == "batch 0 to be trained; weights of step 1 (newest: v1 of step 0)"
     assert words(*full, trained(0), weights(2, 1)) == "3 groups for batch 1: none issued"
+    lost = (GroupRef(group_id=1, attempt=0, event_seq=4),)
+    assert words(*full, PayloadsMissing(step=0, incarnation=1, groups=lost, reason="purged")) == (
+        "3 groups for batch 0: 2 ready"
+    )
     evaluation = EvalIssued(incarnation=1, step=0, version=1, sets=(EvalSetSize(set="heldout", num_items=2),))
     assert words(weights(1, 0), evaluation) == (
         "the evaluation after step 0: 0 of 2 items of heldout; 3 groups for batch 0: none issued"
