@@ -162,6 +162,9 @@ def _demonstrations(recipe: Recipe) -> Iterator[Problem]:
     if rollout.dynamic_filter is not None:
         message = f"has nothing to judge {why}: demonstrations have no reward"
         yield _problem("rollout.dynamic_filter", rollout.dynamic_filter, message)
+    if rollout.over_sampling_filter is not None:
+        message = f"has nothing to compare {why}: demonstrations have no reward"
+        yield _problem("rollout.over_sampling_filter", rollout.over_sampling_filter, message)
     for key, value in (("use_kl_loss", algorithm.use_kl_loss), ("entropy_coef", algorithm.entropy_coef)):
         if value:
             yield _problem(f"algorithm.{key}", value, f"has no effect {why}")
