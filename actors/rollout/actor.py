@@ -367,8 +367,8 @@ class RolloutActor(Actor):
         try:
             await self._bus.publish(event)
         except MessageTooLarge as error:
-            log.warning("scores_left_out", set=task.set, item=task.item, reason=str(error))
-            bare = tuple(msgspec.structs.replace(sample, score=None) for sample in samples)
+            log.warning("details_left_out", set=task.set, item=task.item, reason=str(error))
+            bare = tuple(msgspec.structs.replace(sample, score=None, metadata={}) for sample in samples)
             await self._bus.publish(msgspec.structs.replace(event, samples=bare))
 
 

@@ -216,6 +216,8 @@ class Fleet:
         """Ask it no more: neither we nor, until it is admitted again, the router."""
         engine.admitted = False
         async with engine.moving:
+            if engine in self._admitted():  # brought back by then
+                return
             await self._forget(engine)
             engine.routed = False
 
@@ -278,12 +280,12 @@ class Fleet:
             engine.updating = True
             try:
                 await self._updater.update(engine.url, announced)
+                checksum = await self._http.checksum(engine.url)
+                if checksum != announced.checksum:
+                    raise WeightsMismatch(f"{engine.name} holds {checksum}, announced was {announced.checksum}")
+                engine.version = announced.version
             finally:
                 engine.updating = False
-            checksum = await self._http.checksum(engine.url)
-            if checksum != announced.checksum:
-                raise WeightsMismatch(f"{engine.name} holds {checksum}, announced was {announced.checksum}")
-            engine.version = announced.version
 
     async def _registered(self, engine: Engine) -> bool:
         """Ask the router for the engine, and for taking it in where it is missing."""

@@ -54,3 +54,8 @@ async def uses_a_tool(conversation: Conversation) -> None:
     conversation.append_ids([60])
     conversation.text += " (sixty) "
     await conversation.generate()
+
+
+async def notes_too_much(conversation: Conversation) -> None:
+    await conversation.generate()
+    conversation.sample_metadata["trace"] = "x" * 9_000_000

@@ -13,6 +13,8 @@ from actors.rollout import conversation
 from actors.rollout.conversation import Conversation
 from actors.rollout.members import Member, Turn
 from messages import (
+    EvalCompleted,
+    EvalRequested,
     GroupAborted,
     GroupCompleted,
     GroupFailed,
@@ -160,6 +162,26 @@ def test_a_function_that_cannot_be_used_is_refused_before_the_start(name: str, p
     topology = topology_with(rollout={"custom_generate": f"{FUNCTIONS}:{name}"})
     (found,) = [found for found in check_hooks(topology) if found.key == "rollout.custom_generate"]
     assert problem in found.message
+
+
+async def test_notes_that_fit_no_event_cost_their_group_and_not_the_actor(bus: Bus, router_url: str) -> None:
+    training = one_sample()
+    evaluation = EvalRequested(
+        step=0, set="s", item=0, version=1, prompt=training.prompt, num_samples=1, sampling=training.sampling
+    )
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], with_function("notes_too_much")):
+            await bus.publish(announcement(1))
+            await bus.publish(evaluation)
+            evaluated, _ = await next_event(bus, EvalCompleted)
+            await bus.publish(training)
+            failed, _ = await next_event(bus, GroupFailed)
+        group.cancel_scope.cancel()
+    assert isinstance(evaluated, EvalCompleted)
+    assert [(sample.reward, sample.metadata) for sample in evaluated.samples] == [(1.0, {})]
+    assert isinstance(failed, GroupFailed)
+    assert "the server takes" in failed.reason
 
 
 async def test_a_sample_that_waits_for_its_score_alone_is_scored_with_all_its_text(bus: Bus, router_url: str) -> None:
