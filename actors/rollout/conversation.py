@@ -57,7 +57,7 @@ class Conversation:
         """Have the function make the sample; how that ended, ABORTED when it was halted.
 
         Raises:
-            ValueError: the function raised, took too long, or noted what no event can carry.
+            ValueError: the function raised, took too long, asked for no turn, or noted what no event can carry.
         """
         self._scope.deadline = anyio.current_time() + BETWEEN_TURNS_S
         failed: Exception | None = None
@@ -78,8 +78,10 @@ class Conversation:
             self.over = self.over or SampleStatus.ABORTED
         if self._scope.cancelled_caught and self.over is None:
             raise ValueError(f"{KEY}: took more than {BETWEEN_TURNS_S:.0f} s outside of generate")
+        if self.over is None and not self._num_turns:
+            raise ValueError(f"{KEY}: ended without a turn of the model: it never called generate")
         self._member.text = self.text
-        return self.over or (SampleStatus.COMPLETED if self._num_turns else SampleStatus.FAILED)
+        return self.over or SampleStatus.COMPLETED
 
     def halt(self) -> None:
         """End it where it waits. A request that is under way ends by itself before, and keeps its tokens."""
@@ -95,13 +97,17 @@ class Conversation:
             max_new_tokens: of this turn; none: as many as the sample has room for.
 
         Raises:
-            ValueError: nothing was put between this turn and the one before.
+            ValueError: nothing was put between this turn and the one before, or an argument that cannot be meant.
         """
+        if isinstance(stop, str):  # each of its letters would be one
+            raise ValueError(f"stop = {stop!r}: write a list of texts")
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens = {max_new_tokens}: a turn has at least 1 token")
         if self._num_turns and not self._inputs:
             raise ValueError("two turns in a row: append what the model is to read between them")
         turn = self._turn()
         if self._num_turns >= self._num_replayed:
-            await self._go_on(turn, stop, max_new_tokens or self._max_tokens)
+            await self._go_on(turn, stop, self._max_tokens if max_new_tokens is None else max_new_tokens)
         self._num_turns += 1
         self._inputs = []
         self.text += turn.text
@@ -112,6 +118,8 @@ class Conversation:
 
     def append(self, text: str) -> None:
         """Put text behind the last turn; it is no part of what trains."""
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance] - a user's
+            raise TypeError(f"append({text!r}): a text is needed")
         self.append_ids(self._encode(text))
         self.text += text
 

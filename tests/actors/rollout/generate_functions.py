@@ -39,6 +39,23 @@ async def talks_twice_in_a_row(conversation: Conversation) -> None:
     await conversation.generate()
 
 
+async def never_asks(conversation: Conversation) -> None:
+    """Ends at once."""
+
+
+async def asks_for_nothing(conversation: Conversation) -> None:
+    await conversation.generate(max_new_tokens=0)
+
+
+async def stops_at_letters(conversation: Conversation) -> None:
+    await conversation.generate(stop="</add>")
+
+
+async def appends_a_number(conversation: Conversation) -> None:
+    await conversation.generate()
+    conversation.append(5)  # type: ignore[arg-type]
+
+
 def plain(conversation: Conversation) -> None:
     """Not async."""
 

@@ -136,6 +136,10 @@ async def test_a_conversation_without_end_is_truncated_where_there_is_no_more_ro
         ("raises", "KeyError('no such tool')"),
         ("hangs", "took more than 0 s outside of generate"),
         ("talks_twice_in_a_row", "two turns in a row"),
+        ("never_asks", "ended without a turn of the model: it never called generate"),
+        ("asks_for_nothing", "max_new_tokens = 0: a turn has at least 1 token"),
+        ("stops_at_letters", "stop = '</add>': write a list of texts"),
+        ("appends_a_number", "append(5): a text is needed"),
         ("notes_what_no_message_can_carry", "sample_metadata cannot be sent"),
     ],
 )
