@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import structlog
 
-from messages import DeadLetter, MessageDeadLettered, encode
+from messages import DeadLetter, MessageDeadLettered, Plane, encode
 from messages.subjects import subject_of
 from runtime.bus.connection import Connection
 from runtime.bus.errors import SequenceMismatch
@@ -26,7 +26,7 @@ class DeadLetters:
     async def bury(
         self, origin: str, *, subject: str, reason: str, headers: Mapping[str, str] | None, payload: bytes
     ) -> None:
-        """Keep a message aside, unless somebody who met it too has done so.
+        """Keep a message aside and tell of it, unless somebody who met it too has done so.
 
         Args:
             origin: where it lies, such as "event.17"; one letter is kept per origin.
@@ -43,8 +43,10 @@ class DeadLetters:
         encoded.headers[EXPECTED_LAST] = "0"
         try:
             seq = await self._store.put(subject_of(self._run, letter), encoded.payload, encoded.headers)
-        except SequenceMismatch:
-            return
+        except SequenceMismatch as error:
+            if not origin.startswith(f"{Plane.WORK}."):
+                return
+            seq = error.last  # a task comes here again only if who met it died, perhaps before it told of it
         event = MessageDeadLettered(subject=subject, reason=reason, dead_seq=seq)
         encoded = encode(event)
         await self._store.put(subject_of(self._run, event), encoded.payload, encoded.headers)
