@@ -14,6 +14,7 @@ from messages import (
     EvalCompleted,
     EvalEnded,
     EvalIssued,
+    EvalRequested,
     GroupAborted,
     GroupCompleted,
     GroupFailed,
@@ -242,7 +243,10 @@ def _end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | Grou
 
 
 def _lose_task(state: LedgerState, event: MessageDeadLettered) -> None:
-    """A rollout task that nobody can read ends its attempt; put again it would be no better."""
+    """A task that nobody can read ends its attempt, or its item; put again it would be no better."""
+    running, item = state.evaluation, (key_of(event.subject, EvalRequested) or "").split(".")
+    if running is not None and len(item) == 3 and item[0] == str(running.step) and item[2].isdecimal():
+        _end_item(running, item[1], int(item[2]), EvalItem(rewards=(), num_truncated=0))
     key = key_of(event.subject, RolloutRequested) or ""
     for group in state.in_stage(Stage.IN_FLIGHT).values():
         if key == f"{group.group_id}.{group.attempt}":
@@ -375,13 +379,16 @@ def _evaluate(state: LedgerState, event: EvalIssued | EvalCompleted | EvalEnded)
                 items: dict[str, dict[int, EvalItem]] = {name: {} for name in sizes}
                 state.evaluation = Evaluation(step=event.step, version=event.version, sizes=sizes, items=items)
         case EvalCompleted():
-            size = running.sizes.get(event.set, 0) if running is not None and running.step == event.step else 0
-            if running is not None and 0 <= event.item < size:
+            if running is not None and running.step == event.step:
                 rewards = tuple(sample.reward or 0.0 for sample in event.samples)
                 truncated = sum(sample.status is SampleStatus.TRUNCATED for sample in event.samples)
-                item = EvalItem(rewards=rewards, num_truncated=truncated)
-                running.items[event.set].setdefault(event.item, item)
+                _end_item(running, event.set, event.item, EvalItem(rewards=rewards, num_truncated=truncated))
         case EvalEnded():
             if running is not None and running.step <= event.step:
                 state.evaluation = None
             state.eval_step = max(state.eval_step, event.step)
+
+
+def _end_item(running: Evaluation, name: str, item: int, ended: EvalItem) -> None:
+    if 0 <= item < running.sizes.get(name, 0):
+        running.items[name].setdefault(item, ended)

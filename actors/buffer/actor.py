@@ -34,6 +34,7 @@ from messages import (
     GroupsIssued,
     LogTrimmed,
     Message,
+    MessageDeadLettered,
     Plane,
     PromptsLoaded,
     RolloutRequested,
@@ -280,7 +281,7 @@ class BufferActor(Actor):
                 await self._put(rollout_task(self._topology, group, prompts, state.version_steps) for group in groups)
             case EvalIssued():
                 await self._begin_evaluation(prompts)
-            case EvalCompleted():
+            case EvalCompleted() | MessageDeadLettered():  # which may be that of an item
                 await self._put(islice(self._eval_tasks, 1))
             case CheckpointSaved():
                 await self._bus.purge(Plane.DATA, below_seq=min(state.low_water(), self._recorder.low_water()))

@@ -71,7 +71,7 @@ def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
             continue
         metrics[f"eval/{name}"] = math.fsum(rewards) / len(rewards)
         metrics[f"eval/{name}-truncated_ratio"] = sum(item.num_truncated for item in items.values()) / len(rewards)
-        counts = [(len(item.rewards), item.rewards.count(1.0)) for item in items.values()]
+        counts = [(len(item.rewards), item.rewards.count(1.0)) for item in items.values() if item.rewards]
         k, num_samples = 1, min(n for n, _ in counts)
         while 1 < num_samples and k <= num_samples:
             passed = [1 - math.comb(n - correct, k) / math.comb(n, k) for n, correct in counts]

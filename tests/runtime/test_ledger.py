@@ -178,6 +178,20 @@ def test_an_item_beyond_its_evaluation_set_is_not_counted() -> None:
     assert kinds(log.decide()) == [EvalEnded]
 
 
+def test_an_item_whose_task_nobody_can_read_ends_without_samples() -> None:
+    log = Log(evals=(EvalPlan(name="test", interval=1, num_items=2),))
+    log.announce(0)
+    log.decide()
+    log.add(EvalCompleted(step=0, set="test", item=0, version=1, instance="r", samples=(summary(1),)))
+    for key in ("7.test.1", "0.other.1", "0.test.2", "0.test.x", "0.test"):
+        log.add(MessageDeadLettered(subject=f"phy.r.work.eval.{key}", reason="no such field", dead_seq=1))
+    assert kinds(log.decide()) == []
+    log.add(MessageDeadLettered(subject="phy.r.work.eval.0.test.1", reason="no such field", dead_seq=1))
+    (ended,) = log.decide()
+    assert isinstance(ended, EvalEnded)
+    assert ended.metrics == {"eval/test": 1.0, "eval/test-truncated_ratio": 0.0}
+
+
 def test_only_events_of_the_ledger_are_folded() -> None:
     with pytest.raises(TypeError, match="int"):
         fold(LedgerState(), 3, 1)  # type: ignore[arg-type]
