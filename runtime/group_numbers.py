@@ -13,9 +13,15 @@ class GroupNumbers(msgspec.Struct, frozen=True, kw_only=True):
     rewards: tuple[float, ...]
     response_lens: tuple[int, ...]  # tokens
     num_truncated: int
+    num_ungraded: int  # samples that have a reward in the place of a score that failed
     round_numbers: tuple[float, ...]  # turns, of those samples that say so
     rollout_time_s: float
     reward_time_s: float
+
+
+def is_ungraded(sample: SampleSummary) -> bool:
+    """Whether its score failed and it is trained all the same, as `reward.on_failure = "zero"` has it."""
+    return sample.reason is not None and sample.reward is not None
 
 
 def _round_numbers(samples: Iterable[SampleSummary]) -> Iterator[float]:
@@ -40,6 +46,7 @@ class BatchNumbers:
             rewards=tuple(sample.reward for sample in samples if sample.reward is not None),
             response_lens=tuple(sample.response_len for sample in samples),
             num_truncated=sum(sample.status is SampleStatus.TRUNCATED for sample in samples),
+            num_ungraded=sum(is_ungraded(sample) for sample in samples),
             round_numbers=tuple(_round_numbers(samples)),
             rollout_time_s=event.rollout_time_s,
             reward_time_s=event.reward_time_s,

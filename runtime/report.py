@@ -33,7 +33,7 @@ from messages import (
     WeightsAnnounced,
     WeightsApplied,
 )
-from runtime.group_numbers import BatchNumbers, GroupNumbers
+from runtime.group_numbers import BatchNumbers, GroupNumbers, is_ungraded
 from runtime.ledger import LEDGER_EVENTS, LedgerState, fold
 from runtime.ledger_report import stall_words, sum_line
 from runtime.wording import count_of, duration, number, sparkline
@@ -239,10 +239,13 @@ class Report:
         return [Line(f"trainer continues after step {event.step}")] if event.step else []
 
     def _complete(self, event: GroupCompleted, time: float) -> list[Notice]:
+        ungraded = [sample for sample in event.samples if is_ungraded(sample)]
+        told = {f"no score, reward {sample.reward:g} instead: {sample.reason}" for sample in ungraded}
+        lines: list[Notice] = [Line(text) for reason in sorted(told) for text in self._repeating(reason)]
         if self._first_rollout is not None or time < self.started:
-            return []
+            return lines
         self._first_rollout = time
-        return [FirstSample(event)]
+        return [*lines, FirstSample(event)]
 
     def _evaluate(self, event: EvalEnded, time: float) -> list[Notice]:
         means = {key.removeprefix("eval/"): value for key, value in event.metrics.items() if _is_mean(key)}
@@ -322,7 +325,7 @@ class Report:
     def _group_metrics(self, groups: tuple[GroupNumbers, ...]) -> Row:
         rewards = [reward for group in groups for reward in group.rewards]
         lengths = [length for group in groups for length in group.response_lens]
-        mean = _mean(rewards)
+        mean, ungraded = _mean(rewards), sum(group.num_ungraded for group in groups)
         self.rewards.append(mean or 0.0)
         if mean is None or not lengths:
             return {}
@@ -334,6 +337,7 @@ class Report:
             "rollout/response_len/max": max(lengths),
             "rollout/response_len/min": min(lengths),
             "rollout/truncated_ratio": sum(group.num_truncated for group in groups) / len(lengths),
+            **({"rollout/no_score_ratio": ungraded / len(lengths)} if ungraded else {}),
             **_round_metrics([turns for group in groups for turns in group.round_numbers]),
             "perf/group_rollout_time": statistics.fmean(group.rollout_time_s for group in groups),
         }

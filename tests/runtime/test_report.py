@@ -293,6 +293,22 @@ def test_a_failure_that_repeats_is_told_three_times() -> None:
     ]
 
 
+def test_a_score_that_failed_and_trains_as_zero_is_told_and_counted() -> None:
+    story = Story()
+    story.issue(0)
+    scored = SampleSummary(index=0, status=SampleStatus.COMPLETED, response_len=4, reward=1.0)
+    failed = SampleSummary(index=1, status=SampleStatus.COMPLETED, response_len=4, reward=0.0, reason="timeout")
+    samples = (scored, failed, msgspec.structs.replace(failed, index=2), msgspec.structs.replace(scored, index=3))
+    event = GroupCompleted(group_id=0, attempt=0, lease="x", round=0, instance="i", data="d", samples=samples)
+    story.completed[0] = story.tell(event)
+    assert story.lines() == ["no score, reward 0 instead: timeout"]
+    story.judge(0, story.completed[0])
+    story.train(0, 0)
+    story.notices += story.report.close()
+    (row,) = story.rows()
+    assert row["rollout/no_score_ratio"] == 0.5
+
+
 def test_the_data_is_told_with_its_size_or_as_without_end() -> None:
     story = Story()
     story.tell(PromptsLoaded(data="a", num_prompts=3, num_too_long=2, took_s=0.1))
