@@ -17,12 +17,15 @@ from messages import (
     GroupsClosed,
     GroupsIssued,
     Message,
+    MessageDeadLettered,
     PayloadsMissing,
+    RolloutRequested,
     RunStalled,
     SegmentsSpilled,
     TrainerStarted,
     VerdictGiven,
 )
+from messages.subjects import key_of
 from runtime.ledger import LEDGER_EVENTS, Books, LedgerState, fold
 from runtime.wording import count_of, duration
 
@@ -210,6 +213,9 @@ class GroupLife:
             case GroupsClosed():
                 known = self.group_id in event.group_ids
                 return msgspec.structs.replace(event, group_ids=(self.group_id,)) if known else None
+            case MessageDeadLettered():
+                task = (key_of(event.subject, RolloutRequested) or "").partition(".")[0]
+                return event if task == str(self.group_id) else None
             case BatchTrained():
                 return self._settle(event) if event.step in self._steps else None
             case TrainerStarted():

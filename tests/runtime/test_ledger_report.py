@@ -2,7 +2,7 @@
 
 import pytest
 
-from messages import BatchReady, BatchTrained, Message, PayloadsMissing, RunStalled
+from messages import BatchReady, BatchTrained, Message, MessageDeadLettered, PayloadsMissing, RunStalled
 from runtime.ledger import Books
 from runtime.ledger_report import GroupLife, LedgerReport, LedgerSummary, lines_of
 from tests.support.log_of_a_run import LOG, THE_END, batch, completed, issued, trained
@@ -103,6 +103,12 @@ def test_a_life_is_every_event_that_speaks_of_the_group(group_id: int, seqs: lis
 
 def test_of_an_event_about_several_groups_a_life_has_its_own_part() -> None:
     assert life_of(1, issued(0, 1, 2), completed(0), completed(1)) == [(1, issued(1)), (3, completed(1))]
+
+
+def test_a_task_that_nobody_can_read_is_part_of_a_life() -> None:
+    lost = MessageDeadLettered(subject="phy.r.work.rollout.1.0", reason="no such field", dead_seq=1)
+    assert life_of(1, issued(0, 1), lost) == [(1, issued(1)), (2, lost)]
+    assert life_of(0, issued(0, 1), lost) == [(1, issued(0))]
 
 
 def test_a_batch_that_is_taken_back_is_part_of_a_life() -> None:
