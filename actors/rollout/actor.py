@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ import msgspec
 import structlog
 from anyio.abc import TaskStatus
 
+from actors.rollout.endings import Ending, Endings
 from actors.rollout.fleet import Fleet
 from actors.rollout.functions import find_generate_function
 from actors.rollout.generation import Generator
@@ -22,7 +23,8 @@ from actors.rollout.inheritance import Inheritance
 from actors.rollout.jobs import eval_job, training_job
 from actors.rollout.members import fresh_members
 from actors.rollout.scoring import Scorer
-from actors.rollout.slots import Slots
+from actors.rollout.servers import attend_servers
+from actors.rollout.slots import Release, Slots, released
 from actors.rollout.updates import Updater
 from actors.rollout.wanted import WantedWeights
 from messages import (
@@ -35,7 +37,6 @@ from messages import (
     GroupFailed,
     RolloutRequested,
     RoundHalted,
-    SampleStatus,
     SampleSummary,
     ScoreRequested,
     ScoresGiven,
@@ -47,7 +48,6 @@ from messages import (
     WeightsApplied,
 )
 from runtime.actor import Actor, leaves
-from runtime.addresses import Address, address_filter
 from runtime.bus import Bus, Delivery, MessageTooLarge
 from runtime.topology import Topology, num_engines
 
@@ -165,30 +165,10 @@ class RolloutActor(Actor):
         async with anyio.create_task_group() as group:
             for index, url in enumerate(self._topology.engines[self._pool].urls):
                 group.start_soon(fleet.run_engine, f"external-{index}", url)
-            await self._follow_addresses("engine", fleet.run_engine)
+            await attend_servers(self._bus, "engine", self._pool, fleet.run_engine)
 
     async def _watch_router(self, fleet: Fleet) -> None:
-        await self._follow_addresses("router", lambda _, url: fleet.run_router(url))
-
-    async def _follow_addresses(self, role: str, attend: Callable[[str, str], Awaitable[None]]) -> None:
-        """Attend to each server by its key and URL, until its next address; those already there come first."""
-        scopes: dict[str, anyio.CancelScope] = {}
-
-        async def attend_within(scope: anyio.CancelScope, key: str, url: str) -> None:
-            with scope:
-                await attend(key, url)
-
-        async with (
-            self._bus.kv.watch(address_filter(role, self._pool), Address) as entries,
-            anyio.create_task_group() as group,
-        ):
-            async for entry in entries:
-                if entry.value is None:
-                    continue
-                if entry.key in scopes:
-                    scopes[entry.key].cancel()
-                scope = scopes[entry.key] = anyio.CancelScope()
-                group.start_soon(attend_within, scope, entry.key, entry.value.url)
+        await attend_servers(self._bus, "router", self._pool, lambda _, url: fleet.run_router(url))
 
     async def _follow_log(self, fleet: Fleet, generator: Generator) -> None:
         """Take halts and weights from the log and hand them on: neither is waited for.
@@ -255,36 +235,22 @@ class RolloutActor(Actor):
                 group.start_soon(self._run_eval, tools, delivery, slots, taken)
 
     async def _run_group(self, tools: Tools, delivery: Delivery[RolloutRequested], taken: int) -> None:
-        task, lease = delivery.message, uuid.uuid4().hex
+        task = delivery.message
+        endings = Endings(task, uuid.uuid4().hex, self._bus.name)
         with structlog.contextvars.bound_contextvars(group_id=task.group_id, attempt=task.attempt):
-            async with self._pulled(delivery), _released(self._slots, taken) as release:
-                await self._publish_outcome(await self._outcome(tools, delivery, lease, release))
+            async with self._pulled(delivery), released(self._slots, taken) as release:
+                await endings.publish(self._bus, await self._ending(tools, delivery, endings, release))
                 await delivery.ack()
             self._num_groups += 1
 
-    async def _publish_outcome(self, outcome: GroupCompleted | GroupAborted | GroupFailed) -> None:
-        try:
-            await self._bus.publish(outcome)
-        except MessageTooLarge as error:  # what graders answered, for one, has no bound
-            failed = GroupFailed(
-                group_id=outcome.group_id,
-                attempt=outcome.attempt,
-                lease=outcome.lease,
-                round=outcome.round,
-                instance=outcome.instance,
-                reason=str(error),
-            )
-            await self._bus.publish(failed)
-
-    async def _outcome(
-        self, tools: Tools, delivery: Delivery[RolloutRequested], lease: str, release: "_Release"
-    ) -> GroupCompleted | GroupAborted | GroupFailed:
+    async def _ending(
+        self, tools: Tools, delivery: Delivery[RolloutRequested], endings: Endings, release: Release
+    ) -> Ending:
         task, carried = delivery.message, await self._inheritance.carried(delivery)
-        who = {"group_id": task.group_id, "attempt": task.attempt, "round": task.round}
         if tools.generator.halted(task.round):
-            return GroupAborted(**who, lease=lease, instance=self._bus.name, samples=carried)
+            return endings.aborted(carried)
         members = await self._inheritance.members(task, carried)
-        run = GroupRun(training_job(task, lease, group_rm=self._topology.reward.group_rm), members, tools)
+        run = GroupRun(training_job(task, endings.lease, group_rm=self._topology.reward.group_rm), members, tools)
         reason = None
         self._runs.add(run)
         try:
@@ -293,26 +259,10 @@ class RolloutActor(Actor):
             reason = "; ".join(str(error) for error in leaves(errors))
         finally:
             self._runs.discard(run)
-        if reason is not None:
-            log.warning("group_failed", reason=reason)
-            return GroupFailed(**who, lease=lease, instance=self._bus.name, reason=reason)
-        summaries = tuple(member.summary() for member in members)
-        if not run.complete:
-            return GroupAborted(**who, lease=lease, instance=self._bus.name, samples=summaries)
-        failed = [member for member in members if member.status is SampleStatus.FAILED]
-        if failed:
-            reason = failed[0].reason or "no reward"
-            return GroupFailed(**who, lease=lease, instance=self._bus.name, reason=f"reward: {reason}")
-        return GroupCompleted(
-            **who,
-            lease=lease,
-            instance=self._bus.name,
-            data=task.prompt.data,
-            samples=summaries,
-            metadata=task.prompt.metadata,
-            rollout_time_s=run.generated_s,
-            reward_time_s=run.scored_s,
-        )
+        if reason is None:
+            return endings.of(run)
+        log.warning("group_failed", reason=reason)
+        return endings.failed(reason)
 
     async def _spill_long_runs(self) -> None:
         """Have groups that run for long store what they have, each of them once in `spill_every_s`."""
@@ -341,7 +291,7 @@ class RolloutActor(Actor):
 
     async def _run_eval(self, tools: Tools, delivery: Delivery[EvalRequested], slots: Slots, taken: int) -> None:
         task = delivery.message
-        async with self._pulled(delivery), _released(slots, taken) as release:
+        async with self._pulled(delivery), released(slots, taken) as release:
             members = fresh_members(task.num_samples, task.prompt.prompt_ids)
             run = GroupRun(eval_job(task, uuid.uuid4().hex), members, tools)
             try:
@@ -370,24 +320,3 @@ class RolloutActor(Actor):
             log.warning("details_left_out", set=task.set, item=task.item, reason=str(error))
             bare = tuple(msgspec.structs.replace(sample, score=None, metadata={}) for sample in samples)
             await self._bus.publish(msgspec.structs.replace(event, samples=bare))
-
-
-class _Release:
-    """Gives slots back once, as early as the group allows."""
-
-    def __init__(self, slots: Slots, taken: int) -> None:
-        self._slots = slots
-        self._taken = taken
-
-    def __call__(self) -> None:
-        taken, self._taken = self._taken, 0
-        self._slots.give_back(taken)
-
-
-@asynccontextmanager
-async def _released(slots: Slots, taken: int) -> AsyncGenerator[_Release]:
-    release = _Release(slots, taken)
-    try:
-        yield release
-    finally:
-        release()

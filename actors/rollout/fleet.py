@@ -8,6 +8,7 @@ import anyio
 import structlog
 
 from actors.rollout.http import EngineError, EngineUnavailable, Http
+from actors.rollout.listing import Listing
 from actors.rollout.updates import Updater
 from messages import WeightsAnnounced
 
@@ -46,6 +47,7 @@ class Fleet:
 
     def __init__(self, http: Http, updater: Updater) -> None:
         self._http = http
+        self._listing = Listing(http)
         self._updater = updater
         self._engines: dict[str, Engine] = {}
         self._router: str | None = None
@@ -131,7 +133,7 @@ class Fleet:
             self._router = None
             for engine in self._engines.values():
                 engine.admitted = engine.routed = False
-            await self._wait_until(lambda: self._unlisted(url, None))
+            await self._wait_until(lambda: self._listing.free_of(url, None))
             self._router = url
             await self.notify()
             async with self._changed:
@@ -184,7 +186,7 @@ class Fleet:
         self._check = anyio.Event()
         try:
             router = self._router
-            if router is not None and not await self._router_answers(router) and self._router == router:
+            if router is not None and not await self._listing.answers(router) and self._router == router:
                 log.warning("router_lost", url=router)
                 self._router = None
             async with anyio.create_task_group() as group:
@@ -210,7 +212,7 @@ class Fleet:
             return False
         if version != str(engine.version) and engine.version and not engine.updating:
             return False
-        return self._router is None or not await self._unlisted(self._router, engine, remove=False)
+        return self._router is None or not await self._listing.lacks(self._router, engine.url)
 
     async def _expel(self, engine: Engine) -> None:
         """Ask it no more: neither we nor, until it is admitted again, the router."""
@@ -253,7 +255,9 @@ class Fleet:
             raise EngineUnavailable(f"the router did not take {engine.url} within {REGISTER_TIMEOUT_S:.0f} s")
 
     async def _registered_or_behind(self, engine: Engine) -> bool:
-        return self._is_behind(engine) or await self._registered(engine)
+        if self._is_behind(engine):
+            return True
+        return self._router is not None and await self._listing.has(self._router, engine.url)
 
     async def _keep_current(self, engine: Engine) -> None:
         """Give an admitted engine newer weights whenever such are wanted, until it is no longer admitted."""
@@ -287,45 +291,15 @@ class Fleet:
             finally:
                 engine.updating = False
 
-    async def _registered(self, engine: Engine) -> bool:
-        """Ask the router for the engine, and for taking it in where it is missing."""
-        if self._router is None:
-            return False
-        try:
-            listed = [worker for worker in await self._http.workers(self._router) if worker.url == engine.url]
-            if not listed:
-                await self._http.add_worker(self._router, engine.url)
-        except EngineError:
-            return False
-        return any(worker.is_healthy for worker in listed)
-
     async def _forget(self, engine: Engine) -> None:
         """Have the router forget an engine. If that takes too long, what it still answers is seen by its version."""
         router = self._router
         if router is None:
             return
         with anyio.move_on_after(REMOVE_TIMEOUT_S) as scope:
-            await self._wait_until(lambda: self._unlisted(router, engine))
+            await self._wait_until(lambda: self._listing.free_of(router, engine.url))
         if scope.cancelled_caught:
             log.warning("worker_not_removed", url=engine.url)
-
-    async def _router_answers(self, router: str) -> bool:
-        try:
-            await self._http.workers(router)
-        except EngineError:
-            return False
-        return True
-
-    async def _unlisted(self, router: str, engine: Engine | None, *, remove: bool = True) -> bool:
-        """Whether the router answers and does not know an engine, or any; those that it knows are removed."""
-        try:
-            listed = await self._http.workers(router)
-            found = [worker for worker in listed if engine is None or worker.url == engine.url]
-            for worker in found if remove else ():
-                await self._http.remove_worker(router, worker)
-        except EngineError:
-            return False
-        return not found
 
     @staticmethod
     async def _wait_until(true: Callable[[], Awaitable[bool]]) -> None:

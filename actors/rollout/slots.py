@@ -1,6 +1,8 @@
 """Room for samples in flight."""
 
 from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
 import anyio
 
@@ -63,3 +65,25 @@ class _Turn:
     def __init__(self, number: int) -> None:
         self.number = number
         self.served = anyio.Event()
+
+
+class Release:
+    """Gives slots back once, as early as their user allows."""
+
+    def __init__(self, slots: Slots, taken: int) -> None:
+        self._slots = slots
+        self._taken = taken
+
+    def __call__(self) -> None:
+        taken, self._taken = self._taken, 0
+        self._slots.give_back(taken)
+
+
+@asynccontextmanager
+async def released(slots: Slots, taken: int) -> AsyncGenerator[Release]:
+    """Slots that are given back by the end of a block."""
+    release = Release(slots, taken)
+    try:
+        yield release
+    finally:
+        release()
