@@ -270,6 +270,8 @@ class BufferActor(Actor):
         """What is decided now. Nothing is folded while a user's function is asked for its choice."""
         decision = decide(self._state, schedule)
         while isinstance(decision, Selection):
+            if decision.kind == "buffer_filter" and await self._pressure.holds(self._state):
+                return None  # what it chose could not be issued now
             decision = decide(self._state, schedule, await self._selector.choose(decision))
         return decision
 
