@@ -74,6 +74,8 @@ class Conversation:
             failed = failed or error
         if failed is not None:
             raise ValueError(f"{KEY}: {failed!r}") from failed
+        if self.asking and not self._scope.cancelled_caught:
+            raise ValueError(f"{KEY}: ended in the middle of a turn")
         if self._scope.cancelled_caught and self._halted:
             self.over = self.over or SampleStatus.ABORTED
         if self._scope.cancelled_caught and self.over is None:
@@ -97,8 +99,10 @@ class Conversation:
             max_new_tokens: of this turn; none: as many as the sample has room for.
 
         Raises:
-            ValueError: nothing was put between this turn and the one before, or an argument that cannot be meant.
+            ValueError: the turn before has not ended, nothing was put behind it, or an argument cannot be meant.
         """
+        if self.asking:
+            raise ValueError("two turns at the same time: each begins after the one before has ended")
         if isinstance(stop, str):  # each of its letters would be one
             raise ValueError(f"stop = {stop!r}: write a list of texts")
         if max_new_tokens is not None and max_new_tokens < 1:

@@ -56,6 +56,17 @@ async def appends_a_number(conversation: Conversation) -> None:
     conversation.append(5)  # type: ignore[arg-type]
 
 
+async def talks_twice_at_once(conversation: Conversation) -> None:
+    async with anyio.create_task_group() as group:
+        group.start_soon(conversation.generate)
+        group.start_soon(conversation.generate)
+
+
+async def leaves_a_turn(conversation: Conversation) -> None:
+    with anyio.move_on_after(0):
+        await conversation.generate()
+
+
 def plain(conversation: Conversation) -> None:
     """Not async."""
 
