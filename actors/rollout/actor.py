@@ -13,6 +13,7 @@ import msgspec
 import structlog
 from anyio.abc import TaskStatus
 
+from actors.rollout.conversation import Conversation
 from actors.rollout.endings import Ending, Endings
 from actors.rollout.fleet import Fleet
 from actors.rollout.functions import find_generate_function
@@ -50,6 +51,7 @@ from messages import (
 from runtime.actor import Actor, leaves
 from runtime.bus import Bus, Delivery, MessageTooLarge
 from runtime.topology import Topology, num_engines
+from runtime.wording import count_of
 
 if TYPE_CHECKING:
     import tokenizers
@@ -109,6 +111,7 @@ class RolloutActor(Actor):
         self._runs: set[GroupRun] = set()  # of training groups
         self._num_pulled = 0  # tasks at work, of training and evaluation
         self._wanted_at = 0.0
+        self._talks: set[Conversation] = set()
         self._waits: list[Callable[[], str]] = []
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -136,6 +139,8 @@ class RolloutActor(Actor):
 
     def waits_for(self) -> str:
         waits = [words for waits_for in self._waits if (words := waits_for())]
+        if outside := sum(not talk.asking for talk in self._talks):
+            waits.append(f"rollout.custom_generate, outside of generate in {count_of(outside, 'sample')}")
         if not self._num_pulled:
             waits.append("a task")
         return "; ".join(waits)
@@ -159,6 +164,7 @@ class RolloutActor(Actor):
             converse=self._converse,
             encode=self._encode,
             failed_reward=0.0 if reward.on_failure == "zero" else None,
+            talks=self._talks,
         )
 
     async def _watch_engines(self, fleet: Fleet) -> None:
@@ -256,7 +262,7 @@ class RolloutActor(Actor):
         try:
             await run.run(release)
         except* POISON as errors:
-            reason = "; ".join(str(error) for error in leaves(errors))
+            reason = "; ".join(dict.fromkeys(str(error) for error in leaves(errors)))  # samples may fail alike
         finally:
             self._runs.discard(run)
         if reason is None:

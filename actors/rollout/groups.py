@@ -43,6 +43,7 @@ class Tools:
     converse: GenerateFunction | None  # a user's, in place of one request for each sample
     encode: Encode  # for what it puts between turns
     failed_reward: float | None  # reward of a sample whose scores all failed; None: the sample fails
+    talks: set[Conversation]  # whose functions run now
 
 
 class GroupRun:
@@ -193,7 +194,11 @@ class GroupRun:
         if self._halted:
             return
         self._talks.append(talk)
-        member.status = await talk.run(self._tools.converse)
+        self._tools.talks.add(talk)
+        try:
+            member.status = await talk.run(self._tools.converse)
+        finally:
+            self._tools.talks.discard(talk)
         self._score_ended([member])
 
     async def _ask_for_turn(self, member: Member, stop: Sequence[str] | None, limit: int) -> bool:

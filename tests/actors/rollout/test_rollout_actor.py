@@ -31,6 +31,7 @@ from messages import (
 from messages.subjects import filter_of
 from runtime.addresses import Address, address_key
 from runtime.bus import Bus
+from runtime.topology import Topology
 from tests.fixtures.nats import eventually
 from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
 from tests.support.rollout import no_worker_is_left as no_worker_is_left  # a fixture
@@ -295,6 +296,35 @@ async def test_it_says_what_it_waits_for(bus: Bus, router_url: str) -> None:
         await bus.publish(announcement(2))
         await eventually(lambda: says("weights 2 at address.engine.policy.0; answers to "))
         engine.update_at.set()
+
+
+def with_function(name: str) -> Topology:
+    return topology_with(rollout={"custom_generate": f"tests.actors.rollout.generate_functions:{name}"})
+
+
+async def test_a_generate_function_that_does_not_go_on_is_named(bus: Bus, router_url: str) -> None:
+    async def is_named() -> bool:
+        return await waits_for(bus) == "rollout.custom_generate, outside of generate in 2 samples"
+
+    async with (
+        serving(ScriptedEngine()) as engine,
+        rollout_actor(bus, router_url, [engine], with_function("hangs")),
+    ):
+        await bus.publish(announcement(1))
+        await bus.publish(task(0))
+        await eventually(is_named)
+
+
+async def test_samples_that_fail_alike_give_one_reason(bus: Bus, router_url: str) -> None:
+    async with (
+        serving(ScriptedEngine()) as engine,
+        rollout_actor(bus, router_url, [engine], with_function("never_asks")),
+    ):
+        await bus.publish(announcement(1))
+        await bus.publish(task(0))
+        failed, _ = await next_event(bus, GroupFailed)
+    assert isinstance(failed, GroupFailed)
+    assert failed.reason == "rollout.custom_generate: ended without a turn of the model: it never called generate"
 
 
 async def next_entry(bus: Bus, key: str) -> None:
