@@ -110,6 +110,7 @@ class RolloutActor(Actor):
         self._num_groups = 0
         self._runs: set[GroupRun] = set()  # of training groups
         self._num_pulled = 0  # tasks at work, of training and evaluation
+        self._at_work: dict[tuple[int, int], anyio.Event] = {}  # by group and attempt, set when it has ended
         self._wanted_at = 0.0
         self._talks: set[Conversation] = set()
         self._waits: list[Callable[[], str]] = []
@@ -242,12 +243,21 @@ class RolloutActor(Actor):
 
     async def _run_group(self, tools: Tools, delivery: Delivery[RolloutRequested], taken: int) -> None:
         task = delivery.message
+        key = task.group_id, task.attempt
         endings = Endings(task, uuid.uuid4().hex, self._bus.name)
         with structlog.contextvars.bound_contextvars(group_id=task.group_id, attempt=task.attempt):
             async with self._pulled(delivery), released(self._slots, taken) as release:
-                await endings.publish(self._bus, await self._ending(tools, delivery, endings, release))
+                if (ended := self._at_work.get(key)) is not None:  # we stood still for longer than the ack wait
+                    log.warning("task_came_again", num_delivered=delivery.num_delivered)
+                    release()
+                    await ended.wait()
+                else:
+                    ended = self._at_work[key] = anyio.Event()
+                    await endings.publish(self._bus, await self._ending(tools, delivery, endings, release))
+                    del self._at_work[key]
+                    ended.set()
+                    self._num_groups += 1
                 await delivery.ack()
-            self._num_groups += 1
 
     async def _ending(
         self, tools: Tools, delivery: Delivery[RolloutRequested], endings: Endings, release: Release

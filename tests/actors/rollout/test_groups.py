@@ -1,5 +1,6 @@
 """One prompt group through a rollout actor: when scores are asked for, what a halt reaches, what an error costs."""
 
+import time
 from itertools import count
 from typing import Any
 
@@ -7,7 +8,9 @@ import anyio
 import msgspec
 import pytest
 from aiohttp import ClientSession, web
+from structlog.testing import capture_logs
 
+import actors.rollout.actor
 from actors.rollout.actor import RolloutActor
 from messages import (
     EvalCompleted,
@@ -212,6 +215,30 @@ async def test_what_no_message_can_carry_fails_its_group_and_not_the_actor(bus: 
         group.cancel_scope.cancel()
     assert isinstance(failed, GroupFailed)
     assert "the server takes" in failed.reason
+
+
+async def test_a_task_that_comes_again_while_it_is_at_work_here_is_not_done_twice(
+    bus: Bus, router_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actors.rollout.actor, "ACK_WAIT_S", 0.5)
+    async with serving(ScriptedEngine(hold=True)) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        with capture_logs() as logged:
+            async with rollout_actor(bus, router_url, [engine], topology_with()):
+                await bus.publish(announcement(1))
+                await bus.publish(task(0))
+                await engine.wait_for_requests(2)
+                time.sleep(1.5)  # noqa: ASYNC251 - frozen past its ack wait, as by SIGSTOP
+                await eventually(lambda: "task_came_again" in [entry["event"] for entry in logged])
+                engine.release()
+                await completed(bus)
+                await eventually(lambda: nothing_is_queued(bus))
+        group.cancel_scope.cancel()
+    assert len(engine.requests) == 2
+
+
+async def nothing_is_queued(bus: Bus) -> bool:
+    return (await bus.state(Plane.WORK)).messages == 0
 
 
 async def test_samples_that_fit_no_message_together_are_stored_and_scored_in_several(bus: Bus, router_url: str) -> None:
