@@ -279,3 +279,20 @@ async def test_a_streamed_answer_of_older_weights_is_thrown_away_and_asked_for_a
     (sample,) = event.samples
     assert (sample.status, await tokens_of(bus, sample)) == (SampleStatus.COMPLETED, [WHOLE])
     assert (sample.first_version, len(engine.requests)) == (2, 2)
+
+
+async def test_a_stream_that_breaks_behind_its_last_token_is_whole(
+    bus: Bus, router_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came = chunks_seen(monkeypatch)
+    engine = ScriptedEngine(script=lambda prompt, params: WHOLE, breaks_at_end=True)
+    async with serving(engine), anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology_with()):
+            await bus.publish(announcement(1))
+            await bus.publish(long_task(0))
+            event = await completed(bus)
+        group.cancel_scope.cancel()
+    (sample,) = event.samples
+    assert (sample.status, await tokens_of(bus, sample)) == (SampleStatus.COMPLETED, [WHOLE])
+    assert (len(engine.requests), len(came)) == (1, 3)
