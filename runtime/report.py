@@ -42,6 +42,7 @@ ENDS = 5  # steps whose mean is the first and the last reward
 RECENT = 20  # steps that the time left is told from
 SFT_LOSS = "train/sft_loss"  # a metric of steps on demonstrations alone
 SHOWN_PER_REASON = 3  # a failure that repeats is told so often
+SHOWN_REASONS = 20  # so many are told at all
 PARTS = {"rollout": "perf/rollout_time", "train": "perf/train_time", "weights": "perf/update_weights_time"}
 
 Row = dict[str, Any]
@@ -125,6 +126,7 @@ class Report:
         self._row: Row | None = None  # newest step's; complete when the next one is trained
         self._evaluated_row: Row | None = None  # an older one, whose evaluation goes on
         self._reported: Counter[str] = Counter()  # tellings of each failure
+        self._all_reported = False  # there were more
         self._dropped: dict[str, int] = {}  # as of the newest row
         self._recent_s: deque[float] = deque(maxlen=RECENT)  # step times
         self._spent_s: Counter[str] = Counter()  # by part of a step
@@ -317,6 +319,9 @@ class Report:
                 return []
 
     def _repeating(self, text: str) -> list[str]:
+        if text not in self._reported and len(self._reported) >= SHOWN_REASONS:
+            told, self._all_reported = self._all_reported, True
+            return [] if told else [f"failures for yet other reasons are not shown; see bin/ledger {self.run}"]
         self._reported[text] += 1
         if self._reported[text] > SHOWN_PER_REASON:
             return []

@@ -6,6 +6,7 @@ they were, without an engine, and what stood between them stands there again.
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from operator import index
 from typing import Any
 
 import anyio
@@ -131,7 +132,7 @@ class Conversation:
         """Put tokens behind the last turn; they are no part of what trains."""
         if not self._num_turns:
             raise ValueError("the first turn is the model's: what it is to read before belongs into the prompt")
-        self._inputs.extend(ids)
+        self._inputs.extend(index(token) for token in ids)  # TypeError for what is no number
 
     def _note_metadata(self) -> None:
         """Let the sample have what the function noted so far; also in a replay it has all turns that ended."""

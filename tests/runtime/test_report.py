@@ -293,6 +293,20 @@ def test_a_failure_that_repeats_is_told_three_times() -> None:
     ]
 
 
+def test_failures_that_are_never_alike_do_not_flood_the_terminal() -> None:
+    story = Story()
+    story.issue(*range(90))
+    for group in range(90):
+        reason = f"column {group % 30}"
+        story.tell(GroupFailed(group_id=group, attempt=0, lease="x", round=0, instance="i", reason=reason))
+    lines = story.lines()
+    assert lines[:21] == [
+        *(f"group failed: column {group}" for group in range(20)),
+        "failures for yet other reasons are not shown; see bin/ledger r",
+    ]
+    assert len(lines) == 3 * 20 + 1
+
+
 def test_a_score_that_failed_and_trains_as_zero_is_told_and_counted() -> None:
     story = Story()
     story.issue(0)

@@ -67,6 +67,11 @@ async def leaves_a_turn(conversation: Conversation) -> None:
         await conversation.generate()
 
 
+async def appends_letters_as_ids(conversation: Conversation) -> None:
+    await conversation.generate()
+    conversation.append_ids("ab")  # type: ignore[arg-type]
+
+
 def plain(conversation: Conversation) -> None:
     """Not async."""
 
