@@ -203,8 +203,10 @@ def _sync(path: Path) -> None:
 def _line_of(stored: StoredMessage) -> bytes:
     kind = stored.headers.get(TYPE_HEADER, "")
     content_type = stored.headers.get(CONTENT_TYPE_HEADER, JSON)
-    line = ArchivedEvent(seq=stored.seq, time=stored.time, type=kind, content_type=content_type)
-    if content_type == JSON and _is_one_line_of_json(stored.payload):
+    is_json = content_type == JSON
+    told = JSON if is_json else content_type  # a default is left out if it is the very object
+    line = ArchivedEvent(seq=stored.seq, time=stored.time, type=kind, content_type=told)
+    if is_json and _is_one_line_of_json(stored.payload):
         line = msgspec.structs.replace(line, event=msgspec.Raw(stored.payload))
     else:
         line = msgspec.structs.replace(line, raw=stored.payload)

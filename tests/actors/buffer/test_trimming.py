@@ -264,6 +264,7 @@ async def test_a_line_of_the_archive_is_the_event_as_it_was(bus: Bus, tmp_path: 
     assert [line["seq"] for line in lines] == list(range(1, file.last_seq + 1))
     loaded = next(line for line in lines if line["type"] == "prompts_loaded")
     assert (loaded["event"]["type"], loaded["event"]["num_prompts"]) == ("prompts_loaded", 10)
+    assert list(loaded) == ["seq", "time", "type", "event"]
     assert [line["seq"] for line in lines if "raw" in line] == [1]
     assert [received.seq for received in archived_events(tmp_path)] == list(range(2, file.last_seq + 1))
     trimmed, _ = await next_event(bus, LogTrimmed)
