@@ -15,6 +15,7 @@ import anyio
 import msgspec
 import structlog
 from nats import errors as nats_errors
+from nats.aio import client as nats_client
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
@@ -77,6 +78,9 @@ def wire_size(payload: bytes, headers: Mapping[str, str]) -> int:
     for name, value in headers.items():
         size += len(name) + _HEADER_LINE_BYTES + (len(value) if value.isascii() else len(value.encode()))
     return size
+
+
+nats_client.DEFAULT_BUFFER_SIZE = 256 * 1024  # bytes read at once, for which there is no option: payloads are large
 
 
 class _Client(Client):
