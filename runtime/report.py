@@ -60,13 +60,14 @@ class RowDone(msgspec.Struct, frozen=True):
     row: Row
 
 
-class FirstSample(msgspec.Struct, frozen=True):
-    """The first finished group of this start: its first sample is to be shown in full."""
+class SampleShown(msgspec.Struct, frozen=True):
+    """A finished group whose first sample is to be shown in full."""
 
-    group: GroupCompleted
+    which: str  # "first" of this start, "last" of the run
+    seq: int  # of its GroupCompleted in the log
 
 
-Notice = Line | RowDone | FirstSample
+Notice = Line | RowDone | SampleShown
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,7 +154,7 @@ class Report:
                 return self._settle_untold(event)
             case GroupCompleted():
                 self._numbers.complete(event, seq)
-                return self._complete(event, time)
+                return self._complete(event, seq, time)
             case EvalEnded():
                 return self._evaluate(event, time)
             case RunFinished():
@@ -161,7 +162,13 @@ class Report:
                 return self.close()
             case _:
                 self._note_time(event, time)
-                return [Line(text) for text in self._words_of(event)]
+                lines = [Line(text) for text in self._words_of(event)]
+                return [*lines, *self._last_sample(event, time)]
+
+    def _last_sample(self, event: Message, time: float) -> list[Notice]:
+        if not isinstance(event, BatchReady) or event.step + 1 != self.num_steps or time < self.started:
+            return []
+        return [SampleShown("last", max(ref.event_seq for ref in event.groups))]
 
     def close(self) -> list[Notice]:
         """No more events will come: the newest row is as complete as it gets."""
@@ -240,14 +247,14 @@ class Report:
         self._clock = _Clock()  # the times of a step that was interrupted would hold the restart
         return [Line(f"trainer continues after step {event.step}")] if event.step else []
 
-    def _complete(self, event: GroupCompleted, time: float) -> list[Notice]:
+    def _complete(self, event: GroupCompleted, seq: int, time: float) -> list[Notice]:
         ungraded = [sample for sample in event.samples if is_ungraded(sample)]
         told = {f"no score, reward {sample.reward:g} instead: {sample.reason}" for sample in ungraded}
         lines: list[Notice] = [Line(text) for reason in sorted(told) for text in self._repeating(reason)]
         if self._first_rollout is not None or time < self.started:
             return lines
         self._first_rollout = time
-        return [*lines, FirstSample(event)]
+        return [*lines, SampleShown("first", seq)]
 
     def _evaluate(self, event: EvalEnded, time: float) -> list[Notice]:
         means = {key.removeprefix("eval/"): value for key, value in event.metrics.items() if _is_mean(key)}

@@ -39,7 +39,7 @@ from runtime.archive import begun, history
 from runtime.bus import Bus, BusError, BusLimits, BusUnavailable, StreamLimits
 from runtime.bus.server import ServerSettings, server_command, wait_ready, write_config
 from runtime.metrics_file import MetricsFile
-from runtime.report import FirstSample, Line, Report, RowDone
+from runtime.report import Line, Report, RowDone, SampleShown
 
 log = structlog.get_logger()
 
@@ -254,8 +254,8 @@ class NodeAgent:
                 message, moment, steps = received.message, received.time.timestamp(), self.report.steps
                 live = moment >= self._plan.started
                 for notice in self.report.apply(message, received.seq, moment):
-                    if isinstance(notice, FirstSample):
-                        tasks.start_soon(self._show_sample, bus, notice.group)
+                    if isinstance(notice, SampleShown):
+                        tasks.start_soon(self._show_sample, bus, notice)
                     elif live or isinstance(notice, RowDone):
                         self._take(notice)
                 if self.report.steps > steps:
@@ -283,21 +283,25 @@ class NodeAgent:
             case _:
                 pass
 
-    async def _show_sample(self, bus: Bus, group: GroupCompleted) -> None:
-        sample = group.samples[0]
+    async def _show_sample(self, bus: Bus, shown: SampleShown) -> None:
         with anyio.move_on_after(SAMPLE_TIMEOUT_S):
+            async with bus.read(GroupCompleted, from_seq=shown.seq) as events:
+                received = await events.next()
+            if received is None or received.seq != shown.seq:
+                return  # trimmed meanwhile
+            group, sample = received.message, received.message.samples[0]
             try:
                 published = [await bus.fetch(SegmentsPublished, ref.seq) for ref in sample.segments]
                 first = published[0]
                 cited = zip(published, sample.segments, strict=True)
                 response = "".join(message.segments[ref.position].text for message, ref in cited)
             except (BusError, IndexError) as error:
-                self._show(f"the first sample cannot be shown: {error}")
+                self._show(f"the {shown.which} sample cannot be shown: {error}")
                 return
             reward = "none" if sample.reward is None else f"{sample.reward:g}"
             tokens = f"{sample.prompt_len} + {sample.response_len} tokens"
             told = f"group {group.group_id}, {sample.status}, reward {reward}, weights v{sample.last_version}, {tokens}"
-            self._show(f"first sample: {told}")
+            self._show(f"{shown.which} sample: {told}")
             self._show(f"  prompt    {first.prompt!r}")
             self._show(f"  response  {response!r}")
             self._show(f"  label     {first.label!r}")

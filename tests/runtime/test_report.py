@@ -39,7 +39,7 @@ from messages import (
 )
 from runtime.ledger import LedgerState
 from runtime.metrics_file import MetricsFile
-from runtime.report import FirstSample, Line, Notice, Report, RowDone
+from runtime.report import Line, Notice, Report, RowDone, SampleShown
 from runtime.wording import duration, sparkline
 
 STARTED = 1000.0
@@ -201,11 +201,21 @@ def test_the_first_sample_of_this_start_is_shown_once() -> None:
     story.issue(0, 1, 2)
     story.complete(0, 1.0)
     story.now = STARTED
-    story.complete(1, 1.0, after_s=7.5)
+    first = story.complete(1, 1.0, after_s=7.5)
     story.complete(2, 1.0, after_s=1.0)
-    shown = [notice.group.group_id for notice in story.notices if isinstance(notice, FirstSample)]
-    assert shown == [1]
+    assert [notice for notice in story.notices if isinstance(notice, SampleShown)] == [SampleShown("first", first)]
     assert story.report.result(story.now).time_to_first_rollout_s == 7.5
+
+
+def test_a_sample_of_the_last_group_that_was_accepted_is_shown_at_the_end() -> None:
+    story = Story(num_steps=2)
+    story.issue(0, 1, 2)
+    seqs = [story.complete(group, 1.0) for group in (1, 0, 2)]
+    for step, groups in ((0, (2,)), (1, (0, 1))):
+        refs = tuple(GroupRef(group_id=group, attempt=0, event_seq=story.completed[group]) for group in groups)
+        story.tell(BatchReady(incarnation=1, step=step, groups=refs))
+    shown = [notice for notice in story.notices if isinstance(notice, SampleShown)]
+    assert shown == [SampleShown("first", seqs[0]), SampleShown("last", seqs[1])]
 
 
 def test_books_follow_a_group_through_every_end() -> None:
