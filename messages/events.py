@@ -155,6 +155,17 @@ class PayloadsMissing(Message, kw_only=True, tag="payloads_missing"):
 
 
 @register
+class SelectionFailed(Message, kw_only=True, tag="selection_failed"):
+    """A user's function did not choose among groups, so they are taken first come first. Written by buffer."""
+
+    plane = Plane.EVENT
+    topic = "selection.failed"
+    kind: str  # over_sampling_filter | buffer_filter
+    reason: str
+    num_groups: int  # that it was asked about
+
+
+@register
 class CheckpointRequested(Message, kw_only=True, tag="checkpoint_requested"):
     """A stream fills up: a checkpoint would let it be emptied. Written by buffer, read by trainer."""
 

@@ -28,6 +28,7 @@ from messages import (
     PromptsLoaded,
     RunFinished,
     RunStalled,
+    SelectionFailed,
     TrainerStarted,
     VerdictGiven,
     WeightsAnnounced,
@@ -320,6 +321,8 @@ class Report:
                 return self._repeating(f"group failed: {event.reason}")
             case GroupsClosed(outcome="failed"):
                 return self._repeating(f"group failed: {event.reason}")
+            case SelectionFailed():
+                return self._repeating(f"rollout.{event.kind} failed, first come first instead: {event.reason}")
             case VerdictGiven(outcome="failed"):
                 return self._repeating(f"filter failed: {event.reason}")
             case _:

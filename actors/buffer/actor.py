@@ -42,6 +42,7 @@ from messages import (
     RunFailed,
     RunFinished,
     SegmentsPublished,
+    SelectionFailed,
     SnapshotTaken,
     SpillsGiven,
     SpillsRequested,
@@ -88,6 +89,7 @@ class BufferActor(Actor):
         SpillsGiven,
         CheckpointRequested,
         LogTrimmed,
+        SelectionFailed,
     )
 
     def __init__(self, topology: Topology, bus: Bus, run_dir: Path) -> None:
@@ -95,7 +97,7 @@ class BufferActor(Actor):
         self._bus = bus
         self._run_dir = run_dir
         self._state = LedgerState()
-        self._selector = Selector(topology)
+        self._selector = Selector(topology, bus.publish)
         self._trimmer = Trimmer(bus, run_dir, topology.buffer.trim_min_events)
         self._pressure = Pressure(bus, self._trimmer.is_busy)
         self._schedule: Schedule | None = None  # once the data are read

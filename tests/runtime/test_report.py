@@ -30,6 +30,7 @@ from messages import (
     RunStalled,
     SampleStatus,
     SampleSummary,
+    SelectionFailed,
     TrainerStarted,
     VerdictGiven,
     WeightsAnnounced,
@@ -484,3 +485,12 @@ def test_a_report_that_begins_in_the_middle_has_the_books_of_the_whole() -> None
         story.judge(0, story.complete(0, 1.0))
         story.train(0, 0)
     assert late.report.result(STARTED).groups == whole.report.result(STARTED).groups
+
+
+def test_a_choice_that_fails_again_and_again_is_told_a_few_times() -> None:
+    story = Story()
+    for _ in range(50):
+        story.tell(SelectionFailed(kind="buffer_filter", reason="RuntimeError('no')", num_groups=4))
+    lines = [notice.text for notice in story.notices if isinstance(notice, Line)]
+    assert lines[0] == "rollout.buffer_filter failed, first come first instead: RuntimeError('no')"
+    assert len(lines) < 10

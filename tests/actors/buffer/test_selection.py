@@ -23,6 +23,7 @@ from actors.buffer.selection import (
     sort_by_reward_std,
     summary_of,
 )
+from messages import SelectionFailed
 from runtime.ledger import Group, Stage
 from tests.support.rollout import topology_with
 
@@ -142,9 +143,14 @@ async def test_a_users_function_chooses_or_the_first_come_first(
 ) -> None:
     monkeypatch.setattr(actors.buffer.selecting, "SELECTION_TIMEOUT_S", 0.2)
     (tmp_path / "mine.py").write_text(FUNCTIONS)
-    selector = Selector(topology_with(rollout={"buffer_filter": f"{tmp_path}/mine.py:{name}"}))
+    told: list[SelectionFailed] = []
+
+    async def tell(event: SelectionFailed) -> None:
+        told.append(event)
+
+    selector = Selector(topology_with(rollout={"buffer_filter": f"{tmp_path}/mine.py:{name}"}), tell)
     assert await selector.choose(POOL) == Chosen(kind="buffer_filter", group_ids=taken)
-    assert selector.num_failed == failed
+    assert [(event.kind, event.num_groups) for event in told] == [("buffer_filter", len(POOL.groups))] * failed
 
 
 @pytest.mark.anyio
