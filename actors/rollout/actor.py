@@ -227,7 +227,8 @@ class RolloutActor(Actor):
                 group.start_soon(self._run_group, tools, delivery, taken)
 
     async def _pull_evals(self, tools: Tools) -> None:
-        slots = Slots(max(1, self._slots.total // EVAL_SLOTS_SHARE))
+        share = EVAL_SLOTS_SHARE if self._topology.rollout.eval_overlap else 1  # nothing else runs then
+        slots = Slots(max(1, self._slots.total // share))
         largest = max((item.n_samples_per_eval_prompt for item in self._topology.eval), default=1)
         durable = f"eval-{self._pool}"
         async with (

@@ -269,6 +269,20 @@ async def test_an_evaluation_item_is_scored_and_untouched_by_halts(bus: Bus, rou
     assert BatchTrained.topic  # the event never enters the training ledger: it has no group
 
 
+async def test_an_evaluation_that_everything_waits_for_has_all_slots(bus: Bus, router_url: str) -> None:
+    engine = ScriptedEngine(hold=True)
+    prompt = Prompt(data="e", row=0, text="p", prompt_ids=Int32Array([7]), label="1", rm_type="exact_match")
+    topology = topology_with(rollout={"eval_overlap": False})
+    num_slots = topology.engines["policy"].concurrency
+    async with serving(engine), rollout_actor(bus, router_url, [engine], topology):
+        await bus.publish(announcement(1))
+        for item in range(num_slots):
+            sampling = SamplingParams(max_new_tokens=8)
+            what = {"step": 0, "set": "test", "item": item, "version": 1}
+            await bus.publish(EvalRequested(**what, prompt=prompt, num_samples=1, sampling=sampling))
+        await engine.wait_for_requests(num_slots)
+
+
 async def waits_for(bus: Bus) -> str:
     return (await bus.call("rollout", StatsRequested(), StatsGiven, timeout_s=5)).waits_for
 
