@@ -223,7 +223,7 @@ class BufferActor(Actor):
                 return await self._bus.append(event, expected_last=self._state.ledger_seq)
             except SequenceMismatch as error:
                 if await self._is_unread(error.last):
-                    log.warning("ledger_overtaken", event=type(event).__name__, last=error.last)
+                    log.warning("ledger_overtaken", decision=type(event).__name__, last=error.last)
                     return 0
                 self._state.ledger_seq = error.last  # nobody can read what lies there: it is passed over
 

@@ -82,6 +82,9 @@ def wire_size(payload: bytes, headers: Mapping[str, str]) -> int:
 
 nats_client.DEFAULT_BUFFER_SIZE = 256 * 1024  # bytes read at once, for which there is no option: payloads are large
 
+# what a publish raises when the connection is gone; RuntimeError is uvloop's, of a socket that was closed this moment
+_LOST = (nats_errors.OutboundBufferLimitError, nats_errors.ConnectionClosedError, RuntimeError)
+
 
 class _Client(Client):
     """nats-py 2.16 stops reading when a PONG meets a flush that was cancelled or timed out; this one goes on."""
@@ -213,7 +216,7 @@ class Connection:
         self.check_size(subject, payload, headers or {})
         try:
             await self._client.publish(subject, payload, reply=reply, headers=headers)
-        except (nats_errors.OutboundBufferLimitError, nats_errors.ConnectionClosedError) as error:
+        except _LOST as error:
             raise Disconnected(repr(error)) from error
 
     async def request(self, subject: str, payload: bytes, headers: Headers | None, timeout_s: float) -> RawMessage:
@@ -234,7 +237,7 @@ class Connection:
         try:
             await self._client.publish(subject, payload, reply=f"{self._reply_prefix}.{token}", headers=headers)
             answer = await future
-        except (nats_errors.OutboundBufferLimitError, nats_errors.ConnectionClosedError) as error:
+        except _LOST as error:
             raise Disconnected(repr(error)) from error
         finally:
             timer.cancel()
@@ -266,7 +269,7 @@ class Connection:
     async def pause(self, deadline: float, failures: int, error: BusError) -> bool:
         """Wait until another attempt makes sense; False when the deadline comes first."""
         loop = asyncio.get_running_loop()
-        if isinstance(error, Disconnected):
+        if isinstance(error, Disconnected) and not self._connected.is_set():
             return await self.wait_connected(deadline)
         back_off_s = 0.0 if isinstance(error, AttemptTimeout) else min(0.5, 0.02 * 2**failures)
         if loop.time() + back_off_s >= deadline:

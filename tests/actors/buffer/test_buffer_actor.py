@@ -212,3 +212,9 @@ async def test_of_two_buffers_the_older_one_ends_as_fenced(bus: Bus, topology: T
         async with buffer(bus, topology):
             await eventually(lambda: bool(ended_by))
     assert [type(error) for error in ended_by] == [Fenced]
+
+
+async def test_a_buffer_that_was_overtaken_appends_nothing(bus: Bus, topology: Topology, tmp_path: Path) -> None:
+    late = BufferActor(topology, bus, tmp_path)
+    await bus.append(BufferStarted(incarnation=1), expected_last=0)
+    assert await late._append(BufferStarted(incarnation=1)) == 0

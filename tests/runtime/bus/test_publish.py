@@ -153,3 +153,20 @@ async def test_a_queued_task_whose_answer_was_late_is_ours(own_nats_server: Nats
             await eventually(lambda: bus.stats()["bus/publish_retries"] >= 2)
             own_nats_server.resume()
         assert (await bus.state(Plane.WORK)).messages == 1
+
+
+async def test_a_socket_that_was_closed_this_moment_costs_another_attempt(
+    own_bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = own_bus._connection._client
+    flush, failures = client._flush_pending, [RuntimeError("the handler is closed")] * 3
+
+    async def flush_pending(*args: object, **options: object) -> None:
+        if failures:
+            raise failures.pop()
+        await flush(*args, **options)
+
+    monkeypatch.setattr(client, "_flush_pending", flush_pending)
+    with anyio.fail_after(10):
+        assert await own_bus.publish(group_failed(1)) == 1
+    assert not failures
