@@ -2,17 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from actors.rollout.groups import GroupRun
 from messages import (
     GroupAborted,
     GroupCompleted,
     GroupFailed,
+    Prompt,
     RolloutRequested,
     SampleStatus,
     SampleSummary,
 )
 from runtime.bus import Bus, MessageTooLarge
+
+if TYPE_CHECKING:  # recorded samples need no engine, and nothing that speaks to one
+    from actors.rollout.groups import GroupRun
 
 Ending = GroupCompleted | GroupAborted | GroupFailed
 
@@ -25,7 +29,7 @@ class Endings:
     lease: str
     instance: str
 
-    def of(self, run: GroupRun) -> Ending:
+    def of(self, run: "GroupRun") -> Ending:
         """Of a run that is over: everything is there, or a halt left some of it undone, or there is no reward."""
         samples = tuple(member.summary() for member in run.members)
         if not run.complete:
@@ -33,17 +37,23 @@ class Endings:
         failed = [member for member in run.members if member.status is SampleStatus.FAILED]
         if failed:
             return self.failed(f"reward: {failed[0].reason or 'no reward'}")
+        return self.completed(samples, self.task.prompt, rollout_time_s=run.generated_s, reward_time_s=run.scored_s)
+
+    def completed(
+        self, samples: Sequence[SampleSummary], prompt: Prompt, *, rollout_time_s: float, reward_time_s: float = 0.0
+    ) -> GroupCompleted:
+        """All samples of the prompt are there, and scored."""
         return GroupCompleted(
             group_id=self.task.group_id,
             attempt=self.task.attempt,
             round=self.task.round,
             lease=self.lease,
             instance=self.instance,
-            data=self.task.prompt.data,
-            samples=samples,
-            metadata=self.task.prompt.metadata,
-            rollout_time_s=run.generated_s,
-            reward_time_s=run.scored_s,
+            data=prompt.data,
+            samples=tuple(samples),
+            metadata=prompt.metadata,
+            rollout_time_s=rollout_time_s,
+            reward_time_s=reward_time_s,
         )
 
     def aborted(self, samples: Sequence[SampleSummary]) -> GroupAborted:

@@ -14,6 +14,7 @@ import structlog
 from anyio import to_thread
 from anyio.abc import TaskStatus
 
+from actors.rollout.endings import Endings
 from actors.rollout.storing import store
 from messages import (
     Float32Array,
@@ -144,35 +145,16 @@ class RecordedRolloutActor(Actor):
             self._num_groups += 1
 
     async def _answer(self, delivery: Delivery[RolloutRequested]) -> None:
-        task, lease, started = delivery.message, uuid.uuid4().hex, time.monotonic()
+        task, started = delivery.message, time.monotonic()
+        endings = Endings(task, uuid.uuid4().hex, self._bus.name)
         try:
             samples, prompt = await to_thread.run_sync(self._ask, task, limiter=self._one_call)
-            summaries = await self._store(task, lease, samples, prompt)
-            await self._bus.publish(
-                GroupCompleted(
-                    group_id=task.group_id,
-                    attempt=task.attempt,
-                    lease=lease,
-                    round=task.round,
-                    instance=self._bus.name,
-                    data=prompt.data,
-                    samples=summaries,
-                    metadata=prompt.metadata,
-                    rollout_time_s=time.monotonic() - started,
-                )
-            )
+            summaries = await self._store(task, endings.lease, samples, prompt)
+            ending = endings.completed(summaries, prompt, rollout_time_s=time.monotonic() - started)
         except (ValueError, MessageTooLarge) as error:  # it would be the same at every delivery
             log.warning("group_failed", reason=str(error))
-            await self._bus.publish(
-                GroupFailed(
-                    group_id=task.group_id,
-                    attempt=task.attempt,
-                    lease=lease,
-                    round=task.round,
-                    instance=self._bus.name,
-                    reason=str(error),
-                )
-            )
+            ending = endings.failed(str(error))
+        await endings.publish(self._bus, ending)
 
     def _ask(self, task: RolloutRequested) -> tuple[Sequence[RecordedSample], Prompt]:
         return self._source.answer(task), self._source.prompt(task)
