@@ -6,16 +6,16 @@ from pathlib import Path
 
 import msgspec
 
-from actors.buffer.made import find_source
-from actors.buffer.selection import Kind, find_selection
+from actors.buffer.deciding.selection import Kind, find_selection
+from actors.buffer.prompts.made import find_source
 from actors.filter.filters import find_filter
 from actors.reward.frames import GraderSpec
-from actors.reward.grading import resolve_grader
-from actors.rollout.functions import find_generate_function
-from runtime.config import Loaded, Problem, show
-from runtime.load import places
-from runtime.plugins import PluginError
-from runtime.topology import Topology
+from actors.reward.graders.calling import resolve_grader
+from actors.rollout.sessions.functions import find_generate_function
+from runtime.settings.load import places
+from runtime.settings.plugins import PluginError
+from runtime.settings.toml import Loaded, Problem, show
+from runtime.settings.topology import Topology
 
 Find = Callable[[Sequence[Path]], object]  # takes the directories in which relative files are looked for
 

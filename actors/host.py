@@ -9,11 +9,11 @@ from typing import NoReturn
 import msgspec
 
 from actors.registry import ROLES, hosted
-from runtime.actor import EXIT_INPUT_ERROR, run_process
-from runtime.addresses import BUS_URL_VARIABLE
-from runtime.agent.rundir import TOPOLOGY_FILE
-from runtime.logs import configure_logging
-from runtime.topology import decode_topology
+from runtime.agent.claims.rundir import TOPOLOGY_FILE
+from runtime.bus.addresses import BUS_URL_VARIABLE
+from runtime.host.actor import EXIT_INPUT_ERROR, run_process
+from runtime.host.logs import configure_logging
+from runtime.settings.topology import decode_topology
 
 
 def main(argv: list[str] | None = None) -> int:

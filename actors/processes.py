@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from runtime.addresses import address_key
-from runtime.agent.processes import AnswersHttp, PortRequest, ProcessSpec, Stage, WhenListening
-from runtime.topology import (
+from runtime.bus.addresses import address_key
+from runtime.settings.processes import AnswersHttp, PortRequest, ProcessSpec, Stage, WhenListening
+from runtime.settings.topology import (
     EngineConfig,
     Topology,
     answers_are_recorded,

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Literal, get_args
 
-from runtime.actor import Actor, Hosted
-from runtime.bus import Bus
-from runtime.topology import Topology, answers_are_recorded
+from runtime.bus.bus import Bus
+from runtime.host.actor import Actor, Hosted
+from runtime.settings.topology import Topology, answers_are_recorded
 
 Role = Literal["buffer", "rollout", "reward", "filter", "trainer"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -33,7 +33,7 @@ def actor_type(role: Role, topology: Topology | None = None) -> type[Actor]:
         case "buffer":
             from actors.buffer.actor import BufferActor as chosen
         case "rollout" if topology is not None and answers_are_recorded(topology):
-            from actors.rollout.recorded import RecordedRolloutActor as chosen
+            from actors.rollout.recorded.actor import RecordedRolloutActor as chosen
         case "rollout":
             from actors.rollout.actor import RolloutActor as chosen
         case "reward":
@@ -54,12 +54,12 @@ def _build(role: Role, topology: Topology, run_dir: Path, bus: Bus) -> Actor:
 
             return BufferActor(topology, bus, run_dir)
         case "rollout" if topology.run.load is not None:
-            from actors.rollout.dumped import Dumped
-            from actors.rollout.recorded import RecordedRolloutActor
+            from actors.rollout.recorded.actor import RecordedRolloutActor
+            from actors.rollout.recorded.dump import Dumped
 
             return RecordedRolloutActor(bus, Dumped(Path(topology.run.load)))
         case "rollout" if answers_are_recorded(topology):
-            from actors.rollout.recorded import Demonstrations, RecordedRolloutActor
+            from actors.rollout.recorded.actor import Demonstrations, RecordedRolloutActor
 
             return RecordedRolloutActor(bus, Demonstrations())
         case "rollout":

@@ -46,9 +46,9 @@ def _tell(args: argparse.Namespace) -> int:
     import anyio  # and with the rest the bus, which --help can do without
     import structlog
 
-    from runtime.actor import leaves
     from runtime.agent.reopen import NoLog, NoSuchRun, find_run
-    from runtime.bus import BusError
+    from runtime.bus.errors import BusError
+    from runtime.host.actor import leaves
 
     try:
         run = find_run(args.run)
@@ -92,7 +92,7 @@ async def _tell_books(run: "FoundRun", as_json: bool) -> int:
     import msgspec
 
     from runtime.agent.reopen import opened_log
-    from runtime.ledger_report import LedgerReport, lines_of
+    from runtime.ledger.books import LedgerReport, lines_of
 
     report = LedgerReport()
     async with opened_log(run) as log:
@@ -113,7 +113,7 @@ async def _tell_group(run: "FoundRun", group_id: int) -> int:
 
     from messages import GroupsIssued
     from runtime.agent.reopen import opened_log
-    from runtime.ledger_report import GroupLife
+    from runtime.ledger.books import GroupLife
 
     life = GroupLife(group_id)
     lines: list[str] = []

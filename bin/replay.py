@@ -14,8 +14,8 @@ sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
     from actors.filter.replayed import ReplayedFilter
-    from runtime.dumped_run import DumpedGroups
-    from runtime.topology import Topology
+    from runtime.samples.dumped_run import DumpedGroups
+    from runtime.settings.topology import Topology
 
 COMMAND = "bin/replay"
 EXIT_OK, EXIT_WRONG_INPUT = 0, 2
@@ -36,8 +36,8 @@ def main(argv: list[str] | None = None) -> int:
         return _train(args, rest)
     if rest:
         _parser().error(f"unrecognized arguments: {' '.join(rest)}")
-    from runtime.config import TopologyError  # and with the rest numpy, which --help can do without
-    from runtime.dumps import DumpError
+    from runtime.samples.dumps import DumpError
+    from runtime.settings.toml import TopologyError  # and with the rest numpy, which --help can do without
 
     try:
         lines = _filter(args) if args.to == "filter" else _batches(args)
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _topology_file(args: argparse.Namespace) -> Path:
-    from runtime.dumps import TOPOLOGY_FILE
+    from runtime.samples.dumps import TOPOLOGY_FILE
 
     return args.topology or args.dump / TOPOLOGY_FILE
 
@@ -78,9 +78,9 @@ def _topology_file(args: argparse.Namespace) -> Path:
 def _opened(args: argparse.Namespace) -> "tuple[Topology, DumpedGroups, ReplayedFilter]":
     """The topology, the dump and the filter."""
     from actors.filter.replayed import ReplayedFilter
-    from runtime.config import Problem, TopologyError, show
-    from runtime.dumped_run import DumpedGroups
-    from runtime.load import load_topology
+    from runtime.samples.dumped_run import DumpedGroups
+    from runtime.settings.load import load_topology
+    from runtime.settings.toml import Problem, TopologyError, show
 
     groups = DumpedGroups(args.dump)
     loaded = load_topology(_topology_file(args), args.set)
@@ -118,7 +118,7 @@ def _filter(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _batches(args: argparse.Namespace) -> Iterator[str]:
-    from actors.buffer.replayed import EXHAUSTED, ReplayedBuffer
+    from actors.buffer.deciding.replayed import EXHAUSTED, ReplayedBuffer
     from messages import GroupCompleted
 
     topology, groups, judge = _opened(args)
@@ -148,8 +148,8 @@ def _batches(args: argparse.Namespace) -> Iterator[str]:
 
 def _train(args: argparse.Namespace, rest: list[str]) -> int:
     from bin.start_topology import main as start
-    from runtime.config import TopologyError, load_tables
-    from runtime.topology import Topology
+    from runtime.settings.toml import TopologyError, load_tables
+    from runtime.settings.topology import Topology
 
     path = _topology_file(args)
     try:

@@ -13,12 +13,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from actors.processes import process_specs  # noqa: E402 - found in place, without an installation
-from runtime.check import check_files  # noqa: E402
-from runtime.config import TopologyError  # noqa: E402
-from runtime.data_files import DataError  # noqa: E402
-from runtime.load import LoadedTopology, load_topology  # noqa: E402
-from runtime.plan import draw, plan_of  # noqa: E402
-from runtime.topology import Topology  # noqa: E402
+from runtime.agent.preflight import check_files  # noqa: E402
+from runtime.samples.data_files import DataError  # noqa: E402
+from runtime.settings.load import LoadedTopology, load_topology  # noqa: E402
+from runtime.settings.plan import draw, plan_of  # noqa: E402
+from runtime.settings.toml import TopologyError  # noqa: E402
+from runtime.settings.topology import Topology  # noqa: E402
 
 if TYPE_CHECKING:
     from runtime.agent.start import SpecsOf
@@ -148,7 +148,7 @@ def _counted(loaded: LoadedTopology) -> LoadedTopology:
     """With train.num_steps in the place of train.num_epoch; reads all data if there is one."""
     if loaded.topology.train.num_epoch is None:
         return loaded
-    from actors.buffer.epochs import count_steps  # tokenizers and numpy, which the rest can do without
+    from actors.buffer.prompts.epochs import count_steps  # tokenizers and numpy, which the rest can do without
 
     return msgspec.structs.replace(loaded, topology=count_steps(loaded.topology))
 
@@ -157,7 +157,7 @@ def _fitted(topology: Topology, screen: Screen) -> Topology:
     """With no more train steps than a dump has groups for, if one is trained on."""
     if topology.run.load is None:
         return topology
-    from runtime.dumped_run import fitted  # numpy, which the rest can do without
+    from runtime.samples.dumped_run import fitted  # numpy, which the rest can do without
 
     shorter = fitted(topology)
     if shorter.train.num_steps < topology.train.num_steps:

@@ -176,8 +176,8 @@ BAD_TREE = {
     "actors/trainer/__init__.py": "import torch, transformers\nfrom megatron.core import x\n",
     "actors/rollout/__init__.py": "import importlib\nimportlib.import_module('sglang.srt')\n",
     "actors/rollout/actor.py": "import torch\n",
-    "actors/rollout/embedded/engine.py": "import torch\n",
-    "actors/buffer/source.py": "import transformers\nfrom bin import start_topology\n",
+    "actors/rollout/embedded/engine/thread.py": "import torch\n",
+    "actors/buffer/prompts/source.py": "import transformers\nfrom bin import start_topology\n",
     "bin/start_topology.py": "import actors.registry, runtime.bus\nimport tests.conftest\n",
     "runtime/one.py": "from runtime.two import y\n",
     "runtime/two.py": "import runtime.one\n",
@@ -197,7 +197,7 @@ EXPECTED = {
     "actors/filter/actor.py:1: actor filter may not import actor reward: they share messages",
     "actors/rollout/__init__.py:2: sglang is for nobody",
     "actors/rollout/actor.py:1: torch is for actors.trainer and actors.rollout.embedded",
-    "actors/buffer/source.py:2: actors may not import bin",
+    "actors/buffer/prompts/source.py:2: actors may not import bin",
     "bin/start_topology.py:2: bin may not import tests",
     "runtime/long.py:1: 1001 lines; over 1000 a docstring says 'Why one file: ...'",
     "import cycle: actors.registry -> actors.filter.actor -> actors.registry",
@@ -223,7 +223,7 @@ def run_python(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("module", ["runtime.topology", "bin.start_topology"])
+@pytest.mark.parametrize("module", ["runtime.settings.topology", "bin.start_topology"])
 def test_help_and_check_load_nothing_heavy(module: str) -> None:
     code = f"import sys; sys.path.insert(0, '.'); import {module}; print(*sorted(sys.modules.keys() & set({HEAVY})))"
     assert run_python(code) == ""

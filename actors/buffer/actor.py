@@ -11,15 +11,15 @@ import structlog
 from anyio import to_thread
 from anyio.abc import TaskStatus
 
-from actors.buffer.decide import Schedule, decide
-from actors.buffer.made import MadePrompts
-from actors.buffer.pressure import LOOK_AGAIN_S, Pressure
-from actors.buffer.recorder import Recorder
-from actors.buffer.selecting import Selector
-from actors.buffer.selection import Selection
-from actors.buffer.source import PromptSet, load_prompts
-from actors.buffer.tasks import eval_tasks, rollout_task, schedule_of, tasks_in_flight
-from actors.buffer.trimming import Trimmer, fold_archive
+from actors.buffer.deciding.decide import Schedule, decide
+from actors.buffer.deciding.selecting import Selector
+from actors.buffer.deciding.selection import Selection
+from actors.buffer.deciding.tasks import eval_tasks, rollout_task, schedule_of, tasks_in_flight
+from actors.buffer.prompts.made import MadePrompts
+from actors.buffer.prompts.source import PromptSet, load_prompts
+from actors.buffer.storage.pressure import LOOK_AGAIN_S, Pressure
+from actors.buffer.storage.recorder import Recorder
+from actors.buffer.storage.trimming import Trimmer, fold_archive
 from actors.buffer.waiting import Doing, prompts_of, words_of
 from messages import (
     BatchReady,
@@ -47,13 +47,14 @@ from messages import (
     SpillsGiven,
     SpillsRequested,
 )
-from runtime.actor import Actor, InputError
-from runtime.archive import first_archived
-from runtime.bus import AlreadyQueued, Bus, Events, Fenced, MessageTooLarge, SequenceMismatch
 from runtime.bus.background import beside
-from runtime.data_files import DataError
-from runtime.ledger import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold, spills_of
-from runtime.topology import Topology
+from runtime.bus.bus import Bus, Events
+from runtime.bus.errors import AlreadyQueued, Fenced, MessageTooLarge, SequenceMismatch
+from runtime.host.actor import Actor, InputError
+from runtime.ledger.archive import first_archived
+from runtime.ledger.fold import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold, spills_of
+from runtime.samples.data_files import DataError
+from runtime.settings.topology import Topology
 
 log = structlog.get_logger()
 

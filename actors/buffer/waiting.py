@@ -5,9 +5,9 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from actors.buffer.decide import Schedule
-from runtime.ledger import Evaluation, LedgerState, Stage
-from runtime.recipe import DataConfig
+from actors.buffer.deciding.decide import Schedule
+from runtime.ledger.fold import Evaluation, LedgerState, Stage
+from runtime.settings.recipe import DataConfig
 from runtime.wording import count_of, duration
 
 LONG_S: Final = 1.0  # what takes less is not waited for

@@ -1,0 +1,4 @@
+"""The filter: judges completed prompt groups and keeps no state.
+
+Open actor.py first, filters.py for the built-in ones.
+"""

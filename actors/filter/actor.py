@@ -11,9 +11,10 @@ from anyio.abc import TaskStatus
 
 from actors.filter.filters import BUILT_IN_FILTERS, Filter, Verdict, find_filter, keep_all, summary_of, verdict_of
 from messages.events import GroupCompleted, Outcome, VerdictGiven
-from runtime.actor import Actor
-from runtime.bus import Bus, Deliveries, Delivery
-from runtime.topology import Topology
+from runtime.bus.bus import Bus
+from runtime.bus.consumer import Deliveries, Delivery
+from runtime.host.actor import Actor
+from runtime.settings.topology import Topology
 from runtime.wording import duration
 
 DURABLE = "filter"

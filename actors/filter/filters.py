@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 
 from messages.events import GroupCompleted, Outcome
-from runtime.plugins import OWN, is_plugin, load_plugin
+from runtime.settings.plugins import OWN, is_plugin, load_plugin
 
 FILTER_KEY = "rollout.dynamic_filter"
 MIN_STD = 1e-6  # reward units; rewards that differ by rounding only are equal

@@ -1,0 +1,4 @@
+"""The reward actor: grades samples in processes that may hang, die and be killed.
+
+Open actor.py first, then pool.py.
+"""

@@ -13,9 +13,10 @@ from actors.reward.pool import GraderPool, PoolSettings, open_pool
 from actors.reward.samples import GradedSample
 from messages.calls import Score, ScoresGiven
 from messages.work import ScoreItem, ScoreRequested
-from runtime.actor import Actor
-from runtime.bus import Bus, Deliveries, Delivery
-from runtime.topology import Topology
+from runtime.bus.bus import Bus
+from runtime.bus.consumer import Deliveries, Delivery
+from runtime.host.actor import Actor
+from runtime.settings.topology import Topology
 from runtime.wording import count_of, duration
 
 DURABLE = "reward"

@@ -27,7 +27,7 @@ from actors.reward.frames import (
     read_frame,
     write_all,
 )
-from actors.reward.grading import Call, grade_group, grade_sample, resolve_grader
+from actors.reward.graders.calling import Call, grade_group, grade_sample, resolve_grader
 
 if TYPE_CHECKING:
     import asyncio

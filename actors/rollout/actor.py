@@ -13,21 +13,21 @@ import msgspec
 import structlog
 from anyio.abc import TaskStatus
 
-from actors.rollout.conversation import Conversation
-from actors.rollout.endings import Ending, Endings
-from actors.rollout.fleet import Fleet
-from actors.rollout.functions import find_generate_function
-from actors.rollout.generation import Generator
-from actors.rollout.groups import GroupRun, Tools
-from actors.rollout.http import Http, RequestRefused
-from actors.rollout.inheritance import Inheritance
-from actors.rollout.jobs import eval_job, training_job
-from actors.rollout.members import fresh_members
-from actors.rollout.scoring import Scorer
-from actors.rollout.servers import attend_servers
-from actors.rollout.slots import Release, Slots, released
-from actors.rollout.updates import Updater
-from actors.rollout.wanted import WantedWeights
+from actors.rollout.engines.discovery import attend_servers
+from actors.rollout.engines.fleet import Fleet
+from actors.rollout.engines.target import WantedWeights
+from actors.rollout.engines.weights.disk import Updater
+from actors.rollout.groups.endings import Ending, Endings
+from actors.rollout.groups.inheritance import Inheritance
+from actors.rollout.groups.members import fresh_members
+from actors.rollout.groups.run import GroupRun, Tools
+from actors.rollout.groups.scoring import Scorer
+from actors.rollout.groups.slots import Release, Slots, released
+from actors.rollout.groups.tasks import eval_job, training_job
+from actors.rollout.requests.sending import Generator
+from actors.rollout.sessions.conversation import Conversation
+from actors.rollout.sessions.functions import find_generate_function
+from actors.rollout.sglang.client import Http, RequestRefused
 from messages import (
     EvalCompleted,
     EvalEnded,
@@ -48,9 +48,11 @@ from messages import (
     WeightsAnnounced,
     WeightsApplied,
 )
-from runtime.actor import Actor, leaves
-from runtime.bus import Bus, Delivery, MessageTooLarge
-from runtime.topology import Topology, num_engines
+from runtime.bus.bus import Bus
+from runtime.bus.consumer import Delivery
+from runtime.bus.errors import MessageTooLarge
+from runtime.host.actor import Actor, leaves
+from runtime.settings.topology import Topology, num_engines
 from runtime.wording import count_of
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from anyio.abc import TaskStatus
 
-from actors.trainer.feed import Feed
-from actors.trainer.history import HISTORY
+from actors.trainer.batches.feed import Feed
+from actors.trainer.batches.history import HISTORY
+from actors.trainer.batches.staleness import Masking
 from actors.trainer.leader import Leader
 from actors.trainer.rendezvous import meet, own_rank
-from actors.trainer.staleness import Masking
 from actors.trainer.torch_thread import TorchThread
 from messages import (
     BatchTrained,
@@ -21,12 +21,12 @@ from messages import (
     TrainerStarted,
     WeightsAnnounced,
 )
-from runtime.actor import Actor
-from runtime.bus import Bus
-from runtime.topology import Topology, num_ranks
+from runtime.bus.bus import Bus
+from runtime.host.actor import Actor
+from runtime.settings.topology import Topology, num_ranks
 
 if TYPE_CHECKING:
-    from actors.trainer.engine import TrainerEngine
+    from actors.trainer.commands import TrainerEngine
 
 
 class TrainerActor(Actor):
@@ -97,8 +97,8 @@ class TrainerActor(Actor):
 
     def _build_engine(self, store: Any) -> "TrainerEngine":
         """On the torch thread: importing torch and Megatron takes seconds."""
-        from actors.trainer.engine import TrainerEngine
-        from actors.trainer.ranks import Ranks
+        from actors.trainer.commands import TrainerEngine
+        from actors.trainer.megatron.groups import Ranks
 
         rank = Ranks(
             rank=self._rank,

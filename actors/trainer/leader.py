@@ -27,16 +27,16 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from actors.trainer.feed import FedBatch, Feed
+from actors.trainer.batches.feed import FedBatch, Feed
 from actors.trainer.torch_thread import TorchThread
 from messages import BatchTrained, CheckpointSaved, PayloadsMissing, TrainerStarted, WeightsAnnounced
-from runtime.actor import InputError
-from runtime.bus import Bus
-from runtime.topology import EXPORT_DIRECTORY, Topology
+from runtime.bus.bus import Bus
+from runtime.host.actor import InputError
+from runtime.settings.topology import EXPORT_DIRECTORY, Topology
 
 if TYPE_CHECKING:
-    from actors.trainer.engine import TrainerEngine
-    from actors.trainer.publish import Published
+    from actors.trainer.commands import TrainerEngine
+    from actors.trainer.models.files import Published
 
 log = structlog.get_logger()
 

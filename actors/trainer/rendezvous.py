@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 import anyio
 import anyio.to_thread
 
-from runtime.addresses import BUS_URL_VARIABLE, Address
-from runtime.bus import Bus
-from runtime.topology import Topology, num_ranks
+from runtime.bus.addresses import BUS_URL_VARIABLE, Address
+from runtime.bus.bus import Bus
+from runtime.settings.topology import Topology, num_ranks
 
 KEY: Final = "address.trainer.rendezvous.0"
 CONNECT_TIMEOUT: Final = timedelta(seconds=10)

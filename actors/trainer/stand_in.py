@@ -11,8 +11,8 @@ import structlog
 from anyio import to_thread
 from anyio.abc import TaskStatus
 
-from actors.trainer.feed import is_trimmed
-from actors.trainer.history import History
+from actors.trainer.batches.feed import is_trimmed
+from actors.trainer.batches.history import History
 from actors.trainer.torch_thread import TorchThread
 from messages import (
     BatchReady,
@@ -26,11 +26,12 @@ from messages import (
     TrainerStarted,
     WeightsAnnounced,
 )
-from runtime.actor import Actor
-from runtime.archive import newest_snapshot
-from runtime.bus import Bus, Events, Fenced
+from runtime.bus.bus import Bus, Events
+from runtime.bus.errors import Fenced
 from runtime.checksums import checksums_of, safetensors_files
-from runtime.topology import Topology
+from runtime.host.actor import Actor
+from runtime.ledger.archive import newest_snapshot
+from runtime.settings.topology import Topology
 
 log = structlog.get_logger()
 
@@ -192,9 +193,9 @@ def _draw(topology: Topology, directory: Path) -> None:
     """Write the weights that the trainer would start from; the directory appears when it is complete."""
     if directory.exists():
         return
-    from actors.trainer.hf_config import DTYPES, read_hf_config
-    from actors.trainer.publish import write_model
-    from actors.trainer.weights import hf_shapes, random_source
+    from actors.trainer.models.config import DTYPES, read_hf_config
+    from actors.trainer.models.files import write_model
+    from actors.trainer.models.mapping import hf_shapes, random_source
 
     model_directory = Path(topology.model.hf_checkpoint)
     model = read_hf_config(model_directory)

@@ -37,7 +37,7 @@ class TorchThread:
 def _enter_thread() -> None:
     import torch  # heavy: the event loop serves calls while this thread imports it
 
-    from actors.trainer import cpu
+    from actors.trainer.megatron import cpu
 
     if cpu.needed():
         torch.set_num_threads(1)  # a second one made tiny models 10 to 200 times slower on a busy machine

@@ -14,11 +14,21 @@ import msgspec
 import structlog
 
 from messages import ActorExited, ActorStarted, GroupCompleted, RunFailed, RunFinished, SegmentsPublished
-from runtime.actor import leaves
-from runtime.addresses import BUS_URL_VARIABLE, Address
-from runtime.agent.claim import write_atomically
-from runtime.agent.node_claim import NodeClaim, NodeClaimed
-from runtime.agent.processes import (
+from runtime.agent.claims.claim import write_atomically
+from runtime.agent.claims.node_claim import NodeClaim, NodeClaimed
+from runtime.agent.claims.rundir import BUS_FILE, METRICS_FILE
+from runtime.agent.stalls import StallWatch
+from runtime.agent.supervision.supervisor import Supervision
+from runtime.bus.addresses import BUS_URL_VARIABLE, Address
+from runtime.bus.bus import Bus
+from runtime.bus.errors import BusError, BusUnavailable
+from runtime.bus.limits import BusLimits, StreamLimits
+from runtime.bus.nats.server import ServerSettings, server_command, wait_ready, write_config
+from runtime.host.actor import leaves
+from runtime.ledger.archive import begun, history
+from runtime.report.metrics_file import MetricsFile
+from runtime.report.report import Line, Report, RowDone, SampleShown
+from runtime.settings.processes import (
     EXIT_FENCED,
     EXIT_INPUT_ERROR,
     Change,
@@ -32,14 +42,6 @@ from runtime.agent.processes import (
     Started,
     WhenConfirmed,
 )
-from runtime.agent.rundir import BUS_FILE, METRICS_FILE
-from runtime.agent.stalls import StallWatch
-from runtime.agent.supervisor import Supervision
-from runtime.archive import begun, history
-from runtime.bus import Bus, BusError, BusLimits, BusUnavailable, StreamLimits
-from runtime.bus.server import ServerSettings, server_command, wait_ready, write_config
-from runtime.metrics_file import MetricsFile
-from runtime.report import Line, Report, RowDone, SampleShown
 
 log = structlog.get_logger()
 

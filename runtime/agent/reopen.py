@@ -12,14 +12,16 @@ import msgspec
 
 from messages import Plane
 from messages.subjects import RUN_NAME, stream_of
-from runtime.agent import guardian
-from runtime.agent.claim import kept_unclaimed
-from runtime.agent.rundir import BUS_FILE, TOPOLOGY_FILE
-from runtime.agent.spawn import Child
-from runtime.archive import History, begun, history
-from runtime.bus import Bus, BusError, BusLimits
-from runtime.bus.server import ServerSettings, server_command, wait_ready, write_config
-from runtime.ledger import LedgerState
+from runtime.agent.claims.claim import kept_unclaimed
+from runtime.agent.claims.rundir import BUS_FILE, TOPOLOGY_FILE
+from runtime.agent.supervision import guardian
+from runtime.agent.supervision.spawn import Child
+from runtime.bus.bus import Bus
+from runtime.bus.errors import BusError
+from runtime.bus.limits import BusLimits
+from runtime.bus.nats.server import ServerSettings, server_command, wait_ready, write_config
+from runtime.ledger.archive import History, begun, history
+from runtime.ledger.fold import LedgerState
 
 RUNS = Path("runs")
 STREAMS = Path("nats", "jetstream", "$G", "streams")  # in the run directory; $G is the server's only account

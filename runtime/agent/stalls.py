@@ -7,7 +7,8 @@ import anyio
 import structlog
 
 from messages import RunStalled, StatsGiven, StatsRequested
-from runtime.bus import Bus, BusError, CallError, CallRefused, CallTimeout
+from runtime.bus.bus import Bus
+from runtime.bus.errors import BusError, CallError, CallRefused, CallTimeout
 from runtime.bus.roster import Members
 
 log = structlog.get_logger()

@@ -7,10 +7,8 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from runtime.agent.claim import Claim, RunClaimed
-from runtime.agent.node import NodeAgent, NodePlan, Outcome, Show, command_started, exit_code_of
-from runtime.agent.processes import EXIT_INPUT_ERROR, GivenUp, ProcessSpec
-from runtime.agent.rundir import (
+from runtime.agent.claims.claim import Claim, RunClaimed
+from runtime.agent.claims.rundir import (
     METRICS_FILE,
     TOPOLOGY_FILE,
     RunRefused,
@@ -21,10 +19,12 @@ from runtime.agent.rundir import (
     stored_result,
     wants_more_steps,
 )
-from runtime.bus.server import ServerSettings
-from runtime.logs import configure_logging
-from runtime.plan import stream_limits, stream_sizes
-from runtime.topology import Topology, bus_node
+from runtime.agent.node import NodeAgent, NodePlan, Outcome, Show, command_started, exit_code_of
+from runtime.bus.nats.server import ServerSettings
+from runtime.host.logs import configure_logging
+from runtime.settings.plan import stream_limits, stream_sizes
+from runtime.settings.processes import EXIT_INPUT_ERROR, GivenUp, ProcessSpec
+from runtime.settings.topology import Topology, bus_node
 
 __all__ = ["End", "RunRefused", "SpecsOf", "Wish", "start"]
 

@@ -13,16 +13,16 @@ from messages import DecodeError, Message, MessageT, Plane, decode, encode, tag_
 from messages.subjects import check_run_name, filter_of, ledger_filter, plane_filter, stream_of, subject_of
 from runtime.bus.background import beside
 from runtime.bus.calls import Handler, Inbox, ask, serve
-from runtime.bus.connection import STATUS, Connection, open_connection
 from runtime.bus.consumer import ConsumerSettings, Deliveries
 from runtime.bus.dead import DeadLetters
 from runtime.bus.errors import BusUnavailable, CallRefused, PayloadLost, PayloadUnreadable
 from runtime.bus.kv import KeyValues
 from runtime.bus.limits import BusLimits, StreamLimits
-from runtime.bus.pull import time_of
+from runtime.bus.nats.connection import STATUS, Connection, open_connection
+from runtime.bus.nats.pull import time_of
+from runtime.bus.nats.store import API, EXPECTED_LAST, EXPECTED_LAST_FILTER, Store, api_call
+from runtime.bus.nats.streams import ensure_streams
 from runtime.bus.reader import LogReader
-from runtime.bus.store import API, EXPECTED_LAST, EXPECTED_LAST_FILTER, Store, api_call
-from runtime.bus.streams import ensure_streams
 
 DEFAULT_LIMITS: Final = BusLimits()
 

@@ -13,9 +13,9 @@ from messages import CallFailed, DecodeError, Message, MessageT, decode, encode
 from messages.codec import CONTENT_TYPE_HEADER
 from messages.subjects import call_subject
 from runtime.bus.background import task_group
-from runtime.bus.connection import AttemptTimeout, Connection, Disconnected, NoResponders, RawMessage
 from runtime.bus.dead import DeadLetters
 from runtime.bus.errors import CallRefused, CallTimeout, MessageTooLarge, NotServed
+from runtime.bus.nats.connection import AttemptTimeout, Connection, Disconnected, NoResponders, RawMessage
 
 log = structlog.get_logger()
 

@@ -10,11 +10,11 @@ import anyio
 import msgspec
 
 from messages import DecodeError, MessageT, Plane, decode
-from runtime.bus.connection import Connection, Disconnected, RawMessage
 from runtime.bus.dead import DeadLetters
 from runtime.bus.errors import BusUnavailable
-from runtime.bus.pull import NANOSECONDS, ConsumerLost, Place, Pull, place_of, time_of
-from runtime.bus.store import ApiFailed, api_call
+from runtime.bus.nats.connection import Connection, Disconnected, RawMessage
+from runtime.bus.nats.pull import NANOSECONDS, ConsumerLost, Place, Pull, place_of, time_of
+from runtime.bus.nats.store import ApiFailed, api_call
 
 ACK: Final = b"+ACK"
 NAK: Final = b"-NAK"

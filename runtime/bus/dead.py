@@ -6,9 +6,9 @@ import structlog
 
 from messages import DeadLetter, MessageDeadLettered, Plane, encode
 from messages.subjects import subject_of
-from runtime.bus.connection import Connection
 from runtime.bus.errors import SequenceMismatch
-from runtime.bus.store import EXPECTED_LAST, Store
+from runtime.bus.nats.connection import Connection
+from runtime.bus.nats.store import EXPECTED_LAST, Store
 
 log = structlog.get_logger()
 

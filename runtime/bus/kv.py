@@ -8,11 +8,11 @@ import msgspec
 import structlog
 
 from messages.subjects import bucket_of
-from runtime.bus.connection import STATUS, Connection, RawMessage
 from runtime.bus.errors import PayloadUnreadable
-from runtime.bus.pull import Place
+from runtime.bus.nats.connection import STATUS, Connection, RawMessage
+from runtime.bus.nats.pull import Place
+from runtime.bus.nats.store import API, EXPECTED_LAST, SEQUENCE, Store
 from runtime.bus.reader import LogReader
-from runtime.bus.store import API, EXPECTED_LAST, SEQUENCE, Store
 
 log = structlog.get_logger()
 

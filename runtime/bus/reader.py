@@ -6,10 +6,10 @@ from typing import Any, Final
 
 import anyio
 
-from runtime.bus.connection import Connection, Disconnected, RawMessage
 from runtime.bus.errors import BusUnavailable
-from runtime.bus.pull import ConsumerLost, Place, Pull, place_of
-from runtime.bus.store import API, ApiFailed, api_call
+from runtime.bus.nats.connection import Connection, Disconnected, RawMessage
+from runtime.bus.nats.pull import ConsumerLost, Place, Pull, place_of
+from runtime.bus.nats.store import API, ApiFailed, api_call
 
 INACTIVE_S: Final = 60  # the server forgets a reader that asked for nothing this long; it is made again when it does
 NANOSECONDS: Final = 1_000_000_000

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from actors.processes import process_specs
-from runtime.agent.processes import ProcessSpec
-from runtime.load import load_topology
+from runtime.settings.load import load_topology
+from runtime.settings.processes import ProcessSpec
 
 TOPOLOGIES = Path(__file__).resolve().parents[2] / "topologies"
 

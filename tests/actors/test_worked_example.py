@@ -8,7 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from actors.buffer.source import load_prompts
+from actors.buffer.prompts.source import load_prompts
 from actors.registry import hosted
 from messages import (
     BatchReady,
@@ -21,11 +21,11 @@ from messages import (
     Outcome,
     VerdictGiven,
 )
-from runtime.actor import host
-from runtime.addresses import Address, address_key
-from runtime.bus import Bus
-from runtime.ledger import LEDGER_EVENTS, LedgerState, Stage, fold
-from runtime.topology import Topology
+from runtime.bus.addresses import Address, address_key
+from runtime.bus.bus import Bus
+from runtime.host.actor import host
+from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, Stage, fold
+from runtime.settings.topology import Topology
 from tests.fixtures.nats import eventually
 from tests.support.rollout import announcement, topology_with
 from tests.support.rollout import no_worker_is_left as no_worker_is_left  # a fixture
@@ -34,7 +34,7 @@ from tests.support.scripted_engine import ScriptedEngine, serving
 
 pytestmark = pytest.mark.anyio
 
-MODEL = Path(__file__).resolve().parents[2] / "topologies/models/reverse-digits"
+MODEL = Path(__file__).resolve().parents[2] / "topologies/demo/models/reverse-digits"
 SAMPLES = 4
 RIGHT, WRONG = 1, 2  # tokens
 NUM_RIGHT = {0: 4, 1: 0, 2: 4, 6: 1, 8: 3}  # of the samples of a group; 2 of all others, the widest spread

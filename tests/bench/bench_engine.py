@@ -26,7 +26,7 @@ import psutil
 import uvloop
 
 from actors.processes import STREAM_INTERVAL
-from actors.rollout.streams import Stream
+from actors.rollout.sglang.streams import Stream
 from tests.support.embedded_engine import free_port, running_engine, running_router, write_config
 
 PROMPT, RESPONSE, IN_FLIGHT, GROUP = 16, 64, 64, 8  # tokens, tokens, samples, samples per prompt
@@ -70,8 +70,8 @@ def slots_alone(directory: Path, seconds: float) -> Measured:
     """Drive the scheduler without a thread or a server, always with IN_FLIGHT requests."""
     import torch
 
-    from actors.rollout.embedded import core, requests
-    from actors.rollout.embedded.config import read_model
+    from actors.rollout.embedded.engine import core, requests
+    from actors.rollout.embedded.model.config import read_model
 
     torch.set_num_threads(1)
     numbers = iter(range(1_000_000_000))

@@ -31,7 +31,7 @@ import anyio
 import msgspec
 import psutil
 
-from actors.buffer.decide import Schedule, decide
+from actors.buffer.deciding.decide import Schedule, decide
 from messages import (
     BatchReady,
     BatchTrained,
@@ -50,13 +50,14 @@ from messages import (
     VerdictGiven,
     WeightsAnnounced,
 )
-from runtime.agent.rundir import TOPOLOGY_FILE
-from runtime.bus import Bus, Delivery
-from runtime.bus.server import running_server
-from runtime.ledger import LedgerState, fold
-from runtime.load import load_topology
-from runtime.logs import configure_logging
-from runtime.topology import Topology, encode_topology
+from runtime.agent.claims.rundir import TOPOLOGY_FILE
+from runtime.bus.bus import Bus
+from runtime.bus.consumer import Delivery
+from runtime.bus.nats.server import running_server
+from runtime.host.logs import configure_logging
+from runtime.ledger.fold import LedgerState, fold
+from runtime.settings.load import load_topology
+from runtime.settings.topology import Topology, encode_topology
 from tests.bench.rig import (
     NATS,
     ROOT,

@@ -31,16 +31,16 @@ import msgspec
 import psutil
 
 from messages import BatchReady, BatchTrained, GroupAborted, GroupCompleted, Message, RoundHalted
-from runtime.addresses import Address, address_key
-from runtime.agent.processes import Stage
-from runtime.agent.rundir import TOPOLOGY_FILE
-from runtime.bus import Bus
-from runtime.bus.server import running_server
-from runtime.ledger import LEDGER_EVENTS, LedgerState, fold
-from runtime.ledger import Stage as GroupStage
-from runtime.load import load_topology
-from runtime.logs import configure_logging
-from runtime.topology import Topology, encode_topology
+from runtime.agent.claims.rundir import TOPOLOGY_FILE
+from runtime.bus.addresses import Address, address_key
+from runtime.bus.bus import Bus
+from runtime.bus.nats.server import running_server
+from runtime.host.logs import configure_logging
+from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
+from runtime.ledger.fold import Stage as GroupStage
+from runtime.settings.load import load_topology
+from runtime.settings.processes import Stage
+from runtime.settings.topology import Topology, encode_topology
 from tests.bench.long_tail import Clock, Lengths, Mode, Simulation, Trained, Work, tokens_per_s
 from tests.bench.rig import (
     NATS,

@@ -30,16 +30,16 @@ import anyio
 import msgspec
 import psutil
 
-from actors.rollout.http import Http
+from actors.rollout.sglang.client import Http
 from messages import BatchTrained
-from runtime.addresses import Address, address_key
-from runtime.agent.processes import Stage
-from runtime.agent.rundir import TOPOLOGY_FILE
-from runtime.bus import Bus
-from runtime.bus.server import running_server
-from runtime.load import load_topology
-from runtime.logs import configure_logging
-from runtime.topology import Topology, encode_topology
+from runtime.agent.claims.rundir import TOPOLOGY_FILE
+from runtime.bus.addresses import Address, address_key
+from runtime.bus.bus import Bus
+from runtime.bus.nats.server import running_server
+from runtime.host.logs import configure_logging
+from runtime.settings.load import load_topology
+from runtime.settings.processes import Stage
+from runtime.settings.topology import Topology, encode_topology
 from tests.bench.rig import (
     NATS,
     ROOT,

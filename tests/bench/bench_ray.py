@@ -27,10 +27,11 @@ from typing import Any
 
 import anyio
 
-from runtime.addresses import BUS_URL_VARIABLE
-from runtime.bus import Bus, StreamLimits
-from runtime.bus.server import running_server
-from runtime.logs import configure_logging
+from runtime.bus.addresses import BUS_URL_VARIABLE
+from runtime.bus.bus import Bus
+from runtime.bus.limits import StreamLimits
+from runtime.bus.nats.server import running_server
+from runtime.host.logs import configure_logging
 from tests.bench.bus_side import RUN
 from tests.bench.rig import ROOT, processes, rounded, showing_logs
 

@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 TOPOLOGY = ROOT / "topologies" / "laptop.toml"
 PROMPT = 4  # tokens of a prompt of the recipe
-IMPORT = "import time; begin = time.perf_counter(); import actors.trainer.engine; print(time.perf_counter() - begin)"
+IMPORT = "import time; begin = time.perf_counter(); import actors.trainer.commands; print(time.perf_counter() - begin)"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,9 +42,9 @@ def import_s() -> float:
 def measure(run_dir: Path, num_steps: int, *, profile: bool) -> dict[str, Any]:
     import torch
 
-    from actors.trainer import cpu
-    from actors.trainer.engine import TrainerEngine
-    from runtime.load import load_topology
+    from actors.trainer.commands import TrainerEngine
+    from actors.trainer.megatron import cpu
+    from runtime.settings.load import load_topology
 
     torch.set_num_threads(1)
     topology = load_topology(TOPOLOGY).topology
@@ -88,7 +88,7 @@ def summary(values: list[float]) -> dict[str, float]:
 def random_batch(step: int, num_groups: int, group_size: int = 8) -> Any:
     import numpy as np
 
-    from actors.trainer.batching import TrainBatch
+    from actors.trainer.batches.plan import TrainBatch
 
     generator = np.random.default_rng(step)
     count = num_groups * group_size

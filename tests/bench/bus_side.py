@@ -32,10 +32,10 @@ from messages import (
     UInt8Array,
     WeightSpan,
 )
-from runtime.actor import spare_the_collector
-from runtime.addresses import BUS_URL_VARIABLE
-from runtime.bus import Bus, Events
-from runtime.logs import configure_logging
+from runtime.bus.addresses import BUS_URL_VARIABLE
+from runtime.bus.bus import Bus, Events
+from runtime.host.actor import spare_the_collector
+from runtime.host.logs import configure_logging
 
 RUN = "bench"
 NUM_FETCHERS = 8  # as the trainer's feed has

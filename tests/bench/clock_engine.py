@@ -22,7 +22,7 @@ from aiohttp import web
 
 from tests.bench.long_tail import Clock, Lengths
 
-MODEL = str(Path(__file__).parents[2] / "topologies/models/reverse-digits")  # the router looks for its tokenizer
+MODEL = str(Path(__file__).parents[2] / "topologies/demo/models/reverse-digits")  # the router looks for its tokenizer
 DIGIT_ZERO = 6  # its token; the other digits follow
 TOKEN, TEXT = 5, "}"  # what every response is made of
 LOG_PROB = -0.5

@@ -10,10 +10,11 @@ from typing import Any
 import psutil
 
 from actors.processes import OURS, process_specs
-from runtime.addresses import BUS_URL_VARIABLE
-from runtime.agent.processes import ProcessSpec
-from runtime.bus import Bus, StreamLimits
-from runtime.topology import SOLE_NODE, Topology
+from runtime.bus.addresses import BUS_URL_VARIABLE
+from runtime.bus.bus import Bus
+from runtime.bus.limits import StreamLimits
+from runtime.settings.processes import ProcessSpec
+from runtime.settings.topology import SOLE_NODE, Topology
 
 ROOT = Path(__file__).parents[2]
 NATS = "nats-server"

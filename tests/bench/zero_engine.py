@@ -16,7 +16,7 @@ from aiohttp import web
 
 IDS = [7, 4, 2, 1]
 TEXT = "74"
-MODEL = str(Path(__file__).parents[2] / "topologies/models/reverse-digits")  # the router looks for its tokenizer
+MODEL = str(Path(__file__).parents[2] / "topologies/demo/models/reverse-digits")  # the router looks for its tokenizer
 
 
 class GenerateBody(msgspec.Struct):

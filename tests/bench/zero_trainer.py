@@ -12,14 +12,14 @@ import anyio
 from anyio.abc import TaskStatus
 
 from actors.trainer.actor import TrainerActor
-from actors.trainer.feed import Feed
+from actors.trainer.batches.feed import Feed
 from messages import BatchTrained, TrainerStarted, WeightsAnnounced
-from runtime.actor import Actor, Hosted, run_process
-from runtime.addresses import BUS_URL_VARIABLE
-from runtime.agent.rundir import TOPOLOGY_FILE
-from runtime.bus import Bus
-from runtime.logs import configure_logging
-from runtime.topology import Topology, decode_topology
+from runtime.agent.claims.rundir import TOPOLOGY_FILE
+from runtime.bus.addresses import BUS_URL_VARIABLE
+from runtime.bus.bus import Bus
+from runtime.host.actor import Actor, Hosted, run_process
+from runtime.host.logs import configure_logging
+from runtime.settings.topology import Topology, decode_topology
 
 CHECKSUM = "sum"  # what the zero engine says of any weights
 

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from bin.start_topology import main
-from runtime.agent.processes import ProcessSpec
-from runtime.topology import Topology
+from runtime.settings.processes import ProcessSpec
+from runtime.settings.topology import Topology
 
 ROOT = Path(__file__).parents[2]
 PLAYER = ROOT / "tests" / "runtime" / "agent" / "player.py"

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from runtime.dumps import DumpedGroup, write_pair
-from tests.runtime.test_dumps import example
+from runtime.samples.dumps import DumpedGroup, write_pair
+from tests.runtime.samples.test_dumps import example
 
 ROOT = Path(__file__).parents[2]
 COMMAND = ROOT / "bin" / "replay.py"
@@ -45,7 +45,7 @@ def dump(tmp_path: Path) -> Path:
 def _topology() -> dict[str, Any]:
     return {
         "model": {
-            "hf_checkpoint": str(ROOT / "topologies/models/reverse-digits"),
+            "hf_checkpoint": str(ROOT / "topologies/demo/models/reverse-digits"),
             "random_init": True,
             "ref_load": None,
         },

@@ -14,7 +14,7 @@ from typing import IO
 import psutil
 import pytest
 
-from runtime.agent.guardian import MARK_VARIABLE
+from runtime.agent.supervision.guardian import MARK_VARIABLE
 from tests.support.cpu import interpreter_starts
 
 ROOT = Path(__file__).parents[2]

@@ -25,9 +25,9 @@ from messages import (
     WeightsAnnounced,
     WeightsApplied,
 )
-from runtime.archive import history
-from runtime.bus import Bus
-from runtime.ledger import FOLD_VERSION, LEDGER_EVENTS, Books, LedgerState, fold
+from runtime.bus.bus import Bus
+from runtime.ledger.archive import history
+from runtime.ledger.fold import FOLD_VERSION, LEDGER_EVENTS, Books, LedgerState, fold
 from tests.chaos.harness import Run
 
 Log = Sequence[tuple[int, Message]]  # with the sequence of each event

@@ -18,10 +18,11 @@ import anyio.abc
 import psutil
 
 from messages import ActorStarted, BatchTrained, Message, RunFinished
-from runtime.agent import guardian
-from runtime.bus import Bus, BusLimits, Events, Received
-from runtime.bus.server import ServerSettings, running_server
-from runtime.load import load_topology
+from runtime.agent.supervision import guardian
+from runtime.bus.bus import Bus, Events, Received
+from runtime.bus.limits import BusLimits
+from runtime.bus.nats.server import ServerSettings, running_server
+from runtime.settings.load import load_topology
 from tests.fixtures.nats import eventually
 
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ from messages import (
     ScoreRequested,
     SegmentsPublished,
 )
-from runtime.bus import Bus
-from runtime.ledger import LEDGER_EVENTS, LedgerState, Stage, fold
+from runtime.bus.bus import Bus
+from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, Stage, fold
 from tests.chaos.harness import moments_of
 from tests.fixtures.nats import NatsServer, eventually, score_request, segments
 

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from messages import ActorExited, ActorStarted, Message, RunFinished
-from runtime.ledger import LEDGER_EVENTS, LedgerState, fold
+from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
 from tests.chaos.audit import Log, audit, read_all
 from tests.chaos.harness import Command, Run, moments_of
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from messages import ActorExited, BufferStarted, GroupCompleted, WeightsApplied
-from runtime.addresses import BUS_URL_VARIABLE
-from runtime.agent.processes import EXIT_FENCED
+from runtime.bus.addresses import BUS_URL_VARIABLE
+from runtime.settings.processes import EXIT_FENCED
 from tests.chaos.audit import audit, read_all
 from tests.chaos.harness import BATCH_SIZE, EVENT_S, EVENTS_PER_STEP, ROOT, Command, Run, moments_of
 

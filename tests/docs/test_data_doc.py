@@ -5,21 +5,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from actors.buffer.demonstrations import pieces_of
-from actors.buffer.made import find_source
-from actors.buffer.source import load_prompts
-from actors.buffer.tokenizing import load_tokenizing
+from actors.buffer.prompts.demonstrations import pieces_of
+from actors.buffer.prompts.made import find_source
+from actors.buffer.prompts.source import load_prompts
+from actors.buffer.prompts.tokenizing import load_tokenizing
 from actors.hooks import check_hooks
 from messages import Prompt
-from runtime.load import load_topology
-from runtime.recipe import DataConfig
-from runtime.rows import read_rows
-from runtime.topology import Topology
+from runtime.samples.rows import read_rows
+from runtime.settings.load import load_topology
+from runtime.settings.recipe import DataConfig
+from runtime.settings.topology import Topology
 from tests.docs.snippets import snippets
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "data.md"
-MODEL = ROOT / "topologies/models/reverse-digits"
+MODEL = ROOT / "topologies/demo/models/reverse-digits"
 START = f"""include = "laptop.toml"
 rollout.shuffle = false
 model.hf_checkpoint = "{MODEL}"

@@ -13,7 +13,7 @@ from messages.base import Plane, message_types, tag_of
 from messages.events import BatchTrained, GroupCompleted, Outcome, VerdictGiven
 from messages.ledger import BatchReady, GroupRef, GroupsClosed, GroupsIssued, IssuedGroup
 from messages.samples import SampleStatus, SampleSummary
-from runtime.bus import Bus
+from runtime.bus.bus import Bus
 from tests.docs.snippets import snippets
 from tests.fixtures.nats import NatsServer
 

@@ -7,16 +7,16 @@ from pathlib import Path
 import anyio
 import pytest
 
-from actors.buffer import selection
-from actors.buffer.selection import Selection, chosen_of, find_selection
+from actors.buffer.deciding import selection
+from actors.buffer.deciding.selection import Selection, chosen_of, find_selection
 from actors.filter.filters import KEEP, GroupSummary, find_filter, verdict_of
 from actors.reward.frames import GraderSpec, Hello
-from actors.reward.graders import BUILT_IN_GRADERS
+from actors.reward.graders.builtin import BUILT_IN_GRADERS
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.samples import GradedSample
-from actors.rollout.conversation import Conversation
-from actors.rollout.functions import find_generate_function
-from actors.rollout.members import Member
+from actors.rollout.groups.members import Member
+from actors.rollout.sessions.conversation import Conversation
+from actors.rollout.sessions.functions import find_generate_function
 from messages import Float32Array, Int32Array, Prompt, SampleKey, SampleStatus, Segment, UInt8Array, WeightSpan
 from messages.events import Outcome
 from tests.docs.snippets import snippets

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from actors.buffer.decide import Schedule, decide
+from actors.buffer.deciding.decide import Schedule, decide
 from messages import (
     BatchTrained,
     CheckpointSaved,
@@ -16,7 +16,7 @@ from messages import (
     VerdictGiven,
     WeightsAnnounced,
 )
-from runtime.ledger import LedgerState, fold
+from runtime.ledger.fold import LedgerState, fold
 
 
 class Log:

@@ -28,10 +28,10 @@ from messages import (
     ScoresGiven,
     WeightsAnnounced,
 )
-from runtime.actor import host
-from runtime.addresses import Address, address_key
-from runtime.bus import Bus
-from runtime.topology import Topology
+from runtime.bus.addresses import Address, address_key
+from runtime.bus.bus import Bus
+from runtime.host.actor import host
+from runtime.settings.topology import Topology
 from tests.support.scripted_engine import ScriptedEngine
 
 RECIPE: dict[str, Any] = {

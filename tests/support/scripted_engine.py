@@ -12,7 +12,7 @@ from typing import Any, Final
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-MODEL: Final = str(Path(__file__).parents[2] / "topologies/models/reverse-digits")  # the router reads its tokenizer
+MODEL: Final = str(Path(__file__).parents[2] / "topologies/demo/models/reverse-digits")  # for the router
 Script = Callable[[list[int], dict[str, Any]], list[int]]  # prompt ids, sampling params -> response ids
 
 

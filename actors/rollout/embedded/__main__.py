@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from actors.rollout.embedded.config import MAX_CONTEXT, ModelDescription, ModelError, read_model
+from actors.rollout.embedded.model.config import MAX_CONTEXT, ModelDescription, ModelError, read_model
 from runtime.checksums import safetensors_files
 
 
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
         if flags.load_format == "auto":
             safetensors_files(flags.model_path)
         with _bound(flags.host, flags.port) as listener:
-            from actors.rollout.embedded.serve import serve  # torch takes a second to import
+            from actors.rollout.embedded.http.serve import serve  # torch takes a second to import
 
             return serve(flags, description, listener)
     except (ModelError, OSError) as error:

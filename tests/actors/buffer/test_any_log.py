@@ -16,8 +16,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from actors.buffer.decide import EvalPlan, Schedule, decide
-from actors.buffer.selection import Selection, first_come
+from actors.buffer.deciding.decide import EvalPlan, Schedule, decide
+from actors.buffer.deciding.selection import Selection, first_come
 from messages import (
     BatchReady,
     BatchTrained,
@@ -41,8 +41,8 @@ from messages import (
     VerdictGiven,
     WeightsAnnounced,
 )
-from runtime.ledger import LedgerState, Stage, fold
-from runtime.ledger_state import Index
+from runtime.ledger.fold import LedgerState, Stage, fold
+from runtime.ledger.state import Index
 
 NUM_SAMPLES = 2
 SCHEDULES = st.builds(

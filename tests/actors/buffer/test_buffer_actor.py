@@ -36,16 +36,17 @@ from messages import (
 )
 from messages.codec import encode
 from messages.subjects import filter_of, ledger_filter, subject_of
-from runtime.actor import host
-from runtime.bus import Bus, BusError, Fenced
-from runtime.recipe import EvalConfig
-from runtime.topology import Topology
+from runtime.bus.bus import Bus
+from runtime.bus.errors import BusError, Fenced
+from runtime.host.actor import host
+from runtime.settings.recipe import EvalConfig
+from runtime.settings.topology import Topology
 from tests.fixtures.nats import NatsServer, eventually
 from tests.support.rollout import announcement, next_event, topology_with
 
 pytestmark = pytest.mark.anyio
 
-MODEL = Path(__file__).resolve().parents[3] / "topologies/models/reverse-digits"
+MODEL = Path(__file__).resolve().parents[3] / "topologies/demo/models/reverse-digits"
 
 
 @pytest.fixture

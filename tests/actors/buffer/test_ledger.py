@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.buffer.decide import EvalPlan
+from actors.buffer.deciding.decide import EvalPlan
 from messages import (
     BatchReady,
     BufferStarted,
@@ -24,7 +24,7 @@ from messages import (
     SampleSummary,
     SnapshotTaken,
 )
-from runtime.ledger import LedgerState, Stage, fold
+from runtime.ledger.fold import LedgerState, Stage, fold
 from tests.support.ledger_log import Log, aborted, kinds, saved, summary, trained
 
 

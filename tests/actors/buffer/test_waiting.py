@@ -6,7 +6,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from actors.buffer.decide import Schedule
+from actors.buffer.deciding.decide import Schedule
 from actors.buffer.waiting import Doing, words_of
 from actors.registry import hosted
 from messages import (
@@ -18,14 +18,15 @@ from messages import (
     StatsGiven,
     StatsRequested,
 )
-from runtime.actor import host
-from runtime.bus import Bus, CallError
-from runtime.ledger import LedgerState, fold
+from runtime.bus.bus import Bus
+from runtime.bus.errors import CallError
+from runtime.host.actor import host
+from runtime.ledger.fold import LedgerState, fold
 from tests.fixtures.nats import eventually
 from tests.support.log_of_a_run import batch, completed, issued, trained, verdict, weights
 from tests.support.rollout import topology_with
 
-MODEL = Path(__file__).resolve().parents[3] / "topologies/models/reverse-digits"
+MODEL = Path(__file__).resolve().parents[3] / "topologies/demo/models/reverse-digits"
 SCHEDULE = Schedule(num_steps=2, rollout_batch_size=3, over_sampling_batch_size=3)
 
 

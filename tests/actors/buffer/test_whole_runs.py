@@ -7,8 +7,8 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.buffer.decide import EvalPlan, Schedule, decide
-from actors.buffer.selection import Chosen, Selection
+from actors.buffer.deciding.decide import EvalPlan, Schedule, decide
+from actors.buffer.deciding.selection import Chosen, Selection
 from messages import (
     BatchReady,
     BatchTrained,
@@ -34,7 +34,7 @@ from messages import (
     VerdictGiven,
     WeightsAnnounced,
 )
-from runtime.ledger import LedgerState, Stage, fold
+from runtime.ledger.fold import LedgerState, Stage, fold
 
 MAX_EVENTS = 5000
 KEPT_CHECKPOINTS = 2

@@ -12,8 +12,8 @@ import actors.filter.actor
 from actors.filter.actor import FilterActor
 from messages.events import GroupCompleted, Outcome, VerdictGiven
 from messages.samples import SampleStatus, SampleSummary
-from runtime.bus import Bus, Events
-from runtime.topology import Topology
+from runtime.bus.bus import Bus, Events
+from runtime.settings.topology import Topology
 from tests.fixtures.nats import eventually
 
 pytestmark = pytest.mark.anyio

@@ -22,7 +22,7 @@ from actors.filter.filters import (
 )
 from messages.events import GroupCompleted, Outcome
 from messages.samples import SampleStatus, SampleSummary
-from runtime.plugins import PluginError
+from runtime.settings.plugins import PluginError
 
 
 def completed(

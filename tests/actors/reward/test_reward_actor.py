@@ -19,8 +19,9 @@ from messages.base import Plane
 from messages.calls import Score, ScoresGiven
 from messages.samples import SampleStatus
 from messages.work import ScoreItem, ScoreRequested
-from runtime.bus import Bus, Inbox
-from runtime.topology import Topology
+from runtime.bus.bus import Bus
+from runtime.bus.calls import Inbox
+from runtime.settings.topology import Topology
 from tests.fixtures.nats import NatsServer
 
 pytestmark = pytest.mark.anyio
@@ -200,8 +201,8 @@ async def test_a_stopped_actor_gives_its_requests_back_at_once(bus: Bus, asker: 
 ACTOR_PROCESS = """
 import sys, anyio, msgspec
 import actors.reward.actor as reward
-from runtime.bus import Bus
-from runtime.topology import Topology
+from runtime.bus.bus import Bus
+from runtime.settings.topology import Topology
 from tests.fixtures.nats import NatsServer
 
 async def main(url, run, topology):

@@ -29,9 +29,9 @@ from messages import (
     WeightsApplied,
 )
 from messages.subjects import filter_of
-from runtime.addresses import Address, address_key
-from runtime.bus import Bus
-from runtime.topology import Topology
+from runtime.bus.addresses import Address, address_key
+from runtime.bus.bus import Bus
+from runtime.settings.topology import Topology
 from tests.fixtures.nats import eventually
 from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
 from tests.support.rollout import no_worker_is_left as no_worker_is_left  # a fixture
@@ -313,7 +313,7 @@ async def test_it_says_what_it_waits_for(bus: Bus, router_url: str) -> None:
 
 
 def with_function(name: str) -> Topology:
-    return topology_with(rollout={"custom_generate": f"tests.actors.rollout.generate_functions:{name}"})
+    return topology_with(rollout={"custom_generate": f"tests.actors.rollout.sessions.generate_functions:{name}"})
 
 
 async def test_a_generate_function_that_does_not_go_on_is_named(bus: Bus, router_url: str) -> None:

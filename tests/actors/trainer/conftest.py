@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from actors.trainer import cpu, ranks
-from runtime.topology import MegatronConfig, Topology
+from actors.trainer.megatron import cpu
+from actors.trainer.megatron import groups as ranks
+from runtime.settings.topology import MegatronConfig, Topology
 from tests.actors.trainer.tiny import TINY, tiny_topology
 
 

@@ -16,9 +16,9 @@ from messages import (
     TrainerStarted,
     WeightsAnnounced,
 )
-from runtime.actor import Hosted, host, leaves
-from runtime.bus import Bus
-from runtime.topology import Topology
+from runtime.bus.bus import Bus
+from runtime.host.actor import Hosted, host, leaves
+from runtime.settings.topology import Topology
 
 SAID = (TrainerStarted, BatchTrained, PayloadsMissing, CheckpointSaved, WeightsAnnounced)
 TIMEOUT_S = 20.0

@@ -23,7 +23,7 @@ from messages import (
     VerdictGiven,
     WeightSpan,
 )
-from runtime.bus import Bus
+from runtime.bus.bus import Bus
 from tests.actors.trainer.tiny import VOCAB
 
 GROUPS = 3  # per published batch

@@ -12,9 +12,9 @@ from pathlib import Path
 import anyio
 import pytest
 
-from actors.trainer import ranks
-from actors.trainer.assembly import CollectedGroup, assemble
-from actors.trainer.engine import TrainerEngine
+from actors.trainer.batches.assembly import CollectedGroup, assemble
+from actors.trainer.commands import TrainerEngine
+from actors.trainer.megatron import groups as ranks
 from actors.trainer.torch_thread import TorchThread
 from messages import (
     BatchReady,
@@ -25,8 +25,8 @@ from messages import (
     TrainerStarted,
     WeightsAnnounced,
 )
-from runtime.bus import Bus
-from runtime.topology import Topology
+from runtime.bus.bus import Bus
+from runtime.settings.topology import Topology
 from tests.actors.trainer.hosting import TIMEOUT_S, errors_of, of, running
 from tests.actors.trainer.logs import GROUPS, completed, payload, publish_batch
 

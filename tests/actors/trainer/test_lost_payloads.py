@@ -7,7 +7,7 @@ import anyio
 import pytest
 from msgspec.structs import replace
 
-from actors.trainer import ranks
+from actors.trainer.megatron import groups as ranks
 from messages import (
     BatchReady,
     BatchTrained,
@@ -21,8 +21,8 @@ from messages import (
     TrainerStarted,
     WeightsAnnounced,
 )
-from runtime.bus import Bus
-from runtime.topology import Topology
+from runtime.bus.bus import Bus
+from runtime.settings.topology import Topology
 from tests.actors.trainer.hosting import errors_of, names, of, running, said_until
 from tests.actors.trainer.logs import publish_batch, publish_group, publish_groups
 

@@ -18,18 +18,19 @@ from messages import (
     TrainerStarted,
     WeightsAnnounced,
 )
-from runtime.actor import host
-from runtime.bus import Bus, Fenced
+from runtime.bus.bus import Bus
+from runtime.bus.errors import Fenced
 from runtime.checksums import checksums_of
-from runtime.topology import Topology
-from tests.actors.buffer.test_recorder import completed
-from tests.actors.trainer.test_feed import take_snapshot, trim
+from runtime.host.actor import host
+from runtime.settings.topology import Topology
+from tests.actors.buffer.storage.test_recorder import completed
+from tests.actors.trainer.batches.test_feed import take_snapshot, trim
 from tests.support.rollout import topology_with
 from tests.support.tiny_models import write_model
 
 pytestmark = pytest.mark.anyio
 
-MODEL = Path(__file__).resolve().parents[3] / "topologies/models/reverse-digits"
+MODEL = Path(__file__).resolve().parents[3] / "topologies/demo/models/reverse-digits"
 
 
 def topology_of(model: Path, *, random_init: bool = False, save_interval: int | None = 1) -> Topology:
@@ -125,7 +126,7 @@ async def test_a_start_goes_on_behind_a_log_whose_older_part_is_gone(bus: Bus, t
 
 
 async def test_weights_are_drawn_as_the_trainer_would_draw_them(bus: Bus, tmp_path: Path) -> None:
-    from actors.trainer.engine import TrainerEngine
+    from actors.trainer.commands import TrainerEngine
 
     topology = topology_of(MODEL, random_init=True)
     for _ in range(2):  # the second start finds them

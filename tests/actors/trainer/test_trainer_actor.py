@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.trainer import feed as feed_module
-from actors.trainer import ranks
+from actors.trainer.batches import feed as feed_module
+from actors.trainer.megatron import groups as ranks
 from messages import (
     BatchReady,
     BatchTrained,
@@ -17,10 +17,11 @@ from messages import (
     WeightsApplied,
 )
 from messages.subjects import filter_of
-from runtime.actor import InputError
-from runtime.bus import Bus, Fenced
+from runtime.bus.bus import Bus
+from runtime.bus.errors import Fenced
 from runtime.checksums import checksums_of
-from runtime.topology import Topology
+from runtime.host.actor import InputError
+from runtime.settings.topology import Topology
 from tests.actors.trainer.hosting import errors_of, names, of, running, said_until
 from tests.actors.trainer.logs import GROUPS, completed, publish_batch
 
@@ -188,7 +189,7 @@ async def test_a_batch_without_any_trainable_sample_counts_as_trained(
 async def test_groups_that_were_forgotten_are_read_from_the_log_again(
     topology: Topology, bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.trainer.history.MAX_WAITING_GROUPS", 1)
+    monkeypatch.setattr("actors.trainer.batches.history.MAX_WAITING_GROUPS", 1)
     monkeypatch.setattr(feed_module, "NUM_PREFETCHERS", 1)
     async with running(topology, bus, tmp_path / "run"):
         await publish_batch(bus, 0)

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from actors.registry import hosted
-from actors.trainer import ranks
+from actors.trainer.megatron import groups as ranks
 from messages import (
     BatchReady,
     BatchTrained,
@@ -25,17 +25,17 @@ from messages import (
     VerdictGiven,
     WeightsAnnounced,
 )
-from runtime.actor import host
-from runtime.bus import Bus
-from runtime.ledger import LEDGER_EVENTS, LedgerState, Stage, fold
-from runtime.recipe import DataConfig
-from runtime.topology import Topology
+from runtime.bus.bus import Bus
+from runtime.host.actor import host
+from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, Stage, fold
+from runtime.settings.recipe import DataConfig
+from runtime.settings.topology import Topology
 from tests.actors.trainer.hosting import TIMEOUT_S, of, running
 from tests.actors.trainer.logs import GROUPS, completed, payload
 
 pytestmark = pytest.mark.anyio
 
-TOKENIZER = Path(__file__).resolve().parents[3] / "topologies/models/reverse-digits"
+TOKENIZER = Path(__file__).resolve().parents[3] / "topologies/demo/models/reverse-digits"
 LOST = (0, 4)  # groups whose first payload is purged before anyone reads it
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.trainer.batching import TrainBatch
-from runtime.topology import Topology
+from actors.trainer.batches.plan import TrainBatch
+from runtime.settings.topology import Topology
 
 VOCAB = 32
 TINY = {

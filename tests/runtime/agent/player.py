@@ -26,7 +26,7 @@ from messages import (
     SampleSummary,
     VerdictGiven,
 )
-from runtime.bus import Bus
+from runtime.bus.bus import Bus
 
 
 async def play(bus: Bus, step: int) -> None:

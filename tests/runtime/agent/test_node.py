@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from messages import ActorExited, ActorStarted, Message
-from runtime.addresses import Address
 from runtime.agent.node import NodeAgent, NodePlan, Outcome, exit_code_of
-from runtime.agent.processes import PortRequest, ProcessSpec, Stage, WhenListening
-from runtime.bus import Bus, StreamLimits
-from runtime.bus.limits import MIB
-from runtime.bus.server import ServerSettings
+from runtime.bus.addresses import Address
+from runtime.bus.bus import Bus
+from runtime.bus.limits import MIB, StreamLimits
+from runtime.bus.nats.server import ServerSettings
+from runtime.settings.processes import PortRequest, ProcessSpec, Stage, WhenListening
 
 pytestmark = pytest.mark.anyio
 
@@ -79,7 +79,7 @@ class Running:
 
 async def events_of(run_dir: Path) -> list[Message]:
     """The log of a run that has ended, read from its store."""
-    from runtime.bus.server import running_server
+    from runtime.bus.nats.server import running_server
 
     settings = ServerSettings(store_dir=run_dir / "nats")
     async with (

@@ -10,7 +10,7 @@ import pytest
 
 from messages import RunStalled, StatsGiven, StatsRequested
 from runtime.agent.stalls import StallWatch
-from runtime.bus import Bus
+from runtime.bus.bus import Bus
 from runtime.bus.roster import Member, Roster
 from tests.fixtures.nats import group_failed
 from tests.runtime.agent.test_node import Running, plan, player

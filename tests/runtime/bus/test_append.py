@@ -5,8 +5,10 @@ import pytest
 
 from messages import BufferStarted, GroupsIssued, encode
 from messages.subjects import ledger_filter, subject_of
-from runtime.bus import Bus, BusLimits, SequenceMismatch
-from runtime.bus.store import EXPECTED_LAST, EXPECTED_LAST_FILTER
+from runtime.bus.bus import Bus
+from runtime.bus.errors import SequenceMismatch
+from runtime.bus.limits import BusLimits
+from runtime.bus.nats.store import EXPECTED_LAST, EXPECTED_LAST_FILTER
 from tests.fixtures.nats import TEST_STREAMS, NatsServer, eventually, group_failed
 
 pytestmark = pytest.mark.anyio

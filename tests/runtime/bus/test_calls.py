@@ -20,7 +20,9 @@ from messages import (
 )
 from messages.codec import JSON
 from messages.subjects import call_subject
-from runtime.bus import Bus, BusLimits, CallRefused, CallTimeout, MessageTooLarge, NotServed
+from runtime.bus.bus import Bus
+from runtime.bus.errors import CallRefused, CallTimeout, MessageTooLarge, NotServed
+from runtime.bus.limits import BusLimits
 from tests.fixtures.nats import TEST_STREAMS, NatsServer
 
 pytestmark = pytest.mark.anyio

@@ -16,8 +16,9 @@ from messages import (
     decode,
 )
 from messages.subjects import stream_of, subject_of
-from runtime.bus import Bus, Deliveries, Delivery
-from runtime.bus.store import API, api_call
+from runtime.bus.bus import Bus
+from runtime.bus.consumer import Deliveries, Delivery
+from runtime.bus.nats.store import API, api_call
 from tests.fixtures.nats import TEST_LIMITS, NatsServer, eventually, group_failed, score_request
 
 pytestmark = pytest.mark.anyio

@@ -5,7 +5,8 @@ import pytest
 
 from messages import ColumnPublished, MessageDeadLettered, Plane, SegmentsPublished
 from messages.subjects import subject_of
-from runtime.bus import Bus, PayloadLost, PayloadUnreadable
+from runtime.bus.bus import Bus
+from runtime.bus.errors import PayloadLost, PayloadUnreadable
 from tests.fixtures.nats import NatsServer, eventually, segments
 
 pytestmark = pytest.mark.anyio

@@ -5,7 +5,7 @@ import pytest
 
 from messages.base import Plane
 from messages.events import GroupCompleted, PromptsLoaded
-from runtime.bus import Bus
+from runtime.bus.bus import Bus
 from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS, NatsServer
 
 

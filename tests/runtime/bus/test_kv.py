@@ -4,7 +4,8 @@ import anyio
 import msgspec
 import pytest
 
-from runtime.bus import Bus, PayloadUnreadable, SequenceMismatch
+from runtime.bus.bus import Bus
+from runtime.bus.errors import PayloadUnreadable, SequenceMismatch
 from tests.fixtures.nats import NatsServer, eventually
 
 pytestmark = pytest.mark.anyio

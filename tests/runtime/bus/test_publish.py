@@ -8,7 +8,9 @@ import msgspec
 import pytest
 
 from messages import Plane, ScoreRequested
-from runtime.bus import AlreadyQueued, Bus, BusLimits, BusUnavailable, PublishTimeout, StreamFull
+from runtime.bus.bus import Bus
+from runtime.bus.errors import AlreadyQueued, BusUnavailable, PublishTimeout, StreamFull
+from runtime.bus.limits import BusLimits
 from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS, NatsServer, eventually, group_failed, score_request
 
 pytestmark = pytest.mark.anyio

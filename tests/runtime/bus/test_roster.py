@@ -4,7 +4,8 @@ import anyio
 import pytest
 
 from messages import Message, StatsGiven, StatsRequested
-from runtime.bus import Bus, Fenced
+from runtime.bus.bus import Bus
+from runtime.bus.errors import Fenced
 from runtime.bus.roster import Member, Members, Roster
 from tests.fixtures.nats import eventually
 

@@ -1,0 +1,4 @@
+"""What the buffer does next, from the ledger alone. Pure.
+
+Open decide.py first.
+"""

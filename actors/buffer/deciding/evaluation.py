@@ -1,0 +1,80 @@
+"""Evaluations: when one is due, what waits for it, and what came of it. Pure."""
+
+import math
+
+import msgspec
+
+from messages import EvalEnded, EvalIssued, EvalSetSize
+from runtime.ledger.fold import Evaluation, LedgerState
+
+
+class EvalPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """When one evaluation set is due."""
+
+    name: str
+    interval: int  # train steps
+    num_items: int
+    skip_before_train: bool = False
+
+
+def end_of(state: LedgerState) -> EvalEnded | None:
+    """The end of the running evaluation, once all its items are there."""
+    running = state.evaluation
+    if running is None or not running.complete:
+        return None
+    return EvalEnded(
+        incarnation=state.incarnation, step=running.step, version=running.version, metrics=eval_metrics(running)
+    )
+
+
+def issue_of(state: LedgerState, plans: tuple[EvalPlan, ...], num_steps: int) -> EvalIssued | None:
+    """The evaluation of the newest weights, if one is due and none runs."""
+    due = due_evals(state, plans, num_steps)
+    if not due or state.evaluation is not None:
+        return None
+    sets = tuple(EvalSetSize(set=plan.name, num_items=plan.num_items) for plan in due)
+    return EvalIssued(incarnation=state.incarnation, step=state.version_step, version=state.version, sets=sets)
+
+
+def due_evals(state: LedgerState, plans: tuple[EvalPlan, ...], num_steps: int) -> list[EvalPlan]:
+    """What is to be evaluated on the newest weights, and has not ended."""
+    return [] if state.version_step <= state.eval_step else _due_at(state.version_step, plans, num_steps)
+
+
+def issue_is_ahead(state: LedgerState, plans: tuple[EvalPlan, ...], num_steps: int, step: int) -> bool:
+    """Whether an evaluation on weights of up to a train step is still to be issued.
+
+    Training that step before would bring newer weights, which pull the engines from under the evaluation.
+    """
+    running = state.evaluation is not None and state.evaluation.step == state.version_step
+    if not running and due_evals(state, plans, num_steps):
+        return True
+    return any(_due_at(later, plans, num_steps) for later in range(state.version_step + 1, step + 1))
+
+
+def _due_at(step: int, plans: tuple[EvalPlan, ...], num_steps: int) -> list[EvalPlan]:
+    if step == 0:
+        return [plan for plan in plans if not plan.skip_before_train]
+    return [plan for plan in plans if step % plan.interval == 0 or step == num_steps]
+
+
+def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
+    """Means over all samples of each set, the truncated share, and pass@k (a reward of exactly 1 passes).
+
+    Source:
+        pass@k is the unbiased estimator 1 - C(n - c, k) / C(n, k) of arXiv 2107.03374, for k = 1, 2, 4, ... <= n.
+    """
+    metrics: dict[str, float] = {}
+    for name, items in evaluation.items.items():
+        rewards = [reward for item in items.values() for reward in item.rewards]
+        if not rewards:
+            continue
+        metrics[f"eval/{name}"] = math.fsum(rewards) / len(rewards)
+        metrics[f"eval/{name}-truncated_ratio"] = sum(item.num_truncated for item in items.values()) / len(rewards)
+        counts = [(len(item.rewards), item.rewards.count(1.0)) for item in items.values() if item.rewards]
+        k, num_samples = 1, min(n for n, _ in counts)
+        while 1 < num_samples and k <= num_samples:
+            passed = [1 - math.comb(n - correct, k) / math.comb(n, k) for n, correct in counts]
+            metrics[f"eval/{name}-pass@{k}"] = math.fsum(passed) / len(passed)
+            k *= 2
+    return metrics

@@ -1,0 +1,122 @@
+"""Batches as the buffer would make them of groups that are completed already: its own decisions on a log in memory."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import anyio
+import msgspec
+
+from actors.buffer.deciding.decide import Schedule, decide
+from actors.buffer.deciding.selecting import Selector
+from actors.buffer.deciding.selection import Selection
+from actors.buffer.deciding.tasks import schedule_of
+from messages import (
+    BatchReady,
+    BatchTrained,
+    GroupCompleted,
+    GroupFailed,
+    GroupsIssued,
+    Message,
+    RunFailed,
+    RunFinished,
+    VerdictGiven,
+    WeightsAnnounced,
+)
+from runtime.ledger.fold import LedgerState, fold
+from runtime.settings.topology import Topology
+
+EXHAUSTED = "the dump is exhausted"
+
+Judge = Callable[[GroupCompleted], tuple[str, str | None]]  # outcome and reason
+
+
+class ReplayedBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch as it would have been made."""
+
+    step: int
+    groups: tuple[GroupCompleted, ...]  # in their order in the batch, as they were dumped
+
+    @property
+    def rewards(self) -> list[float]:
+        return [sample.reward for group in self.groups for sample in group.samples if sample.reward is not None]
+
+
+class ReplayedBuffer:
+    """Issues, collects and batches groups until there are no more. Every group completes at once, in their order."""
+
+    def __init__(self, topology: Topology, groups: Iterable[GroupCompleted], judge: Judge) -> None:
+        self._groups = iter(groups)
+        self._judge = judge
+        self._selector = Selector(topology)
+        self._schedule: Schedule = msgspec.structs.replace(schedule_of(_without_evals(topology), {}), num_steps=2**31)
+        self._seq = 0
+        self._live: dict[int, GroupCompleted] = {}  # by the id under which they are issued here
+        self.state = LedgerState()
+        self.exhausted = False
+
+    def batches(self) -> Iterator[ReplayedBatch]:
+        """Every batch that the groups are enough for."""
+        self._announce(0)
+        while not self.exhausted:
+            decision = self._decide()
+            if decision is None or isinstance(decision, RunFailed | RunFinished):
+                return
+            self._add(decision)
+            if isinstance(decision, GroupsIssued):
+                for issued in decision.groups:
+                    self._complete(issued.group_id, issued.attempt, decision.round)
+                yield from self._made()
+            elif isinstance(decision, BatchReady):
+                yield self._train(decision)
+
+    def _made(self) -> Iterator[ReplayedBatch]:
+        """The batches for which the last groups are enough."""
+        while self.exhausted:
+            decision = self._decide()
+            if decision is None or isinstance(decision, GroupsIssued | RunFailed | RunFinished):
+                return
+            self._add(decision)
+            if isinstance(decision, BatchReady):
+                yield self._train(decision)
+
+    def _decide(self) -> Message | None:
+        decision = decide(self.state, self._schedule)
+        while isinstance(decision, Selection):
+            decision = decide(self.state, self._schedule, anyio.run(self._selector.choose, decision))
+        return decision
+
+    def _complete(self, group_id: int, attempt: int, round: int) -> None:
+        group = next(self._groups, None)
+        names = {"group_id": group_id, "attempt": attempt, "lease": "", "round": round, "instance": "replay"}
+        if group is None:
+            self.exhausted = True
+            self._add(msgspec.convert({"type": "group_failed", **names, "reason": EXHAUSTED}, GroupFailed))
+            return
+        self._live[group_id] = group
+        seq = self._add(msgspec.structs.replace(group, **names))
+        outcome, reason = self._judge(group)
+        verdict = {"type": "verdict_given", "group_id": group_id, "attempt": attempt, "event_seq": seq}
+        self._add(msgspec.convert({**verdict, "outcome": outcome, "reason": reason}, VerdictGiven))
+        if group_id not in self.state.groups:
+            del self._live[group_id]
+
+    def _train(self, ready: BatchReady) -> ReplayedBatch:
+        groups = tuple(self._live[ref.group_id] for ref in ready.groups)
+        trained = BatchTrained(
+            step=ready.step, incarnation=1, num_groups=len(groups), num_samples=0, num_tokens=0, metrics={}
+        )
+        self._add(trained)
+        self._announce(ready.step + 1)
+        self._live = {group_id: group for group_id, group in self._live.items() if group_id in self.state.groups}
+        return ReplayedBatch(step=ready.step, groups=groups)
+
+    def _announce(self, step: int) -> None:
+        self._add(WeightsAnnounced(version=step + 1, step=step, incarnation=1, path="", checksum="", size_bytes=0))
+
+    def _add(self, event: Message) -> int:
+        self._seq += 1
+        fold(self.state, event, self._seq)
+        return self._seq
+
+
+def _without_evals(topology: Topology) -> Topology:
+    return msgspec.structs.replace(topology, eval=())

@@ -1,0 +1,70 @@
+"""Asks a user's function which groups to take. It can neither lose nor double one: at worst, the first come first."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, get_args
+
+import anyio
+import structlog
+from anyio import to_thread
+
+from actors.buffer.deciding.selection import Chosen, Kind, Selection, chosen_of, find_selection, first_come
+from messages import SelectionFailed
+from runtime.settings.topology import Topology
+
+log = structlog.get_logger()
+
+SELECTION_TIMEOUT_S: Final = 10.0  # of a user's function, for one answer
+MAX_REASON_CHARS: Final = 500
+THREADS: Final = 2  # a function that hangs keeps its thread
+
+
+class Selector:
+    """Runs the functions that a recipe names, off the event loop and for a limited time.
+
+    Args:
+        topology: with its recipe.
+        tell: is told of each failure.
+
+    Raises:
+        ValueError: a name is of no function; PluginError when a user's cannot be used.
+    """
+
+    def __init__(self, topology: Topology, tell: Callable[[SelectionFailed], Awaitable[object]] | None = None) -> None:
+        names = {"over_sampling_filter": topology.rollout.over_sampling_filter}
+        names["buffer_filter"] = topology.rollout.buffer_filter
+        self._functions: dict[Kind, Callable[..., Any]] = {}
+        for kind in get_args(Kind):
+            name = names[kind]
+            function = None if name is None else find_selection(kind, name)
+            if function is not None:
+                self._functions[kind] = function
+        self._threads = anyio.CapacityLimiter(THREADS)
+        self._tell = tell
+
+    async def choose(self, selection: Selection) -> Chosen:
+        """The function's answer; that of nobody, first come first, if it raises, hangs or answers nonsense."""
+        try:
+            return await self._ask(selection)
+        except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the run goes on without it
+            reason = f"no answer within {SELECTION_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else repr(error)
+            log.warning("selection_failed", kind=selection.kind, reason=reason, instead="first come first")
+            if self._tell is not None:
+                failed = SelectionFailed(
+                    kind=selection.kind, reason=reason[:MAX_REASON_CHARS], num_groups=len(selection.groups)
+                )
+                await self._tell(failed)
+            return first_come(selection)
+
+    async def _ask(self, selection: Selection) -> Chosen:
+        if not self._threads.available_tokens:
+            raise RuntimeError(f"{THREADS} calls of it have not come back yet")
+        arguments: list[Any] = [list(selection.groups)]
+        if selection.kind == "buffer_filter":
+            arguments.append(selection.count)
+        function = self._functions[selection.kind]
+
+        def call() -> Chosen:
+            return chosen_of(selection, function(*arguments))  # a generator works only when it is read
+
+        with anyio.fail_after(SELECTION_TIMEOUT_S):
+            return await to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._threads)

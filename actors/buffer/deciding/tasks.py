@@ -1,0 +1,133 @@
+"""What the ledger's decisions look like as work. Pure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from actors.buffer.deciding.decide import EvalPlan, Schedule
+from messages import EvalRequested, Prompt, RolloutRequested, SampleSummary, SamplingParams
+from runtime.ledger.fold import Evaluation, Group, LedgerState, Stage, longest
+from runtime.settings.recipe import Sampling, eval_sampling, over_sampling_batch_size, rollout_sampling
+from runtime.settings.topology import Topology
+
+BARREN_REFILLS = 16  # a run is given up after this many refills of which no group was kept
+
+
+class Prompts(Protocol):
+    """Training prompts by their number, counted over epochs."""
+
+    def prompt(self, number: int) -> Prompt:
+        """The prompt that was or will be issued as this number."""
+        ...
+
+
+def schedule_of(topology: Topology, eval_sizes: Mapping[str, int]) -> Schedule:
+    """What decisions need of the recipe.
+
+    Args:
+        topology: with its recipe.
+        eval_sizes: prompts of each evaluation set.
+    """
+    rollout = topology.rollout
+    evals = tuple(
+        EvalPlan(
+            name=item.name,
+            interval=item.interval,
+            num_items=eval_sizes[item.name],
+            skip_before_train=item.skip_eval_before_train,
+        )
+        for item in topology.eval
+    )
+    return Schedule(
+        num_steps=topology.train.num_steps,
+        rollout_batch_size=rollout.rollout_batch_size,
+        over_sampling_batch_size=over_sampling_batch_size(rollout),
+        num_samples=rollout.n_samples_per_prompt,
+        refill=rollout.refill,
+        over_sampling_filter=rollout.over_sampling_filter,
+        buffer_filter=rollout.buffer_filter,
+        keep_when_insufficient=rollout.keep_when_insufficient,
+        max_staleness=rollout.max_staleness,
+        max_token_staleness=rollout.max_token_staleness if rollout.stale_tokens == "drop" else None,
+        on_halt=rollout.on_halt,
+        max_attempts=rollout.max_attempts,
+        max_barren_groups=rollout.max_barren_groups or BARREN_REFILLS * over_sampling_batch_size(rollout),
+        evals=evals,
+        eval_overlap=rollout.eval_overlap,
+    )
+
+
+def rollout_task(topology: Topology, group: Group, prompts: Prompts, steps: Mapping[int, int]) -> RolloutRequested:
+    """The task of an issued group.
+
+    Args:
+        topology: with its recipe.
+        group: in flight.
+        prompts: of the run.
+        steps: train steps that each weight version contains.
+    """
+    prompt = prompts.prompt(group.prompt)
+    carried = group.carried if topology.rollout.on_halt == "resume" else ()
+    carried = tuple(sample for sample in carried if not _too_old(topology, sample, group.round, steps))
+    num_samples = group.num_samples or topology.rollout.n_samples_per_prompt  # a resumed run may have another recipe
+    return RolloutRequested(
+        group_id=group.group_id,
+        attempt=group.attempt,
+        round=group.round,
+        min_version=group.min_version,
+        prompt=prompt,
+        num_samples=num_samples,
+        sampling=_params(topology, rollout_sampling(topology), prompt),
+        carried=tuple(sample for sample in longest(carried, group.spilled) if sample.index < num_samples),
+    )
+
+
+def _too_old(topology: Topology, sample: SampleSummary, step: int, steps: Mapping[int, int]) -> bool:
+    """Whether a sample begins anew, since its group would be dropped for the age of its tokens."""
+    limit = topology.rollout.max_token_staleness
+    if limit is None or topology.rollout.stale_tokens != "drop" or sample.first_version is None:
+        return False
+    return step - steps.get(sample.first_version, step) > limit
+
+
+def tasks_in_flight(topology: Topology, state: LedgerState, prompts: Prompts) -> Iterator[RolloutRequested]:
+    """The tasks of all groups that are to be generated or given back."""
+    for group in state.groups.values():
+        if group.stage is Stage.IN_FLIGHT:
+            yield rollout_task(topology, group, prompts, state.version_steps)
+
+
+def eval_tasks(
+    topology: Topology, evaluation: Evaluation, eval_prompts: Mapping[str, Sequence[Prompt]]
+) -> Iterator[EvalRequested]:
+    """The tasks of all items of a running evaluation that have not ended."""
+    for item in topology.eval:
+        if item.name not in evaluation.sizes:
+            continue
+        ended = evaluation.items[item.name]
+        for number, prompt in enumerate(eval_prompts[item.name]):
+            if number not in ended:
+                yield EvalRequested(
+                    step=evaluation.step,
+                    set=item.name,
+                    item=number,
+                    version=evaluation.version,
+                    prompt=prompt,
+                    num_samples=item.n_samples_per_eval_prompt,
+                    sampling=_params(topology, eval_sampling(topology, item), prompt),
+                )
+
+
+def _params(topology: Topology, sampling: Sampling, prompt: Prompt) -> SamplingParams:
+    rollout = topology.rollout
+    room = sampling.max_response_len
+    if rollout.max_context_len is not None:
+        room = max(1, min(room, rollout.max_context_len - len(prompt.prompt_ids)))
+    return SamplingParams(
+        max_new_tokens=room,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop=rollout.stop,
+        stop_token_ids=rollout.stop_token_ids,
+        skip_special_tokens=rollout.skip_special_tokens,
+    )

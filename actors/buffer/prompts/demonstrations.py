@@ -1,0 +1,147 @@
+"""Demonstrations: conversations as token ids, of which the assistant's turns are trained."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, cast
+
+import numpy as np
+
+from actors.buffer.prompts.prompts import encode
+from actors.buffer.prompts.tokenizing import Messages, Tokenizing
+from messages import Int32Array, Prompt, UInt8Array
+from runtime.samples.data_files import DataError
+from runtime.samples.rows import Row
+from runtime.settings.recipe import DataConfig, RolloutConfig, max_prompt_len
+from runtime.settings.toml import show
+
+TRAINED: Final = "assistant"  # the role whose turns are trained
+LEAVES_OUT: Final = ("step_loss_mask", "weight")  # 0 in a message leaves its turn untrained; slime's key, OpenAI's key
+
+
+class Piece(NamedTuple):
+    """A stretch of a rendered conversation."""
+
+    text: str
+    trains: bool
+
+
+class DemonstrationReader:
+    """Makes demonstrations of rows. A text and its label are a conversation of two turns."""
+
+    def __init__(self, tokenizing: Tokenizing, rollout: RolloutConfig) -> None:
+        self._tokenizing = tokenizing
+        self._prompt_limit = max_prompt_len(rollout)
+        self._rollout = rollout
+
+    def read(self, rows: Sequence[Row], data: DataConfig) -> list[Prompt]:
+        """Raises DataError for a row without a turn to train, or that the chat template or the tokenizer refuses."""
+        conversations = [self._pieces(row, data) for row in rows]
+        places = [row.place for row, pieces in zip(rows, conversations, strict=True) for _ in pieces]
+        texts = [piece.text for pieces in conversations for piece in pieces]
+        ids = iter(encode(places, texts, self._tokenizing))
+        return [
+            _demonstration(row, data, pieces, [next(ids) for _ in pieces])
+            for row, pieces in zip(rows, conversations, strict=True)
+        ]
+
+    def too_long(self, prompt: Prompt) -> str | None:
+        """Whether it is over the limit of prompts, of responses or of both together."""
+        num_prompt = len(prompt.prompt_ids)
+        num_response = 0 if prompt.response_ids is None else len(prompt.response_ids)
+        rollout = self._rollout
+        for what, length, limit, key in (
+            ("prompt", num_prompt, self._prompt_limit, "rollout.max_prompt_len"),
+            ("response", num_response, rollout.max_response_len, "rollout.max_response_len"),
+            ("whole", num_prompt + num_response, rollout.max_context_len, "rollout.max_context_len"),
+        ):
+            if limit is not None and length > limit:
+                return f"the {what} has {length} tokens, over the limit of {limit} tokens ({key})"
+        return None
+
+    def _pieces(self, row: Row, data: DataConfig) -> list[Piece]:
+        turns = row.prompt
+        if isinstance(turns, str):
+            answer = row.label
+            if not isinstance(answer, str) or not answer:
+                raise DataError(
+                    f"{row.place}: a text needs its response: data.label_key names its column, a text; "
+                    f"or {data.input_key} holds chat messages with turns of the {TRAINED}"
+                )
+            if not data.apply_chat_template:
+                return [Piece(turns, False), Piece(answer, True)]
+            turns = [{"role": "user", "content": turns}, {"role": TRAINED, "content": answer}]
+        try:
+            return pieces_of(
+                turns, self._tokenizing, tools=row.metadata.get("tools"), **data.apply_chat_template_kwargs
+            )
+        except ValueError as error:
+            raise DataError(f"{row.place}: {error}") from None
+
+
+def pieces_of(turns: Messages, tokenizing: Tokenizing, **options: Any) -> list[Piece]:
+    """Cut a conversation where turns that train begin and end.
+
+    A turn that trains is what the model says once the assistant's turn is opened, with what the template ends it by.
+    So the conversation is rendered up to there with the turn opened, and once more with the turn in it.
+
+    Args:
+        turns: chat messages.
+        tokenizing: renders them.
+        options: what the chat template gets besides.
+
+    Raises:
+        ValueError: no turn trains, or the template renders a turn otherwise when more turns follow.
+    """
+    chosen = [index for index, turn in enumerate(turns) if _trains(turn, index)]
+    if not chosen:
+        raise ValueError(f"no message of the {TRAINED} to train among {len(turns)}")
+
+    def render(num_turns: int, *, opened: bool) -> str:
+        return tokenizing.render(turns[:num_turns], **{**options, "add_generation_prompt": opened})
+
+    whole = render(len(turns), opened=False)
+    pieces: list[Piece] = []
+    at = 0
+    for index in chosen:
+        before, after = render(index, opened=True), render(index + 1, opened=False)
+        if not (at <= len(before) < len(after) and after.startswith(before) and whole.startswith(after)):
+            raise ValueError(_not_kept(index, len(turns)))
+        pieces += [Piece(whole[at : len(before)], False), Piece(whole[len(before) : len(after)], True)]
+        at = len(after)
+    pieces.append(Piece(whole[at:], False))
+    return [piece for piece in pieces if piece.text]
+
+
+def _not_kept(index: int, num_turns: int) -> str:
+    return (
+        f"the chat template renders message {index} of {num_turns} (from 0) otherwise than when the model is asked for "
+        "it, so its tokens cannot be told from the others: use a template that keeps what came before, or leave the "
+        f'turn untrained with "{LEAVES_OUT[0]}": 0'
+    )
+
+
+def _trains(turn: Mapping[str, Any], index: int) -> bool:
+    for key in LEAVES_OUT:
+        if key in turn and turn[key] not in (0, 1):
+            raise ValueError(f"{key} = {show(turn[key])} of message {index}: allowed are 0 and 1")
+    return turn.get("role") == TRAINED and all(turn.get(key, 1) for key in LEAVES_OUT)
+
+
+def _demonstration(row: Row, data: DataConfig, pieces: Sequence[Piece], ids: Sequence[Int32Array]) -> Prompt:
+    mask = np.concatenate([np.full(len(own), piece.trains, np.uint8) for piece, own in zip(pieces, ids, strict=True)])
+    tokens = cast("Any", np.concatenate([np.asarray(own) for own in ids]))
+    trained = np.flatnonzero(mask[1:]) + 1  # nothing predicts the first token
+    if not len(trained):
+        raise DataError(f"{row.place}: no token to train after the first of {len(tokens)}")
+    start = int(trained[0])
+    first = next(number for number, piece in enumerate(pieces) if piece.trains)
+    return Prompt(
+        data=data.name,
+        row=row.number,
+        text="".join(piece.text for piece in pieces[:first]),
+        prompt_ids=Int32Array(tokens[:start]),
+        label=row.label,
+        metadata=row.metadata,
+        response_ids=Int32Array(tokens[start:]),
+        loss_mask=UInt8Array(mask[start:]),
+        response="".join(piece.text for piece in pieces[first:]),
+    )

@@ -1,0 +1,46 @@
+"""Train steps counted in epochs, once the data is there to be counted."""
+
+import msgspec
+
+from actors.buffer.prompts.source import load_data, training_reader
+from actors.buffer.prompts.tokenizing import load_tokenizing
+from runtime.samples.data_files import DataError
+from runtime.settings.recipe import Recipe
+from runtime.settings.rules import validate
+from runtime.settings.toml import TopologyError
+from runtime.settings.topology import Topology
+
+
+def count_steps(topology: Topology) -> Topology:
+    """Put train.num_steps in the place of train.num_epoch. Blocks: reads and tokenises the data.
+
+    Raises:
+        DataError: the data cannot be used, or has less than a batch of prompts.
+        TopologyError: the number of steps breaks a rule.
+    """
+    num_epoch = topology.train.num_epoch
+    if num_epoch is None:
+        return topology
+    num_steps = num_epoch * steps_per_epoch(topology)
+    train = msgspec.structs.replace(topology.train, num_steps=num_steps, num_epoch=None)
+    counted = msgspec.structs.replace(topology, train=train)
+    if problems := validate(counted):
+        raise TopologyError(problems)
+    return counted
+
+
+def steps_per_epoch(recipe: Recipe) -> int:
+    """Full batches in one pass over all usable prompts; the rest of a pass opens the next one's first batch.
+
+    Raises:
+        DataError: the data cannot be used, or there is no full batch.
+    """
+    reader = training_reader(recipe, load_tokenizing(recipe.model.hf_checkpoint))
+    batch_size = recipe.rollout.rollout_batch_size
+    num_prompts = sum(len(load_data(data, reader).prompts) for data in recipe.data)
+    if num_prompts < batch_size:
+        raise DataError(
+            f"train.num_epoch: an epoch of {num_prompts} prompts has no full batch: "
+            f"rollout.rollout_batch_size is {batch_size}"
+        )
+    return num_prompts // batch_size

@@ -1,0 +1,148 @@
+"""From rows to prompts: rendered, tokenised, with their grader."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from actors.buffer.prompts.tokenizing import Tokenizing
+from messages import Int32Array, Prompt, PromptsLoaded
+from runtime.samples.data_files import DataError
+from runtime.samples.rows import Row
+from runtime.settings.recipe import DataConfig
+
+
+class LoadedData(msgspec.Struct, frozen=True, kw_only=True):
+    """Usable prompts of one data source, in file order."""
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    num_too_long: int  # rows left out, since they are over the prompt limit
+    took_s: float
+
+    @property
+    def event(self) -> PromptsLoaded:
+        """The same as an event."""
+        return PromptsLoaded(
+            data=self.name,
+            num_prompts=len(self.prompts),
+            num_too_long=self.num_too_long,
+            took_s=self.took_s,
+            fingerprint=fingerprint_of(self.prompts),
+        )
+
+
+class Reader(Protocol):
+    """Makes prompts of rows."""
+
+    def read(self, rows: Sequence[Row], data: DataConfig) -> list[Prompt]:
+        """Render and tokenise rows of a data source, in their order.
+
+        Raises:
+            DataError: a row cannot be used.
+        """
+        ...
+
+    def too_long(self, prompt: Prompt) -> str | None:
+        """Which limit a prompt is over, in words; None if it can be used."""
+        ...
+
+
+class PromptReader:
+    """Prompts to be answered and graded."""
+
+    def __init__(self, tokenizing: Tokenizing, limit: int | None) -> None:
+        self._tokenizing = tokenizing
+        self._limit = limit
+
+    def read(self, rows: Sequence[Row], data: DataConfig) -> list[Prompt]:
+        """Raises DataError for a row that the chat template or the tokenizer refuses, or that has no grader."""
+        texts = [_render(row, data, self._tokenizing) for row in rows]
+        unread = ["" if row.prompt_ids else text for row, text in zip(rows, texts, strict=True)]  # others have tokens
+        all_ids = encode([row.place for row in rows], unread, self._tokenizing)
+        return [_prompt(row, text, ids, data) for row, text, ids in zip(rows, texts, all_ids, strict=True)]
+
+    def too_long(self, prompt: Prompt) -> str | None:
+        """Whether it is over the limit of prompts."""
+        length = len(prompt.prompt_ids)
+        if self._limit is None or length <= self._limit:
+            return None
+        return (
+            f"the prompt has {length} tokens, over the limit of {self._limit} tokens "
+            "(rollout.max_prompt_len, or what rollout.max_context_len leaves)"
+        )
+
+
+def _prompt(row: Row, text: str, ids: Int32Array, data: DataConfig) -> Prompt:
+    if row.prompt_ids is not None:
+        ids = Int32Array(np.asarray(row.prompt_ids, dtype=np.int32))
+    if not len(ids):
+        raise DataError(f"{row.place}: the prompt has no tokens")
+    return Prompt(
+        data=data.name,
+        row=row.number,
+        text=text,
+        prompt_ids=ids,
+        label=row.label,
+        metadata=row.metadata,
+        rm_type=_rm_type(row, data),
+    )
+
+
+def fingerprint_of(prompts: Iterable[Prompt]) -> str:
+    """16 hex digits that change when anything of any prompt or their order does."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        rest = (prompt.data, prompt.row, prompt.text, prompt.label, prompt.metadata, prompt.rm_type)
+        digest.update(msgspec.msgpack.encode(rest))
+        digest.update(prompt.prompt_ids.tobytes())
+        if prompt.response_ids is not None and prompt.loss_mask is not None:
+            digest.update(prompt.response_ids.tobytes() + prompt.loss_mask.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _render(row: Row, data: DataConfig, tokenizing: Tokenizing) -> str:
+    if not data.apply_chat_template or not row.prompt:
+        return str(row.prompt)
+    turns: list[dict[str, Any]] = (
+        [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+    )
+    try:
+        return tokenizing.render(turns, tools=row.metadata.get("tools"), **data.apply_chat_template_kwargs)
+    except ValueError as error:
+        raise DataError(f"{row.place}: {error}") from None
+
+
+def encode(places: Sequence[str], texts: Sequence[str], tokenizing: Tokenizing) -> list[Int32Array]:
+    """Token ids of texts.
+
+    Args:
+        places: where each text comes from, for messages.
+
+    Raises:
+        DataError: a text has no tokens in this vocabulary; names its place.
+    """
+    try:
+        return tokenizing.encode(texts)
+    except ValueError as refused:
+        reason = str(refused)
+    for place, text in zip(places, texts, strict=True):  # which one is it?
+        try:
+            tokenizing.encode([text])
+        except ValueError as error:
+            message = f"{place}: cannot be tokenised: {error}: {text[:80]!r}"
+            raise DataError(message) from None
+    raise DataError(f"cannot be tokenised: {reason}")
+
+
+def _rm_type(row: Row, data: DataConfig) -> str:
+    """The row's own grader, else the source's. A row may only name a built-in: data must not choose code to run."""
+    own = row.metadata.get("rm_type")
+    rm_type = own or data.rm_type
+    if not isinstance(rm_type, str):
+        raise DataError(f"{row.place}: no grader: set rm_type for {data.name}, or in the row's metadata")
+    if own and ":" in rm_type:
+        raise DataError(f"{row.place}: rm_type = {own!r}: a row may only name a built-in grader")
+    return rm_type

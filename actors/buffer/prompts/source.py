@@ -1,0 +1,134 @@
+"""Training and evaluation prompts: read, rendered and tokenised once, and the order in which they are issued."""
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.buffer.prompts.demonstrations import DemonstrationReader
+from actors.buffer.prompts.made import MadePrompts, find_source
+from actors.buffer.prompts.prompts import LoadedData, PromptReader, Reader
+from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
+from messages import Prompt
+from runtime.samples.data_files import DataError
+from runtime.samples.rows import read_rows
+from runtime.settings.recipe import DataConfig, Recipe, eval_data, max_prompt_len, trains_demonstrations
+
+WORD: Final = 2**64  # seeds and epochs are taken modulo this
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a prompt number falls: a pass over all prompts, and the position in their fixed list."""
+
+    epoch: int
+    position: int
+
+
+class PromptSet:
+    """Training prompts by number, and the evaluation sets. Number 0 is issued first; numbers go on over any epochs.
+
+    All data sources are laid end to end in the order of the recipe; one epoch is one pass over the whole list, so
+    each source is seen in proportion to its size. Nothing here changes after loading: which prompt a number means
+    depends on the files, the recipe and the seed alone, so a restart finds every issued prompt again.
+    """
+
+    def __init__(
+        self, sources: Sequence[LoadedData], evals: Sequence[LoadedData] = (), *, shuffle: bool = False, seed: int = 0
+    ) -> None:
+        """Raises ValueError if there is no training prompt at all."""
+        self._prompts = tuple(prompt for source in sources for prompt in source.prompts)
+        if not self._prompts:
+            raise ValueError("no prompts")
+        self._shuffle = shuffle
+        self._seed = seed
+        self.evals: Mapping[str, tuple[Prompt, ...]] = {item.name: item.prompts for item in evals}
+        self.loaded = tuple(item.event for item in (*sources, *evals))
+
+    def __len__(self) -> int:
+        """Training prompts of one epoch."""
+        return len(self._prompts)
+
+    def prompt(self, number: int) -> Prompt:
+        """The prompt that was or will be issued as this number, counted from 0 over all epochs."""
+        return self._prompts[self.place(number).position]
+
+    def place(self, number: int) -> Place:
+        """In which epoch a number falls, and on which prompt."""
+        return place_of(number, len(self._prompts), shuffle=self._shuffle, seed=self._seed)
+
+
+def place_of(number: int, num_prompts: int, *, shuffle: bool, seed: int) -> Place:
+    """Order of issue, as a pure function; any number of epochs may lie before `number`.
+
+    Raises:
+        ValueError: a negative number, or no prompts.
+    """
+    if number < 0 or num_prompts < 1:
+        raise ValueError(f"there is no prompt {number} among {num_prompts}")
+    epoch, offset = divmod(number, num_prompts)
+    position = int(epoch_order(num_prompts, seed, epoch)[offset]) if shuffle else offset
+    return Place(epoch=epoch, position=position)
+
+
+@functools.lru_cache(maxsize=4)  # an epoch's end and the next one's start are asked for side by side
+def epoch_order(num_prompts: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The shuffle of one epoch: a permutation of [0, num_prompts) that depends on the arguments alone.
+
+    Prompts are sorted by Philox words keyed by seed and epoch. NumPy promises that bit stream for good, unlike
+    what Generator.permutation makes of it.
+    """
+    words = np.random.Philox(key=np.array([seed % WORD, epoch % WORD], dtype=np.uint64)).random_raw(num_prompts)
+    order = np.argsort(words, kind="stable")
+    order.setflags(write=False)
+    return order
+
+
+def load_prompts(recipe: Recipe) -> PromptSet | MadePrompts:
+    """Load every data source and evaluation set of a recipe. Blocks: reads files, tokenises, calls a user's function.
+
+    Raises:
+        DataError: a file, a row, a function or the tokenizer cannot be used.
+    """
+    tokenizing = load_tokenizing(recipe.model.hf_checkpoint)
+    prompts = PromptReader(tokenizing, max_prompt_len(recipe.rollout))
+    evals = [load_data(eval_data(recipe, item), prompts) for item in recipe.eval]
+    reader = training_reader(recipe, tokenizing)
+    if (value := recipe.data[0].source) is not None:
+        return MadePrompts(find_source("data.0.source", value), recipe.data[0], reader, evals)
+    sources = [load_data(data, reader) for data in recipe.data]
+    return PromptSet(sources, evals, shuffle=recipe.rollout.shuffle, seed=recipe.rollout.seed)
+
+
+def training_reader(recipe: Recipe, tokenizing: Tokenizing) -> Reader:
+    """What makes training prompts of rows: prompts to be answered, or demonstrations."""
+    if trains_demonstrations(recipe):
+        return DemonstrationReader(tokenizing, recipe.rollout)
+    return PromptReader(tokenizing, max_prompt_len(recipe.rollout))
+
+
+def load_data(data: DataConfig, reader: Reader) -> LoadedData:
+    """Read, render and tokenise one data source, leaving out what is over a limit.
+
+    Raises:
+        DataError: a row cannot be used, or none is left.
+    """
+    began = time.monotonic()
+    read = reader.read(list(read_rows(data)), data)
+    prompts = tuple(prompt for prompt in read if reader.too_long(prompt) is None)
+    if not prompts:
+        shortest = min(read, key=_num_tokens)
+        raise DataError(f"{data.path}: every row is over a limit; of the shortest {reader.too_long(shortest)}")
+    return LoadedData(
+        name=data.name,
+        prompts=prompts,
+        num_too_long=len(read) - len(prompts),
+        took_s=time.monotonic() - began,
+    )
+
+
+def _num_tokens(prompt: Prompt) -> int:
+    return len(prompt.prompt_ids) + (0 if prompt.response_ids is None else len(prompt.response_ids))

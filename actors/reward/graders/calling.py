@@ -1,0 +1,147 @@
+"""Runs one grader, built-in or a user's, on one sample or one group, and turns what it says into grades."""
+
+import inspect
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from actors.reward.frames import Graded, GraderSpec
+from actors.reward.graders.builtin import find_grader
+from actors.reward.samples import GradedSample
+from runtime.settings.plugins import is_plugin, load_plugin
+
+GRADER_KEY = "rm_type"  # how plug-in errors call the setting
+MAX_REASON_CHARS = 500
+MAX_DETAILS = 32
+MAX_DETAIL_BYTES = 1024
+
+Call = Callable[[Any], Any]
+Wait = Callable[[Awaitable[Any]], Any]
+
+
+def resolve_grader(spec: GraderSpec, base_dirs: Sequence[Path] = ()) -> Call:
+    """The function behind an rm_type, checked to take a sample, or a list of samples when it grades groups.
+
+    Raises:
+        ValueError: no such built-in grader; PluginError for a user's function.
+    """
+    if is_plugin(spec.name):
+        parameters = ("samples",) if spec.group else ("sample",)
+        return load_plugin(GRADER_KEY, spec.name, parameters=parameters, base_dirs=base_dirs, allow_async=True).function
+    grader = find_grader(spec.name)
+    if spec.group:
+        return lambda samples: [grader(sample) for sample in samples]
+    return grader
+
+
+def grade_sample(grader: Call, sample: GradedSample, *, reward_key: str | None, wait: Wait) -> Graded:
+    """Grade one sample. Whatever the grader raises or returns, there is a grade or a reason.
+
+    Args:
+        grader: takes the sample; gives a number, a dict with `reward_key`, or an awaitable of one.
+        sample: what to grade.
+        reward_key: which value of a dict is the reward.
+        wait: runs an awaitable to its end.
+    """
+    start = time.perf_counter()
+    answer, error = _call(grader, sample, wait)
+    graded = Graded(error=error) if error else grade_of(answer, reward_key)
+    return msgspec.structs.replace(graded, took_s=time.perf_counter() - start)
+
+
+def grade_group(
+    grader: Call, samples: Sequence[GradedSample], *, reward_key: str | None, wait: Wait
+) -> tuple[Graded, ...]:
+    """Grade all samples of a prompt group in one call; an answer that does not fit fails all of them."""
+    start = time.perf_counter()
+    answer, error = _call(grader, list(samples), wait)
+    rewards = _as_list(answer)
+    if error is None and rewards is None:
+        error = f"returned {_shown(answer)}, not a list of {len(samples)} rewards"
+    elif error is None and len(rewards or ()) != len(samples):
+        error = f"returned {len(rewards or ())} rewards for {len(samples)} samples"
+    took_s = (time.perf_counter() - start) / max(len(samples), 1)
+    if error is not None or rewards is None:
+        return tuple(Graded(error=error, took_s=took_s) for _ in samples)
+    return tuple(msgspec.structs.replace(grade_of(reward, reward_key), took_s=took_s) for reward in rewards)
+
+
+def grade_of(answer: Any, reward_key: str | None) -> Graded:
+    """Read a grader's answer: a finite number, or a dict that has one under `reward_key`."""
+    if not isinstance(answer, Mapping):
+        return _grade_of_number(answer, details=None)
+    by_key = cast("Mapping[Any, Any]", answer)
+    if reward_key is None:
+        return Graded(error=f"returned {_shown(by_key)}; set reward_key to say which value is the reward")
+    if reward_key not in by_key:
+        keys = ", ".join(repr(key) for key in by_key)
+        return Graded(error=f"the dict it returned has no {reward_key!r}, only {_cut(keys) or 'nothing'}")
+    return _grade_of_number(by_key[reward_key], details=_plain(by_key))
+
+
+def _grade_of_number(number: Any, details: dict[str, Any] | None) -> Graded:
+    # numbers of numpy and torch are no int or float, but have __float__; so has text by no means
+    if number is None or isinstance(number, str | bytes) or not hasattr(number, "__float__"):
+        return Graded(error=f"returned {_shown(number)}, not a number")
+    try:
+        reward = float(number)
+    except Exception as error:  # noqa: BLE001 - a foreign number type may raise anything
+        return Graded(error=f"returned {_shown(number)}, which is no single number: {error}")
+    if not math.isfinite(reward):
+        return Graded(error=f"returned {reward}, not a finite number")
+    return Graded(reward=reward, details=details)
+
+
+def _call(grader: Call, argument: Any, wait: Wait) -> tuple[Any, str | None]:
+    try:
+        answer = grader(argument)
+        return (wait(answer) if inspect.isawaitable(answer) else answer), None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's grader may raise anything; the sample fails
+        return None, _cut(f"raised {error!r}")
+
+
+def _as_list(answer: Any) -> list[Any] | None:
+    """The items of a list, tuple or one-dimensional array; None for anything else."""
+    if isinstance(answer, str | bytes | Mapping | set) or not hasattr(answer, "__len__"):
+        return None
+    try:
+        return list(cast("Iterable[Any]", answer))
+    except TypeError:
+        return None
+
+
+def _plain(answer: Mapping[Any, Any]) -> dict[str, Any]:
+    """The first entries of a dict, each as it can travel."""
+    return {_cut(str(key), 120): _plain_value(value) for key, value in islice(answer.items(), MAX_DETAILS)}
+
+
+def _plain_value(value: Any) -> Any:
+    """A value as it can travel in events: what JSON does not know, and what is large, becomes a short text."""
+    try:
+        plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_plain_object)
+        return plain if len(msgspec.msgpack.encode(plain)) <= MAX_DETAIL_BYTES else _shown(value)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return _shown(value)
+
+
+def _plain_object(value: Any) -> Any:
+    item = getattr(value, "item", None)  # a number of numpy or torch
+    if not callable(item):
+        raise TypeError(type(value).__name__)
+    return item()
+
+
+def _shown(value: Any) -> str:
+    try:
+        return _cut(f"{value!r} ({type(value).__name__})" if value is not None else "None", 120)
+    except Exception as error:  # noqa: BLE001 - a user's __repr__ may raise anything
+        return f"a {type(value).__name__} whose repr raised {type(error).__name__}"
+
+
+def _cut(text: str, limit: int = MAX_REASON_CHARS) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

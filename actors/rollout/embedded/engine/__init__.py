@@ -1,0 +1,4 @@
+"""The embedded engine's torch thread, and who runs when on it.
+
+Open scheduler.py first.
+"""

@@ -1,0 +1,148 @@
+"""The engine's side of weights, pauses and memory: what the torch thread does between two steps."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from actors.rollout.embedded.engine.scheduler import Detokenize, Scheduler
+from actors.rollout.embedded.model import forward as model
+from actors.rollout.embedded.model.config import ModelDescription, ModelError, read_model
+from actors.rollout.embedded.model.forward import Weights
+from actors.rollout.embedded.model.kv_slots import Slots
+from runtime.checksums import Checksums, combined
+
+TAGS: Final = frozenset({"kv_cache", "weights", "cuda_graph"})
+
+
+class EngineRefusal(Exception):
+    """The engine is in no state to do what it was asked. The text says why."""
+
+
+class Settings(NamedTuple):
+    """What the server's flags fix for the engine."""
+
+    max_running_requests: int
+    context_length: int
+    max_total_tokens: int | None
+    random_seed: int
+    dummy: bool  # draw weights, load none
+    weight_version: str
+
+
+class Updated(NamedTuple):
+    """Result of a weight update."""
+
+    num_paused_requests: int
+    flushed: bool  # False: the cache was to be flushed and is in use
+
+
+class Core:
+    """Scheduler, weights and memory of one engine. Runs on the torch thread alone."""
+
+    def __init__(self, directory: Path, model_description: ModelDescription, settings: Settings) -> None:
+        """Load or draw the weights.
+
+        Raises:
+            ModelError: the checkpoint does not hold this model.
+        """
+        self._model = model_description
+        self._weights = self._first_weights(directory, settings)
+        self._released: set[str] = set()
+        slots = Slots(self._weights, num_slots=settings.max_running_requests, context_length=settings.context_length)
+        self.scheduler = Scheduler(slots, version=settings.weight_version, max_total_tokens=settings.max_total_tokens)
+
+    def _first_weights(self, directory: Path, settings: Settings) -> Weights:
+        described = self._model
+        if not settings.dummy:
+            return model.load(described.shape, directory)
+        std, seed = described.initializer_range, settings.random_seed
+        return model.draw(described.shape, seed=seed, std=std, dtype=described.dtype)
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step would do nothing, or could not be done while memory is released."""
+        return self.scheduler.idle or bool(self._released - {"cuda_graph"})
+
+    def use_detokenizer(self, detokenize: Detokenize) -> None:
+        """Stop texts are looked for in what this makes of the last tokens."""
+        self.scheduler.detokenize = detokenize
+
+    def pause(self, mode: str) -> None:
+        """Stop stepping. `abort` ends all requests, `retract` queues running ones again, `in_place` leaves them."""
+        if mode == "abort":
+            self.scheduler.abort(None)
+        elif mode == "retract":
+            self.scheduler.retract()
+        self.scheduler.paused = True
+
+    def resume(self) -> None:
+        """Step again."""
+        self.scheduler.paused = False
+
+    def update_weights(self, directory: Path, *, version: str | None, flush: bool) -> Updated:
+        """Sample from a checkpoint from the next token on. After a failure everything is as before.
+
+        The version changes only if the cache was flushed or was not to be, as SGLang does it.
+
+        Raises:
+            ModelError: the checkpoint does not hold this model.
+            EngineRefusal: the weights are released.
+        """
+        if "weights" in self._released:
+            raise EngineRefusal("the weights are released; resume them first")
+        self._check_same_model(directory)
+        self._weights = model.load(self._model.shape, directory)
+        self.scheduler.use_weights(self._weights)
+        flushed = not flush or self.scheduler.flush()
+        if flushed and version is not None:
+            self.scheduler.use_version(version)
+        num_live = len(self.scheduler.waiting) + len(self.scheduler.slots.requests)
+        return Updated(num_paused_requests=num_live if self.scheduler.paused else 0, flushed=flushed)
+
+    def _check_same_model(self, directory: Path) -> None:
+        """Compare the config beside new weights, if there is one, with that of this engine."""
+        if (directory / "config.json").is_file() and read_model(directory).shape != self._model.shape:
+            raise ModelError(f"{directory / 'config.json'}: describes another model than the engine was started with")
+
+    def checksums(self, skip: Collection[str]) -> Checksums:
+        """Hash the weights that are held, without some names.
+
+        Raises:
+            EngineRefusal: the weights are released.
+        """
+        if "weights" in self._released:
+            raise EngineRefusal("the weights are released; there is nothing to check")
+        every = self._weights.checksums().tensors
+        return combined({name: checksum for name, checksum in every.items() if name not in skip})
+
+    def release(self, tags: Collection[str]) -> None:
+        """Give memory back. Requests that are queued or come later wait until it is resumed.
+
+        Raises:
+            EngineRefusal: a request runs, or a tag is already released.
+        """
+        wanted = set(tags) or set(TAGS)
+        if self.scheduler.slots.requests or (self.scheduler.waiting and not self.scheduler.paused):
+            raise EngineRefusal("requests are running; abort them or pause the engine first")
+        if wanted & self._released:
+            raise EngineRefusal(f"already released: {', '.join(sorted(wanted & self._released))}")
+        self._released |= wanted
+        if "kv_cache" in wanted:
+            self.scheduler.slots.free()
+        if "weights" in wanted:
+            self._weights = model.released(self._weights)
+            self.scheduler.use_weights(self._weights)
+
+    def restore(self, tags: Collection[str]) -> None:
+        """Take memory again. Weights come back as zeros: load them before generating.
+
+        Raises:
+            EngineRefusal: a tag is not released.
+        """
+        wanted = set(tags) or set(self._released)
+        if wanted - self._released:
+            raise EngineRefusal(f"not released: {', '.join(sorted(wanted - self._released))}")
+        self._released -= wanted
+        if "weights" in wanted:
+            self._weights = model.zeros(self._weights)
+            self.scheduler.use_weights(self._weights)

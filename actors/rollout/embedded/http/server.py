@@ -1,0 +1,338 @@
+"""The HTTP server: SGLang's endpoints over a Frontend."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from actors.rollout.embedded.engine.core import EngineRefusal
+from actors.rollout.embedded.engine.frontend import Frontend, Generation, QueueFull, Waiting
+from actors.rollout.embedded.engine.thread import EngineStopped
+from actors.rollout.embedded.http import api
+from actors.rollout.embedded.http.rendering import Sent, answer, rendered_text
+from actors.rollout.embedded.model.config import ModelDescription, ModelError
+from actors.rollout.embedded.model.text import Text
+
+MAX_BODY_BYTES: Final = 64 * 1024 * 1024
+HEALTH_TIMEOUT_S: Final = 20.0
+MAX_FLUSH_WAIT_S: Final = 600.0
+JSON: Final = "application/json"
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Identity(NamedTuple):
+    """What the server says of itself."""
+
+    model: ModelDescription
+    model_path: str
+    served_model_name: str
+    load_format: str
+    flags: dict[str, Any]
+
+
+class Server:
+    """Handlers of all endpoints. Generation lives in the frontend; nothing here keeps state but the model's path."""
+
+    def __init__(
+        self, frontend: Frontend, reader: api.CallReader, text: Text | None, identity: Identity, *, incremental: bool
+    ) -> None:
+        self._frontend = frontend
+        self._reader = reader
+        self._text = text
+        self._identity = identity
+        self._incremental = incremental
+        self._started_s = time.time()
+        self._last_load = (time.perf_counter(), 0)  # when tokens were last counted, and how many there were
+
+    def application(self) -> web.Application:
+        """All endpoints on an aiohttp application."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/generate", self.generate)  # answers its own errors: it is the hot path
+        for methods, paths, handler in self._endpoints():
+            for method in methods:
+                for path in paths:
+                    app.router.add_route(method, path, _answering(handler))
+        return app
+
+    def _endpoints(self) -> list[tuple[tuple[str, ...], tuple[str, ...], Handler]]:
+        read, write, both = ("GET",), ("POST",), ("GET", "POST")
+        return [
+            (read, ("/health", "/health_generate"), self.health),
+            (read, ("/ready",), self.ready),
+            (read, ("/model_info", "/get_model_info"), self.model_info),
+            (read, ("/server_info", "/get_server_info"), self.server_info),
+            (read, ("/v1/loads",), self.loads),
+            (read, ("/v1/models",), self.models),
+            (write, ("/abort_request",), self.abort),
+            (write, ("/pause_generation",), self.pause),
+            (write, ("/continue_generation",), self.proceed),
+            (write, ("/update_weights_from_disk",), self.update_from_disk),
+            (write, ("/update_weight_version",), self.update_version),
+            (both, ("/flush_cache",), self.flush),
+            (both, ("/weights_checker",), self.check_weights),
+            (both, ("/release_memory_occupation",), self.release),
+            (both, ("/resume_memory_occupation",), self.resume),
+            (both, ("/slow_down",), self.slow_down),
+        ]
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """POST /generate."""
+        try:
+            call = self._reader.read(await request.read())
+            async with self._frontend.generation(call.jobs) as generation:
+                if call.stream:
+                    return await self._stream(request, generation, call.single)
+                await generation.end()
+                bodies = [self._answer(each, generation) for each in generation.waiting]
+        except api.SchemaError as error:
+            return _schema_error(error)
+        except ValueError as error:
+            return _error(400, str(error))
+        except QueueFull as error:
+            return _error(503, str(error))
+        return _json(bodies[0] if call.single else bodies)
+
+    def _answer(self, waiting: Waiting, generation: Generation, sent: Sent | None = None) -> dict[str, Any]:
+        version, clock = self._frontend.version, generation.clock()
+        return answer(waiting.job, waiting.progress, version=version, clock=clock, text=self._text, sent=sent)
+
+    async def _stream(self, request: web.Request, generation: Generation, single: bool) -> web.StreamResponse:
+        """Send progress as server-sent events; what happens between two writes merges into the next one."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        sent = [Sent() for _ in generation.waiting]
+        ended = [False] * len(sent)
+        while not all(ended):
+            await generation.change()
+            for index, waiting in enumerate(generation.waiting):
+                progress = waiting.progress
+                if ended[index] or (progress.num_tokens == sent[index].num_tokens and progress.finish is None):
+                    continue
+                body = self._answer(waiting, generation, sent[index] if self._incremental else None)
+                if not single:
+                    body["index"] = index
+                shown = len(rendered_text(waiting.job, progress, self._text))
+                sent[index] = Sent(progress.num_tokens, max(shown, sent[index].num_characters))
+                ended[index] = progress.finish is not None
+                await response.write(b"data: " + msgspec.json.encode(body) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def health(self, _: web.Request) -> web.Response:
+        """Prove that the torch thread answers. Waits while generation is paused, as SGLang does."""
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                await self._frontend.unpaused()
+                await self._frontend.loads()
+        except (TimeoutError, EngineStopped):
+            return web.Response(status=503)
+        return web.Response()
+
+    async def ready(self, _: web.Request) -> web.Response:
+        """Whether generation is possible right now."""
+        return web.Response(status=503 if self._frontend.paused else 200)
+
+    async def model_info(self, _: web.Request) -> web.Response:
+        """What is served, under which weight version."""
+        identity = self._identity
+        shape = identity.model.shape
+        return _json(
+            {
+                "model_path": identity.model_path,
+                "served_model_name": identity.served_model_name,
+                "tokenizer_path": identity.model_path,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "weight_version": self._frontend.version,
+                "load_format": identity.load_format,
+                "disaggregation_mode": "null",
+                "model_type": shape.model_type,
+                "architectures": [shape.architecture],
+                "vocab_size": shape.vocab_size,
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
+            }
+        )
+
+    async def server_info(self, _: web.Request) -> web.Response:
+        """The flags the server runs with."""
+        identity = self._identity
+        described = {
+            "model_path": identity.model_path,
+            "served_model_name": identity.served_model_name,
+            "weight_version": self._frontend.version,
+            "load_format": identity.load_format,
+            "device": "cpu",
+            **dict.fromkeys(("tp_size", "dp_size", "pp_size", "ep_size"), 1),
+            "version": "physarum-embedded",
+            "startup_time": self._started_s,
+        }
+        states = [{"weight_version": self._frontend.version, "paused": self._frontend.paused}]
+        return _json(described | identity.flags | {"internal_states": states})
+
+    async def loads(self, _: web.Request) -> web.Response:
+        """Requests and tokens held. `gen_throughput` is tokens per second since the last call."""
+        loads = await self._frontend.loads()
+        total = self._identity.flags["max_total_num_tokens"]
+        now, (then, before) = time.perf_counter(), self._last_load
+        self._last_load = (now, loads.num_generated)
+        entry = {
+            "dp_rank": 0,
+            "num_running_reqs": loads.num_running,
+            "num_waiting_reqs": loads.num_waiting,
+            "num_total_reqs": loads.num_running + loads.num_waiting,
+            "num_used_tokens": loads.num_used_tokens,
+            "max_total_num_tokens": total,
+            "max_running_requests": self._identity.flags["max_running_requests"],
+            "token_usage": loads.num_used_tokens / total,
+            "gen_throughput": (loads.num_generated - before) / max(now - then, 1e-9),
+            "cache_hit_rate": 0.0,
+        }
+        return _json({"dp_rank_count": 1, "loads": [entry]})
+
+    async def models(self, _: web.Request) -> web.Response:
+        """The one model, as OpenAI's API lists it."""
+        name = self._identity.served_model_name
+        length = self._identity.flags["context_length"]
+        model = {"id": name, "object": "model", "owned_by": "physarum", "root": name, "max_model_len": length}
+        return _json({"object": "list", "data": [model | {"created": int(self._started_s)}]})
+
+    async def abort(self, request: web.Request) -> web.Response:
+        """End one request or all; answered at once, known or not."""
+        body = await _body(request, api.AbortBody)
+        if body.abort_all:
+            self._frontend.abort_all()
+        elif body.rid:
+            self._frontend.abort(body.rid)
+        return web.Response()
+
+    async def pause(self, request: web.Request) -> web.Response:
+        """Stop generating."""
+        body = await _body(request, api.PauseBody)
+        await self._frontend.pause(body.mode)
+        return _json({"message": f"Generation paused successfully. mode={body.mode}", "status": "ok"})
+
+    async def proceed(self, request: web.Request) -> web.Response:
+        """Generate again."""
+        await _body(request, api.ContinueBody)
+        self._frontend.proceed()
+        return _json({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def update_from_disk(self, request: web.Request) -> web.Response:
+        """Load other weights of the same model."""
+        body = await _body(request, api.UpdateFromDiskBody)
+        started = time.perf_counter()
+        try:
+            updated = await self._frontend.update_weights(
+                Path(body.model_path),
+                version=body.weight_version,
+                flush=body.flush_cache,
+                abort_all=body.abort_all_requests,
+            )
+        except (ModelError, EngineRefusal) as error:
+            return _json({"success": False, "message": str(error), "num_paused_requests": 0}, status=400)
+        self._identity = self._identity._replace(model_path=body.model_path, served_model_name=body.model_path)
+        message = "Succeeded to update model weights."
+        if not updated.flushed:
+            message = "Weights were updated, but the cache was not flushed: requests still use it."
+        log.info("weights_updated", weight_version=self._frontend.version, took_s=time.perf_counter() - started)
+        return _json(
+            {"success": updated.flushed, "message": message, "num_paused_requests": updated.num_paused_requests},
+            status=200 if updated.flushed else 400,
+        )
+
+    async def update_version(self, request: web.Request) -> web.Response:
+        """Relabel the weights."""
+        body = await _body(request, api.UpdateVersionBody)
+        await self._frontend.update_version(body.new_version, abort_all=body.abort_all_requests)
+        message = f"Weight version updated to {body.new_version}"
+        return _json({"success": True, "message": message, "new_version": body.new_version})
+
+    async def flush(self, request: web.Request) -> web.Response:
+        """Free the cache if nobody uses it, within `timeout` seconds."""
+        try:
+            timeout_s = min(float(request.query.get("timeout", "0")), MAX_FLUSH_WAIT_S)
+        except ValueError as error:
+            raise api.SchemaError(f"timeout: {error}") from error
+        if await self._frontend.flush(timeout_s):
+            return web.Response(text="Cache flushed.\n")
+        return web.Response(status=400, text="Flush cache failed.\n")
+
+    async def check_weights(self, request: web.Request) -> web.Response:
+        """Hash the weights under their Hugging Face names, as `runtime.checksums` hashes files."""
+        body = await _body(request, api.CheckerBody, needed=False)
+        skip = frozenset(body.skip_tensor_list or ())
+        try:
+            checksums = await self._frontend.engine.call(lambda core: core.checksums(skip))
+        except EngineRefusal as error:
+            return _json({"success": False, "message": str(error), "ranks": []}, status=400)
+        rank = {"checksums": checksums.tensors, "per_gpu_checksum": checksums.total, "parallelism_info": {"tp_rank": 0}}
+        return _json(
+            {
+                "success": True,
+                "message": "Success.",
+                "ranks": [rank],
+                "per_engine_checksum": checksums.total,
+                "weight_version": self._frontend.version,
+            }
+        )
+
+    async def release(self, request: web.Request) -> web.Response:
+        """Give memory back."""
+        body = await _body(request, api.MemoryBody, needed=False)
+        await self._frontend.engine.call(lambda core: core.release(body.tags or ()))
+        return _json(None)
+
+    async def resume(self, request: web.Request) -> web.Response:
+        """Take memory again."""
+        body = await _body(request, api.MemoryBody, needed=False)
+        await self._frontend.engine.call(lambda core: core.restore(body.tags or ()))
+        return _json(None)
+
+    async def slow_down(self, request: web.Request) -> web.Response:
+        """Make every step longer."""
+        body = await _body(request, api.SlowDownBody)
+        self._frontend.engine.slow_down(body.forward_sleep_time or 0.0)
+        return _json(None)
+
+
+async def _body(request: web.Request, struct: type[T], *, needed: bool = True) -> T:
+    data = await request.read()
+    return api.decode_body(data if data or needed else b"{}", struct)
+
+
+def _answering(handler: Handler) -> Handler:
+    """Turn the errors that any endpoint may meet into SGLang's answers."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except api.SchemaError as error:
+            return _schema_error(error)
+        except EngineRefusal as error:
+            return _error(400, str(error))
+        except EngineStopped as error:
+            return _error(503, str(error))
+
+    return handle
+
+
+def _json(body: object, *, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type=JSON)
+
+
+def _error(status: int, message: str) -> web.Response:
+    return _json({"error": {"message": message}}, status=status)
+
+
+def _schema_error(error: Exception) -> web.Response:
+    body = {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400}
+    return _json(body, status=400)

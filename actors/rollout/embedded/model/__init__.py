@@ -1,0 +1,4 @@
+"""The embedded engine's model: configuration, forward pass, key-value slots, sampling.
+
+Open forward.py first.
+"""

@@ -1,0 +1,4 @@
+"""One prompt group from its task to its end.
+
+Open run.py first.
+"""

@@ -1,0 +1,87 @@
+"""How a delivery of a task ends: the event that says what became of its prompt group."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from messages import (
+    GroupAborted,
+    GroupCompleted,
+    GroupFailed,
+    Prompt,
+    RolloutRequested,
+    SampleStatus,
+    SampleSummary,
+)
+from runtime.bus.bus import Bus
+from runtime.bus.errors import MessageTooLarge
+
+if TYPE_CHECKING:  # recorded samples need no engine, and nothing that speaks to one
+    from actors.rollout.groups.run import GroupRun
+
+Ending = GroupCompleted | GroupAborted | GroupFailed
+
+
+@dataclass(frozen=True)
+class Endings:
+    """The ways in which one delivery may end."""
+
+    task: RolloutRequested
+    lease: str
+    instance: str
+
+    def of(self, run: "GroupRun") -> Ending:
+        """Of a run that is over: everything is there, or a halt left some of it undone, or there is no reward."""
+        samples = tuple(member.summary() for member in run.members)
+        if not run.complete:
+            return self.aborted(samples)
+        failed = [member for member in run.members if member.status is SampleStatus.FAILED]
+        if failed:
+            return self.failed(f"reward: {failed[0].reason or 'no reward'}")
+        return self.completed(samples, self.task.prompt, rollout_time_s=run.generated_s, reward_time_s=run.scored_s)
+
+    def completed(
+        self, samples: Sequence[SampleSummary], prompt: Prompt, *, rollout_time_s: float, reward_time_s: float = 0.0
+    ) -> GroupCompleted:
+        """All samples of the prompt are there, and scored."""
+        return GroupCompleted(
+            group_id=self.task.group_id,
+            attempt=self.task.attempt,
+            round=self.task.round,
+            lease=self.lease,
+            instance=self.instance,
+            data=prompt.data,
+            samples=tuple(samples),
+            metadata=prompt.metadata,
+            rollout_time_s=rollout_time_s,
+            reward_time_s=reward_time_s,
+        )
+
+    def aborted(self, samples: Sequence[SampleSummary]) -> GroupAborted:
+        """Given back with what there is."""
+        return GroupAborted(
+            group_id=self.task.group_id,
+            attempt=self.task.attempt,
+            round=self.task.round,
+            lease=self.lease,
+            instance=self.instance,
+            samples=tuple(samples),
+        )
+
+    def failed(self, reason: str) -> GroupFailed:
+        """It would go wrong again."""
+        return GroupFailed(
+            group_id=self.task.group_id,
+            attempt=self.task.attempt,
+            round=self.task.round,
+            lease=self.lease,
+            instance=self.instance,
+            reason=reason,
+        )
+
+    async def publish(self, bus: Bus, ending: Ending) -> None:
+        """Say it; of what no event can carry, that it failed."""
+        try:
+            await bus.publish(ending)
+        except MessageTooLarge as error:  # what users' functions note, for one, has no bound
+            await bus.publish(self.failed(str(error)))

@@ -1,0 +1,67 @@
+"""What earlier attempts of a group, or earlier deliveries of its task, left: asked for, fetched, taken over."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import anyio
+import structlog
+
+from actors.rollout.groups.members import Member, fresh_members, inherit
+from messages import (
+    RolloutRequested,
+    SampleSummary,
+    Segment,
+    SegmentRef,
+    SegmentsPublished,
+    SpillsGiven,
+    SpillsRequested,
+)
+from runtime.bus.bus import Bus
+from runtime.bus.consumer import Delivery
+from runtime.bus.errors import BusError, PayloadLost
+from runtime.bus.roster import Roster
+from runtime.ledger.fold import longest
+
+log = structlog.get_logger()
+
+SPILLS_TIMEOUT_S: Final = 3.0  # for the buffer to say what an earlier delivery left
+
+
+class Inheritance:
+    """Finds what there is to go on from. Without an answer or a payload a sample begins anew."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    async def carried(self, delivery: Delivery[RolloutRequested]) -> tuple[SampleSummary, ...]:
+        """What earlier attempts left, and of this one an earlier delivery."""
+        task = delivery.message
+        if delivery.num_delivered == 1:
+            return task.carried
+        request = SpillsRequested(group_id=task.group_id, attempt=task.attempt)
+        try:
+            with anyio.fail_after(SPILLS_TIMEOUT_S):
+                buffers = (await Roster(self._bus).members("buffer")).members
+                if not buffers:
+                    return task.carried
+                instance = buffers[-1].instance
+                given = await self._bus.call(instance, request, SpillsGiven, timeout_s=SPILLS_TIMEOUT_S)
+        except (BusError, TimeoutError) as error:
+            log.warning("spills_not_given", error=str(error))
+            return task.carried
+        return longest(task.carried, given.samples)
+
+    async def members(self, task: RolloutRequested, carried: Sequence[SampleSummary]) -> list[Member]:
+        """Fresh members, or what earlier attempts left of them."""
+        members = fresh_members(task.num_samples, task.prompt.prompt_ids)
+        for summary in carried:
+            try:
+                segments = [await self._segment(ref) for ref in summary.segments]
+            except PayloadLost as error:
+                log.warning("carried_tokens_lost", index=summary.index, error=str(error))
+            else:
+                inherit(members[summary.index], summary, segments, max_new_tokens=task.sampling.max_new_tokens)
+        return members
+
+    async def _segment(self, ref: SegmentRef) -> Segment:
+        return (await self._bus.fetch(SegmentsPublished, ref.seq)).segments[ref.position]

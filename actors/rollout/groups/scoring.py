@@ -1,0 +1,100 @@
+"""Asks reward workers for scores and matches their answers."""
+
+import time
+import uuid
+from collections.abc import Sequence
+
+import anyio
+import structlog
+from anyio.abc import TaskStatus
+
+from messages import Score, ScoreItem, ScoreRequested, ScoresGiven
+from runtime.bus.bus import Bus
+from runtime.bus.errors import AlreadyQueued
+from runtime.wording import count_of
+
+log = structlog.get_logger()
+
+PATIENCE_S = 600.0  # on top of what grading may take: slow graders have a queue, and waiting in it is no failure
+REPEAT_S = 5.0  # an unanswered request is put again: refused for as long as some worker has it or will have it
+
+
+class Scorer:
+    """One inbox for all answers. Answers are not stored: one that is lost, as by the death of the server, is asked for
+    again, which shows by its request being gone from the queue.
+    """
+
+    def __init__(self, bus: Bus, *, timeout_s: float, max_tries: int) -> None:
+        self._bus = bus
+        self._grading_s = timeout_s * max_tries
+        self._max_tries = max_tries
+        self._waiting: dict[str, _Answer] = {}
+        self._reply_to = ""
+
+    def waits_for(self) -> str:
+        """Which answers are missing, for people; empty when none is."""
+        return f"answers to {count_of(len(self._waiting), 'score request')}" if self._waiting else ""
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Take answers in, for ever."""
+        async with self._bus.inbox(ScoresGiven) as inbox:
+            self._reply_to = inbox.subject
+            task_status.started()
+            async for given in inbox:
+                answer = self._waiting.get(given.request_id)
+                if answer is not None:  # else: asked again meanwhile, or a duplicate
+                    answer.scores = given.scores
+                    answer.arrived.set()
+
+    async def score(
+        self, group_id: int, attempt: int, rm_type: str, items: Sequence[ScoreItem], *, group_rm: bool
+    ) -> Sequence[Score]:
+        """Scores of the items, in their order; after the last try, what went wrong instead of a reward."""
+        for _ in range(self._max_tries):
+            scores = await self._ask(group_id, attempt, rm_type, items, group_rm)
+            if scores is not None and _parts(scores) == _parts(items):
+                return scores
+            log.warning("scores_missing", group_id=group_id, attempt=attempt)
+        return [Score(index=item.index, part=item.part, error="no answer from a reward worker") for item in items]
+
+    async def _ask(
+        self, group_id: int, attempt: int, rm_type: str, items: Sequence[ScoreItem], group_rm: bool
+    ) -> Sequence[Score] | None:
+        request_id = uuid.uuid4().hex
+        answer = self._waiting[request_id] = _Answer()
+        wait_s = self._grading_s + PATIENCE_S
+        request = ScoreRequested(
+            request_id=request_id,
+            reply_to=self._reply_to,
+            group_id=group_id,
+            attempt=attempt,
+            rm_type=rm_type,
+            group_rm=group_rm,
+            deadline_s=time.time() + wait_s,
+            items=tuple(items),
+        )
+        try:
+            with anyio.move_on_after(wait_s):
+                while not answer.arrived.is_set():
+                    await self._put(request)
+                    with anyio.move_on_after(REPEAT_S):
+                        await answer.arrived.wait()
+            return answer.scores
+        finally:
+            del self._waiting[request_id]
+
+    async def _put(self, request: ScoreRequested) -> None:
+        try:
+            await self._bus.publish(request)
+        except AlreadyQueued:
+            log.debug("scores_awaited", request_id=request.request_id)
+
+
+def _parts(scored: Sequence[Score | ScoreItem]) -> list[tuple[int, int]]:
+    return [(one.index, one.part) for one in scored]
+
+
+class _Answer:
+    def __init__(self) -> None:
+        self.arrived = anyio.Event()
+        self.scores: Sequence[Score] | None = None

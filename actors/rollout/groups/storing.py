@@ -1,0 +1,27 @@
+"""Stores segments of one prompt group as data messages."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from messages import SegmentRef, SegmentsPublished
+from runtime.bus.bus import Bus
+from runtime.bus.errors import MessageTooLarge
+
+
+async def store(bus: Bus, message: SegmentsPublished) -> Sequence[SegmentRef]:
+    """Store a message, or its segments in several where one is over what the server takes; where each of them lies.
+
+    Raises:
+        MessageTooLarge: a single segment is.
+    """
+    segments = message.segments
+    try:
+        seq = await bus.publish(message)
+    except MessageTooLarge:
+        if len(segments) <= 1:
+            raise
+        half = len(segments) // 2
+        parts = [msgspec.structs.replace(message, segments=part) for part in (segments[:half], segments[half:])]
+        return [ref for part in parts for ref in await store(bus, part)]
+    return [SegmentRef(seq=seq, position=position) for position in range(len(segments))]

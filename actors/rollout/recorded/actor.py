@@ -1,0 +1,184 @@
+"""The rollout actor without engines: answers tasks with samples that exist already, demonstrations or a dump's."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+import anyio
+import msgspec
+import numpy as np
+import structlog
+from anyio import to_thread
+from anyio.abc import TaskStatus
+
+from actors.rollout.groups.endings import Endings
+from actors.rollout.groups.storing import store
+from messages import (
+    Float32Array,
+    GroupCompleted,
+    GroupFailed,
+    Prompt,
+    RolloutRequested,
+    SampleKey,
+    SampleStatus,
+    SampleSummary,
+    Segment,
+    SegmentRef,
+    SegmentsPublished,
+    WeightSpan,
+)
+from runtime.bus.bus import Bus
+from runtime.bus.consumer import Deliveries, Delivery
+from runtime.bus.errors import MessageTooLarge
+from runtime.host.actor import Actor
+
+log = structlog.get_logger()
+
+ACK_WAIT_S = 5.0  # after this actor's death its tasks come again this much later
+DURABLE = "rollout-policy"  # the consumer that a rollout actor with engines would use
+ANSWERED_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class RecordedSample:
+    """A sample that exists already: its segments in order, and what the event says of it."""
+
+    segments: tuple[Segment, ...]  # of the sample (group_id, attempt, index, part) that the task asks for
+    summary: SampleSummary  # its `segments` are filled in when these are stored
+
+
+class AnswerSource(Protocol):
+    """Where the samples of a task come from."""
+
+    def answer(self, task: RolloutRequested) -> Sequence[RecordedSample]:
+        """The samples of a task's group, scored. Called on a thread, one call at a time; the same task gets the same.
+
+        Raises:
+            ValueError: there are none; says why. The group then fails with that reason.
+            OSError: they cannot be read now; the actor ends and is started again.
+        """
+        ...
+
+    def prompt(self, task: RolloutRequested) -> Prompt:
+        """The prompt that they answer, the task's or another. Called after `answer`, and raises like it."""
+        ...
+
+
+class Demonstrations:
+    """Answers with the demonstration that the prompt brings along: reward 0, log-probs 0, nobody's weights."""
+
+    def answer(self, task: RolloutRequested) -> Sequence[RecordedSample]:
+        """One sample per index, all the same."""
+        return [_demonstration(task, index) for index in range(task.num_samples)]
+
+    def prompt(self, task: RolloutRequested) -> Prompt:
+        """The task's."""
+        return task.prompt
+
+
+def _demonstration(task: RolloutRequested, index: int) -> RecordedSample:
+    prompt = task.prompt
+    if prompt.response_ids is None or prompt.loss_mask is None:
+        raise ValueError(f"prompt {prompt.row} of {prompt.data} has no demonstration")
+    length = len(prompt.response_ids)
+    segment = Segment(
+        sample=SampleKey(group_id=task.group_id, attempt=task.attempt, index=index),
+        prompt_ids=prompt.prompt_ids,
+        response_ids=prompt.response_ids,
+        loss_mask=prompt.loss_mask,
+        rollout_log_probs=Float32Array(np.zeros(length, np.float32)),
+        weight_spans=(WeightSpan(version=task.min_version, start=0, end=length),) if length else (),
+        text=prompt.response,
+    )
+    summary = SampleSummary(
+        index=index,
+        status=SampleStatus.COMPLETED,
+        prompt_len=len(prompt.prompt_ids),
+        response_len=length,
+        reward=0.0,
+        first_version=task.min_version,
+        last_version=task.min_version,
+    )
+    return RecordedSample((segment,), summary)
+
+
+class RecordedRolloutActor(Actor):
+    """Answers prompt groups from a source instead of engines. Keeps no state.
+
+    A crash loses nothing: the tasks in hand are delivered again after the ack wait and answered the same. A task of a
+    halted round is answered too, since that costs no engine; its group then waits for the next batch.
+    """
+
+    reads = (RolloutRequested,)
+    writes = (SegmentsPublished, GroupCompleted, GroupFailed)
+
+    def __init__(self, bus: Bus, source: AnswerSource) -> None:
+        self._bus = bus
+        self._source = source
+        self._one_call = anyio.CapacityLimiter(1)
+        self._num_groups = 0
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Answer tasks until cancelled."""
+        async with (
+            self._bus.consume(
+                RolloutRequested, durable=DURABLE, ack_wait_s=ACK_WAIT_S, prefetch=ANSWERED_AT_ONCE
+            ) as deliveries,
+            anyio.create_task_group() as group,
+        ):
+            for _ in range(ANSWERED_AT_ONCE):
+                group.start_soon(self._answer_all, deliveries)
+            task_status.started()
+
+    def stats(self) -> dict[str, float]:
+        """Numbers since the start."""
+        return {"groups": float(self._num_groups)}
+
+    async def _answer_all(self, deliveries: Deliveries[RolloutRequested]) -> None:
+        async for delivery in deliveries:
+            task = delivery.message
+            with structlog.contextvars.bound_contextvars(group_id=task.group_id, attempt=task.attempt):
+                async with delivery.heartbeat():
+                    await self._answer(delivery)
+                await delivery.ack()
+            self._num_groups += 1
+
+    async def _answer(self, delivery: Delivery[RolloutRequested]) -> None:
+        task, started = delivery.message, time.monotonic()
+        endings = Endings(task, uuid.uuid4().hex, self._bus.name)
+        try:
+            samples, prompt = await to_thread.run_sync(self._ask, task, limiter=self._one_call)
+            summaries = await self._store(task, endings.lease, samples, prompt)
+            ending = endings.completed(summaries, prompt, rollout_time_s=time.monotonic() - started)
+        except (ValueError, MessageTooLarge) as error:  # it would be the same at every delivery
+            log.warning("group_failed", reason=str(error))
+            ending = endings.failed(str(error))
+        await endings.publish(self._bus, ending)
+
+    def _ask(self, task: RolloutRequested) -> tuple[Sequence[RecordedSample], Prompt]:
+        return self._source.answer(task), self._source.prompt(task)
+
+    async def _store(
+        self, task: RolloutRequested, lease: str, samples: Sequence[RecordedSample], prompt: Prompt
+    ) -> tuple[SampleSummary, ...]:
+        """Publish all segments of a group; return the summaries that cite them."""
+        segments = [segment for sample in samples for segment in sample.segments]
+        refs: Sequence[SegmentRef] = ()
+        if segments:
+            message = SegmentsPublished(
+                group_id=task.group_id,
+                attempt=task.attempt,
+                lease=lease,
+                segments=tuple(segments),
+                prompt=prompt.text,
+                label=prompt.label,
+            )
+            refs = await store(self._bus, message)
+        left = iter(refs)
+        return tuple(
+            msgspec.structs.replace(sample.summary, segments=tuple(islice(left, len(sample.segments))))
+            for sample in samples
+        )

@@ -1,0 +1,4 @@
+"""What a user's generate function works with.
+
+Open conversation.py.
+"""

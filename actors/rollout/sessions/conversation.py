@@ -1,0 +1,175 @@
+"""What a user's generate function works with: turns of the model, and what it puts between them.
+
+A function that runs again, for its sample was halted or its actor died, is replayed: turns that ended are returned as
+they were, without an engine, and what stood between them stands there again.
+"""
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from operator import index
+from typing import Any
+
+import anyio
+import msgspec
+
+from actors.rollout.groups.members import NUM_TURNS, Member, Turn, tokens_left
+from actors.rollout.sessions.functions import KEY
+from actors.rollout.sglang.client import EngineError
+from messages import Prompt, SampleStatus
+from runtime.bus.errors import BusError
+
+BETWEEN_TURNS_S = 300.0  # that a function may take outside of `generate`
+
+GenerateFunction = Callable[["Conversation"], Awaitable[None]]
+Ask = Callable[[Member, Sequence[str] | None, int], Awaitable[bool]]
+Encode = Callable[[str], list[int]]
+
+
+class Conversation:
+    """One sample on its way. `generate` asks the model to go on; `append` and `append_ids` add what it is to read next.
+
+    Attributes:
+        prompt: as text.
+        label: of the prompt.
+        metadata: of the prompt.
+        sample_metadata: of this sample alone; filters and dumps see what is noted here.
+        text: the response so far, turns and what was put between them.
+    """
+
+    def __init__(self, prompt: Prompt, member: Member, *, max_tokens: int, ask: Ask, encode: Encode) -> None:
+        self.prompt = prompt.text
+        self.label = prompt.label
+        self.metadata: Mapping[str, Any] = prompt.metadata
+        self.sample_metadata: dict[str, Any] = {}
+        self.text = ""
+        self.asking = False
+        self.over: SampleStatus | None = None  # how it ended before its function did
+        self._member = member
+        self._max_tokens = max_tokens
+        self._ask = ask
+        self._encode = encode
+        self._scope = anyio.CancelScope()
+        self._inputs: list[int] = []
+        self._num_turns = 0
+        self._num_replayed = member.num_turns
+        self._halted = False
+
+    async def run(self, function: GenerateFunction) -> SampleStatus:
+        """Have the function make the sample; how that ended, ABORTED when it was halted.
+
+        Raises:
+            ValueError: the function raised, took too long, asked for no turn, or noted what no event can carry.
+        """
+        self._scope.deadline = anyio.current_time() + BETWEEN_TURNS_S
+        failed: Exception | None = None
+        with self._scope:
+            try:
+                await function(self)
+            except (BusError, EngineError):  # ours, on the way through
+                raise
+            except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the group fails
+                failed = error
+        try:
+            self._note_metadata()
+        except ValueError as error:
+            failed = failed or error
+        if failed is not None:
+            raise ValueError(f"{KEY}: {failed!r}") from failed
+        if self.asking and not self._scope.cancelled_caught:
+            raise ValueError(f"{KEY}: ended in the middle of a turn")
+        if self._scope.cancelled_caught and self._halted:
+            self.over = self.over or SampleStatus.ABORTED
+        if self._scope.cancelled_caught and self.over is None:
+            raise ValueError(f"{KEY}: took more than {BETWEEN_TURNS_S:.0f} s outside of generate")
+        if self.over is None and not self._num_turns:
+            raise ValueError(f"{KEY}: ended without a turn of the model: it never called generate")
+        self._member.text = self.text
+        return self.over or SampleStatus.COMPLETED
+
+    def halt(self) -> None:
+        """End it where it waits. A request that is under way ends by itself before, and keeps its tokens."""
+        self._halted = True
+        if not self.asking:
+            self._scope.cancel()
+
+    async def generate(self, *, stop: Sequence[str] | None = None, max_new_tokens: int | None = None) -> str:
+        """The model's next turn, as text. Does not return when the sample is halted or has no room for more tokens.
+
+        Args:
+            stop: texts that end the turn; none: those of the recipe.
+            max_new_tokens: of this turn; none: as many as the sample has room for.
+
+        Raises:
+            ValueError: the turn before has not ended, nothing was put behind it, or an argument cannot be meant.
+        """
+        if self.asking:
+            raise ValueError("two turns at the same time: each begins after the one before has ended")
+        if isinstance(stop, str):  # each of its letters would be one
+            raise ValueError(f"stop = {stop!r}: write a list of texts")
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens = {max_new_tokens}: a turn has at least 1 token")
+        if self._num_turns and not self._inputs:
+            raise ValueError("two turns in a row: append what the model is to read between them")
+        turn = self._turn()
+        if self._num_turns >= self._num_replayed:
+            await self._go_on(turn, stop, self._max_tokens if max_new_tokens is None else max_new_tokens)
+        self._num_turns += 1
+        self._inputs = []
+        self.text += turn.text
+        self._note_metadata()
+        if self._halted:
+            self._scope.cancel()  # where the function next waits: if it only ends, the sample is complete
+        return turn.text
+
+    def append(self, text: str) -> None:
+        """Put text behind the last turn; it is no part of what trains."""
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance] - a user's
+            raise TypeError(f"append({text!r}): a text is needed")
+        self.append_ids(self._encode(text))
+        self.text += text
+
+    def append_ids(self, ids: Sequence[int]) -> None:
+        """Put tokens behind the last turn; they are no part of what trains."""
+        if not self._num_turns:
+            raise ValueError("the first turn is the model's: what it is to read before belongs into the prompt")
+        self._inputs.extend(index(token) for token in ids)  # TypeError for what is no number
+
+    def _note_metadata(self) -> None:
+        """Let the sample have what the function noted so far; also in a replay it has all turns that ended."""
+        try:
+            noted = msgspec.json.decode(msgspec.json.encode(self.sample_metadata), type=dict[str, Any])
+            msgspec.msgpack.encode(noted)  # a task that carries the sample on
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise ValueError(f"sample_metadata cannot be sent: {error}") from error
+        self._member.metadata = {**noted, NUM_TURNS: max(self._num_turns, self._member.num_turns)}
+
+    def _turn(self) -> Turn:
+        """The turn that is next: recorded with what was put before it then, or new."""
+        member = self._member
+        if self._num_turns == len(member.turns):
+            member.pending = list(self._inputs)
+            member.turns.append(Turn())
+        return member.turns[self._num_turns]
+
+    async def _go_on(self, turn: Turn, stop: Sequence[str] | None, max_new_tokens: int) -> None:
+        """Ask the model until the turn has ended."""
+        member = self._member
+        self.asking, self._scope.deadline = True, math.inf
+        cut_short = True
+        while cut_short and turn.num_tokens < max_new_tokens:
+            room = tokens_left(member, self._max_tokens) - len(member.pending)
+            if room <= 0:
+                await self._leave(SampleStatus.TRUNCATED)
+            cut_short = await self._ask(member, stop, min(room, max_new_tokens - turn.num_tokens))
+            if not cut_short and member.turn_status is SampleStatus.ABORTED:
+                await self._leave(SampleStatus.ABORTED)
+        self.asking, self._scope.deadline = False, anyio.current_time() + BETWEEN_TURNS_S
+
+    async def _leave(self, status: SampleStatus) -> None:
+        """End the function, which is waiting here."""
+        self._end(status)
+        await anyio.sleep_forever()
+
+    def _end(self, status: SampleStatus) -> None:
+        self.over = self.over or status
+        self._scope.cancel()

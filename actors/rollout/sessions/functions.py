@@ -1,0 +1,21 @@
+"""Finds a user's generate function; light enough to be imported where a recipe is checked."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from runtime.settings.plugins import PluginError, load_plugin
+
+KEY = "rollout.custom_generate"
+
+
+def find_generate_function(name: str, base_dirs: Sequence[Path] = ()) -> Callable[[Any], Awaitable[None]]:
+    """Find a user's generate function.
+
+    Raises:
+        PluginError: it cannot be found, is not async, or cannot be called with a conversation.
+    """
+    plugin = load_plugin(KEY, name, parameters=("conversation",), base_dirs=base_dirs, allow_async=True)
+    if not plugin.is_async:
+        raise PluginError(KEY, name, "a plain function cannot wait for the model: write `async def`")
+    return plugin.function

@@ -1,0 +1,4 @@
+"""SGLang's HTTP API as a rollout actor uses it.
+
+Open client.py first.
+"""

@@ -1,0 +1,206 @@
+"""SGLang's HTTP API as a rollout actor uses it: engines directly, generation through the router."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from actors.rollout.sglang.answers import Answer
+from actors.rollout.sglang.streams import Stream
+
+T = TypeVar("T")
+
+GENERATE_TIMEOUT_S = 14_400.0  # slime's router timeout: the longest response
+UPDATE_TIMEOUT_S = 600.0
+ADMIN_TIMEOUT_S = 10.0
+
+
+REFUSALS = (400, 413, 422)
+END_OF_EVENT = b"\n\n"
+DONE = b"[DONE]"
+PASSING = (408, 425, 429, 502, 503, 504)
+
+
+class EngineError(Exception):
+    """Base of what an engine or the router answers, or does not."""
+
+
+class EngineUnavailable(EngineError):
+    """The engine or the router did not answer, or answered that it cannot now. The request may be sent again."""
+
+
+class EngineFailed(EngineUnavailable):
+    """It answered with an error or with nonsense. Sent again the request may fare better, but it may be the cause."""
+
+
+class RequestRefused(EngineError):
+    """The engine says that the request itself is wrong; sending it again cannot help."""
+
+
+class ChecksumAnswer(msgspec.Struct, frozen=True):
+    """Answer of /weights_checker."""
+
+    success: bool
+    per_engine_checksum: str | None = None
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """The part of /model_info that is used."""
+
+    weight_version: str | None = None
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """An engine as the router lists it."""
+
+    id: str
+    url: str
+    is_healthy: bool = False
+
+
+class WorkerList(msgspec.Struct, frozen=True):
+    """Answer of the router's GET /workers."""
+
+    workers: list[Worker] = []
+
+
+class Http:
+    """One connection pool for all engines and the router of a rollout actor."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    async def generate(self, router: str, body: dict[str, Any]) -> list[Answer]:
+        """Send a request, one sample or a batch of them, and wait for its end.
+
+        Raises:
+            EngineUnavailable: connection lost, no worker.
+            EngineFailed: server error, unreadable answer.
+            RequestRefused: the request is wrong.
+        """
+        url = router + "/generate"
+        data = await self._post(url, body, GENERATE_TIMEOUT_S)
+        if isinstance(body["input_ids"][0], list):
+            return _decode(url, data, list[Answer])
+        return [_decode(url, data, Answer)]
+
+    async def stream(self, router: str, body: dict[str, Any], stream: Stream) -> None:
+        """Send a request for one sample and take in what comes of it, to its end. What came stays when that fails.
+
+        Raises:
+            EngineUnavailable: connection lost, also on the way; no worker.
+            EngineFailed: server error, unreadable chunk.
+            RequestRefused: the request is wrong.
+        """
+        url = router + "/generate"
+        data = msgspec.json.encode({**body, "stream": True})
+        async with self._request("POST", url, data, GENERATE_TIMEOUT_S) as response:
+            async for event in _events(response.content):
+                if event == DONE:
+                    break
+                try:
+                    stream.add(event)
+                except ValueError as error:
+                    raise EngineFailed(f"{url}: unreadable chunk: {error}: {_shown(event)}") from error
+        if not stream.ended:
+            raise EngineUnavailable(f"{url}: the stream broke off after {stream.num_tokens} tokens")
+
+    async def ready(self, engine: str) -> bool:
+        """Whether an engine answers its readiness probe."""
+        try:
+            await self._send("GET", engine + "/ready", None, ADMIN_TIMEOUT_S)
+        except EngineError:
+            return False
+        return True
+
+    async def weight_version(self, engine: str) -> str | None:
+        """Version that an engine says its weights have."""
+        url = engine + "/model_info"
+        return _decode(url, await self._send("GET", url, None, ADMIN_TIMEOUT_S), ModelInfo).weight_version
+
+    async def pause(self, engine: str, mode: str) -> None:
+        """Stop an engine from generating; what it has is put back or frozen, as the mode says."""
+        await self._post(engine + "/pause_generation", {"mode": mode}, ADMIN_TIMEOUT_S)
+
+    async def proceed(self, engine: str) -> None:
+        """End a pause, if there is one."""
+        await self._post(engine + "/continue_generation", {}, ADMIN_TIMEOUT_S)
+
+    async def update_weights(self, engine: str, path: str, version: int, *, flush_cache: bool = True) -> None:
+        """Load weights from a directory. The engine waits for its running requests unless it is paused."""
+        body = {"model_path": path, "weight_version": str(version), "flush_cache": flush_cache}
+        await self._post(engine + "/update_weights_from_disk", body, UPDATE_TIMEOUT_S)
+
+    async def checksum(self, engine: str) -> str | None:
+        """Checksum of the weights that an engine holds."""
+        url = engine + "/weights_checker"
+        data = await self._post(url, {"action": "checksum"}, UPDATE_TIMEOUT_S)
+        return _decode(url, data, ChecksumAnswer).per_engine_checksum
+
+    async def abort(self, engine: str, rid: str | None) -> None:
+        """Abort one request, or all of an engine when rid is None. Unknown requests are ignored."""
+        body = {"abort_all": True} if rid is None else {"rid": rid}
+        await self._post(engine + "/abort_request", body, ADMIN_TIMEOUT_S)
+
+    async def workers(self, router: str) -> list[Worker]:
+        """The engines that the router knows."""
+        url = router + "/workers"
+        return _decode(url, await self._send("GET", url, None, ADMIN_TIMEOUT_S), WorkerList).workers
+
+    async def add_worker(self, router: str, engine: str) -> None:
+        """Ask the router to take an engine in; it does so in the background."""
+        await self._post(router + "/workers", {"url": engine}, ADMIN_TIMEOUT_S)
+
+    async def remove_worker(self, router: str, worker: Worker) -> None:
+        """Ask the router to forget an engine."""
+        await self._send("DELETE", f"{router}/workers/{worker.id}", None, ADMIN_TIMEOUT_S)
+
+    async def _post(self, url: str, body: dict[str, Any], timeout_s: float) -> bytes:
+        return await self._send("POST", url, msgspec.json.encode(body), timeout_s)
+
+    async def _send(self, method: str, url: str, data: bytes | None, timeout_s: float) -> bytes:
+        async with self._request(method, url, data, timeout_s) as response:
+            return await response.read()
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, url: str, data: bytes | None, timeout_s: float
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+        """A good answer, to be read in the block."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self._session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
+                if response.status in REFUSALS:
+                    raise RequestRefused(f"{url}: {_shown(await response.read())}")
+                if response.status >= 300:
+                    kind = EngineUnavailable if response.status in PASSING else EngineFailed
+                    raise kind(f"{url}: {response.status} {_shown(await response.read())}")
+                yield response
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineUnavailable(f"{url}: {error!r}") from error
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
+    """Data of server-sent events."""
+    buffer, searched = bytearray(), 0
+    async for part in content.iter_any():
+        buffer += part
+        while (end := buffer.find(END_OF_EVENT, searched)) >= 0:
+            yield bytes(buffer[:end]).removeprefix(b"data: ")
+            del buffer[: end + len(END_OF_EVENT)]
+            searched = 0
+        searched = max(0, len(buffer) - len(END_OF_EVENT) + 1)
+
+
+def _shown(answer: bytes) -> str:
+    return answer.decode(errors="replace")[:500]
+
+
+def _decode(url: str, data: bytes, answer_type: type[T]) -> T:
+    try:
+        return msgspec.json.decode(data, type=answer_type)
+    except msgspec.DecodeError as error:
+        raise EngineFailed(f"{url}: unreadable answer: {error}") from error

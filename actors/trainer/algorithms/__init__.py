@@ -1,0 +1,4 @@
+"""Advantages, losses, reductions and schedules: pure functions, each with its source.
+
+Open losses.py first.
+"""

@@ -1,0 +1,131 @@
+"""Completed prompt groups and their payloads become a batch of ragged columns."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.trainer.batches.plan import TrainBatch
+from actors.trainer.batches.staleness import NOT_SAMPLED, Masking, loss_masks, staleness_of
+from messages import GroupCompleted, SampleStatus, SampleSummary, Segment, SegmentsPublished
+
+
+@dataclass(frozen=True)
+class CollectedGroup:
+    """A prompt group with everything that training reads of it."""
+
+    completed: GroupCompleted
+    payloads: Mapping[int, SegmentsPublished]  # by sequence in the data stream
+
+
+def payload_seqs(completed: GroupCompleted) -> list[int]:
+    """Where a group's segments are stored, each sequence once."""
+    return sorted({ref.seq for sample in completed.samples for ref in sample.segments})
+
+
+def trainable(sample: SampleSummary) -> bool:
+    """Whether a sample enters the batch: it has tokens and a reward, and did not fail."""
+    return sample.reward is not None and bool(sample.segments) and sample.status is not SampleStatus.FAILED
+
+
+NO_MASKING = Masking()
+
+
+def assemble(
+    step: int,
+    groups: Sequence[CollectedGroup],
+    steps_of_versions: Mapping[int, int],
+    masking: Masking = NO_MASKING,
+) -> TrainBatch | None:
+    """Lay the samples of a train step behind each other.
+
+    Args:
+        step: number of the train step; the weights it starts from contain that many.
+        groups: in order of issue.
+        steps_of_versions: how many train steps each announced weight version contains.
+        masking: which tokens do not train on account of the weights that sampled them.
+
+    Returns:
+        The batch, or None when no sample can be trained.
+
+    Raises:
+        ValueError: a payload holds another sample than the event says.
+    """
+    builder = _Builder(step, steps_of_versions, masking)
+    for group in groups:
+        rollouts: dict[int, int] = {}
+        for sample in sorted(group.completed.samples, key=lambda sample: (sample.index, sample.part)):
+            if trainable(sample):
+                rollout = rollouts.setdefault(sample.index, builder.num_rollouts + len(rollouts))
+                builder.add(group.completed.group_id, rollout, sample, list(segments_of(group, sample)))
+        builder.num_rollouts += len(rollouts)
+    return builder.build()
+
+
+def segments_of(group: CollectedGroup, sample: SampleSummary) -> Iterator[Segment]:
+    """The segments of a sample in order.
+
+    Raises:
+        ValueError: a reference leads to another sample's segment.
+    """
+    for ref in sample.segments:
+        segment = group.payloads[ref.seq].segments[ref.position]
+        key = segment.sample
+        if (key.group_id, key.index, key.part) != (group.completed.group_id, sample.index, sample.part):
+            raise ValueError(f"segment {ref.position} of message {ref.seq} belongs to {key}")
+        yield segment
+
+
+def raw_reward(sample: SampleSummary) -> float:
+    """A sample's reward before its grader shaped it, if the sample says one; each speaks for itself alone."""
+    assert sample.reward is not None
+    raw = sample.metadata.get("raw_reward", sample.reward)
+    return float(raw) if isinstance(raw, (int, float)) else sample.reward
+
+
+class _Builder:
+    def __init__(self, step: int, steps_of_versions: Mapping[int, int], masking: Masking) -> None:
+        self.num_rollouts = 0
+        self._step = step
+        self._steps_of_versions = steps_of_versions
+        self._masking = masking
+        self._samples: list[tuple[int, int, float, float, bool, int]] = []  # group, rollout, rewards, truncated, length
+        self._tokens: list[NDArray[np.int32]] = []
+        self._mask: list[NDArray[np.uint8]] = []
+        self._log_probs: list[NDArray[np.float32]] = []
+        self._staleness: list[NDArray[np.int32]] = []
+
+    def add(self, group: int, rollout: int, sample: SampleSummary, segments: Sequence[Segment]) -> None:
+        stalenesses = [staleness_of(segment, self._step, self._steps_of_versions) for segment in segments]
+        masks = loss_masks(segments, stalenesses, self._masking)
+        length = 0
+        for segment, staleness, mask in zip(segments, stalenesses, masks, strict=True):
+            num_prompt = len(segment.prompt_ids)
+            length += num_prompt + len(segment.response_ids)
+            self._tokens += [segment.prompt_ids, segment.response_ids]
+            self._mask += [np.zeros(num_prompt, dtype=np.uint8), mask]
+            self._log_probs += [np.zeros(num_prompt, dtype=np.float32), segment.rollout_log_probs]
+            self._staleness += [np.full(num_prompt, NOT_SAMPLED, dtype=np.int32), staleness]
+        truncated = sample.status is SampleStatus.TRUNCATED
+        assert sample.reward is not None
+        self._samples.append((group, rollout, sample.reward, raw_reward(sample), truncated, length))
+
+    def build(self) -> TrainBatch | None:
+        if not self._samples:
+            return None
+        groups, rollouts, rewards, raw_rewards, truncated, lengths = zip(*self._samples, strict=True)
+        mask = np.concatenate(self._mask).astype(np.uint8)
+        return TrainBatch(
+            step=self._step,
+            groups_B=np.array(groups, dtype=np.int64),
+            rollouts_B=np.array(rollouts, dtype=np.int64),
+            rewards_B=np.array(rewards, dtype=np.float64),
+            raw_rewards_B=np.array(raw_rewards, dtype=np.float64),
+            truncated_B=np.array(truncated, dtype=np.uint8),
+            lengths_B=np.array(lengths, dtype=np.int64),
+            tokens_N=np.concatenate(self._tokens).astype(np.int32),
+            loss_mask_N=mask,
+            rollout_log_probs_N=np.concatenate(self._log_probs).astype(np.float32) * mask,
+            staleness_N=np.concatenate(self._staleness),
+        )

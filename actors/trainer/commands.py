@@ -1,0 +1,208 @@
+"""All torch work of the trainer behind a few methods. Rank 0 is told what to do and tells the other ranks.
+
+Commands go through the store, where a rank can wait for one with a timeout that is no failure; no rank waits for data
+inside a collective. Every command is then carried out by all ranks together.
+"""
+
+from dataclasses import fields
+from datetime import timedelta
+from pathlib import Path
+from threading import Event
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from actors.trainer.batches.plan import TrainBatch
+from actors.trainer.megatron import groups as ranks
+from actors.trainer.megatron.checkpoint import (
+    Checkpoint,
+    checkpoints_in,
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from actors.trainer.megatron.groups import Ranks
+from actors.trainer.megatron.rank_model import Replica
+from actors.trainer.models.files import NOT_WRITTEN, Published, prune_versions, publish_weights, write_model
+from actors.trainer.models.mapping import export_weights
+from actors.trainer.step.train_step import TrainStep
+from runtime.settings.topology import Topology, answers_are_recorded
+
+POLL: Final = timedelta(seconds=2)  # how long a rank waits for a command before it looks again
+
+
+class _Load(msgspec.Struct, tag=True):
+    path: str
+
+
+class _Train(msgspec.Struct, tag=True):
+    size_bytes: int  # of the batch, which follows by broadcast
+
+
+class _Save(msgspec.Struct, tag=True):
+    step: int
+    incarnation: int
+
+
+class _Export(msgspec.Struct, tag=True):
+    pass
+
+
+class _Stop(msgspec.Struct, tag=True):
+    pass
+
+
+_Command = _Load | _Train | _Save | _Export | _Stop
+
+
+class TrainerEngine:
+    """One rank of the trainer. All calls come from one thread."""
+
+    def __init__(self, topology: Topology, run_directory: Path, rank: Ranks | None = None) -> None:
+        """Join the other ranks and build the model with its first weights.
+
+        Args:
+            topology: of the run.
+            run_directory: where checkpoints and weights lie; all ranks on rank 0's node see it.
+            rank: which one this is; none: the only one.
+
+        Raises:
+            ValueError, OSError: the model or the layout cannot be used; says why.
+        """
+        self._topology = topology
+        self._ranks = rank or Ranks()
+        self.run_directory = run_directory
+        self._checkpoints = run_directory / "checkpoints"
+        self._weights = run_directory / "weights"
+        self._model_directory = Path(topology.model.hf_checkpoint)
+        self._num_commands = 0
+        self._stopping = Event()
+        device = ranks.device_of(topology.trainer.device, self._ranks)
+        ranks.join(self._ranks, topology.trainer.megatron, device, seed=topology.run.seed)
+        self._replica = Replica(topology, device)
+        self._train_step = TrainStep(topology, self._replica)
+
+    # rank 0
+
+    def resume(self) -> int:
+        """Load the newest complete checkpoint, if there is one.
+
+        Returns:
+            Train steps that the state contains.
+        """
+        found = checkpoints_in(self._checkpoints)
+        return self._lead(_Load(str(found[-1].path))) if found else 0
+
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        """Train one batch; return its metrics.
+
+        Raises:
+            FloatingPointError: a gradient was not finite; the weights are unusable.
+        """
+        if self._ranks.world_size == 1:
+            return self._train_step(batch)
+        encoded = _encode_batch(batch)
+        return self._lead(_Train(len(encoded)), encoded)
+
+    def save(self, *, step: int, incarnation: int) -> tuple[Path, list[Checkpoint]]:
+        """Write a checkpoint and delete old ones; return its directory and those that are left, oldest first."""
+        path: Path = self._lead(_Save(step, incarnation))
+        return path, prune_checkpoints(self._checkpoints, self._topology.train.keep_checkpoints)
+
+    def publish(self, version: int, *, confirmed: int) -> Published:
+        """Write the weights for engines to take, if there are any, and delete versions that no engine needs.
+
+        Args:
+            version: one that was never announced.
+            confirmed: the newest version that an engine holds, 0 for none.
+        """
+        if answers_are_recorded(self._topology):
+            return NOT_WRITTEN
+        published = publish_weights(
+            self._lead(_Export()), self._weights, version=version, model_directory=self._model_directory
+        )
+        prune_versions(self._weights, confirmed=confirmed)
+        return published
+
+    def export(self, directory: Path) -> None:
+        """Write a Hugging Face model directory that stands on its own."""
+        directory.mkdir(parents=True, exist_ok=True)
+        write_model(self._lead(_Export()), directory, model_directory=self._model_directory, tokenizer=True)
+
+    def close(self) -> None:
+        """End the other ranks and leave."""
+        self._lead(_Stop())
+        ranks.leave()
+
+    def _lead(self, command: _Command, payload: bytes = b"") -> Any:
+        if self._ranks.world_size > 1:
+            self._ranks.store.set(self._next_key(), msgspec.msgpack.encode(command))
+        return self._carry_out(command, payload)
+
+    # other ranks
+
+    def follow(self) -> None:
+        """Carry out rank 0's commands until it, or `stop_following`, says stop."""
+        command: _Command = _Load("")
+        while not isinstance(command, _Stop):
+            command = self._await_command()
+            self._carry_out(command, b"")
+        ranks.leave()
+
+    def stop_following(self) -> None:
+        """End `follow` at its next look for a command; called from another thread."""
+        self._stopping.set()
+
+    def _await_command(self) -> _Command:
+        key, store = self._next_key(), self._ranks.store
+        while not self._stopping.is_set():
+            try:
+                store.wait([key], POLL)
+            except dist.DistStoreError:  # timed out; a lost rank 0 is a DistNetworkError
+                continue
+            return msgspec.msgpack.decode(store.get(key), type=_Command)
+        return _Stop()
+
+    # all ranks
+
+    def _next_key(self) -> str:
+        self._num_commands += 1
+        return f"command/{self._num_commands}"
+
+    def _carry_out(self, command: _Command, payload: bytes) -> Any:
+        match command:
+            case _Load():
+                return load_checkpoint(self._replica, Path(command.path))
+            case _Train():
+                return self._train_step(_decode_batch(self._broadcast(payload, command.size_bytes)))
+            case _Save():
+                return save_checkpoint(
+                    self._replica, self._checkpoints, step=command.step, incarnation=command.incarnation
+                )
+            case _Export():
+                return export_weights(self._replica.model, self._replica.hf)
+            case _Stop():
+                return None
+
+    def _broadcast(self, payload: bytes, size_bytes: int) -> bytes:
+        """Rank 0's bytes, on every rank."""
+        shared = torch.empty(size_bytes, dtype=torch.uint8, device=self._replica.device)
+        if self._ranks.rank == 0:
+            shared.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        dist.broadcast(shared, src=0)
+        return shared.cpu().numpy().tobytes()
+
+
+def _encode_batch(batch: TrainBatch) -> bytes:
+    columns = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "step"}
+    arrays = {name: (array.dtype.str, array.tobytes()) for name, array in columns.items()}
+    return msgspec.msgpack.encode((batch.step, arrays))
+
+
+def _decode_batch(data: bytes) -> TrainBatch:
+    step, arrays = msgspec.msgpack.decode(data, type=tuple[int, dict[str, tuple[str, bytes]]])
+    columns: dict[str, Any] = {name: np.frombuffer(raw, dtype=dtype) for name, (dtype, raw) in arrays.items()}
+    return TrainBatch(step=step, **columns)

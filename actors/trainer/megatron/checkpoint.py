@@ -1,0 +1,137 @@
+"""Checkpoints of model, optimizer and random state, in directories that are either complete or ignored.
+
+A checkpoint of train step 40 by the third start of the trainer is `0003/step-00000040`: every incarnation writes in a
+directory of its own, so that a predecessor that is not quite dead disturbs nobody. It is written under a name that
+starts with a dot and renamed when all ranks are done. Files are not synced to the disk one by one: this is about
+processes that die, not about power that fails.
+"""
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
+
+from actors.trainer.megatron.imports import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    dist_checkpointing,
+    mcore_to_pyt_state_dict,
+    quiet,
+    replace_state_dict_keys_with_sharded_keys,
+)
+from actors.trainer.megatron.rank_model import Replica
+
+_NAME = re.compile(r"step-(\d{8})")
+
+
+@dataclass(frozen=True, order=True)
+class Checkpoint:
+    """A complete checkpoint. The newest has the most train steps; of equals the latest incarnation's."""
+
+    step: int  # train steps that it contains
+    incarnation: int
+    path: Path
+
+
+def checkpoints_in(root: Path) -> list[Checkpoint]:
+    """Complete checkpoints, oldest first."""
+    found: list[Checkpoint] = []
+    for path in root.glob("[0-9]*/step-*"):
+        match = _NAME.fullmatch(path.name)
+        if match and (path / "metadata.json").is_file():  # the last file that Megatron writes
+            found.append(Checkpoint(int(match[1]), int(path.parent.name), path))
+    return sorted(found)
+
+
+def prune_checkpoints(root: Path, keep: int) -> list[Checkpoint]:
+    """Delete all but the newest checkpoints, and what a crash left half written; return those left."""
+    kept = checkpoints_in(root)[-keep:]
+    paths = {checkpoint.path for checkpoint in kept}
+    for path in (*root.glob("[0-9]*/step-*"), *root.glob("[0-9]*/.step-*")):
+        if path not in paths:
+            shutil.rmtree(path, ignore_errors=True)
+    return kept
+
+
+def save_checkpoint(replica: Replica, root: Path, *, step: int, incarnation: int) -> Path:
+    """Write a checkpoint. A collective of all ranks.
+
+    Returns:
+        Its directory. One that is there already is taken as this one.
+    """
+    path = root / f"{incarnation:04d}" / f"step-{step:08d}"
+    if path.exists():
+        return path
+    unfinished = path.with_name(f".{path.name}")
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    dist.barrier()
+    with quiet():
+        dist_checkpointing.save(_state(replica, step=step, loading=False), str(unfinished), _SaveInProcess())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        unfinished.rename(path)
+    return path
+
+
+def load_checkpoint(replica: Replica, path: Path) -> int:
+    """Set model, optimizer and random state. A collective of all ranks.
+
+    Returns:
+        Train steps that the state contains.
+
+    Raises:
+        Whatever Megatron raises when files are damaged or belong to another model.
+    """
+    with quiet():
+        state = dist_checkpointing.load(_state(replica, step=0, loading=True), str(path))
+    replica.model.load_state_dict(state["model"])
+    inner = state["optimizer"].get("optimizer", state["optimizer"])  # mixed precision wraps it
+    inner["state"].setdefault("common_step", torch.tensor(0.0))  # Megatron does not save a count of zero
+    replica.optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["rng"])
+    return state["step"]
+
+
+def _state(replica: Replica, *, step: int, loading: bool) -> dict[str, Any]:
+    """What is saved, and when loading the shape of it."""
+    _fill_optimizer_state(replica.optimizer)
+    model = replica.model.sharded_state_dict()
+    optimizer = replica.optimizer.sharded_state_dict(model, is_loading=loading)
+    return {"model": model, "optimizer": optimizer, "rng": torch.get_rng_state(), "step": step}
+
+
+def _fill_optimizer_state(optimizer: Any) -> None:
+    """Give torch's AdamW the state it makes at its first step: Megatron expects fused optimizers that start with it."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = part.optimizer
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if not inner.state[parameter]:
+                    inner.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+
+
+class _SaveInProcess(TorchDistSaveShardedStrategy):
+    """Writes in this process. Megatron's own strategy starts a manager process and forks a writer, for asynchrony that
+    is not used here; both outlive a killed trainer, and forking a process with threads may hang."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        """Called by dist_checkpointing.save on every rank."""
+        flat, _, _ = replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        writer = FileSystemWriter(checkpoint_dir, sync_files=False)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
+        save_state_dict(mcore_to_pyt_state_dict(flat, False), storage_writer=writer, planner=planner)

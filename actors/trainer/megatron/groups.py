@@ -1,0 +1,113 @@
+"""The trainer's processes as torch.distributed and Megatron see them."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from actors.trainer.megatron import cpu
+from actors.trainer.megatron.imports import initialize_rng_tracker, model_parallel_cuda_manual_seed, parallel_state
+from runtime.settings.topology import MegatronConfig
+
+COLLECTIVE_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Who this process is among the trainer's."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0  # GPU of this process on its node
+    store: Any = None  # a torch.distributed Store that all ranks reach; none for a single process
+
+
+def device_of(kind: str, ranks: Ranks) -> torch.device:
+    """The device of this rank.
+
+    Raises:
+        ValueError: a GPU is asked for and there is none.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    if cpu.needed():
+        raise ValueError("trainer.device = 'cuda', but torch finds no GPU here: set trainer.device = 'cpu'")
+    return torch.device("cuda", ranks.local_rank)
+
+
+def join(ranks: Ranks, layout: MegatronConfig, device: torch.device, *, seed: int) -> None:
+    """Join the process group and build Megatron's groups. Once per process; again with the same layout does nothing.
+
+    Raises:
+        ValueError: the layout does not divide the ranks.
+    """
+    tensor, pipeline = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    if ranks.world_size % (tensor * pipeline):
+        raise ValueError(f"{ranks.world_size} ranks do not divide into replicas of {tensor} x {pipeline} ranks")
+    if dist.is_initialized():
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif ranks.world_size == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo else looks up this host's name, which may not resolve
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=ranks.store or dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage] - documented as public
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+    )
+    parallel_state.initialize_model_parallel(tensor, pipeline)
+    initialize_rng_tracker(inference_rng_tracker=device.type == "cpu")  # the CPU has no CUDA generator to keep track of
+    torch.manual_seed(seed)
+    if device.type == "cuda":
+        model_parallel_cuda_manual_seed(seed)
+
+
+def data_parallel_rank() -> int:
+    """Which replica this rank belongs to."""
+    return parallel_state.get_data_parallel_rank()
+
+
+def data_parallel_size() -> int:
+    """Replicas of the model."""
+    return parallel_state.get_data_parallel_world_size()
+
+
+def is_last_stage() -> bool:
+    """Whether this rank sees logits."""
+    return parallel_state.is_pipeline_last_stage()
+
+
+def sum_over_replicas(values: torch.Tensor) -> torch.Tensor:
+    """Sum numbers of the last pipeline stages over all replicas; every stage gets the result.
+
+    Args:
+        values: on the CPU, same shape on every rank.
+    """
+    return _over_replicas(values, dist.ReduceOp.SUM)
+
+
+def max_over_replicas(values: torch.Tensor) -> torch.Tensor:
+    """Like `sum_over_replicas`, the maximum."""
+    return _over_replicas(values, dist.ReduceOp.MAX)
+
+
+def _over_replicas(values: torch.Tensor, operation: Any) -> torch.Tensor:
+    if dist.get_world_size() == 1:
+        return values
+    on_device = values.to(torch.cuda.current_device())
+    dist.all_reduce(on_device, op=operation, group=parallel_state.get_data_parallel_group())
+    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    dist.broadcast(on_device, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+    return on_device.cpu()
+
+
+def leave() -> None:
+    """Leave the process group, if joined."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

@@ -1,0 +1,72 @@
+"""The parts of Megatron-core that the trainer uses, in one place: the package is untyped, here ends what types see."""
+
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
+from typing import Any
+
+from actors.trainer.megatron import cpu
+
+
+@contextmanager
+def quiet() -> Generator[None]:
+    """Drop warnings that Megatron and torch raise about each other's older habits."""
+    with warnings.catch_warnings():
+        for category in (UserWarning, DeprecationWarning, FutureWarning):
+            warnings.simplefilter("ignore", category)
+        yield
+
+
+def _import() -> dict[str, Any]:
+    names = {
+        "GPTModel": "models.gpt",
+        "TransformerConfig": "transformer.transformer_config",
+        "Float16Module": "transformer.module",
+        "get_gpt_decoder_block_spec": "models.gpt.gpt_layer_specs",
+        "PackedSeqParams": "packed_seq_params",
+        "DistributedDataParallel": "distributed",
+        "DistributedDataParallelConfig": "distributed",
+        "finalize_model_grads": "distributed",
+        "get_megatron_optimizer": "optimizer",
+        "OptimizerConfig": "optimizer",
+        "get_forward_backward_func": "pipeline_parallel",
+        "initialize_rng_tracker": "tensor_parallel.random",
+        "model_parallel_cuda_manual_seed": "tensor_parallel.random",
+        "TorchDistSaveShardedStrategy": "dist_checkpointing.strategies.torch",
+        "MCoreSavePlanner": "dist_checkpointing.strategies.torch",
+        "mcore_to_pyt_state_dict": "dist_checkpointing.strategies.torch",
+        "_replace_state_dict_keys_with_sharded_keys": "dist_checkpointing.strategies.torch",
+    }
+    if cpu.needed():
+        cpu.install()
+    with (
+        cpu.eager_imports() if cpu.needed() else nullcontext(),
+        quiet(),
+    ):  # four times: TransformerEngine and Apex are missing
+        return {name: getattr(import_module(f"megatron.core.{module}"), name) for name, module in names.items()} | {
+            module: import_module(f"megatron.core.{module}") for module in ("parallel_state", "dist_checkpointing")
+        }
+
+
+_parts = _import()
+
+parallel_state: Any = _parts["parallel_state"]
+dist_checkpointing: Any = _parts["dist_checkpointing"]
+GPTModel: Any = _parts["GPTModel"]
+TransformerConfig: Any = _parts["TransformerConfig"]
+Float16Module: Any = _parts["Float16Module"]
+get_gpt_decoder_block_spec: Any = _parts["get_gpt_decoder_block_spec"]
+PackedSeqParams: Any = _parts["PackedSeqParams"]
+DistributedDataParallel: Any = _parts["DistributedDataParallel"]
+DistributedDataParallelConfig: Any = _parts["DistributedDataParallelConfig"]
+finalize_model_grads: Any = _parts["finalize_model_grads"]
+get_megatron_optimizer: Any = _parts["get_megatron_optimizer"]
+OptimizerConfig: Any = _parts["OptimizerConfig"]
+get_forward_backward_func: Any = _parts["get_forward_backward_func"]
+initialize_rng_tracker: Any = _parts["initialize_rng_tracker"]
+model_parallel_cuda_manual_seed: Any = _parts["model_parallel_cuda_manual_seed"]
+TorchDistSaveShardedStrategy: Any = _parts["TorchDistSaveShardedStrategy"]
+MCoreSavePlanner: Any = _parts["MCoreSavePlanner"]
+mcore_to_pyt_state_dict: Any = _parts["mcore_to_pyt_state_dict"]
+replace_state_dict_keys_with_sharded_keys: Any = _parts["_replace_state_dict_keys_with_sharded_keys"]

@@ -1,0 +1,191 @@
+"""One rank's model, its gradient buffers and its optimizer, driven by Megatron's schedules."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from actors.trainer.algorithms.log_probs import log_probs_and_entropy
+from actors.trainer.batches.plan import MicroBatch
+from actors.trainer.megatron.build import build_model
+from actors.trainer.megatron.imports import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    Float16Module,
+    OptimizerConfig,
+    PackedSeqParams,
+    finalize_model_grads,
+    get_forward_backward_func,
+    get_megatron_optimizer,
+    parallel_state,
+    quiet,
+)
+from actors.trainer.models.config import DTYPES, HfConfig, read_hf_config, transformer_config
+from actors.trainer.models.mapping import WeightSource, file_source, load_weights, random_source
+from runtime.settings import recipe
+from runtime.settings.topology import Topology
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What the last pipeline stage computes of the tokens of a micro-batch that train, [M], nats, float32."""
+
+    log_probs: Tensor
+    entropy: Tensor
+
+
+TokenLoss = Callable[[MicroBatch, TokenOutputs], tuple[Tensor, int]]  # summed loss, share of the denominator
+
+
+class Replica:
+    """The model of this rank. Every method is a collective of all ranks that share the model or its gradients."""
+
+    def __init__(self, topology: Topology, device: torch.device) -> None:
+        """Build the model and set its first weights.
+
+        Raises:
+            ValueError, OSError: the model directory cannot be used; says why.
+        """
+        directory = Path(topology.model.hf_checkpoint)
+        self.hf: HfConfig = read_hf_config(directory)
+        self.device = device
+        self.dtype = DTYPES[topology.model.dtype]
+        self.packed = device.type == "cuda" and self.dtype is torch.bfloat16  # where a variable-length kernel exists
+        self._layout = topology.trainer.megatron
+        self._temperature = topology.rollout.temperature
+        source = random_source(self.hf, topology.run.seed) if topology.model.random_init else file_source(directory)
+        with quiet():
+            self.config = transformer_config(self.hf, self._layout, dtype=self.dtype, device=device)
+            self.model = build_model(self.hf, self.config)
+            load_weights(self.model, self.hf, source)
+            self._ddp = self._wrap()
+            self.optimizer = get_megatron_optimizer(_optimizer_config(topology.optimizer, self.dtype), [self._ddp])
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.grad_scale_func = self.optimizer.scale_loss
+
+    def _wrap(self) -> Any:
+        inner = Float16Module(self.config, self.model) if self.dtype is torch.bfloat16 else self.model
+        return DistributedDataParallel(self.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), inner)
+
+    @property
+    def length_multiple(self) -> int:
+        """What the length of a row must divide by."""
+        return self._layout.tensor_model_parallel_size if self._layout.sequence_parallel else 1
+
+    def set_weights(self, source: WeightSource) -> None:
+        """Replace the weights, the optimizer's copies included."""
+        load_weights(self.model, self.hf, source)
+        self.optimizer.reload_model_params()
+
+    def weights_copy(self) -> list[Tensor]:
+        """This rank's parameters, to be put back by `restore_weights`."""
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+    @torch.no_grad()
+    def restore_weights(self, weights: Sequence[Tensor]) -> None:
+        """Set this rank's parameters, but not the optimizer's copies of them."""
+        for parameter, weight in zip(self.model.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+
+    def backward(self, micro_batches: Sequence[MicroBatch], loss: TokenLoss) -> None:
+        """Set the gradients of the mean loss of one optimizer step.
+
+        Args:
+            micro_batches: of this replica; each replica has equally many.
+            loss: gives a micro-batch's summed loss and its share of the denominator over all replicas.
+        """
+        self._ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._run(micro_batches, loss, forward_only=False)
+
+    @torch.no_grad()
+    def fill_log_probs(self, micro_batches: Sequence[MicroBatch], column_N: NDArray[np.float32]) -> None:
+        """Write the current weights' log-probs of the tokens that train into a column; on the last stage only."""
+
+        def fill(micro_batch: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, int]:
+            column_N[micro_batch.columns_M] = outputs.log_probs.cpu().numpy()
+            return outputs.log_probs.sum(), 0
+
+        self._run(micro_batches, fill, forward_only=True)
+
+    def optimizer_step(self, *, learning_rate: float, weight_decay: float) -> float:
+        """Clip and apply the gradients.
+
+        Returns:
+            The norm of the gradient before clipping, over all ranks.
+
+        Raises:
+            FloatingPointError: the norm is not finite; the weights are then unusable.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+            group["weight_decay"] = weight_decay * group["wd_mult"]
+        with quiet():
+            _, norm, _ = self.optimizer.step()
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient norm is {norm}")
+        return float(norm)
+
+    def _run(self, micro_batches: Sequence[MicroBatch], loss: TokenLoss, *, forward_only: bool) -> None:
+        with quiet():
+            get_forward_backward_func()(
+                forward_step_func=partial(self._forward_step, loss),
+                data_iterator=iter(micro_batches),
+                model=[self._ddp],
+                num_microbatches=len(micro_batches),
+                seq_length=max(micro_batch.tokens.shape[1] for micro_batch in micro_batches),
+                micro_batch_size=max(micro_batch.tokens.shape[0] for micro_batch in micro_batches),
+                forward_only=forward_only,
+            )
+
+    def _forward_step(self, loss: TokenLoss, micro_batches: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        micro_batch: MicroBatch = next(micro_batches)
+        tokens = torch.from_numpy(micro_batch.tokens).to(self.device)
+        output = model(tokens, None, None, packed_seq_params=self._packing(micro_batch))
+        return output, partial(self._token_loss, loss, micro_batch)
+
+    def _token_loss(
+        self, loss: TokenLoss, micro_batch: MicroBatch, logits: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Called by the schedule on the last stage with [b, s, V / TP]."""
+        shared = self._layout.tensor_model_parallel_size > 1
+        log_probs, entropy = log_probs_and_entropy(
+            logits.flatten(0, 1),
+            torch.from_numpy(micro_batch.rows_M).to(self.device),
+            torch.from_numpy(micro_batch.targets_M).to(self.device),
+            temperature=self._temperature,
+            group=parallel_state.get_tensor_model_parallel_group() if shared else None,
+        )
+        total, share = loss(micro_batch, TokenOutputs(log_probs, entropy))
+        return total, torch.tensor(share, dtype=torch.int, device=self.device), {}
+
+    def _packing(self, micro_batch: MicroBatch) -> Any:
+        if micro_batch.bounds is None:
+            return None
+        bounds = torch.from_numpy(micro_batch.bounds).to(self.device)
+        longest = int(np.diff(micro_batch.bounds).max())
+        return PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+        )
+
+
+def _optimizer_config(config: recipe.OptimizerConfig, dtype: torch.dtype) -> Any:
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_eps=config.adam_eps,
+        clip_grad=config.clip_grad or math.inf,  # 0 would also leave the norm uncomputed
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+    )

@@ -1,0 +1,294 @@
+"""One train step: a batch of scored samples becomes a few optimizer steps and the metrics that say how it went."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import structlog
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from actors.trainer.algorithms.losses import Reduction, grpo_advantages, kl_divergence, policy_loss, reduction, sft_loss
+from actors.trainer.algorithms.schedules import entropy_coef, learning_rate
+from actors.trainer.batches.plan import (
+    Floats32,
+    Ints,
+    MicroBatch,
+    TrainBatch,
+    make_micro_batch,
+    plan_micro_batches,
+    split_steps,
+)
+from actors.trainer.batches.staleness import staleness_metrics
+from actors.trainer.megatron import groups as ranks
+from actors.trainer.megatron.rank_model import Replica, TokenOutputs
+from actors.trainer.models.mapping import file_source
+from runtime.settings.recipe import trains_demonstrations
+from runtime.settings.topology import Topology
+
+log = structlog.get_logger()
+
+SUMS = ("loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "kl_loss")  # train/..., reduced like the loss
+SFT_SUMS = ("loss", "sft_loss", "entropy_loss")
+DIFF = "train/train_rollout_logprob_abs_diff"
+
+
+@dataclass(frozen=True)
+class _OptimizerStep:
+    """One optimizer step of this replica."""
+
+    number: int  # within the train step
+    micro_batches: list[MicroBatch]
+    reduction: Reduction  # over the step's samples on all replicas
+    share_B: Ints  # the reduction's shares, by sample of the batch
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Numbers per token of the batch, on the host."""
+
+    advantages_N: Floats32
+    weights_N: Floats32  # of the token's loss in the sum of its optimizer step
+    trainer_log_probs_N: Floats32  # before the first optimizer step; filled as forward passes yield them
+    ref_log_probs_N: Floats32 | None
+
+
+class TrainStep:
+    """Trains batches on a replica. Its only state is the reference model's weights."""
+
+    def __init__(self, topology: Topology, replica: Replica) -> None:
+        """Take the reference weights, so it is made before a checkpoint is loaded.
+
+        Raises:
+            ValueError, OSError: the reference model cannot be used.
+        """
+        self._replica = replica
+        self._topology = topology
+        self._algorithm = topology.algorithm
+        self._demonstrations = trains_demonstrations(topology)
+        self._sums = SFT_SUMS if self._demonstrations else SUMS
+        self._normalize = _normalizes_rewards(topology)
+        self._ref_weights = self._load_reference() if self._algorithm.use_kl_loss else None
+
+    def _load_reference(self) -> list[Tensor]:
+        initial = self._replica.weights_copy()
+        if self._topology.model.ref_load is None:
+            return initial
+        self._replica.set_weights(file_source(Path(self._topology.model.ref_load)))
+        reference = self._replica.weights_copy()
+        self._replica.restore_weights(initial)
+        self._replica.optimizer.reload_model_params()
+        return reference
+
+    def __call__(self, batch: TrainBatch) -> dict[str, float]:
+        """Train one batch. A collective of all ranks, which pass the same batch.
+
+        Returns:
+            Metrics by name, of the whole batch; complete on rank 0 and on the last pipeline stage.
+
+        Raises:
+            FloatingPointError: a gradient was not finite.
+        """
+        begin = time.perf_counter()
+        steps = self._plan(batch)
+        columns, metrics = self._prepare(batch, steps)
+        train_begin = time.perf_counter()
+        sums: list[Tensor] = []
+        norms: list[float] = []
+        for step in steps:
+            sums.append(self._backward(batch, step, columns))
+            norms.append(self._optimizer_step(batch.step, step.number))
+        metrics |= self._reduced(sums) | _size_metrics(batch)
+        if not self._demonstrations:
+            metrics |= self._difference(batch, steps, columns) | _sampling_metrics(batch, columns.advantages_N)
+            metrics["train/entropy_coef"] = self._entropy_coef(batch.step)
+        metrics["train/grad_norm"] = float(np.mean(norms))
+        metrics["train/lr-pg_0"] = self._learning_rate(batch.step, steps[-1].number)
+        metrics["perf/actor_train_time"] = time.perf_counter() - train_begin
+        metrics["perf/train_time"] = time.perf_counter() - begin
+        return metrics
+
+    def _plan(self, batch: TrainBatch) -> list[_OptimizerStep]:
+        replica, packed = self._replica, self._replica.packed
+        steps: list[_OptimizerStep] = []
+        for number, samples in enumerate(split_steps(batch, self._algorithm.num_steps_per_rollout)):
+            shared = plan_micro_batches(
+                batch.lengths_B,
+                samples,
+                max_tokens=self._topology.train.max_tokens_per_gpu,
+                num_replicas=ranks.data_parallel_size(),
+                packed=packed,
+            )
+            own = shared[ranks.data_parallel_rank()]
+            micro_batches = [
+                make_micro_batch(batch, members, packed=packed, multiple=replica.length_multiple) for members in own
+            ]
+            reduced = reduction(
+                batch.mask_sums_B[samples],
+                batch.rollouts_B[samples],
+                per_token=self._algorithm.calculate_per_token_loss,
+            )
+            share_B = np.zeros(len(batch.lengths_B), dtype=np.int64)
+            share_B[samples] = reduced.shares
+            steps.append(_OptimizerStep(number, micro_batches, reduced, share_B))
+        return steps
+
+    def _prepare(self, batch: TrainBatch, steps: list[_OptimizerStep]) -> tuple[_Columns, dict[str, float]]:
+        """Compute what the loss needs besides the policy's own forward pass, and say how long that took."""
+        advantages = grpo_advantages(
+            batch.rewards_B,
+            batch.groups_B,
+            batch.rollouts_B,
+            normalize=self._normalize,
+            normalize_std=not self._algorithm.disable_grpo_std_normalization,
+        )
+        begin = time.perf_counter()
+        trainer_log_probs_N = np.zeros_like(batch.rollout_log_probs_N)
+        later = [micro_batch for step in steps[1:] for micro_batch in step.micro_batches]
+        if later and not self._demonstrations:  # the first step's own forward pass yields its log-probs for nothing
+            self._replica.fill_log_probs(later, trainer_log_probs_N)
+        metrics = {"perf/log_probs_time": time.perf_counter() - begin}
+        begin = time.perf_counter()
+        ref_log_probs_N = self._reference_log_probs(batch, steps)
+        if ref_log_probs_N is not None:
+            metrics["perf/ref_log_probs_time"] = time.perf_counter() - begin
+        weights_B = np.concatenate([step.reduction.token_weights for step in steps])
+        return _Columns(
+            batch.spread(advantages), batch.spread(weights_B), trainer_log_probs_N, ref_log_probs_N
+        ), metrics
+
+    def _reference_log_probs(self, batch: TrainBatch, steps: list[_OptimizerStep]) -> Floats32 | None:
+        if self._ref_weights is None:
+            return None
+        column = np.zeros_like(batch.rollout_log_probs_N)
+        policy = self._replica.weights_copy()
+        self._replica.restore_weights(self._ref_weights)
+        self._replica.fill_log_probs([micro_batch for step in steps for micro_batch in step.micro_batches], column)
+        self._replica.restore_weights(policy)
+        return column
+
+    def _backward(self, batch: TrainBatch, step: _OptimizerStep, columns: _Columns) -> Tensor:
+        """Set the gradients; return this replica's metric sums and share of the denominator behind them."""
+        sums = torch.zeros(len(self._sums) + 1, dtype=torch.float64)
+
+        def loss(micro_batch: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, int]:
+            if step.number == 0:
+                columns.trainer_log_probs_N[micro_batch.columns_M] = outputs.log_probs.detach().cpu().numpy()
+            terms = self._loss_terms(batch, step, columns, micro_batch, outputs)
+            share = int(step.share_B[micro_batch.samples].sum())
+            sums[:-1] += terms.detach().cpu()
+            sums[-1] += share
+            return terms[0], share
+
+        self._replica.backward(step.micro_batches, loss)
+        return sums
+
+    def _loss_terms(
+        self,
+        batch: TrainBatch,
+        step: _OptimizerStep,
+        columns: _Columns,
+        micro_batch: MicroBatch,
+        outputs: TokenOutputs,
+    ) -> Tensor:
+        """The metric sums of a micro-batch, the loss first."""
+
+        def column(values_N: Floats32) -> Tensor:
+            return torch.from_numpy(values_N[micro_batch.columns_M]).to(outputs.log_probs.device)
+
+        if self._demonstrations:
+            loss = sft_loss(outputs.log_probs)
+            return torch.stack([loss, loss, outputs.entropy]) @ column(columns.weights_N)
+        old = column(batch.rollout_log_probs_N if self._algorithm.use_rollout_logprobs else columns.trainer_log_probs_N)
+        policy = policy_loss(
+            outputs.log_probs,
+            old,
+            column(columns.advantages_N),
+            eps_clip=self._algorithm.eps_clip,
+            eps_clip_high=self._algorithm.eps_clip_high,
+            eps_clip_c=self._algorithm.eps_clip_c,
+        )
+        total = policy.loss - self._entropy_coef(batch.step) * outputs.entropy
+        divergence = torch.zeros_like(policy.loss)
+        if columns.ref_log_probs_N is not None:
+            reference = column(columns.ref_log_probs_N)
+            divergence = kl_divergence(outputs.log_probs, reference, self._algorithm.kl_loss_type)
+            total = total + self._algorithm.kl_loss_coef * divergence
+        terms = torch.stack([total, policy.loss, outputs.entropy, policy.clipped, policy.ppo_kl, divergence])
+        return terms @ column(columns.weights_N)
+
+    def _optimizer_step(self, train_step: int, number: int) -> float:
+        return self._replica.optimizer_step(
+            learning_rate=self._learning_rate(train_step, number), weight_decay=self._topology.optimizer.weight_decay
+        )
+
+    def _learning_rate(self, train_step: int, number: int) -> float:
+        per_batch = self._algorithm.num_steps_per_rollout
+        done = train_step * per_batch + number
+        return learning_rate(self._topology.optimizer, done, num_steps=self._topology.train.num_steps * per_batch)
+
+    def _entropy_coef(self, train_step: int) -> float:
+        return entropy_coef(self._algorithm, train_step, num_steps=self._topology.train.num_steps)
+
+    def _reduced(self, sums: Sequence[Tensor]) -> dict[str, float]:
+        """Mean over the optimizer steps of each of the metric sums."""
+        total = ranks.sum_over_replicas(torch.stack(list(sums)))
+        means = (total[:, :-1] / total[:, -1:].clamp(min=1.0)).mean(dim=0)
+        metrics = {f"train/{name}": value for name, value in zip(self._sums, means.tolist(), strict=True)}
+        if not self._algorithm.use_kl_loss:
+            metrics.pop("train/kl_loss", None)
+        return metrics
+
+    def _difference(self, batch: TrainBatch, steps: list[_OptimizerStep], columns: _Columns) -> dict[str, float]:
+        """How far the engines' log-probs are from those of the weights that this train step began with.
+
+        The mean covers all tokens that train; the maximum only those that these very weights sampled, where anything
+        but rounding means that engine and trainer compute different models.
+        """
+        where = np.concatenate([micro_batch.columns_M for step in steps for micro_batch in step.micro_batches])
+        difference = np.abs(columns.trainer_log_probs_N[where] - batch.rollout_log_probs_N[where])
+        current = batch.staleness_N[where] == 0
+        sums = ranks.sum_over_replicas(
+            torch.tensor([difference.sum(), len(where), current.sum()], dtype=torch.float64)
+        ).tolist()
+        largest = ranks.max_over_replicas(torch.tensor(difference[current].max(initial=0.0), dtype=torch.float64))
+        count = max(sums[1], 1.0)
+        return {DIFF: sums[0] / count, f"{DIFF}_max": largest.item(), "train/stale_token_ratio": 1.0 - sums[2] / count}
+
+
+def _normalizes_rewards(topology: Topology) -> bool:
+    """Whether rewards are centred within their group: not as configured, and never in groups of one."""
+    if topology.algorithm.disable_rewards_normalization or trains_demonstrations(topology):
+        return False
+    if topology.rollout.n_samples_per_prompt == 1:
+        log.warning("rewards_not_normalized", reason="rollout.n_samples_per_prompt = 1: every advantage would be 0")
+        return False
+    return True
+
+
+def _size_metrics(batch: TrainBatch) -> dict[str, float]:
+    """How large the batch is, whoever trains it."""
+    return {
+        "rollout/response_lengths": float(batch.mask_sums_B.mean()),
+        "rollout/total_lengths": float(batch.lengths_B.mean()),
+        "train/global_batch_size": float(batch.rollouts_B[-1] + 1),
+    }
+
+
+def _sampling_metrics(batch: TrainBatch, advantages_N: Floats32) -> dict[str, float]:
+    """How its samples were sampled and judged."""
+    mask = batch.loss_mask_N != 0
+    return {
+        "rollout/raw_reward": float(batch.raw_rewards_B.mean()),
+        "rollout/advantages": _mean(advantages_N[mask]),
+        "rollout/rollout_log_probs": _mean(batch.rollout_log_probs_N[mask]),
+        "rollout/truncated": float(batch.truncated_B.mean()),
+        **staleness_metrics(batch),
+    }
+
+
+def _mean(values: NDArray[np.float32]) -> float:
+    return float(values.mean()) if len(values) else 0.0

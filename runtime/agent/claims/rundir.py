@@ -1,0 +1,126 @@
+"""The run directory: made, resumed, started over, or refused."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from runtime.agent.claims.claim import LOCK_FILE, Claim, write_atomically
+from runtime.report.report import Result
+from runtime.settings.topology import Topology, decode_topology, encode_topology
+
+TOPOLOGY_FILE = "topology.json"
+RESULT_FILE = "result.json"
+METRICS_FILE = "metrics.jsonl"
+BUS_FILE = "bus.url"  # where the run's bus is, for people and tools
+
+# What a resumed run may change: how far and how often, and everything about where it runs.
+HARMLESS = frozenset({"train.num_steps", "train.save_interval", "train.keep_checkpoints", "train.max_tokens_per_gpu"})
+LASTING = ("model", "data", "rollout", "algorithm", "optimizer", "train", "eval", "run.seed", "run.only", "run.load")
+LASTING_OF_REWARD = ("reward.on_failure", "reward.reward_key", "reward.group_rm")
+
+
+class RunRefused(Exception):
+    """The run cannot be started like this; the text says why and what to do."""
+
+
+class StoredResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How the run stood when its agent ended last."""
+
+    finished: bool
+    result: Result
+
+
+def prepare(claim: Claim, topology: Topology) -> list[str]:
+    """Make a claimed directory ready for a start of this topology; return the changes since the last start.
+
+    Raises:
+        RunRefused: the run began with another recipe.
+    """
+    path = claim.run_dir / TOPOLOGY_FILE
+    changes: list[str] = []
+    if path.exists():
+        changes = _accepted_changes(claim.run_dir, _stored(path), topology)
+    write_atomically(path, encode_topology(topology))
+    return changes
+
+
+def wants_more_steps(run_dir: Path, topology: Topology) -> bool:
+    """Whether a run that was started before is to be trained for longer now.
+
+    Raises:
+        RunRefused: what it was started with cannot be read.
+    """
+    path = run_dir / TOPOLOGY_FILE
+    return path.exists() and topology.train.num_steps > _stored(path).train.num_steps
+
+
+def stored_result(run_dir: Path) -> StoredResult | None:
+    """How the run ended last; none if it never did."""
+    path = run_dir / RESULT_FILE
+    return msgspec.json.decode(path.read_bytes(), type=StoredResult) if path.exists() else None
+
+
+def store_result(run_dir: Path, result: StoredResult) -> None:
+    """Keep how the run ended."""
+    write_atomically(run_dir / RESULT_FILE, msgspec.json.encode(result) + b"\n")
+
+
+def discard(claim: Claim) -> None:
+    """Empty a claimed run directory; the claim itself stays."""
+    for path in claim.run_dir.iterdir():
+        if path.name == LOCK_FILE:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def differences(before: Topology, after: Topology) -> list[tuple[str, Any, Any]]:
+    """Dotted keys whose values differ, with both values."""
+    return list(_differences("", msgspec.to_builtins(before), msgspec.to_builtins(after)))
+
+
+def _stored(path: Path) -> Topology:
+    try:
+        return decode_topology(path.read_bytes())
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise RunRefused(f"{path} cannot be read ({error}): it was edited, or written by another version") from error
+
+
+def _accepted_changes(run_dir: Path, before: Topology, after: Topology) -> list[str]:
+    changed = differences(before, after)
+    told = {key: f"{key}: {_shown(old)} → {_shown(new)}" for key, old, new in changed if not key.startswith("run.dir")}
+    refused = [line for key, line in told.items() if _lasts(key)]
+    if refused:
+        listed = "\n".join(f"  {line}" for line in refused)
+        raise RunRefused(
+            f"{run_dir} holds a run with another recipe:\n{listed}\n"
+            f"resume it unchanged, choose another run.name, or start over with --fresh {run_dir.name}"
+        )
+    return list(told.values())
+
+
+def _lasts(key: str) -> bool:
+    if key in HARMLESS:
+        return False
+    return key.startswith(LASTING_OF_REWARD) or any(key == table or key.startswith(f"{table}.") for table in LASTING)
+
+
+def _differences(key: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        names: list[str] = list(dict.fromkeys([*before, *after]))  # pyright: ignore[reportUnknownArgumentType]
+        for name in names:
+            yield from _differences(f"{key}.{name}" if key else name, before.get(name), after.get(name))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+    elif isinstance(before, list | tuple) and isinstance(after, list | tuple) and len(before) == len(after):  # pyright: ignore[reportUnknownArgumentType]
+        for index, (old, new) in enumerate(zip(before, after, strict=True)):  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+            yield from _differences(f"{key}.{index}", old, new)
+    elif before != after:
+        yield key, before, after
+
+
+def _shown(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,312 @@
+"""Keeps the processes of a node running, and ends them together."""
+
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+import anyio
+import anyio.abc
+
+from runtime.agent.supervision import guardian
+from runtime.agent.supervision.output import OutputLog
+from runtime.agent.supervision.ports import PortInUse, choose_port
+from runtime.agent.supervision.readiness import wait_until_ready, wait_until_silent
+from runtime.agent.supervision.spawn import Child, Guard
+from runtime.settings.processes import (
+    EXIT_FENCED,
+    EXIT_INPUT_ERROR,
+    Exited,
+    GivenUp,
+    Listener,
+    ProcessSpec,
+    Ready,
+    Stage,
+    Started,
+)
+
+FIRST_DELAY_S = 0.1
+MAX_DELAY_S = 10.0
+LASTING_S = 30.0  # a process that ran for so long did not fail at its start
+DRAIN_S = 1.0  # for the last lines of a process that ended
+STOP_WITHIN_S = 8.0
+STAGE_RESERVE_S = 1.5  # kept for each stage still to be stopped
+EXIT_NOT_STARTED = 127
+
+_LASTING = {EXIT_INPUT_ERROR: "input error", EXIT_FENCED: "fenced: another process took over"}
+
+
+class RestartBudget:
+    """How often and how soon a process is started again.
+
+    Progress of the run refills the budget. The delay doubles with each early end, whatever the run does meanwhile, and
+    begins anew after a process has lasted.
+    """
+
+    def __init__(self, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
+        self._spent = 0
+        self._early_ends = 0
+
+    def spend(self, lasted_s: float) -> float | None:
+        """Seconds to wait before the next start of a process that lasted so long; none when the budget is used up."""
+        if self._spent >= self._max_restarts:
+            return None
+        self._spent += 1
+        self._early_ends = 0 if lasted_s >= LASTING_S else self._early_ends + 1
+        return min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** max(0, self._early_ends - 1))
+
+    def refill(self) -> None:
+        self._spent = 0
+
+
+class Supervisor:
+    """Runs one process until it is stopped or given up."""
+
+    def __init__(
+        self, spec: ProcessSpec, *, log: OutputLog, environment: Mapping[str, str], guard: Guard, listener: Listener
+    ) -> None:
+        self.spec = spec
+        self.restarts = 0
+        self._log = log
+        self._base_environment = environment
+        self._guard = guard
+        self._announce = listener
+        self._budget = RestartBudget(spec.max_restarts)
+        self._stop_asked = anyio.Event()
+        self._ended = anyio.Event()
+        self._child: Child | None = None
+        self._port: int | None = None
+        self._late = False  # was not ready in time
+        self._silent = False  # did not answer probes any more
+        self._began = 0.0  # start of the process, on the loop's clock
+
+    async def run(self) -> None:
+        """Start the process and restart it until it is stopped or given up."""
+        try:
+            delay_s: float | None = 0.0
+            while delay_s is not None and not self._stop_asked.is_set():
+                delay_s = await self._run_once()
+                if delay_s is not None:
+                    self.restarts += 1
+                    with anyio.move_on_after(delay_s):
+                        await self._stop_asked.wait()
+        finally:
+            self._log.close()
+            self._ended.set()
+
+    def progress(self) -> None:
+        """The run goes forward: earlier restarts are forgiven."""
+        self._budget.refill()
+
+    async def stop(self, within_s: float) -> None:
+        """Ask the process to stop, kill it when it has not by then, and wait for its end."""
+        self._stop_asked.set()
+        if self._child is not None:
+            self._child.ask_to_stop()
+        with anyio.move_on_after(min(within_s, self.spec.stop_timeout_s)):
+            await self._ended.wait()
+        self.kill()
+        with anyio.move_on_after(DRAIN_S + 1):
+            await self._ended.wait()
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self._stop_asked.set()
+        if self._child is not None:
+            self._child.kill()
+
+    async def _run_once(self) -> float | None:
+        """Run the process once; return the delay before the next start, or none."""
+        self._began = anyio.current_time()
+        try:
+            self._port = self._choose_port()
+            child = await Child.start(self._command(), self._environment())
+        except PortInUse as error:
+            if self.restarts == 0:
+                return self._give_up(EXIT_INPUT_ERROR, str(error))
+            return self._after_failure(0, EXIT_NOT_STARTED, str(error))
+        except OSError as error:
+            return self._give_up(EXIT_NOT_STARTED, f"cannot be started: {error}")
+        code = await self._attend(child)
+        if self._port_was_taken() and self.spec.port is not None and not self.spec.port.kept:
+            self._port = None
+        return self._after_end(child.pid, code)
+
+    async def _attend(self, child: Child) -> int:
+        self._child, self._late, self._silent = child, False, False
+        self._guard.watch(child.pid)
+        self._log.forget()
+        self._announce(Started(spec=self.spec, pid=child.pid, restarts=self.restarts))
+        if self._stop_asked.is_set():
+            child.ask_to_stop()
+        code = 0
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._collect, child.output)
+                async with anyio.create_task_group() as beside:
+                    beside.start_soon(self._watch_readiness, child)
+                    code = await child.wait()
+                    beside.cancel_scope.cancel()
+                child.kill()  # what it started and left
+                guardian.kill_session(child.pid)
+                tasks.cancel_scope.deadline = anyio.current_time() + DRAIN_S
+            return code
+        finally:
+            if child.running:
+                child.kill()
+                with anyio.CancelScope(shield=True):
+                    await child.wait()
+            guardian.kill_session(child.pid)
+            self._guard.forget(child.pid)
+            self._child = None
+
+    async def _collect(self, output: int) -> None:
+        try:
+            while True:
+                await anyio.wait_readable(output)
+                data = os.read(output, 1 << 16)
+                if not data:
+                    return
+                self._log.feed(data)
+        finally:
+            self._log.end()
+            os.close(output)
+
+    async def _watch_readiness(self, child: Child) -> None:
+        host = self.spec.port.host if self.spec.port else None
+        with anyio.move_on_after(self.spec.ready_timeout_s) as waiting:
+            await wait_until_ready(self.spec.ready, child.pid, host or "", self._port or 0)
+        if waiting.cancelled_caught:
+            self._late = True
+            child.kill()
+            return
+        self._announce(Ready(spec=self.spec, host=host, port=self._port, restarts=self.restarts))
+        if self.spec.probe is not None:
+            await wait_until_silent(self.spec.probe, host or "", self._port or 0, self.spec.unresponsive_after_s)
+            self._silent = not self._stop_asked.is_set()
+            child.kill()  # a stopped or locked process ends by nothing else
+
+    def _after_end(self, pid: int, code: int) -> float | None:
+        if self._stop_asked.is_set():
+            self._announce(Exited(spec=self.spec, pid=pid, exit_code=code, reason="stopped", restart_in_s=None))
+            return None
+        reason = self._reason(code)
+        if code in _LASTING:
+            self._announce(Exited(spec=self.spec, pid=pid, exit_code=code, reason=reason, restart_in_s=None))
+            return self._give_up(code, reason)
+        return self._after_failure(pid, code, reason)
+
+    def _after_failure(self, pid: int, code: int, reason: str) -> float | None:
+        delay_s = self._budget.spend(anyio.current_time() - self._began)
+        self._announce(Exited(spec=self.spec, pid=pid, exit_code=code, reason=reason, restart_in_s=delay_s))
+        if delay_s is None:
+            return self._give_up(code, f"{reason}; restarted {self.spec.max_restarts} times without progress")
+        return delay_s
+
+    def _give_up(self, code: int, reason: str) -> None:
+        tail = tuple(self._log.tail())
+        path = str(self._log.path)
+        self._announce(GivenUp(spec=self.spec, exit_code=code, reason=reason, log=path, tail=tail))
+
+    def _reason(self, code: int) -> str:
+        if self._late:
+            return f"not ready within {self.spec.ready_timeout_s:g} s"
+        if self._silent:
+            return f"did not answer for {self.spec.unresponsive_after_s:g} s"
+        how = describe_exit(code)
+        said = None if code in (-signal.SIGKILL, -signal.SIGTERM) else self._log.why()  # killed: not by what it said
+        return f"{said} ({how})" if said else how
+
+    def _choose_port(self) -> int | None:
+        request = self.spec.port
+        if request is None:
+            return None
+        fixed = request.fixed if not request.kept or self._port is None else self._port
+        return choose_port(request.host, fixed=fixed, previous=self._port or request.preferred)
+
+    def _port_was_taken(self) -> bool:
+        return any("address already in use" in line.lower() for line in self._log.tail(50))
+
+    def _command(self) -> list[str]:
+        return [self._filled_in(item) for item in self.spec.command]
+
+    def _environment(self) -> dict[str, str]:
+        own = {key: self._filled_in(value) for key, value in self.spec.env.items()}
+        return {**self._base_environment, **own}
+
+    def _filled_in(self, text: str) -> str:
+        if self.spec.port is None:
+            return text
+        return text.replace("{port}", str(self._port)).replace("{host}", self.spec.port.host)
+
+
+class Supervision:
+    """The processes of one node.
+
+    Leaving its context kills what still runs, also when the agent fails; the guardian covers the agent's own death.
+    """
+
+    def __init__(self, run_dir: Path, *, environment: Mapping[str, str], listener: Listener) -> None:
+        self._log_dir = run_dir / "logs"
+        self._mark = guardian.mark_of(uuid.uuid4().hex, run_dir)
+        self._environment = {**os.environ, **environment, guardian.MARK_VARIABLE: self._mark, "PYTHONUNBUFFERED": "1"}
+        self._listener = listener
+        self._guard = Guard(self._mark, sys.executable)
+        self._supervisors: dict[str, Supervisor] = {}
+        guardian.kill(f"@{run_dir.resolve()}")  # what an earlier agent left when its guardian died with it
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Supervise until cancelled."""
+        async with anyio.create_task_group() as guard_tasks:
+            guard_tasks.start_soon(self._guard.run)
+            try:
+                async with anyio.create_task_group() as self._tasks:
+                    task_status.started()
+                    await anyio.sleep_forever()
+            finally:
+                guard_tasks.cancel_scope.cancel()
+
+    def start(self, spec: ProcessSpec) -> None:
+        """Start a process and keep it running.
+
+        Raises:
+            ValueError: a process of that name exists.
+        """
+        if spec.name in self._supervisors:
+            raise ValueError(f"two processes are called {spec.name}")
+        log = OutputLog(self._log_dir / f"{spec.name}.jsonl", spec.name)
+        supervisor = Supervisor(
+            spec, log=log, environment=self._environment, guard=self._guard, listener=self._listener
+        )
+        self._supervisors[spec.name] = supervisor
+        self._tasks.start_soon(supervisor.run)
+
+    def progress(self) -> None:
+        """The run goes forward: refill all restart budgets."""
+        for supervisor in self._supervisors.values():
+            supervisor.progress()
+
+    async def stop(self, *stages: Stage) -> None:
+        """Stop stages (all, unless some are named), each after the later ones, within STOP_WITHIN_S."""
+        ends = anyio.current_time() + STOP_WITHIN_S
+        for stage in sorted(stages or Stage, reverse=True):
+            within_s = ends - anyio.current_time() - STAGE_RESERVE_S * stage
+            async with anyio.create_task_group() as tasks:
+                for supervisor in self._supervisors.values():
+                    if supervisor.spec.stage == stage:
+                        tasks.start_soon(supervisor.stop, max(0.1, within_s))
+
+    def kill(self) -> None:
+        """End everything at once."""
+        for supervisor in self._supervisors.values():
+            supervisor.kill()
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words."""
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}, {_LASTING[code]}" if code in _LASTING else f"exit code {code}"

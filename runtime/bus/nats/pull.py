@@ -1,0 +1,243 @@
+"""Pull requests of one consumer and what they bring. Bounded: nothing arrives that was not asked for."""
+
+import asyncio
+from collections import deque
+from datetime import UTC, datetime
+from typing import Final, NamedTuple
+
+import anyio
+import msgspec
+
+from runtime.bus.errors import BusError
+from runtime.bus.nats.connection import STATUS, Connection, Disconnected, Listener, RawMessage
+from runtime.bus.nats.store import API
+
+HEARTBEAT: Final = "100"
+NO_RESPONDERS: Final = "503"
+PENDING_MESSAGES: Final = "Nats-Pending-Messages"  # how many of a pull request were not delivered when it ended
+LOST_REASONS: Final = ("consumer deleted", "server shutdown", "leadership change", "consumer is push based")
+NANOSECONDS: Final = 1_000_000_000
+GRACE_S: Final = 1.0  # on top of a request's own end
+MIN_EXPIRES_S: Final = 0.05
+
+
+class ConsumerLost(BusError):
+    """The consumer is gone or silent. Internal: a reader makes a new one, a durable consumer is looked up again."""
+
+
+class Place(NamedTuple):
+    """Where a delivery stands, from its reply subject."""
+
+    consumer: str
+    num_delivered: int
+    stream_seq: int
+    consumer_seq: int
+    time_ns: int
+    num_pending: int
+
+
+def place_of(reply: str) -> Place:
+    """Parse `$JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>.<time>.<pending>`."""
+    tokens = reply.split(".")
+    if len(tokens) != 9:  # a longer form has a domain and an account before the stream, a token after pending
+        tokens = tokens[2:]
+    return Place(tokens[3], int(tokens[4]), int(tokens[5]), int(tokens[6]), int(tokens[7]), int(tokens[8]))
+
+
+def time_of(time_ns: int) -> datetime:
+    """When the server stored a message."""
+    return datetime.fromtimestamp(time_ns / NANOSECONDS, UTC)
+
+
+class Pull:
+    """An inbox fed by pull requests.
+
+    Args:
+        ahead: messages asked for before anyone waits; 0: only on demand.
+        max_bytes: bound of one request; 0: none but the number of messages.
+        redelivers: whether what a lost connection swallowed comes again. If not, the consumer is lost with it.
+    """
+
+    def __init__(
+        self, connection: Connection, stream: str, *, ahead: int, max_bytes: int = 0, redelivers: bool = True
+    ) -> None:
+        self._connection = connection
+        self._limits = connection.limits
+        self._stream = stream
+        self.ahead = ahead
+        self._max_bytes = max_bytes
+        self._redelivers = redelivers
+        self._consumer = ""
+        self._inbox = ""
+        self._listener: Listener | None = None
+        self._buffer: deque[RawMessage] = deque()
+        self._sleepers: deque[asyncio.Future[None]] = deque()
+        self._num_waiting = 0
+        self._outstanding = 0  # asked for, neither delivered nor ended
+        self._request_end = 0.0  # loop time after which an unanswered request is lost
+        self._epoch = connection.epoch
+        self._lost = ""
+
+    async def open(self, consumer: str, epoch: int) -> None:
+        """Begin, or begin again, to pull from a consumer that was there in this epoch of the connection."""
+        self._consumer = consumer
+        self._outstanding = 0
+        self._lost = ""
+        self._epoch = epoch
+        if self._listener is not None and self._redelivers:
+            return
+        if self._listener is not None:  # what the old consumer still sends must not be taken for the new one's
+            await self._listener.stop()
+        self._buffer.clear()
+        self._inbox = self._connection.new_inbox()
+        self._listener = await self._connection.subscribe(self._inbox, self._on_message)
+        self._connection.on_reconnect(self._wake_all)
+
+    async def close(self) -> list[RawMessage]:
+        """End; return what had arrived and was not taken. Also when cancelled, within limits.drain_timeout_s."""
+        self._connection.forget_reconnect(self._wake_all)
+        if self._listener is not None:
+            with anyio.move_on_after(self._limits.drain_timeout_s, shield=True):
+                if self._redelivers and self._connection.is_connected:
+                    await self._listener.drain()
+                else:
+                    await self._listener.stop()
+        left = list(self._buffer)
+        self._buffer.clear()
+        self._lost = "closed"
+        self._wake_all()
+        return left
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether someone waits."""
+        return self._num_waiting > 0
+
+    @property
+    def buffered(self) -> deque[RawMessage]:
+        """Arrived, not yet taken."""
+        return self._buffer
+
+    async def next(self, timeout_s: float | None) -> RawMessage | None:
+        """The next message, or None after timeout_s.
+
+        Raises:
+            ConsumerLost: open() again.
+        """
+        if self._buffer:
+            message = self._buffer.popleft()
+            if self.ahead and len(self._buffer) <= self.ahead // 2:
+                await self._top_up(None)
+            return message
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        self._num_waiting += 1
+        try:
+            while not self._buffer:
+                await self._top_up(deadline)
+                if self._lost:
+                    raise ConsumerLost(self._lost)
+                if not self._buffer and not await self._sleep(deadline):
+                    return None
+            return self._buffer.popleft()
+        finally:
+            self._num_waiting -= 1
+
+    async def _top_up(self, deadline: float | None) -> None:
+        if self._epoch != self._connection.epoch:
+            if not self._redelivers:
+                self._lost = "reconnected"
+                return
+            self._epoch = self._connection.epoch
+            self._outstanding = 0
+        if self._lost:
+            return
+        wanted = max(self.ahead, self._num_waiting) - len(self._buffer)
+        needed = self._num_waiting - len(self._buffer)  # by those who wait already
+        enough = self._outstanding >= needed and self._outstanding > wanted // 2  # not a request for each message
+        if wanted <= 0 or enough or not self._connection.is_connected:
+            return
+        expires_s = self._limits.pull_expires_s
+        if deadline is not None and not self.ahead:
+            expires_s = max(MIN_EXPIRES_S, min(expires_s, deadline - asyncio.get_running_loop().time()))
+        batch = wanted - self._outstanding
+        self._outstanding += batch
+        await self._ask(batch, expires_s)
+
+    async def _ask(self, batch: int, expires_s: float) -> None:
+        request: dict[str, int] = {"batch": batch, "expires": int(expires_s * NANOSECONDS)}
+        quiet_s = expires_s
+        if expires_s > 2 * self._limits.pull_heartbeat_s:
+            quiet_s = 2 * self._limits.pull_heartbeat_s
+            request["idle_heartbeat"] = int(self._limits.pull_heartbeat_s * NANOSECONDS)
+        if self._max_bytes:
+            request["max_bytes"] = self._max_bytes
+        self._heard(quiet_s)
+        subject = f"{API}.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}"
+        try:
+            await self._connection.send(subject, msgspec.json.encode(request), reply=self._inbox)
+        except Disconnected:
+            self._outstanding -= batch  # asked again after the reconnect
+
+    def _heard(self, quiet_s: float) -> None:
+        self._request_end = asyncio.get_running_loop().time() + quiet_s + GRACE_S
+
+    async def _sleep(self, deadline: float | None) -> bool:
+        """Wait until something changed. False: the deadline passed.
+
+        Raises:
+            ConsumerLost: the server did not even send heartbeats.
+        """
+        loop = asyncio.get_running_loop()
+        sleeper: asyncio.Future[None] = loop.create_future()
+        self._sleepers.append(sleeper)
+        connected = self._connection.is_connected
+        until = self._request_end if connected else loop.time() + self._limits.attempt_timeout_s
+        timer = loop.call_at(until if deadline is None else min(until, deadline), _wake, sleeper)
+        try:
+            await sleeper
+        finally:
+            timer.cancel()
+            if sleeper in self._sleepers:
+                self._sleepers.remove(sleeper)
+        now = loop.time()
+        if deadline is not None and now >= deadline and not self._buffer:
+            return False
+        if connected and now >= self._request_end and not self._buffer:
+            self._outstanding = 0
+            raise ConsumerLost("no heartbeat")
+        return True
+
+    def _on_message(self, message: RawMessage) -> None:
+        status = message.headers.get(STATUS) if message.headers is not None and not message.data else None
+        if status is None or message.reply.startswith("$JS.ACK"):
+            self._outstanding = max(0, self._outstanding - 1)  # a request from before a reconnect may be answered too
+            self._buffer.append(message)
+            self._wake_one()
+        elif status == HEARTBEAT:
+            self._heard(2 * self._limits.pull_heartbeat_s)
+        else:
+            self._on_status(status, message.headers or {})
+
+    def _on_status(self, status: str, headers: dict[str, str]) -> None:
+        description = headers.get("Description", "").lower()
+        if status == NO_RESPONDERS or any(reason in description for reason in LOST_REASONS):
+            self._lost = description or "no such consumer"
+        undelivered = headers.get(PENDING_MESSAGES)
+        self._outstanding = max(0, self._outstanding - int(undelivered)) if undelivered else 0
+        self._wake_all()
+
+    def _wake_one(self) -> None:
+        while self._sleepers:
+            sleeper = self._sleepers.popleft()
+            if not sleeper.done():
+                sleeper.set_result(None)
+                return
+
+    def _wake_all(self) -> None:
+        while self._sleepers:
+            _wake(self._sleepers.popleft())
+
+
+def _wake(sleeper: asyncio.Future[None]) -> None:
+    if not sleeper.done():
+        sleeper.set_result(None)

@@ -1,0 +1,178 @@
+"""Storing messages in JetStream: each publish has a deadline, is tried again under one message id, and ends clearly."""
+
+import asyncio
+from itertools import count
+from typing import Any, cast
+
+import msgspec
+
+from runtime.bus.errors import (
+    AlreadyQueued,
+    BusError,
+    BusUnavailable,
+    MessageTooLarge,
+    PublishTimeout,
+    SequenceMismatch,
+    StreamFull,
+)
+from runtime.bus.nats.connection import AttemptTimeout, Connection, Disconnected, Headers, NoResponders
+
+MESSAGE_ID = "Nats-Msg-Id"
+EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
+EXPECTED_LAST_FILTER = "Nats-Expected-Last-Subject-Sequence-Subject"
+SEQUENCE = "Nats-Sequence"
+API = "$JS.API"
+
+# error codes of the server
+WRONG_LAST_SEQUENCE = frozenset({10071, 10164})
+STREAM_STORE_FAILED = 10077  # some limit of the stream; which one is only in the text
+PER_SUBJECT_LIMIT = "per subject"
+STORAGE_EXHAUSTED = frozenset({10023, 10047, STREAM_STORE_FAILED})
+MESSAGE_OVER_STREAM_LIMIT = 10054
+NOT_READY = 503  # HTTP-like code: JetStream is starting or short of something
+
+
+class ApiError(msgspec.Struct, frozen=True):
+    """What JetStream says of a failed request."""
+
+    code: int = 0
+    err_code: int = 0
+    description: str = ""
+
+
+class PublishAnswer(msgspec.Struct, frozen=True):
+    """What JetStream answers to a publish."""
+
+    stream: str = ""
+    seq: int = 0
+    duplicate: bool = False
+    error: ApiError | None = None
+
+
+class ApiFailed(BusError):
+    """JetStream refused a request of its API. Internal: callers map it."""
+
+    def __init__(self, subject: str, error: ApiError) -> None:
+        super().__init__(f"{subject}: {error.description} (code {error.code}, err_code {error.err_code})")
+        self.code = error.code
+        self.err_code = error.err_code
+
+
+class _Envelope(msgspec.Struct, frozen=True):
+    error: ApiError | None = None
+
+
+_answer_decoder = msgspec.json.Decoder(PublishAnswer)
+_envelope_decoder = msgspec.json.Decoder(_Envelope)
+
+
+async def api_call(connection: Connection, name: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One request of the JetStream API, tried again until answered; only for requests that may be done twice.
+
+    Raises:
+        ApiFailed: JetStream refused.
+        BusUnavailable: no answer.
+    """
+    subject = f"{API}.{name}"
+    payload = msgspec.json.encode(request) if request is not None else b""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + connection.limits.publish_timeout_s
+    failures = 0
+    while True:
+        answer = await connection.retry(subject, payload, None, max(0.001, deadline - loop.time()))
+        error = _envelope_decoder.decode(answer.data).error
+        if error is None:
+            return cast("dict[str, Any]", msgspec.json.decode(answer.data))
+        failed = ApiFailed(subject, error)
+        if error.code != NOT_READY or not await connection.pause(deadline, failures, failed):
+            raise failed
+        failures += 1
+
+
+class Store:
+    """Publishes to streams over one connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._limits = connection.limits
+        self._source = connection.unique()
+        self._numbers = count(1)
+
+    def new_id(self, subject: str) -> str:
+        """An id of one publish. It names the subject, so that ids of different subjects never meet."""
+        return f"{subject}:{self._source}:{next(self._numbers)}"
+
+    async def put(self, subject: str, payload: bytes, headers: Headers) -> int:
+        """Store a message; return its stream sequence. `headers` gains the message id.
+
+        Within the deadline it is stored at least once; a retry after a lost answer is recognised by its id while the
+        server remembers it.
+
+        Raises:
+            MessageTooLarge: nothing was sent.
+            AlreadyQueued: a work stream still holds a message under this subject.
+            SequenceMismatch: `headers` expect another last sequence.
+            StreamFull: until the deadline.
+            PublishTimeout: no confirmation until the deadline.
+            BusUnavailable: no stream takes the subject.
+        """
+        headers.setdefault(MESSAGE_ID, self.new_id(subject))
+        connection = self._connection
+        connection.check_size(subject, payload, headers)
+        deadline = asyncio.get_running_loop().time() + self._limits.publish_timeout_s
+        failures = 0
+        while True:
+            try:
+                answer = await connection.request(subject, payload, headers, connection.attempt_time(deadline))
+            except (Disconnected, AttemptTimeout, NoResponders) as error:
+                failure: BusError = error
+            else:
+                response = _answer_decoder.decode(answer.data)
+                if response.error is None:
+                    connection.counters.published += 1
+                    return response.seq
+                sequence = await self._settle(subject, response.stream, response.error, headers, failures > 0)
+                if sequence:
+                    return sequence
+                failure = ApiFailed(subject, response.error)
+            connection.counters.publish_retries += 1
+            if not await connection.pause(deadline, failures, failure):
+                raise self._give_up(subject, failure) from failure
+            failures += 1
+
+    async def _settle(self, subject: str, stream: str, error: ApiError, headers: Headers, may_be_ours: bool) -> int:
+        """Raise what is final, return the sequence if an earlier attempt was stored after all, 0 to try again."""
+        if error.err_code in WRONG_LAST_SEQUENCE:
+            # the server compares before it looks for duplicates: after a lost answer the last one may be our own
+            last, last_id = await self.last_of(stream, headers.get(EXPECTED_LAST_FILTER, subject))
+            if may_be_ours and last_id == headers[MESSAGE_ID]:
+                return last
+            raise SequenceMismatch(subject, expected=int(headers[EXPECTED_LAST]), last=last)
+        if error.err_code == STREAM_STORE_FAILED and PER_SUBJECT_LIMIT in error.description:
+            if may_be_ours:
+                last, last_id = await self.last_of(stream, subject)
+                if last_id == headers[MESSAGE_ID]:
+                    return last
+            raise AlreadyQueued(subject)
+        if error.err_code == MESSAGE_OVER_STREAM_LIMIT:
+            raise MessageTooLarge(subject, 0, 0)
+        if error.code != NOT_READY and error.err_code not in STORAGE_EXHAUSTED:
+            raise ApiFailed(subject, error)
+        return 0
+
+    async def last_of(self, stream: str, subject_filter: str) -> tuple[int, str]:
+        """Sequence and message id of the last message under a filter; (0, "") if there is none."""
+        request = msgspec.json.encode({"last_by_subj": subject_filter})
+        answer = await self._connection.retry(
+            f"{API}.DIRECT.GET.{stream}", request, None, self._limits.publish_timeout_s
+        )
+        headers = answer.headers or {}
+        return int(headers.get(SEQUENCE, 0)), headers.get(MESSAGE_ID, "")
+
+    def _give_up(self, subject: str, failure: BusError) -> BusError:
+        seconds = f"within {self._limits.publish_timeout_s:g} s"
+        if isinstance(failure, NoResponders):
+            return BusUnavailable(f"{subject}: no stream took it {seconds}")
+        if isinstance(failure, ApiFailed) and failure.err_code in STORAGE_EXHAUSTED:
+            return StreamFull(f"{failure}, not resolved {seconds}")
+        return PublishTimeout(f"{subject}: not confirmed {seconds}: {failure!r}; {self._connection.last_error}")

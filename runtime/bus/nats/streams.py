@@ -1,0 +1,106 @@
+"""The streams and the KV bucket of a run: made or brought up to date, with every limit chosen."""
+
+from typing import Any, Final
+
+import structlog
+
+from messages import Plane
+from messages.subjects import bucket_of, plane_filter, stream_of
+from runtime.bus.errors import BusError, StreamConflict
+from runtime.bus.limits import StreamLimits
+from runtime.bus.nats.connection import Connection
+from runtime.bus.nats.store import ApiFailed, api_call
+
+log = structlog.get_logger()
+
+STREAM_NOT_FOUND: Final = 10059
+MAX_CONSUMERS: Final = 1024
+_FIXED: Final = ("retention", "storage")  # the server refuses to change these
+NANOSECONDS: Final = 1_000_000_000
+
+
+def stream_configs(run: str, limits: StreamLimits) -> list[dict[str, Any]]:
+    """What JetStream is to hold for a run, in the words of its API."""
+    event, work, data, dead = (
+        _stream(run, plane, limits, size)
+        for plane, size in (
+            (Plane.EVENT, limits.event_bytes),
+            (Plane.WORK, limits.work_bytes),
+            (Plane.DATA, limits.data_bytes),
+            (Plane.DEAD, limits.dead_bytes),
+        )
+    )
+    # one message per subject: a task is refused while it is still queued
+    work |= {"retention": "workqueue", "max_msgs": limits.work_messages}
+    work |= {"max_msgs_per_subject": 1, "discard_new_per_subject": True}
+    dead |= {"discard": "old"}
+    return [event, work, data, dead, _bucket(run, limits)]
+
+
+def _stream(run: str, plane: Plane, limits: StreamLimits, max_bytes: int) -> dict[str, Any]:
+    return _config(stream_of(run, plane), [plane_filter(run, plane)], limits, max_bytes)
+
+
+def _bucket(run: str, limits: StreamLimits) -> dict[str, Any]:
+    bucket = bucket_of(run)
+    config = _config(f"KV_{bucket}", [f"$KV.{bucket}.>"], limits, limits.kv_bytes)
+    return config | {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True, "deny_delete": True, "allow_msg_ttl": True}
+
+
+def _config(name: str, subjects: list[str], limits: StreamLimits, max_bytes: int) -> dict[str, Any]:
+    return {
+        "name": name,
+        "subjects": subjects,
+        "retention": "limits",
+        "storage": "file",
+        "discard": "new",  # a full stream makes its writers wait; nothing vanishes
+        "discard_new_per_subject": False,
+        "max_bytes": max_bytes,
+        "max_msgs": -1,
+        "max_msgs_per_subject": -1,
+        "max_msg_size": -1,  # the server's max_payload bounds it
+        "max_age": 0,
+        "max_consumers": MAX_CONSUMERS,
+        "num_replicas": 1,
+        "duplicate_window": int(limits.duplicate_window_s * NANOSECONDS),
+        "allow_direct": True,
+    }
+
+
+async def ensure_streams(connection: Connection, run: str, limits: StreamLimits) -> None:
+    """Make the streams of a run, or bring their limits up to date. May be done twice and by several at once.
+
+    Raises:
+        StreamConflict: a stream of this name exists and differs in what cannot be changed.
+        BusError: the server refuses, for example since its storage limit is below the sum of the streams.
+    """
+    for config in stream_configs(run, limits):
+        try:
+            await _ensure_stream(connection, config)
+        except ApiFailed as error:
+            raise BusError(f"stream {config['name']}: {error}") from error
+
+
+async def _ensure_stream(connection: Connection, wanted: dict[str, Any]) -> None:
+    name = wanted["name"]
+    try:
+        found = await api_call(connection, f"STREAM.INFO.{name}")
+    except ApiFailed as error:
+        if error.err_code != STREAM_NOT_FOUND:
+            raise
+        await api_call(connection, f"STREAM.CREATE.{name}", wanted)
+        log.info("stream_created", stream=name, max_bytes=wanted["max_bytes"])
+        return
+    changes = {key: value for key, value in wanted.items() if found["config"].get(key, _absent(value)) != value}
+    if not changes:
+        return
+    for key in _FIXED:
+        if key in changes:
+            raise StreamConflict(f"stream {name}: {key} is {found['config'].get(key)!r}, wanted {wanted[key]!r}")
+    await api_call(connection, f"STREAM.UPDATE.{name}", found["config"] | wanted)
+    log.info("stream_updated", stream=name, changes=sorted(changes))
+
+
+def _absent(value: Any) -> Any:
+    """How the server shows a zero value: not at all."""
+    return type(value)() if not isinstance(value, list) else None

@@ -1,0 +1,240 @@
+"""The log's older part, in files of the run directory: written before it is purged, read together with what is left.
+
+A file holds a stretch of the log, a JSON line per event, compressed. It is complete once it has its name; a crash
+before the purge leaves a stretch in both places, never in neither.
+"""
+
+import gzip
+import os
+import re
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from anyio import to_thread
+
+from messages import DecodeError, Message, Plane, SnapshotTaken, decode
+from messages.codec import CONTENT_TYPE_HEADER, JSON, TYPE_HEADER
+from runtime.bus.bus import Bus, Events, Received, StoredMessage
+from runtime.ledger.fold import FOLD_VERSION, LedgerState
+
+ARCHIVE: Final = "archive"  # in the run directory
+PARTIAL: Final = ".partial"
+FILE_NAME: Final = re.compile(r"events-(\d+)-(\d+)\.jsonl\.gz")
+LEVEL: Final = 3  # of compression: a tenth of the size at a fifth of the default's time
+LINES_AT_ONCE: Final = 512  # handed to a thread
+MICROSECOND: Final = timedelta(microseconds=1)
+EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class ArchivedEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line: an event as it was stored."""
+
+    seq: int  # in the log
+    time: datetime
+    type: str  # of the message; empty if it had none
+    event: msgspec.Raw = msgspec.Raw(b"null")  # as it was
+    raw: bytes | None = None  # instead, base64, of what is no JSON
+    content_type: str = JSON
+
+
+class ArchivedFile(msgspec.Struct, frozen=True, order=True):
+    """A complete file."""
+
+    first_seq: int
+    last_seq: int
+    path: Path
+
+
+def archived_files(run_dir: Path) -> list[ArchivedFile]:
+    """The complete files of a run, in the order of the log."""
+    directory = run_dir / ARCHIVE
+    names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+    matches = [match for match in map(FILE_NAME.fullmatch, names) if match is not None]
+    return sorted(ArchivedFile(int(match[1]), int(match[2]), directory / match[0]) for match in matches)
+
+
+async def archive(bus: Bus, run_dir: Path, *, below_seq: int) -> tuple[Path, int]:
+    """Copy the events of the log below a sequence into a file; return it and how many they are.
+
+    Raises:
+        OSError: it cannot be written; nothing of it counts then.
+        BusUnavailable: the log cannot be read.
+    """
+    directory = run_dir / ARCHIVE
+    partial = directory / f"{os.getpid()}{PARTIAL}"
+    first, last, num_events = 0, 0, 0
+    await to_thread.run_sync(_make_directory, directory)
+    with gzip.open(partial, "wb", LEVEL) as file:
+        lines: list[bytes] = []
+        async for stored in bus.stored(Plane.EVENT, below_seq=below_seq):
+            first, last, num_events = first or stored.seq, stored.seq, num_events + 1
+            lines.append(_line_of(stored))
+            if len(lines) >= LINES_AT_ONCE:
+                await to_thread.run_sync(file.writelines, lines)
+                lines = []
+        await to_thread.run_sync(file.writelines, lines)
+    path = directory / f"events-{first:012}-{last:012}.jsonl.gz"
+    await to_thread.run_sync(_complete, partial, path)
+    return path, num_events
+
+
+def archived_events(run_dir: Path, *, from_seq: int = 1, below_seq: int | None = None) -> Iterator[Received[Message]]:
+    """The archived events of a stretch of the log, each once, in order. What cannot be decoded is passed over."""
+    last = from_seq - 1
+    for file in archived_files(run_dir):
+        if file.last_seq <= last or (below_seq is not None and file.first_seq >= below_seq):
+            continue
+        for received in _read(file.path):
+            if below_seq is not None and received.seq >= below_seq:
+                break
+            if received.seq > last:
+                last = received.seq
+                yield received
+
+
+def first_archived(run_dir: Path) -> Iterator[Received[Message]]:
+    """The oldest file's events: how the run began."""
+    return _read(file.path) if (file := next(iter(archived_files(run_dir)), None)) is not None else iter(())
+
+
+async def begun(bus: Bus, run_dir: Path) -> LedgerState | None:
+    """The state to begin from where the first part of the log is neither there nor archived here; None if it is.
+
+    On a node beside the one that has the archive.
+    """
+    last_seq = max((file.last_seq for file in archived_files(run_dir)), default=0)
+    if (await bus.state(Plane.EVENT)).first_seq <= last_seq + 1:
+        return None
+    return await newest_snapshot(bus)
+
+
+async def newest_snapshot(bus: Bus) -> LedgerState | None:
+    """The state to begin from where the first part of the log may be gone; None if no snapshot can be used."""
+    newest: SnapshotTaken | None = None
+    async with bus.read(SnapshotTaken, buries=False) as snapshots:
+        async for received in snapshots.so_far():
+            if received.message.fold_version == FOLD_VERSION:
+                newest = received.message
+    return None if newest is None else msgspec.json.decode(newest.state, type=LedgerState)
+
+
+@asynccontextmanager
+async def history(bus: Bus, run_dir: Path, *, buries: bool = False) -> "AsyncGenerator[History, None]":
+    """A run's events from the first on, for the duration of a block.
+
+    Args:
+        buries: whether what cannot be used becomes a dead letter, rather than being passed over.
+    """
+    async with bus.read(buries=buries) as events:
+        yield History(events, run_dir)
+
+
+class History:
+    """A run's events from the first on: those of the archive, then those of the log.
+
+    Args:
+        events: every event that the log holds.
+        run_dir: where the archive is, if there is one.
+    """
+
+    def __init__(self, events: Events[Message], run_dir: Path) -> None:
+        self.first_seq = 0  # of the first event; 0: none was read. Above 1 what was before it is lost
+        self._events = events
+        self._run_dir = run_dir
+        self._last_seq = 0
+
+    async def so_far(self) -> AsyncGenerator[Received[Message], None]:
+        """Those that there are by now."""
+        async for received in self._events.so_far():
+            async for event in self._with_archived(received):
+                yield event
+
+    async def follow(self) -> AsyncGenerator[Received[Message], None]:
+        """All of them, without end."""
+        async for received in self._events:
+            async for event in self._with_archived(received):
+                yield event
+
+    async def _with_archived(self, received: Received[Message]) -> AsyncGenerator[Received[Message], None]:
+        """An event of the log, after what was moved to the archive between it and the one before."""
+        if received.seq > self._last_seq + 1:
+            archived = archived_events(self._run_dir, from_seq=self._last_seq + 1, below_seq=received.seq)
+            while batch := await to_thread.run_sync(_take, archived):
+                for event in batch:
+                    yield self._noted(event)
+        yield self._noted(received)
+
+    def _noted(self, received: Received[Message]) -> Received[Message]:
+        self._last_seq = received.seq
+        self.first_seq = self.first_seq or received.seq
+        return received
+
+
+def _take(archived: Iterator[Received[Message]]) -> list[Received[Message]]:
+    return list(islice(archived, LINES_AT_ONCE))
+
+
+def _make_directory(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for left in directory.glob(f"*{PARTIAL}"):  # by a process that was killed
+        left.unlink()
+
+
+def _complete(partial: Path, path: Path) -> None:
+    """Make it last before it counts: after the purge there is no other copy."""
+    _sync(partial)
+    partial.replace(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _line_of(stored: StoredMessage) -> bytes:
+    kind = stored.headers.get(TYPE_HEADER, "")
+    content_type = stored.headers.get(CONTENT_TYPE_HEADER, JSON)
+    is_json = content_type == JSON
+    told = JSON if is_json else content_type  # a default is left out if it is the very object
+    line = ArchivedEvent(seq=stored.seq, time=stored.time, type=kind, content_type=told)
+    if is_json and _is_one_line_of_json(stored.payload):
+        line = msgspec.structs.replace(line, event=msgspec.Raw(stored.payload))
+    else:
+        line = msgspec.structs.replace(line, raw=stored.payload)
+    return msgspec.json.encode(line) + b"\n"
+
+
+def _is_one_line_of_json(payload: bytes) -> bool:
+    if b"\n" in payload:
+        return False
+    try:
+        msgspec.json.decode(payload, type=msgspec.Raw)
+    except msgspec.DecodeError:
+        return False
+    return True
+
+
+def _read(path: Path) -> Iterator[Received[Message]]:
+    with gzip.open(path, "rb") as file:
+        yield from _decoded(file)
+
+
+def _decoded(lines: Iterable[bytes]) -> Iterator[Received[Message]]:
+    decoder = msgspec.json.Decoder(ArchivedEvent)
+    for line in lines:
+        stored = decoder.decode(line)
+        payload = bytes(stored.event) if stored.raw is None else stored.raw
+        try:
+            message = decode(payload, {TYPE_HEADER: stored.type, CONTENT_TYPE_HEADER: stored.content_type})
+        except DecodeError:
+            continue
+        yield Received(message, stored.seq, (stored.time - EPOCH) // MICROSECOND * 1000, 1)

@@ -1,0 +1,239 @@
+"""What a person asks of a run's ledger: its books, which groups each step trained, one group's whole life. Pure.
+
+Both are folds of the log from its first event on.
+"""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from messages import (
+    BatchReady,
+    BatchTrained,
+    CheckpointSaved,
+    GroupAborted,
+    GroupCompleted,
+    GroupFailed,
+    GroupsClosed,
+    GroupsIssued,
+    Message,
+    MessageDeadLettered,
+    PayloadsMissing,
+    RolloutRequested,
+    RunStalled,
+    SegmentsSpilled,
+    TrainerStarted,
+    VerdictGiven,
+)
+from messages.subjects import key_of
+from runtime.ledger.fold import LEDGER_EVENTS, Books, LedgerState, fold
+from runtime.wording import count_of, duration
+
+
+class EvaluationProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """An evaluation that runs."""
+
+    step: int
+    version: int
+    done: dict[str, int]  # ended items by set
+    items: dict[str, int]
+
+
+class Stall(msgspec.Struct, frozen=True, kw_only=True):
+    """Nothing happens."""
+
+    idle_s: float
+    waiting: dict[str, str]  # by instance
+
+
+class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The ledger of a run as one JSON object."""
+
+    run: str
+    live: bool  # read from the run's bus
+    events: int  # sequence of the newest event that the ledger read
+    books: Books
+    dropped: dict[str, int]  # by reason
+    failed: dict[str, int]
+    steps: int  # trained
+    trained: tuple[tuple[int, tuple[int, ...]], ...]  # step and its groups, in the order in which they were settled
+    round: int  # the open one; number of the next batch
+    halted: bool  # its generation is ended
+    version: int  # newest announced weights, 0 before the first
+    version_step: int  # train steps that they contain
+    checkpoint_step: int
+    evaluation: EvaluationProgress | None
+    evaluated_step: int | None  # newest step whose evaluation ended
+    finished: str | None  # reason
+    gave_up: str | None  # reason; until a buffer starts again
+    stalled: Stall | None  # who waits for what, if nothing has happened since it was asked
+
+
+class LedgerReport:
+    """Folds the events of a run into its books."""
+
+    def __init__(self) -> None:
+        self.state = LedgerState()
+        self.trained: list[tuple[int, tuple[int, ...]]] = []
+        self.first_seq = 0  # of the log; 0 while nothing was read
+        self._stalled: Stall | None = None
+
+    def begin(self, state: LedgerState) -> None:
+        """Begin in the middle: what came before can only be had as the state of the ledger."""
+        self.state = state
+
+    def take(self, event: Message, seq: int) -> None:
+        """Take the next event of the log.
+
+        Args:
+            seq: its sequence in the log.
+        """
+        self.first_seq = self.first_seq or seq
+        self._stalled = Stall(idle_s=event.idle_s, waiting=event.waiting) if isinstance(event, RunStalled) else None
+        if not isinstance(event, LEDGER_EVENTS):
+            return
+        if not isinstance(event, BatchTrained | TrainerStarted | CheckpointSaved):  # these settle batches
+            fold(self.state, event, seq)
+            return
+        waiting = [(step, batch) for step, batch in self.state.batches.items() if not batch.trained]
+        live = self.state.groups.keys()
+        groups = {step: tuple(ref.group_id for ref in batch.groups if ref.group_id in live) for step, batch in waiting}
+        fold(self.state, event, seq)
+        self.trained += [(step, groups[step]) for step, batch in waiting if batch.trained]
+
+    def summary(self, run: str, *, live: bool) -> LedgerSummary:
+        """The ledger as of the newest event."""
+        state = self.state
+        return LedgerSummary(
+            run=run,
+            live=live,
+            events=state.last_seq,
+            books=state.books(),
+            dropped=state.dropped,
+            failed=state.failed,
+            steps=state.trained_steps,
+            trained=tuple(self.trained),
+            round=state.round,
+            halted=state.halted_round >= state.round,
+            version=state.version,
+            version_step=state.version_step,
+            checkpoint_step=state.checkpoint_step,
+            evaluation=self._evaluation(),
+            evaluated_step=state.eval_step if state.eval_step >= 0 else None,
+            finished=state.finished,
+            gave_up=state.gave_up,
+            stalled=self._stalled,
+        )
+
+    def _evaluation(self) -> EvaluationProgress | None:
+        running = self.state.evaluation
+        if running is None:
+            return None
+        done = {name: len(items) for name, items in running.items.items()}
+        return EvaluationProgress(step=running.step, version=running.version, done=done, items=running.sizes)
+
+
+def sum_line(books: Books, *, brief: bool = False) -> str:
+    """The books as a sum; in brief without its zeros."""
+    counts = msgspec.structs.asdict(books)
+    issued = counts.pop("issued")
+    parts = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count or not brief]
+    return f"{issued} issued = " + " + ".join(parts)
+
+
+def lines_of(summary: LedgerSummary) -> Iterator[str]:
+    """The summary for people."""
+    told = "" if summary.books.closed else "  THE BOOKS DO NOT CLOSE"
+    yield f"run         {summary.run}, {_standing(summary)}"
+    yield f"groups      {sum_line(summary.books)}{told}"
+    for what, tally in (("dropped", summary.dropped), ("failed", summary.failed)):
+        yield from (f"            {what}: {count} {reason}" for reason, count in sorted(tally.items()))
+    yield f"steps       {summary.steps} trained; round {summary.round} is {'halted' if summary.halted else 'open'}"
+    yield f"weights     {f'v{summary.version} of step {summary.version_step}' if summary.version else 'none yet'}"
+    yield f"checkpoint  {f'of step {summary.checkpoint_step}' if summary.checkpoint_step else 'none yet'}"
+    yield f"evaluation  {_evaluation(summary)}"
+    if summary.stalled is not None and summary.finished is None:
+        yield f"stalled     nothing happened for {duration(summary.stalled.idle_s)}"
+        yield from (f"            {name}: {what}" for name, what in summary.stalled.waiting.items())
+
+
+def stall_words(event: RunStalled) -> str:
+    """In one line, what nothing happens for."""
+    waiting = "; ".join(f"{name}: {what}" for name, what in event.waiting.items())
+    return f"nothing happened for {duration(event.idle_s)}: {waiting or 'nobody is there'}"
+
+
+def _standing(summary: LedgerSummary) -> str:
+    if summary.finished is not None:
+        return f"finished: {summary.finished}"
+    if summary.gave_up is not None:
+        return f"gave up: {summary.gave_up}"
+    return f"not finished ({'read from its bus' if summary.live else 'nothing runs it'})"
+
+
+def _evaluation(summary: LedgerSummary) -> str:
+    running, newest = summary.evaluation, summary.evaluated_step
+    ended = "none yet" if newest is None else f"ended after step {newest}"
+    if running is None:
+        return ended
+    parts = [f"{running.done[name]} of {count_of(items, 'item')} of {name}" for name, items in running.items.items()]
+    return f"runs after step {running.step} (weights v{running.version}): {', '.join(parts)}; {ended}"
+
+
+class GroupLife:
+    """Finds in the log every event that speaks of one prompt group."""
+
+    def __init__(self, group_id: int) -> None:
+        self.group_id = group_id
+        self._steps: set[int] = set()  # of the batches that hold it
+        self._trained = False
+
+    def take(self, event: Message) -> Message | None:
+        """The next event of the log as far as it speaks of the group, None if it does not.
+
+        Of an event about several groups only the part about this one is left. A step that was trained is told by its
+        BatchTrained, also by those of a replay; if the trainer died before it said so, by the first event that implies
+        it.
+        """
+        match event:
+            case GroupCompleted() | GroupAborted() | GroupFailed() | SegmentsSpilled() | VerdictGiven():
+                return event if event.group_id == self.group_id else None
+            case GroupsIssued():
+                issued = tuple(group for group in event.groups if group.group_id == self.group_id)
+                return msgspec.structs.replace(event, groups=issued) if issued else None
+            case BatchReady():
+                refs = tuple(ref for ref in event.groups if ref.group_id == self.group_id)
+                passed_over = tuple(group_id for group_id in event.passed_over if group_id == self.group_id)
+                if refs:
+                    self._steps.add(event.step)
+                own = msgspec.structs.replace(event, groups=refs, passed_over=passed_over)
+                return own if refs or passed_over else None
+            case PayloadsMissing():
+                return self._take_back(event) if event.step in self._steps and not self._trained else None
+            case GroupsClosed():
+                known = self.group_id in event.group_ids
+                return msgspec.structs.replace(event, group_ids=(self.group_id,)) if known else None
+            case MessageDeadLettered():
+                task = (key_of(event.subject, RolloutRequested) or "").partition(".")[0]
+                return event if task == str(self.group_id) else None
+            case BatchTrained():
+                return self._settle(event) if event.step in self._steps else None
+            case TrainerStarted():
+                return self._settle_untold(event, event.step)
+            case CheckpointSaved():
+                return self._settle_untold(event, event.oldest_step)
+            case _:
+                return None
+
+    def _settle(self, event: Message) -> Message:
+        self._trained = True
+        return event
+
+    def _take_back(self, event: PayloadsMissing) -> Message:
+        self._steps.remove(event.step)
+        lost = tuple(ref for ref in event.groups if ref.group_id == self.group_id)
+        return msgspec.structs.replace(event, groups=lost)
+
+    def _settle_untold(self, event: Message, below_step: int) -> Message | None:
+        implied = not self._trained and any(step < below_step for step in self._steps)
+        return self._settle(event) if implied else None

@@ -1,0 +1,49 @@
+"""metrics.jsonl of a run directory: one row per step, however often the run is resumed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from runtime.agent.claims.claim import write_atomically
+
+Row = dict[str, Any]
+
+
+class MetricsFile:
+    """Appends rows; a row of a known step replaces that one if it says more (an evaluation that came late)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        rows = {row["step"]: row for row in _rows(path)}
+        self._num_keys = {step: len(row) for step, row in rows.items()}
+        if path.exists():  # a line that a crash cut off goes, and what follows it must not continue it
+            self._rewrite(rows)
+
+    def put(self, row: Row) -> None:
+        """Write the row of a step."""
+        step, known = row["step"], self._num_keys.get(row["step"])
+        if known is not None and known >= len(row):
+            return
+        self._num_keys[step] = len(row)
+        if known is None:
+            with self.path.open("ab") as file:
+                file.write(msgspec.json.encode(row) + b"\n")
+        else:
+            self._rewrite({row["step"]: row for row in _rows(self.path)} | {step: row})
+
+    def _rewrite(self, rows: dict[int, Row]) -> None:
+        write_atomically(self.path, b"".join(msgspec.json.encode(rows[step]) + b"\n" for step in sorted(rows)))
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    if not path.exists():
+        return
+    for line in path.read_bytes().splitlines():
+        try:
+            row = msgspec.json.decode(line, type=Row)
+        except msgspec.DecodeError:
+            continue
+        if isinstance(row.get("step"), int):
+            yield row

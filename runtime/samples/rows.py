@@ -1,0 +1,105 @@
+"""Rows of data sources: the columns that a recipe names, picked from records and checked."""
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from runtime.samples.data_files import DataError, Record, read_records
+from runtime.settings.recipe import DataConfig
+from runtime.settings.toml import show
+
+PROMPT_IDS: Final = "prompt_ids"  # what a user's function may give instead of a prompt
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+TokenIds = Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1)]
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of a data source, its columns picked by a DataConfig."""
+
+    number: int  # from 0, in the file
+    place: str  # for messages: file and line or row, or function and number
+    prompt: str | list[dict[str, Any]]  # text, or chat messages
+    prompt_ids: tuple[int, ...] | None = None  # instead of what the prompt would be tokenised to; of functions alone
+    label: Any = None
+    metadata: dict[str, Any] = {}  # with "tools" if the row has any
+
+
+def read_rows(data: DataConfig, max_rows: int | None = None) -> Iterator[Row]:
+    """Read the rows of a data file in its order.
+
+    Args:
+        data: the file and the names of its columns.
+        max_rows: stop after so many.
+
+    Raises:
+        DataError: the file is missing or empty, a row is no object, or a column is missing or of a wrong type.
+        ValueError: the source is no file.
+    """
+    if data.path is None:
+        raise ValueError(f"data source {data.name} has no file")
+    return (row_of(record, data) for record in islice(read_records(data.path), max_rows))
+
+
+def row_of(record: Record, data: DataConfig) -> Row:
+    """Pick and check the columns of a record.
+
+    Raises:
+        DataError: a column is missing or of a wrong type.
+    """
+    columns = record.columns
+    try:
+        ids = None if data.source is None else _prompt_ids(columns)
+        metadata: dict[str, Any] = _parsed(columns.get(data.metadata_key), data.metadata_key, dict[str, Any]) or {}
+        if (tools := _parsed(columns.get(data.tool_key), data.tool_key, list[dict[str, Any]])) is not None:
+            metadata = {**metadata, "tools": tools}
+        return Row(
+            number=record.number,
+            place=record.place,
+            prompt="" if ids and data.input_key not in columns else _prompt(columns, data),
+            prompt_ids=ids,
+            label=None if data.label_key is None else _column(columns, data.label_key, "label_key"),
+            metadata=metadata,
+        )
+    except ValueError as error:
+        raise DataError(f"{record.place}: {error}") from None
+
+
+def _prompt_ids(columns: Mapping[str, Any]) -> tuple[int, ...] | None:
+    if columns.get(PROMPT_IDS) is None:
+        return None
+    try:
+        return msgspec.convert(columns[PROMPT_IDS], TokenIds)
+    except msgspec.ValidationError:
+        raise ValueError(f"{PROMPT_IDS} = {show(columns[PROMPT_IDS])}: expected a list of token ids") from None
+
+
+def _column(columns: Mapping[str, Any], key: str, setting: str) -> Any:
+    if key not in columns:
+        raise ValueError(f"no column {key!r} ({setting}); there are: {', '.join(columns) or 'none'}")
+    return columns[key]
+
+
+def _prompt(columns: Mapping[str, Any], data: DataConfig) -> str | list[dict[str, Any]]:
+    value = _column(columns, data.input_key, "input_key")
+    try:
+        prompt = msgspec.convert(value, str | list[dict[str, Any]])
+    except msgspec.ValidationError:
+        raise ValueError(f"{data.input_key} = {show(value)}: expected a string or a list of chat messages") from None
+    if not prompt:
+        raise ValueError(f"{data.input_key} is empty")
+    if not data.apply_chat_template and not isinstance(prompt, str):
+        raise ValueError(f"{data.input_key} is a list of chat messages: set apply_chat_template = true")
+    return prompt
+
+
+def _parsed(value: Any, key: str, expected: Any) -> Any:
+    """A column that holds a value or a string with its JSON; none and "" mean that there is nothing."""
+    if value is None or value == "":
+        return None
+    try:
+        return msgspec.json.decode(value, type=expected) if isinstance(value, str) else msgspec.convert(value, expected)
+    except msgspec.MsgspecError as error:
+        kind = "an object" if expected == dict[str, Any] else "a list of objects"
+        raise ValueError(f"{key} = {show(value)}: expected {kind}, or a string with its JSON ({error})") from None

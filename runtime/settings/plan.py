@@ -1,0 +1,202 @@
+"""What would run where: the layout of a topology as data, and as text for people."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+import msgspec
+
+from runtime.settings.gpus import Gpu, show_gpus
+from runtime.settings.processes import ProcessSpec
+from runtime.settings.recipe import RolloutConfig, over_sampling_batch_size, trains_demonstrations
+from runtime.settings.sizes import (
+    StreamSizes,
+    group_bytes,
+    kept_batches,
+    logged_steps,
+    needed_sizes,
+    prompt_len_bound,
+    show_bytes,
+    stream_limits,
+    stream_sizes,
+)
+from runtime.settings.topology import Topology, answers_are_recorded, bus_node, data_parallel_size, num_ranks
+
+__all__ = ["Plan", "PlannedNode", "PlannedProcess", "draw", "plan_of", "stream_limits", "stream_sizes"]
+GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
+WIDTH = 18  # of a process name
+
+
+class PlannedProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of a node."""
+
+    name: str
+    gpus: tuple[int, ...] = ()
+    host: str | None = None  # where it listens; none: it does not
+    port: int | None = None  # none: a free one is picked at start
+
+
+class PlannedNode(msgspec.Struct, frozen=True, kw_only=True):
+    """One node and what runs there."""
+
+    name: str
+    address: str
+    gpus: int
+    processes: tuple[PlannedProcess, ...]
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole run before it starts. Encodes to JSON as it is."""
+
+    run: str
+    dir: str
+    nodes: tuple[PlannedNode, ...]
+    bus_url: str | None  # of an existing server
+    num_ranks: int
+    data_parallel_size: int
+    streams: StreamSizes
+    needed: StreamSizes  # what the recipe can fill at most
+    kept_batches: int
+    group_bytes: int
+
+
+def plan_of(topology: Topology, specs: Mapping[str, Sequence[ProcessSpec]]) -> Plan:
+    """Lay a topology out.
+
+    Args:
+        topology: valid.
+        specs: processes by node, without the NATS server.
+    """
+    return Plan(
+        run=topology.run.name,
+        dir=topology.run.dir,
+        nodes=tuple(_node(topology, name, specs.get(name, ())) for name in topology.nodes),
+        bus_url=topology.bus.url,
+        num_ranks=num_ranks(topology.trainer),
+        data_parallel_size=data_parallel_size(topology.trainer),
+        streams=stream_sizes(topology),
+        needed=needed_sizes(topology),
+        kept_batches=kept_batches(topology),
+        group_bytes=group_bytes(topology),
+    )
+
+
+def _node(topology: Topology, name: str, specs: Sequence[ProcessSpec]) -> PlannedNode:
+    node = topology.nodes[name]
+    processes = [_process(spec) for spec in specs]
+    if bus_node(topology) == name:
+        address = "127.0.0.1" if len(topology.nodes) == 1 else node.address
+        processes.insert(0, PlannedProcess(name="nats-server", host=address, port=topology.bus.port))
+    return PlannedNode(name=name, address=node.address, gpus=node.gpus, processes=tuple(processes))
+
+
+def _process(spec: ProcessSpec) -> PlannedProcess:
+    visible = spec.env.get(GPU_VARIABLE, "")
+    return PlannedProcess(
+        name=spec.name,
+        gpus=tuple(int(index) for index in visible.split(",")) if visible else (),
+        host=spec.port.host if spec.port else None,
+        port=spec.port.fixed if spec.port else None,
+    )
+
+
+def draw(topology: Topology, plan: Plan) -> str:
+    """The plan as text: recipe, nodes with their processes, streams with their sizes."""
+    return "\n".join([*_head(topology, plan), *_nodes(plan), *_streams(topology, plan)])
+
+
+def _head(topology: Topology, plan: Plan) -> Iterator[str]:
+    rollout = topology.rollout
+    yield f"run {plan.run} in {plan.dir}/{plan.run}"
+    weights = ", random weights" if topology.model.random_init else ""
+    yield f"  model    {topology.model.hf_checkpoint} ({topology.model.dtype}{weights})"
+    for data in topology.data:
+        use = (
+            "demonstrations" if trains_demonstrations(topology) else f"graded by {data.rm_type or 'what its rows name'}"
+        )
+        yield f"  data     {data.name}: {data.path or data.source}, {use}"
+    asked, steps = over_sampling_batch_size(rollout), topology.algorithm.num_steps_per_rollout
+    parts = [f"{_length(topology)} of {rollout.rollout_batch_size} groups x {_samples(rollout)}"]
+    if asked != rollout.rollout_batch_size:
+        parts.append(f"{asked} groups asked for at a time")
+    parts.append(_number(steps, "optimizer step") + " each")
+    yield f"  train    {', '.join(parts)}"
+    yield f"  trainer  {_trainer(topology, plan)}"
+    if topology.run.load is not None:
+        yield f"  samples  of the dump in {topology.run.load}, no engines"
+    for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
+        where = f", takes turns with the {engine.colocate}" if engine.colocate else ""
+        amount = f"{engine.concurrency} samples at a time each"
+        yield f"  engines  {name}: {engine.kind}, {amount}, weights by {engine.weight_transport}{where}"
+    for item in topology.eval:
+        yield f"  eval     {item.name}: {item.path}, every {item.interval} steps"
+
+
+def _trainer(topology: Topology, plan: Plan) -> str:
+    if topology.run.only == "rollout":
+        return "none: only rollout, on the same weights throughout"
+    parallel = _parallel(topology, plan)
+    return f"{_number(plan.num_ranks, 'rank')} on {topology.trainer.device}{parallel and f': {parallel} parallel'}"
+
+
+def _length(topology: Topology) -> str:
+    train = topology.train
+    return f"{train.num_steps} steps" if train.num_epoch is None else _number(train.num_epoch, "epoch")
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _samples(rollout: RolloutConfig) -> str:
+    return _number(rollout.n_samples_per_prompt, "sample")
+
+
+def _parallel(topology: Topology, plan: Plan) -> str:
+    layout = topology.trainer.megatron
+    sizes = {
+        "tensor": layout.tensor_model_parallel_size,
+        "pipeline": layout.pipeline_model_parallel_size,
+        "context": layout.context_parallel_size,
+        "expert": layout.expert_model_parallel_size,
+        "data": plan.data_parallel_size,
+    }
+    return ", ".join(f"{size} {name}" for name, size in sizes.items() if size > 1)
+
+
+def _nodes(plan: Plan) -> Iterator[str]:
+    if plan.bus_url is not None:
+        yield f"bus {plan.bus_url}"
+    for node in plan.nodes:
+        yield f"node {node.name} ({node.address}, {_number(node.gpus, 'GPU')})"
+        for _, alike in groupby(node.processes, key=_kind):
+            yield f"  {_line(list(alike))}".rstrip()
+
+
+def _kind(process: PlannedProcess) -> tuple[str, int, str | None, int | None]:
+    """What numbered processes that differ in nothing else have in common."""
+    return (process.name.rstrip("0123456789"), len(process.gpus), process.host, process.port)
+
+
+def _line(processes: list[PlannedProcess]) -> str:
+    first, last = processes[0], processes[-1]
+    name = first.name if first is last else f"{first.name}-{last.name.removeprefix(_kind(first)[0])}"
+    parts: list[str] = []
+    if first.gpus:
+        gpus = show_gpus(Gpu("", index) for process in processes for index in process.gpus).replace(":", "")
+        parts.append(f"GPU {gpus}" + (f", {len(first.gpus)} each" if first is not last else ""))
+    if first.host is not None:
+        parts.append(f"{first.host}, {f'port {first.port}' if first.port else 'a free port'}")
+    return f"{name:{WIDTH}} {'; '.join(parts)}"
+
+
+def _streams(topology: Topology, plan: Plan) -> Iterator[str]:
+    prompt = prompt_len_bound(topology)
+    yield "streams"
+    for name, why in (
+        ("event", f"{logged_steps(topology)} steps, older ones are archived"),
+        ("work", "tasks and score requests that are open"),
+        ("data", f"{plan.kept_batches} batches, {show_bytes(plan.group_bytes)} a group at {prompt} prompt tokens"),
+    ):
+        limit, least = getattr(plan.streams, f"{name}_bytes"), getattr(plan.needed, f"{name}_bytes")
+        yield f"  {name:{WIDTH}} {show_bytes(limit):>8}, at most {show_bytes(least)} needed: {why}"
+    yield f"  {'largest message':{WIDTH}} {show_bytes(plan.streams.max_payload_bytes):>8}"

@@ -1,0 +1,115 @@
+"""How much room a run's messages need, derived from its recipe: stream limits and the largest message."""
+
+from typing import Final
+
+import msgspec
+
+from runtime.bus.limits import StreamLimits
+from runtime.settings.recipe import Recipe, max_prompt_len, over_sampling_batch_size, trains_demonstrations
+from runtime.settings.topology import Topology
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+ASSUMED_PROMPT_LEN: Final = 4096  # tokens, where the recipe sets no limit
+SAMPLE_BYTES: Final = 1 * KIB  # ids, names, spans and headers of one sample
+RESPONSE_TOKEN_BYTES: Final = 20  # id 4, log-prob 4, mask 1, and its text
+PROMPT_TOKEN_BYTES: Final = 4
+TEXT_TOKEN_BYTES: Final = 10  # of text, escaped
+DEMONSTRATED_TOKEN_BYTES: Final = 5  # id 4, mask 1: a task carries its demonstration
+GROUP_EVENTS_BYTES: Final = 2 * KIB  # issued, completed, judged, batched
+SAMPLE_EVENT_BYTES: Final = 512  # a sample's summary in them
+STEP_EVENTS_BYTES: Final = 16 * KIB  # batches, weights, metrics, restarts
+SLACK: Final = 2  # of a derived limit over what is needed
+REJECTED: Final = 2  # groups generated for one that is kept, where a dynamic filter is set
+SPARE_BATCHES: Final = 2  # one being generated, one being trained
+MAX_MESSAGE_BYTES: Final = 64 * MIB  # the server's own bound
+DEFAULT_MESSAGE_BYTES: Final = 8 * MIB
+FLOORS: Final = {"event_bytes": 256 * MIB, "work_bytes": 64 * MIB, "data_bytes": 256 * MIB}
+
+
+class StreamSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Room for a run's messages, in bytes."""
+
+    event_bytes: int  # the events of all steps that the log holds at once
+    work_bytes: int  # every task and score request that can be open
+    data_bytes: int  # the samples of all batches that may still be needed
+    max_payload_bytes: int  # one message
+
+
+def needed_sizes(recipe: Recipe) -> StreamSizes:
+    """What the recipe can fill at most; a configured limit below this is refused."""
+    rollout = recipe.rollout
+    groups = over_sampling_batch_size(rollout) * (REJECTED if rollout.dynamic_filter else 1)
+    open_groups = over_sampling_batch_size(rollout) + rollout.rollout_batch_size * (1 + rollout.max_staleness)
+    return StreamSizes(
+        event_bytes=logged_steps(recipe)
+        * (STEP_EVENTS_BYTES + groups * (GROUP_EVENTS_BYTES + rollout.n_samples_per_prompt * SAMPLE_EVENT_BYTES)),
+        work_bytes=open_groups * (KIB + rollout.n_samples_per_prompt * (KIB + _text_bytes(recipe))),
+        data_bytes=kept_batches(recipe) * groups * group_bytes(recipe),
+        max_payload_bytes=max(group_bytes(recipe), rollout.n_samples_per_prompt * _text_bytes(recipe)) + 64 * KIB,
+    )
+
+
+def stream_sizes(topology: Topology) -> StreamSizes:
+    """The limits of a run: as the topology sets them, else what is needed with slack."""
+    needed, bus = needed_sizes(topology), topology.bus
+    return StreamSizes(
+        event_bytes=bus.event_bytes or _derived(needed, "event_bytes"),
+        work_bytes=bus.work_bytes or _derived(needed, "work_bytes"),
+        data_bytes=bus.data_bytes or _derived(needed, "data_bytes"),
+        max_payload_bytes=bus.max_payload_bytes or max(DEFAULT_MESSAGE_BYTES, _round_up(needed.max_payload_bytes)),
+    )
+
+
+def stream_limits(topology: Topology) -> StreamLimits:
+    """The same as what the bus takes; its other limits keep their values."""
+    sizes = stream_sizes(topology)
+    return StreamLimits(event_bytes=sizes.event_bytes, work_bytes=sizes.work_bytes, data_bytes=sizes.data_bytes)
+
+
+def kept_batches(recipe: Recipe) -> int:
+    """Batches whose samples must be there at once: since the last checkpoint, those on their way, and spare ones."""
+    train = recipe.train
+    interval = min(train.save_interval or train.num_steps, train.num_steps)
+    return interval + recipe.rollout.max_staleness + SPARE_BATCHES
+
+
+def logged_steps(recipe: Recipe) -> int:
+    """Steps whose events the log holds at once: from the oldest checkpoint that is kept to the next one."""
+    train = recipe.train
+    interval = min(train.save_interval or train.num_steps, train.num_steps)
+    return min(train.num_steps, train.keep_checkpoints * interval + recipe.rollout.max_staleness + SPARE_BATCHES)
+
+
+def group_bytes(recipe: Recipe) -> int:
+    """Payload of one prompt group whose samples are all as long as they may be."""
+    tokens = PROMPT_TOKEN_BYTES * prompt_len_bound(recipe) + RESPONSE_TOKEN_BYTES * recipe.rollout.max_response_len
+    return recipe.rollout.n_samples_per_prompt * (SAMPLE_BYTES + tokens)
+
+
+def prompt_len_bound(recipe: Recipe) -> int:
+    """The longest prompt to reckon with, in tokens."""
+    return max_prompt_len(recipe.rollout) or ASSUMED_PROMPT_LEN
+
+
+def show_bytes(size: int) -> str:
+    """A size for people: "256 MiB"."""
+    amount, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if amount < 1024:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{amount:.0f} {unit}" if amount >= 10 or amount == int(amount) else f"{amount:.1f} {unit}"
+
+
+def _text_bytes(recipe: Recipe) -> int:
+    token_bytes = TEXT_TOKEN_BYTES + (DEMONSTRATED_TOKEN_BYTES if trains_demonstrations(recipe) else 0)
+    return token_bytes * (prompt_len_bound(recipe) + recipe.rollout.max_response_len)
+
+
+def _derived(needed: StreamSizes, name: str) -> int:
+    return max(FLOORS[name], _round_up(SLACK * getattr(needed, name)))
+
+
+def _round_up(size: int) -> int:
+    return -(-size // MIB) * MIB

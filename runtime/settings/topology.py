@@ -1,0 +1,172 @@
+"""What runs where: the tables of a topology file and the sizes that follow from them."""
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from runtime.settings.gpus import Gpu, order_gpus, parse_gpus
+from runtime.settings.recipe import Count, Name, Positive, Recipe, Text, trains_demonstrations
+from runtime.settings.toml import Config
+
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+LightActor = Literal["rollout", "reward", "filter", "buffer"]
+SOLE_NODE: Final = "local"  # the node of a topology that names none
+EXPORT_DIRECTORY: Final = "hf"  # below the run directory, written at the end with train.save_hf
+
+
+class RunConfig(Config, frozen=True, kw_only=True):
+    """The run's name, seed and place."""
+
+    name: Name
+    seed: Count = 1234
+    dir: Text = "runs"  # the run directory is dir/name
+    dump_details: Text | None = None  # directory for dumps of all samples, a pair of files per train step
+    only: Literal["rollout", "trainer"] | None = None  # start this half alone; the trainer then trains on a dump
+    load: Text | None = None  # that dump: a directory that dump_details of another run has written
+    stall_after_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0  # without any event, before an event says who waits
+
+
+class BusConfig(Config, frozen=True, kw_only=True):
+    """The NATS server. Limits left unset are derived from the recipe."""
+
+    node: Name | None = None  # the node that runs it; none: the only node
+    url: Annotated[str, msgspec.Meta(pattern=r"^(nats|tls|ws|wss)://")] | None = None  # an existing server instead
+    port: Port | None = None  # none: a free one is picked
+    event_bytes: Positive | None = None
+    work_bytes: Positive | None = None
+    data_bytes: Positive | None = None
+    max_payload_bytes: Positive | None = None
+
+
+class NodeConfig(Config, frozen=True, kw_only=True):
+    """One machine."""
+
+    address: Text = "auto"  # an address other nodes reach; "auto": its own, found at start
+    gpus: Count = 0
+
+
+class MegatronConfig(Config, frozen=True, kw_only=True):
+    """Parallel layout of the trainer; data parallelism is what is left of the ranks."""
+
+    tensor_model_parallel_size: Positive = 1
+    pipeline_model_parallel_size: Positive = 1
+    context_parallel_size: Positive = 1
+    expert_model_parallel_size: Positive = 1
+    expert_tensor_parallel_size: Positive | None = None  # none: tensor_model_parallel_size
+    sequence_parallel: bool = False
+
+
+class TrainerConfig(Config, frozen=True, kw_only=True):
+    """The trainer's ranks: one per GPU, or num_processes on the CPU."""
+
+    device: Literal["cuda", "cpu"] = "cuda"
+    gpus: Text | None = None  # "n0:0-7,n1:0-7"
+    num_processes: Positive = 1  # cpu only
+    megatron: MegatronConfig = MegatronConfig()
+
+
+class EngineConfig(Config, frozen=True, kw_only=True):
+    """One pool of engines that serve the same model."""
+
+    kind: Literal["sglang", "embedded"] = "sglang"
+    gpus: Text | None = None  # "n0:0-7"; none: num_engines engines on the CPU
+    colocate: Literal["trainer"] | None = None  # take turns on the trainer's GPUs
+    num_gpus_per_engine: Positive = 1
+    num_engines: Positive = 1  # without GPUs
+    concurrency: Positive = 64  # samples in flight per engine
+    unresponsive_after_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0  # without an answer to probes it is restarted
+    max_total_tokens: Positive | None = None  # key-value slots per engine; none: the engine decides
+    weight_transport: Literal["disk", "collective", "ipc"] = "disk"
+    batch_requests: bool = False  # one request per prompt group instead of one per sample
+    python: Text | None = None  # interpreter that has SGLang; none: ours
+    urls: tuple[Annotated[str, msgspec.Meta(pattern=r"^https?://")], ...] = ()  # engines that run already
+    sglang: dict[str, Any] = {}  # server arguments, passed through
+
+
+class RewardConfig(Config, frozen=True, kw_only=True):
+    """Reward workers and what a failed score means."""
+
+    processes: Positive = 2
+    timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0  # per score
+    max_tries: Positive = 3
+    on_failure: Literal["drop", "zero"] = "drop"
+    reward_key: Text | None = None  # which entry of a dict score is the reward
+    group_rm: bool = False  # the function gets a whole prompt group
+
+
+class FilterConfig(Config, frozen=True, kw_only=True):
+    """Filter actors; which filter is the recipe's rollout.dynamic_filter."""
+
+
+class BufferConfig(Config, frozen=True, kw_only=True):
+    """The buffer actor; what it does is the recipe's rollout table."""
+
+    trim_min_events: Positive = 10_000  # so many are moved from the log to the archive at a time, after a checkpoint
+
+
+def _sole_node() -> dict[str, NodeConfig]:
+    return {SOLE_NODE: NodeConfig(address="127.0.0.1")}
+
+
+class Topology(Recipe, frozen=True, kw_only=True):
+    """A whole run: the recipe and where its actors live."""
+
+    run: RunConfig
+    bus: BusConfig = BusConfig()
+    nodes: dict[Name, NodeConfig] = msgspec.field(default_factory=_sole_node)
+    trainer: TrainerConfig = TrainerConfig()
+    engines: dict[Name, EngineConfig] = {}  # the pool "policy" generates samples; none runs for demonstrations
+    reward: RewardConfig = RewardConfig()
+    filter: FilterConfig = FilterConfig()
+    buffer: BufferConfig = BufferConfig()
+    share: tuple[Annotated[tuple[LightActor, ...], msgspec.Meta(min_length=1)], ...] = ()  # actors in one process
+
+
+def encode_topology(topology: Topology) -> bytes:
+    """The resolved topology as the run directory keeps it: indented JSON, every default spelled out."""
+    return msgspec.json.format(msgspec.json.encode(topology), indent=2) + b"\n"
+
+
+def decode_topology(data: bytes) -> Topology:
+    """Read what `encode_topology` wrote.
+
+    Raises:
+        msgspec.ValidationError, msgspec.DecodeError: written by another version, or edited.
+    """
+    return msgspec.json.decode(data, type=Topology)
+
+
+def answers_are_recorded(topology: Topology) -> bool:
+    """Whether prompt groups are answered with samples that exist already, so that no engine and no grader runs."""
+    return trains_demonstrations(topology) or topology.run.only == "trainer"
+
+
+def bus_node(topology: Topology) -> str | None:
+    """The node whose agent starts the NATS server; none if an existing one is used."""
+    if topology.bus.url is not None:
+        return None
+    return topology.bus.node or next(iter(topology.nodes))
+
+
+def gpus_of(topology: Topology, text: str | None) -> tuple[Gpu, ...]:
+    """A GPU list in the order in which ranks and engines take its GPUs, however it was written."""
+    return order_gpus(parse_gpus(text), {name: node.address for name, node in topology.nodes.items()})
+
+
+def num_ranks(trainer: TrainerConfig) -> int:
+    """Trainer processes."""
+    return len(parse_gpus(trainer.gpus)) if trainer.gpus else trainer.num_processes
+
+
+def data_parallel_size(trainer: TrainerConfig) -> int:
+    """Replicas of the trained model."""
+    layout = trainer.megatron
+    model = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.context_parallel_size
+    return num_ranks(trainer) // model
+
+
+def num_engines(engine: EngineConfig) -> int:
+    """Engines in a pool."""
+    if engine.urls:
+        return len(engine.urls)
+    return len(parse_gpus(engine.gpus)) // engine.num_gpus_per_engine if engine.gpus else engine.num_engines

@@ -1,0 +1,93 @@
+"""Our rendering and tokenising against transformers' own."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from actors.buffer.prompts.tokenizing import FastTokenizing, TransformersTokenizing
+
+MODEL = Path(__file__).resolve().parents[4] / "topologies/demo/models/reverse-digits"
+TURNS = [
+    {"role": "system", "content": "1"},
+    {"role": "user", "content": "2"},
+    {"role": "assistant", "content": "3"},
+    {"role": "user", "content": "4"},
+]
+TOOLS = [{"type": "function", "function": {"name": "add", "description": 'a <b> & "c" ü'}}]
+# Written for this test: each uses something that only transformers' environment has or does.
+TEMPLATES = {
+    "special tokens": "{{ eos_token }}{% for m in messages %}{{ m.content }}{{ pad_token }}{% endfor %}",
+    "whitespace": "{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}",
+    "loop controls": "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+    "json": "{% if tools %}{% for t in tools %}{{ t | tojson }}{{ t | tojson(indent=2) }}{% endfor %}{% endif %}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "namespace": "{% set n = namespace(a=0) %}{% for m in messages %}{% set n.a = n.a + 1 %}{% endfor %}{{ n.a }}",
+    "arguments": "{% if enable_thinking is defined and not enable_thinking %}0{% endif %}{{ messages[-1]['content'] }}",
+    "generation prompt": "{{ messages[0].content }}{% if add_generation_prompt %}9{% endif %}",
+    "date": "{{ strftime_now('%Y') }}",
+}
+
+
+def model_with(tmp_path: Path, template: Any) -> Path:
+    directory = tmp_path / "model"
+    shutil.copytree(MODEL, directory)
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+    return directory
+
+
+def both(directory: Path) -> tuple[FastTokenizing, TransformersTokenizing]:
+    return FastTokenizing(directory), TransformersTokenizing(AutoTokenizer.from_pretrained(directory))
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
+def test_templates_render_as_in_transformers(tmp_path: Path, template: str) -> None:
+    ours, theirs = both(model_with(tmp_path, template))
+    for tools in (None, TOOLS):
+        expected = theirs.render(TURNS, tools=tools, enable_thinking=False)
+        assert ours.render(TURNS, tools=tools, enable_thinking=False) == expected
+
+
+def test_the_shipped_tokenizer_is_the_same_in_transformers() -> None:
+    ours, theirs = both(MODEL)
+    text = ours.render([{"role": "user", "content": "47"}])
+    assert text == theirs.render([{"role": "user", "content": "47"}])
+    texts = [text, "0123456789", "\\boxed{12}<end><pad>"]
+    assert [ids.tolist() for ids in ours.encode(texts)] == [ids.tolist() for ids in theirs.encode(texts)]
+    assert ours.encode(texts)[2].tolist() == [4, 7, 8, 5, 1, 0]
+
+
+def test_a_template_file_goes_before_the_setting(tmp_path: Path) -> None:
+    directory = model_with(tmp_path, "1")
+    (directory / "chat_template.jinja").write_text("2")
+    ours, theirs = both(directory)
+    assert ours.render(TURNS) == theirs.render(TURNS) == "2"
+
+
+def test_rows_with_tools_take_the_template_for_tools(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "1"}, {"name": "tool_use", "template": "2"}]
+    ours, theirs = both(model_with(tmp_path, named))
+    assert [ours.render(TURNS), ours.render(TURNS, tools=TOOLS)] == ["1", "2"]
+    assert [theirs.render(TURNS), theirs.render(TURNS, tools=TOOLS)] == ["1", "2"]
+
+
+def test_a_template_that_refuses_says_why(tmp_path: Path) -> None:
+    ours, theirs = both(model_with(tmp_path, "{{ raise_exception('roles must alternate') }}"))
+    for tokenizing in (ours, theirs):
+        with pytest.raises(ValueError, match="roles must alternate"):
+            tokenizing.render(TURNS)
+
+
+def test_a_template_cannot_reach_the_interpreter(tmp_path: Path) -> None:
+    ours = FastTokenizing(model_with(tmp_path, "{{ ''.__class__.__mro__ }}"))
+    with pytest.raises(ValueError, match="unsafe"):
+        ours.render(TURNS)
+
+
+def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no chat template"):
+        FastTokenizing(model_with(tmp_path, None)).render(TURNS)

@@ -1,0 +1,200 @@
+"""Full streams: a checkpoint is asked for in time, issuing waits for room, and nothing waits for ever."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from actors.buffer.storage.pressure import Pressure, fullest, makes_room_later
+from actors.registry import hosted
+from messages import (
+    BatchReady,
+    BatchTrained,
+    CheckpointRequested,
+    CheckpointSaved,
+    GroupCompleted,
+    GroupRef,
+    GroupsIssued,
+    Message,
+    Outcome,
+    PayloadsMissing,
+    Plane,
+    RoundHalted,
+    RunFinished,
+    SampleStatus,
+    SampleSummary,
+    SegmentRef,
+    SegmentsPublished,
+    VerdictGiven,
+)
+from runtime.bus.bus import Bus
+from runtime.bus.limits import KIB, StreamLimits
+from runtime.host.actor import host
+from runtime.ledger.archive import history
+from runtime.ledger.books import LedgerReport
+from runtime.ledger.fold import LedgerState, fold
+from tests.actors.buffer.storage.test_trimming import topology_of
+from tests.fixtures.nats import TEST_STREAMS
+from tests.support.log_of_a_run import batch, completed, issued, trained, verdict, weights
+from tests.support.rollout import announcement, next_event
+
+pytestmark = pytest.mark.anyio
+
+NUM_STEPS = 30
+TEXT = "x" * 15_000  # of a group's payload: two of them a step
+
+
+class Others:
+    """Rollout, reward, filter and a trainer that saves when it is asked to, and at the end."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._saved = 0
+        self._trained = 0
+        self._asked = False
+
+    async def run(self) -> None:
+        await self._bus.publish(announcement(1))
+        async with self._bus.read() as events:
+            async for received in events:
+                match received.message:
+                    case GroupsIssued() as issued:
+                        for group in issued.groups:
+                            await self._complete(group.group_id)
+                    case BatchReady() as ready:
+                        await self._train(ready.step)
+                    case CheckpointRequested():
+                        self._asked = True
+                        await self._save()
+                    case _:
+                        pass
+
+    async def _complete(self, group_id: int) -> None:
+        payload = SegmentsPublished(group_id=group_id, attempt=0, lease="l", segments=(), prompt=TEXT)
+        refs = (SegmentRef(seq=await self._bus.publish(payload), position=0),)
+        samples = tuple(
+            SampleSummary(index=index, status=SampleStatus.COMPLETED, reward=1.0, segments=refs) for index in range(2)
+        )
+        who: dict[str, Any] = {"lease": "l", "round": 0, "instance": "rollout", "data": "d"}
+        seq = await self._bus.publish(GroupCompleted(group_id=group_id, attempt=0, samples=samples, **who))
+        await self._bus.publish(VerdictGiven(group_id=group_id, attempt=0, event_seq=seq, outcome=Outcome.KEEP))
+
+    async def _train(self, step: int) -> None:
+        told: dict[str, Any] = {"num_groups": 2, "num_samples": 4, "num_tokens": 8, "metrics": {}}
+        await self._bus.publish(BatchTrained(step=step, incarnation=1, **told))
+        self._trained = step + 1
+        await self._bus.publish(announcement(step + 2, step=step + 1))
+        if self._asked or self._trained == NUM_STEPS:
+            await self._save()
+
+    async def _save(self) -> None:
+        if self._trained > self._saved:
+            self._saved, self._asked = self._trained, False
+            done = self._trained
+            await self._bus.publish(CheckpointSaved(step=done, incarnation=1, path="", oldest_step=done, took_s=0))
+
+
+@asynccontextmanager
+async def at_work(bus: Bus, tmp_path: Path) -> AsyncGenerator[None]:
+    topology = topology_of(tmp_path, trim_min_events=10_000)
+    topology = msgspec.structs.replace(topology, train=msgspec.structs.replace(topology.train, num_steps=NUM_STEPS))
+    async with anyio.create_task_group() as group:
+        group.start_soon(host, bus, [hosted("buffer", topology, tmp_path)])
+        group.start_soon(Others(bus).run)
+        yield
+        group.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(
+    ("limits", "stream"),
+    [({"data_bytes": 256 * KIB}, "data"), ({"event_bytes": 96 * KIB}, "event")],
+    ids=["data", "event"],
+)
+async def test_a_run_passes_through_streams_that_hold_a_part_of_it(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], stream: str
+) -> None:
+    monkeypatch.setattr("actors.buffer.storage.pressure.LOOK_AGAIN_S", 0.0)  # these streams are full in a moment
+    tiny: StreamLimits = msgspec.structs.replace(TEST_STREAMS, **limits)
+    await bus.ensure_streams(tiny)
+    async with at_work(bus, tmp_path):
+        finished, _ = await next_event(bus, RunFinished, timeout_s=25)
+    assert isinstance(finished, RunFinished)
+    async with history(bus, tmp_path) as events:
+        log = [(received.seq, received.message) async for received in events.so_far()]
+    assert [seq for seq, _ in log] == list(range(1, len(log) + 1))
+    report = LedgerReport()
+    for seq, event in log:
+        report.take(event, seq)
+    assert report.trained == [(step, (2 * step, 2 * step + 1)) for step in range(NUM_STEPS)]
+    asked = [event for _, event in log if isinstance(event, CheckpointRequested)]
+    assert {event.stream for event in asked} == {stream}
+    assert [event.step for event in asked] == sorted({event.step for event in asked})
+    assert all(event.used >= 0.7 for event in asked)  # rounded
+    assert 0 < len(asked) < NUM_STEPS
+
+
+def ledger_of(*events: Message) -> LedgerState:
+    state = LedgerState()
+    for seq, event in enumerate(events, start=1):
+        fold(state, event, seq)
+    return state
+
+
+def test_issuing_waits_only_while_something_else_will_make_room() -> None:
+    """Otherwise the groups that it holds back would be what everything waits for."""
+    assert not makes_room_later(ledger_of(weights(1, 0)), checkpoint_asked=False)
+    begun = (weights(1, 0), issued(0, 1), completed(0), verdict(0, 3))
+    assert makes_room_later(ledger_of(*begun), checkpoint_asked=False)  # group 1 will end
+    ready = (*begun, completed(1), verdict(1, 5), RoundHalted(incarnation=1, round=0))
+    assert not makes_room_later(ledger_of(*ready), checkpoint_asked=False)
+    batched = (*ready, batch(0, g0=3, g1=5))
+    assert makes_room_later(ledger_of(*batched), checkpoint_asked=False)  # it will be trained
+    done = ledger_of(*batched, trained(0), weights(2, 1))
+    assert not makes_room_later(done, checkpoint_asked=False)
+    assert makes_room_later(done, checkpoint_asked=True)
+
+
+def test_a_batch_behind_one_that_is_made_again_makes_no_room() -> None:
+    """The trainer trains step 1 after step 0, which needs a group that is issued again."""
+    both = (weights(1, 0), issued(0, 1), completed(0), verdict(0, 3), completed(1), verdict(1, 5))
+    lost = (GroupRef(group_id=0, attempt=0, event_seq=3),)
+    missing = PayloadsMissing(step=0, incarnation=1, groups=lost, reason="purged")
+    batched = (*both, batch(0, g0=3), batch(1, g1=5))
+    assert makes_room_later(ledger_of(*batched), checkpoint_asked=False)
+    assert not makes_room_later(ledger_of(*batched, missing), checkpoint_asked=False)
+
+
+async def test_issuing_waits_above_nine_tenths_and_goes_on_below(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.buffer.storage.pressure.LOOK_AGAIN_S", 60.0)
+    busy = False
+    pressure = Pressure(bus, lambda: busy)
+    assert not await pressure.holds(LedgerState())  # and has looked
+    running = ledger_of(weights(1, 0), issued(0, 1))
+    pressure._used = {Plane.EVENT: 0.2, Plane.DATA: 0.89, Plane.WORK: 0.1}
+    assert not await pressure.holds(running)
+    pressure._used[Plane.WORK] = 0.93
+    assert await pressure.holds(running)
+    assert pressure.holding == "work stream 93% full"
+    assert not await pressure.holds(ledger_of(weights(1, 0)))  # nothing else would make room,
+    busy = True
+    assert await pressure.holds(ledger_of(weights(1, 0)))  # but what is being trimmed
+    pressure._used[Plane.WORK] = 0.5
+    assert not await pressure.holds(running)
+    assert pressure.holding == ""
+
+
+def test_a_checkpoint_is_asked_for_streams_that_it_empties() -> None:
+    assert fullest({Plane.EVENT: 0.2, Plane.DATA: 0.8, Plane.WORK: 0.95}) == (Plane.DATA, 0.8)
+    assert fullest({}) == (Plane.EVENT, 0.0)
+
+
+async def test_what_a_stream_holds_is_told_with_its_limit(bus: Bus) -> None:
+    await bus.ensure_streams(msgspec.structs.replace(TEST_STREAMS, data_bytes=100 * KIB))
+    before = await bus.state(Plane.DATA)
+    assert (before.used, before.max_bytes) == (0.0, 100 * KIB)
+    await bus.publish(SegmentsPublished(group_id=1, attempt=0, lease="l", segments=(), prompt="x" * 50 * KIB))
+    assert 0.5 < (await bus.state(Plane.DATA)).used < 0.55

@@ -1,0 +1,153 @@
+"""Built-in graders: values by hand, and what must hold for any text."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.reward.graders.builtin import exact_match, f1, find_grader, last_boxed, math, positional_match
+from actors.reward.samples import GradedSample
+
+GSM8K_LABEL = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
+
+
+@pytest.mark.parametrize(("response", "expected"), [("74", 1), (" 74\n", 1), ("74.", 0), ("", 0)])
+def test_exact_match(response: str, expected: float) -> None:
+    assert exact_match(response, "74") == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "expected"),
+    [
+        ("74", "74", 1.0),
+        ("71", "74", 1 / 2),  # first of two positions
+        ("7", "74", 1 / 2),  # one position of the longer text
+        ("741", "74", 2 / 3),
+        ("47", "74", 0.0),
+        ("", "74", 0.0),
+        ("", "", 1.0),
+    ],
+)
+def test_positional_match_by_hand(response: str, label: str, expected: float) -> None:
+    assert positional_match(response, label) == pytest.approx(expected)
+
+
+def test_positional_match_pays_nothing_without_an_end_of_turn() -> None:
+    assert positional_match("74", "74", truncated=True) == 0.0
+    grade = find_grader("positional_match")
+    assert grade(GradedSample(response="74", label="74", status="completed")) == 1.0
+    assert grade(GradedSample(response="74", label="74", status="truncated")) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "expected"),
+    [
+        ("The cat sat.", "a cat sat", 1.0),  # case, punctuation and articles do not count
+        ("cat", "black cat", 2 / 3),  # precision 1, recall 1/2: 2 * 1/2 / (3/2)
+        ("cat cat", "cat", 2 / 3),  # a word counts as often as both have it: precision 1/2, recall 1
+        ("the big red dog", "red dog barks", 2 / 3),  # 2 of 3 and 2 of 3
+        ("dog", "cat", 0.0),
+        ("", "cat", 0.0),
+        ("yes", "Yes.", 1.0),
+        ("yes it is", "yes", 0.0),  # closed answers must be equal
+        ("no", "noanswer", 0.0),
+    ],
+)
+def test_f1_by_hand(response: str, label: str, expected: float) -> None:
+    assert f1(response, label) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "expected"),
+    [
+        (r"so \boxed{72}", GSM8K_LABEL, 1),
+        (r"\boxed{71} and no, \boxed{72}", GSM8K_LABEL, 1),
+        (r"\boxed{72} and no, \boxed{71}", GSM8K_LABEL, 0),
+        (r"72, so \boxed{71}", GSM8K_LABEL, 0),  # the box counts, not the text
+        ("#### 72", GSM8K_LABEL, 1),
+        ("48 + 24 = 72.", GSM8K_LABEL, 1),
+        ("72 clips in 2 months", GSM8K_LABEL, 0),
+        ("the answer is $1,234.50", "1234.5", 1),
+        ("1, 2, 3", "3", 1),
+        ("1,2,3", "3", 1),
+        ("it is -3", "-3", 1),
+        ("10-3", "3", 1),
+        (r"\boxed{\frac{1}{2}}", "0.5", 1),
+        (r"\boxed{1/2}", r"\boxed{\frac{1}{2}}", 1),
+        (r"\boxed{72\text{ clips}}", "72 clips", 1),
+        (r"\boxed{x + 1}", "x+1", 1),
+        (r"\boxed{1+x}", "x+1", 0),  # no algebra
+        (r"\boxed{50\%}", "50", 1),
+        (r"\boxed{}", "50", 0),
+        (r"\boxed{72", "72", 1),  # never closed: the last number
+        ("no number", "72", 0),
+        ("anything", "", 0),  # an empty truth is worth nothing
+        ("1/0", "72", 0),
+        ("9" * 1000, "72", 0),
+    ],
+)
+def test_math_by_hand(response: str, label: str, expected: float) -> None:
+    assert math(response, label) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"\boxed{1}", "1"),
+        (r"\boxed{\frac{a}{b}} x", r"\frac{a}{b}"),
+        (r"\boxed{1} \boxed{2", "1"),
+        (r"\boxed{\boxed{3}}", "3"),
+        (r"} \boxed{4}", "4"),
+        ("none", None),
+    ],
+)
+def test_last_boxed(text: str, expected: str | None) -> None:
+    assert last_boxed(text) == expected
+
+
+def test_a_response_of_open_boxes_costs_no_more_than_another() -> None:
+    start = time.perf_counter()
+    assert math(r"\boxed{" * 20_000, "72") == 0
+    assert time.perf_counter() - start < 1  # quadratic search took minutes
+
+
+@given(st.text(), st.text())
+def test_graders_give_a_share_for_any_text(response: str, label: str) -> None:
+    for grade in (exact_match, positional_match, f1, math):
+        assert 0.0 <= grade(response, label) <= 1.0
+
+
+@given(st.text())
+def test_a_perfect_answer_scores_one(text: str) -> None:
+    assert exact_match(text, text) == positional_match(text, text) == 1.0
+
+
+@given(st.integers(-(10**12), 10**12))
+def test_math_reads_any_integer_however_it_is_written(number: int) -> None:
+    for answer in (str(number), f"{number:,}", f"{number}.0", rf"\boxed{{{number}}}", f"#### {number}"):
+        assert math(answer, f"#### {number}") == 1.0
+
+
+def test_boxed_before_a_name_grades_the_content_of_the_box() -> None:
+    grade = find_grader("boxed_exact_match")
+    assert grade(GradedSample(response=r"I say \boxed{74}", label="74")) == 1.0
+    assert grade(GradedSample(response="74", label="74")) == 0.0
+
+
+def test_labels_may_be_numbers_but_not_missing_or_lists() -> None:
+    grade = find_grader("exact_match")
+    assert grade(GradedSample(response="74", label=74)) == 1.0
+    with pytest.raises(ValueError, match="has no label; set label_key"):
+        grade(GradedSample(response="74"))
+    with pytest.raises(ValueError, match="must be text or a number, not list"):
+        grade(GradedSample(response="74", label=["74"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("exact_mach", "did you mean 'exact_match'?"), ("boxed_maths", "did you mean 'math'?")]
+)
+def test_an_unknown_grader_is_refused_with_the_nearest_name(name: str, hint: str) -> None:
+    with pytest.raises(ValueError, match="built in are exact_match, positional_match, f1, math") as caught:
+        find_grader(name)
+    assert hint in str(caught.value)

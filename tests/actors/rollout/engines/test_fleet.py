@@ -1,0 +1,285 @@
+"""Which engines are asked: those that hold the announced weights and are behind the router, whatever was lost."""
+
+import anyio
+import msgspec
+import pytest
+from aiohttp import ClientSession
+from structlog.testing import capture_logs
+
+from messages import (
+    EvalCompleted,
+    EvalRequested,
+    GroupAborted,
+    GroupCompleted,
+    GroupFailed,
+    Int32Array,
+    Plane,
+    Prompt,
+    RolloutRequested,
+    RoundHalted,
+    SamplingParams,
+    WeightsApplied,
+)
+from messages.subjects import stream_of
+from runtime.bus.addresses import Address, address_key
+from runtime.bus.bus import Bus
+from runtime.bus.nats.store import api_call
+from runtime.host.actor import leaves
+from tests.fixtures.nats import eventually
+from tests.support.rollout import (
+    announcement,
+    completed,
+    grade,
+    next_event,
+    rollout_actor,
+    running_router,
+    task,
+    topology_with,
+)
+from tests.support.rollout import no_worker_is_left as no_worker_is_left  # a fixture
+from tests.support.rollout import router_url as router_url  # a fixture
+from tests.support.scripted_engine import ScriptedEngine, serving
+
+pytestmark = pytest.mark.anyio
+
+DEAD = "http://127.0.0.1:9"  # nobody listens there
+
+
+def under(version: int, group_id: int) -> RolloutRequested:
+    """A task for weights of a version or later."""
+    return msgspec.structs.replace(task(group_id), min_version=version)
+
+
+async def until_applied(bus: Bus, version: int) -> None:
+    async with bus.read(WeightsApplied) as events:
+        while True:
+            received = await events.next(15)
+            assert received is not None, f"version {version} was not applied"
+            if received.message.version == version:
+                return
+
+
+async def completed_groups(bus: Bus, number: int) -> list[GroupCompleted]:
+    async with bus.read(GroupCompleted) as events:
+        received = [await events.next(15) for _ in range(number)]
+    return [one.message for one in received if one is not None]
+
+
+async def test_a_router_that_never_answers_gives_way_to_the_next_one(bus: Bus, router_url: str) -> None:
+    async with serving(ScriptedEngine()) as engine, rollout_actor(bus, DEAD, [engine], topology_with()):
+        await bus.publish(announcement(1))
+        await eventually(lambda: _is_on_roster(bus))
+        await bus.kv.put(address_key("router", "policy", 0), Address(url=router_url))
+        await until_applied(bus, 1)
+
+
+async def _is_on_roster(bus: Bus) -> bool:
+    return await bus.kv.get("roster.rollout", msgspec.Raw) is not None
+
+
+async def test_requests_wait_for_a_lost_router_and_do_not_knock(bus: Bus, router_url: str) -> None:
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        with capture_logs() as logged, running_router() as (router, own_url):
+            async with rollout_actor(bus, own_url, [engine], topology_with()):
+                await bus.publish(announcement(1))
+                await until_applied(bus, 1)
+                router.kill()
+                router.wait(10)
+                await bus.publish(task(0))
+                await eventually(lambda: "router_lost" in [entry["event"] for entry in logged])
+                await bus.kv.put(address_key("router", "policy", 0), Address(url=router_url))
+                await completed(bus)
+        group.cancel_scope.cancel()
+    assert [entry["event"] for entry in logged].count("request_lost") == 2  # each of the two once
+
+
+async def test_an_engine_that_refuses_new_weights_is_asked_no_more(bus: Bus, router_url: str) -> None:
+    async with (
+        serving(ScriptedEngine()) as stale,
+        serving(ScriptedEngine()) as current,
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [stale, current], topology_with()):
+            await bus.publish(announcement(1))
+            await eventually(lambda: bool(stale.updates and current.updates))
+            for group_id in range(2):
+                await bus.publish(under(1, group_id))
+            await completed_groups(bus, 2)
+            stale.refuses_weights = True
+            await bus.publish(announcement(2))
+            await until_applied(bus, 2)
+            asked = len(stale.requests)
+            for group_id in range(2, 6):
+                await bus.publish(under(2, group_id))
+            groups = await completed_groups(bus, 6)
+        group.cancel_scope.cancel()
+    assert asked > 0
+    assert len(stale.requests) == asked
+    assert {sample.first_version for event in groups[2:] for sample in event.samples} == {2}
+
+
+async def test_an_older_announcement_that_comes_late_is_ignored(bus: Bus, router_url: str) -> None:
+    """As of a trainer that was replaced and did not know it yet."""
+    async with serving(ScriptedEngine()) as engine, rollout_actor(bus, router_url, [engine], topology_with()):
+        await bus.publish(announcement(2))
+        await until_applied(bus, 2)
+        await bus.publish(announcement(1))
+        await bus.publish(announcement(3))
+        await until_applied(bus, 3)
+    assert engine.updates == ["/weights/v2", "/weights/v3"]
+
+
+async def test_an_engine_that_an_earlier_actor_left_at_the_router_is_not_asked(bus: Bus, router_url: str) -> None:
+    async with (
+        serving(ScriptedEngine(version="1")) as leftover,
+        serving(ScriptedEngine()) as engine,
+        ClientSession() as session,
+        anyio.create_task_group() as group,
+    ):
+        async with session.post(f"{router_url}/workers", json={"url": leftover.url}) as answer:
+            assert answer.status == 202
+        await eventually(lambda: _lists(session, router_url, leftover.url))
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology_with()):
+            await bus.publish(announcement(1))
+            for group_id in range(4):
+                await bus.publish(task(group_id))
+            await completed_groups(bus, 4)
+        group.cancel_scope.cancel()
+    assert leftover.requests == []
+
+
+async def _lists(session: ClientSession, router_url: str, url: str) -> bool:
+    async with session.get(f"{router_url}/workers") as answer:
+        return url in [worker["url"] for worker in (await answer.json())["workers"]]
+
+
+async def test_an_engine_that_began_anew_at_its_address_is_brought_to_the_weights(bus: Bus, router_url: str) -> None:
+    """As one that is not ours does: nobody tells that it was restarted."""
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology_with()):
+            await bus.publish(announcement(1))
+            await until_applied(bus, 1)
+            engine.version = "default"
+            await bus.publish(task(0))
+            event = await completed(bus)
+        group.cancel_scope.cancel()
+    assert [sample.first_version for sample in event.samples] == [1, 1]
+    assert engine.updates == ["/weights/v1", "/weights/v1"]
+
+
+async def test_an_engine_that_the_router_lost_is_registered_again(bus: Bus, router_url: str) -> None:
+    async with serving(ScriptedEngine()) as engine, ClientSession() as session, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology_with()):
+            await bus.publish(announcement(1))
+            await until_applied(bus, 1)
+            async with session.get(f"{router_url}/workers") as answer:
+                (worker,) = (await answer.json())["workers"]
+            async with session.delete(f"{router_url}/workers/{worker['id']}"):
+                pass
+            await bus.publish(task(0))
+            await completed(bus)
+        group.cancel_scope.cancel()
+
+
+async def test_weights_that_no_engine_takes_end_the_actor_with_the_reason(
+    bus: Bus, router_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tried again for ever, they would hold up the run without a word."""
+    monkeypatch.setattr("actors.rollout.engines.fleet.REFUSED_PATIENCE_S", 0.2)
+    monkeypatch.setattr("actors.rollout.engines.fleet.RETRY_S", 0.05)
+    errors: list[BaseException] = []
+    async with serving(ScriptedEngine(checksum="other")) as engine:
+        try:
+            async with rollout_actor(bus, router_url, [engine], topology_with()):
+                await bus.publish(announcement(1))
+                await anyio.sleep(10)
+        except ExceptionGroup as group:
+            errors = leaves(group)
+    assert ["holds other, announced was sum" in str(error) for error in errors] == [True]
+
+
+@pytest.mark.parametrize("path", ["/weights_checker", "/model_info"])
+async def test_an_engine_that_answers_nonsense_does_not_end_the_actor(bus: Bus, router_url: str, path: str) -> None:
+    engine = ScriptedEngine(raw_answers={path: b"<html>"})
+    async with serving(engine), serving(ScriptedEngine()) as right, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine, right], topology_with()):
+            await bus.publish(announcement(1))
+            await until_applied(bus, 1)
+            await bus.publish(task(0))
+            await completed(bus)
+        group.cancel_scope.cancel()
+
+
+async def test_a_prompt_on_which_the_engine_keeps_failing_fails_its_group(
+    bus: Bus, router_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.rollout.requests.sending.RESEND_S", 0.001)
+    engine = ScriptedEngine(raw_answers={"/generate": b'{"text": 3}'})
+    async with serving(engine), rollout_actor(bus, router_url, [engine], topology_with()):
+        await bus.publish(announcement(1))
+        await bus.publish(task(0))
+        failed, _ = await next_event(bus, GroupFailed)
+    assert isinstance(failed, GroupFailed)
+    assert "unreadable answer" in failed.reason
+
+
+def evaluation() -> EvalRequested:
+    prompt = Prompt(data="e", row=0, text="p", prompt_ids=Int32Array([7]), label="1", rm_type="exact_match")
+    return EvalRequested(
+        step=0, set="test", item=0, version=1, prompt=prompt, num_samples=1, sampling=SamplingParams(max_new_tokens=8)
+    )
+
+
+async def test_a_halt_beside_an_evaluation_reaches_every_engine(bus: Bus, router_url: str) -> None:
+    engines = [ScriptedEngine(hold=True), ScriptedEngine(hold=True)]
+    async with serving(engines[0]), serving(engines[1]), anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, engines, topology_with()):
+            await bus.publish(announcement(1))
+            await eventually(lambda: all(engine.updates for engine in engines))
+            await bus.publish(evaluation())
+            for group_id in range(2):
+                await bus.publish(task(group_id))
+            await eventually(lambda: sum(len(engine.requests) for engine in engines) == 5)
+            await bus.publish(RoundHalted(incarnation=1, round=0))
+            async with bus.read(GroupAborted) as events:
+                assert all([await events.next(10) for _ in range(2)])
+            for engine in engines:
+                engine.release()
+            ended, _ = await next_event(bus, EvalCompleted)
+        group.cancel_scope.cancel()
+    assert isinstance(ended, EvalCompleted)
+    assert ended.samples[0].reward == 1.0
+
+
+async def test_an_abort_of_everything_meets_no_request_of_the_next_round(bus: Bus, router_url: str) -> None:
+    engine = ScriptedEngine(hold=True)
+    async with serving(engine), anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology_with()):
+            await bus.publish(announcement(1))
+            await bus.publish(task(0))
+            await engine.wait_for_requests(2)
+            engine.abort_at = anyio.Event()
+            await bus.publish(RoundHalted(incarnation=1, round=0))
+            await bus.publish(task(1, round=1))
+            await eventually(lambda: _has_taken(bus, 2))
+            engine.abort_at.set()
+            await next_event(bus, GroupAborted)
+            await engine.wait_for_requests(4)
+            engine.release()
+            event = await completed(bus)
+        group.cancel_scope.cancel()
+    assert event.group_id == 1
+
+
+async def _has_taken(bus: Bus, number: int) -> bool:
+    consumer = f"{stream_of(bus.run, Plane.WORK)}.rollout-policy"
+    info = await api_call(bus._connection, f"CONSUMER.INFO.{consumer}")
+    return info["num_ack_pending"] == number

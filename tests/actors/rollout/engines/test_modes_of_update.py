@@ -1,0 +1,129 @@
+"""Real weights that change in the middle of a generation: every token is labelled with the weights that sampled it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import msgspec
+import numpy as np
+import pytest
+
+from messages import (
+    GroupCompleted,
+    Int32Array,
+    RolloutRequested,
+    SampleStatus,
+    SamplingParams,
+    Segment,
+    SegmentsPublished,
+    SegmentsSpilled,
+    WeightsAnnounced,
+)
+from runtime.bus.bus import Bus
+from runtime.checksums import checksums_of
+from tests.support.embedded_client import EngineClient
+from tests.support.embedded_engine import RunningEngine, running_engine
+from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
+from tests.support.rollout import no_worker_is_left as no_worker_is_left  # a fixture
+from tests.support.rollout import router_url as router_url  # a fixture
+from tests.support.tiny_models import teacher_forced, write_model, write_weights
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(90)]  # transformers takes its time to load
+
+PROMPT = [7, 8, 9]
+LENGTH = 400  # tokens of a response: long enough to be streamed
+CLOSE = 2e-4  # natural log, between the engine's cached float32 passes and a whole one
+FAR = 1e-2
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Directories of two versions of a model."""
+    first = write_model(tmp_path_factory.mktemp("v1"), seed=1)
+    second = write_model(tmp_path_factory.mktemp("v2"), seed=1)
+    write_weights(second, second, seed=2)
+    return {1: first, 2: second}
+
+
+@pytest.fixture(scope="module")
+def engine(weights: dict[int, Path]) -> Iterator[RunningEngine]:
+    with running_engine(weights[1], "--stream-interval", "16", "--incremental-streaming-output") as engine:
+        yield engine
+
+
+def announced(weights: dict[int, Path], version: int) -> WeightsAnnounced:
+    directory = weights[version]
+    checksum = checksums_of(directory).total
+    return msgspec.structs.replace(announcement(version), path=str(directory), checksum=checksum)
+
+
+def long_task() -> RolloutRequested:
+    prompt = msgspec.structs.replace(task(0).prompt, prompt_ids=Int32Array(PROMPT))
+    return msgspec.structs.replace(task(0), prompt=prompt, sampling=SamplingParams(max_new_tokens=LENGTH))
+
+
+async def segments_of(bus: Bus, event: GroupCompleted, index: int) -> list[Segment]:
+    refs = event.samples[index].segments
+    return [(await bus.fetch(SegmentsPublished, ref.seq)).segments[ref.position] for ref in refs]
+
+
+def labels(segments: list[Segment]) -> list[int]:
+    """The version of each token."""
+    return [span.version for segment in segments for span in segment.weight_spans for _ in range(span.start, span.end)]
+
+
+@pytest.mark.parametrize("mode", ["drain", "abort", "retract", "in_place"])
+async def test_every_token_is_labelled_with_the_weights_that_sampled_it(
+    bus: Bus, router_url: str, engine: RunningEngine, weights: dict[int, Path], mode: str
+) -> None:
+    topology = topology_with(
+        rollout={"on_weight_update": mode, "max_staleness": 1, "max_response_len": LENGTH, "spill_every_s": 0.2}
+    )
+    async with EngineClient(engine.url) as client, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology):
+            await bus.publish(announced(weights, 1))
+            await client.post("/slow_down", {"forward_sleep_time": 0.004})
+            await bus.publish(long_task())
+            await next_event(bus, SegmentsSpilled)
+            await bus.publish(announced(weights, 2))
+            if mode != "drain":
+                await until_version(client, "2")
+            await client.post("/slow_down", {"forward_sleep_time": 0})
+            event = await completed(bus)
+        group.cancel_scope.cancel()
+    assert event.attempt == 0
+    for index in range(2):
+        assert event.samples[index].status is SampleStatus.TRUNCATED
+        segments = await segments_of(bus, event, index)
+        assert [segment.prompt_ids.tolist() for segment in segments] == [PROMPT] + [[]] * (len(segments) - 1)
+        check_labels(segments, weights, mode)
+
+
+def check_labels(segments: list[Segment], weights: dict[int, Path], mode: str) -> None:
+    """Compare with the log-probs that transformers computes under each version."""
+    ids = [token for segment in segments for token in segment.response_ids.tolist()]
+    log_probs = np.concatenate([np.asarray(segment.rollout_log_probs) for segment in segments])
+    versions = np.array(labels(segments))
+    assert len(ids) == len(versions) == LENGTH
+    differences = {
+        version: np.abs(log_probs - teacher_forced(directory, PROMPT, ids).numpy())
+        for version, directory in weights.items()
+    }
+    changed = int((versions == 1).sum())
+    assert (versions[:changed] == 1).all()  # they only rise
+    assert differences[1][:changed].max() < CLOSE
+    if mode == "drain":
+        assert changed == LENGTH
+        return
+    assert 0 < changed < LENGTH
+    if mode == "in_place":  # with keys and values of the old weights: neither version alone explains them
+        assert differences[1][changed] > FAR
+    else:
+        assert differences[2][changed:].max() < CLOSE
+
+
+async def until_version(client: EngineClient, version: str) -> None:
+    with anyio.fail_after(10):
+        while (await client.get("/model_info")).body["weight_version"] != version:
+            pass

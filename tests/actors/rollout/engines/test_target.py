@@ -1,0 +1,67 @@
+"""Which weights are wanted at each point of the log."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.rollout.engines.target import WantedWeights
+from messages import EvalEnded, EvalIssued, EvalSetSize, WeightsAnnounced
+from tests.support.rollout import announcement
+
+Event = WeightsAnnounced | EvalIssued | EvalEnded
+
+
+def issued(step: int, version: int) -> EvalIssued:
+    return EvalIssued(incarnation=1, step=step, version=version, sets=(EvalSetSize(set="s", num_items=1),))
+
+
+def ended(step: int, version: int) -> EvalEnded:
+    return EvalEnded(incarnation=1, step=step, version=version, metrics={})
+
+
+def wanted_after(*events: Event) -> list[int]:
+    """The version that is wanted after each event; 0: none."""
+    wanted, versions = WantedWeights(), list[int]()
+    for event in events:
+        wanted.fold(event)
+        versions.append(wanted.newest.version if wanted.newest else 0)
+    return versions
+
+
+def test_the_newest_announcement_is_wanted_and_a_late_older_one_is_not() -> None:
+    assert wanted_after(announcement(1), announcement(3), announcement(2)) == [1, 3, 3]
+
+
+def test_newer_weights_wait_for_the_end_of_an_evaluation() -> None:
+    events = (announcement(1), issued(0, 1), announcement(2), announcement(3), ended(0, 1))
+    assert wanted_after(*events) == [1, 1, 1, 1, 3]
+
+
+def test_an_evaluation_gets_its_own_weights_though_they_were_announced_after_its_issue() -> None:
+    assert wanted_after(issued(0, 2), announcement(1), announcement(2), announcement(3)) == [0, 1, 2, 2]
+
+
+def test_of_two_evaluations_the_one_of_older_weights_holds_them() -> None:
+    events = (announcement(1), issued(0, 1), issued(2, 2), announcement(2), announcement(3), ended(0, 1), ended(2, 2))
+    assert wanted_after(*events) == [1, 1, 1, 1, 1, 2, 3]
+
+
+def test_weights_that_engines_hold_already_are_not_taken_back() -> None:
+    assert wanted_after(announcement(1), announcement(2), issued(0, 1), announcement(3), ended(0, 1)) == [1, 2, 2, 2, 3]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["announce", "issue", "end"]), st.integers(0, 4), st.integers(1, 6))))
+def test_what_is_wanted_never_goes_back_and_never_passes_an_evaluation_that_runs(
+    drawn: list[tuple[str, int, int]],
+) -> None:
+    kinds = {"announce": lambda _, version: announcement(version), "issue": issued, "end": ended}
+    wanted, running, before = WantedWeights(), dict[int, int](), 0
+    for kind, step, version in drawn:
+        wanted.fold(kinds[kind](step, version))
+        if kind == "issue":
+            running[step] = version
+        elif kind == "end":
+            running.pop(step, None)
+        now = wanted.newest.version if wanted.newest else 0
+        assert now >= before
+        assert now == before or now <= min(running.values(), default=99)
+        before = now

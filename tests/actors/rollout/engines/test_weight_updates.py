@@ -1,0 +1,126 @@
+"""New weights beside all else: halts pass them, each engine takes them by itself, an evaluation holds them back."""
+
+import anyio
+import pytest
+
+from messages import (
+    EvalEnded,
+    EvalIssued,
+    EvalSetSize,
+    GroupAborted,
+    RoundHalted,
+    WeightsApplied,
+)
+from runtime.bus.addresses import Address, address_key
+from runtime.bus.bus import Bus
+from tests.fixtures.nats import eventually
+from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
+from tests.support.rollout import no_worker_is_left as no_worker_is_left  # a fixture
+from tests.support.rollout import router_url as router_url  # a fixture
+from tests.support.scripted_engine import ScriptedEngine, serving
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_halt_does_not_wait_for_an_engine_that_takes_weights(bus: Bus, router_url: str) -> None:
+    async with (
+        serving(ScriptedEngine(hold=True)) as engine,
+        rollout_actor(bus, router_url, [engine], topology_with()),
+    ):
+        await bus.publish(announcement(1))
+        await bus.publish(task(0))
+        await engine.wait_for_requests(2)
+        engine.update_at = anyio.Event()
+        await bus.publish(announcement(2))
+        await eventually(lambda: engine.calls == ["update", "update"])
+        await bus.publish(RoundHalted(incarnation=1, round=0))
+        await next_event(bus, GroupAborted)
+        assert engine.updates == ["/weights/v1"]
+        engine.update_at.set()
+        await eventually(lambda: engine.version == "2")
+
+
+async def test_an_engine_that_hangs_while_it_takes_weights_holds_up_no_other(bus: Bus, router_url: str) -> None:
+    async with (
+        serving(ScriptedEngine(update_at=anyio.Event())) as hanging,
+        serving(ScriptedEngine()) as engine,
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [hanging, engine], topology_with()):
+            await bus.publish(announcement(1))
+            await bus.publish(task(0))
+            await completed(bus)
+            assert hanging.updates == []
+            await bus.publish(announcement(2))
+            await eventually(lambda: engine.version == "2")
+            hanging.update_at.set()
+            await eventually(lambda: hanging.version == "2")
+        group.cancel_scope.cancel()
+    assert hanging.updates == ["/weights/v1", "/weights/v2"]  # the latest, before it was counted in
+
+
+async def test_of_announcements_that_come_during_an_update_the_last_one_is_taken(bus: Bus, router_url: str) -> None:
+    async with serving(ScriptedEngine()) as engine, rollout_actor(bus, router_url, [engine], topology_with()):
+        await bus.publish(announcement(1))
+        await next_event(bus, WeightsApplied)
+        engine.update_at = anyio.Event()
+        for version in (2, 3, 4):
+            await bus.publish(announcement(version))
+        await eventually(lambda: len(engine.calls) == 2)
+        engine.update_at.set()
+        await eventually(lambda: engine.version == "4")
+    assert engine.updates[-1] == "/weights/v4"
+    assert len(engine.updates) <= 3
+
+
+async def test_an_evaluation_holds_its_weights_also_over_a_restart_of_the_actor(bus: Bus, router_url: str) -> None:
+    issued = EvalIssued(incarnation=1, step=0, version=1, sets=(EvalSetSize(set="s", num_items=1),))
+    async with serving(ScriptedEngine()) as engine:
+        async with rollout_actor(bus, router_url, [engine], topology_with()):
+            for event in (announcement(1), issued, announcement(2)):
+                await bus.publish(event)
+            await next_event(bus, WeightsApplied)
+        async with serving(ScriptedEngine()) as other:
+            await bus.kv.put(address_key("engine", "policy", 0), Address(url=other.url))
+            async with rollout_actor(bus, router_url, [other], topology_with()):
+                await eventually(lambda: other.version == "1")
+                await bus.publish(EvalEnded(incarnation=1, step=0, version=1, metrics={}))
+                await eventually(lambda: other.version == "2")
+    assert (engine.updates, other.updates) == (["/weights/v1"], ["/weights/v1", "/weights/v2"])
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_an_engine_is_paused_for_the_weights_and_goes_on_whatever_becomes_of_them(
+    bus: Bus, router_url: str, mode: str
+) -> None:
+    topology = topology_with(rollout={"on_weight_update": mode, "max_staleness": 1})
+    async with serving(ScriptedEngine()) as engine, rollout_actor(bus, router_url, [engine], topology):
+        await bus.publish(announcement(1))
+        await next_event(bus, WeightsApplied)
+        assert engine.calls[-3:] == [mode, "update", "continue"]
+        assert [body["flush_cache"] for body in engine.update_bodies] == [mode == "retract"]
+        engine.refuses_weights = True
+        await bus.publish(announcement(2))
+        await eventually(lambda: engine.calls[3:6] == [mode, "update", "continue"])
+
+
+async def test_an_engine_that_a_dead_actor_left_paused_goes_on_before_it_is_admitted(bus: Bus, router_url: str) -> None:
+    async with serving(ScriptedEngine(paused=True)) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology_with()):
+            await bus.publish(announcement(1))
+            await bus.publish(task(0))
+            await completed(bus)
+        group.cancel_scope.cancel()
+    assert engine.calls[0] == "continue"
+
+
+async def test_an_actor_that_ends_in_the_middle_of_an_update_lets_its_engine_go_on(bus: Bus, router_url: str) -> None:
+    topology = topology_with(rollout={"on_weight_update": "in_place", "max_staleness": 1})
+    async with serving(ScriptedEngine(update_at=anyio.Event())) as engine:
+        async with rollout_actor(bus, router_url, [engine], topology):
+            await bus.publish(announcement(1))
+            await eventually(lambda: engine.calls == ["in_place", "update"])
+        await eventually(lambda: not engine.paused)
+    assert engine.calls == ["in_place", "update", "continue"]

@@ -1,0 +1,319 @@
+"""One prompt group through a rollout actor: when scores are asked for, what a halt reaches, what an error costs."""
+
+import time
+from itertools import count
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+from aiohttp import ClientSession, web
+from structlog.testing import capture_logs
+
+import actors.rollout.actor
+from actors.rollout.actor import RolloutActor
+from messages import (
+    EvalCompleted,
+    EvalRequested,
+    Float32Array,
+    GroupAborted,
+    GroupCompleted,
+    GroupFailed,
+    Int32Array,
+    Plane,
+    RoundHalted,
+    SampleKey,
+    SampleStatus,
+    SampleSummary,
+    SamplingParams,
+    Score,
+    ScoreRequested,
+    ScoresGiven,
+    Segment,
+    SegmentRef,
+    SegmentsPublished,
+    UInt8Array,
+    WeightSpan,
+)
+from runtime.bus.bus import Bus
+from runtime.bus.consumer import Delivery
+from tests.fixtures.nats import eventually
+from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
+from tests.support.rollout import no_worker_is_left as no_worker_is_left  # a fixture
+from tests.support.rollout import router_url as router_url  # a fixture
+from tests.support.scripted_engine import ScriptedEngine, four_tokens, serving
+
+pytestmark = pytest.mark.anyio
+
+
+def one_ends_and_one_is_held() -> ScriptedEngine:
+    """An engine that answers its first request and keeps every later one."""
+    calls = count()
+    engine = ScriptedEngine()
+
+    def script(prompt: list[int], params: dict[str, Any]) -> list[int]:
+        engine.hold = next(calls) > 0
+        return four_tokens(prompt, params)
+
+    engine.script = script
+    return engine
+
+
+async def give(bus: Bus, delivery: Delivery[ScoreRequested], *rewards: float) -> None:
+    request = delivery.message
+    scores = tuple(Score(index=item.index, reward=reward) for item, reward in zip(request.items, rewards, strict=True))
+    await bus.notify(ScoresGiven(request_id=request.request_id, scores=scores), to=request.reply_to)
+    await delivery.ack()
+
+
+async def test_a_score_is_asked_for_while_another_member_still_generates(bus: Bus, router_url: str) -> None:
+    async with (
+        serving(one_ends_and_one_is_held()) as engine,
+        rollout_actor(bus, router_url, [engine], topology_with()),
+        bus.consume(ScoreRequested, durable="reward") as requests,
+    ):
+        await bus.publish(announcement(1))
+        await bus.publish(task(0))
+        first = await requests.next(10)
+        assert first is not None
+        assert (len(engine.requests), len(first.message.items)) == (2, 1)  # the other one is still held
+        await give(bus, first, 0.5)
+        engine.release()
+        second = await requests.next(10)
+        assert second is not None
+        await give(bus, second, 0.25)
+        event = await completed(bus)
+    assert sorted(sample.reward or 0.0 for sample in event.samples) == [0.25, 0.5]
+    assert first.message.items[0].index != second.message.items[0].index
+
+
+async def test_a_group_is_scored_as_a_whole_once_all_its_members_ended(bus: Bus, router_url: str) -> None:
+    async with (
+        serving(one_ends_and_one_is_held()) as engine,
+        rollout_actor(bus, router_url, [engine], topology_with(reward={"group_rm": True})),
+        bus.consume(ScoreRequested, durable="reward") as requests,
+    ):
+        await bus.publish(announcement(1))
+        await bus.publish(task(0))
+        await engine.wait_for_requests(2)
+        await eventually(lambda: one_is_stored(bus))
+        engine.release()
+        request = await requests.next(10)
+        assert request is not None
+        assert request.message.group_rm
+        assert [item.index for item in request.message.items] == [0, 1]
+        await give(bus, request, 0.25, 0.5)
+        event = await completed(bus)
+    assert [(sample.index, sample.reward) for sample in event.samples] == [(0, 0.25), (1, 0.5)]
+
+
+async def one_is_stored(bus: Bus) -> bool:
+    return (await bus.state(Plane.DATA)).messages > 0
+
+
+@pytest.mark.parametrize("group_rm", [False, True])
+async def test_a_halt_reaches_groups_that_run_and_groups_that_wait_and_scores_neither(
+    bus: Bus, router_url: str, group_rm: bool
+) -> None:
+    pool = {"policy": {"kind": "embedded", "concurrency": 2}}  # room for one group
+    async with (
+        serving(ScriptedEngine(hold=True)) as engine,
+        rollout_actor(bus, router_url, [engine], topology_with(engines=pool, reward={"group_rm": group_rm})),
+        bus.read(GroupAborted) as events,
+    ):
+        await bus.publish(announcement(1))
+        await bus.publish(task(0))
+        await engine.wait_for_requests(2)
+        await bus.publish(task(1))
+        await bus.publish(RoundHalted(incarnation=1, round=0))
+        ended = [await events.next(10) for _ in range(2)]
+        await eventually(lambda: no_work_is_left(bus))  # a score that was asked for would be left
+    aborted = {event.message.group_id: event.message for event in ended if event is not None}
+    assert [sample.response_len for sample in aborted[0].samples] == [2, 2]
+    assert [sample.reward for sample in aborted[0].samples] == [None, None]
+    assert sum(sample.response_len for sample in aborted[1].samples) == 0
+    assert len(engine.requests) == 2
+
+
+async def no_work_is_left(bus: Bus) -> bool:
+    return (await bus.state(Plane.WORK)).messages == 0
+
+
+async def test_a_member_that_fails_costs_its_group_and_no_other(bus: Bus, router_url: str) -> None:
+    calls = count()
+
+    def script(prompt: list[int], params: dict[str, Any]) -> list[int]:
+        if next(calls) == 0:
+            raise web.HTTPBadRequest(text='{"error": {"message": "not this one"}}')
+        return four_tokens(prompt, params)
+
+    async with serving(ScriptedEngine(script=script)) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology_with()):
+            await bus.publish(announcement(1))
+            await bus.publish(task(0))
+            failed, _ = await next_event(bus, GroupFailed)
+            await bus.publish(task(1))
+            event, _ = await next_event(bus, GroupCompleted)
+        group.cancel_scope.cancel()
+    assert isinstance(failed, GroupFailed)
+    assert (failed.group_id, "not this one" in failed.reason) == (0, True)
+    assert isinstance(event, GroupCompleted)
+    assert event.group_id == 1
+
+
+async def test_a_carried_sample_without_room_for_tokens_is_scored_in_this_attempt(bus: Bus, router_url: str) -> None:
+    """As when an abort meets the last token that there is room for."""
+    ref = await store(bus, [1, 2, 3, 4])
+    carried = SampleSummary(index=0, status=SampleStatus.ABORTED, segments=(ref,), response_len=4)
+    request = msgspec.structs.replace(task(0, carried=(carried,)), sampling=SamplingParams(max_new_tokens=4))
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology_with()):
+            await bus.publish(announcement(1))
+            await bus.publish(request)
+            event, _ = await next_event(bus, GroupCompleted, GroupAborted)
+        group.cancel_scope.cancel()
+    assert isinstance(event, GroupCompleted)
+    assert [sample.status for sample in event.samples] == [SampleStatus.TRUNCATED] * 2
+
+
+async def store(bus: Bus, ids: list[int]) -> SegmentRef:
+    """What an earlier attempt of group 0 left of its first sample."""
+    segment = Segment(
+        sample=SampleKey(group_id=0, attempt=0, index=0),
+        prompt_ids=Int32Array([7, 8]),
+        response_ids=Int32Array(ids),
+        loss_mask=UInt8Array([1] * len(ids)),
+        rollout_log_probs=Float32Array([-1.0] * len(ids)),
+        weight_spans=(WeightSpan(version=1, start=0, end=len(ids)),),
+    )
+    seq = await bus.publish(SegmentsPublished(group_id=0, attempt=0, lease="l", segments=(segment,)))
+    return SegmentRef(seq=seq, position=0)
+
+
+async def test_what_no_message_can_carry_fails_its_group_and_not_the_actor(bus: Bus, router_url: str) -> None:
+    """First the sample is over the size of a message, then what the grader answered: as JSON twice as long."""
+
+    async def grade_at_length() -> None:
+        async with bus.consume(ScoreRequested, durable="reward") as deliveries:
+            async for delivery in deliveries:
+                request = delivery.message
+                scores = (Score(index=0, reward=1.0, details={"why": "\n" * 5_000_000}),)
+                await bus.notify(ScoresGiven(request_id=request.request_id, scores=scores), to=request.reply_to)
+                await delivery.ack()
+
+    engine = ScriptedEngine(text=lambda ids: "x" * 9_000_000)
+    async with serving(engine), anyio.create_task_group() as group:
+        group.start_soon(grade_at_length)
+        async with rollout_actor(bus, router_url, [engine], topology_with()):
+            await bus.publish(announcement(1))
+            await bus.publish(msgspec.structs.replace(task(0), num_samples=1))
+            _, seq = await next_event(bus, GroupFailed)
+            engine.text = str
+            await bus.publish(msgspec.structs.replace(task(1), num_samples=1))
+            failed, _ = await next_event(bus, GroupFailed, from_seq=seq + 1)
+        group.cancel_scope.cancel()
+    assert isinstance(failed, GroupFailed)
+    assert "the server takes" in failed.reason
+
+
+async def test_a_task_that_comes_again_while_it_is_at_work_here_is_not_done_twice(
+    bus: Bus, router_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actors.rollout.actor, "ACK_WAIT_S", 0.5)
+    async with serving(ScriptedEngine(hold=True)) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        with capture_logs() as logged:
+            async with rollout_actor(bus, router_url, [engine], topology_with()):
+                await bus.publish(announcement(1))
+                await bus.publish(task(0))
+                await engine.wait_for_requests(2)
+                time.sleep(1.5)  # noqa: ASYNC251 - frozen past its ack wait, as by SIGSTOP
+                await eventually(lambda: "task_came_again" in [entry["event"] for entry in logged])
+                engine.release()
+                await completed(bus)
+                await eventually(lambda: nothing_is_queued(bus))
+        group.cancel_scope.cancel()
+    assert len(engine.requests) == 2
+
+
+async def nothing_is_queued(bus: Bus) -> bool:
+    return (await bus.state(Plane.WORK)).messages == 0
+
+
+async def test_samples_that_fit_no_message_together_are_stored_and_scored_in_several(bus: Bus, router_url: str) -> None:
+    pool = {"policy": {"kind": "embedded", "concurrency": 8, "batch_requests": True}}
+    engine = ScriptedEngine(text=lambda ids: "x" * 5_000_000)
+    async with serving(engine), anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology_with(engines=pool)):
+            await bus.publish(announcement(1))
+            await bus.publish(task(0))
+            event = await completed(bus)
+        group.cancel_scope.cancel()
+    assert [sample.reward for sample in event.samples] == [1.0, 1.0]
+    first, second = [sample.segments[0] for sample in event.samples]
+    assert first.seq != second.seq
+    for sample, ref in zip(event.samples, (first, second), strict=True):
+        segment = (await bus.fetch(SegmentsPublished, ref.seq)).segments[ref.position]
+        assert segment.sample.index == sample.index
+
+
+async def test_an_evaluation_item_that_somebody_else_aborts_is_done_again(bus: Bus, router_url: str) -> None:
+    prompt = task(0).prompt
+    request = EvalRequested(
+        step=0, set="test", item=5, version=1, prompt=prompt, num_samples=1, sampling=SamplingParams(max_new_tokens=8)
+    )
+    async with (
+        serving(ScriptedEngine(hold=True)) as engine,
+        ClientSession() as session,
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology_with()):
+            await bus.publish(announcement(1))
+            await bus.publish(request)
+            await engine.wait_for_requests(1)
+            engine.hold = False
+            async with session.post(f"{engine.url}/abort_request", json={"abort_all": True}):
+                pass
+            event, _ = await next_event(bus, EvalCompleted)
+        group.cancel_scope.cancel()
+    assert isinstance(event, EvalCompleted)
+    assert [(sample.status, sample.reward) for sample in event.samples] == [(SampleStatus.COMPLETED, 1.0)]
+
+
+async def test_a_request_carries_token_ids_and_every_sampling_setting(bus: Bus, router_url: str) -> None:
+    """As the engine sees it behind the router, which drops spaces_between_special_tokens."""
+    sampling = SamplingParams(
+        max_new_tokens=9, temperature=0.7, top_p=0.9, top_k=40, stop=("a", "b"), stop_token_ids=(5,)
+    )
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology_with()):
+            await bus.publish(announcement(1))
+            await bus.publish(msgspec.structs.replace(task(0), sampling=sampling))
+            await completed(bus)
+        group.cancel_scope.cancel()
+    assert len(engine.requests) == 2
+    for request in engine.requests:
+        assert request["input_ids"] == [7, 8]
+        assert request["return_logprob"]
+        assert request["sampling_params"] == {
+            "max_new_tokens": 9,
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "top_k": 40,
+            "stop": ["a", "b"],
+            "stop_token_ids": [5],
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+        }
+
+
+async def test_rollout_actors_of_one_process_share_no_state(bus: Bus) -> None:
+    """The slots of each are its own engines' concurrency, whatever was built before it."""
+    pools = [{"kind": "embedded", "concurrency": 8}, {"kind": "embedded", "concurrency": 3, "num_engines": 4}]
+    actors = [RolloutActor(topology_with(engines={"policy": pool}), bus) for pool in pools]
+    assert [actor.stats()["slots"] for actor in actors] == [8, 12]

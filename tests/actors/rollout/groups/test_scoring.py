@@ -1,0 +1,65 @@
+"""A scorer and reward workers on the real bus."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from actors.rollout.groups import scoring
+from actors.rollout.groups.scoring import Scorer
+from messages import SampleStatus, Score, ScoreItem, ScoreRequested, ScoresGiven
+from runtime.bus.bus import Bus
+from runtime.bus.consumer import Deliveries, Delivery
+from tests.fixtures.nats import eventually
+
+pytestmark = pytest.mark.anyio
+
+ITEM = ScoreItem(index=0, prompt="p", response="1", status=SampleStatus.COMPLETED, response_len=1)
+
+
+@pytest.fixture(autouse=True)
+def soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "REPEAT_S", 0.1)
+
+
+@asynccontextmanager
+async def asked(bus: Bus, scores: list[Score]) -> AsyncGenerator[Deliveries[ScoreRequested]]:
+    """One request under way, and the worker's side of it; its answer is added to `scores`."""
+    scorer = Scorer(bus, timeout_s=10.0, max_tries=1)
+
+    async def ask() -> None:
+        answer: Sequence[Score] = await scorer.score(7, 0, "exact_match", [ITEM], group_rm=False)
+        scores.extend(answer)
+
+    async with anyio.create_task_group() as group, bus.consume(ScoreRequested, durable="reward") as deliveries:
+        await group.start(scorer.run)
+        group.start_soon(ask)
+        yield deliveries
+        group.cancel_scope.cancel()
+
+
+async def answer(bus: Bus, delivery: Delivery[ScoreRequested]) -> None:
+    scores = (Score(index=0, reward=0.5),)
+    await bus.notify(ScoresGiven(request_id=delivery.message.request_id, scores=scores), to=delivery.message.reply_to)
+    await delivery.ack()
+
+
+async def test_a_lost_answer_is_asked_for_again(bus: Bus) -> None:
+    scores: list[Score] = []
+    async with asked(bus, scores) as deliveries:
+        first = await anext(deliveries)
+        await first.ack()  # its answer was lost
+        second = await anext(deliveries)
+        assert second.message == first.message
+        await answer(bus, second)
+        await eventually(lambda: [score.reward for score in scores] == [0.5])
+
+
+async def test_a_request_that_a_worker_has_is_put_no_second_time(bus: Bus) -> None:
+    scores: list[Score] = []
+    async with asked(bus, scores) as deliveries:
+        delivery = await anext(deliveries)
+        assert await deliveries.next(4 * scoring.REPEAT_S) is None
+        await answer(bus, delivery)
+        await eventually(lambda: bool(scores))

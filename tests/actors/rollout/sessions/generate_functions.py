@@ -1,0 +1,94 @@
+"""Generate functions as a user writes them, for the tests of conversations."""
+
+import anyio
+
+from actors.rollout.sessions.conversation import Conversation
+
+RUNS: list[str] = []  # prompts of the runs that began
+
+
+async def calculator(conversation: Conversation) -> None:
+    """Three turns with tokens between them."""
+    RUNS.append(conversation.prompt)
+    for number in range(3):
+        turn = await conversation.generate(stop=["."], max_new_tokens=300)
+        conversation.sample_metadata["last"] = turn
+        if number < 2:
+            conversation.append_ids([60 + number, 61 + number])
+    conversation.sample_metadata["label"] = conversation.label
+
+
+async def chatters_without_end(conversation: Conversation) -> None:
+    while True:
+        await conversation.generate()
+        conversation.append_ids([60])
+
+
+async def raises(conversation: Conversation) -> None:
+    await conversation.generate()
+    raise KeyError("no such tool")
+
+
+async def hangs(conversation: Conversation) -> None:
+    await conversation.generate()
+    await anyio.sleep_forever()
+
+
+async def talks_twice_in_a_row(conversation: Conversation) -> None:
+    await conversation.generate()
+    await conversation.generate()
+
+
+async def never_asks(conversation: Conversation) -> None:
+    """Ends at once."""
+
+
+async def asks_for_nothing(conversation: Conversation) -> None:
+    await conversation.generate(max_new_tokens=0)
+
+
+async def stops_at_letters(conversation: Conversation) -> None:
+    await conversation.generate(stop="</add>")
+
+
+async def appends_a_number(conversation: Conversation) -> None:
+    await conversation.generate()
+    conversation.append(5)  # type: ignore[arg-type]
+
+
+async def talks_twice_at_once(conversation: Conversation) -> None:
+    async with anyio.create_task_group() as group:
+        group.start_soon(conversation.generate)
+        group.start_soon(conversation.generate)
+
+
+async def leaves_a_turn(conversation: Conversation) -> None:
+    with anyio.move_on_after(0):
+        await conversation.generate()
+
+
+async def appends_letters_as_ids(conversation: Conversation) -> None:
+    await conversation.generate()
+    conversation.append_ids("ab")  # type: ignore[arg-type]
+
+
+def plain(conversation: Conversation) -> None:
+    """Not async."""
+
+
+async def notes_what_no_message_can_carry(conversation: Conversation) -> None:
+    await conversation.generate()
+    conversation.sample_metadata["tools"] = object()
+
+
+async def uses_a_tool(conversation: Conversation) -> None:
+    """Two turns with a tool's answer between them."""
+    await conversation.generate()
+    conversation.append_ids([60])
+    conversation.text += " (sixty) "
+    await conversation.generate()
+
+
+async def notes_too_much(conversation: Conversation) -> None:
+    await conversation.generate()
+    conversation.sample_metadata["trace"] = "x" * 9_000_000

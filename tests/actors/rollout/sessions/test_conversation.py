@@ -1,0 +1,264 @@
+"""A user's generate function through a rollout actor: several turns, resumed where they were, bounded in any case."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from actors.hooks import check_hooks
+from actors.rollout.groups.members import Member, Turn
+from actors.rollout.sessions import conversation
+from actors.rollout.sessions.conversation import Conversation
+from messages import (
+    EvalCompleted,
+    EvalRequested,
+    GroupAborted,
+    GroupCompleted,
+    GroupFailed,
+    RolloutRequested,
+    RoundHalted,
+    SampleStatus,
+    SampleSummary,
+    SamplingParams,
+    ScoreRequested,
+    Segment,
+    SegmentsPublished,
+)
+from runtime.bus.bus import Bus
+from runtime.settings.topology import Topology
+from tests.actors.rollout.sessions.generate_functions import RUNS
+from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
+from tests.support.rollout import no_worker_is_left as no_worker_is_left  # a fixture
+from tests.support.rollout import router_url as router_url  # a fixture
+from tests.support.scripted_engine import ScriptedEngine, serving
+
+pytestmark = pytest.mark.anyio
+
+FUNCTIONS = Path(__file__).with_name("generate_functions.py")
+
+
+def with_function(name: str) -> Topology:
+    return topology_with(rollout={"custom_generate": f"tests.actors.rollout.sessions.generate_functions:{name}"})
+
+
+def one_sample(
+    *, max_new_tokens: int = 900, carried: tuple[SampleSummary, ...] = (), **of_task: Any
+) -> RolloutRequested:
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    return msgspec.structs.replace(task(0, carried=carried, **of_task), sampling=sampling, num_samples=1)
+
+
+async def segments_of(bus: Bus, sample: SampleSummary) -> list[Segment]:
+    return [(await bus.fetch(SegmentsPublished, ref.seq)).segments[ref.position] for ref in sample.segments]
+
+
+async def test_turns_are_segments_and_what_stands_between_them_does_not_train(bus: Bus, router_url: str) -> None:
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], with_function("calculator")):
+            await bus.publish(announcement(1))
+            await bus.publish(one_sample())
+            event = await completed(bus)
+        group.cancel_scope.cancel()
+    (sample,) = event.samples
+    turn, first, second = [1, 2, 3, 4], [60, 61], [61, 62]
+    segments = await segments_of(bus, sample)
+    assert [segment.prompt_ids.tolist() for segment in segments] == [[7, 8], first, second]
+    assert [segment.response_ids.tolist() for segment in segments] == [turn] * 3
+    assert [request["input_ids"] for request in engine.requests] == [
+        [7, 8],
+        [7, 8, *turn, *first],
+        [7, 8, *turn, *first, *turn, *second],
+    ]
+    assert {tuple(request["sampling_params"]["stop"]) for request in engine.requests} == {(".",)}
+    assert (sample.status, sample.response_len, sample.reward) == (SampleStatus.COMPLETED, 16, 1.0)
+    assert sample.metadata == {"last": "1 2 3 4", "label": "1", "num_turns": 3}
+
+
+async def test_a_halted_conversation_goes_on_in_the_turn_where_it_was(bus: Bus, router_url: str) -> None:
+    """Its function runs again; the first turn is returned without an engine, the second one continued."""
+    engine = ScriptedEngine()
+    RUNS.clear()
+
+    def script(prompt: list[int], params: dict[str, Any]) -> list[int]:
+        engine.hold = len(engine.requests) == 2
+        return [1, 2, 3, 4] if len(prompt) <= 8 else [5, 6]
+
+    engine.script = script
+    async with serving(engine), anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], with_function("calculator")):
+            await bus.publish(announcement(1))
+            await bus.publish(one_sample())
+            await engine.wait_for_streams(2)
+            await bus.publish(RoundHalted(incarnation=1, round=0))
+            aborted, _ = await next_event(bus, GroupAborted)
+            assert isinstance(aborted, GroupAborted)
+            await bus.publish(one_sample(attempt=1, round=1, carried=aborted.samples))
+            event = await completed(bus)
+        group.cancel_scope.cancel()
+    (halted,) = aborted.samples
+    assert (halted.status, halted.metadata["num_turns"]) == (SampleStatus.ABORTED, 1)
+    assert len(RUNS) == 2
+    assert len(engine.requests) == 4  # two of the first run, and no third first turn
+    (sample,) = event.samples
+    segments = await segments_of(bus, sample)
+    ids = [token for segment in segments for token in (*segment.prompt_ids.tolist(), *segment.response_ids.tolist())]
+    assert engine.requests[2]["input_ids"] == ids[: len(engine.requests[2]["input_ids"])]
+    assert engine.requests[3]["input_ids"] == ids[: len(engine.requests[3]["input_ids"])]
+    assert [segment.prompt_ids.tolist() for segment in segments if len(segment.prompt_ids)] == [
+        [7, 8],
+        [60, 61],
+        [61, 62],
+    ]
+    assert (sample.status, sample.metadata["num_turns"]) == (SampleStatus.COMPLETED, 3)
+
+
+async def test_a_conversation_without_end_is_truncated_where_there_is_no_more_room(bus: Bus, router_url: str) -> None:
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], with_function("chatters_without_end")):
+            await bus.publish(announcement(1))
+            await bus.publish(one_sample(max_new_tokens=12))
+            event, _ = await next_event(bus, GroupCompleted)
+        group.cancel_scope.cancel()
+    assert isinstance(event, GroupCompleted)
+    (sample,) = event.samples
+    assert (sample.status, sample.response_len, sample.reward) == (SampleStatus.TRUNCATED, 12, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("raises", "KeyError('no such tool')"),
+        ("hangs", "took more than 0 s outside of generate"),
+        ("talks_twice_in_a_row", "two turns in a row"),
+        ("never_asks", "ended without a turn of the model: it never called generate"),
+        ("asks_for_nothing", "max_new_tokens = 0: a turn has at least 1 token"),
+        ("stops_at_letters", "stop = '</add>': write a list of texts"),
+        ("appends_a_number", "append(5): a text is needed"),
+        ("appends_letters_as_ids", "'str' object cannot be interpreted as an integer"),
+        ("talks_twice_at_once", "two turns at the same time"),
+        ("leaves_a_turn", "ended in the middle of a turn"),
+        ("notes_what_no_message_can_carry", "sample_metadata cannot be sent"),
+    ],
+)
+async def test_a_function_that_fails_costs_its_group_alone(
+    bus: Bus, router_url: str, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
+) -> None:
+    monkeypatch.setattr(conversation, "BETWEEN_TURNS_S", 0.3)
+    async with (
+        serving(ScriptedEngine()) as engine,
+        rollout_actor(bus, router_url, [engine], with_function(name)),
+    ):
+        await bus.publish(announcement(1))
+        await bus.publish(one_sample())
+        failed, _ = await next_event(bus, GroupFailed)
+    assert isinstance(failed, GroupFailed)
+    assert "rollout.custom_generate" in failed.reason
+    assert reason in failed.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [("plain", "write `async def`"), ("chatter", "there is no 'chatter' in it")]
+)
+def test_a_function_that_cannot_be_used_is_refused_before_the_start(name: str, problem: str) -> None:
+    topology = topology_with(rollout={"custom_generate": f"{FUNCTIONS}:{name}"})
+    (found,) = [found for found in check_hooks(topology) if found.key == "rollout.custom_generate"]
+    assert problem in found.message
+
+
+async def test_notes_that_fit_no_event_cost_their_group_and_not_the_actor(bus: Bus, router_url: str) -> None:
+    training = one_sample()
+    evaluation = EvalRequested(
+        step=0, set="s", item=0, version=1, prompt=training.prompt, num_samples=1, sampling=training.sampling
+    )
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], with_function("notes_too_much")):
+            await bus.publish(announcement(1))
+            await bus.publish(evaluation)
+            evaluated, _ = await next_event(bus, EvalCompleted)
+            await bus.publish(training)
+            failed, _ = await next_event(bus, GroupFailed)
+        group.cancel_scope.cancel()
+    assert isinstance(evaluated, EvalCompleted)
+    assert [(sample.reward, sample.metadata) for sample in evaluated.samples] == [(1.0, {})]
+    assert isinstance(failed, GroupFailed)
+    assert "the server takes" in failed.reason
+
+
+async def test_a_sample_that_waits_for_its_score_alone_is_scored_with_all_its_text(bus: Bus, router_url: str) -> None:
+    async with (
+        serving(ScriptedEngine()) as engine,
+        rollout_actor(bus, router_url, [engine], with_function("uses_a_tool")),
+        bus.consume(ScoreRequested, durable="reward") as requests,
+    ):
+        await bus.publish(announcement(1))
+        await bus.publish(one_sample())
+        first = await requests.next(10)
+        assert first is not None
+        await bus.publish(RoundHalted(incarnation=1, round=0))
+        aborted, _ = await next_event(bus, GroupAborted)
+        assert isinstance(aborted, GroupAborted)
+        await bus.publish(one_sample(attempt=1, round=1, carried=aborted.samples))
+        second = await requests.next(10)
+        assert second is not None
+    assert first.message.items[0].response == "1 2 3 4 (sixty) 1 2 3 4"
+    assert second.message.items == first.message.items
+    assert len(engine.requests) == 2
+
+
+def two_turns() -> Member:
+    """A sample of two turns that ended, carried on from an earlier attempt."""
+    turns = [Turn(num_tokens=1, text="a"), Turn(num_tokens=1, text="b")]
+    return Member(index=0, prompt_len=2, prefix=[1, 60, 2], turns=turns, metadata={"num_turns": 2})
+
+
+async def ask_nobody(member: Member, stop: Sequence[str] | None, limit: int) -> bool:
+    raise AssertionError("an engine was asked")
+
+
+async def test_a_replay_that_is_halted_forgets_no_turn() -> None:
+    reached = anyio.Event()
+
+    async def waits_between_turns(talk: Conversation) -> None:
+        await talk.generate()
+        reached.set()
+        await anyio.sleep_forever()
+
+    member = two_turns()
+    talk = Conversation(task(0).prompt, member, max_tokens=9, ask=ask_nobody, encode=lambda _: [])
+    async with anyio.create_task_group() as group:
+
+        async def run() -> None:
+            assert await talk.run(waits_between_turns) is SampleStatus.ABORTED
+
+        group.start_soon(run)
+        await reached.wait()
+        assert member.metadata["num_turns"] == 2  # so a spill says, too
+        talk.halt()
+    assert member.metadata["num_turns"] == 2
+
+
+@pytest.mark.parametrize(("waits", "status"), [(True, SampleStatus.ABORTED), (False, SampleStatus.COMPLETED)])
+async def test_a_halt_during_a_turn_ends_the_function_where_it_next_waits(waits: bool, status: SampleStatus) -> None:
+    member = Member(index=0, prompt_len=2)
+
+    async def ask(member: Member, stop: Sequence[str] | None, limit: int) -> bool:
+        talk.halt()
+        member.turn_status = SampleStatus.COMPLETED
+        return False
+
+    async def function(talk: Conversation) -> None:
+        await talk.generate()
+        if waits:
+            await anyio.sleep_forever()
+
+    talk = Conversation(task(0).prompt, member, max_tokens=9, ask=ask, encode=lambda _: [])
+    with anyio.fail_after(5):
+        assert await talk.run(function) is status
+    assert member.metadata["num_turns"] == 1

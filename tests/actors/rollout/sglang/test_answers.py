@@ -1,0 +1,67 @@
+"""From an engine's answer to a segment and a status."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from actors.rollout.sglang.answers import Answer, segment_of, status_of
+from messages import Int32Array, SampleKey, SampleStatus, WeightSpan
+
+KEY = SampleKey(group_id=1, attempt=0, index=2)
+PROMPT = Int32Array([7, 8])
+
+
+def answer(ids: list[int], **meta: Any) -> Answer:
+    """As it comes over HTTP; every token has a log-prob of its own."""
+    fields = {
+        "finish_reason": {"type": "stop", "matched": 1},
+        "weight_version": "3",
+        "output_token_logprobs": [[-0.5 - place, token, None] for place, token in enumerate(ids)],
+        "a_field_that_nobody_reads": 1,
+    }
+    return msgspec.convert({"text": "abc", "output_ids": ids, "meta_info": {**fields, **meta}}, Answer)
+
+
+def test_tokens_and_log_probs_come_from_the_same_list_and_every_token_trains() -> None:
+    segment = segment_of(answer([4, 5, 6]), KEY, PROMPT)
+    assert segment.response_ids.tolist() == [4, 5, 6]
+    assert segment.rollout_log_probs.tolist() == [-0.5, -1.5, -2.5]
+    assert segment.loss_mask.tolist() == [1, 1, 1]
+    assert (segment.prompt_ids.tolist(), segment.text, segment.sample) == ([7, 8], "abc", KEY)
+    assert (segment.response_ids.dtype, segment.rollout_log_probs.dtype) == (np.int32, np.float32)
+
+
+@pytest.mark.parametrize(("reason", "status"), [("stop", "completed"), ("length", "truncated"), ("abort", "aborted")])
+def test_how_a_request_ended_is_the_status_of_its_sample(reason: str, status: str) -> None:
+    assert status_of(answer([4], finish_reason={"type": reason})) is SampleStatus(status)
+
+
+@pytest.mark.parametrize("reason", [None, {"type": "tired"}, {}])
+def test_an_end_that_is_not_known_is_refused(reason: dict[str, str] | None) -> None:
+    with pytest.raises(ValueError, match="expected stop, length or abort"):
+        status_of(answer([4], finish_reason=reason))
+
+
+def test_versions_are_kept_by_the_token() -> None:
+    spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]
+    segment = segment_of(answer([4, 5, 6], weight_versions=spans), KEY, PROMPT)
+    assert segment.weight_spans == (WeightSpan(version=3, start=0, end=2), WeightSpan(version=4, start=2, end=3))
+    (whole,) = segment_of(answer([4, 5, 6]), KEY, PROMPT).weight_spans
+    assert whole == WeightSpan(version=3, start=0, end=3)
+
+
+def test_a_request_aborted_in_the_queue_is_an_empty_segment() -> None:
+    segment = segment_of(answer([], weight_version=None), KEY, PROMPT)
+    assert (len(segment.response_ids), segment.weight_spans) == (0, ())
+
+
+def test_log_probs_of_other_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 tokens with log-probs of 0 others"):
+        segment_of(answer([4, 5, 6], output_token_logprobs=[]), KEY, PROMPT)
+
+
+def test_tokens_of_unknown_weights_are_refused() -> None:
+    with pytest.raises(ValueError, match="does not say which weights"):
+        segment_of(answer([4], weight_version=None), KEY, PROMPT)

@@ -1,0 +1,99 @@
+"""From completed groups and payloads to a batch: what lands where."""
+
+import numpy as np
+import pytest
+
+from actors.trainer.batches.assembly import CollectedGroup, assemble, payload_seqs
+from messages import SampleKey, SampleStatus, SegmentsPublished
+from tests.actors.trainer.logs import completed, group_of, payload, segment, summary
+
+KEY = SampleKey(group_id=5, attempt=0, index=0)
+
+
+def collected(*samples, segments) -> CollectedGroup:
+    message = SegmentsPublished(group_id=5, attempt=0, lease="lease", segments=tuple(segments))
+    return CollectedGroup(group_of(5, samples), {9: message})
+
+
+def test_segments_follow_each_other_and_only_masked_response_tokens_train() -> None:
+    turns = [
+        segment(KEY, [1, 2], [3, 4], ((1, 0, 2),), log_probs=[-0.5, -0.25]),
+        segment(KEY, [5], [6, 7, 8], ((1, 0, 1), (2, 1, 3)), mask=[1, 0, 1], log_probs=[-1, -2, -3]),
+    ]
+    batch = assemble(4, [collected(summary(0, [(9, 0), (9, 1)], reward=0.5), segments=turns)], {1: 3, 2: 4})
+    assert batch is not None
+    assert batch.tokens_N.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert batch.loss_mask_N.tolist() == [0, 0, 1, 1, 0, 1, 0, 1]
+    assert batch.rollout_log_probs_N.tolist() == [0, 0, -0.5, -0.25, 0, -1, 0, -3]
+    assert batch.staleness_N.tolist() == [
+        -1,
+        -1,
+        1,
+        1,
+        -1,
+        1,
+        -1,
+        0,
+    ]  # version 2 holds the four steps this one starts from
+    assert (batch.step, batch.rewards_B.tolist(), batch.lengths_B.tolist()) == (4, [0.5], [8])
+
+
+def test_parts_of_an_index_are_one_rollout_and_groups_do_not_share_any() -> None:
+    def fan_out(group_id: int) -> CollectedGroup:
+        places = [(0, 0), (0, 1), (1, 0)]
+        segments = [
+            segment(SampleKey(group_id=group_id, attempt=0, index=index, part=part), [1], [2], ((1, 0, 1),))
+            for index, part in places
+        ]
+        samples = [summary(index, [(9, place)], part=part) for place, (index, part) in enumerate(places)]
+        message = SegmentsPublished(group_id=group_id, attempt=0, lease="lease", segments=tuple(segments))
+        return CollectedGroup(group_of(group_id, tuple(reversed(samples))), {9: message})
+
+    batch = assemble(0, [fan_out(5), fan_out(6)], {})
+    assert batch is not None
+    assert batch.groups_B.tolist() == [5, 5, 5, 6, 6, 6]
+    assert batch.rollouts_B.tolist() == [0, 0, 1, 2, 2, 3]
+
+
+def test_samples_without_reward_or_tokens_or_that_failed_are_left_out() -> None:
+    segments = [segment(SampleKey(group_id=5, attempt=0, index=index), [1], [2], ((1, 0, 1),)) for index in range(4)]
+    samples = (
+        summary(0, [(9, 0)], reward=None),
+        summary(1, [], reward=1.0),
+        summary(2, [(9, 2)], status=SampleStatus.FAILED),
+        summary(3, [(9, 3)], status=SampleStatus.TRUNCATED),
+    )
+    batch = assemble(0, [collected(*samples, segments=segments)], {})
+    assert batch is not None
+    assert (batch.rollouts_B.tolist(), batch.truncated_B.tolist()) == ([0], [1])
+    assert assemble(0, [collected(*samples[:3], segments=segments)], {}) is None
+
+
+def test_a_segment_of_another_sample_is_refused() -> None:
+    other = segment(SampleKey(group_id=6, attempt=0, index=0), [1], [2], ((1, 0, 1),))
+    with pytest.raises(ValueError, match="belongs to"):
+        assemble(0, [collected(summary(0, [(9, 0)]), segments=[other])], {})
+
+
+def test_each_payload_is_asked_for_once() -> None:
+    samples = (summary(0, [(9, 0), (12, 0)]), summary(1, [(9, 1)]), summary(2, [(3, 0)]))
+    assert payload_seqs(group_of(5, samples)) == [3, 9, 12]
+
+
+def test_a_whole_group_in_one_payload() -> None:
+    batch = assemble(0, [CollectedGroup(completed(5, 9), {9: payload(5)})], {1: 0})
+    assert batch is not None
+    assert batch.rewards_B.tolist() == [1.0, 2.0, 3.0, 1.0]
+    assert np.array_equal(batch.staleness_N == 0, batch.loss_mask_N != 0)
+
+
+def test_a_raw_reward_that_only_a_later_sample_names_is_that_samples_alone() -> None:
+    segments = [segment(SampleKey(group_id=5, attempt=0, index=index), [1], [2], ((1, 0, 1),)) for index in range(3)]
+    samples = (
+        summary(0, [(9, 0)], reward=0.1),
+        summary(1, [(9, 1)], reward=0.2, metadata={"raw_reward": 7, "round_number": 2}),
+        summary(2, [(9, 2)], reward=0.3, metadata={"raw_reward": "none"}),
+    )
+    batch = assemble(0, [collected(*samples, segments=segments)], {1: 0})
+    assert batch is not None
+    assert (batch.rewards_B.tolist(), batch.raw_rewards_B.tolist()) == ([0.1, 0.2, 0.3], [0.1, 7.0, 0.3])

@@ -1,0 +1,96 @@
+"""The cut of a batch into steps, replicas and micro-batches: nothing lost, nothing twice, limits kept."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.trainer.batches.plan import TrainBatch, make_micro_batch, plan_micro_batches, split_steps
+from tests.actors.trainer.tiny import random_batch
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40).map(lambda values: np.array(values, dtype=np.int64))
+
+
+@given(LENGTHS, st.integers(1, 100), st.integers(1, 4), st.booleans())
+def test_every_sample_is_in_one_micro_batch_within_the_limit_and_replicas_have_equally_many(
+    lengths: np.ndarray, max_tokens: int, num_replicas: int, packed: bool
+) -> None:
+    samples = np.arange(len(lengths))
+    plan = plan_micro_batches(lengths, samples, max_tokens=max_tokens, num_replicas=num_replicas, packed=packed)
+    assert len(plan) == num_replicas
+    assert len({len(own) for own in plan}) == 1
+    micro_batches = [members for own in plan for members in own]
+    assert sorted(np.concatenate(micro_batches).tolist()) == samples.tolist()
+    for members in micro_batches:
+        if len(members) > 1:
+            size = lengths[members].sum() if packed else lengths[members].max() * len(members)
+            assert size <= max_tokens
+
+
+def test_packing_fills_the_limit() -> None:
+    """The example of slime's manual: lengths 100, 200, 300 under a limit of 300."""
+    lengths = np.array([100, 200, 300])
+    (plan,) = plan_micro_batches(lengths, np.arange(3), max_tokens=300, num_replicas=1, packed=True)
+    assert sorted(sorted(lengths[members].tolist()) for members in plan) == [[100, 200], [300]]
+
+
+def test_padded_rows_are_of_like_length() -> None:
+    lengths = np.array([1000, 10] * 50)
+    (plan,) = plan_micro_batches(lengths, np.arange(100), max_tokens=1 << 20, num_replicas=1, packed=False)
+    padding = sum(lengths[members].max() * len(members) - lengths[members].sum() for members in plan)
+    assert padding <= 0.25 * (padding + lengths.sum())
+
+
+def test_steps_have_equally_many_rollouts_and_keep_parts_together() -> None:
+    batch = random_batch()
+    steps = split_steps(batch, 2)
+    assert np.concatenate(steps).tolist() == list(range(len(batch.lengths_B)))
+    assert [len(set(batch.rollouts_B[step].tolist())) for step in steps] == [8, 8]
+    assert not set(batch.rollouts_B[steps[0]].tolist()) & set(batch.rollouts_B[steps[1]].tolist())
+
+
+def test_fewer_rollouts_than_steps_make_fewer_steps() -> None:
+    assert len(split_steps(random_batch(num_groups=1, group_size=2), 5)) == 2
+
+
+def predictions(batch: TrainBatch, samples: np.ndarray, *, packed: bool, multiple: int) -> set[tuple]:
+    """What a micro-batch asks of the model, told by contents: (tokens read before, token predicted, its column)."""
+    micro_batch = make_micro_batch(batch, samples, packed=packed, multiple=multiple)
+    assert micro_batch.tokens.shape[1] % multiple == 0
+    flat, row_length = micro_batch.tokens.reshape(-1), micro_batch.tokens.shape[1]
+    found = set()
+    for row, target, column in zip(micro_batch.rows_M, micro_batch.targets_M, micro_batch.columns_M, strict=True):
+        if packed:
+            assert micro_batch.bounds is not None
+            begin = micro_batch.bounds[np.searchsorted(micro_batch.bounds, row, side="right") - 1]
+        else:
+            begin = row // row_length * row_length
+        found.add((tuple(flat[begin : row + 1].tolist()), int(target), int(column)))
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_each_trained_token_is_predicted_from_exactly_the_tokens_before_it(packed: bool, multiple: int) -> None:
+    batch = random_batch()
+    expected = set()
+    for sample, (start, length) in enumerate(zip(batch.starts_B.tolist(), batch.lengths_B.tolist(), strict=True)):
+        tokens = batch.tokens_N[start : start + length].tolist()
+        trained = np.flatnonzero(batch.loss_mask_N[start : start + length]).tolist()
+        expected |= {(tuple(tokens[:place]), tokens[place], start + place) for place in trained}
+        assert batch.mask_sums_B[sample] == len(trained)
+    assert predictions(batch, np.arange(len(batch.lengths_B)), packed=packed, multiple=multiple) == expected
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_empty_micro_batch_has_a_position_and_no_loss(packed: bool) -> None:
+    micro_batch = make_micro_batch(random_batch(), np.empty(0, dtype=np.int64), packed=packed, multiple=2)
+    assert micro_batch.tokens.shape == (1, 2)
+    assert len(micro_batch.rows_M) == 0
+
+
+def test_columns_that_do_not_fit_are_refused() -> None:
+    batch = random_batch()
+    fields = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
+    with pytest.raises(ValueError, match="rewards_B"):
+        TrainBatch(**(fields | {"rewards_B": batch.rewards_B[:-1]}))

@@ -1,0 +1,71 @@
+"""Published weights: whole, checked, and gone when nobody needs them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from actors.trainer.commands import TrainerEngine
+from actors.trainer.models.files import prune_versions, publish_weights
+from actors.trainer.models.mapping import random_source
+from runtime.checksums import checksums_of
+from runtime.settings.topology import Topology
+from tests.actors.trainer.tiny import TINY, random_batch
+
+WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2)}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "weights"
+
+
+def test_a_version_holds_weights_configuration_and_their_checksum(root: Path, model_dir: Path) -> None:
+    published = publish_weights(WEIGHTS, root, version=7, model_directory=model_dir)
+    assert published.path == root / "v000007"
+    assert published.checksum == checksums_of(published.path).total
+    assert published.size_bytes == (published.path / "model.safetensors").stat().st_size
+    assert json.loads((published.path / "config.json").read_text()) == TINY
+    assert torch.equal(load_file(published.path / "model.safetensors")["a"], WEIGHTS["a"])
+
+
+def test_what_a_crash_left_under_a_version_is_written_over(root: Path, model_dir: Path) -> None:
+    for name in ("v000001", ".v000001"):
+        (root / name).mkdir(parents=True)
+        (root / name / "model.safetensors").write_bytes(b"half")
+    published = publish_weights(WEIGHTS, root, version=1, model_directory=model_dir)
+    assert len(load_file(published.path / "model.safetensors")) == 2
+    assert [path.name for path in root.iterdir()] == ["v000001"]
+
+
+@pytest.mark.parametrize(("confirmed", "left"), [(0, [1, 2, 3, 4, 5]), (2, [2, 3, 4, 5]), (4, [4, 5]), (5, [4, 5])])
+def test_old_versions_go_once_an_engine_holds_a_newer_one(root: Path, confirmed: int, left: list[int]) -> None:
+    for version in range(1, 6):
+        (root / f"v{version:06d}").mkdir(parents=True)
+    prune_versions(root, confirmed=confirmed)
+    assert sorted(int(path.name[1:]) for path in root.iterdir()) == left
+
+
+def test_an_engine_publishes_what_it_trains(make_topology: Callable[..., Topology], tmp_path: Path) -> None:
+    topology = make_topology()
+    engine = TrainerEngine(topology, tmp_path)
+    first = load_file(engine.publish(1, confirmed=0).path / "model.safetensors")
+    drawn = random_source(engine._replica.hf, topology.run.seed)
+    assert all(torch.equal(weight, drawn(name)) for name, weight in first.items())
+    engine.train(random_batch())
+    second = load_file(engine.publish(2, confirmed=0).path / "model.safetensors")
+    assert not any(torch.equal(weight, second[name]) for name, weight in first.items())
+
+
+def test_an_exported_model_stands_on_its_own(
+    make_topology: Callable[..., Topology], model_dir: Path, tmp_path: Path
+) -> None:
+    (model_dir / "tokenizer.json").write_text("{}")
+    (model_dir / "model-00001-of-00002.safetensors").write_bytes(b"old")
+    TrainerEngine(make_topology(), tmp_path).export(tmp_path / "hf")
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
+        "config.json", "model.safetensors", "tokenizer.json",
+    ]  # fmt: skip

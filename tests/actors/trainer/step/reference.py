@@ -1,0 +1,107 @@
+"""GRPO written again from the formulae, on transformers and torch.optim.AdamW, one sample at a time."""
+
+import math
+from typing import Any
+
+import torch
+
+from actors.trainer.batches.plan import TrainBatch
+from runtime.settings.topology import Topology
+
+
+class ReferenceTrainer:
+    """Trains a transformers model; shares no code with the trainer."""
+
+    def __init__(self, topology: Topology, model: Any, reference_model: Any = None) -> None:
+        self.model = model
+        self._reference_model = reference_model
+        self._topology = topology
+        config = topology.optimizer
+        self._parameters = dict(model.named_parameters())  # a tied weight once
+        decayed = [parameter for parameter in self._parameters.values() if parameter.ndim > 1]
+        others = [parameter for parameter in self._parameters.values() if parameter.ndim <= 1]
+        self._adam = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=config.lr,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+        )
+
+    def train(self, batch: TrainBatch) -> list[dict[str, float]]:
+        """Metrics of each optimizer step."""
+        samples = [self._sample(batch, index) for index in range(len(batch.lengths_B))]
+        self._set_advantages(samples)
+        algorithm = self._topology.algorithm
+        with torch.no_grad():
+            for sample in samples:
+                before = self._outputs(self.model, sample)[0]
+                sample["before"] = before
+                sample["old"] = sample["engine"] if algorithm.use_rollout_logprobs else before
+                if algorithm.use_kl_loss:
+                    sample["ref"] = self._outputs(self._reference_model, sample)[0]
+        num_rollouts = samples[-1]["rollout"] + 1
+        size = num_rollouts // algorithm.num_steps_per_rollout
+        return [
+            self._step([sample for sample in samples if first <= sample["rollout"] < first + size], batch.step)
+            for first in range(0, num_rollouts, size)
+        ]
+
+    def _sample(self, batch: TrainBatch, index: int) -> dict[str, Any]:
+        begin = int(batch.starts_B[index])
+        tokens = slice(begin, begin + int(batch.lengths_B[index]))
+        return {
+            "tokens": torch.from_numpy(batch.tokens_N[tokens]).long(),
+            "mask": torch.from_numpy(batch.loss_mask_N[tokens])[1:].float(),
+            "engine": torch.from_numpy(batch.rollout_log_probs_N[tokens])[1:],
+            "reward": float(batch.rewards_B[index]),
+            "group": int(batch.groups_B[index]),
+            "rollout": int(batch.rollouts_B[index]),
+        }
+
+    def _set_advantages(self, samples: list[dict[str, Any]]) -> None:
+        rollouts: dict[tuple[int, int], list[float]] = {}
+        for sample in samples:
+            rollouts.setdefault((sample["group"], sample["rollout"]), []).append(sample["reward"])
+        for sample in samples:
+            votes = [sum(parts) / len(parts) for (group, _), parts in rollouts.items() if group == sample["group"]]
+            mean = sum(votes) / len(votes)
+            std = math.sqrt(sum((vote - mean) ** 2 for vote in votes) / (len(votes) - 1))
+            sample["advantage"] = (sample["reward"] - mean) / (std + 1e-6)
+
+    def _outputs(self, model: Any, sample: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = model(sample["tokens"][None]).logits[0, :-1] / self._topology.rollout.temperature
+        spread = logits.log_softmax(-1)
+        chosen = spread.gather(1, sample["tokens"][1:, None])[:, 0]
+        return chosen, -(spread.exp() * spread).sum(-1)
+
+    def _token_losses(self, sample: dict[str, Any]) -> dict[str, torch.Tensor]:
+        algorithm = self._topology.algorithm
+        log_probs, entropy = self._outputs(self.model, sample)
+        ratio = (log_probs - sample["old"]).exp()
+        high = algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high
+        clipped = ratio.clamp(1 - algorithm.eps_clip, 1 + high)
+        pg_loss = torch.max(-ratio * sample["advantage"], -clipped * sample["advantage"])
+        loss = pg_loss - algorithm.entropy_coef * entropy
+        terms = {"pg_loss": pg_loss, "entropy_loss": entropy}
+        if algorithm.use_kl_loss:
+            x = log_probs - sample["ref"]
+            terms["kl_loss"] = (-x).exp() - 1 + x  # k3
+            loss = loss + algorithm.kl_loss_coef * terms["kl_loss"]
+        return terms | {"loss": loss}
+
+    def _step(self, samples: list[dict[str, Any]], train_step: int) -> dict[str, float]:
+        del train_step
+        totals: dict[str, torch.Tensor] = {}
+        num_tokens = sum(sample["mask"].sum() for sample in samples)
+        num_rollouts = len({sample["rollout"] for sample in samples})
+        for sample in samples:
+            siblings = [other["mask"].sum() for other in samples if other["rollout"] == sample["rollout"]]
+            per_token = self._topology.algorithm.calculate_per_token_loss
+            weight = 1 / num_tokens if per_token else 1 / (sum(siblings).clamp(min=1) * num_rollouts)
+            for name, values in self._token_losses(sample).items():
+                totals[name] = totals.get(name, torch.zeros(())) + (values * sample["mask"]).sum() * weight
+        self._adam.zero_grad()
+        totals["loss"].backward()
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._topology.optimizer.clip_grad)
+        self._adam.step()
+        return {name: value.item() for name, value in totals.items()} | {"grad_norm": norm.item()}

@@ -1,0 +1,221 @@
+"""Whole train steps: against an independent trainer, and invariant to how a batch is cut."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+import torch
+
+from actors.trainer.batches.plan import TrainBatch
+from actors.trainer.megatron.rank_model import Replica
+from actors.trainer.models.mapping import export_weights
+from actors.trainer.step.train_step import DIFF, TrainStep
+from runtime.settings.topology import Topology
+from tests.actors.trainer.hf import write_model
+from tests.actors.trainer.step.reference import ReferenceTrainer
+from tests.actors.trainer.tiny import random_batch
+
+MakeTopology = Callable[..., Topology]
+CPU = torch.device("cpu")
+
+
+def trainer(topology: Topology) -> tuple[TrainStep, Replica]:
+    replica = Replica(topology, CPU)
+    return TrainStep(topology, replica), replica
+
+
+def compared(topology: Topology, model: Any, batches: list[TrainBatch], *, reference_model: Any = None) -> None:
+    """Train both ways; metrics and weights agree after every train step."""
+    step, replica = trainer(topology)
+    reference = ReferenceTrainer(topology, model, reference_model)
+    for batch in batches:
+        metrics = step(batch)
+        expected = reference.train(batch)
+        for name in expected[0]:
+            mean = sum(one[name] for one in expected) / len(expected)
+            assert metrics[f"train/{name}"] == pytest.approx(mean, abs=1e-4), name
+    state = model.state_dict()
+    for name, weight in export_weights(replica.model, replica.hf).items():
+        torch.testing.assert_close(weight, state[name], rtol=0, atol=2e-4)
+
+
+ALGORITHMS = {
+    "slime's default reduction": {},
+    "per token": {"calculate_per_token_loss": True},
+    "engine's log-probs": {"use_rollout_logprobs": True, "eps_clip_high": 0.28},
+    "entropy": {"entropy_coef": 0.1},
+    "one step": {"num_steps_per_rollout": 1},
+    "four steps": {"num_steps_per_rollout": 4},
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS.keys())
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_training_equals_an_independent_loop(
+    make_topology: MakeTopology, tmp_path: Path, tied: bool, algorithm: dict
+) -> None:
+    directory = tmp_path / "weights"
+    model = write_model(directory, tied=tied)
+    topology = make_topology(
+        model={"hf_checkpoint": str(directory), "random_init": False},
+        algorithm={"num_steps_per_rollout": 2} | algorithm,
+        rollout={"temperature": 0.8},
+    )
+    compared(topology, model, [random_batch(step) for step in range(2)])
+
+
+def test_the_divergence_from_a_reference_model_equals_that_of_an_independent_loop(
+    make_topology: MakeTopology, tmp_path: Path
+) -> None:
+    directories = [tmp_path / "weights", tmp_path / "reference"]
+    model = write_model(directories[0])
+    reference_model = write_model(directories[1], initializer_range=0.1)
+    topology = make_topology(
+        model={"hf_checkpoint": str(directories[0]), "random_init": False, "ref_load": str(directories[1])},
+        algorithm={"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k3"},
+    )
+    compared(topology, model, [random_batch(step) for step in range(2)], reference_model=reference_model)
+
+
+def test_the_reference_is_the_first_weights_unless_another_is_named(make_topology: MakeTopology) -> None:
+    algorithm = {"use_kl_loss": True, "num_steps_per_rollout": 1, "kl_loss_type": "k2"}
+    step, _ = trainer(make_topology(algorithm=algorithm))
+    assert step(random_batch(0))["train/kl_loss"] == 0.0
+    assert step(random_batch(1))["train/kl_loss"] > 0.0
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("max_tokens", [1, 20, 50])
+def test_training_does_not_depend_on_the_cut_into_micro_batches(
+    make_topology: MakeTopology, per_token: bool, max_tokens: int
+) -> None:
+    algorithm = {"calculate_per_token_loss": per_token, "entropy_coef": 0.05}
+    results = [
+        trained(make_topology(algorithm=algorithm, train={"max_tokens_per_gpu": limit})) for limit in (9216, max_tokens)
+    ]
+    assert_same(*results)
+
+
+def test_training_does_not_depend_on_packing(make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch) -> None:
+    padded = trained(make_topology())
+    build = Replica.__init__
+
+    def packed(replica: Replica, *arguments: Any) -> None:
+        build(replica, *arguments)
+        replica.packed = True
+
+    monkeypatch.setattr(Replica, "__init__", packed)
+    assert_same(padded, trained(make_topology(train={"max_tokens_per_gpu": 40})))
+
+
+def trained(topology: Topology) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    step, replica = trainer(topology)
+    metrics = [step(random_batch(number)) for number in range(2)]
+    return metrics, export_weights(replica.model, replica.hf)
+
+
+def assert_same(one: tuple, other: tuple) -> None:
+    for first, second in zip(one[0], other[0], strict=True):
+        for name in first:
+            if name.startswith("train/"):
+                assert first[name] == pytest.approx(second[name], abs=1e-5), name
+    for name, weight in one[1].items():
+        torch.testing.assert_close(weight, other[1][name], rtol=0, atol=1e-4)
+
+
+def test_the_same_batches_give_bit_equal_weights(make_topology: MakeTopology) -> None:
+    one, other = trained(make_topology()), trained(make_topology())
+    assert all(torch.equal(weight, other[1][name]) for name, weight in one[1].items())
+
+
+def own_log_probs(topology: Topology, batch: TrainBatch) -> np.ndarray:
+    """What an engine with the trainer's first weights would have said."""
+    step, _ = trainer(topology)
+    column = np.zeros_like(batch.rollout_log_probs_N)
+    step._replica.fill_log_probs([m for s in step._plan(batch) for m in s.micro_batches], column)
+    return column
+
+
+@pytest.mark.parametrize("use_rollout_logprobs", [False, True])
+def test_the_difference_to_the_engine_is_taken_before_the_first_optimizer_step_for_all_samples(
+    make_topology: MakeTopology, use_rollout_logprobs: bool
+) -> None:
+    algorithm = {"num_steps_per_rollout": 4, "use_rollout_logprobs": use_rollout_logprobs}
+    topology = make_topology(algorithm=algorithm)
+    exact = own_log_probs(topology, random_batch())
+    step, _ = trainer(topology)
+    assert step(replace(random_batch(), rollout_log_probs_N=exact))[DIFF] < 1e-6
+    off = exact + np.where(random_batch().loss_mask_N, 0.25, 0).astype(np.float32)
+    metrics = trainer(topology)[0](replace(random_batch(), rollout_log_probs_N=off))
+    assert (metrics[DIFF], metrics[f"{DIFF}_max"]) == pytest.approx((0.25, 0.25), abs=1e-5)
+
+
+def test_the_largest_difference_is_over_tokens_that_the_current_weights_sampled(make_topology: MakeTopology) -> None:
+    topology = make_topology()
+    batch = random_batch()
+    exact = own_log_probs(topology, batch)
+    trains = np.flatnonzero(batch.loss_mask_N)
+    staleness = batch.staleness_N.copy()
+    exact[trains[0]] -= 3.0
+    staleness[trains[0]] = 1
+    metrics = trainer(topology)[0](replace(batch, rollout_log_probs_N=exact, staleness_N=staleness))
+    assert metrics[f"{DIFF}_max"] < 1e-5
+    assert metrics[DIFF] == pytest.approx(3.0 / len(trains), rel=1e-3)
+    assert metrics["train/stale_token_ratio"] == pytest.approx(1 / len(trains))
+
+
+def test_a_batch_whose_tokens_are_all_masked_trains_without_a_loss(make_topology: MakeTopology) -> None:
+    batch = random_batch()
+    nothing = replace(batch, loss_mask_N=np.zeros_like(batch.loss_mask_N))
+    metrics = trainer(make_topology())[0](nothing)
+    assert (metrics["train/loss"], metrics["train/grad_norm"], metrics["rollout/masked_ratio"]) == (0.0, 0.0, 1.0)
+
+
+def test_groups_of_one_train_on_their_rewards_with_a_warning(make_topology: MakeTopology) -> None:
+    with structlog.testing.capture_logs() as logs:
+        step, _ = trainer(make_topology(rollout={"n_samples_per_prompt": 1}))
+    assert [entry["event"] for entry in logs] == ["rewards_not_normalized"]
+    batch = random_batch(group_size=1)
+    metrics = step(batch)
+    expected = np.repeat(batch.rewards_B, batch.lengths_B)[batch.loss_mask_N != 0].mean()
+    assert metrics["rollout/advantages"] == pytest.approx(expected)
+
+
+def test_a_batch_in_which_nothing_trains_changes_nothing_but_decay(make_topology: MakeTopology) -> None:
+    topology = make_topology(optimizer={"weight_decay": 0.0})
+    step, replica = trainer(topology)
+    before = {name: weight.clone() for name, weight in export_weights(replica.model, replica.hf).items()}
+    batch = random_batch()
+    metrics = step(replace(batch, loss_mask_N=np.zeros_like(batch.loss_mask_N)))
+    assert metrics["train/loss"] == 0.0
+    after = export_weights(replica.model, replica.hf)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_gradient_that_is_not_finite_is_an_error(make_topology: MakeTopology) -> None:
+    batch = random_batch()
+    broken = replace(batch, rewards_B=np.full_like(batch.rewards_B, np.nan))
+    with pytest.raises(FloatingPointError, match="gradient norm is nan"):
+        trainer(make_topology())[0](broken)
+
+
+def test_the_learning_rate_follows_optimizer_steps_over_train_steps(make_topology: MakeTopology) -> None:
+    step, _ = trainer(make_topology(optimizer={"lr": 1.0, "lr_warmup_iters": 4}))
+    assert [step(random_batch(number))["train/lr-pg_0"] for number in range(3)] == [0.5, 1.0, 1.0]
+
+
+def test_without_a_clip_the_norm_is_still_reported(make_topology: MakeTopology) -> None:
+    free = trainer(make_topology(optimizer={"clip_grad": 0.0}))[0](random_batch())
+    clipped = trainer(make_topology(optimizer={"clip_grad": 1e9}))[0](random_batch())
+    assert free["train/grad_norm"] == pytest.approx(clipped["train/grad_norm"])
+
+
+def test_bfloat16_trains(make_topology: MakeTopology) -> None:
+    step, replica = trainer(make_topology(model={"dtype": "bfloat16"}))
+    metrics = [step(replace(random_batch(0), step=number)) for number in range(3)]
+    assert all(np.isfinite(list(one.values())).all() for one in metrics)
+    assert all(weight.dtype is torch.bfloat16 for weight in export_weights(replica.model, replica.hf).values())

@@ -1,0 +1,92 @@
+"""The embedded nats-server: configuration, readiness, restart on its port."""
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from runtime.bus.bus import Bus
+from runtime.bus.errors import BusUnavailable
+from runtime.bus.limits import BusLimits
+from runtime.bus.nats.server import (
+    ServerPorts,
+    ServerSettings,
+    render_config,
+    running_server,
+    server_command,
+    wait_ready,
+    write_config,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+def test_every_limit_is_in_the_configuration(tmp_path: Path) -> None:
+    config = render_config(ServerSettings(store_dir=tmp_path))
+    for key in ("host", "port", "max_payload", "max_pending", "max_memory_store", "max_file_store", "sync_interval"):
+        assert f"{key}: " in config
+
+
+def test_listening_beyond_this_machine_takes_a_password(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="takes a user and a password"):
+        write_config(tmp_path / "nats.conf", ServerSettings(store_dir=tmp_path, host="0.0.0.0"))
+
+
+def test_a_store_directory_may_have_any_name(tmp_path: Path) -> None:
+    assert '"a \\"b\\" {c}"' in render_config(ServerSettings(store_dir=Path('a "b" {c}')))
+
+
+def test_the_configuration_is_for_its_owner_alone(tmp_path: Path) -> None:
+    path = write_config(tmp_path / "nats.conf", ServerSettings(store_dir=tmp_path / "store"))
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_the_port_is_that_of_the_first_url() -> None:
+    assert ServerPorts(("nats://127.0.0.1:4333",)).port == 4333
+
+
+async def test_a_killed_server_comes_back_on_its_port(tmp_path: Path) -> None:
+    async with running_server(tmp_path) as server:
+        before = server.ports.port
+        await server.kill()
+        await server.start()
+        assert server.ports.port == before
+
+
+async def test_a_taken_port_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        settings = ServerSettings(store_dir=tmp_path / "store", port=taken.getsockname()[1])
+        begun = time.monotonic()
+        with pytest.raises(BusUnavailable, match="ended before it was ready"):
+            async with running_server(tmp_path, settings):
+                pass
+        assert time.monotonic() - begun < 5
+
+
+async def test_a_process_that_is_gone_is_never_ready(tmp_path: Path) -> None:
+    with pytest.raises(BusUnavailable, match="ended"):
+        await wait_ready(tmp_path, 2**22 + 1, timeout_s=5)
+
+
+async def test_a_wrong_password_is_refused_at_once(tmp_path: Path) -> None:
+    settings = ServerSettings(store_dir=tmp_path / "store", user="physarum", password="slime")
+    async with running_server(tmp_path, settings) as server:
+        right = server.url.replace("nats://", "nats://physarum:slime@")
+        async with Bus.connect(right, "run", name="test"):
+            pass
+        wrong = server.url.replace("nats://", "nats://physarum:mould@")
+        begun = time.monotonic()
+        with pytest.raises(BusUnavailable, match=r"(?i)authorization") as refused:
+            async with Bus.connect(wrong, "run", name="test", limits=BusLimits(connect_timeout_s=20)):
+                pass
+        assert time.monotonic() - begun < 5
+        assert "mould" not in str(refused.value)
+
+
+def test_the_command_names_configuration_and_ports_directory(tmp_path: Path) -> None:
+    binary, *arguments = server_command(tmp_path / "nats.conf", tmp_path)
+    assert Path(binary).name == "nats-server"
+    assert arguments == ["--config", str(tmp_path / "nats.conf"), "--ports_file_dir", str(tmp_path)]

@@ -1,0 +1,77 @@
+"""The history of a run is read once and in order, wherever its events lie, and while they are moved."""
+
+from pathlib import Path
+
+import anyio
+import pytest
+
+from messages import Plane
+from runtime.bus.bus import Bus
+from runtime.ledger.archive import archive, archived_events, archived_files, begun, first_archived, history
+from tests.fixtures.nats import group_failed
+
+pytestmark = pytest.mark.anyio
+
+
+async def publish(bus: Bus, number: int) -> None:
+    async with anyio.create_task_group() as group:
+        for index in range(number):
+            group.start_soon(bus.publish, group_failed(index))
+
+
+async def move(bus: Bus, run_dir: Path, *, below_seq: int) -> None:
+    await archive(bus, run_dir, below_seq=below_seq)
+    await bus.purge(Plane.EVENT, below_seq=below_seq)
+
+
+async def test_a_follower_that_lags_behind_finds_what_was_moved_meanwhile(bus: Bus, tmp_path: Path) -> None:
+    await publish(bus, 1500)  # more than a reader asks for ahead
+    seqs: list[int] = []
+    with anyio.fail_after(20):
+        async with history(bus, tmp_path) as events:
+            async for received in events.follow():
+                seqs.append(received.seq)
+                if received.seq == 1:
+                    await move(bus, tmp_path, below_seq=1400)
+                    await bus.publish(group_failed(1501))
+                if received.seq == 1501:
+                    break
+    assert seqs == list(range(1, 1502))
+    assert events.first_seq == 1
+
+
+async def test_files_follow_each_other_and_a_stretch_is_read_from_those_that_hold_it(bus: Bus, tmp_path: Path) -> None:
+    await publish(bus, 30)
+    for below_seq in (11, 21):
+        await move(bus, tmp_path, below_seq=below_seq)
+    assert [(file.first_seq, file.last_seq) for file in archived_files(tmp_path)] == [(1, 10), (11, 20)]
+    assert [received.seq for received in first_archived(tmp_path)] == list(range(1, 11))
+    assert [received.seq for received in archived_events(tmp_path, from_seq=8, below_seq=15)] == list(range(8, 15))
+    async with history(bus, tmp_path) as events:
+        told = [(received.seq, received.message) async for received in events.so_far()]
+    assert [seq for seq, _ in told] == list(range(1, 31))
+    assert {type(message) for _, message in told} == {type(group_failed(1))}
+
+
+async def test_times_are_those_of_the_log(bus: Bus, tmp_path: Path) -> None:
+    await publish(bus, 3)
+    async with bus.read() as events:
+        times = [received.time async for received in events.so_far()]
+    await move(bus, tmp_path, below_seq=3)
+    assert [received.time for received in archived_events(tmp_path)] == times[:2]
+
+
+async def test_a_run_without_an_archive_is_its_log(bus: Bus, tmp_path: Path) -> None:
+    await publish(bus, 3)
+    assert await begun(bus, tmp_path) is None
+    assert archived_files(tmp_path) == []
+    async with history(bus, tmp_path) as events:
+        assert [received.seq async for received in events.so_far()] == [1, 2, 3]
+
+
+async def test_what_is_stored_is_read_undecoded_up_to_a_sequence(bus: Bus) -> None:
+    await publish(bus, 5)
+    stored = [message async for message in bus.stored(Plane.EVENT, below_seq=4)]
+    assert [message.seq for message in stored] == [1, 2, 3]
+    assert all(b'"group_failed"' in message.payload for message in stored)
+    assert [message async for message in bus.stored(Plane.DATA, below_seq=4)] == []

@@ -1,0 +1,496 @@
+"""The report, folded from events made by hand."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from messages import (
+    ActorExited,
+    ActorStarted,
+    BatchReady,
+    BatchTrained,
+    CheckpointRequested,
+    EvalEnded,
+    EvalIssued,
+    EvalSetSize,
+    GroupAborted,
+    GroupCompleted,
+    GroupFailed,
+    GroupRef,
+    GroupsClosed,
+    GroupsIssued,
+    IssuedGroup,
+    Message,
+    Outcome,
+    PromptsLoaded,
+    RunFinished,
+    RunStalled,
+    SampleStatus,
+    SampleSummary,
+    SelectionFailed,
+    TrainerStarted,
+    VerdictGiven,
+    WeightsAnnounced,
+    WeightsApplied,
+    decode,
+    encode,
+)
+from runtime.ledger.fold import LedgerState
+from runtime.report.metrics_file import MetricsFile
+from runtime.report.report import Line, Notice, Report, RowDone, SampleShown
+from runtime.wording import duration, sparkline
+
+STARTED = 1000.0
+
+
+class Story:
+    """Tells a report one event after the other and remembers what it showed."""
+
+    def __init__(self, num_steps: int = 4) -> None:
+        self.report = Report("r", num_steps, STARTED)
+        self.seq = 0
+        self.now = STARTED
+        self.notices: list[Notice] = []
+        self.completed: dict[int, int] = {}  # log sequence by group
+
+    def tell(self, event: Message, *, after_s: float = 0.0) -> int:
+        self.seq += 1
+        self.now += after_s
+        self.notices += self.report.apply(event, self.seq, self.now)
+        return self.seq
+
+    def issue(self, *groups: int, round: int = 0, attempt: int = 0) -> None:
+        issued = tuple(IssuedGroup(group_id=group, attempt=attempt, prompt=group) for group in groups)
+        self.tell(GroupsIssued(incarnation=1, round=round, min_version=1, groups=issued))
+
+    def complete(self, group: int, *rewards: float, attempt: int = 0, after_s: float = 0.0, truncated: int = 0) -> int:
+        statuses = [SampleStatus.TRUNCATED] * truncated + [SampleStatus.COMPLETED] * len(rewards)
+        samples = tuple(
+            SampleSummary(
+                index=index, status=statuses[index], prompt_len=4, response_len=10 * (index + 1), reward=reward
+            )
+            for index, reward in enumerate(rewards)
+        )
+        event = GroupCompleted(
+            group_id=group,
+            attempt=attempt,
+            lease="x",
+            round=0,
+            instance="rollout.0",
+            data="d",
+            samples=samples,
+            rollout_time_s=0.5,
+            reward_time_s=0.25,
+        )
+        self.completed[group] = self.tell(event, after_s=after_s)
+        return self.completed[group]
+
+    def judge(self, group: int, seq: int, outcome: Outcome = Outcome.KEEP, reason: str | None = None) -> None:
+        self.tell(VerdictGiven(group_id=group, attempt=0, event_seq=seq, outcome=outcome, reason=reason))
+
+    def train(self, step: int, *groups: int, after_s: float = 1.0, **metrics: float) -> None:
+        refs = tuple(GroupRef(group_id=group, attempt=0, event_seq=self.completed.get(group, 0)) for group in groups)
+        self.tell(BatchReady(incarnation=1, step=step, groups=refs))
+        named = {key.replace("__", "/"): value for key, value in metrics.items()}
+        self.tell(
+            BatchTrained(step=step, incarnation=1, num_groups=1, num_samples=2, num_tokens=68, metrics=named),
+            after_s=after_s,
+        )
+
+    def lines(self) -> list[str]:
+        return [notice.text for notice in self.notices if isinstance(notice, Line)]
+
+    def rows(self) -> list[dict[str, object]]:
+        return [notice.row for notice in self.notices if isinstance(notice, RowDone)]
+
+
+def one_step(story: Story, step: int, *rewards: float) -> None:
+    story.issue(step, round=step)
+    story.judge(step, story.complete(step, *rewards, after_s=1.0))
+    story.train(step, step, train__loss=0.5)
+
+
+def test_a_step_is_one_line_with_reward_books_and_time_left() -> None:
+    story = Story()
+    story.issue(0, 1, 2)
+    story.judge(0, story.complete(0, 1.0, 0.0, after_s=2.0))
+    story.tell(WeightsApplied(version=1, instance="rollout.0", num_engines=1, took_s=0.1))
+    story.train(0, 0)
+    (line,) = story.lines()
+    assert "step 1/4" in line
+    assert "reward 0.500" in line
+    assert "groups 3 issued = 1 trained + 2 in flight |" in line
+    assert "weights v1" in line
+    assert "9.0s left" in line  # one step took 3 s, three are left
+    assert "23 tok/s" in line  # 68 tokens in 3 s
+
+
+def test_a_row_holds_rollout_train_and_time_metrics() -> None:
+    story = Story()
+    story.issue(0)
+    story.judge(0, story.complete(0, 1.0, 1.0, after_s=2.0, truncated=1))
+    story.train(0, 0, after_s=1.0, train__loss=0.5, perf__train_time=0.75)
+    story.notices += story.report.close()
+    (row,) = story.rows()
+    expected = {
+        "step": 1,
+        "rollout/step": 0,
+        "rollout/raw_reward": 1.0,
+        "rollout/response_len/mean": 15.0,
+        "rollout/response_len/max": 20,
+        "rollout/truncated_ratio": 0.5,
+        "rollout/zero_std/count_1": 1,
+        "train/loss": 0.5,
+        "perf/step_time": 3.0,
+        "perf/rollout_time": 2.0,
+        "perf/train_time": 0.75,
+        "perf/train_wait_time": 2.25,
+        "perf/wait_time_ratio": 0.75,
+        "perf/group_rollout_time": 0.5,
+        "perf/group_reward_time": 0.25,
+        "groups/trained": 1,
+    }
+    assert {key: row[key] for key in expected} == expected
+
+
+def test_an_evaluation_joins_the_row_of_its_step() -> None:
+    story = Story()
+    story.tell(EvalIssued(incarnation=1, step=0, version=1, sets=(EvalSetSize(set="held-out", num_items=8),)))
+    story.tell(EvalEnded(incarnation=1, step=0, version=1, metrics={"eval/held-out": 0.125}), after_s=1.0)
+    one_step(story, 0, 0.5, 0.5)
+    metrics = {"eval/held-out": 0.75, "eval/held-out-pass@1": 0.7, "eval/held-out-truncated_ratio": 0.0}
+    story.tell(EvalEnded(incarnation=1, step=1, version=2, metrics=metrics))
+    one_step(story, 1, 0.5, 0.5)
+    story.notices += story.report.close()
+    rows = story.rows()
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[0]["eval/held-out"] == 0.125
+    assert rows[1]["eval/held-out"] == 0.75
+    assert rows[1]["eval/step"] == 1
+    assert "eval/held-out" not in rows[2]
+    assert story.report.result(story.now).eval_last == 0.75
+    assert "evaluation after step 1 (weights v2): held-out 0.750" in story.lines()
+
+
+def test_an_evaluation_that_ends_after_the_next_step_still_joins_the_row_of_its_own() -> None:
+    story = Story()
+    for step in (0, 1):
+        one_step(story, step, 0.0, 1.0)
+        sets = (EvalSetSize(set="s", num_items=1),)
+        story.tell(EvalIssued(incarnation=1, step=step + 1, version=2, sets=sets))
+        one_step(story, step + 10, 0.0, 1.0)
+        story.tell(EvalEnded(incarnation=1, step=step + 1, version=2, metrics={"eval/s": 0.25}))
+        (row,) = [row for row in story.rows() if row["step"] == step + 1 and "eval/s" in row]
+        assert (row["eval/step"], row["rollout/raw_reward"], row["train/loss"]) == (step + 1, 0.5, 0.5)
+
+
+def test_an_evaluation_before_the_first_step_may_end_after_it() -> None:
+    story = Story()
+    story.tell(EvalIssued(incarnation=1, step=0, version=1, sets=(EvalSetSize(set="s", num_items=1),)))
+    one_step(story, 0, 0.0, 1.0)
+    story.tell(EvalEnded(incarnation=1, step=0, version=1, metrics={"eval/s": 0.25}))
+    one_step(story, 1, 0.0, 1.0)
+    assert [(row["step"], row.get("eval/s")) for row in story.rows()] == [(0, 0.25), (1, None)]
+
+
+def test_the_first_sample_of_this_start_is_shown_once() -> None:
+    story = Story()
+    story.now = STARTED - 100  # of an earlier start
+    story.issue(0, 1, 2)
+    story.complete(0, 1.0)
+    story.now = STARTED
+    first = story.complete(1, 1.0, after_s=7.5)
+    story.complete(2, 1.0, after_s=1.0)
+    assert [notice for notice in story.notices if isinstance(notice, SampleShown)] == [SampleShown("first", first)]
+    assert story.report.result(story.now).time_to_first_rollout_s == 7.5
+
+
+def test_a_sample_of_the_last_group_that_was_accepted_is_shown_at_the_end() -> None:
+    story = Story(num_steps=2)
+    story.issue(0, 1, 2)
+    seqs = [story.complete(group, 1.0) for group in (1, 0, 2)]
+    for step, groups in ((0, (2,)), (1, (0, 1))):
+        refs = tuple(GroupRef(group_id=group, attempt=0, event_seq=story.completed[group]) for group in groups)
+        story.tell(BatchReady(incarnation=1, step=step, groups=refs))
+    shown = [notice for notice in story.notices if isinstance(notice, SampleShown)]
+    assert shown == [SampleShown("first", seqs[0]), SampleShown("last", seqs[1])]
+
+
+def test_books_follow_a_group_through_every_end() -> None:
+    story = Story()
+    story.issue(0, 1, 2, 3, 4, 5)
+    story.judge(0, story.complete(0, 1.0))
+    story.judge(1, story.complete(1, 1.0), Outcome.DROP, "zero_std_1.0")
+    story.tell(GroupFailed(group_id=2, attempt=0, lease="x", round=0, instance="i", reason="poison"))
+    story.tell(GroupAborted(group_id=3, attempt=0, lease="x", round=0, instance="i"))
+    story.tell(GroupAborted(group_id=4, attempt=0, lease="x", round=0, instance="i"))
+    story.tell(GroupsClosed(incarnation=1, group_ids=(4,), outcome="dropped", reason="max_attempts"))
+    assert story.report.result(0).groups == {
+        "issued": 6,
+        "trained": 0,
+        "dropped": 2,
+        "failed": 1,
+        "pooled": 1,
+        "ready": 1,
+        "in_flight": 1,
+    }
+    story.issue(3, attempt=1)
+    story.complete(3, 1.0, attempt=0)  # a zombie's: its attempt had ended
+    assert story.report.result(0).groups["in_flight"] == 2
+    assert story.report.books_line().startswith(
+        "6 issued = 0 trained + 2 dropped + 1 failed + 0 pooled + 1 ready + 2 in"
+    )
+
+
+def test_a_replayed_step_counts_once() -> None:
+    story = Story()
+    one_step(story, 0, 1.0, 0.0)
+    story.tell(TrainerStarted(incarnation=2, step=0))
+    story.tell(BatchTrained(step=0, incarnation=2, replay=True, num_groups=1, num_samples=2, num_tokens=68, metrics={}))
+    story.notices += story.report.close()
+    assert len(story.rows()) == 1
+    assert story.report.result(0).groups["trained"] == 1
+    assert story.report.tokens == 68
+
+
+def test_the_time_between_a_crash_and_the_next_start_is_no_step_time() -> None:
+    story = Story()
+    one_step(story, 0, 1.0)
+    story.issue(1, round=1)
+    story.now += 3600
+    story.tell(TrainerStarted(incarnation=2, step=1))
+    story.judge(1, story.complete(1, 1.0, after_s=1.0))
+    story.train(1, 1)
+    assert "tok/s" not in story.lines()[-1]
+    one_step(story, 2, 1.0)
+    story.notices += story.report.close()
+    assert [row.get("perf/step_time") for row in story.rows()] == [2.0, None, 2.0]
+
+
+def test_a_step_that_only_the_checkpoint_knows_is_trained() -> None:
+    story = Story()
+    story.issue(0)
+    story.judge(0, story.complete(0, 1.0))
+    story.tell(BatchReady(incarnation=1, step=0, groups=(GroupRef(group_id=0, attempt=0, event_seq=2),)))
+    story.tell(TrainerStarted(incarnation=2, step=1))
+    assert story.report.steps == 1
+    assert story.report.result(0).groups["trained"] == 1
+    assert story.lines() == ["trainer continues after step 1"]
+
+
+def test_restarts_are_told() -> None:
+    story = Story()
+    story.tell(ActorStarted(actor="trainer", node="local", pid=1))
+    exited = {"actor": "trainer", "node": "local", "pid": 1, "exit_code": -9, "reason": "killed by SIGKILL"}
+    story.tell(ActorExited(**exited, restart_in_s=0.2))
+    story.tell(ActorStarted(actor="trainer", node="local", pid=2, restarts=1))
+    story.tell(ActorExited(**exited))
+    assert story.lines() == [
+        "trainer ended: killed by SIGKILL; restarting in 0.2 s",
+        "trainer restarted (restart 1, pid 2)",
+    ]
+
+
+def test_a_failure_that_repeats_is_told_three_times() -> None:
+    story = Story()
+    story.issue(*range(10))
+    for group in range(10):
+        story.tell(GroupFailed(group_id=group, attempt=0, lease="x", round=0, instance="i", reason="reward raised"))
+    assert story.lines() == ["group failed: reward raised"] * 2 + [
+        "group failed: reward raised (no more of these are shown)"
+    ]
+
+
+def test_failures_that_are_never_alike_do_not_flood_the_terminal() -> None:
+    story = Story()
+    story.issue(*range(90))
+    for group in range(90):
+        reason = f"column {group % 30}"
+        story.tell(GroupFailed(group_id=group, attempt=0, lease="x", round=0, instance="i", reason=reason))
+    lines = story.lines()
+    assert lines[:21] == [
+        *(f"group failed: column {group}" for group in range(20)),
+        "failures for yet other reasons are not shown; see bin/ledger r",
+    ]
+    assert len(lines) == 3 * 20 + 1
+
+
+def test_a_score_that_failed_and_trains_as_zero_is_told_and_counted() -> None:
+    story = Story()
+    story.issue(0)
+    scored = SampleSummary(index=0, status=SampleStatus.COMPLETED, response_len=4, reward=1.0)
+    failed = SampleSummary(index=1, status=SampleStatus.COMPLETED, response_len=4, reward=0.0, reason="timeout")
+    samples = (scored, failed, msgspec.structs.replace(failed, index=2), msgspec.structs.replace(scored, index=3))
+    event = GroupCompleted(group_id=0, attempt=0, lease="x", round=0, instance="i", data="d", samples=samples)
+    story.completed[0] = story.tell(event)
+    assert story.lines() == ["no score, reward 0 instead: timeout"]
+    story.judge(0, story.completed[0])
+    story.train(0, 0)
+    story.notices += story.report.close()
+    (row,) = story.rows()
+    assert row["rollout/no_score_ratio"] == 0.5
+
+
+def test_the_data_is_told_with_its_size_or_as_without_end() -> None:
+    story = Story()
+    story.tell(PromptsLoaded(data="a", num_prompts=3, num_too_long=2, took_s=0.1))
+    story.tell(PromptsLoaded(data="b", num_prompts=0, num_too_long=0, took_s=0.1))
+    assert story.lines() == [
+        "data a: 3 prompts, 2 over the length limit left out",
+        "data b: prompts by number, without end",
+    ]
+
+
+def test_the_result_has_five_step_means() -> None:
+    story = Story(num_steps=8)
+    for step in range(8):
+        one_step(story, step, step / 10, step / 10)
+    story.tell(RunFinished(incarnation=1, steps=8, reason="all steps trained"))
+    result = story.report.result(STARTED + 60)
+    assert result.reward_first == pytest.approx(0.2)  # mean of 0.0 to 0.4
+    assert result.reward_last == pytest.approx(0.5)  # mean of 0.3 to 0.7
+    assert result.steps == 8
+    assert result.seconds == 60
+    assert result.tokens == 8 * 68
+    assert story.report.finished == "all steps trained"
+
+
+def test_a_run_on_demonstrations_is_told_by_its_loss() -> None:
+    story = Story(num_steps=2)
+    for step, loss in enumerate((2.5, 1.5)):
+        story.issue(step, round=step)
+        story.judge(step, story.complete(step, 0.0))
+        story.train(step, step, train__loss=loss, train__sft_loss=loss)
+    story.tell(RunFinished(incarnation=1, steps=2, reason="all steps trained"))
+    (_, line, *_), row = story.lines()[-1].split(" | "), story.rows()[-1]
+    assert line == "loss 1.500"
+    assert "weights" not in story.lines()[-1]
+    assert (row["train/sft_loss"], [key for key in row if "reward" in key or "zero_std" in key]) == (1.5, [])
+    result = story.report.result(STARTED + 60)
+    assert (result.loss_first, result.loss_last, result.reward_first, result.reward_last) == (2.0, 2.0, None, None)
+    assert story.report.summary(STARTED + 60)[1] == "loss      2.000 → 2.000  █▁"
+
+
+def test_the_summary_says_where_the_time_went() -> None:
+    story = Story()
+    story.tell(WeightsAnnounced(version=1, step=0, incarnation=1, path="p", checksum="c", size_bytes=1, took_s=0.25))
+    story.tell(WeightsApplied(version=1, instance="r", num_engines=1, took_s=0.25), after_s=0.25)
+    for step in range(2):
+        one_step(story, step, 0.5, 1.0)
+    lines = story.report.summary(story.now)
+    assert lines[0].startswith("steps     2 of 4 in 4.2s, first rollout after 1.2 s")
+    assert lines[1].startswith("reward    0.750 → 0.750  ▇▇")
+    assert lines[2] == ("groups    2 issued = 2 trained + 0 dropped + 0 failed + 0 pooled + 0 ready + 0 in flight")
+    parts = "rollout 1.000 s (50%), train 1.000 s (50%), weights 0.500 s (25%)"
+    assert lines[3] == f"time      2.000 s a step: {parts}; parts overlap"
+
+
+def test_the_summary_of_a_resumed_run_says_how_many_steps_this_start_made() -> None:
+    story = Story()
+    story.now -= 10
+    one_step(story, 0, 0.5)
+    story.now = STARTED
+    one_step(story, 1, 0.5)
+    one_step(story, 2, 0.5)
+    assert story.report.summary(STARTED + 6)[0].startswith("steps     3 of 4, 2 of them in 6.0s, first rollout after")
+
+
+def test_metrics_have_one_row_per_step_over_restarts_and_torn_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsFile(path)
+    first.put({"step": 1, "a": 1})
+    first.put({"step": 2, "a": 2})
+    with path.open("ab") as file:
+        file.write(b'{"step": 3, "a"')  # cut off by a crash
+    second = MetricsFile(path)
+    second.put({"step": 1, "a": 1})
+    second.put({"step": 2, "a": 2, "eval/x": 0.5})  # the evaluation ended after the crash
+    second.put({"step": 3, "a": 3})
+    rows = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+    assert rows == [{"step": 1, "a": 1}, {"step": 2, "a": 2, "eval/x": 0.5}, {"step": 3, "a": 3}]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0s"),
+        (9.9, "9.9s"),
+        (59.4, "59s"),
+        (65, "1m05s"),
+        (3599.9, "1h00m"),
+        (7620, "2h07m"),
+        (273_600, "3d04h"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=500))
+def test_a_curve_fits_its_columns(values: list[float]) -> None:
+    assert len(sparkline(values)) == min(40, len(values))
+
+
+def test_a_rising_reward_is_a_rising_curve() -> None:
+    assert sparkline([0.0, 0.3, 0.6, 1.0]) == "▁▃▅█"
+
+
+def test_staleness_is_in_the_step_line_as_soon_as_there_is_any() -> None:
+    story = Story()
+    one_step(story, 0, 1.0)
+    story.issue(1, round=1)
+    story.judge(1, story.complete(1, 1.0))
+    story.train(1, 1, rollout__staleness_mean=0.625, rollout__staleness_max=2.0)
+    first, second = story.lines()
+    assert "staleness" not in first
+    assert "| staleness 0.62 (max 2) |" in second
+
+
+def test_a_number_of_turns_that_only_a_later_sample_names_is_kept() -> None:
+    story = Story()
+    story.issue(0)
+    samples = tuple(
+        SampleSummary(index=index, status=SampleStatus.COMPLETED, response_len=3, reward=1.0, metadata=metadata)
+        for index, metadata in enumerate([{}, {"round_number": 4}, {"round_number": 2}, {"round_number": "?"}])
+    )
+    event = GroupCompleted(group_id=0, attempt=0, lease="x", round=0, instance="rollout.0", data="d", samples=samples)
+    story.completed[0] = story.tell(decode(*encode(event)))  # as it comes from the wire
+    story.judge(0, story.completed[0])
+    story.train(0, 0)
+    story.notices += story.report.close()
+    (row,) = story.rows()
+    assert [row[f"multi_turn/round_number_{name}"] for name in ("mean", "max", "min")] == [3.0, 4.0, 2.0]
+
+
+def test_a_stall_and_a_full_stream_are_told_in_a_line_each() -> None:
+    story = Story()
+    story.tell(RunStalled(idle_s=300.0, waiting={"buffer": "batch 2 to be trained", "trainer": "no answer in 5 s"}))
+    story.tell(CheckpointRequested(step=3, stream="data", used=0.72))
+    assert [notice.text for notice in story.notices if isinstance(notice, Line)] == [
+        "nothing happened for 5m00s: buffer: batch 2 to be trained; trainer: no answer in 5 s",
+        "the data stream is 72% full: a checkpoint is asked for",
+    ]
+
+
+def test_a_report_that_begins_in_the_middle_has_the_books_of_the_whole() -> None:
+    whole, late = Story(), Story()
+    whole.issue(0, 1)
+    state = msgspec.json.decode(msgspec.json.encode(whole.report._ledger), type=LedgerState)
+    late.report.begin(state)
+    late.seq, late.completed = whole.seq, whole.completed
+    for story in (whole, late):
+        story.judge(0, story.complete(0, 1.0))
+        story.train(0, 0)
+    assert late.report.result(STARTED).groups == whole.report.result(STARTED).groups
+
+
+def test_a_choice_that_fails_again_and_again_is_told_a_few_times() -> None:
+    story = Story()
+    for _ in range(50):
+        story.tell(SelectionFailed(kind="buffer_filter", reason="RuntimeError('no')", num_groups=4))
+    lines = [notice.text for notice in story.notices if isinstance(notice, Line)]
+    assert lines[0] == "rollout.buffer_filter failed, first come first instead: RuntimeError('no')"
+    assert len(lines) < 10

@@ -1,0 +1,359 @@
+"""The schema's rules, the shipped topologies, and what is looked for on this machine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from runtime.agent.preflight import check_files
+from runtime.settings.load import LoadedTopology, load_topology
+from runtime.settings.recipe import eval_data, eval_sampling, max_prompt_len, over_sampling_batch_size
+from runtime.settings.toml import TopologyError
+from runtime.settings.topology import data_parallel_size, decode_topology, encode_topology, num_engines, num_ranks
+from tests.support.cpu import interpreter_starts
+
+ROOT = Path(__file__).resolve().parents[3]
+LAPTOP = ROOT / "topologies/laptop.toml"
+COLOCATE = ROOT / "topologies/colocate-8gpu.toml"
+DISAGGREGATE = ROOT / "topologies/disaggregate-2x8gpu.toml"
+BOXED_COPY_SFT = ROOT / "topologies/boxed-copy-sft.toml"
+SHIPPED = sorted((ROOT / "topologies").glob("*.toml"))
+
+
+@pytest.fixture
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.agent.preflight.gpus_here", lambda: 0)
+
+
+def problems(path: Path, *overrides: str) -> dict[str, str]:
+    """Message by key."""
+    with pytest.raises(TopologyError) as caught:
+        load_topology(path, overrides)
+    return {problem.key: problem.message for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_topologies_are_valid_and_survive_json(path: Path) -> None:
+    topology = load_topology(path).topology
+    data = encode_topology(topology)
+    assert decode_topology(data) == topology
+    assert json.loads(data)["run"]["name"] == topology.run.name
+
+
+@pytest.mark.usefixtures("no_gpus")
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_topologies_pass_a_check_on_a_machine_without_gpu_or_model(path: Path) -> None:
+    checked = check_files(load_topology(path))
+    assert checked.problems == ()
+    assert (path in (LAPTOP, BOXED_COPY_SFT)) == (checked.notes == ())
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_the_check_says_what_it_could_not_check_here() -> None:
+    notes = check_files(load_topology(COLOCATE)).notes
+    assert notes == (
+        "the GPUs of n0 (8): this machine has 0",
+        'model.hf_checkpoint = "Qwen/Qwen3-4B": no directory here, taken as a Hugging Face name',
+        'data.0.path = "data/gsm8k/train.jsonl": no such file here, n0 must have it',
+        'eval.0.path = "data/gsm8k/test.jsonl": no such file here, n0 must have it',
+        'engines.policy.weight_transport = "ipc": not built yet; "disk" is',
+        'engines.policy.colocate = "trainer": taking turns on GPUs is not built yet',
+    )
+
+
+def test_a_start_refuses_what_it_would_not_do() -> None:
+    loaded = load_topology(LAPTOP, ("engines.policy.weight_transport=collective",))
+    (problem,) = check_files(loaded, node="local").problems
+    assert str(problem) == '--set: engines.policy.weight_transport = "collective": not built yet; "disk" is'
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_gpus_asked_where_none_is_stop_a_start_on_that_node() -> None:
+    keys = [str(problem) for problem in check_files(load_topology(COLOCATE), node="n0").problems]
+    assert keys[0] == f"{COLOCATE}: nodes.n0.gpus = 8: this machine has 0 GPUs"
+
+
+def test_gpus_of_a_node_that_has_none_are_refused() -> None:
+    found = problems(LAPTOP, "trainer.device=cuda", "trainer.gpus=local:0-1")
+    assert found == {"trainer.gpus": "there is no GPU local:0-1: nodes.local.gpus = 0"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        (("rollout.over_sampling_batch_size=63",), "rollout.over_sampling_batch_size", "at least rollout.rollout_bat"),
+        (("algorithm.num_steps_per_rollout=3",), "algorithm.num_steps_per_rollout", "must divide the samples"),
+        (("rollout.n_samples_per_prompt=1",), "rollout.n_samples_per_prompt", "algorithm.disable_rewards_normalizat"),
+        (("rollout.temperature=0",), "rollout.temperature", "allowed: float > 0"),
+        (("rollout.max_context_len=16",), "rollout.max_prompt_len", "leaves no room for a response"),
+        (("algorithm.kl_loss_coef=0.1",), "algorithm.kl_loss_coef", "unless algorithm.use_kl_loss = true"),
+        (("algorithm.eps_clip=1.5",), "algorithm.eps_clip", "below 1"),
+        (("model.ref_load=x/y",), "model.ref_load", "unless algorithm.use_kl_loss = true"),
+        (("optimizer.min_lr=1",), "optimizer.min_lr", "is above optimizer.lr"),
+        (("optimizer.lr_decay_style=cosine", "optimizer.lr_decay_iters=20"), "optimizer.lr_warmup_iters", "must end"),
+        (("reward.group_rm=true", "data.0.rm_type=my:rank", "eval.0.rm_type=none"), "eval.0.rm_type", "sample by"),
+        (("eval.0.max_response_len=64", "rollout.max_context_len=64"), "eval.0.max_response_len", "no room for a"),
+        (("rollout.stale_tokens=mask",), "rollout.stale_tokens", "unless rollout.max_token_staleness says"),
+        (("rollout.mask_off_policy=true", "rollout.on_halt=restart"), "rollout.mask_off_policy", "one set of weights"),
+        (("rollout.over_sampling_filter=sort_by_reward_std",), "rollout.over_sampling_filter", "nothing to choose"),
+        (("rollout.keep_when_insufficient=true",), "rollout.keep_when_insufficient", "without rollout.dynamic_filter"),
+        (("rollout.buffer_filter=newest", "rollout.on_halt=drop"), "rollout.buffer_filter", "has no effect with"),
+        (("rollout.max_token_staleness=1", "rollout.max_staleness=2"), "rollout.max_token_staleness", "is below"),
+        (("rollout.on_weight_update=abort",), "rollout.on_weight_update", "has no effect with rollout.max_staleness"),
+        (("rollout.eval_overlap=false", "eval=[]"), "rollout.eval_overlap", "without an [[eval]] table"),
+        (("data=[]",), "data", "at least one"),
+        (("data.0.path=none",), "data.0.path", "missing: a data file; or data.0.source, a function"),
+        (("data.0.source=m:f",), "data.0.source", "a source is a file or a function, and data.0.path is set"),
+        (("data.0.source=m:f", "data.0.path=none"), "rollout.shuffle", "has no effect on data.0.source"),
+        (("data.1.name=e", "data.1.source=m:f"), "data.1.source", "must be the only data source"),
+        (("train.num_steps=0",), "train.num_steps", "missing: train steps, at least 1; or train.num_epoch"),
+        (("train.num_epoch=2",), "train.num_epoch", "train.num_steps = 200 or train.num_epoch says; unset one"),
+        (("data.0.source=m:f", "train.num_steps=0", "train.num_epoch=2"), "train.num_epoch", "has no length"),
+        (("run.name=a.b",), "run.name", "string matching"),
+        (("run.name=",), "run.name", "string matching"),
+        (("run.name=../x",), "run.name", "string matching"),
+        (("data.0.name=a b",), "data.0.name", "string matching"),
+        (("bus.node=n7",), "bus.node", "no such node; allowed: local"),
+        (("bus.url=http://x",), "bus.url", "string matching"),
+        (("bus.url=nats://x", "bus.port=4222"), "bus.port", "belongs into bus.url"),
+        (("bus.data_bytes=1000",), "bus.data_bytes", "too small: this recipe can need"),
+        (("rollout.max_response_len=2000000",), "rollout.max_response_len", "the server carries 64 MiB"),
+        (("trainer.device=cuda",), "trainer.gpus", "missing"),
+        (("engines.policy.weight_transport=ipc",), "engines.policy.weight_transport", 'needs engines.policy.colocate'),
+        (("engines.policy.num_gpus_per_engine=2",), "engines.policy.num_gpus_per_engine", "gpus is not set"),
+        (("engines.policy.gpus=local:0", "engines.policy.kind=sglang"), "engines.policy.gpus", "there is no GPU"),
+        (("trainer.num_processes=3",), "trainer.megatron", "3 data-parallel replicas do not divide the 256 samples"),
+        (("engines.policy.colocate=trainer", "rollout.max_staleness=1"), "rollout.max_staleness", "take turns"),
+        (("engines.a b.kind=embedded",), "engines.a b", "the name does not fit"),
+    ],
+)  # fmt: skip
+def test_rules_of_the_laptop_topology(overrides: tuple[str, ...], key: str, message: str) -> None:
+    found = problems(LAPTOP, *overrides)
+    assert message in found[key]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        (("engines.policy.gpus=n0:4-7",), "engines.policy.gpus", "n0:4-7 belong to the trainer; sharing needs"),
+        (("engines.policy.gpus=n1:6-9",), "engines.policy.gpus", "there is no GPU n1:8-9: nodes.n1.gpus = 8"),
+        (("engines.policy.gpus=n2:0",), "engines.policy.gpus", "no node n2; allowed: n0, n1"),
+        (("engines.policy.gpus=n1:0-3,n1:3",), "engines.policy.gpus", "names a GPU twice"),
+        (("engines.policy.gpus=all",), "engines.policy.gpus", "NODE:INDEX"),
+        (("engines.judge.gpus=n1:7",), "engines.judge.gpus", "n1:7 belong to engines.policy too"),
+        (("engines.policy.num_gpus_per_engine=3",), "engines.policy.num_gpus_per_engine", "does not divide"),
+        (
+            ("engines.policy.num_gpus_per_engine=4", "engines.policy.gpus=n1:0-5,n0:0-1", "trainer.gpus=n0:2-7"),
+            "engines.policy.num_gpus_per_engine",
+            "does not fit the GPUs per node: 6 on n1, 2 on n0",
+        ),
+        (("engines.policy.colocate=trainer",), "engines.policy.gpus", "colocated engines use the trainer's GPUs"),
+        (("engines.policy.kind=embedded",), "engines.policy.gpus", "runs on the CPU"),
+        (("trainer.megatron.pipeline_model_parallel_size=3",), "trainer.megatron", "= 6 does not divide"),
+        (("trainer.megatron.expert_model_parallel_size=8",), "trainer.megatron.expert_model_parallel_size", "= 16"),
+        (
+            ("trainer.megatron.tensor_model_parallel_size=1",),
+            "trainer.megatron.sequence_parallel",
+            "tensor_model_parallel_size above 1",
+        ),
+        (("trainer.num_processes=2",), "trainer.num_processes", "one rank each"),
+        (("bus.url=nats://x",), "bus.node", "no node starts a server when bus.url"),
+        (("bus.node=none",), "bus", "with several nodes"),
+    ],
+)  # fmt: skip
+def test_rules_of_the_disaggregated_topology(overrides: tuple[str, ...], key: str, message: str) -> None:
+    found = problems(DISAGGREGATE, *overrides)
+    assert message in found[key]
+
+
+def test_engines_over_several_nodes_need_whole_nodes() -> None:
+    overrides = ("engines.policy.gpus=n0:0-7,n1:0-7", "engines.policy.num_gpus_per_engine=16", "trainer.device=cpu")
+    off = ("trainer.gpus=none", "trainer.megatron.sequence_parallel=false")
+    layout = ("trainer.megatron.tensor_model_parallel_size=1",)
+    topology = load_topology(DISAGGREGATE, (*overrides, *off, *layout)).topology
+    assert num_engines(topology.engines["policy"]) == 1
+
+
+def test_two_data_sources_or_sets_of_one_name_are_refused() -> None:
+    found = problems(LAPTOP, "data.1.name=reverse-digits", "data.1.path=x", "eval.1.name=e", "eval.1.path=x",
+                     "eval.1.interval=1", "eval.2.name=e", "eval.2.path=x", "eval.2.interval=1")  # fmt: skip
+    assert found == {
+        "data.1.name": "another [[data]] has this name",
+        "eval.2.name": "another [[eval]] has this name",
+    }
+
+
+def test_all_broken_rules_are_reported_at_once() -> None:
+    found = problems(LAPTOP, "rollout.n_samples_per_prompt=1", "bus.node=x", "algorithm.kl_loss_coef=1")
+    assert found.keys() == {"rollout.n_samples_per_prompt", "bus.node", "algorithm.kl_loss_coef"}
+
+
+def test_a_group_of_one_is_fine_without_reward_normalisation() -> None:
+    load_topology(LAPTOP, ("rollout.n_samples_per_prompt=1", "algorithm.disable_rewards_normalization=true"))
+
+
+def test_sizes_follow_from_the_layout() -> None:
+    topology = load_topology(COLOCATE).topology
+    assert num_ranks(topology.trainer) == 8
+    assert data_parallel_size(topology.trainer) == 4
+    assert num_engines(topology.engines["policy"]) == 8
+    assert over_sampling_batch_size(topology.rollout) == 64
+    assert over_sampling_batch_size(load_topology(LAPTOP).topology.rollout) == 64
+    assert max_prompt_len(load_topology(LAPTOP, ("rollout.max_prompt_len=none",)).topology.rollout) is None
+    overrides = ("rollout.max_prompt_len=none", "rollout.max_context_len=64")
+    assert max_prompt_len(load_topology(LAPTOP, overrides).topology.rollout) == 63
+
+
+def test_evaluation_takes_what_it_does_not_say_from_the_rollout_and_the_first_source() -> None:
+    topology = load_topology(LAPTOP).topology
+    sampling, data = eval_sampling(topology, topology.eval[0]), eval_data(topology, topology.eval[0])
+    assert (sampling.temperature, sampling.top_p, sampling.max_response_len) == (0.0, 1.0, 4)
+    assert (data.label_key, data.rm_type, data.apply_chat_template) == ("label", "exact_match", True)
+
+
+def test_recipe_a_is_as_measured() -> None:
+    topology = load_topology(LAPTOP).topology
+    rollout, algorithm, optimizer = topology.rollout, topology.algorithm, topology.optimizer
+    assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt, rollout.max_response_len) == (64, 8, 4)
+    assert (algorithm.eps_clip, algorithm.eps_clip_high, algorithm.num_steps_per_rollout) == (0.2, 0.28, 2)
+    assert (algorithm.entropy_coef, algorithm.entropy_coef_end, topology.train.num_steps) == (0.1, 0.0, 200)
+    assert (optimizer.lr, optimizer.adam_beta1, optimizer.adam_beta2, optimizer.weight_decay) == (3e-3, 0.9, 0.95, 0.0)
+    assert algorithm.use_rollout_logprobs
+    assert algorithm.calculate_per_token_loss
+
+
+# What is looked for on this machine
+
+
+def test_paths_of_a_file_are_found_beside_it_before_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shadow = tmp_path / "demo/data/reverse-digits/train.jsonl"
+    shadow.parent.mkdir(parents=True)
+    shadow.write_text('{"input": "1", "label": "1"}\n')
+    monkeypatch.chdir(tmp_path)
+    topology = load_topology(LAPTOP).topology
+    assert topology.data[0].path == str(ROOT / "topologies/demo/data/reverse-digits/train.jsonl")
+    assert topology.model.hf_checkpoint == str(ROOT / "topologies/demo/models/reverse-digits")
+    assert topology.run.dir == str(tmp_path / "runs")
+
+
+def test_paths_of_an_override_are_found_in_the_current_directory_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"input": "1", "label": "1"}\n')
+    (tmp_path / "mine.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    overrides = ("data.0.path=mine.jsonl", "data.0.rm_type=mine.py:grade", "rollout.dynamic_filter=mine.py:keep",
+                 "rollout.buffer_filter=mine.py:first", "rollout.custom_generate=mine.py:talk")  # fmt: skip
+    topology = load_topology(LAPTOP, overrides).topology
+    assert topology.data[0].path == str(tmp_path / "mine.jsonl")
+    assert topology.data[0].rm_type == f"{tmp_path}/mine.py:grade"
+    assert topology.rollout.dynamic_filter == f"{tmp_path}/mine.py:keep"
+    assert topology.rollout.buffer_filter == f"{tmp_path}/mine.py:first"
+    assert topology.rollout.custom_generate == f"{tmp_path}/mine.py:talk"
+
+
+def test_the_file_of_a_function_is_found_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    loaded = load_topology(LAPTOP, ("data.0.path=none", "data.0.source=mine.py:source", "rollout.shuffle=false"))
+    assert loaded.topology.data[0].source == f"{tmp_path}/mine.py:source"
+    assert check_files(loaded).problems == ()
+
+
+def test_the_file_of_a_slice_is_found_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ("data.0.path=demo/data/reverse-digits/train.jsonl@[10:20]", "eval.0.path=mine.jsonl@[:1]")
+    monkeypatch.chdir(tmp_path)
+    loaded = load_topology(LAPTOP, overrides)
+    assert loaded.topology.data[0].path == f"{ROOT}/topologies/demo/data/reverse-digits/train.jsonl@[10:20]"
+    assert [str(problem) for problem in check_files(loaded).problems] == [
+        f'--set: eval.0.path = "mine.jsonl@[:1]": no such file (looked in {tmp_path}, {ROOT / "topologies"})'
+    ]
+    (tmp_path / "mine.jsonl@[:1]").write_text('{"input": "1", "label": "1"}\n')
+    assert load_topology(LAPTOP, overrides).topology.eval[0].path == f"{tmp_path}/mine.jsonl@[:1]"
+
+
+def test_an_empty_slice_is_an_input_error_with_the_length_of_its_file() -> None:
+    loaded = load_topology(LAPTOP, ("data.0.path=demo/data/reverse-digits/train.jsonl@[78:]",))
+    (problem,) = check_files(loaded).problems
+    assert problem.message.endswith("the slice is empty: " + loaded.topology.data[0].path[:-6] + " has 78 rows")
+
+
+def test_a_path_found_nowhere_is_kept_and_reported_with_the_places() -> None:
+    loaded = load_topology(LAPTOP, ("data.0.path=no/such.jsonl",))
+    assert loaded.topology.data[0].path == "no/such.jsonl"
+    (problem,) = check_files(loaded).problems
+    assert problem.key == "data.0.path"
+    assert problem.file == "--set"
+    assert problem.message == f"no such file (looked in {Path.cwd()}, {ROOT / 'topologies'})"
+
+
+def checked(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    return [str(problem) for problem in check_files(load_topology(LAPTOP, (f"data.0.path={path}",))).problems]
+
+
+def test_a_malformed_line_is_an_input_error_with_its_number(tmp_path: Path) -> None:
+    (line,) = checked(tmp_path, '{"input": "12", "label": "21"}\n{"input": "1\n')
+    assert line.startswith(f'--set: data.0.path = "{tmp_path}/rows.jsonl": {tmp_path}/rows.jsonl:2: not a JSON object')
+
+
+def test_a_missing_column_is_an_input_error_that_names_the_columns_there(tmp_path: Path) -> None:
+    (line,) = checked(tmp_path, '{"input": "12", "answer": "21"}\n')
+    assert line.endswith("rows.jsonl:1: no column 'label' (label_key); there are: input, answer")
+
+
+def test_an_empty_file_is_an_input_error(tmp_path: Path) -> None:
+    (line,) = checked(tmp_path, "\n")
+    assert line.endswith("the file has no rows")
+
+
+def model_problems(directory: Path, *overrides: str) -> list[str]:
+    loaded: LoadedTopology = load_topology(LAPTOP, (f"model.hf_checkpoint={directory}", *overrides))
+    return [problem.message for problem in check_files(loaded).problems]
+
+
+def test_a_model_directory_needs_config_tokenizer_and_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert model_problems(tmp_path) == [
+        "no tokenizer in this directory: tokenizer.json, tokenizer.model or vocab.json",
+    ]
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert model_problems(tmp_path, "model.random_init=false") == [
+        "no config.json in this directory",
+        "no weights (*.safetensors) in this directory; model.random_init = true draws them from run.seed",
+    ]
+
+
+def test_a_misspelt_model_directory_is_not_taken_for_a_hub_name() -> None:
+    loaded = load_topology(LAPTOP, ("model.hf_checkpoint=demo/models/reverse-digit",))
+    (problem,) = check_files(loaded).problems
+    assert problem.message.startswith("no such directory (looked in ")
+
+
+def test_checking_a_topology_is_quick_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from pathlib import Path; from runtime.settings.load import load_topology; "
+        f"from runtime.agent.preflight import check_files; check_files(load_topology(Path({str(LAPTOP)!r}))); "
+        "print(sorted({'torch', 'numpy', 'nats', 'transformers', 'anyio'} & set(sys.modules)))"
+    )
+    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=20)
+    assert result.stdout.decode().strip() == "[]"
+    assert interpreter_starts(command, env=environment) < 25
+
+
+def test_the_schema_has_no_mutable_table() -> None:
+    topology = load_topology(LAPTOP).topology
+    with pytest.raises(AttributeError):
+        topology.run.name = "x"  # type: ignore[misc]
+    assert msgspec.structs.replace(topology.run, name="x").name == "x"
