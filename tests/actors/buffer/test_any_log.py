@@ -236,10 +236,10 @@ class AnyLog(RuleBasedStateMachine):
     # the trainer
 
     @rule(told=st.booleans())
-    @precondition(lambda self: self.untrained())
+    @precondition(lambda self: self.state.trained_steps in self.state.batches)
     def train(self, told: bool) -> None:
-        """A step, and its weights unless the trainer dies before."""
-        step = min(self.untrained())
+        """The next step, and its weights unless the trainer dies before. Batches behind one taken back wait for it."""
+        step = self.state.trained_steps
         self.add(BatchTrained(step=step, incarnation=1, num_groups=2, num_samples=4, num_tokens=8, metrics={}))
         if told:
             self.announce()
@@ -256,9 +256,10 @@ class AnyLog(RuleBasedStateMachine):
         self.add(CheckpointSaved(step=step, incarnation=1, path="", oldest_step=max(0, step - keep), took_s=0))
 
     @rule(pick=PICK, lost=st.integers(1, 2))
-    @precondition(lambda self: self.state.batches)
+    @precondition(lambda self: self.asked_for())
     def lose_payloads(self, pick: int, lost: int) -> None:
-        steps = list(self.state.batches)
+        """Found out when a step's turn comes; of one trained since, the word comes late."""
+        steps = self.asked_for()
         step = steps[pick % len(steps)]
         refs = self.state.batches[step].groups[:lost]
         self.add(PayloadsMissing(step=step, incarnation=1, groups=refs, reason="purged"))
@@ -270,8 +271,9 @@ class AnyLog(RuleBasedStateMachine):
         if not event.topic.startswith("ledger."):
             self.add(event)
 
-    def untrained(self) -> list[int]:
-        return [step for step, batch in self.state.batches.items() if not batch.trained]
+    def asked_for(self) -> list[int]:
+        """Steps whose batch a trainer has asked for: it goes through them in order."""
+        return [step for step in self.state.batches if step <= self.state.trained_steps]
 
     @invariant()
     def the_books_close(self) -> None:
