@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.reward.graders.builtin import exact_match, f1, find_grader, last_boxed, math, positional_match
+from actors.reward.graders.boxed import last_boxed
+from actors.reward.graders.builtin import find_grader
+from actors.reward.graders.matching import exact_match, f1, positional_match
+from actors.reward.graders.math_answers import math
 from actors.reward.samples import GradedSample
 
 GSM8K_LABEL = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
