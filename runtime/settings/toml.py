@@ -1,14 +1,16 @@
 """Settings from TOML: the Config base, includes, overrides, errors that name file, key and allowed values."""
 
-import difflib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast, get_args, get_origin
 
 import msgspec
 import msgspec.inspect
+
+from runtime.settings.hints import flag_hint, hint
 
 Table = dict[str, Any]
 SET: Final = "--set"  # the origin of a key that an override wrote
@@ -172,24 +174,26 @@ def _includes(value: object, path: Path) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
-def find_problems(value: object, expected: Any, key: str = "") -> Iterator[Problem]:
+def find_problems(value: object, expected: Any, key: str = "", schema: Any = None) -> Iterator[Problem]:
     """Compare plain values with a schema, going on after each problem.
 
     Args:
         value: what TOML gave: tables, lists, scalars.
         expected: a Config, or any type msgspec can convert to.
         key: dotted position of `value`.
+        schema: what is expected of the whole, to find a key that stands in the wrong table; none: `expected`.
     """
+    schema = schema or expected
     item = _item_type(expected)
     if _is_config(expected):
-        yield from _table_problems(value, expected, key)
+        yield from _table_problems(value, expected, key, schema)
     elif item is not None and isinstance(value, dict) and get_origin(expected) is dict:
         for name, entry in cast("Table", value).items():
             yield from (_key_problem(problem, name) for problem in find_problems(name, get_args(expected)[0], key))
-            yield from find_problems(entry, item, f"{key}.{name}")
+            yield from find_problems(entry, item, f"{key}.{name}", schema)
     elif item is not None and isinstance(value, list) and get_origin(expected) is tuple:
         for index, entry in enumerate(cast("list[object]", value)):
-            yield from find_problems(entry, item, f"{key}.{index}")
+            yield from find_problems(entry, item, f"{key}.{index}", schema)
     else:
         try:
             msgspec.convert(value, expected)
@@ -202,27 +206,40 @@ def _key_problem(problem: Problem, name: str) -> Problem:
     return Problem(key=f"{problem.key}.{name}", message=f"the name does not fit: {problem.message}")
 
 
-def _table_problems(value: object, expected: type[Config], key: str) -> Iterator[Problem]:
+def _table_problems(value: object, expected: type[Config], key: str, schema: Any) -> Iterator[Problem]:
     if not isinstance(value, dict):
-        yield Problem(key=key, value=show(value), message="expected a table")
+        meant = flag_hint(key)
+        yield Problem(key=key, value=show(value), message="expected a table" + (f"; {meant}" if meant else ""))
         return
     table = cast("Table", value)
     fields = {field.encode_name: field for field in msgspec.structs.fields(expected)}
     prefix = f"{key}." if key else ""
     for name in table.keys() - fields.keys():
-        yield Problem(key=f"{prefix}{name}", message=unknown_key(name, list(fields)))
+        yield Problem(key=f"{prefix}{name}", message=unknown_key(f"{prefix}{name}", list(fields), schema))
     for name, field in fields.items():
         if name in table:
-            yield from find_problems(table[name], field.type, f"{prefix}{name}")
+            yield from find_problems(table[name], field.type, f"{prefix}{name}", schema)
         elif field.required:
             yield Problem(key=f"{prefix}{name}", message=f"missing; expected {describe(field.type)}")
 
 
-def unknown_key(name: str, allowed: Sequence[str]) -> str:
-    """Say that a key does not exist, which one may have been meant, and which exist."""
-    close = difflib.get_close_matches(name, allowed, n=1) or [known for known in allowed if name in known][:1]
-    meant = f", did you mean {close[0]}?" if close else ""
-    return f"unknown key{meant}; allowed: {', '.join(allowed) or 'none'}"
+def unknown_key(key: str, allowed: Sequence[str], schema: Any) -> str:
+    """Say that a key does not exist, what may have been meant, and which exist in its table."""
+    meant = hint(key, allowed, keys_of(schema))
+    return f"unknown key{f', {meant}' if meant else ''}; allowed: {', '.join(allowed) or 'none'}"
+
+
+@cache
+def keys_of(schema: Any) -> tuple[str, ...]:
+    """Every key of a Config, dotted, tables included; of lists and named tables those of one item, "data.0.path"."""
+    keys: list[str] = []
+    for field in msgspec.structs.fields(schema) if _is_config(schema) else ():
+        item = _item_type(field.type)
+        place = f"{field.encode_name}." + (
+            "" if item is None else "<name>." if get_origin(field.type) is dict else "0."
+        )
+        keys += [field.encode_name, *(place + key for key in keys_of(item or field.type))]
+    return tuple(keys)
 
 
 def apply_override(tables: Table, override: str, schema: type[Config]) -> str:
@@ -273,12 +290,14 @@ def type_at(schema: Any, parts: Sequence[str]) -> Any:
     Raises:
         ValueError: there is no such key; names the close ones.
     """
+    whole = schema
     for number, part in enumerate(parts):
         item = _item_type(schema)
         if _is_config(schema):
             fields = {field.encode_name: field.type for field in msgspec.structs.fields(schema)}
             if part not in fields:
-                raise ValueError(f"{unknown_key(part, list(fields))} (in {'.'.join(parts[:number]) or 'the topology'})")
+                message = unknown_key(".".join(parts[: number + 1]), list(fields), whole)
+                raise ValueError(f"{message} (in {'.'.join(parts[:number]) or 'the topology'})")
             schema = fields[part]
         elif item is not None:
             schema = item

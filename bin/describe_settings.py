@@ -1,0 +1,37 @@
+"""Write the pages under docs/ that are made from settings and their data, or check that they are current."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from runtime.settings.from_slime_page import from_slime_page  # noqa: E402 - found in place, without an installation
+
+PAGES: Final[dict[str, Callable[[], str]]] = {  # below docs/, and what gives its text
+    "from-slime.md": from_slime_page,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns 0, or 1 when --check finds a stale page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is not current")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder to write to")
+    args = parser.parse_args(argv)
+    texts = {args.docs / name: text() for name, text in PAGES.items()}
+    stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    for path in stale:
+        if args.check:
+            print(f"{path}: not current, run bin/describe-settings", file=sys.stderr)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(texts[path], encoding="utf-8")
+    return 1 if args.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

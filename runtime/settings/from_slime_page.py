@@ -1,0 +1,93 @@
+"""docs/from-slime.md, made from the table of slime's flags and a hand-written head and end."""
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Final
+
+from runtime.settings.from_slime import OWN, Answer, Flag, FromSlime, Ours, Rule, Section, from_slime
+
+HEAD: Final = """# Coming from slime
+
+Written by `bin/describe-settings` from `runtime/settings/from_slime.toml`; do not edit.
+
+slime takes {count} command-line flags of its own and hands on those of Megatron, SGLang and its router. Here a run is a
+TOML file: a *topology* (what runs where) that includes a *recipe* (what is trained). Any key can be set for one start
+with `--set rollout.temperature=0.8`. Unknown keys are refused with the closest one that exists; a flag of slime's that
+is written as a key, in any table and with dashes or underscores, is answered with what this page says of it.
+
+A recipe key that exists in slime keeps slime's name, without a prefix that its table already says:
+`--rollout-temperature` is `rollout.temperature`.
+
+How to read the tables: the middle column is our key; **not yet** means that it fits the design and is not built, with
+what is missing or holds meanwhile; **no** means that it will not come, with the reason or what to do instead. Defaults
+are slime's; ours is named where it differs.
+"""
+
+RULES_HEAD: Final = """
+## Flags that slime hands on
+
+By rule, for every flag that no table above names.
+
+| flags | here | |
+|---|---|---|
+"""
+
+END: Final = """
+## Sample fields
+
+| slime | here |
+|---|---|
+| `group_index` | `group_id`: order of issue |
+| `index`, `rollout_id` | `index` in its group, and `part` among fan-out siblings |
+| `prompt`, `label`, `metadata` | the same |
+| `tokens`, `response_length` | segments: `prompt_ids` and `response_ids`, one segment per turn or spill |
+| `response` | the segments' `text` |
+| `loss_mask`, `rollout_log_probs` | the same, per segment |
+| `weight_versions` | `weight_spans`: which version sampled which tokens |
+| `reward` | `reward`, and `score` with all that the grader answered |
+| `status` | the same five values |
+| `teacher_log_probs`, `rollout_routed_experts` | columns, each a data message of its own |
+"""
+
+
+def from_slime_page() -> str:
+    """The page's text."""
+    table = from_slime()
+    return "".join([_head(table), *map(_section, table.sections), RULES_HEAD, *map(_rule_row, table.rules), END])
+
+
+def _head(table: FromSlime) -> str:
+    return HEAD.format(count=sum(flag.origin == OWN for flag in table.flags()))
+
+
+def _section(section: Section) -> str:
+    rows = [*_flag_rows(section.flags), *map(_our_row, section.ours)]
+    return f"\n## {section.title}\n\n| slime | here | |\n|---|---|---|\n{''.join(rows)}"
+
+
+def _flag_rows(flags: Iterable[Flag]) -> Iterator[str]:
+    """One row for neighbours of which the same is said."""
+    for (here, remark), same in groupby(flags, key=lambda flag: (_here(flag), flag.remark)):
+        yield _row(", ".join(map(_name, same)), here, remark)
+
+
+def _name(flag: Flag) -> str:
+    default = f" = {flag.default}" if flag.default is not None else ""
+    return f"`{flag.flag}`{default}{' (older)' if flag.origin == 'older' else ''}"
+
+
+def _rule_row(rule: Rule) -> str:
+    names = [*rule.names, *(f"{prefix}*" for prefix in rule.prefixes)]
+    return _row(f"{rule.whose}: {', '.join(f'`{name}`' for name in names)}", _here(rule), rule.remark)
+
+
+def _our_row(ours: Ours) -> str:
+    return _row("(none)", f"`{ours.key}`", ours.note)
+
+
+def _here(answer: Answer) -> str:
+    return answer.state if answer.key is None else f"`{answer.key}`"
+
+
+def _row(flags: str, here: str, remark: str) -> str:
+    return f"| {flags} | {here} | {remark}{' ' if remark else ''}|\n"

@@ -1,0 +1,73 @@
+"""What may have been meant by a key that does not exist: slime's name for something, another table's key, a typo."""
+
+import re
+from collections.abc import Sequence
+from difflib import SequenceMatcher, get_close_matches
+from typing import Final
+
+from runtime.settings.from_slime import Found, find_by_rule, find_flag, spelled_as_flag
+
+CLOSE: Final = 0.75  # likeness of a name as a whole, where 1 is the same
+CLOSE_WORD: Final = 0.6  # and of each of its words: min_lr is no typo of max_lr
+ENGINES: Final = "engines"
+OF_TRAINERS: Final = "Megatron"  # whose names in a pool of engines are arguments of SGLang
+
+
+def hint(key: str, siblings: Sequence[str], keys: Sequence[str]) -> str | None:
+    """Say what may have been meant by an unknown key; none where a guess could mislead.
+
+    Args:
+        key: dotted, "data.0.prompt-data".
+        siblings: what its table allows.
+        keys: every key of the schema; of lists and named tables those of one item, "data.0.path".
+    """
+    table, _, name = key.rpartition(".")
+    below_its_prefix = find_flag(f"{table.partition('.')[0]}-{name}")
+    found = find_flag(name) if name.startswith("-") else below_its_prefix or find_flag(name)
+    if found is not None:
+        return _say(found, table)
+    plain = spelled_as_flag(name).replace("-", "_").lower()
+    if plain in siblings:
+        return f"did you mean {plain}?"
+    if elsewhere := [known for known in keys if known.rpartition(".")[2] == plain]:
+        return f"did you mean {' or '.join(_beside(known, table) for known in elsewhere)}?"
+    close = [known for known in get_close_matches(plain, siblings, cutoff=CLOSE) if _is_typo(plain, known)]
+    return flag_hint(key) or (f"did you mean {close[0]}?" if close else None)
+
+
+def flag_hint(key: str) -> str | None:
+    """Say what became of a flag that slime has or hands on, if the last part of a key is one."""
+    table, _, name = key.rpartition(".")
+    found = find_flag(name) or find_by_rule(name)
+    if found is None or (table.startswith(ENGINES) and found.whose == OF_TRAINERS):
+        return None
+    return _say(found, table)
+
+
+def _say(found: Found, table: str) -> str:
+    answer, flag = found.answer, f"{found.whose}'s --{found.flag}"
+    remark = _plain(answer.remark)
+    if answer.key is not None:
+        return f"{flag} is {_beside(answer.key, table)} here" + (f" ({remark})" if remark else "")
+    return f"{flag} {'has no key here' if answer.no is not None else 'is not built yet'}: {remark}"
+
+
+def _beside(key: str, table: str) -> str:
+    """The key in the item that the table is of: data.1.path of data.0.path where data.1 is spoken of."""
+    parts, place = key.split("."), table.split(".")
+    if len(place) > 1 and len(parts) > 2 and parts[0] == place[0]:
+        parts[1] = place[1]
+    return ".".join(parts)
+
+
+def _is_typo(name: str, known: str) -> bool:
+    """Whether two names differ in letters, not in a word."""
+    words, meant = name.split("_"), known.split("_")
+    if len(words) != len(meant):
+        return "".join(words) == "".join(meant)
+    return all(SequenceMatcher(None, *pair).ratio() >= CLOSE_WORD for pair in zip(words, meant, strict=True))
+
+
+def _plain(text: str) -> str:
+    """Markdown of docs/ as a terminal shows it."""
+    return re.sub(r"\[[^]]+\]\(([^)]+)\)", r"docs/\1", text).replace("`", "")
