@@ -11,8 +11,9 @@ import msgspec
 from actors.registry import ROLES, hosted
 from runtime.agent.claims.rundir import TOPOLOGY_FILE
 from runtime.bus.addresses import BUS_URL_VARIABLE
-from runtime.host.actor import EXIT_INPUT_ERROR, run_process
+from runtime.exit_codes import EXIT_INPUT_ERROR
 from runtime.host.logs import configure_logging
+from runtime.host.process import run_process
 from runtime.settings.topology import decode_topology
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from runtime.bus.bus import Bus
-from runtime.host.actor import Actor, Hosted
+from runtime.host.actor import Actor
+from runtime.host.hosting import Hosted
 from runtime.settings.topology import Topology, answers_are_recorded
 
 Role = Literal["buffer", "rollout", "reward", "filter", "trainer"]

@@ -48,7 +48,7 @@ def _tell(args: argparse.Namespace) -> int:
 
     from runtime.agent.reopen import NoLog, NoSuchRun, find_run
     from runtime.bus.errors import BusError
-    from runtime.host.actor import leaves
+    from runtime.failures import leaves
 
     try:
         run = find_run(args.run)

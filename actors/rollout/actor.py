@@ -51,7 +51,8 @@ from messages import (
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Delivery
 from runtime.bus.errors import MessageTooLarge
-from runtime.host.actor import Actor, leaves
+from runtime.failures import leaves
+from runtime.host.actor import Actor
 from runtime.settings.topology import Topology, num_engines
 from runtime.wording import count_of
 

@@ -14,34 +14,23 @@ import msgspec
 import structlog
 
 from messages import ActorExited, ActorStarted, GroupCompleted, RunFailed, RunFinished, SegmentsPublished
-from runtime.agent.claims.claim import write_atomically
 from runtime.agent.claims.node_claim import NodeClaim, NodeClaimed
 from runtime.agent.claims.rundir import BUS_FILE, METRICS_FILE
 from runtime.agent.stalls import StallWatch
+from runtime.agent.supervision.changes import Change, Exited, GivenUp, Ready, Started
 from runtime.agent.supervision.supervisor import Supervision
 from runtime.bus.addresses import BUS_URL_VARIABLE, Address
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError, BusUnavailable
 from runtime.bus.limits import BusLimits, StreamLimits
 from runtime.bus.nats.server import ServerSettings, server_command, wait_ready, write_config
-from runtime.host.actor import leaves
+from runtime.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR
+from runtime.failures import leaves
+from runtime.files import write_atomically
 from runtime.ledger.archive import begun, history
 from runtime.report.metrics_file import MetricsFile
 from runtime.report.report import Line, Report, RowDone, SampleShown
-from runtime.settings.processes import (
-    EXIT_FENCED,
-    EXIT_INPUT_ERROR,
-    Change,
-    Exited,
-    GivenUp,
-    Greets,
-    PortRequest,
-    ProcessSpec,
-    Ready,
-    Stage,
-    Started,
-    WhenConfirmed,
-)
+from runtime.settings.processes import Greets, PortRequest, ProcessSpec, Stage, WhenConfirmed
 
 log = structlog.get_logger()
 

@@ -8,6 +8,7 @@ import anyio
 import msgspec
 
 from runtime.agent.claims.claim import Claim, RunClaimed
+from runtime.agent.claims.incarnation import raise_incarnation
 from runtime.agent.claims.rundir import (
     METRICS_FILE,
     TOPOLOGY_FILE,
@@ -20,10 +21,12 @@ from runtime.agent.claims.rundir import (
     wants_more_steps,
 )
 from runtime.agent.node import NodeAgent, NodePlan, Outcome, Show, command_started, exit_code_of
+from runtime.agent.supervision.changes import GivenUp
 from runtime.bus.nats.server import ServerSettings
+from runtime.exit_codes import EXIT_INPUT_ERROR
 from runtime.host.logs import configure_logging
 from runtime.settings.plan import stream_limits, stream_sizes
-from runtime.settings.processes import EXIT_INPUT_ERROR, GivenUp, ProcessSpec
+from runtime.settings.processes import ProcessSpec
 from runtime.settings.topology import Topology, bus_node
 
 __all__ = ["End", "RunRefused", "SpecsOf", "Wish", "start"]
@@ -97,7 +100,7 @@ def _plan(topology: Topology, wish: Wish, claim: Claim, specs_of: SpecsOf) -> No
         run=topology.run.name,
         node=wish.node,
         run_dir=claim.run_dir,
-        incarnation=claim.raise_incarnation(),
+        incarnation=raise_incarnation(claim.run_dir),
         num_steps=topology.train.num_steps,
         started=command_started(),
         processes=tuple(specs_of(topology, wish.node, claim.run_dir)),

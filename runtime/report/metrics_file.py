@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from runtime.agent.claims.claim import write_atomically
+from runtime.files import write_atomically
 
 Row = dict[str, Any]
 

@@ -5,9 +5,6 @@ from enum import IntEnum
 
 import msgspec
 
-EXIT_INPUT_ERROR = 2  # the process met input that a restart will not mend
-EXIT_FENCED = 3  # another process has taken over its role
-
 
 class Stage(IntEnum):
     """Who depends on whom: a stage is stopped after all later ones."""
@@ -81,44 +78,3 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     critical: bool = True  # whether the run fails when it is given up
     max_restarts: int = 10  # without progress of the run in between
     stop_timeout_s: float = 4.0  # from SIGTERM to SIGKILL
-
-
-class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """A process runs."""
-
-    spec: ProcessSpec
-    pid: int
-    restarts: int
-
-
-class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """A process serves."""
-
-    spec: ProcessSpec
-    host: str | None
-    port: int | None
-    restarts: int
-
-
-class Exited(msgspec.Struct, frozen=True, kw_only=True):
-    """A process ended."""
-
-    spec: ProcessSpec
-    pid: int
-    exit_code: int  # negative: killed by that signal
-    reason: str
-    restart_in_s: float | None  # none: it is not started again
-
-
-class GivenUp(msgspec.Struct, frozen=True, kw_only=True):
-    """A process ended for good without being asked to."""
-
-    spec: ProcessSpec
-    exit_code: int
-    reason: str
-    log: str  # path
-    tail: tuple[str, ...]  # its last lines
-
-
-Change = Started | Ready | Exited | GivenUp
-Listener = Callable[[Change], None]

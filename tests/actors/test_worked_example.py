@@ -23,7 +23,7 @@ from messages import (
 )
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
-from runtime.host.actor import host
+from runtime.host.hosting import host
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, Stage, fold
 from runtime.settings.topology import Topology
 from tests.fixtures.nats import eventually

@@ -17,8 +17,10 @@ from messages import BatchTrained, TrainerStarted, WeightsAnnounced
 from runtime.agent.claims.rundir import TOPOLOGY_FILE
 from runtime.bus.addresses import BUS_URL_VARIABLE
 from runtime.bus.bus import Bus
-from runtime.host.actor import Actor, Hosted, run_process
+from runtime.host.actor import Actor
+from runtime.host.hosting import Hosted
 from runtime.host.logs import configure_logging
+from runtime.host.process import run_process
 from runtime.settings.topology import Topology, decode_topology
 
 CHECKSUM = "sum"  # what the zero engine says of any weights

@@ -30,7 +30,7 @@ from messages import (
 )
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
-from runtime.host.actor import host
+from runtime.host.hosting import host
 from runtime.settings.topology import Topology
 from tests.support.scripted_engine import ScriptedEngine
 

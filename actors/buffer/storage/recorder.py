@@ -37,9 +37,9 @@ from messages import (
     VerdictGiven,
 )
 from messages.subjects import key_of
-from runtime.agent.claims.claim import write_atomically
 from runtime.bus.bus import Bus
 from runtime.bus.errors import PayloadLost, PayloadUnreadable
+from runtime.files import write_atomically
 from runtime.host.actor import InputError
 from runtime.ledger.fold import LEDGER_EVENTS, OVER_SAMPLING_FILTER
 from runtime.samples.dumps import (

@@ -1,4 +1,4 @@
-"""The claim on a run directory: one agent per node and run, and a number that counts its starts."""
+"""The claim on a run directory: one agent per node and run, held by a lock."""
 
 import fcntl
 import os
@@ -13,7 +13,6 @@ from typing import IO, Self
 import msgspec
 
 LOCK_FILE = "agent.lock"
-INCARNATION_FILE = "incarnation"
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,13 +63,6 @@ class Claim:
         file.flush()
         return cls(run_dir, file)
 
-    def raise_incarnation(self) -> int:
-        """Count this start of the run's agent, from 1, and return the number."""
-        path = self.run_dir / INCARNATION_FILE
-        incarnation = (int(path.read_text()) if path.exists() else 0) + 1
-        write_atomically(path, f"{incarnation}\n".encode())
-        return incarnation
-
     def __enter__(self) -> Self:
         return self
 
@@ -100,13 +92,6 @@ def _locks_shared(file: IO[bytes]) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file at once: readers, and a start after a crash, see the old content or the new."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_bytes(content)
-    partial.replace(path)
 
 
 def _read_holder(file: IO[str]) -> Holder | None:

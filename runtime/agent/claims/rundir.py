@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from runtime.agent.claims.claim import LOCK_FILE, Claim, write_atomically
+from runtime.agent.claims.claim import LOCK_FILE, Claim
+from runtime.files import write_atomically
 from runtime.report.report import Result
 from runtime.settings.topology import Topology, decode_topology, encode_topology
 

@@ -11,21 +11,13 @@ import anyio
 import anyio.abc
 
 from runtime.agent.supervision import guardian
+from runtime.agent.supervision.changes import Exited, GivenUp, Listener, Ready, Started
 from runtime.agent.supervision.output import OutputLog
 from runtime.agent.supervision.ports import PortInUse, choose_port
 from runtime.agent.supervision.readiness import wait_until_ready, wait_until_silent
 from runtime.agent.supervision.spawn import Child, Guard
-from runtime.settings.processes import (
-    EXIT_FENCED,
-    EXIT_INPUT_ERROR,
-    Exited,
-    GivenUp,
-    Listener,
-    ProcessSpec,
-    Ready,
-    Stage,
-    Started,
-)
+from runtime.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR
+from runtime.settings.processes import ProcessSpec, Stage
 
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 10.0

@@ -38,7 +38,7 @@ from messages.codec import encode
 from messages.subjects import filter_of, ledger_filter, subject_of
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError, Fenced
-from runtime.host.actor import host
+from runtime.host.hosting import host
 from runtime.settings.recipe import EvalConfig
 from runtime.settings.topology import Topology
 from tests.fixtures.nats import NatsServer, eventually

@@ -20,7 +20,7 @@ from messages import (
 )
 from runtime.bus.bus import Bus
 from runtime.bus.errors import CallError
-from runtime.host.actor import host
+from runtime.host.hosting import host
 from runtime.ledger.fold import LedgerState, fold
 from tests.fixtures.nats import eventually
 from tests.support.log_of_a_run import batch, completed, issued, trained, verdict, weights

@@ -17,7 +17,8 @@ from messages import (
     WeightsAnnounced,
 )
 from runtime.bus.bus import Bus
-from runtime.host.actor import Hosted, host, leaves
+from runtime.failures import leaves
+from runtime.host.hosting import Hosted, host
 from runtime.settings.topology import Topology
 
 SAID = (TrainerStarted, BatchTrained, PayloadsMissing, CheckpointSaved, WeightsAnnounced)

@@ -21,7 +21,7 @@ from messages import (
 from runtime.bus.bus import Bus
 from runtime.bus.errors import Fenced
 from runtime.checksums import checksums_of
-from runtime.host.actor import host
+from runtime.host.hosting import host
 from runtime.settings.topology import Topology
 from tests.actors.buffer.storage.test_recorder import completed
 from tests.actors.trainer.batches.test_feed import take_snapshot, trim

@@ -26,7 +26,7 @@ from messages import (
     WeightsAnnounced,
 )
 from runtime.bus.bus import Bus
-from runtime.host.actor import host
+from runtime.host.hosting import host
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, Stage, fold
 from runtime.settings.recipe import DataConfig
 from runtime.settings.topology import Topology

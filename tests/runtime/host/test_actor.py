@@ -24,19 +24,11 @@ from runtime.bus.bus import Bus
 from runtime.bus.errors import BusUnavailable, Fenced
 from runtime.bus.limits import BusLimits
 from runtime.bus.roster import Roster
-from runtime.host.actor import (
-    EXIT_FAILED,
-    EXIT_FENCED,
-    EXIT_INPUT_ERROR,
-    EXIT_OK,
-    Actor,
-    Hosted,
-    InputError,
-    exit_code_of,
-    host,
-    leaves,
-    run_process,
-)
+from runtime.exit_codes import EXIT_FAILED, EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_OK
+from runtime.failures import leaves
+from runtime.host.actor import Actor, InputError
+from runtime.host.hosting import Hosted, host
+from runtime.host.process import exit_code_of, run_process
 from runtime.settings.toml import TopologyError
 from tests.fixtures.nats import NatsServer, eventually, group_failed, score_request
 

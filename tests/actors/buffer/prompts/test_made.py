@@ -15,7 +15,9 @@ from actors.buffer.prompts.tokenizing import load_tokenizing
 from actors.registry import hosted
 from messages import PromptsLoaded, RolloutRequested
 from runtime.bus.bus import Bus
-from runtime.host.actor import InputError, host, leaves
+from runtime.failures import leaves
+from runtime.host.actor import InputError
+from runtime.host.hosting import host
 from runtime.samples.data_files import DataError
 from runtime.settings.recipe import DataConfig
 from runtime.settings.topology import Topology

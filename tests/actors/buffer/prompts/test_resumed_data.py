@@ -10,7 +10,9 @@ import pytest
 from actors.registry import hosted
 from messages import PromptsLoaded
 from runtime.bus.bus import Bus
-from runtime.host.actor import InputError, host, leaves
+from runtime.failures import leaves
+from runtime.host.actor import InputError
+from runtime.host.hosting import host
 from runtime.settings.topology import Topology
 from tests.support.rollout import topology_with
 

@@ -33,7 +33,7 @@ from messages import (
 )
 from runtime.bus.bus import Bus
 from runtime.bus.limits import KIB, StreamLimits
-from runtime.host.actor import host
+from runtime.host.hosting import host
 from runtime.ledger.archive import history
 from runtime.ledger.books import LedgerReport
 from runtime.ledger.fold import LedgerState, fold

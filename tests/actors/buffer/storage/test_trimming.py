@@ -40,7 +40,9 @@ from messages import (
     WeightsAnnounced,
 )
 from runtime.bus.bus import Bus
-from runtime.host.actor import InputError, host, leaves
+from runtime.failures import leaves
+from runtime.host.actor import InputError
+from runtime.host.hosting import host
 from runtime.ledger.archive import History, archived_events, archived_files
 from runtime.ledger.books import GroupLife, LedgerReport
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, Stage, fold

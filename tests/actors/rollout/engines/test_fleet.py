@@ -24,7 +24,7 @@ from messages.subjects import stream_of
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
 from runtime.bus.nats.store import api_call
-from runtime.host.actor import leaves
+from runtime.failures import leaves
 from tests.fixtures.nats import eventually
 from tests.support.rollout import (
     announcement,

@@ -23,7 +23,7 @@ from messages import (
     UInt8Array,
 )
 from runtime.bus.bus import Bus
-from runtime.host.actor import Hosted, host
+from runtime.host.hosting import Hosted, host
 from tests.support.rollout import next_event, topology_with
 
 pytestmark = pytest.mark.anyio

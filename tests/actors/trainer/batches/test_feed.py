@@ -13,7 +13,8 @@ from actors.trainer.megatron import groups as ranks
 from messages import BatchReady, BatchTrained, GroupRef, Plane, SnapshotTaken, TrainerStarted, WeightsAnnounced
 from runtime.bus.bus import Bus
 from runtime.bus.errors import PayloadLost
-from runtime.host.actor import InputError, leaves
+from runtime.failures import leaves
+from runtime.host.actor import InputError
 from runtime.ledger.fold import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hosting import names, of, running, said_until

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from runtime.agent.claims.claim import Claim, RunClaimed, kept_unclaimed
+from runtime.agent.claims.incarnation import raise_incarnation
 
 
 def test_a_second_claim_is_refused_and_names_the_holder(tmp_path: Path) -> None:
@@ -20,7 +21,7 @@ def test_a_second_claim_is_refused_and_names_the_holder(tmp_path: Path) -> None:
 def test_a_claim_ends_with_its_context_and_the_incarnation_counts_on(tmp_path: Path) -> None:
     for expected in (1, 2, 3):
         with Claim.take(tmp_path) as claim:
-            assert claim.raise_incarnation() == expected
+            assert raise_incarnation(claim.run_dir) == expected
 
 
 def test_a_claim_ends_with_its_process_even_when_killed(tmp_path: Path) -> None:

@@ -14,20 +14,9 @@ import msgspec
 import psutil
 import pytest
 
+from runtime.agent.supervision.changes import Change, Exited, GivenUp, Ready, Started
 from runtime.agent.supervision.supervisor import RestartBudget, Supervision
-from runtime.settings.processes import (
-    AnswersHttp,
-    Change,
-    Exited,
-    GivenUp,
-    PortRequest,
-    ProcessSpec,
-    Ready,
-    Stage,
-    Started,
-    WhenAnswering,
-    WhenListening,
-)
+from runtime.settings.processes import AnswersHttp, PortRequest, ProcessSpec, Stage, WhenAnswering, WhenListening
 
 pytestmark = pytest.mark.anyio
 

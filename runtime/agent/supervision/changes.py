@@ -1,0 +1,48 @@
+"""What happens to a process that is supervised, as those who listen learn of it."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from runtime.settings.processes import ProcessSpec
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True):
+    """A process runs."""
+
+    spec: ProcessSpec
+    pid: int
+    restarts: int
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """A process serves."""
+
+    spec: ProcessSpec
+    host: str | None
+    port: int | None
+    restarts: int
+
+
+class Exited(msgspec.Struct, frozen=True, kw_only=True):
+    """A process ended."""
+
+    spec: ProcessSpec
+    pid: int
+    exit_code: int  # negative: killed by that signal
+    reason: str
+    restart_in_s: float | None  # none: it is not started again
+
+
+class GivenUp(msgspec.Struct, frozen=True, kw_only=True):
+    """A process ended for good without being asked to."""
+
+    spec: ProcessSpec
+    exit_code: int
+    reason: str
+    log: str  # path
+    tail: tuple[str, ...]  # its last lines
+
+
+Change = Started | Ready | Exited | GivenUp
+Listener = Callable[[Change], None]
