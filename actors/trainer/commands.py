@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from actors.trainer.batches.plan import TrainBatch
+from actors.trainer.batches.batch import TrainBatch
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.checkpoint import (
     Checkpoint,
@@ -26,8 +26,9 @@ from actors.trainer.megatron.checkpoint import (
 )
 from actors.trainer.megatron.groups import Ranks
 from actors.trainer.megatron.rank_model import Replica
-from actors.trainer.models.files import NOT_WRITTEN, Published, prune_versions, publish_weights, write_model
-from actors.trainer.models.mapping import export_weights
+from actors.trainer.models.cuts import export_weights
+from actors.trainer.models.files import write_model
+from actors.trainer.models.publish import NOT_WRITTEN, Published, prune_versions, publish_weights
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology, answers_are_recorded
 

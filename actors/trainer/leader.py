@@ -36,7 +36,7 @@ from runtime.settings.topology import EXPORT_DIRECTORY, Topology
 
 if TYPE_CHECKING:
     from actors.trainer.commands import TrainerEngine
-    from actors.trainer.models.files import Published
+    from actors.trainer.models.publish import Published
 
 log = structlog.get_logger()
 

@@ -193,9 +193,11 @@ def _draw(topology: Topology, directory: Path) -> None:
     """Write the weights that the trainer would start from; the directory appears when it is complete."""
     if directory.exists():
         return
-    from actors.trainer.models.config import DTYPES, read_hf_config
+    from actors.trainer.megatron.config import DTYPES
+    from actors.trainer.models.config import read_hf_config
     from actors.trainer.models.files import write_model
-    from actors.trainer.models.mapping import hf_shapes, random_source
+    from actors.trainer.models.names import hf_shapes
+    from actors.trainer.models.sources import random_source
 
     model_directory = Path(topology.model.hf_checkpoint)
     model = read_hf_config(model_directory)

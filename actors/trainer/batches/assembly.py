@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.trainer.batches.plan import TrainBatch
+from actors.trainer.batches.batch import TrainBatch
 from actors.trainer.batches.staleness import NOT_SAMPLED, Masking, loss_masks, staleness_of
 from messages import GroupCompleted, SampleStatus, SampleSummary, Segment, SegmentsPublished
 

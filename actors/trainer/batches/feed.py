@@ -10,8 +10,8 @@ import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from actors.trainer.batches.assembly import NO_MASKING, CollectedGroup, assemble, payload_seqs
+from actors.trainer.batches.batch import TrainBatch
 from actors.trainer.batches.history import HISTORY, History
-from actors.trainer.batches.plan import TrainBatch
 from actors.trainer.batches.staleness import Masking
 from messages import (
     BatchReady,

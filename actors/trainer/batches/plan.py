@@ -1,74 +1,13 @@
-"""A batch as ragged columns, and its cut into optimizer steps, replicas and micro-batches.
+"""Which samples of a batch train together: optimizer steps, replicas and micro-batches. B samples."""
 
-B samples, N tokens of all samples one after another, R rollouts, M tokens that train in one micro-batch. A column holds
-a number per token: element i describes token i, which the model predicts at position i - 1.
-"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Floats32 = NDArray[np.float32]
+from actors.trainer.batches.batch import Ints, TrainBatch
 
 PADDING_FLOOR: Final = 1024  # tokens of padding in a micro-batch that are always accepted: a further one costs more
 PADDING_RATIO: Final = 0.25  # of a micro-batch
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainBatch:
-    """The samples of one train step, grouped by rollout and in order of issue."""
-
-    step: int
-    groups_B: Ints  # prompt group
-    rollouts_B: Ints  # 0 .. R - 1, rising; equal for the parts of one rollout
-    rewards_B: NDArray[np.float64]
-    raw_rewards_B: NDArray[np.float64]  # before graders shaped them; only shown
-    truncated_B: NDArray[np.uint8]  # 1 where the response ran into its limit
-    lengths_B: Ints  # tokens
-    tokens_N: NDArray[np.int32]
-    loss_mask_N: NDArray[np.uint8]  # 1 where the token trains
-    rollout_log_probs_N: Floats32  # of the policy that sampled; 0 where the token does not train
-    staleness_N: NDArray[np.int32]  # train steps; 0: sampled by the weights that this step starts from; -1: not sampled
-
-    def __post_init__(self) -> None:
-        lengths = {name: len(getattr(self, name)) for name in vars(self) if name != "step"}
-        for suffix, size in (("_B", len(self.lengths_B)), ("_N", int(self.lengths_B.sum()))):
-            wrong = {name: length for name, length in lengths.items() if name.endswith(suffix) and length != size}
-            if wrong:
-                raise ValueError(f"step {self.step}: expected {size} entries, got {wrong}")
-        if not lengths["lengths_B"]:
-            raise ValueError(f"step {self.step}: the batch has no samples")
-
-    @cached_property
-    def starts_B(self) -> Ints:
-        """Where each sample's tokens begin in the columns."""
-        return np.concatenate([[0], np.cumsum(self.lengths_B)[:-1]]).astype(np.int64)
-
-    @cached_property
-    def mask_sums_B(self) -> Ints:
-        """Tokens of each sample that train."""
-        return np.add.reduceat(self.loss_mask_N.astype(np.int64), self.starts_B)
-
-    def spread(self, values_B: NDArray[np.float64]) -> Floats32:
-        """A column from one number per sample."""
-        return np.repeat(values_B.astype(np.float32), self.lengths_B)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """What one forward pass takes."""
-
-    tokens: Ints  # [b, s] padded on the right, or [1, t] packed
-    rows_M: Ints  # positions, over tokens flattened, whose output predicts a token that trains
-    targets_M: Ints  # those tokens
-    columns_M: Ints  # where those tokens are in the batch's columns
-    samples: Ints  # of the batch, that are in here
-    bounds: NDArray[np.int32] | None = None  # packed: where each sequence begins, and the end
 
 
 def split_steps(batch: TrainBatch, num_steps: int) -> list[Ints]:
@@ -139,57 +78,3 @@ def _first_fit(lengths_B: Ints, order: Ints, max_tokens: int) -> list[Ints]:
         bins[place].append(sample)
         free[place] -= length
     return [np.array(members, dtype=np.int64) for members in bins]
-
-
-def make_micro_batch(batch: TrainBatch, samples: Ints, *, packed: bool, multiple: int = 1) -> MicroBatch:
-    """Lay samples out for a forward pass. The last token of each is only predicted, never read.
-
-    Args:
-        batch: the whole batch.
-        samples: which of it; none gives one position without loss, so that all replicas run equally often.
-        packed: behind each other instead of padded.
-        multiple: the number of positions per row is rounded up to it, as sequence parallelism needs.
-    """
-    if not len(samples):
-        bounds = np.array([0, multiple], dtype=np.int32) if packed else None
-        nothing = np.empty(0, dtype=np.int64)
-        tokens = np.zeros((1, multiple), dtype=np.int64)
-        return MicroBatch(
-            tokens=tokens, rows_M=nothing, targets_M=nothing, columns_M=nothing, samples=nothing, bounds=bounds
-        )
-    inputs = np.maximum(batch.lengths_B[samples] - 1, 1)
-    longest = _round_up(int(inputs.max()), multiple)
-    positions = np.arange(longest)
-    columns = batch.starts_B[samples][:, None] + positions  # [b, s], of the token that is read
-    real = positions < (batch.lengths_B[samples] - 1)[:, None]
-    columns = np.where(real, columns, 0)
-    trains = real & (batch.loss_mask_N[np.where(real, columns + 1, 0)] != 0)
-    tokens = np.where(real, batch.tokens_N[columns], 0).astype(np.int64)
-    row, position = np.nonzero(trains)
-    columns_M = columns[row, position] + 1
-    targets_M = batch.tokens_N[columns_M].astype(np.int64)
-    if not packed:
-        rows_M = row * longest + position
-        return MicroBatch(tokens=tokens, rows_M=rows_M, targets_M=targets_M, columns_M=columns_M, samples=samples)
-    offsets = np.concatenate([[0], np.cumsum(inputs)])
-    total = _round_up(int(offsets[-1]), multiple)
-    flat = np.zeros((1, total), dtype=np.int64)
-    flat[0, : offsets[-1]] = tokens[positions < inputs[:, None]]
-    bounds = offsets if total == offsets[-1] else np.append(offsets, total)  # what is padded is a sequence of its own
-    return MicroBatch(
-        tokens=flat,
-        rows_M=offsets[row] + position,
-        targets_M=targets_M,
-        columns_M=columns_M,
-        samples=samples,
-        bounds=bounds.astype(np.int32),
-    )
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def num_padded_tokens(micro_batches: Sequence[MicroBatch]) -> int:
-    """Positions that a forward pass over micro-batches computes, padding included."""
-    return sum(micro_batch.tokens.size for micro_batch in micro_batches)

@@ -10,7 +10,7 @@ from typing import Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.trainer.batches.plan import TrainBatch
+from actors.trainer.batches.batch import TrainBatch
 from messages import Segment
 from runtime.settings.recipe import RolloutConfig
 

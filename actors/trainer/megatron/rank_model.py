@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.trainer.algorithms.log_probs import log_probs_and_entropy
-from actors.trainer.batches.plan import MicroBatch
+from actors.trainer.batches.batch import MicroBatch
 from actors.trainer.megatron.build import build_model
+from actors.trainer.megatron.config import DTYPES, transformer_config
 from actors.trainer.megatron.imports import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -27,8 +28,10 @@ from actors.trainer.megatron.imports import (
     parallel_state,
     quiet,
 )
-from actors.trainer.models.config import DTYPES, HfConfig, read_hf_config, transformer_config
-from actors.trainer.models.mapping import WeightSource, file_source, load_weights, random_source
+from actors.trainer.models.config import HfConfig, read_hf_config
+from actors.trainer.models.cuts import load_weights
+from actors.trainer.models.files import file_source
+from actors.trainer.models.sources import WeightSource, random_source
 from runtime.settings import recipe
 from runtime.settings.topology import Topology
 

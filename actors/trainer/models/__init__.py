@@ -1,4 +1,4 @@
 """Hugging Face models: their configuration, and their weights' names, cuts and files.
 
-Open mapping.py first.
+Open names.py first.
 """

@@ -3,37 +3,27 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import structlog
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.trainer.algorithms.losses import Reduction, grpo_advantages, kl_divergence, policy_loss, reduction, sft_loss
+from actors.trainer.algorithms.advantages import grpo_advantages
+from actors.trainer.algorithms.kl import kl_divergence
+from actors.trainer.algorithms.losses import policy_loss, sft_loss
+from actors.trainer.algorithms.reduction import Reduction, reduction
 from actors.trainer.algorithms.schedules import entropy_coef, learning_rate
-from actors.trainer.batches.plan import (
-    Floats32,
-    Ints,
-    MicroBatch,
-    TrainBatch,
-    make_micro_batch,
-    plan_micro_batches,
-    split_steps,
-)
-from actors.trainer.batches.staleness import staleness_metrics
+from actors.trainer.batches.batch import Floats32, Ints, MicroBatch, TrainBatch, make_micro_batch
+from actors.trainer.batches.plan import plan_micro_batches, split_steps
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
-from actors.trainer.models.mapping import file_source
+from actors.trainer.step.metrics import SFT_SUMS, SUMS, difference_metrics, reduced_sums, sampling_metrics, size_metrics
+from actors.trainer.step.reference import ReferenceModel
 from runtime.settings.recipe import trains_demonstrations
 from runtime.settings.topology import Topology
 
 log = structlog.get_logger()
-
-SUMS = ("loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "kl_loss")  # train/..., reduced like the loss
-SFT_SUMS = ("loss", "sft_loss", "entropy_loss")
-DIFF = "train/train_rollout_logprob_abs_diff"
 
 
 @dataclass(frozen=True)
@@ -71,17 +61,8 @@ class TrainStep:
         self._demonstrations = trains_demonstrations(topology)
         self._sums = SFT_SUMS if self._demonstrations else SUMS
         self._normalize = _normalizes_rewards(topology)
-        self._ref_weights = self._load_reference() if self._algorithm.use_kl_loss else None
-
-    def _load_reference(self) -> list[Tensor]:
-        initial = self._replica.weights_copy()
-        if self._topology.model.ref_load is None:
-            return initial
-        self._replica.set_weights(file_source(Path(self._topology.model.ref_load)))
-        reference = self._replica.weights_copy()
-        self._replica.restore_weights(initial)
-        self._replica.optimizer.reload_model_params()
-        return reference
+        ref_load = topology.model.ref_load
+        self._reference = ReferenceModel(replica, ref_load) if self._algorithm.use_kl_loss else None
 
     def __call__(self, batch: TrainBatch) -> dict[str, float]:
         """Train one batch. A collective of all ranks, which pass the same batch.
@@ -101,9 +82,10 @@ class TrainStep:
         for step in steps:
             sums.append(self._backward(batch, step, columns))
             norms.append(self._optimizer_step(batch.step, step.number))
-        metrics |= self._reduced(sums) | _size_metrics(batch)
+        metrics |= self._reduced(sums) | size_metrics(batch)
         if not self._demonstrations:
-            metrics |= self._difference(batch, steps, columns) | _sampling_metrics(batch, columns.advantages_N)
+            metrics |= difference_metrics(batch, _micro_batches(steps), columns.trainer_log_probs_N)
+            metrics |= sampling_metrics(batch, columns.advantages_N)
             metrics["train/entropy_coef"] = self._entropy_coef(batch.step)
         metrics["train/grad_norm"] = float(np.mean(norms))
         metrics["train/lr-pg_0"] = self._learning_rate(batch.step, steps[-1].number)
@@ -147,28 +129,19 @@ class TrainStep:
         )
         begin = time.perf_counter()
         trainer_log_probs_N = np.zeros_like(batch.rollout_log_probs_N)
-        later = [micro_batch for step in steps[1:] for micro_batch in step.micro_batches]
+        later = _micro_batches(steps[1:])
         if later and not self._demonstrations:  # the first step's own forward pass yields its log-probs for nothing
             self._replica.fill_log_probs(later, trainer_log_probs_N)
         metrics = {"perf/log_probs_time": time.perf_counter() - begin}
         begin = time.perf_counter()
-        ref_log_probs_N = self._reference_log_probs(batch, steps)
-        if ref_log_probs_N is not None:
+        ref_log_probs_N = None
+        if self._reference is not None:
+            ref_log_probs_N = self._reference.log_probs(batch, _micro_batches(steps))
             metrics["perf/ref_log_probs_time"] = time.perf_counter() - begin
         weights_B = np.concatenate([step.reduction.token_weights for step in steps])
         return _Columns(
             batch.spread(advantages), batch.spread(weights_B), trainer_log_probs_N, ref_log_probs_N
         ), metrics
-
-    def _reference_log_probs(self, batch: TrainBatch, steps: list[_OptimizerStep]) -> Floats32 | None:
-        if self._ref_weights is None:
-            return None
-        column = np.zeros_like(batch.rollout_log_probs_N)
-        policy = self._replica.weights_copy()
-        self._replica.restore_weights(self._ref_weights)
-        self._replica.fill_log_probs([micro_batch for step in steps for micro_batch in step.micro_batches], column)
-        self._replica.restore_weights(policy)
-        return column
 
     def _backward(self, batch: TrainBatch, step: _OptimizerStep, columns: _Columns) -> Tensor:
         """Set the gradients; return this replica's metric sums and share of the denominator behind them."""
@@ -234,29 +207,14 @@ class TrainStep:
         return entropy_coef(self._algorithm, train_step, num_steps=self._topology.train.num_steps)
 
     def _reduced(self, sums: Sequence[Tensor]) -> dict[str, float]:
-        """Mean over the optimizer steps of each of the metric sums."""
-        total = ranks.sum_over_replicas(torch.stack(list(sums)))
-        means = (total[:, :-1] / total[:, -1:].clamp(min=1.0)).mean(dim=0)
-        metrics = {f"train/{name}": value for name, value in zip(self._sums, means.tolist(), strict=True)}
+        metrics = reduced_sums(self._sums, sums)
         if not self._algorithm.use_kl_loss:
             metrics.pop("train/kl_loss", None)
         return metrics
 
-    def _difference(self, batch: TrainBatch, steps: list[_OptimizerStep], columns: _Columns) -> dict[str, float]:
-        """How far the engines' log-probs are from those of the weights that this train step began with.
 
-        The mean covers all tokens that train; the maximum only those that these very weights sampled, where anything
-        but rounding means that engine and trainer compute different models.
-        """
-        where = np.concatenate([micro_batch.columns_M for step in steps for micro_batch in step.micro_batches])
-        difference = np.abs(columns.trainer_log_probs_N[where] - batch.rollout_log_probs_N[where])
-        current = batch.staleness_N[where] == 0
-        sums = ranks.sum_over_replicas(
-            torch.tensor([difference.sum(), len(where), current.sum()], dtype=torch.float64)
-        ).tolist()
-        largest = ranks.max_over_replicas(torch.tensor(difference[current].max(initial=0.0), dtype=torch.float64))
-        count = max(sums[1], 1.0)
-        return {DIFF: sums[0] / count, f"{DIFF}_max": largest.item(), "train/stale_token_ratio": 1.0 - sums[2] / count}
+def _micro_batches(steps: Sequence[_OptimizerStep]) -> list[MicroBatch]:
+    return [micro_batch for step in steps for micro_batch in step.micro_batches]
 
 
 def _normalizes_rewards(topology: Topology) -> bool:
@@ -267,28 +225,3 @@ def _normalizes_rewards(topology: Topology) -> bool:
         log.warning("rewards_not_normalized", reason="rollout.n_samples_per_prompt = 1: every advantage would be 0")
         return False
     return True
-
-
-def _size_metrics(batch: TrainBatch) -> dict[str, float]:
-    """How large the batch is, whoever trains it."""
-    return {
-        "rollout/response_lengths": float(batch.mask_sums_B.mean()),
-        "rollout/total_lengths": float(batch.lengths_B.mean()),
-        "train/global_batch_size": float(batch.rollouts_B[-1] + 1),
-    }
-
-
-def _sampling_metrics(batch: TrainBatch, advantages_N: Floats32) -> dict[str, float]:
-    """How its samples were sampled and judged."""
-    mask = batch.loss_mask_N != 0
-    return {
-        "rollout/raw_reward": float(batch.raw_rewards_B.mean()),
-        "rollout/advantages": _mean(advantages_N[mask]),
-        "rollout/rollout_log_probs": _mean(batch.rollout_log_probs_N[mask]),
-        "rollout/truncated": float(batch.truncated_B.mean()),
-        **staleness_metrics(batch),
-    }
-
-
-def _mean(values: NDArray[np.float32]) -> float:
-    return float(values.mean()) if len(values) else 0.0

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.trainer.batches.plan import TrainBatch
+from actors.trainer.batches.batch import TrainBatch
 from runtime.settings.topology import Topology
 
 VOCAB = 32

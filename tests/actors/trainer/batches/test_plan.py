@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.trainer.batches.plan import TrainBatch, make_micro_batch, plan_micro_batches, split_steps
+from actors.trainer.batches.batch import TrainBatch, make_micro_batch
+from actors.trainer.batches.plan import plan_micro_batches, split_steps
 from tests.actors.trainer.tiny import random_batch
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40).map(lambda values: np.array(values, dtype=np.int64))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.trainer.batches.assembly import CollectedGroup, assemble
-from actors.trainer.batches.plan import TrainBatch
+from actors.trainer.batches.batch import TrainBatch
 from actors.trainer.batches.staleness import NOT_SAMPLED, Masking, loss_masks, staleness_metrics, staleness_of
 from messages import SampleKey, Segment, SegmentsPublished
 from runtime.settings.recipe import RolloutConfig

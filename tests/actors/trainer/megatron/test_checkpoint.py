@@ -10,7 +10,7 @@ import torch
 from actors.trainer.commands import TrainerEngine
 from actors.trainer.megatron.checkpoint import checkpoints_in, load_checkpoint, prune_checkpoints, save_checkpoint
 from actors.trainer.megatron.rank_model import Replica
-from actors.trainer.models.mapping import export_weights
+from actors.trainer.models.cuts import export_weights
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
 from tests.actors.trainer.tiny import random_batch

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from actors.trainer.commands import TrainerEngine
-from actors.trainer.models.files import prune_versions, publish_weights
-from actors.trainer.models.mapping import random_source
+from actors.trainer.models.publish import prune_versions, publish_weights
+from actors.trainer.models.sources import random_source
 from runtime.checksums import checksums_of
 from runtime.settings.topology import Topology
 from tests.actors.trainer.tiny import TINY, random_batch

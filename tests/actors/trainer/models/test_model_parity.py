@@ -6,18 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.trainer.batches.plan import make_micro_batch
+from actors.trainer.batches.batch import make_micro_batch
 from actors.trainer.megatron.build import build_model
+from actors.trainer.megatron.config import transformer_config
 from actors.trainer.megatron.imports import PackedSeqParams, quiet
-from actors.trainer.models.config import read_hf_config, transformer_config
-from actors.trainer.models.mapping import (
-    export_weights,
-    file_source,
-    hf_shapes,
-    load_weights,
-    mapping_source,
-    random_source,
-)
+from actors.trainer.models.config import read_hf_config
+from actors.trainer.models.cuts import export_weights, load_weights
+from actors.trainer.models.files import file_source
+from actors.trainer.models.names import hf_shapes
+from actors.trainer.models.sources import mapping_source, random_source
 from runtime.settings.topology import MegatronConfig
 from tests.actors.trainer.hf import write_model
 from tests.actors.trainer.tiny import TINY, VOCAB, random_batch

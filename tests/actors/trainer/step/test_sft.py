@@ -9,9 +9,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from actors.trainer.algorithms.losses import sft_loss
-from actors.trainer.batches.plan import TrainBatch
+from actors.trainer.batches.batch import TrainBatch
 from actors.trainer.megatron.rank_model import Replica
-from actors.trainer.models.mapping import export_weights
+from actors.trainer.models.cuts import export_weights
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import write_model

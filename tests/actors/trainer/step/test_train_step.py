@@ -10,10 +10,11 @@ import pytest
 import structlog
 import torch
 
-from actors.trainer.batches.plan import TrainBatch
+from actors.trainer.batches.batch import TrainBatch
 from actors.trainer.megatron.rank_model import Replica
-from actors.trainer.models.mapping import export_weights
-from actors.trainer.step.train_step import DIFF, TrainStep
+from actors.trainer.models.cuts import export_weights
+from actors.trainer.step.metrics import DIFF
+from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import write_model
 from tests.actors.trainer.step.reference import ReferenceTrainer

@@ -1,0 +1,34 @@
+"""Estimates of a KL divergence per token. M tokens that train, of one micro-batch."""
+
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+KlEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
+
+LOW_VAR_KL_LIMIT: Final = 10.0  # nats
+
+
+def kl_divergence(log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator) -> Tensor:
+    """Estimate KL(policy || reference) per token from the sampled token alone.
+
+    Args:
+        log_probs: [M], of the policy.
+        ref_log_probs: [M], of the reference.
+        estimator: k1 is unbiased and may be negative; k2 is half its square; k3 is unbiased and never negative;
+            low_var_kl is k3 limited to 10 nats.
+
+    Returns:
+        [M], nats.
+
+    Source:
+        Schulman, "Approximating KL divergence", 2020; the limit is verl's and slime's.
+    """
+    difference = log_probs - ref_log_probs
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference.square() / 2
+    k3 = torch.exp(-difference) - 1 + difference
+    return k3 if estimator == "k3" else k3.clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT)

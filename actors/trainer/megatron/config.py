@@ -1,0 +1,74 @@
+"""The Megatron config that means the same as a Hugging Face one, and which parallel layouts can hold the model."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from actors.trainer.megatron.imports import TransformerConfig
+from actors.trainer.models.config import HfConfig
+from runtime.settings.topology import MegatronConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.dtype, device: torch.device) -> Any:
+    """Megatron's TransformerConfig of a model.
+
+    Raises:
+        ValueError: the layout does not fit the model, or asks for what the trainer does not do yet.
+    """
+    check_layout(model, layout)
+    pipeline = layout.pipeline_model_parallel_size
+    return TransformerConfig(
+        num_layers=model.num_hidden_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.intermediate_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_key_value_heads,
+        kv_channels=model.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=model.has_qkv_bias,
+        qk_layernorm=model.has_qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline,
+        sequence_parallel=layout.sequence_parallel,
+        calculate_per_token_loss=True,  # the loss function returns a sum and what to divide it by, for both reductions
+        variable_seq_lengths=pipeline > 1,  # micro-batches differ in length
+        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths refuses the default, also for dense models
+        use_cpu_initialization=device.type == "cpu",
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        batch_p2p_comm=False,
+        cuda_graph_scope=[],
+    )
+
+
+def check_layout(model: HfConfig, layout: MegatronConfig) -> None:
+    """Refuse a parallel layout that cannot hold the model.
+
+    Raises:
+        ValueError: says which size, and what would fit.
+    """
+    tensor, pipeline = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    for name in ("context_parallel_size", "expert_model_parallel_size"):
+        if getattr(layout, name) > 1:
+            raise ValueError(f"trainer.megatron.{name} = {getattr(layout, name)}: only 1 is supported so far")
+    divisible = {"num_key_value_heads": tensor, "vocab_size": tensor, "intermediate_size": tensor}
+    divisible["num_hidden_layers"] = pipeline
+    for name, size in divisible.items():
+        if getattr(model, name) % size:
+            raise ValueError(f"{name} = {getattr(model, name)} of the model does not divide by {size} ranks")

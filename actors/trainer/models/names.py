@@ -1,0 +1,94 @@
+"""Weights under Hugging Face's names and under Megatron's, whole on both sides.
+
+A matrix is [out, in] on both sides. Megatron joins the query, key and value projections: for G key-value heads its rows
+are G groups of the query heads that share a key-value head, then the key head, then the value head. It joins gate and
+up projection one below the other.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from actors.trainer.models.config import HfConfig
+
+_TOP = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+_LAYER = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+}
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+
+
+def hf_shapes(model: HfConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a model by its Hugging Face name, in the order of the layers, without a tied output weight."""
+    hidden, inner = model.hidden_size, model.intermediate_size
+    query, key = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (model.vocab_size, hidden)}
+    for index in range(model.num_hidden_layers):
+        layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+        for name, rows in zip(_QKV, (query, key, key), strict=True):
+            layer[f"{name}.weight"] = (rows, hidden)
+            if model.has_qkv_bias:
+                layer[f"{name}.bias"] = (rows,)
+        if model.has_qk_norm:
+            layer |= {"self_attn.q_norm.weight": (model.head_dim,), "self_attn.k_norm.weight": (model.head_dim,)}
+        layer |= {
+            "self_attn.o_proj.weight": (hidden, query),
+            "post_attention_layernorm.weight": (hidden,),
+            "mlp.gate_proj.weight": (inner, hidden),
+            "mlp.up_proj.weight": (inner, hidden),
+            "mlp.down_proj.weight": (hidden, inner),
+        }
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not model.tie_word_embeddings:
+        shapes["lm_head.weight"] = (model.vocab_size, hidden)
+    return shapes
+
+
+def joined_for_megatron(name: str, model: HfConfig, source: Callable[[str], Tensor]) -> Tensor:
+    """The whole tensor that Megatron has under a name, from those that Hugging Face has."""
+    if name == "output_layer.weight" and model.tie_word_embeddings:
+        return source("model.embed_tokens.weight")
+    if name in _TOP:
+        return source(_TOP[name])
+    prefix, rest = _layer_prefix(name)
+    if rest in _LAYER:
+        return source(prefix + _LAYER[rest])
+    if rest == "mlp.linear_fc1.weight":
+        return torch.cat([source(prefix + part) for part in _GATE_UP])
+    kind = rest.removeprefix("self_attention.linear_qkv.")
+    groups = model.num_key_value_heads
+    parts = [source(f"{prefix}{projection}.{kind}") for projection in _QKV]
+    return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+
+
+def split_for_hf(name: str, model: HfConfig, whole: Tensor) -> list[tuple[str, Tensor]]:
+    """The tensors that Hugging Face has, by name, of the whole one that Megatron has."""
+    if name in _TOP:
+        return [(_TOP[name], whole)]
+    prefix, rest = _layer_prefix(name)
+    if rest in _LAYER:
+        return [(prefix + _LAYER[rest], whole)]
+    if rest == "mlp.linear_fc1.weight":
+        return [(prefix + part, tensor) for part, tensor in zip(_GATE_UP, whole.chunk(2), strict=True)]
+    kind = rest.removeprefix("self_attention.linear_qkv.")
+    groups, size = model.num_key_value_heads, model.head_dim
+    query = model.num_attention_heads // groups * size
+    parts = whole.unflatten(0, (groups, query + 2 * size)).split([query, size, size], dim=1)
+    return [(f"{prefix}{to}.{kind}", part.flatten(0, 1)) for to, part in zip(_QKV, parts, strict=True)]
+
+
+def _layer_prefix(name: str) -> tuple[str, str]:
+    _, _, layer, rest = name.split(".", 3)
+    return f"model.layers.{layer}.", rest

@@ -1,0 +1,72 @@
+"""Metrics of a train step: of its batch, of its losses, and of how far engines and trainer are apart."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from actors.trainer.batches.batch import Floats32, MicroBatch, TrainBatch
+from actors.trainer.batches.staleness import staleness_metrics
+from actors.trainer.megatron import groups as ranks
+
+SUMS = ("loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "kl_loss")  # train/..., reduced like the loss
+SFT_SUMS = ("loss", "sft_loss", "entropy_loss")
+DIFF = "train/train_rollout_logprob_abs_diff"
+
+
+def reduced_sums(names: Sequence[str], sums: Sequence[Tensor]) -> dict[str, float]:
+    """Mean over the optimizer steps of each of the metric sums. A collective of all replicas.
+
+    Args:
+        names: of the sums.
+        sums: of each optimizer step on this replica, the last one the share of the denominator.
+    """
+    total = ranks.sum_over_replicas(torch.stack(list(sums)))
+    means = (total[:, :-1] / total[:, -1:].clamp(min=1.0)).mean(dim=0)
+    return {f"train/{name}": value for name, value in zip(names, means.tolist(), strict=True)}
+
+
+def difference_metrics(
+    batch: TrainBatch, micro_batches: Sequence[MicroBatch], trainer_log_probs_N: Floats32
+) -> dict[str, float]:
+    """How far the engines' log-probs are from those of the weights that this train step began with.
+
+    The mean covers all tokens that train; the maximum only those that these very weights sampled, where anything
+    but rounding means that engine and trainer compute different models. A collective of all replicas.
+    """
+    where = np.concatenate([micro_batch.columns_M for micro_batch in micro_batches])
+    difference = np.abs(trainer_log_probs_N[where] - batch.rollout_log_probs_N[where])
+    current = batch.staleness_N[where] == 0
+    sums = ranks.sum_over_replicas(
+        torch.tensor([difference.sum(), len(where), current.sum()], dtype=torch.float64)
+    ).tolist()
+    largest = ranks.max_over_replicas(torch.tensor(difference[current].max(initial=0.0), dtype=torch.float64))
+    count = max(sums[1], 1.0)
+    return {DIFF: sums[0] / count, f"{DIFF}_max": largest.item(), "train/stale_token_ratio": 1.0 - sums[2] / count}
+
+
+def size_metrics(batch: TrainBatch) -> dict[str, float]:
+    """How large the batch is, whoever trains it."""
+    return {
+        "rollout/response_lengths": float(batch.mask_sums_B.mean()),
+        "rollout/total_lengths": float(batch.lengths_B.mean()),
+        "train/global_batch_size": float(batch.rollouts_B[-1] + 1),
+    }
+
+
+def sampling_metrics(batch: TrainBatch, advantages_N: Floats32) -> dict[str, float]:
+    """How its samples were sampled and judged."""
+    mask = batch.loss_mask_N != 0
+    return {
+        "rollout/raw_reward": float(batch.raw_rewards_B.mean()),
+        "rollout/advantages": _mean(advantages_N[mask]),
+        "rollout/rollout_log_probs": _mean(batch.rollout_log_probs_N[mask]),
+        "rollout/truncated": float(batch.truncated_B.mean()),
+        **staleness_metrics(batch),
+    }
+
+
+def _mean(values: NDArray[np.float32]) -> float:
+    return float(values.mean()) if len(values) else 0.0

@@ -1,0 +1,42 @@
+"""The reference model of a KL loss: the weights that the run began with, or those of model.ref_load."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from actors.trainer.batches.batch import Floats32, MicroBatch, TrainBatch
+from actors.trainer.megatron.rank_model import Replica
+from actors.trainer.models.files import file_source
+
+
+class ReferenceModel:
+    """A second set of weights of this rank, put into the replica's place where its log-probs are wanted."""
+
+    def __init__(self, replica: Replica, ref_load: str | None) -> None:
+        """Take the weights, so it is made before a checkpoint is loaded.
+
+        Args:
+            replica: of this rank.
+            ref_load: a model directory; none: what the replica holds.
+
+        Raises:
+            ValueError, OSError: the directory cannot be used.
+        """
+        self._replica = replica
+        self._weights = replica.weights_copy()
+        if ref_load is not None:
+            initial = self._weights
+            replica.set_weights(file_source(Path(ref_load)))
+            self._weights = replica.weights_copy()
+            replica.restore_weights(initial)
+            replica.optimizer.reload_model_params()
+
+    def log_probs(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> Floats32:
+        """Of the tokens of the batch that train and lie in these micro-batches. A collective of all ranks."""
+        column = np.zeros_like(batch.rollout_log_probs_N)
+        policy = self._replica.weights_copy()
+        self._replica.restore_weights(self._weights)
+        self._replica.fill_log_probs(micro_batches, column)
+        self._replica.restore_weights(policy)
+        return column
