@@ -26,7 +26,7 @@ from runtime.host.actor import Actor
 from runtime.settings.topology import Topology, num_ranks
 
 if TYPE_CHECKING:
-    from actors.trainer.commands import TrainerEngine
+    from actors.trainer.commands import TrainerRank
 
 
 class TrainerActor(Actor):
@@ -72,32 +72,32 @@ class TrainerActor(Actor):
             if self._rank == 0:
                 await self._lead(torch_thread, store, task_status)
                 return
-            engine = await torch_thread.run(self._build_engine, store)
+            rank = await torch_thread.run(self._build_rank, store)
             task_status.started()
             try:
-                await torch_thread.run(engine.follow)
+                await torch_thread.run(rank.follow)
             finally:
-                engine.stop_following()
+                rank.stop_following()
 
     async def _lead(self, torch_thread: TorchThread, store: Any, task_status: TaskStatus[None]) -> None:
         async with anyio.create_task_group() as group:
             feed = Feed(self._bus, Masking.of(self._topology.rollout))
             group.start_soon(feed.run)  # reads the log while the other thread imports torch and loads the model
-            engine = await torch_thread.run(self._build_engine, store)
+            rank = await torch_thread.run(self._build_rank, store)
             try:
-                step = await torch_thread.run(engine.resume)
+                step = await torch_thread.run(rank.resume)
                 await feed.caught_up.wait()
-                self._leader = Leader(self._topology, self._bus, feed, torch_thread, engine, step)
+                self._leader = Leader(self._topology, self._bus, feed, torch_thread, rank, step)
                 await self._leader.announce_start()
                 task_status.started()
                 await self._leader.train_all()
                 await anyio.sleep_forever()
             finally:
-                torch_thread.run_last(engine.close)
+                torch_thread.run_last(rank.close)
 
-    def _build_engine(self, store: Any) -> "TrainerEngine":
+    def _build_rank(self, store: Any) -> "TrainerRank":
         """On the torch thread: importing torch and Megatron takes seconds."""
-        from actors.trainer.commands import TrainerEngine
+        from actors.trainer.commands import TrainerRank
         from actors.trainer.megatron.groups import Ranks
 
         rank = Ranks(
@@ -106,4 +106,4 @@ class TrainerActor(Actor):
             local_rank=self._local_rank,
             store=store,
         )
-        return TrainerEngine(self._topology, self._run_dir, rank)
+        return TrainerRank(self._topology, self._run_dir, rank)

@@ -59,7 +59,7 @@ class _Stop(msgspec.Struct, tag=True):
 _Command = _Load | _Train | _Save | _Export | _Stop
 
 
-class TrainerEngine:
+class TrainerRank:
     """One rank of the trainer. All calls come from one thread."""
 
     def __init__(self, topology: Topology, run_directory: Path, rank: Ranks | None = None) -> None:

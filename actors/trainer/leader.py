@@ -35,7 +35,7 @@ from runtime.host.actor import InputError
 from runtime.settings.topology import EXPORT_DIRECTORY, Topology
 
 if TYPE_CHECKING:
-    from actors.trainer.commands import TrainerEngine
+    from actors.trainer.commands import TrainerRank
     from actors.trainer.models.publish import Published
 
 log = structlog.get_logger()
@@ -45,7 +45,7 @@ class Leader:
     """One incarnation of the trainer, from its loaded checkpoint to the last planned step."""
 
     def __init__(
-        self, topology: Topology, bus: Bus, feed: Feed, torch_thread: TorchThread, engine: "TrainerEngine", step: int
+        self, topology: Topology, bus: Bus, feed: Feed, torch_thread: TorchThread, rank: "TrainerRank", step: int
     ) -> None:
         """Take over from the log as the feed has read it.
 
@@ -53,19 +53,19 @@ class Leader:
             topology: of the run.
             bus: to publish on.
             feed: has caught up with the log.
-            torch_thread: where the engine's calls run.
-            engine: has loaded its checkpoint.
+            torch_thread: where the rank's calls run.
+            rank: has loaded its checkpoint.
             step: train steps that its weights contain.
 
         Raises:
             InputError: steps after it were trained, and the log does not hold their batches any more.
         """
         self._train = topology.train
-        self._run_directory = engine.run_directory
+        self._run_directory = rank.run_directory
         self._bus = bus
         self._feed = feed
         self._torch_thread = torch_thread
-        self._engine = engine
+        self._rank = rank
         self._frontier = feed.history.frontier
         self._incarnation = feed.history.incarnation + 1
         self._saved_step = feed.history.saved_step
@@ -109,7 +109,7 @@ class Leader:
         while self.step < self._train.num_steps:
             await self._train_step()
         if self._train.save_hf:
-            await self._torch_thread.run(self._engine.export, self._run_directory / EXPORT_DIRECTORY)
+            await self._torch_thread.run(self._rank.export, self._run_directory / EXPORT_DIRECTORY)
         await self._save()
         self._waiting = "nothing: every planned step is trained", time.monotonic()
 
@@ -159,7 +159,7 @@ class Leader:
             log.warning("batch_has_no_trainable_sample", step=self.step)
             return {}
         begin = time.perf_counter()
-        metrics = await self._torch_thread.run(self._engine.train, fed.batch)
+        metrics = await self._torch_thread.run(self._rank.train, fed.batch)
         self.busy_s += time.perf_counter() - begin
         return metrics
 
@@ -180,7 +180,7 @@ class Leader:
         """Write the weights to disk under the next version."""
         confirmed = self._feed.history.confirmed
         self.version += 1
-        published = await self._torch_thread.run(self._engine.publish, self.version, confirmed=confirmed)
+        published = await self._torch_thread.run(self._rank.publish, self.version, confirmed=confirmed)
         self.busy_s += published.took_s
         return published
 
@@ -207,7 +207,7 @@ class Leader:
 
     async def _save(self) -> None:
         begin = time.perf_counter()
-        path, kept = await self._torch_thread.run(self._engine.save, step=self.step, incarnation=self._incarnation)
+        path, kept = await self._torch_thread.run(self._rank.save, step=self.step, incarnation=self._incarnation)
         took_s = time.perf_counter() - begin
         self.busy_s += took_s
         saved = CheckpointSaved(

@@ -42,7 +42,7 @@ def import_s() -> float:
 def measure(run_dir: Path, num_steps: int, *, profile: bool) -> dict[str, Any]:
     import torch
 
-    from actors.trainer.commands import TrainerEngine
+    from actors.trainer.commands import TrainerRank
     from actors.trainer.megatron import cpu
     from runtime.settings.load import load_topology
 
@@ -51,7 +51,7 @@ def measure(run_dir: Path, num_steps: int, *, profile: bool) -> dict[str, Any]:
     batches = [random_batch(step, topology.rollout.rollout_batch_size) for step in range(num_steps)]
     with cpu.CpuMode():
         begin = time.perf_counter()
-        engine = TrainerEngine(topology, run_dir)
+        engine = TrainerRank(topology, run_dir)
         built_s = time.perf_counter() - begin
         metrics: list[dict[str, float]] = []
         train_ms = milliseconds(num_steps, lambda step: metrics.append(engine.train(batches[step])))

@@ -1,4 +1,4 @@
-"""Weights cut for this rank and gathered from all: of gate and up projection, joined, each rank holds a part of both."""
+"""Weights cut for this rank and gathered from all: of gate and up projection, joined, each rank has a part of both."""
 
 from typing import Any
 

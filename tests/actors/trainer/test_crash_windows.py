@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from actors.trainer.batches.assembly import CollectedGroup, assemble
-from actors.trainer.commands import TrainerEngine
+from actors.trainer.commands import TrainerRank
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.torch_thread import TorchThread
 from messages import (
@@ -151,7 +151,7 @@ UNDISTURBED: list[str] = []  # checksums of the weights after each step; trained
 
 async def undisturbed(topology: Topology, directory: Path) -> list[str]:
     def train_all() -> list[str]:
-        engine = TrainerEngine(topology, directory)
+        engine = TrainerRank(topology, directory)
         sums = [engine.publish(1, confirmed=0).checksum]
         for step in range(NUM_STEPS):
             groups = [

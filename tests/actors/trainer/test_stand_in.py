@@ -126,7 +126,7 @@ async def test_a_start_goes_on_behind_a_log_whose_older_part_is_gone(bus: Bus, t
 
 
 async def test_weights_are_drawn_as_the_trainer_would_draw_them(bus: Bus, tmp_path: Path) -> None:
-    from actors.trainer.commands import TrainerEngine
+    from actors.trainer.commands import TrainerRank
 
     topology = topology_of(MODEL, random_init=True)
     for _ in range(2):  # the second start finds them
@@ -135,7 +135,7 @@ async def test_weights_are_drawn_as_the_trainer_would_draw_them(bus: Bus, tmp_pa
             assert received is not None
             path = Path(received.message.path)
     trained = topology_with(model={"hf_checkpoint": str(MODEL), "random_init": True}, trainer={"device": "cpu"})
-    engine = TrainerEngine(trained, tmp_path / "run")
+    engine = TrainerRank(trained, tmp_path / "run")
     try:
         published = engine.publish(1, confirmed=0)
     finally:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from actors.trainer.commands import TrainerEngine
+from actors.trainer.commands import TrainerRank
 from actors.trainer.megatron import cpu
 from actors.trainer.megatron.groups import Ranks
 from runtime.settings.topology import decode_topology
@@ -19,14 +19,14 @@ def main(directory: Path, rank: int, world: int, port: int) -> None:
     topology = decode_topology((directory / "topology.json").read_bytes())
     store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0) if world > 1 else None
     with cpu.CpuMode():
-        engine = TrainerEngine(topology, directory, Ranks(rank=rank, world_size=world, store=store))
+        engine = TrainerRank(topology, directory, Ranks(rank=rank, world_size=world, store=store))
         if rank == 0:
             lead(engine, directory)
         else:
             engine.follow()
 
 
-def lead(engine: TrainerEngine, directory: Path) -> None:
+def lead(engine: TrainerRank, directory: Path) -> None:
     """Two train steps, then two again from the checkpoint after the first."""
     engine.resume()
     results = [engine.train(random_batch(0))]

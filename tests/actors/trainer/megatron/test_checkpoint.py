@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.trainer.commands import TrainerEngine
+from actors.trainer.commands import TrainerRank
 from actors.trainer.megatron.checkpoint import checkpoints_in, load_checkpoint, prune_checkpoints, save_checkpoint
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.models.cuts import export_weights
@@ -104,13 +104,13 @@ def test_an_engine_resumes_from_the_newest_and_begins_at_nought_without(
     make_topology: MakeTopology, tmp_path: Path
 ) -> None:
     topology = make_topology(train={"keep_checkpoints": 2})
-    engine = TrainerEngine(topology, tmp_path / "run")
+    engine = TrainerRank(topology, tmp_path / "run")
     assert engine.resume() == 0
     for step in range(3):
         engine.train(random_batch(step))
         _, kept = engine.save(step=step + 1, incarnation=1)
     assert [checkpoint.step for checkpoint in kept] == [2, 3]
     expected = engine.train(random_batch(3))["train/loss"]
-    again = TrainerEngine(topology, tmp_path / "run")
+    again = TrainerRank(topology, tmp_path / "run")
     assert again.resume() == 3
     assert again.train(random_batch(3))["train/loss"] == expected

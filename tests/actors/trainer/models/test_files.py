@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from actors.trainer.commands import TrainerEngine
+from actors.trainer.commands import TrainerRank
 from actors.trainer.models.publish import prune_versions, publish_weights
 from actors.trainer.models.sources import random_source
 from runtime.checksums import checksums_of
@@ -51,7 +51,7 @@ def test_old_versions_go_once_an_engine_holds_a_newer_one(root: Path, confirmed:
 
 def test_an_engine_publishes_what_it_trains(make_topology: Callable[..., Topology], tmp_path: Path) -> None:
     topology = make_topology()
-    engine = TrainerEngine(topology, tmp_path)
+    engine = TrainerRank(topology, tmp_path)
     first = load_file(engine.publish(1, confirmed=0).path / "model.safetensors")
     drawn = random_source(engine._replica.hf, topology.run.seed)
     assert all(torch.equal(weight, drawn(name)) for name, weight in first.items())
@@ -65,7 +65,7 @@ def test_an_exported_model_stands_on_its_own(
 ) -> None:
     (model_dir / "tokenizer.json").write_text("{}")
     (model_dir / "model-00001-of-00002.safetensors").write_bytes(b"old")
-    TrainerEngine(make_topology(), tmp_path).export(tmp_path / "hf")
+    TrainerRank(make_topology(), tmp_path).export(tmp_path / "hf")
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
         "config.json", "model.safetensors", "tokenizer.json",
     ]  # fmt: skip
