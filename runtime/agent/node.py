@@ -1,76 +1,37 @@
-"""The node agent: runs the processes of one node, follows the run's log, and ends everything together."""
+"""The node agent: runs the processes of one node, and ends everything together."""
 
-import os
 import signal
-import time
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.abc
 import msgspec
 import structlog
 
-from messages import ActorExited, ActorStarted, GroupCompleted, RunFailed, RunFinished, SegmentsPublished
+from runtime.agent.bus_process import BUS_PROCESS, bus_process
 from runtime.agent.claims.node_claim import NodeClaim, NodeClaimed
-from runtime.agent.claims.rundir import BUS_FILE, METRICS_FILE
+from runtime.agent.claims.rundir import BUS_FILE
+from runtime.agent.follow import Follower, Show
+from runtime.agent.node_plan import NodePlan, Outcome
+from runtime.agent.publishing import forget_addresses, publish_changes
 from runtime.agent.stalls import StallWatch
-from runtime.agent.supervision.changes import Change, Exited, GivenUp, Ready, Started
+from runtime.agent.supervision.changes import Change, GivenUp, Ready
 from runtime.agent.supervision.supervisor import Supervision
-from runtime.bus.addresses import BUS_URL_VARIABLE, Address
+from runtime.bus.addresses import BUS_URL_VARIABLE
 from runtime.bus.bus import Bus
-from runtime.bus.errors import BusError, BusUnavailable
-from runtime.bus.limits import BusLimits, StreamLimits
-from runtime.bus.nats.server import ServerSettings, server_command, wait_ready, write_config
-from runtime.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR
+from runtime.bus.errors import BusError
+from runtime.bus.limits import BusLimits
+from runtime.exit_codes import EXIT_FENCED
 from runtime.failures import leaves
 from runtime.files import write_atomically
-from runtime.ledger.archive import begun, history
-from runtime.report.metrics_file import MetricsFile
-from runtime.report.report import Line, Report, RowDone, SampleShown
-from runtime.settings.processes import Greets, PortRequest, ProcessSpec, Stage, WhenConfirmed
+from runtime.settings.processes import ProcessSpec, Stage
 
 log = structlog.get_logger()
 
-BUS_PROCESS = "nats-server"
-BUS_READY_S = 30.0
-BUS_STOP_S = 1.5
 CHANGES_BOUND = 1000  # of processes, waiting to be told
 STOP_DEADLINE_S = 9.5  # from the wish to stop to the kill of all
-SAMPLE_TIMEOUT_S = 10.0
 RELEASE_TIMEOUT_S = 1.0
 BUS_LIMITS = BusLimits(drain_timeout_s=1.0)  # at the end the server may be gone before
-
-Show = Callable[[str], None]
-
-
-class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one agent has to run."""
-
-    run: str
-    node: str
-    run_dir: Path
-    incarnation: int  # of this agent, counted in the run directory
-    num_steps: int
-    started: float  # Unix time at which the command was given
-    processes: tuple[ProcessSpec, ...]
-    server: ServerSettings | None = None  # of the bus, if this node runs it
-    bus_url: str | None = None  # of the bus otherwise
-    limits: StreamLimits = StreamLimits()
-    keeps_metrics: bool = True  # one node of a run does
-    stall_after_s: float | None = None  # without any event, before it is said who waits; one node of a run says so
-    bus_unresponsive_after_s: float = 60.0
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How it ended."""
-
-    finished: bool
-    stopped_by: int | None = None  # signal
-    failure: GivenUp | None = None
-    error: str | None = None  # when no process failed but the bus did
 
 
 class NodeAgent:
@@ -83,9 +44,8 @@ class NodeAgent:
     def __init__(self, plan: NodePlan, *, show: Show) -> None:
         self._plan = plan
         self._show = show
-        self.report = Report(plan.run, plan.num_steps, plan.started)
-        self._metrics = MetricsFile(plan.run_dir / METRICS_FILE) if plan.keeps_metrics else None
         self._supervision = Supervision(plan.run_dir, environment=self._environment(), listener=self._on_change)
+        self.follower = Follower(plan, show=show, progress=self._supervision.progress, end=self._end)
         send, receive = anyio.create_memory_object_stream[Change](CHANGES_BOUND)
         self._changes, self._changes_to_tell = send, receive
         self._ending = anyio.Event()
@@ -107,14 +67,13 @@ class NodeAgent:
                     self._end(Outcome(finished=False, error=f"the agent failed: {leaves(errors)[0]}"))
                 await self._supervision.stop()
                 tasks.cancel_scope.cancel()
-        for notice in self.report.close():
-            self._take(notice)
+        self.follower.close()
         return self._outcome or Outcome(finished=False, error="ended without a reason")
 
     async def _work(self) -> None:
         """Bring the bus and all processes up; return when the end has come and the processes are stopped."""
         if self._plan.server is not None:
-            self._supervision.start(self._bus_spec(self._plan.server))
+            self._supervision.start(bus_process(self._plan, self._plan.server))
         else:
             self._bus_ready.set()
         await _first_of(self._bus_ready, self._ending)
@@ -138,13 +97,14 @@ class NodeAgent:
 
     async def _run_processes(self, bus: Bus, claim: NodeClaim) -> None:
         incarnation = claim.holder.incarnation
-        await self._forget_addresses(bus, incarnation)
+        if incarnation > 1:
+            await forget_addresses(bus, self._plan.processes)
         for spec in self._plan.processes:
             self._supervision.start(self._told_the_bus(spec, incarnation))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_claim, claim)
-            tasks.start_soon(self._tell, bus)
-            tasks.start_soon(self._follow, bus, tasks)
+            tasks.start_soon(publish_changes, bus, self._plan.node, self._changes_to_tell)
+            tasks.start_soon(self.follower.follow, bus, self._watch(bus, tasks), tasks)
             await self._ending.wait()
             await self._supervision.stop(Stage.ACTOR, Stage.SERVICE)
             tasks.cancel_scope.cancel()
@@ -199,63 +159,6 @@ class NodeAgent:
         fields = {key: value for key, value in msgspec.structs.asdict(change).items() if key not in ("spec", "tail")}
         log.info("process_changed", process=change.spec.name, change=type(change).__name__.lower(), **fields)
 
-    async def _tell(self, bus: Bus) -> None:
-        """Publish what happens to processes, and where those that serve are found."""
-        async for change in self._changes_to_tell:
-            name, node = change.spec.name, self._plan.node
-            match change:
-                case Started():
-                    await _insist(
-                        bus.publish, ActorStarted(actor=name, node=node, pid=change.pid, restarts=change.restarts)
-                    )
-                case Exited():
-                    event = ActorExited(
-                        actor=name,
-                        node=node,
-                        pid=change.pid,
-                        exit_code=change.exit_code,
-                        reason=change.reason,
-                        restart_in_s=change.restart_in_s,
-                    )
-                    await _insist(bus.publish, event)
-                case Ready() if change.spec.address_key is not None:
-                    address = Address(url=f"http://{change.host}:{change.port}")
-                    await _insist(bus.kv.put, change.spec.address_key, address)
-                case _:
-                    pass
-
-    async def _forget_addresses(self, bus: Bus, incarnation: int) -> None:
-        """An earlier agent's servers are gone."""
-        if incarnation == 1:
-            return
-        for spec in self._plan.processes:
-            if spec.address_key is not None:
-                await bus.kv.delete(spec.address_key)
-
-    async def _follow(self, bus: Bus, tasks: anyio.abc.TaskGroup) -> None:
-        """Fold the run's history; show what happened since the start."""
-        watch = self._watch(bus, tasks)
-        begins = await begun(bus, self._plan.run_dir)
-        if begins is not None:
-            self.report.begin(begins)
-        async with history(bus, self._plan.run_dir, buries=True) as events:
-            async for received in events.follow():
-                if watch is not None:
-                    watch.happened(received.message)
-                message, moment, steps = received.message, received.time.timestamp(), self.report.steps
-                live = moment >= self._plan.started
-                for notice in self.report.apply(message, received.seq, moment):
-                    if isinstance(notice, SampleShown):
-                        tasks.start_soon(self._show_sample, bus, notice)
-                    elif live or isinstance(notice, RowDone):
-                        self._take(notice)
-                if self.report.steps > steps:
-                    self._supervision.progress()
-                if isinstance(message, RunFinished) and (live or message.steps >= self._plan.num_steps):
-                    self._end(Outcome(finished=True))  # an earlier start may have finished with fewer steps to do
-                elif isinstance(message, RunFailed) and live:
-                    self._end(Outcome(finished=False, error=message.reason))
-
     def _watch(self, bus: Bus, tasks: anyio.abc.TaskGroup) -> StallWatch | None:
         plan = self._plan
         if plan.stall_after_s is None:
@@ -264,68 +167,6 @@ class NodeAgent:
         watch = StallWatch(bus, plan.stall_after_s, actors)
         tasks.start_soon(watch.run)
         return watch
-
-    def _take(self, notice: Any) -> None:
-        match notice:
-            case Line(text):
-                self._show(text)
-            case RowDone(row) if self._metrics is not None:
-                self._metrics.put(row)
-            case _:
-                pass
-
-    async def _show_sample(self, bus: Bus, shown: SampleShown) -> None:
-        with anyio.move_on_after(SAMPLE_TIMEOUT_S):
-            async with bus.read(GroupCompleted, from_seq=shown.seq) as events:
-                received = await events.next()
-            if received is None or received.seq != shown.seq:
-                return  # trimmed meanwhile
-            group, sample = received.message, received.message.samples[0]
-            try:
-                published = [await bus.fetch(SegmentsPublished, ref.seq) for ref in sample.segments]
-                first = published[0]
-                cited = zip(published, sample.segments, strict=True)
-                response = "".join(message.segments[ref.position].text for message, ref in cited)
-            except (BusError, IndexError) as error:
-                self._show(f"the {shown.which} sample cannot be shown: {error}")
-                return
-            reward = "none" if sample.reward is None else f"{sample.reward:g}"
-            tokens = f"{sample.prompt_len} + {sample.response_len} tokens"
-            told = f"group {group.group_id}, {sample.status}, reward {reward}, weights v{sample.last_version}, {tokens}"
-            self._show(f"{shown.which} sample: {told}")
-            self._show(f"  prompt    {first.prompt!r}")
-            self._show(f"  response  {response!r}")
-            self._show(f"  label     {first.label!r}")
-
-    def _bus_spec(self, server: ServerSettings) -> ProcessSpec:
-        directory = self._plan.run_dir / "bus"
-        config = write_config(directory / "nats.conf", server)
-        for leftover in directory.glob("*.ports"):  # of servers that were killed; a new one may get an old process id
-            leftover.unlink()
-
-        async def is_ready(pid: int) -> None:
-            with suppress(BusUnavailable):
-                await wait_ready(directory, pid, timeout_s=BUS_READY_S)
-                return
-            await anyio.sleep_forever()  # it has ended, or the deadline of its start will end it
-
-        fixed = server.port if server.port > 0 else None
-        return ProcessSpec(
-            name=BUS_PROCESS,
-            command=(*server_command(config, directory), "--port", "{port}"),
-            port=PortRequest(host=server.host, fixed=fixed, preferred=self._last_bus_port(), kept=True),
-            ready=WhenConfirmed(is_ready),
-            ready_timeout_s=BUS_READY_S,
-            probe=Greets(),
-            unresponsive_after_s=self._plan.bus_unresponsive_after_s,
-            stage=Stage.BUS,
-            stop_timeout_s=BUS_STOP_S,
-        )
-
-    def _last_bus_port(self) -> int | None:
-        path = self._plan.run_dir / BUS_FILE
-        port = path.read_text().strip().rpartition(":")[2] if path.exists() else ""
-        return int(port) if port.isdigit() else None
 
     def _environment(self) -> dict[str, str]:
         plan = self._plan
@@ -350,32 +191,3 @@ async def _first_of(*events: anyio.Event) -> None:
 
         for event in events:
             tasks.start_soon(wait, event)
-
-
-async def _insist(action: Callable[..., Awaitable[object]], *arguments: Any) -> None:
-    """Do it, however long the bus is away; each attempt waits out its own deadline."""
-    while True:
-        try:
-            await action(*arguments)
-        except BusError as error:
-            log.warning("telling_failed", error=str(error))
-        else:
-            return
-
-
-def command_started() -> float:
-    """Unix time at which this process began, also if the command was another program that became this one by exec."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.time() - age_s
-
-
-def exit_code_of(outcome: Outcome) -> int:
-    """0 finished, 1 failed, 2 wrong input, 128 + signal when stopped."""
-    if outcome.finished:
-        return 0
-    if outcome.stopped_by is not None:
-        return 128 + outcome.stopped_by
-    if outcome.failure is not None and outcome.failure.exit_code == EXIT_INPUT_ERROR:
-        return EXIT_INPUT_ERROR
-    return 1

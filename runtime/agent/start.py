@@ -1,5 +1,6 @@
 """From a checked topology to the end of its run on this node."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,9 @@ from runtime.agent.claims.rundir import (
     stored_result,
     wants_more_steps,
 )
-from runtime.agent.node import NodeAgent, NodePlan, Outcome, Show, command_started, exit_code_of
+from runtime.agent.follow import Show
+from runtime.agent.node import NodeAgent
+from runtime.agent.node_plan import NodePlan, Outcome, exit_code_of
 from runtime.agent.supervision.changes import GivenUp
 from runtime.bus.nats.server import ServerSettings
 from runtime.exit_codes import EXIT_INPUT_ERROR
@@ -102,7 +105,7 @@ def _plan(topology: Topology, wish: Wish, claim: Claim, specs_of: SpecsOf) -> No
         run_dir=claim.run_dir,
         incarnation=raise_incarnation(claim.run_dir),
         num_steps=topology.train.num_steps,
-        started=command_started(),
+        started=_command_started(),
         processes=tuple(specs_of(topology, wish.node, claim.run_dir)),
         server=_server(topology, claim.run_dir) if bus_node(topology) == wish.node else None,
         bus_url=topology.bus.url,
@@ -129,15 +132,23 @@ def _run(plan: NodePlan, topology: Topology, wish: Wish, show: Show) -> End:
         configure_logging("agent", plan.run, log_file)
         show(f"{'resuming' if plan.incarnation > 1 else 'starting'} run {plan.run} in {plan.run_dir}")
         agent = NodeAgent(plan, show=show)
+        report = agent.follower.report
         outcome = anyio.run(agent.run, backend="asyncio")  # the plain loop: children are forked from the main thread
     now = time.time()
-    stored = StoredResult(finished=outcome.finished, result=agent.report.result(now))
+    stored = StoredResult(finished=outcome.finished, result=report.result(now))
     store_result(plan.run_dir, stored)
-    _show_all(show, ["", _headline(plan.run, outcome), *agent.report.summary(now)])
+    _show_all(show, ["", _headline(plan.run, outcome), *report.summary(now)])
     _show_all(show, _what_next(plan.run, plan.run_dir, wish, finished=outcome.finished))
     if outcome.failure is not None:
         _show_all(show, _lines_of_a_failure(plan.run, outcome.failure))
     return End(exit_code=exit_code_of(outcome), result_json=_json_of(stored))
+
+
+def _command_started() -> float:
+    """Unix time at which this process began, also if the command was another program that became this one by exec."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
 
 
 def _headline(run: str, outcome: Outcome) -> str:

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from messages import ActorExited, ActorStarted, Message
-from runtime.agent.node import NodeAgent, NodePlan, Outcome, exit_code_of
+from runtime.agent.node import NodeAgent
+from runtime.agent.node_plan import NodePlan, Outcome, exit_code_of
 from runtime.bus.addresses import Address
 from runtime.bus.bus import Bus
 from runtime.bus.limits import MIB, StreamLimits
@@ -104,7 +105,7 @@ async def test_a_run_ends_when_the_log_says_that_it_is_finished(tmp_path: Path) 
     assert len(steps) == 3
     rows = [msgspec.json.decode(line) for line in (tmp_path / "r" / "metrics.jsonl").read_bytes().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert running.agent.report.result(time.time()).groups["trained"] == 3
+    assert running.agent.follower.report.result(time.time()).groups["trained"] == 3
     events = await events_of(tmp_path / "r")
     started = [event.actor for event in events if isinstance(event, ActorStarted)]
     assert sorted(started) == ["nats-server", "player"]
@@ -190,7 +191,7 @@ async def test_a_resumed_run_counts_what_went_before_and_shows_only_what_is_new(
     resumed = Running(plan(tmp_path / "r", player("0"), incarnation=2))
     outcome = await resumed.run()
     assert outcome.finished
-    result = resumed.agent.report.result(time.time())
+    result = resumed.agent.follower.report.result(time.time())
     assert (result.steps, result.groups["trained"]) == (2, 2)
     assert not [line for line in resumed.lines if line.startswith("step ")]
     rows = [msgspec.json.decode(line)["step"] for line in (tmp_path / "r" / "metrics.jsonl").read_bytes().splitlines()]

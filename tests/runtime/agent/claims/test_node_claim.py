@@ -7,7 +7,8 @@ import anyio
 import pytest
 
 from runtime.agent.claims.node_claim import NodeClaim, NodeClaimed, NodeHolder
-from runtime.agent.node import NodeAgent, NodePlan
+from runtime.agent.node import NodeAgent
+from runtime.agent.node_plan import NodePlan
 from runtime.bus.bus import Bus
 from tests.fixtures.nats import TEST_STREAMS, NatsServer, eventually
 from tests.runtime.agent.test_node import Running, player

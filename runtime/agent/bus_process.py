@@ -1,0 +1,49 @@
+"""The NATS server of a run as a process of its node."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+
+from runtime.agent.claims.rundir import BUS_FILE
+from runtime.agent.node_plan import NodePlan
+from runtime.bus.errors import BusUnavailable
+from runtime.bus.nats.server import ServerSettings, server_command, wait_ready, write_config
+from runtime.settings.processes import Greets, PortRequest, ProcessSpec, Stage, WhenConfirmed
+
+BUS_PROCESS = "nats-server"
+BUS_READY_S = 30.0
+BUS_STOP_S = 1.5
+
+
+def bus_process(plan: NodePlan, server: ServerSettings) -> ProcessSpec:
+    """The server that holds the run's streams, on the port that it had before if that is free."""
+    directory = plan.run_dir / "bus"
+    config = write_config(directory / "nats.conf", server)
+    for leftover in directory.glob("*.ports"):  # of servers that were killed; a new one may get an old process id
+        leftover.unlink()
+
+    async def is_ready(pid: int) -> None:
+        with suppress(BusUnavailable):
+            await wait_ready(directory, pid, timeout_s=BUS_READY_S)
+            return
+        await anyio.sleep_forever()  # it has ended, or the deadline of its start will end it
+
+    fixed = server.port if server.port > 0 else None
+    return ProcessSpec(
+        name=BUS_PROCESS,
+        command=(*server_command(config, directory), "--port", "{port}"),
+        port=PortRequest(host=server.host, fixed=fixed, preferred=_last_port(plan.run_dir), kept=True),
+        ready=WhenConfirmed(is_ready),
+        ready_timeout_s=BUS_READY_S,
+        probe=Greets(),
+        unresponsive_after_s=plan.bus_unresponsive_after_s,
+        stage=Stage.BUS,
+        stop_timeout_s=BUS_STOP_S,
+    )
+
+
+def _last_port(run_dir: Path) -> int | None:
+    path = run_dir / BUS_FILE
+    port = path.read_text().strip().rpartition(":")[2] if path.exists() else ""
+    return int(port) if port.isdigit() else None

@@ -1,0 +1,49 @@
+"""What one agent has to run, and how it ended."""
+
+from pathlib import Path
+
+import msgspec
+
+from runtime.agent.supervision.changes import GivenUp
+from runtime.bus.limits import StreamLimits
+from runtime.bus.nats.server import ServerSettings
+from runtime.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_OK
+from runtime.settings.processes import ProcessSpec
+
+
+class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What one agent has to run."""
+
+    run: str
+    node: str
+    run_dir: Path
+    incarnation: int  # of this agent, counted in the run directory
+    num_steps: int
+    started: float  # Unix time at which the command was given
+    processes: tuple[ProcessSpec, ...]
+    server: ServerSettings | None = None  # of the bus, if this node runs it
+    bus_url: str | None = None  # of the bus otherwise
+    limits: StreamLimits = StreamLimits()
+    keeps_metrics: bool = True  # one node of a run does
+    stall_after_s: float | None = None  # without any event, before it is said who waits; one node of a run says so
+    bus_unresponsive_after_s: float = 60.0
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How it ended."""
+
+    finished: bool
+    stopped_by: int | None = None  # signal
+    failure: GivenUp | None = None
+    error: str | None = None  # when no process failed but the bus did
+
+
+def exit_code_of(outcome: Outcome) -> int:
+    """0 finished, 1 failed, 2 wrong input, 128 + signal when stopped."""
+    if outcome.finished:
+        return EXIT_OK
+    if outcome.stopped_by is not None:
+        return 128 + outcome.stopped_by
+    if outcome.failure is not None and outcome.failure.exit_code == EXIT_INPUT_ERROR:
+        return EXIT_INPUT_ERROR
+    return EXIT_FAILED

@@ -1,0 +1,59 @@
+"""Publishes what happens to a node's processes, and where those that serve are found."""
+
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from typing import Any
+
+import structlog
+
+from messages import ActorExited, ActorStarted
+from runtime.agent.supervision.changes import Change, Exited, Ready, Started
+from runtime.bus.addresses import Address
+from runtime.bus.bus import Bus
+from runtime.bus.errors import BusError
+from runtime.settings.processes import ProcessSpec
+
+log = structlog.get_logger()
+
+
+async def publish_changes(bus: Bus, node: str, changes: AsyncIterable[Change]) -> None:
+    """Publish what happens to processes, and where those that serve are found."""
+    async for change in changes:
+        name = change.spec.name
+        match change:
+            case Started():
+                await _insist(
+                    bus.publish, ActorStarted(actor=name, node=node, pid=change.pid, restarts=change.restarts)
+                )
+            case Exited():
+                event = ActorExited(
+                    actor=name,
+                    node=node,
+                    pid=change.pid,
+                    exit_code=change.exit_code,
+                    reason=change.reason,
+                    restart_in_s=change.restart_in_s,
+                )
+                await _insist(bus.publish, event)
+            case Ready() if change.spec.address_key is not None:
+                address = Address(url=f"http://{change.host}:{change.port}")
+                await _insist(bus.kv.put, change.spec.address_key, address)
+            case _:
+                pass
+
+
+async def forget_addresses(bus: Bus, specs: Iterable[ProcessSpec]) -> None:
+    """Delete where an earlier agent's servers were found: they are gone."""
+    for spec in specs:
+        if spec.address_key is not None:
+            await bus.kv.delete(spec.address_key)
+
+
+async def _insist(action: Callable[..., Awaitable[object]], *arguments: Any) -> None:
+    """Do it, however long the bus is away; each attempt waits out its own deadline."""
+    while True:
+        try:
+            await action(*arguments)
+        except BusError as error:
+            log.warning("telling_failed", error=str(error))
+        else:
+            return
