@@ -22,7 +22,7 @@ CONFINED = {  # an outside package, and the only places that may import it
     "torch": ("actors.trainer", "actors.rollout.embedded"),
     "megatron": ("actors.trainer", "actors.rollout.embedded"),
     "transformers": ("actors.trainer", "actors.rollout.embedded", "actors.buffer"),
-    "nats": ("runtime.bus",),
+    "nats": ("runtime.bus.nats",),
     "sglang": (),  # a server reached over HTTP, started from its own interpreter
 }
 MAX_LINES = 1000
@@ -189,8 +189,9 @@ BAD_TREE = {
 EXPECTED = {
     "messages/base.py:1: messages may not import torch",
     "messages/late.py:2: messages may not import runtime",
+    "runtime/bus/__init__.py:1: nats is for runtime.bus.nats",
     "runtime/bus/__init__.py:2: runtime may not import actors",
-    "runtime/roster.py:1: nats is for runtime.bus",
+    "runtime/roster.py:1: nats is for runtime.bus.nats",
     "actors/reward/actor.py:1: actor reward may not import actor filter: they share messages",
     "actors/reward/actor.py:2: actor reward may not import actor filter: they share messages",
     "actors/reward/actor.py:3: transformers is for actors.trainer and actors.rollout.embedded and actors.buffer",

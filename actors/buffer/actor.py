@@ -48,8 +48,9 @@ from messages import (
     SpillsRequested,
 )
 from runtime.bus.background import beside
-from runtime.bus.bus import Bus, Events
+from runtime.bus.bus import Bus
 from runtime.bus.errors import AlreadyQueued, Fenced, MessageTooLarge, SequenceMismatch
+from runtime.bus.events import Events
 from runtime.host.actor import Actor, InputError
 from runtime.ledger.archive import first_archived
 from runtime.ledger.fold import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold, spills_of

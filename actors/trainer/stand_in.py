@@ -26,8 +26,9 @@ from messages import (
     TrainerStarted,
     WeightsAnnounced,
 )
-from runtime.bus.bus import Bus, Events
+from runtime.bus.bus import Bus
 from runtime.bus.errors import Fenced
+from runtime.bus.events import Events
 from runtime.checksums import checksums_of, safetensors_files
 from runtime.host.actor import Actor
 from runtime.ledger.archive import newest_snapshot

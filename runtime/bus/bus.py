@@ -4,133 +4,26 @@ import asyncio
 import copy
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from datetime import datetime
-from typing import Any, Final, Generic, Self, overload
+from typing import Any, Final, overload
 
 import msgspec
 
 from messages import DecodeError, Message, MessageT, Plane, decode, encode, tag_of
-from messages.subjects import check_run_name, filter_of, ledger_filter, plane_filter, stream_of, subject_of
+from messages.subjects import check_run_name, filter_of, plane_filter, stream_of, subject_of
+from runtime.bus.administration import Administration, StreamState
 from runtime.bus.background import beside
 from runtime.bus.calls import Handler, Inbox, ask, serve
-from runtime.bus.consumer import ConsumerSettings, Deliveries
+from runtime.bus.consumer import Deliveries
 from runtime.bus.dead import DeadLetters
-from runtime.bus.errors import BusUnavailable, CallRefused, PayloadLost, PayloadUnreadable
+from runtime.bus.errors import CallRefused, PayloadLost, PayloadUnreadable
+from runtime.bus.events import Events, Log, StoredMessage
 from runtime.bus.kv import KeyValues
 from runtime.bus.limits import BusLimits, StreamLimits
-from runtime.bus.nats.connection import STATUS, Connection, open_connection
-from runtime.bus.nats.pull import time_of
-from runtime.bus.nats.store import API, EXPECTED_LAST, EXPECTED_LAST_FILTER, Store, api_call
-from runtime.bus.nats.streams import ensure_streams
-from runtime.bus.reader import LogReader
+from runtime.bus.nats.connection import Connection, open_connection
+from runtime.bus.nats.consumers import ConsumerSettings
+from runtime.bus.nats.store import Store
 
 DEFAULT_LIMITS: Final = BusLimits()
-
-
-class Received(Generic[MessageT]):
-    """A message read from a log."""
-
-    __slots__ = ("_time_ns", "message", "pending", "seq")
-
-    def __init__(self, message: MessageT, seq: int, time_ns: int, pending: int) -> None:
-        self.message = message
-        self.seq = seq  # in the stream
-        self.pending = pending  # how many more there were when it was sent; 0: the reader has caught up
-        self._time_ns = time_ns
-
-    @property
-    def time(self) -> datetime:
-        """When it was stored."""
-        return time_of(self._time_ns)
-
-    def __repr__(self) -> str:
-        return f"Received(seq={self.seq}, pending={self.pending}, message={self.message!r})"
-
-
-class StreamState(msgspec.Struct, frozen=True):
-    """What a stream holds."""
-
-    messages: int
-    bytes: int
-    first_seq: int
-    last_seq: int
-    created: str = ""  # when, to the nanosecond: a stream that was made again is another one
-    max_bytes: int = -1  # its limit; -1: none
-
-    @property
-    def used(self) -> float:
-        """The share of its bytes that is taken."""
-        return self.bytes / self.max_bytes if self.max_bytes > 0 else 0.0
-
-
-class StoredMessage(msgspec.Struct, frozen=True):
-    """A message of a stream as it lies there."""
-
-    seq: int
-    time: datetime
-    headers: dict[str, str]
-    payload: bytes
-
-
-class Events(Generic[MessageT]):
-    """Events in the order of the log."""
-
-    def __init__(self, reader: LogReader, dead_letters: DeadLetters | None, types: tuple[type[MessageT], ...]) -> None:
-        self._reader = reader
-        self._dead_letters = dead_letters  # None: what cannot be used is only passed over
-        self._types = types
-
-    @property
-    def pending(self) -> int:
-        """How many were still to be read when this was last known: at the start, then with each event."""
-        return self._reader.num_pending
-
-    async def next(self, timeout_s: float | None = None) -> Received[MessageT] | None:
-        """The next event, or None after timeout_s.
-
-        What cannot be used becomes a dead letter and is passed over; None also if it was the last one there was, so
-        that who reads until `pending` is 0 comes to an end.
-        """
-        loop = asyncio.get_running_loop()
-        deadline = None if timeout_s is None else loop.time() + timeout_s
-        while True:
-            item = await self._reader.next(None if deadline is None else max(0.0, deadline - loop.time()))
-            if item is None:
-                return None
-            raw, place = item
-            try:
-                message = decode(raw.data, raw.headers)
-                if not isinstance(message, self._types):
-                    raise DecodeError(f"{type(message).__name__} is not expected on {raw.subject}")
-            except DecodeError as error:
-                if self._dead_letters is not None:
-                    await self._dead_letters.bury(
-                        f"{Plane.EVENT}.{place.stream_seq}",
-                        subject=raw.subject,
-                        reason=str(error),
-                        headers=raw.headers,
-                        payload=raw.data,
-                    )
-                if not place.num_pending:
-                    return None
-                continue
-            return Received(message, place.stream_seq, place.time_ns, place.num_pending)
-
-    async def so_far(self) -> AsyncGenerator[Received[MessageT], None]:
-        """Those that the log holds by now; ends once the reader has caught up."""
-        while self.pending:
-            received = await self.next()
-            if received is not None:
-                yield received
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Received[MessageT]:
-        while True:
-            received = await self.next()
-            if received is not None:
-                return received
 
 
 class Bus:
@@ -149,7 +42,9 @@ class Bus:
         self._store = Store(connection)
         self._dead_letters = DeadLetters(connection, self._store, run)
         self._fetches = asyncio.Semaphore(self._limits.max_fetches)
-        self._data_get = f"{API}.DIRECT.GET.{stream_of(run, Plane.DATA)}"
+        self._data_stream = stream_of(run, Plane.DATA)
+        self._log = Log(connection, self._store, self._dead_letters, run)
+        self._administration = Administration(connection, run)
         self._reads: frozenset[type[Message]] | None = None
         self._writes: frozenset[type[Message]] | None = None
         self.kv = KeyValues(connection, self._store, run)
@@ -189,7 +84,7 @@ class Bus:
             StreamConflict: one exists and differs in what cannot be changed.
             BusError: the server refuses.
         """
-        await ensure_streams(self._connection, self.run, limits)
+        await self._administration.ensure_streams(limits)
 
     # storing
 
@@ -218,46 +113,27 @@ class Bus:
             The same as publish.
         """
         self._check_writes(type(message))
-        encoded = encode(message)
-        encoded.headers[EXPECTED_LAST] = str(expected_last)
-        encoded.headers[EXPECTED_LAST_FILTER] = ledger_filter(self.run)
-        return await self._store.put(subject_of(self.run, message), encoded.payload, encoded.headers)
+        return await self._log.append(message, expected_last=expected_last)
 
     async def purge(self, plane: Plane, *, below_seq: int) -> None:
         """Delete the messages of a plane with lower sequences."""
-        await api_call(self._connection, f"STREAM.PURGE.{stream_of(self.run, plane)}", {"seq": below_seq})
+        await self._administration.purge(plane, below_seq=below_seq)
 
     async def state(self, plane: Plane) -> StreamState:
         """What a plane holds."""
-        info = await api_call(self._connection, f"STREAM.INFO.{stream_of(self.run, plane)}")
-        more = {"max_bytes": info["config"]["max_bytes"], "created": info["created"]}
-        return msgspec.convert({**info["state"], **more}, StreamState)
+        return await self._administration.state(plane)
 
-    async def stored(self, plane: Plane, *, below_seq: int) -> AsyncGenerator[StoredMessage, None]:
+    def stored(self, plane: Plane, *, below_seq: int) -> AsyncGenerator[StoredMessage, None]:
         """What a plane holds below a sequence, undecoded, in order.
 
         Raises:
             BusUnavailable: no such stream, or nothing came until the deadline.
         """
-        reader = LogReader(self._connection, stream_of(self.run, plane), [plane_filter(self.run, plane)], from_seq=1)
-        await reader.open()
-        try:
-            pending = reader.num_pending
-            while pending:
-                item = await reader.next(self._limits.publish_timeout_s)
-                if item is None:
-                    raise BusUnavailable(f"{stream_of(self.run, plane)}: nothing more came to be read")
-                raw, place = item
-                if place.stream_seq >= below_seq:
-                    return
-                yield StoredMessage(place.stream_seq, time_of(place.time_ns), dict(raw.headers or {}), raw.data)
-                pending = place.num_pending
-        finally:
-            await reader.close()
+        return self._log.stored(plane, below_seq=below_seq)
 
     async def last_ledger_seq(self) -> int:
         """Sequence of the last ledger event, 0 before the first."""
-        return (await self._store.last_of(stream_of(self.run, Plane.EVENT), ledger_filter(self.run)))[0]
+        return await self._log.last_ledger_seq()
 
     # reading
 
@@ -286,21 +162,8 @@ class Bus:
         if any(message_type.plane is not Plane.EVENT for message_type in types):
             raise ValueError(f"read takes events, got {[tag_of(message_type) for message_type in types]}")
         filters = [filter_of(self.run, message_type) for message_type in types]
-        dead_letters = self._dead_letters if buries else None
         filters = filters or [plane_filter(self.run, Plane.EVENT)]
-        return self._read(tuple(types) or (Message,), filters, from_seq, dead_letters)
-
-    @asynccontextmanager
-    async def _read(
-        self, types: tuple[type[MessageT], ...], filters: list[str], from_seq: int, dead_letters: DeadLetters | None
-    ) -> AsyncGenerator[Events[MessageT], None]:
-        stream = stream_of(self.run, Plane.EVENT)
-        reader = LogReader(self._connection, stream, filters, from_seq=max(1, from_seq))
-        try:
-            await reader.open()
-            yield Events(reader, dead_letters, types)
-        finally:
-            await reader.close()
+        return self._log.read(tuple(types) or (Message,), filters, from_seq=from_seq, buries=buries)
 
     @asynccontextmanager
     async def consume(
@@ -329,13 +192,18 @@ class Bus:
         for message_type in types:
             self._check_reads(message_type)
         plane = planes.pop()
-        settings = ConsumerSettings(durable=durable, ack_wait_s=ack_wait_s, max_ack_pending=max_ack_pending)
+        settings = ConsumerSettings(
+            durable=durable,
+            filters=tuple(filter_of(self.run, message_type) for message_type in types),
+            ack_wait_s=ack_wait_s,
+            max_ack_pending=max_ack_pending,
+        )
         deliveries = Deliveries(
             self._connection,
             self._dead_letters,
             plane=plane,
             stream=stream_of(self.run, plane),
-            config=settings.to_config([filter_of(self.run, message_type) for message_type in types]),
+            settings=settings,
             types=types,
             prefetch=prefetch,
         )
@@ -356,20 +224,21 @@ class Bus:
         """
         self._check_reads(message_type)
         async with self._fetches:
-            raw = await self._connection.retry(
-                self._data_get, b'{"seq":%d}' % seq, None, self._limits.publish_timeout_s
-            )
-        if raw.headers is not None and raw.headers.get(STATUS) is not None:
-            raise PayloadLost(f"{stream_of(self.run, Plane.DATA)} has no message {seq}")
+            stored = await self._store.get(self._data_stream, seq)
+        if stored is None:
+            raise PayloadLost(f"{self._data_stream} has no message {seq}")
         self._connection.counters.fetched += 1
         try:
-            message = decode(raw.data, raw.headers)
+            message = decode(stored.data, stored.headers)
             if not isinstance(message, message_type):
                 raise DecodeError(f"{type(message).__name__} where {message_type.__name__} is expected")
         except DecodeError as error:
-            subject = (raw.headers or {}).get("Nats-Subject", "")
             await self._dead_letters.bury(
-                f"{Plane.DATA}.{seq}", subject=subject, reason=str(error), headers=raw.headers, payload=raw.data
+                f"{Plane.DATA}.{seq}",
+                subject=stored.subject,
+                reason=str(error),
+                headers=stored.headers,
+                payload=stored.data,
             )
             raise PayloadUnreadable(f"message {seq}: {error}") from error
         return message

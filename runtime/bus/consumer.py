@@ -4,24 +4,15 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
-from typing import Any, Final, Generic
+from typing import Generic
 
 import anyio
-import msgspec
 
 from messages import DecodeError, MessageT, Plane, decode
 from runtime.bus.dead import DeadLetters
-from runtime.bus.errors import BusUnavailable
 from runtime.bus.nats.connection import Connection, Disconnected, RawMessage
-from runtime.bus.nats.pull import NANOSECONDS, ConsumerLost, Place, Pull, place_of, time_of
-from runtime.bus.nats.store import ApiFailed, api_call
-
-ACK: Final = b"+ACK"
-NAK: Final = b"-NAK"
-TERM: Final = b"+TERM"
-IN_PROGRESS: Final = b"+WPI"
-STREAM_NOT_FOUND: Final = 10059
-MAX_WAITING: Final = 512  # pull requests that the server holds for one consumer
+from runtime.bus.nats.consumers import ACK, IN_PROGRESS, TERM, ConsumerSettings, give_back, make_durable
+from runtime.bus.nats.pull import ConsumerLost, Place, Pull, place_of, time_of
 
 
 class Delivery(Generic[MessageT]):
@@ -67,8 +58,7 @@ class Delivery(Generic[MessageT]):
 
     async def redeliver(self, delay_s: float = 0.0) -> None:
         """Give it back: it comes again, to us or to another, after delay_s."""
-        delay = b' {"delay": %d}' % int(delay_s * NANOSECONDS) if delay_s > 0 else b""
-        await self._end(NAK + delay)
+        await self._end(give_back(delay_s))
 
     async def reject(self, reason: str) -> None:
         """Poison: kept as a dead letter, never delivered again."""
@@ -101,7 +91,7 @@ class Deliveries(Generic[MessageT]):
         *,
         plane: Plane,
         stream: str,
-        config: dict[str, Any],
+        settings: ConsumerSettings,
         types: Sequence[type[MessageT]],
         prefetch: int,
     ) -> None:
@@ -109,7 +99,7 @@ class Deliveries(Generic[MessageT]):
         self._dead_letters = dead_letters
         self._plane = plane
         self._stream = stream
-        self._config = config
+        self._settings = settings
         self._types = tuple(types)
         self._pull = Pull(connection, stream, ahead=prefetch)
         self._stale: set[str] = set()
@@ -121,28 +111,14 @@ class Deliveries(Generic[MessageT]):
         Raises:
             BusUnavailable: no such stream, or the server refuses the consumer.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._connection.limits.publish_timeout_s
-        failures = 0
-        name = self._config["durable_name"]
-        request = {"stream_name": self._stream, "config": self._config}
-        while True:
-            epoch = self._connection.epoch
-            try:
-                await api_call(self._connection, f"CONSUMER.CREATE.{self._stream}.{name}", request)
-            except ApiFailed as error:
-                if error.err_code != STREAM_NOT_FOUND or not await self._connection.pause(deadline, failures, error):
-                    raise BusUnavailable(f"cannot consume {self._stream} as {name}: {error}") from error
-                failures += 1
-                continue
-            await self._pull.open(name, epoch)
-            return
+        made = await make_durable(self._connection, self._stream, self._settings)
+        await self._pull.open(made.name, made.epoch)
 
     async def close(self) -> None:
         """Give back what arrived and was not handed out."""
         with anyio.move_on_after(2 * self._connection.limits.drain_timeout_s, shield=True):
             for raw in await self._pull.close():
-                await self.answer(raw.reply, NAK)
+                await self.answer(raw.reply, give_back())
 
     @property
     def prefetch(self) -> int:
@@ -216,27 +192,5 @@ class Deliveries(Generic[MessageT]):
             waiting = {raw.reply for raw in buffered}
             for raw in [raw for raw in buffered if raw.reply in self._stale]:
                 buffered.remove(raw)
-                await self.answer(raw.reply, NAK)
+                await self.answer(raw.reply, give_back())
             self._stale = waiting - self._stale
-
-
-class ConsumerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a durable consumer delivers."""
-
-    durable: str
-    ack_wait_s: float
-    max_ack_pending: int
-
-    def to_config(self, filters: Sequence[str]) -> dict[str, Any]:
-        return {
-            "durable_name": self.durable,
-            "name": self.durable,
-            "deliver_policy": "all",
-            "ack_policy": "explicit",
-            "ack_wait": int(self.ack_wait_s * NANOSECONDS),
-            "max_deliver": -1,  # after a last delivery a message would stay, be given to nobody and use its quota
-            "max_ack_pending": self.max_ack_pending,
-            "max_waiting": MAX_WAITING,
-            "filter_subjects": list(filters),
-            "replay_policy": "instant",
-        }

@@ -8,7 +8,7 @@ from messages import DeadLetter, MessageDeadLettered, Plane, encode
 from messages.subjects import subject_of
 from runtime.bus.errors import SequenceMismatch
 from runtime.bus.nats.connection import Connection
-from runtime.bus.nats.store import EXPECTED_LAST, Store
+from runtime.bus.nats.store import Store
 
 log = structlog.get_logger()
 
@@ -40,9 +40,9 @@ class DeadLetters:
             origin=origin, subject=subject, reason=reason, headers=dict(headers or {}), payload=payload[:room]
         )
         encoded = encode(letter)
-        encoded.headers[EXPECTED_LAST] = "0"
+        subject_of_letter = subject_of(self._run, letter)
         try:
-            seq = await self._store.put(subject_of(self._run, letter), encoded.payload, encoded.headers)
+            seq = await self._store.put(subject_of_letter, encoded.payload, encoded.headers, expected_last=0)
         except SequenceMismatch as error:
             if not origin.startswith(f"{Plane.WORK}."):
                 return

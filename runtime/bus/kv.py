@@ -9,17 +9,14 @@ import structlog
 
 from messages.subjects import bucket_of
 from runtime.bus.errors import PayloadUnreadable
-from runtime.bus.nats.connection import STATUS, Connection, RawMessage
+from runtime.bus.nats.bucket import Bucket, is_removal
+from runtime.bus.nats.connection import Connection, RawMessage
 from runtime.bus.nats.pull import Place
-from runtime.bus.nats.store import API, EXPECTED_LAST, SEQUENCE, Store
+from runtime.bus.nats.store import Store
 from runtime.bus.reader import LogReader
 
 log = structlog.get_logger()
 
-OPERATION = "KV-Operation"
-MARKER = "Nats-Marker-Reason"  # the server's own removals
-TTL = "Nats-TTL"
-NOT_FOUND = "404"
 T = TypeVar("T")
 
 
@@ -39,9 +36,7 @@ class KeyValues:
 
     def __init__(self, connection: Connection, store: Store, run: str) -> None:
         self._connection = connection
-        self._store = store
-        self._prefix = f"$KV.{bucket_of(run)}."
-        self._stream = f"KV_{bucket_of(run)}"
+        self._bucket = Bucket(store, bucket_of(run))
 
     async def get(self, key: str, value_type: type[T]) -> Entry[T] | None:
         """The latest value, or None if there is none.
@@ -50,18 +45,14 @@ class KeyValues:
             PayloadUnreadable: it does not fit the type.
             BusUnavailable: no server.
         """
-        request = msgspec.json.encode({"last_by_subj": self._prefix + key})
-        raw = await self._connection.retry(
-            f"{API}.DIRECT.GET.{self._stream}", request, None, self._connection.limits.publish_timeout_s
-        )
-        headers = raw.headers or {}
-        if headers.get(STATUS) == NOT_FOUND or _is_removal(headers):
+        kept = await self._bucket.last(key)
+        if kept is None or kept.value is None:
             return None
-        return Entry(key, self._decode(key, raw.data, value_type), int(headers[SEQUENCE]))
+        return Entry(key, self._decode(key, kept.value, value_type), kept.revision)
 
     async def put(self, key: str, value: Any, *, ttl_s: int | None = None) -> int:
         """Set a value, whatever was there; return its revision. It vanishes after ttl_s."""
-        return await self._put(key, value, {}, ttl_s)
+        return await self._bucket.put(key, msgspec.json.encode(value), ttl_s=ttl_s)
 
     async def create(self, key: str, value: Any, *, ttl_s: int | None = None) -> int:
         """Set a value if the key has none.
@@ -69,8 +60,9 @@ class KeyValues:
         Raises:
             SequenceMismatch: it has one.
         """
-        last, removed = await self._last(key)
-        return await self._put(key, value, {EXPECTED_LAST: str(last if removed else 0)}, ttl_s)
+        kept = await self._bucket.last(key)
+        revision = kept.revision if kept is not None and kept.value is None else 0
+        return await self._bucket.put(key, msgspec.json.encode(value), revision=revision, ttl_s=ttl_s)
 
     async def update(self, key: str, value: Any, revision: int, *, ttl_s: int | None = None) -> int:
         """Set a value if the key is still at this revision.
@@ -78,7 +70,7 @@ class KeyValues:
         Raises:
             SequenceMismatch: it is not.
         """
-        return await self._put(key, value, {EXPECTED_LAST: str(revision)}, ttl_s)
+        return await self._bucket.put(key, msgspec.json.encode(value), revision=revision, ttl_s=ttl_s)
 
     async def delete(self, key: str, *, revision: int | None = None) -> None:
         """Remove a key, if it is still at this revision.
@@ -86,10 +78,7 @@ class KeyValues:
         Raises:
             SequenceMismatch: it is not.
         """
-        headers = {OPERATION: "DEL"}
-        if revision is not None:
-            headers[EXPECTED_LAST] = str(revision)
-        await self._store.put(self._prefix + key, b"", headers)
+        await self._bucket.remove(key, revision=revision)
 
     async def entries(self, key_filter: str, value_type: type[T]) -> list[Entry[T]]:
         """All present values under a filter such as "nodes.*" or "engines.>"."""
@@ -119,20 +108,7 @@ class KeyValues:
             await reader.close()
 
     def _reader(self, key_filter: str) -> LogReader:
-        return LogReader(self._connection, self._stream, [self._prefix + key_filter], from_seq=None)
-
-    async def _put(self, key: str, value: Any, headers: dict[str, str], ttl_s: int | None) -> int:
-        if ttl_s is not None:
-            headers[TTL] = f"{ttl_s}s"
-        return await self._store.put(self._prefix + key, msgspec.json.encode(value), headers)
-
-    async def _last(self, key: str) -> tuple[int, bool]:
-        request = msgspec.json.encode({"last_by_subj": self._prefix + key})
-        raw = await self._connection.retry(
-            f"{API}.DIRECT.GET.{self._stream}", request, None, self._connection.limits.publish_timeout_s
-        )
-        headers = raw.headers or {}
-        return int(headers.get(SEQUENCE, 0)), _is_removal(headers)
+        return LogReader(self._connection, self._bucket.stream, [self._bucket.subject(key_filter)], from_seq=None)
 
     def _decode(self, key: str, data: bytes, value_type: type[T]) -> T:
         try:
@@ -142,8 +118,8 @@ class KeyValues:
 
     def entry_of(self, raw: RawMessage, place: Place, value_type: type[T]) -> Entry[T] | None:
         """A stored change as an entry; None if it cannot be read."""
-        key = raw.subject.removeprefix(self._prefix)
-        if _is_removal(raw.headers or {}):
+        key = self._bucket.key(raw.subject)
+        if is_removal(raw.headers):
             return Entry(key, None, place.stream_seq)
         try:
             return Entry(key, self._decode(key, raw.data, value_type), place.stream_seq)
@@ -183,7 +159,3 @@ class Watch(Generic[T]):
             entry = await self.next()
             if entry is not None:
                 return entry
-
-
-def _is_removal(headers: dict[str, str]) -> bool:
-    return OPERATION in headers or MARKER in headers

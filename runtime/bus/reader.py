@@ -2,18 +2,10 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Final
 
-import anyio
-
-from runtime.bus.errors import BusUnavailable
-from runtime.bus.nats.connection import Connection, Disconnected, RawMessage
+from runtime.bus.nats.connection import Connection, RawMessage
+from runtime.bus.nats.consumers import forget_reader, make_reader
 from runtime.bus.nats.pull import ConsumerLost, Place, Pull, place_of
-from runtime.bus.nats.store import API, ApiFailed, api_call
-
-INACTIVE_S: Final = 60  # the server forgets a reader that asked for nothing this long; it is made again when it does
-NANOSECONDS: Final = 1_000_000_000
-STREAM_NOT_FOUND: Final = 10059
 
 
 class LogReader:
@@ -46,48 +38,19 @@ class LogReader:
         Raises:
             BusUnavailable: no such stream, or no server, until the deadline.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._connection.limits.publish_timeout_s
-        failures = 0
-        while True:
-            epoch = self._connection.epoch
-            try:
-                info = await api_call(self._connection, f"CONSUMER.CREATE.{self._stream}", self._config())
-            except ApiFailed as error:
-                if error.err_code != STREAM_NOT_FOUND or not await self._connection.pause(deadline, failures, error):
-                    raise BusUnavailable(f"cannot read {self._stream}: {error}") from error
-                failures += 1
-                continue
-            break
-        self._consumer = info["name"]
+        latest = self._last_per_subject and self._last_seq <= 0
+        from_seq = None if latest else self._last_seq + 1
+        made = await make_reader(self._connection, self._stream, self._filters, from_seq)
+        self._consumer = made.name
         self._consumer_seq = 0
-        self.num_pending = info["num_pending"]
-        await self._pull.open(self._consumer, epoch)
-
-    def _config(self) -> dict[str, Any]:
-        start: dict[str, Any] = {"deliver_policy": "by_start_sequence", "opt_start_seq": self._last_seq + 1}
-        if self._last_per_subject and self._last_seq <= 0:
-            start = {"deliver_policy": "last_per_subject"}
-        config = start | {
-            "filter_subjects": self._filters,
-            "ack_policy": "none",
-            "mem_storage": True,
-            "num_replicas": 1,
-            "inactive_threshold": INACTIVE_S * NANOSECONDS,
-        }
-        return {"stream_name": self._stream, "config": config}
+        self.num_pending = made.num_pending
+        await self._pull.open(made.name, made.epoch)
 
     async def close(self) -> None:
         """End. The consumer is removed, or forgotten by the server if that does not reach it."""
         await self._pull.close()
-        if not self._consumer or not self._connection.is_connected:
-            return
-        subject = f"{API}.CONSUMER.DELETE.{self._stream}.{self._consumer}"
-        with anyio.move_on_after(self._connection.limits.drain_timeout_s, shield=True):
-            try:
-                await self._connection.send(subject, b"", reply=self._connection.new_inbox())
-            except Disconnected:
-                return
+        if self._consumer and self._connection.is_connected:
+            await forget_reader(self._connection, self._stream, self._consumer)
 
     async def next(self, timeout_s: float | None = None) -> tuple[RawMessage, Place] | None:
         """The next message and its place, or None after timeout_s."""

@@ -19,7 +19,8 @@ from anyio import to_thread
 
 from messages import DecodeError, Message, Plane, SnapshotTaken, decode
 from messages.codec import CONTENT_TYPE_HEADER, JSON, TYPE_HEADER
-from runtime.bus.bus import Bus, Events, Received, StoredMessage
+from runtime.bus.bus import Bus
+from runtime.bus.events import Events, Received, StoredMessage
 from runtime.ledger.fold import FOLD_VERSION, LedgerState
 
 ARCHIVE: Final = "archive"  # in the run directory

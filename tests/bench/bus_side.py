@@ -33,7 +33,8 @@ from messages import (
     WeightSpan,
 )
 from runtime.bus.addresses import BUS_URL_VARIABLE
-from runtime.bus.bus import Bus, Events
+from runtime.bus.bus import Bus
+from runtime.bus.events import Events
 from runtime.host.logs import configure_logging
 from runtime.host.process import spare_the_collector
 

@@ -19,7 +19,8 @@ import psutil
 
 from messages import ActorStarted, BatchTrained, Message, RunFinished
 from runtime.agent.supervision import guardian
-from runtime.bus.bus import Bus, Events, Received
+from runtime.bus.bus import Bus
+from runtime.bus.events import Events, Received
 from runtime.bus.limits import BusLimits
 from runtime.bus.nats.server import ServerSettings, running_server
 from runtime.settings.load import load_topology

@@ -25,8 +25,9 @@ from messages import (
     SnapshotTaken,
     TrainerStarted,
 )
-from runtime.bus.bus import Bus, Events
+from runtime.bus.bus import Bus
 from runtime.bus.errors import Fenced, PayloadLost
+from runtime.bus.events import Events
 from runtime.host.actor import InputError
 from runtime.ledger.archive import newest_snapshot
 from runtime.ledger.fold import FOLD_VERSION

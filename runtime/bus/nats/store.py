@@ -1,8 +1,9 @@
 """Storing messages in JetStream: each publish has a deadline, is tried again under one message id, and ends clearly."""
 
 import asyncio
+from collections.abc import Mapping
 from itertools import count
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -15,12 +16,13 @@ from runtime.bus.errors import (
     SequenceMismatch,
     StreamFull,
 )
-from runtime.bus.nats.connection import AttemptTimeout, Connection, Disconnected, Headers, NoResponders
+from runtime.bus.nats.connection import STATUS, AttemptTimeout, Connection, Disconnected, Headers, NoResponders
 
 MESSAGE_ID = "Nats-Msg-Id"
 EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
 EXPECTED_LAST_FILTER = "Nats-Expected-Last-Subject-Sequence-Subject"
 SEQUENCE = "Nats-Sequence"
+SUBJECT = "Nats-Subject"
 API = "$JS.API"
 
 # error codes of the server
@@ -47,6 +49,15 @@ class PublishAnswer(msgspec.Struct, frozen=True):
     seq: int = 0
     duplicate: bool = False
     error: ApiError | None = None
+
+
+class Stored(NamedTuple):
+    """A message as a stream holds it."""
+
+    seq: int
+    subject: str
+    headers: Mapping[str, str]
+    data: bytes
 
 
 class ApiFailed(BusError):
@@ -102,21 +113,31 @@ class Store:
         """An id of one publish. It names the subject, so that ids of different subjects never meet."""
         return f"{subject}:{self._source}:{next(self._numbers)}"
 
-    async def put(self, subject: str, payload: bytes, headers: Headers) -> int:
+    async def put(
+        self, subject: str, payload: bytes, headers: Headers, *, expected_last: int | None = None, within: str = ""
+    ) -> int:
         """Store a message; return its stream sequence. `headers` gains the message id.
 
         Within the deadline it is stored at least once; a retry after a lost answer is recognised by its id while the
         server remembers it.
 
+        Args:
+            expected_last: what must still be the last sequence under the subject, 0 for none.
+            within: filter of the subjects that `expected_last` is about, if those are more than this one.
+
         Raises:
             MessageTooLarge: nothing was sent.
             AlreadyQueued: a work stream still holds a message under this subject.
-            SequenceMismatch: `headers` expect another last sequence.
+            SequenceMismatch: the last sequence is another.
             StreamFull: until the deadline.
             PublishTimeout: no confirmation until the deadline.
             BusUnavailable: no stream takes the subject.
         """
         headers.setdefault(MESSAGE_ID, self.new_id(subject))
+        if expected_last is not None:
+            headers[EXPECTED_LAST] = str(expected_last)
+        if within:
+            headers[EXPECTED_LAST_FILTER] = within
         connection = self._connection
         connection.check_size(subject, payload, headers)
         deadline = asyncio.get_running_loop().time() + self._limits.publish_timeout_s
@@ -162,12 +183,31 @@ class Store:
 
     async def last_of(self, stream: str, subject_filter: str) -> tuple[int, str]:
         """Sequence and message id of the last message under a filter; (0, "") if there is none."""
-        request = msgspec.json.encode({"last_by_subj": subject_filter})
-        answer = await self._connection.retry(
-            f"{API}.DIRECT.GET.{stream}", request, None, self._limits.publish_timeout_s
-        )
-        headers = answer.headers or {}
-        return int(headers.get(SEQUENCE, 0)), headers.get(MESSAGE_ID, "")
+        stored = await self.last(stream, subject_filter)
+        return (0, "") if stored is None else (stored.seq, stored.headers.get(MESSAGE_ID, ""))
+
+    async def last(self, stream: str, subject_filter: str) -> Stored | None:
+        """The last message under a filter; None if there is none.
+
+        Raises:
+            BusUnavailable: no server until the deadline.
+        """
+        return await self._get(stream, msgspec.json.encode({"last_by_subj": subject_filter}))
+
+    async def get(self, stream: str, seq: int) -> Stored | None:
+        """The message of a sequence; None if there is none.
+
+        Raises:
+            BusUnavailable: no server until the deadline.
+        """
+        return await self._get(stream, b'{"seq":%d}' % seq)
+
+    async def _get(self, stream: str, request: bytes) -> Stored | None:
+        raw = await self._connection.retry(f"{API}.DIRECT.GET.{stream}", request, None, self._limits.publish_timeout_s)
+        headers = raw.headers or {}
+        if headers.get(STATUS) is not None:
+            return None
+        return Stored(int(headers.get(SEQUENCE, 0)), headers.get(SUBJECT, ""), headers, raw.data)
 
     def _give_up(self, subject: str, failure: BusError) -> BusError:
         seconds = f"within {self._limits.publish_timeout_s:g} s"

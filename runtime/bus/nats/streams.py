@@ -2,6 +2,7 @@
 
 from typing import Any, Final
 
+import msgspec
 import structlog
 
 from messages import Plane
@@ -17,6 +18,34 @@ STREAM_NOT_FOUND: Final = 10059
 MAX_CONSUMERS: Final = 1024
 _FIXED: Final = ("retention", "storage")  # the server refuses to change these
 NANOSECONDS: Final = 1_000_000_000
+
+
+class StreamState(msgspec.Struct, frozen=True):
+    """What a stream holds."""
+
+    messages: int
+    bytes: int
+    first_seq: int
+    last_seq: int
+    created: str = ""  # when, to the nanosecond: a stream that was made again is another one
+    max_bytes: int = -1  # its limit; -1: none
+
+    @property
+    def used(self) -> float:
+        """The share of its bytes that is taken."""
+        return self.bytes / self.max_bytes if self.max_bytes > 0 else 0.0
+
+
+async def state_of(connection: Connection, stream: str) -> StreamState:
+    """What a stream holds now."""
+    info = await api_call(connection, f"STREAM.INFO.{stream}")
+    more = {"max_bytes": info["config"]["max_bytes"], "created": info["created"]}
+    return msgspec.convert({**info["state"], **more}, StreamState)
+
+
+async def purge(connection: Connection, stream: str, *, below_seq: int) -> None:
+    """Delete the messages of a stream with lower sequences."""
+    await api_call(connection, f"STREAM.PURGE.{stream}", {"seq": below_seq})
 
 
 def stream_configs(run: str, limits: StreamLimits) -> list[dict[str, Any]]:

@@ -12,7 +12,8 @@ import actors.filter.actor
 from actors.filter.actor import FilterActor
 from messages.events import GroupCompleted, Outcome, VerdictGiven
 from messages.samples import SampleStatus, SampleSummary
-from runtime.bus.bus import Bus, Events
+from runtime.bus.bus import Bus
+from runtime.bus.events import Events
 from runtime.settings.topology import Topology
 from tests.fixtures.nats import eventually
 

@@ -5,7 +5,8 @@ import pytest
 
 from messages import DeadLetter, GroupFailed, Message, MessageDeadLettered, Plane, RoundHalted, WeightsApplied
 from messages.subjects import plane_filter, stream_of, subject_of
-from runtime.bus.bus import Bus, Events
+from runtime.bus.bus import Bus
+from runtime.bus.events import Events
 from runtime.bus.nats.store import api_call
 from runtime.bus.reader import LogReader
 from tests.fixtures.nats import NatsServer, eventually, group_failed

@@ -1,0 +1,35 @@
+"""A run's streams as a whole: made, looked at, emptied. Nothing here is about single messages."""
+
+from messages import Plane
+from messages.subjects import stream_of
+from runtime.bus.limits import StreamLimits
+from runtime.bus.nats import streams
+from runtime.bus.nats.connection import Connection
+from runtime.bus.nats.streams import StreamState
+
+__all__ = ["Administration", "StreamState"]
+
+
+class Administration:
+    """The part of a bus that is about whole streams."""
+
+    def __init__(self, connection: Connection, run: str) -> None:
+        self._connection = connection
+        self._run = run
+
+    async def ensure_streams(self, limits: StreamLimits) -> None:
+        """Make this run's streams and bucket, or bring their limits up to date.
+
+        Raises:
+            StreamConflict: one exists and differs in what cannot be changed.
+            BusError: the server refuses.
+        """
+        await streams.ensure_streams(self._connection, self._run, limits)
+
+    async def purge(self, plane: Plane, *, below_seq: int) -> None:
+        """Delete the messages of a plane with lower sequences."""
+        await streams.purge(self._connection, stream_of(self._run, plane), below_seq=below_seq)
+
+    async def state(self, plane: Plane) -> StreamState:
+        """What a plane holds."""
+        return await streams.state_of(self._connection, stream_of(self._run, plane))

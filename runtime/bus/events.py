@@ -1,0 +1,169 @@
+"""The event log: appending to it under a compare, reading it in order, looking at what lies there undecoded."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime
+from typing import Generic, Self
+
+import msgspec
+
+from messages import DecodeError, Message, MessageT, Plane, decode, encode
+from messages.subjects import ledger_filter, plane_filter, stream_of, subject_of
+from runtime.bus.dead import DeadLetters
+from runtime.bus.errors import BusUnavailable
+from runtime.bus.nats.connection import Connection
+from runtime.bus.nats.pull import time_of
+from runtime.bus.nats.store import Store
+from runtime.bus.reader import LogReader
+
+
+class Received(Generic[MessageT]):
+    """A message read from a log."""
+
+    __slots__ = ("_time_ns", "message", "pending", "seq")
+
+    def __init__(self, message: MessageT, seq: int, time_ns: int, pending: int) -> None:
+        self.message = message
+        self.seq = seq  # in the stream
+        self.pending = pending  # how many more there were when it was sent; 0: the reader has caught up
+        self._time_ns = time_ns
+
+    @property
+    def time(self) -> datetime:
+        """When it was stored."""
+        return time_of(self._time_ns)
+
+    def __repr__(self) -> str:
+        return f"Received(seq={self.seq}, pending={self.pending}, message={self.message!r})"
+
+
+class StoredMessage(msgspec.Struct, frozen=True):
+    """A message of a stream as it lies there."""
+
+    seq: int
+    time: datetime
+    headers: dict[str, str]
+    payload: bytes
+
+
+class Events(Generic[MessageT]):
+    """Events in the order of the log."""
+
+    def __init__(self, reader: LogReader, dead_letters: DeadLetters | None, types: tuple[type[MessageT], ...]) -> None:
+        self._reader = reader
+        self._dead_letters = dead_letters  # None: what cannot be used is only passed over
+        self._types = types
+
+    @property
+    def pending(self) -> int:
+        """How many were still to be read when this was last known: at the start, then with each event."""
+        return self._reader.num_pending
+
+    async def next(self, timeout_s: float | None = None) -> Received[MessageT] | None:
+        """The next event, or None after timeout_s.
+
+        What cannot be used becomes a dead letter and is passed over; None also if it was the last one there was, so
+        that who reads until `pending` is 0 comes to an end.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = None if timeout_s is None else loop.time() + timeout_s
+        while True:
+            item = await self._reader.next(None if deadline is None else max(0.0, deadline - loop.time()))
+            if item is None:
+                return None
+            raw, place = item
+            try:
+                message = decode(raw.data, raw.headers)
+                if not isinstance(message, self._types):
+                    raise DecodeError(f"{type(message).__name__} is not expected on {raw.subject}")
+            except DecodeError as error:
+                if self._dead_letters is not None:
+                    await self._dead_letters.bury(
+                        f"{Plane.EVENT}.{place.stream_seq}",
+                        subject=raw.subject,
+                        reason=str(error),
+                        headers=raw.headers,
+                        payload=raw.data,
+                    )
+                if not place.num_pending:
+                    return None
+                continue
+            return Received(message, place.stream_seq, place.time_ns, place.num_pending)
+
+    async def so_far(self) -> AsyncGenerator[Received[MessageT], None]:
+        """Those that the log holds by now; ends once the reader has caught up."""
+        while self.pending:
+            received = await self.next()
+            if received is not None:
+                yield received
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Received[MessageT]:
+        while True:
+            received = await self.next()
+            if received is not None:
+                return received
+
+
+class Log:
+    """The part of a bus that is about events and the order they lie in."""
+
+    def __init__(self, connection: Connection, store: Store, dead_letters: DeadLetters, run: str) -> None:
+        self._connection = connection
+        self._store = store
+        self._dead_letters = dead_letters
+        self._run = run
+        self._stream = stream_of(run, Plane.EVENT)
+
+    async def append(self, message: Message, *, expected_last: int) -> int:
+        """Store a ledger event if `expected_last` is still the last sequence of the ledger; return its sequence."""
+        encoded, within = encode(message), ledger_filter(self._run)
+        return await self._store.put(
+            subject_of(self._run, message),
+            encoded.payload,
+            encoded.headers,
+            expected_last=expected_last,
+            within=within,
+        )
+
+    async def last_ledger_seq(self) -> int:
+        """Sequence of the last ledger event, 0 before the first."""
+        return (await self._store.last_of(self._stream, ledger_filter(self._run)))[0]
+
+    @asynccontextmanager
+    async def read(
+        self, types: tuple[type[MessageT], ...], filters: Sequence[str], *, from_seq: int, buries: bool
+    ) -> AsyncGenerator[Events[MessageT], None]:
+        """Events of some types, in order, for the duration of a block."""
+        reader = LogReader(self._connection, self._stream, filters, from_seq=max(1, from_seq))
+        try:
+            await reader.open()
+            yield Events(reader, self._dead_letters if buries else None, types)
+        finally:
+            await reader.close()
+
+    async def stored(self, plane: Plane, *, below_seq: int) -> AsyncGenerator[StoredMessage, None]:
+        """What a plane holds below a sequence, undecoded, in order.
+
+        Raises:
+            BusUnavailable: no such stream, or nothing came until the deadline.
+        """
+        stream = stream_of(self._run, plane)
+        reader = LogReader(self._connection, stream, [plane_filter(self._run, plane)], from_seq=1)
+        await reader.open()
+        try:
+            pending = reader.num_pending
+            while pending:
+                item = await reader.next(self._connection.limits.publish_timeout_s)
+                if item is None:
+                    raise BusUnavailable(f"{stream}: nothing more came to be read")
+                raw, place = item
+                if place.stream_seq >= below_seq:
+                    return
+                yield StoredMessage(place.stream_seq, time_of(place.time_ns), dict(raw.headers or {}), raw.data)
+                pending = place.num_pending
+        finally:
+            await reader.close()

@@ -1,0 +1,114 @@
+"""Consumers as JetStream knows them: those that readers use for a while, and durable ones. Also how a delivery ends."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import anyio
+import msgspec
+
+from runtime.bus.errors import BusUnavailable
+from runtime.bus.nats.connection import Connection, Disconnected
+from runtime.bus.nats.pull import NANOSECONDS
+from runtime.bus.nats.store import API, ApiFailed, api_call
+
+ACK: Final = b"+ACK"
+TERM: Final = b"+TERM"  # done with, though not done
+IN_PROGRESS: Final = b"+WPI"
+_NAK: Final = b"-NAK"
+STREAM_NOT_FOUND: Final = 10059
+INACTIVE_S: Final = 60  # the server forgets a reader that asked for nothing this long; it is made again when it does
+MAX_WAITING: Final = 512  # pull requests that the server holds for one consumer
+
+
+class Consumer(NamedTuple):
+    """A consumer that was there in one epoch of the connection."""
+
+    name: str
+    epoch: int
+    num_pending: int  # messages that wait for it
+
+
+class ConsumerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a durable consumer delivers."""
+
+    durable: str
+    filters: tuple[str, ...]
+    ack_wait_s: float
+    max_ack_pending: int
+
+
+def give_back(delay_s: float = 0.0) -> bytes:
+    """What ends a delivery so that it comes again, after delay_s."""
+    return _NAK + (b' {"delay": %d}' % int(delay_s * NANOSECONDS) if delay_s > 0 else b"")
+
+
+async def make_reader(connection: Connection, stream: str, filters: Sequence[str], from_seq: int | None) -> Consumer:
+    """A consumer of one reader, in the server's memory.
+
+    Args:
+        from_seq: first sequence to read; None: the latest message of each subject, then all that follow.
+
+    Raises:
+        BusUnavailable: no such stream, or no server, until the deadline.
+    """
+    start: dict[str, Any] = {"deliver_policy": "by_start_sequence", "opt_start_seq": from_seq}
+    if from_seq is None:
+        start = {"deliver_policy": "last_per_subject"}
+    config = start | {
+        "filter_subjects": list(filters),
+        "ack_policy": "none",
+        "mem_storage": True,
+        "num_replicas": 1,
+        "inactive_threshold": INACTIVE_S * NANOSECONDS,
+    }
+    return await _make(connection, f"CONSUMER.CREATE.{stream}", stream, config, f"cannot read {stream}")
+
+
+async def make_durable(connection: Connection, stream: str, settings: ConsumerSettings) -> Consumer:
+    """A durable consumer, made or found.
+
+    Raises:
+        BusUnavailable: no such stream, or the server refuses the consumer.
+    """
+    name = settings.durable
+    config = {
+        "durable_name": name,
+        "name": name,
+        "deliver_policy": "all",
+        "ack_policy": "explicit",
+        "ack_wait": int(settings.ack_wait_s * NANOSECONDS),
+        "max_deliver": -1,  # after a last delivery a message would stay, be given to nobody and use its quota
+        "max_ack_pending": settings.max_ack_pending,
+        "max_waiting": MAX_WAITING,
+        "filter_subjects": list(settings.filters),
+        "replay_policy": "instant",
+    }
+    return await _make(
+        connection, f"CONSUMER.CREATE.{stream}.{name}", stream, config, f"cannot consume {stream} as {name}"
+    )
+
+
+async def _make(connection: Connection, api: str, stream: str, config: dict[str, Any], failed: str) -> Consumer:
+    deadline = asyncio.get_running_loop().time() + connection.limits.publish_timeout_s
+    failures = 0
+    while True:
+        epoch = connection.epoch
+        try:
+            info = await api_call(connection, api, {"stream_name": stream, "config": config})
+        except ApiFailed as error:
+            if error.err_code != STREAM_NOT_FOUND or not await connection.pause(deadline, failures, error):
+                raise BusUnavailable(f"{failed}: {error}") from error
+            failures += 1
+        else:
+            return Consumer(info["name"], epoch, info["num_pending"])
+
+
+async def forget_reader(connection: Connection, stream: str, name: str) -> None:
+    """Remove a reader's consumer; the server forgets it anyway if this does not reach it."""
+    with anyio.move_on_after(connection.limits.drain_timeout_s, shield=True):
+        try:
+            subject = f"{API}.CONSUMER.DELETE.{stream}.{name}"
+            await connection.send(subject, b"", reply=connection.new_inbox())
+        except Disconnected:
+            return
