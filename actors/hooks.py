@@ -14,8 +14,10 @@ from actors.reward.graders.calling import resolve_grader
 from actors.rollout.sessions.functions import find_generate_function
 from runtime.settings.load import places
 from runtime.settings.plugins import PluginError
-from runtime.settings.toml import Loaded, Problem, show
+from runtime.settings.reading.config import Problem
+from runtime.settings.reading.toml import Loaded
 from runtime.settings.topology import Topology
+from runtime.wording import show
 
 Find = Callable[[Sequence[Path]], object]  # takes the directories in which relative files are looked for
 

@@ -6,16 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runtime.bus.addresses import address_key
+from runtime.settings.placement import bus_node, gpus_of, num_engines, num_ranks
 from runtime.settings.processes import AnswersHttp, PortRequest, ProcessSpec, Stage, WhenListening
-from runtime.settings.topology import (
-    EngineConfig,
-    Topology,
-    answers_are_recorded,
-    bus_node,
-    gpus_of,
-    num_engines,
-    num_ranks,
-)
+from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = {

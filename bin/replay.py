@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     if rest:
         _parser().error(f"unrecognized arguments: {' '.join(rest)}")
     from runtime.samples.dumps import DumpError
-    from runtime.settings.toml import TopologyError  # and with the rest numpy, which --help can do without
+    from runtime.settings.reading.config import TopologyError  # and with the rest numpy, which --help can do without
 
     try:
         lines = _filter(args) if args.to == "filter" else _batches(args)
@@ -80,7 +80,8 @@ def _opened(args: argparse.Namespace) -> "tuple[Topology, DumpedGroups, Replayed
     from actors.filter.replayed import ReplayedFilter
     from runtime.samples.dumped_run import DumpedGroups
     from runtime.settings.load import load_topology
-    from runtime.settings.toml import Problem, TopologyError, show
+    from runtime.settings.reading.config import Problem, TopologyError
+    from runtime.wording import show
 
     groups = DumpedGroups(args.dump)
     loaded = load_topology(_topology_file(args), args.set)
@@ -148,7 +149,8 @@ def _batches(args: argparse.Namespace) -> Iterator[str]:
 
 def _train(args: argparse.Namespace, rest: list[str]) -> int:
     from bin.start_topology import main as start
-    from runtime.settings.toml import TopologyError, load_tables
+    from runtime.settings.reading.config import TopologyError
+    from runtime.settings.reading.toml import load_tables
     from runtime.settings.topology import Topology
 
     path = _topology_file(args)

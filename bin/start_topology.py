@@ -17,7 +17,7 @@ from runtime.agent.preflight import check_files  # noqa: E402
 from runtime.samples.data_files import DataError  # noqa: E402
 from runtime.settings.load import LoadedTopology, load_topology  # noqa: E402
 from runtime.settings.plan import draw, plan_of  # noqa: E402
-from runtime.settings.toml import TopologyError  # noqa: E402
+from runtime.settings.reading.config import TopologyError  # noqa: E402
 from runtime.settings.topology import Topology  # noqa: E402
 
 if TYPE_CHECKING:

@@ -1,11 +1,20 @@
-"""Numbers, times and curves as people read them."""
+"""Values, numbers, times and curves as people read them."""
 
 import itertools
+import json
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Final
 
+MAX_SHOWN: Final = 80  # characters of a value
 CURVE_COLUMNS = 40
 _BARS = "▁▂▃▄▅▆▇█"
+
+
+def show(value: object) -> str:
+    """Spell a value as TOML or JSON would, cut when long."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
 def duration(seconds: float) -> str:

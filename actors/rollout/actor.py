@@ -53,7 +53,8 @@ from runtime.bus.consumer import Delivery
 from runtime.bus.errors import MessageTooLarge
 from runtime.failures import leaves
 from runtime.host.actor import Actor
-from runtime.settings.topology import Topology, num_engines
+from runtime.settings.placement import num_engines
+from runtime.settings.topology import Topology
 from runtime.wording import count_of
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from messages import (
 )
 from runtime.bus.bus import Bus
 from runtime.host.actor import Actor
-from runtime.settings.topology import Topology, num_ranks
+from runtime.settings.placement import num_ranks
+from runtime.settings.topology import Topology
 
 if TYPE_CHECKING:
     from actors.trainer.commands import TrainerRank

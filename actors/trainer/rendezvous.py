@@ -11,7 +11,8 @@ import anyio.to_thread
 
 from runtime.bus.addresses import BUS_URL_VARIABLE, Address
 from runtime.bus.bus import Bus
-from runtime.settings.topology import Topology, num_ranks
+from runtime.settings.placement import num_ranks
+from runtime.settings.topology import Topology
 
 KEY: Final = "address.trainer.rendezvous.0"
 CONNECT_TIMEOUT: Final = timedelta(seconds=10)

@@ -9,14 +9,17 @@ from typing import Final
 
 import msgspec
 
-from runtime.samples.data_files import DataError, split_slice
+from runtime.samples.data_files import DataError
 from runtime.samples.rows import read_rows
 from runtime.settings.gpus import gpus_here
 from runtime.settings.load import LoadedTopology, places
+from runtime.settings.placement import bus_node
+from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import DataConfig, eval_data
 from runtime.settings.sizes import show_bytes, stream_sizes
-from runtime.settings.toml import Problem, show
-from runtime.settings.topology import EXPORT_DIRECTORY, Topology, bus_node
+from runtime.settings.slices import split_slice
+from runtime.settings.topology import EXPORT_DIRECTORY, Topology
+from runtime.wording import show
 
 CHECKED_ROWS: Final = 10_000  # of each data file; the buffer reads them all
 TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json")

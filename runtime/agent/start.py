@@ -28,9 +28,10 @@ from runtime.agent.supervision.changes import GivenUp
 from runtime.bus.nats.server import ServerSettings
 from runtime.exit_codes import EXIT_INPUT_ERROR
 from runtime.host.logs import configure_logging
+from runtime.settings.placement import bus_node
 from runtime.settings.plan import stream_limits, stream_sizes
 from runtime.settings.processes import ProcessSpec
-from runtime.settings.topology import Topology, bus_node
+from runtime.settings.topology import Topology
 
 __all__ = ["End", "RunRefused", "SpecsOf", "Wish", "start"]
 

@@ -7,7 +7,7 @@ import anyio
 from anyio.abc import TaskStatus
 
 from messages import Message
-from runtime.settings.toml import TopologyError
+from runtime.settings.reading.config import TopologyError
 
 
 class InputError(Exception):

@@ -19,7 +19,7 @@ from runtime.exit_codes import EXIT_FAILED, EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_
 from runtime.failures import leaves
 from runtime.host.actor import InputError
 from runtime.host.hosting import Hosted, host
-from runtime.settings.toml import TopologyError
+from runtime.settings.reading.config import TopologyError
 
 log = structlog.get_logger()
 

@@ -8,11 +8,11 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from runtime.settings.toml import show
+from runtime.settings.slices import split_slice
+from runtime.wording import show
 
 BOM: Final = b"\xef\xbb\xbf"
 PARQUET_SUFFIXES: Final = (".parquet", ".pq")
-SLICE: Final = re.compile(r"^(?P<file>.+)(?P<rows>@\[[^\[\]]*\])$", re.DOTALL)
 BOUNDS: Final = re.compile(r"^@\[\s*(-?\d+)?\s*:\s*(-?\d+)?\s*\]$")
 BATCH_ROWS: Final = 1024  # of a Parquet file, in memory at a time
 
@@ -27,17 +27,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     number: int  # from 0, blank lines not counted
     place: str  # "rows.jsonl:3", lines from 1; "rows.parquet: row 2", rows from 0
     columns: dict[str, Any]
-
-
-def split_slice(path: str) -> tuple[str, str]:
-    """A path as its file and its slice of rows: "rows.jsonl@[0:9]" is ("rows.jsonl", "@[0:9]").
-
-    The slice is "" where there is none, or where a file has that very name.
-    """
-    match = SLICE.match(path)
-    if match is None or Path(path).exists():
-        return path, ""
-    return match["file"], match["rows"]
 
 
 def read_records(path: str) -> Iterator[Record]:

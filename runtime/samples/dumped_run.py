@@ -10,8 +10,9 @@ from typing import Final
 import msgspec
 
 from runtime.samples.dumps import DumpedGroup, DumpError, check_columns, read_lines, read_pair, steps_in
-from runtime.settings.toml import Problem, TopologyError, show
+from runtime.settings.reading.config import Problem, TopologyError
 from runtime.settings.topology import Topology
+from runtime.wording import show
 
 PAIRS_KEPT: Final = 2  # in memory
 

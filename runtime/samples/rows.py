@@ -8,7 +8,7 @@ import msgspec
 
 from runtime.samples.data_files import DataError, Record, read_records
 from runtime.settings.recipe import DataConfig
-from runtime.settings.toml import show
+from runtime.wording import show
 
 PROMPT_IDS: Final = "prompt_ids"  # what a user's function may give instead of a prompt
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]

@@ -5,9 +5,11 @@ from collections.abc import Iterator
 import msgspec
 
 from runtime.settings.gpus import parse_gpus
+from runtime.settings.placement import bus_node
+from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import trains_demonstrations
-from runtime.settings.toml import Problem, show
-from runtime.settings.topology import NodeConfig, Topology, TrainerConfig, bus_node
+from runtime.settings.topology import NodeConfig, Topology, TrainerConfig
+from runtime.wording import show
 
 
 def half_of(topology: Topology) -> Topology:

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.samples.data_files import split_slice
 from runtime.settings.halves import half_of
-from runtime.settings.rules import validate
-from runtime.settings.toml import SET, Loaded, TopologyError, convert, load_tables
+from runtime.settings.reading.config import TopologyError
+from runtime.settings.reading.toml import SET, Loaded, convert, load_tables
+from runtime.settings.rules.validate import validate
+from runtime.settings.slices import split_slice
 from runtime.settings.topology import Topology
 
 

@@ -6,6 +6,7 @@ from itertools import groupby
 import msgspec
 
 from runtime.settings.gpus import Gpu, show_gpus
+from runtime.settings.placement import bus_node, data_parallel_size, num_ranks
 from runtime.settings.processes import ProcessSpec
 from runtime.settings.recipe import RolloutConfig, over_sampling_batch_size, trains_demonstrations
 from runtime.settings.sizes import (
@@ -19,7 +20,7 @@ from runtime.settings.sizes import (
     stream_limits,
     stream_sizes,
 )
-from runtime.settings.topology import Topology, answers_are_recorded, bus_node, data_parallel_size, num_ranks
+from runtime.settings.topology import Topology, answers_are_recorded
 
 __all__ = ["Plan", "PlannedNode", "PlannedProcess", "draw", "plan_of", "stream_limits", "stream_sizes"]
 GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"

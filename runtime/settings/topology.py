@@ -4,9 +4,8 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from runtime.settings.gpus import Gpu, order_gpus, parse_gpus
+from runtime.settings.reading.config import Config
 from runtime.settings.recipe import Count, Name, Positive, Recipe, Text, trains_demonstrations
-from runtime.settings.toml import Config
 
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 LightActor = Literal["rollout", "reward", "filter", "buffer"]
@@ -139,34 +138,3 @@ def decode_topology(data: bytes) -> Topology:
 def answers_are_recorded(topology: Topology) -> bool:
     """Whether prompt groups are answered with samples that exist already, so that no engine and no grader runs."""
     return trains_demonstrations(topology) or topology.run.only == "trainer"
-
-
-def bus_node(topology: Topology) -> str | None:
-    """The node whose agent starts the NATS server; none if an existing one is used."""
-    if topology.bus.url is not None:
-        return None
-    return topology.bus.node or next(iter(topology.nodes))
-
-
-def gpus_of(topology: Topology, text: str | None) -> tuple[Gpu, ...]:
-    """A GPU list in the order in which ranks and engines take its GPUs, however it was written."""
-    return order_gpus(parse_gpus(text), {name: node.address for name, node in topology.nodes.items()})
-
-
-def num_ranks(trainer: TrainerConfig) -> int:
-    """Trainer processes."""
-    return len(parse_gpus(trainer.gpus)) if trainer.gpus else trainer.num_processes
-
-
-def data_parallel_size(trainer: TrainerConfig) -> int:
-    """Replicas of the trained model."""
-    layout = trainer.megatron
-    model = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.context_parallel_size
-    return num_ranks(trainer) // model
-
-
-def num_engines(engine: EngineConfig) -> int:
-    """Engines in a pool."""
-    if engine.urls:
-        return len(engine.urls)
-    return len(parse_gpus(engine.gpus)) // engine.num_gpus_per_engine if engine.gpus else engine.num_engines

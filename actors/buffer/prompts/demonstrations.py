@@ -11,7 +11,7 @@ from messages import Int32Array, Prompt, UInt8Array
 from runtime.samples.data_files import DataError
 from runtime.samples.rows import Row
 from runtime.settings.recipe import DataConfig, RolloutConfig, max_prompt_len
-from runtime.settings.toml import show
+from runtime.wording import show
 
 TRAINED: Final = "assistant"  # the role whose turns are trained
 LEAVES_OUT: Final = ("step_loss_mask", "weight")  # 0 in a message leaves its turn untrained; slime's key, OpenAI's key

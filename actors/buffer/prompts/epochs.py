@@ -5,9 +5,9 @@ import msgspec
 from actors.buffer.prompts.source import load_data, training_reader
 from actors.buffer.prompts.tokenizing import load_tokenizing
 from runtime.samples.data_files import DataError
+from runtime.settings.reading.config import TopologyError
 from runtime.settings.recipe import Recipe
-from runtime.settings.rules import validate
-from runtime.settings.toml import TopologyError
+from runtime.settings.rules.validate import validate
 from runtime.settings.topology import Topology
 
 

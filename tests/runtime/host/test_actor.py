@@ -29,7 +29,7 @@ from runtime.failures import leaves
 from runtime.host.actor import Actor, InputError
 from runtime.host.hosting import Hosted, host
 from runtime.host.process import exit_code_of, run_process
-from runtime.settings.toml import TopologyError
+from runtime.settings.reading.config import TopologyError
 from tests.fixtures.nats import NatsServer, eventually, group_failed, score_request
 
 pytestmark = pytest.mark.anyio

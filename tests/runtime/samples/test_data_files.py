@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from runtime.samples.data_files import BATCH_ROWS, DataError, read_records, split_slice
+from runtime.samples.data_files import BATCH_ROWS, DataError, read_records
 from runtime.samples.rows import Row, read_rows
 from runtime.settings.recipe import DataConfig
+from runtime.settings.slices import split_slice
 
 TURNS = [{"role": "user", "content": "1"}]
 TOOLS = [{"type": "function", "function": {"name": "add"}}]

@@ -14,8 +14,8 @@ from actors.rollout.recorded.actor import RecordedRolloutActor
 from messages import Int32Array, Prompt, RolloutRequested, SamplingParams, UInt8Array, encode
 from runtime.agent.preflight import check_files
 from runtime.settings.load import load_topology
+from runtime.settings.reading.config import TopologyError
 from runtime.settings.sizes import needed_sizes
-from runtime.settings.toml import TopologyError
 
 TOPOLOGIES = Path(__file__).resolve().parents[3] / "topologies"
 SFT, RL = TOPOLOGIES / "boxed-copy-sft.toml", TOPOLOGIES / "boxed-copy.toml"

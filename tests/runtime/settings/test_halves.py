@@ -7,9 +7,10 @@ import pytest
 from actors.processes import process_specs
 from runtime.settings.gpus import parse_gpus
 from runtime.settings.load import load_topology
+from runtime.settings.placement import num_engines, num_ranks
 from runtime.settings.plan import draw, plan_of
-from runtime.settings.toml import TopologyError
-from runtime.settings.topology import Topology, num_engines, num_ranks
+from runtime.settings.reading.config import TopologyError
+from runtime.settings.topology import Topology
 
 TOPOLOGIES = Path(__file__).resolve().parents[3] / "topologies"
 LAPTOP, COLOCATED, DISAGGREGATED = "laptop.toml", "colocate-8gpu.toml", "disaggregate-2x8gpu.toml"

@@ -12,9 +12,10 @@ import pytest
 
 from runtime.agent.preflight import check_files
 from runtime.settings.load import LoadedTopology, load_topology
+from runtime.settings.placement import data_parallel_size, num_engines, num_ranks
+from runtime.settings.reading.config import TopologyError
 from runtime.settings.recipe import eval_data, eval_sampling, max_prompt_len, over_sampling_batch_size
-from runtime.settings.toml import TopologyError
-from runtime.settings.topology import data_parallel_size, decode_topology, encode_topology, num_engines, num_ranks
+from runtime.settings.topology import decode_topology, encode_topology
 from tests.support.cpu import interpreter_starts
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -10,7 +10,7 @@ from actors.rollout.recorded.dump import Dumped
 from messages import Int32Array, Prompt, RolloutRequested, SamplingParams
 from runtime.samples.dumped_run import DumpedGroups, fitted
 from runtime.samples.dumps import DumpError, columns_path, write_pair
-from runtime.settings.toml import TopologyError
+from runtime.settings.reading.config import TopologyError
 from runtime.settings.topology import Topology
 from tests.runtime.samples.test_dumps import example
 from tests.support.rollout import topology_with

@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.settings.toml import SET, Config, TopologyError, apply_override, convert, describe, load_tables
+from runtime.settings.reading.allowed import describe
+from runtime.settings.reading.config import Config, TopologyError
+from runtime.settings.reading.overrides import apply_override
+from runtime.settings.reading.toml import SET, convert, load_tables
 
 
 class Leaf(Config, frozen=True, kw_only=True):

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Final
 
-from runtime.settings.from_slime import OWN, Answer, Flag, FromSlime, Ours, Rule, Section, from_slime
+from runtime.settings.slime.flags import OWN, Answer, Flag, FromSlime, Ours, Rule, Section, from_slime
 
 HEAD: Final = """# Coming from slime
 
-Written by `bin/describe-settings` from `runtime/settings/from_slime.toml`; do not edit.
+Written by `bin/describe-settings` from `runtime/settings/slime/flags.toml`; do not edit.
 
 slime takes {count} command-line flags of its own and hands on those of Megatron, SGLang and its router. Here a run is a
 TOML file: a *topology* (what runs where) that includes a *recipe* (what is trained). Any key can be set for one start

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from bin import describe_settings
-from runtime.settings.from_slime import OWN, Answer, Flag, Rule, find_by_rule, find_flag, from_slime
-from runtime.settings.toml import keys_of, type_at
+from runtime.settings.reading.schema import keys_of, type_at
+from runtime.settings.slime.flags import OWN, Answer, Flag, Rule, find_by_rule, find_flag, from_slime
 from runtime.settings.topology import Topology
 
-DOCS = Path(__file__).resolve().parents[3] / "docs"
+DOCS = Path(__file__).resolve().parents[4] / "docs"
 PAGE = (DOCS / "from-slime.md").read_text(encoding="utf-8")
 NUM_FLAGS = 223  # which slime/utils/arguments.py adds or gives another default, at commit 624b824a8 of 2026-08-21
 FLAGS = list(from_slime().flags())
@@ -55,7 +55,7 @@ def test_a_flag_without_a_key_has_none_by_its_own_name(flag: Flag) -> None:
     name = flag.flag.replace("-", "_")
     below = {f"rollout.{name.removeprefix('rollout_')}", f"eval.0.{name.removeprefix('eval_')}"}
     same = [key for key in keys_of(Topology) if key in below or key.rpartition(".")[2] == name]
-    assert same == [] or flag.flag in OTHER_MEANINGS, "the flag has a key by now: say so in from_slime.toml"
+    assert same == [] or flag.flag in OTHER_MEANINGS, "the flag has a key by now: say so in flags.toml"
 
 
 @pytest.mark.parametrize("rule", [rule for rule in from_slime().rules if rule.into], ids=lambda rule: rule.key)

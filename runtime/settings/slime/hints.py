@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher, get_close_matches
 from typing import Final
 
-from runtime.settings.from_slime import Found, find_by_rule, find_flag, spelled_as_flag
+from runtime.settings.slime.flags import Found, find_by_rule, find_flag, spelled_as_flag
 
 CLOSE: Final = 0.75  # likeness of a name as a whole, where 1 is the same
 CLOSE_WORD: Final = 0.6  # and of each of its words: min_lr is no typo of max_lr

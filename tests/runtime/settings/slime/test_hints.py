@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from runtime.settings.from_slime import Flag, from_slime
 from runtime.settings.load import load_topology
-from runtime.settings.toml import TopologyError, find_problems
+from runtime.settings.reading.config import TopologyError
+from runtime.settings.reading.schema import find_problems
+from runtime.settings.slime.flags import Flag, from_slime
 from runtime.settings.topology import Topology
 
-LAPTOP = Path(__file__).resolve().parents[3] / "topologies/laptop.toml"
+LAPTOP = Path(__file__).resolve().parents[4] / "topologies/laptop.toml"
 TABLES = ("", "run", "bus", "nodes.n1", "trainer", "trainer.megatron", "engines.judge", "data.1", "optimizer", "reward")
 OTHERS = {("run", "load")}  # a key of ours by the name of a flag that means another thing
 FLAGS = [(name, flag) for flag in from_slime().flags() for name in (flag.flag, *flag.also)]

@@ -1,0 +1,68 @@
+"""Overrides of single keys, `dotted.key=value`, written into plain tables."""
+
+import tomllib
+from typing import Any, cast
+
+import msgspec
+
+from runtime.settings.reading.config import Config
+from runtime.settings.reading.schema import type_at
+from runtime.wording import show
+
+
+def apply_override(tables: dict[str, Any], override: str, schema: type[Config]) -> str:
+    """Write one `dotted.key=value` into merged tables; list items go by index, one past the end appends.
+
+    The value is read as TOML if that fits the schema there (1e-3, true, ["a"], {x = 1}), else as bare text;
+    `none` unsets a key that may be unset.
+
+    Returns:
+        The key.
+
+    Raises:
+        ValueError: no "=", no such key, or an index that is out of range.
+    """
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ValueError("expected key=value")
+    parts = key.split(".")
+    value = _typed(text.strip(), type_at(schema, parts))
+    holder: Any = tables
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
+        last = following is None
+        if isinstance(holder, list):
+            holder = _set_item(cast("list[Any]", holder), part, value, last=last)
+        elif last:
+            holder[part] = value
+        else:
+            holder = cast("dict[str, Any]", holder).setdefault(part, [] if following.isdigit() else {})
+        if not last and not isinstance(holder, dict | list):
+            raise ValueError(f"{part} is {show(cast('object', holder))}, not a table")
+    return key
+
+
+def _set_item(items: list[Any], part: str, value: object, *, last: bool) -> Any:
+    if not part.isdigit() or int(part) > len(items):
+        raise ValueError(f"no item {part}: there are {len(items)}, counted from 0")
+    if int(part) == len(items):
+        items.append({})
+    if last:
+        items[int(part)] = value
+    return items[int(part)]
+
+
+def _typed(text: str, expected: Any) -> Any:
+    """Read an override's text as what the schema expects; a misfit is left for `find_problems` to report."""
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    candidates = [value, text, *([None] if text.lower() in {"none", "null"} else [])]
+    for candidate in reversed(candidates) if candidates[-1] is None else candidates:
+        try:
+            msgspec.convert(candidate, expected)
+        except msgspec.ValidationError:
+            continue
+        return candidate
+    return value

@@ -1,0 +1,123 @@
+"""What a schema says of plain tables: which keys there are, and what is wrong with the values."""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, cast, get_args, get_origin
+
+import msgspec
+
+from runtime.settings.reading.allowed import describe
+from runtime.settings.reading.config import Config, Problem
+from runtime.settings.slime.hints import flag_hint, hint
+from runtime.wording import show
+
+
+def find_problems(value: object, expected: Any, key: str = "", schema: Any = None) -> Iterator[Problem]:
+    """Compare plain values with a schema, going on after each problem.
+
+    Args:
+        value: what TOML gave: tables, lists, scalars.
+        expected: a Config, or any type msgspec can convert to.
+        key: dotted position of `value`.
+        schema: what is expected of the whole, to find a key that stands in the wrong table; none: `expected`.
+    """
+    schema = schema or expected
+    item = _item_type(expected)
+    if _is_config(expected):
+        yield from _table_problems(value, expected, key, schema)
+    elif item is not None and isinstance(value, dict) and get_origin(expected) is dict:
+        for name, entry in cast("dict[str, Any]", value).items():
+            yield from (_key_problem(problem, name) for problem in find_problems(name, get_args(expected)[0], key))
+            yield from find_problems(entry, item, f"{key}.{name}", schema)
+    elif item is not None and isinstance(value, list) and get_origin(expected) is tuple:
+        for index, entry in enumerate(cast("list[object]", value)):
+            yield from find_problems(entry, item, f"{key}.{index}", schema)
+    else:
+        try:
+            msgspec.convert(value, expected)
+        except msgspec.ValidationError as error:
+            shown = show(cast("object", value))
+            yield Problem(key=key, value=shown, message=f"{_readable(error)}; allowed: {describe(expected)}")
+
+
+def _key_problem(problem: Problem, name: str) -> Problem:
+    return Problem(key=f"{problem.key}.{name}", message=f"the name does not fit: {problem.message}")
+
+
+def _table_problems(value: object, expected: type[Config], key: str, schema: Any) -> Iterator[Problem]:
+    if not isinstance(value, dict):
+        meant = flag_hint(key)
+        yield Problem(key=key, value=show(value), message="expected a table" + (f"; {meant}" if meant else ""))
+        return
+    table = cast("dict[str, Any]", value)
+    fields = {field.encode_name: field for field in msgspec.structs.fields(expected)}
+    prefix = f"{key}." if key else ""
+    for name in table.keys() - fields.keys():
+        yield Problem(key=f"{prefix}{name}", message=unknown_key(f"{prefix}{name}", list(fields), schema))
+    for name, field in fields.items():
+        if name in table:
+            yield from find_problems(table[name], field.type, f"{prefix}{name}", schema)
+        elif field.required:
+            yield Problem(key=f"{prefix}{name}", message=f"missing; expected {describe(field.type)}")
+
+
+def unknown_key(key: str, allowed: Sequence[str], schema: Any) -> str:
+    """Say that a key does not exist, what may have been meant, and which exist in its table."""
+    meant = hint(key, allowed, keys_of(schema))
+    return f"unknown key{f', {meant}' if meant else ''}; allowed: {', '.join(allowed) or 'none'}"
+
+
+@cache
+def keys_of(schema: Any) -> tuple[str, ...]:
+    """Every key of a Config, dotted, tables included; of lists and named tables those of one item, "data.0.path"."""
+    keys: list[str] = []
+    for field in msgspec.structs.fields(schema) if _is_config(schema) else ():
+        item = _item_type(field.type)
+        place = f"{field.encode_name}." + (
+            "" if item is None else "<name>." if get_origin(field.type) is dict else "0."
+        )
+        keys += [field.encode_name, *(place + key for key in keys_of(item or field.type))]
+    return tuple(keys)
+
+
+def type_at(schema: Any, parts: Sequence[str]) -> Any:
+    """Find the type of a dotted key.
+
+    Raises:
+        ValueError: there is no such key; names the close ones.
+    """
+    whole = schema
+    for number, part in enumerate(parts):
+        item = _item_type(schema)
+        if _is_config(schema):
+            fields = {field.encode_name: field.type for field in msgspec.structs.fields(schema)}
+            if part not in fields:
+                message = unknown_key(".".join(parts[: number + 1]), list(fields), whole)
+                raise ValueError(f"{message} (in {'.'.join(parts[:number]) or 'the topology'})")
+            schema = fields[part]
+        elif item is not None:
+            schema = item
+        elif get_origin(schema) is dict:
+            return Any
+        else:
+            raise ValueError(f"{'.'.join(parts[:number])} is a plain value: it has no key {part}")
+    return schema
+
+
+def _is_config(expected: Any) -> bool:
+    return isinstance(expected, type) and issubclass(expected, Config)
+
+
+def _item_type(expected: Any) -> Any | None:
+    """The Config held by a `dict[str, C]` or `tuple[C, ...]`, if it is one of these."""
+    arguments = get_args(expected)
+    if get_origin(expected) is dict and _is_config(arguments[1]):
+        return arguments[1]
+    if get_origin(expected) is tuple and _is_config(arguments[0]):
+        return arguments[0]
+    return None
+
+
+def _readable(error: msgspec.ValidationError) -> str:
+    message = str(error).partition(" - at `$`")[0].replace("`", "")
+    return message[:1].lower() + message[1:]

@@ -1,0 +1,147 @@
+"""Settings from files: TOML with its includes, or the JSON of a run directory; who wrote which key."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+import msgspec
+
+from runtime.settings.reading.config import Config, Problem, TopologyError
+from runtime.settings.reading.overrides import apply_override
+from runtime.settings.reading.schema import find_problems
+from runtime.wording import show
+
+Table = dict[str, Any]
+SET: Final = "--set"  # the origin of a key that an override wrote
+SHIPPED_TOPOLOGIES: Final = Path(__file__).resolve().parents[3] / "topologies"
+
+T = TypeVar("T", bound=Config)
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """Merged tables, the files they came from (the named one last) and which of them wrote each key."""
+
+    tables: Table
+    files: tuple[Path, ...]
+    origins: dict[str, str]
+
+    def origin(self, key: str) -> str:
+        """Name who wrote a key: a file as the caller spelled it, or "--set"; the named file if nobody did."""
+        while key:
+            if key in self.origins:
+                return self.origins[key]
+            key = key.rpartition(".")[0]
+        return str(self.files[-1])
+
+
+def load_tables(path: Path, overrides: Sequence[str], schema: type[Config]) -> Loaded:
+    """Read a TOML file with its includes, or the JSON of a run directory, then apply `key=value` overrides in order.
+
+    `include` names one file or a list, looked up beside the including file, then beside `path`, then among the
+    shipped topologies. Later text wins: includes in order, the file itself, overrides. Tables merge key by key,
+    anything else (arrays too) is replaced whole.
+
+    Raises:
+        TopologyError: a file that cannot be read or parsed, an include that loops, an override that fits nowhere.
+    """
+    reader = _Reader(path.parent)
+    tables = reader.read(path, ())
+    problems: list[Problem] = []
+    for override in overrides:
+        try:
+            key = apply_override(tables, override, schema)
+        except ValueError as error:
+            problems.append(Problem(key=override, message=str(error), file=SET))
+        else:
+            reader.mark_override(key)
+    if problems:
+        raise TopologyError(problems)
+    return Loaded(tables=tables, files=tuple(reader.files), origins=reader.origins)
+
+
+def convert(loaded: Loaded, schema: type[T]) -> T:
+    """Turn merged tables into typed settings.
+
+    Raises:
+        TopologyError: every unknown or missing key, wrong type and value out of bounds, not only the first.
+    """
+    problems = [
+        msgspec.structs.replace(problem, file=loaded.origin(problem.key))
+        for problem in find_problems(loaded.tables, schema)
+    ]
+    if problems:
+        raise TopologyError(problems)
+    return msgspec.convert(loaded.tables, schema)
+
+
+class _Reader:
+    """Follows includes and remembers who wrote which key."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.files: list[Path] = []
+        self.origins: dict[str, str] = {}
+
+    def read(self, path: Path, including: tuple[Path, ...]) -> Table:
+        if path.resolve() in including:
+            raise TopologyError([Problem(key="include", message=f"{path} includes itself", file=str(including[-1]))])
+        own = _parse(path)
+        merged: Table = {}
+        for name in _includes(own.pop("include", ()), path):
+            self._merge(merged, self.read(self._find(name, path), (*including, path.resolve())), None)
+        self._merge(merged, own, str(path))
+        self.files.append(path)
+        return merged
+
+    def mark_override(self, key: str) -> None:
+        self._forget(key)
+        self.origins[key] = SET
+
+    def _find(self, name: str, including: Path) -> Path:
+        places = (including.parent, self._root, SHIPPED_TOPOLOGIES)
+        for place in places:
+            if (place / name).is_file():
+                return place / name
+        looked = ", ".join(dict.fromkeys(str(place) or "." for place in places))
+        message = f"no such file (looked in {looked})"
+        raise TopologyError([Problem(key="include", value=show(name), message=message, file=str(including))])
+
+    def _merge(self, into: Table, new: Mapping[str, Any], origin: str | None, prefix: str = "") -> None:
+        for name, value in new.items():
+            key = f"{prefix}{name}"
+            if isinstance(value, dict) and isinstance(into.get(name, {}), dict):
+                self._merge(into.setdefault(name, {}), cast("Table", value), origin, f"{key}.")
+                continue
+            into[name] = value
+            if origin is not None:  # an included file has marked its own keys already
+                self._forget(key)
+                self.origins[key] = origin
+
+    def _forget(self, key: str) -> None:
+        for known in [known for known in self.origins if known == key or known.startswith(f"{key}.")]:
+            del self.origins[known]
+
+
+def _parse(path: Path) -> Table:
+    try:
+        text = path.read_text(encoding="utf-8")
+        return msgspec.json.decode(text, type=Table) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        message = f"cannot be read: {error.strerror or error}"
+    except msgspec.DecodeError as error:
+        message = f"not valid JSON: {error}"
+    except tomllib.TOMLDecodeError as error:
+        message = f"not valid TOML: {error}"
+    except UnicodeDecodeError as error:
+        message = f"not UTF-8 text: {error}"
+    raise TopologyError([Problem(key="", message=message, file=str(path))])
+
+
+def _includes(value: object, path: Path) -> tuple[str, ...]:
+    try:
+        names = msgspec.convert(value, str | tuple[str, ...])
+    except msgspec.ValidationError as error:
+        message = "expected a file name or a list of file names"
+        raise TopologyError([Problem(key="include", value=show(value), message=message, file=str(path))]) from error
+    return (names,) if isinstance(names, str) else names

@@ -1,0 +1,131 @@
+"""Rules of GPUs: which exist, who has them, and whether layouts and engines fit them."""
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from runtime.settings.gpus import Gpu, parse_gpus, show_gpus
+from runtime.settings.placement import data_parallel_size, num_ranks
+from runtime.settings.reading.config import Problem
+from runtime.settings.recipe import Recipe
+from runtime.settings.topology import Topology
+
+
+def gpu_problems(topology: Topology) -> Iterator[Problem]:
+    """GPU lists that cannot be read, that name what is not there, or that have no meaning."""
+    yield from _gpus_exist(topology)
+    yield from _trainer(topology)
+
+
+def fit_problems(topology: Topology) -> Iterator[Problem]:
+    """What does not fit the GPUs, whose lists can be read."""
+    for rule in (_layout, _engine_sizes, _booking, _colocation):
+        yield from rule(topology)
+
+
+def _gpus_exist(topology: Topology) -> Iterator[Problem]:
+    for key, text in _gpu_lists(topology):
+        try:
+            gpus = parse_gpus(text)
+        except ValueError as error:
+            yield Problem.of(key, text, f'{error}; allowed: such as "n0:0-7,n1:0-3"')
+            continue
+        unknown = {gpu.node for gpu in gpus} - topology.nodes.keys()
+        for node in sorted(unknown):
+            yield Problem.of(key, text, f"no node {node}; allowed: {', '.join(topology.nodes)}")
+        beyond = [gpu for gpu in gpus if gpu.node not in unknown and gpu.index >= topology.nodes[gpu.node].gpus]
+        if beyond:
+            counts = ", ".join(f"nodes.{node}.gpus = {topology.nodes[node].gpus}" for node in _nodes(beyond))
+            yield Problem.of(key, text, f"there is no GPU {show_gpus(beyond)}: {counts}")
+        if len(set(gpus)) < len(gpus):
+            yield Problem.of(key, text, "names a GPU twice")
+
+
+def _gpu_lists(topology: Topology) -> Iterator[tuple[str, str]]:
+    """Key and text of every GPU list."""
+    if topology.trainer.gpus is not None:
+        yield "trainer.gpus", topology.trainer.gpus
+    for name, engine in topology.engines.items():
+        if engine.gpus is not None:
+            yield f"engines.{name}.gpus", engine.gpus
+
+
+def _trainer(topology: Topology) -> Iterator[Problem]:
+    trainer = topology.trainer
+    if trainer.device == "cuda" and trainer.gpus is None:
+        yield Problem(key="trainer.gpus", message='missing: the trainer\'s GPUs, such as "n0:0-7"; or device = "cpu"')
+    if trainer.device == "cpu" and trainer.gpus is not None:
+        yield Problem.of("trainer.gpus", trainer.gpus, 'has no meaning with trainer.device = "cpu"')
+    if trainer.device == "cuda" and trainer.num_processes > 1:
+        yield Problem.of("trainer.num_processes", trainer.num_processes, "is for the CPU; GPUs get one rank each")
+
+
+def _layout(topology: Topology) -> Iterator[Problem]:
+    layout, ranks = topology.trainer.megatron, num_ranks(topology.trainer)
+    tensor, pipeline = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    dense = tensor * pipeline * layout.context_parallel_size
+    expert = layout.expert_model_parallel_size * (layout.expert_tensor_parallel_size or tensor) * pipeline
+    if ranks % dense:
+        message = f"tensor x pipeline x context = {dense} does not divide the trainer's {ranks} ranks"
+        yield Problem(key="trainer.megatron", message=message)
+    elif (in_step := _samples_per_step(topology)) % data_parallel_size(topology.trainer):
+        message = (
+            f"{data_parallel_size(topology.trainer)} data-parallel replicas do not divide "
+            f"the {in_step} samples of an optimizer step"
+        )
+        yield Problem(key="trainer.megatron", message=message)
+    if layout.expert_model_parallel_size > 1 and ranks % expert:
+        message = f"expert x expert-tensor x pipeline = {expert} does not divide the trainer's {ranks} ranks"
+        yield Problem(key="trainer.megatron.expert_model_parallel_size", message=message)
+    if layout.sequence_parallel and tensor == 1:
+        yield Problem.of(
+            "trainer.megatron.sequence_parallel", True, "needs trainer.megatron.tensor_model_parallel_size above 1"
+        )
+
+
+def _samples_per_step(recipe: Recipe) -> int:
+    samples = recipe.rollout.rollout_batch_size * recipe.rollout.n_samples_per_prompt
+    return max(1, samples // recipe.algorithm.num_steps_per_rollout)
+
+
+def _engine_sizes(topology: Topology) -> Iterator[Problem]:
+    for name, engine in topology.engines.items():
+        gpus, size = parse_gpus(engine.gpus), engine.num_gpus_per_engine
+        key = f"engines.{name}.num_gpus_per_engine"
+        if not gpus:
+            if size > 1 and not engine.urls:
+                yield Problem.of(key, size, f"engines.{name}.gpus is not set")
+            continue
+        on_node = {node: sum(gpu.node == node for gpu in gpus) for node in _nodes(list(gpus))}
+        if len(gpus) % size:
+            yield Problem.of(key, size, f"does not divide the pool's {len(gpus)} GPUs")
+        elif any(count % size and size % count for count in on_node.values()):
+            counts = ", ".join(f"{count} on {node}" for node, count in on_node.items())
+            yield Problem.of(key, size, f"does not fit the GPUs per node: {counts}")
+
+
+def _booking(topology: Topology) -> Iterator[Problem]:
+    trainer = set(parse_gpus(topology.trainer.gpus))
+    pools = {name: set(parse_gpus(engine.gpus)) for name, engine in topology.engines.items()}
+    for name, gpus in pools.items():
+        shared, key = gpus & trainer, f"engines.{name}.gpus"
+        if shared and topology.engines[name].colocate is None:
+            message = f'{show_gpus(sorted(shared))} belong to the trainer; sharing needs colocate = "trainer"'
+            yield Problem.of(key, topology.engines[name].gpus, message)
+        if topology.engines[name].colocate and gpus - trainer:
+            message = f"colocated engines use the trainer's GPUs; not among them: {show_gpus(sorted(gpus - trainer))}"
+            yield Problem.of(key, topology.engines[name].gpus, message)
+    for first, second in combinations(pools, 2):
+        if shared := pools[first] & pools[second]:
+            message = f"{show_gpus(sorted(shared))} belong to engines.{first} too"
+            yield Problem.of(f"engines.{second}.gpus", topology.engines[second].gpus, message)
+
+
+def _colocation(topology: Topology) -> Iterator[Problem]:
+    staleness = topology.rollout.max_staleness
+    if staleness and any(engine.colocate for engine in topology.engines.values()):
+        message = "colocated engines and trainer take turns: allowed: 0, or engines on GPUs of their own"
+        yield Problem.of("rollout.max_staleness", staleness, message)
+
+
+def _nodes(gpus: list[Gpu]) -> list[str]:
+    return list(dict.fromkeys(gpu.node for gpu in gpus))

@@ -1,0 +1,192 @@
+"""Rules of a recipe: what cannot be, and what would have no effect."""
+
+from collections.abc import Iterator
+
+from runtime.settings.reading.config import Problem
+from runtime.settings.recipe import EvalConfig, Recipe, max_prompt_len, over_sampling_batch_size, trains_demonstrations
+
+
+def recipe_problems(recipe: Recipe) -> Iterator[Problem]:
+    """What a recipe asks for and cannot have."""
+    rules = (
+        _batches,
+        _collection,
+        _sources,
+        _lengths,
+        _algorithm,
+        _demonstrations,
+        _masks,
+        _weight_updates,
+        _schedule,
+        _names,
+        _evaluation,
+    )
+    for rule in rules:
+        yield from rule(recipe)
+
+
+def _batches(recipe: Recipe) -> Iterator[Problem]:
+    rollout, steps = recipe.rollout, recipe.algorithm.num_steps_per_rollout
+    batch, asked = rollout.rollout_batch_size, rollout.over_sampling_batch_size
+    if not recipe.data:
+        yield Problem(key="data", message="at least one [[data]] table is needed")
+    if asked is not None and asked < batch:
+        message = f"must be at least rollout.rollout_batch_size, which is {batch}"
+        yield Problem.of("rollout.over_sampling_batch_size", asked, message)
+    num_samples = batch * rollout.n_samples_per_prompt
+    if num_samples % steps:
+        message = f"must divide the samples of a batch, rollout_batch_size x n_samples_per_prompt = {num_samples}"
+        yield Problem.of("algorithm.num_steps_per_rollout", steps, message)
+
+
+def _collection(recipe: Recipe) -> Iterator[Problem]:
+    """Filters and refills that would have no effect, or no end."""
+    rollout = recipe.rollout
+    if rollout.over_sampling_filter is not None and over_sampling_batch_size(rollout) == rollout.rollout_batch_size:
+        message = "has nothing to choose from unless rollout.over_sampling_batch_size is above rollout_batch_size"
+        yield Problem.of("rollout.over_sampling_filter", rollout.over_sampling_filter, message)
+    if rollout.keep_when_insufficient and rollout.dynamic_filter is None:
+        yield Problem.of("rollout.keep_when_insufficient", True, "has no effect without rollout.dynamic_filter")
+    if rollout.buffer_filter != "fifo" and rollout.on_halt == "drop":
+        yield Problem.of("rollout.buffer_filter", rollout.buffer_filter, 'has no effect with rollout.on_halt = "drop"')
+    stale = rollout.max_token_staleness
+    if stale is not None and stale < rollout.max_staleness:
+        message = f"is below rollout.max_staleness = {rollout.max_staleness}: whole batches would be too stale to train"
+        yield Problem.of("rollout.max_token_staleness", stale, message)
+    if not rollout.eval_overlap and not recipe.eval:
+        yield Problem.of("rollout.eval_overlap", False, "has no effect without an [[eval]] table")
+
+
+def _sources(recipe: Recipe) -> Iterator[Problem]:
+    for index, item in enumerate(recipe.data):
+        key = f"data.{index}"
+        if item.path is None and item.source is None:
+            yield Problem(key=f"{key}.path", message=f"missing: a data file; or {key}.source, a function")
+        if item.source is None:
+            continue
+        if item.path is not None:
+            yield Problem.of(f"{key}.source", item.source, f"a source is a file or a function, and {key}.path is set")
+        if len(recipe.data) > 1:
+            message = "must be the only data source: it has no length in proportion to which others could be mixed in"
+            yield Problem.of(f"{key}.source", item.source, message)
+        if recipe.rollout.shuffle:
+            message = f"has no effect on {key}.source, which is called with 0, 1, 2 and so on"
+            yield Problem.of("rollout.shuffle", recipe.rollout.shuffle, message)
+
+
+def _lengths(recipe: Recipe) -> Iterator[Problem]:
+    rollout = recipe.rollout
+    context = rollout.max_context_len
+    if context is not None and (rollout.max_prompt_len or 1) >= context:
+        message = f"leaves no room for a response in rollout.max_context_len = {context}"
+        yield Problem.of("rollout.max_prompt_len", max_prompt_len(rollout), message)
+
+
+def _algorithm(recipe: Recipe) -> Iterator[Problem]:
+    algorithm, samples = recipe.algorithm, recipe.rollout.n_samples_per_prompt
+    if samples == 1 and not algorithm.disable_rewards_normalization and not trains_demonstrations(recipe):
+        yield Problem.of(
+            "rollout.n_samples_per_prompt",
+            samples,
+            "a group of one minus its own mean is always 0: use at least 2, "
+            "or set algorithm.disable_rewards_normalization = true",
+        )
+    if algorithm.kl_loss_coef > 0 and not algorithm.use_kl_loss:
+        message = "has no effect unless algorithm.use_kl_loss = true"
+        yield Problem.of("algorithm.kl_loss_coef", algorithm.kl_loss_coef, message)
+    if recipe.model.ref_load is not None and not algorithm.use_kl_loss:
+        message = "no reference model is needed unless algorithm.use_kl_loss = true"
+        yield Problem.of("model.ref_load", recipe.model.ref_load, message)
+    if algorithm.eps_clip >= 1:
+        message = "must be below 1: ratios are clipped at 1 - eps_clip"
+        yield Problem.of("algorithm.eps_clip", algorithm.eps_clip, message)
+
+
+def _demonstrations(recipe: Recipe) -> Iterator[Problem]:
+    if not trains_demonstrations(recipe):
+        return
+    rollout, algorithm, why = recipe.rollout, recipe.algorithm, 'with algorithm.loss_type = "sft_loss"'
+    if rollout.n_samples_per_prompt > 1:
+        message = f"must be 1 {why}: a demonstration is one sample"
+        yield Problem.of("rollout.n_samples_per_prompt", rollout.n_samples_per_prompt, message)
+    if rollout.temperature != 1:
+        message = f"must be 1 {why}: nothing is sampled, and the loss is that of the model itself"
+        yield Problem.of("rollout.temperature", rollout.temperature, message)
+    if rollout.dynamic_filter is not None:
+        message = f"has nothing to judge {why}: demonstrations have no reward"
+        yield Problem.of("rollout.dynamic_filter", rollout.dynamic_filter, message)
+    if rollout.over_sampling_filter is not None:
+        message = f"has nothing to compare {why}: demonstrations have no reward"
+        yield Problem.of("rollout.over_sampling_filter", rollout.over_sampling_filter, message)
+    for key, value in (("use_kl_loss", algorithm.use_kl_loss), ("entropy_coef", algorithm.entropy_coef)):
+        if value:
+            yield Problem.of(f"algorithm.{key}", value, f"has no effect {why}")
+    for index, item in enumerate(recipe.eval):
+        message = f"no engine runs {why}: evaluate the exported model (train.save_hf) in a run with engines"
+        yield Problem.of(f"eval.{index}.name", item.name, message)
+
+
+def _masks(recipe: Recipe) -> Iterator[Problem]:
+    rollout = recipe.rollout
+    if rollout.stale_tokens == "mask" and rollout.max_token_staleness is None:
+        message = "has no effect unless rollout.max_token_staleness says from when on"
+        yield Problem.of("rollout.stale_tokens", rollout.stale_tokens, message)
+    never_resumed = rollout.on_halt != "resume" and rollout.on_weight_update == "drain"
+    if rollout.mask_off_policy and never_resumed and rollout.custom_generate is None:
+        message = (
+            f'has no effect with rollout.on_halt = "{rollout.on_halt}" and rollout.on_weight_update = "drain": '
+            "every sample is then of one set of weights"
+        )
+        yield Problem.of("rollout.mask_off_policy", True, message)
+
+
+def _weight_updates(recipe: Recipe) -> Iterator[Problem]:
+    rollout = recipe.rollout
+    if rollout.on_weight_update != "drain" and not rollout.max_staleness:
+        message = "has no effect with rollout.max_staleness = 0: nothing runs while engines take new weights"
+        yield Problem.of("rollout.on_weight_update", rollout.on_weight_update, message)
+
+
+def _schedule(recipe: Recipe) -> Iterator[Problem]:
+    optimizer = recipe.optimizer
+    planned = recipe.train.num_steps * recipe.algorithm.num_steps_per_rollout
+    yield from _length(recipe)
+    if optimizer.min_lr > optimizer.lr:
+        yield Problem.of("optimizer.min_lr", optimizer.min_lr, f"is above optimizer.lr = {optimizer.lr}")
+    decays = optimizer.lr_decay_style != "constant" and bool(optimizer.lr_decay_iters or planned)
+    if decays and optimizer.lr_warmup_iters >= (optimizer.lr_decay_iters or planned):
+        message = f"must end before the decay does, after {optimizer.lr_decay_iters or planned} optimizer steps"
+        yield Problem.of("optimizer.lr_warmup_iters", optimizer.lr_warmup_iters, message)
+
+
+def _length(recipe: Recipe) -> Iterator[Problem]:
+    train = recipe.train
+    if not train.num_steps and train.num_epoch is None:
+        yield Problem(key="train.num_steps", message="missing: train steps, at least 1; or train.num_epoch")
+    if train.num_steps and train.num_epoch is not None:
+        message = f"a run is as long as train.num_steps = {train.num_steps} or train.num_epoch says; unset one"
+        yield Problem.of("train.num_epoch", train.num_epoch, message)
+    if train.num_epoch is not None and any(item.source is not None for item in recipe.data):
+        message = "a function as data source has no length; set train.num_steps"
+        yield Problem.of("train.num_epoch", train.num_epoch, message)
+
+
+def _names(recipe: Recipe) -> Iterator[Problem]:
+    for table, items in (("data", recipe.data), ("eval", recipe.eval)):
+        seen: set[str] = set()
+        for index, item in enumerate(items):
+            if item.name in seen:
+                yield Problem.of(f"{table}.{index}.name", item.name, f"another [[{table}]] has this name")
+            seen.add(item.name)
+
+
+def _evaluation(recipe: Recipe) -> Iterator[Problem]:
+    for index, item in enumerate(recipe.eval):
+        yield from _evaluation_set(recipe, item, f"eval.{index}")
+
+
+def _evaluation_set(recipe: Recipe, item: EvalConfig, key: str) -> Iterator[Problem]:
+    context = recipe.rollout.max_context_len
+    if item.max_response_len is not None and context is not None and item.max_response_len >= context:
+        message = f"leaves no room for a prompt in rollout.max_context_len = {context}"
+        yield Problem.of(f"{key}.max_response_len", item.max_response_len, message)

@@ -1,0 +1,91 @@
+"""Rules of a topology beside its GPUs: graders, bus and sizes, engines, processes."""
+
+from collections.abc import Iterator
+
+from runtime.settings.reading.config import Problem
+from runtime.settings.recipe import eval_data
+from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
+from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
+
+POLICY = "policy"  # the pool whose samples are trained
+
+
+def topology_problems(topology: Topology) -> Iterator[Problem]:
+    """What the tables of a topology ask for and cannot have; of GPUs, see gpus.py."""
+    for rule in (_group_graders, _bus, _sizes, _engines, _shares):
+        yield from rule(topology)
+
+
+def _group_graders(topology: Topology) -> Iterator[Problem]:
+    if not topology.reward.group_rm or not topology.data:
+        return
+    graders = {item.rm_type for item in topology.data}
+    for index, item in enumerate(topology.eval):
+        name = eval_data(topology, item).rm_type
+        if name in graders and ":" in (name or ""):
+            message = "grades whole groups (reward.group_rm), but evaluation is scored sample by sample: name another"
+            yield Problem.of(f"eval.{index}.rm_type", name, message)
+
+
+def _bus(topology: Topology) -> Iterator[Problem]:
+    bus, nodes = topology.bus, topology.nodes
+    if not nodes:
+        yield Problem(key="nodes", message="at least one node is needed")
+    if bus.node is not None and bus.url is not None:
+        yield Problem.of("bus.node", bus.node, "no node starts a server when bus.url names an existing one")
+    elif bus.node is not None and bus.node not in nodes:
+        yield Problem.of("bus.node", bus.node, f"no such node; allowed: {', '.join(nodes)}")
+    elif bus.node is None and bus.url is None and len(nodes) > 1:
+        yield Problem(key="bus", message="with several nodes, bus.node or bus.url says where the NATS server is")
+    if bus.port is not None and bus.url is not None:
+        yield Problem.of("bus.port", bus.port, "the port belongs into bus.url")
+
+
+def _sizes(topology: Topology) -> Iterator[Problem]:
+    needed = needed_sizes(topology)
+    for name in ("event_bytes", "work_bytes", "data_bytes", "max_payload_bytes"):
+        given: int | None = getattr(topology.bus, name)
+        least: int = getattr(needed, name)
+        if given is not None and given < least:
+            message = f"too small: this recipe can need {least} ({show_bytes(least)}); unset, it is derived"
+            yield Problem.of(f"bus.{name}", given, message)
+    largest = max(needed.max_payload_bytes, topology.bus.max_payload_bytes or 0)
+    if largest > MAX_MESSAGE_BYTES:
+        message = (
+            f"a prompt group of this size can make a message of {show_bytes(largest)}; "
+            f"the server carries {show_bytes(MAX_MESSAGE_BYTES)}"
+        )
+        yield Problem.of("rollout.max_response_len", topology.rollout.max_response_len, message)
+
+
+def _engines(topology: Topology) -> Iterator[Problem]:
+    if POLICY not in topology.engines and not answers_are_recorded(topology):
+        message = (
+            "missing: the pool that generates the samples to train on; "
+            'only demonstrations (algorithm.loss_type = "sft_loss") do without'
+        )
+        yield Problem(key=f"engines.{POLICY}", message=message)
+    for name, engine in topology.engines.items():
+        yield from _engine(engine, f"engines.{name}")
+
+
+def _engine(engine: EngineConfig, key: str) -> Iterator[Problem]:
+    if engine.urls and engine.gpus is not None:
+        yield Problem.of(f"{key}.gpus", engine.gpus, f"engines that run already ({key}.urls) bring their own")
+    if engine.kind == "embedded" and engine.gpus is not None:
+        yield Problem.of(f"{key}.gpus", engine.gpus, 'kind = "embedded" runs on the CPU')
+    if engine.kind == "embedded" and engine.sglang:
+        yield Problem.of(f"{key}.sglang", engine.sglang, 'has no meaning with kind = "embedded"')
+    if engine.kind == "embedded" and engine.python is not None:
+        yield Problem.of(f"{key}.python", engine.python, 'has no meaning with kind = "embedded"')
+    if engine.gpus is not None and engine.num_engines > 1:
+        yield Problem.of(f"{key}.num_engines", engine.num_engines, "follows from gpus and num_gpus_per_engine")
+    if engine.weight_transport == "ipc" and engine.colocate is None:
+        message = f'needs {key}.colocate = "trainer"; allowed otherwise: disk, collective'
+        yield Problem.of(f"{key}.weight_transport", engine.weight_transport, message)
+
+
+def _shares(topology: Topology) -> Iterator[Problem]:
+    roles = [role for shared in topology.share for role in shared]
+    for role in dict.fromkeys(role for role in roles if roles.count(role) > 1):
+        yield Problem.of("share", topology.share, f"{role} is in two processes; each actor may be named once")
