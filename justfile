@@ -14,7 +14,7 @@ run *args="topologies/laptop.toml":
 
 # everything that CI runs
 check:
-    bin/test
+    bin/test --all
 
 # lint, types and the fast tests
 test *args:
