@@ -24,6 +24,10 @@ from pathlib import Path
 from typing import TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from runtime.files import write_atomically  # noqa: E402 - of the standard library alone
+
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "physarum.stamp"
@@ -179,7 +183,7 @@ class Setup:
         if "torch" in packages_of(LAPTOP_LOCK.read_text()) and self._python("-c", "import torch"):
             raise SetupError(f"torch is installed but cannot be imported; the reason is at the end of {LOG}")
         OURS.unlink()
-        write_whole(STAMP, self._wanted)
+        write_atomically(STAMP, self._wanted.encode())
         self._say("ready")
 
     def _pip(self, command: str, *arguments: str, doing: str) -> None:
@@ -311,16 +315,6 @@ def remove_tree(path: Path) -> None:
             if error.errno not in {errno.ENOTEMPTY, errno.ENOENT} or time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that it is there whole or not at all."""
-    partial = path.with_suffix(".partial")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,55 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and stay. Standard library only: set-up loads it too."""
 
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def whole(path: Path) -> Generator[BinaryIO]:
+    """A file to write, which takes the place of `path` when the block ends and is gone when the block raises.
+
+    Readers, and a start after a crash, see the old content or the new.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with partial.open("wb") as file:
+            yield file
+        complete(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file at once: readers, and a start after a crash, see the old content or the new."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_bytes(content)
+    """Replace a file at once."""
+    with whole(path) as file:
+        file.write(content)
+
+
+def complete(partial: Path, path: Path) -> None:
+    """Give a file that is fully written its name; both outlast a power cut."""
+    _sync(partial)
     partial.replace(path)
+    _sync(path.parent)
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line that outlasts a power cut; one that is cut off half-way lacks its end."""
+    new = not path.exists()
+    with path.open("ab") as file:
+        file.write(line + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    if new:
+        _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

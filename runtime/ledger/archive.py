@@ -21,6 +21,7 @@ from messages import DecodeError, Message, Plane, SnapshotTaken, decode
 from messages.codec import CONTENT_TYPE_HEADER, JSON, TYPE_HEADER
 from runtime.bus.bus import Bus
 from runtime.bus.events import Events, Received, StoredMessage
+from runtime.files import complete
 from runtime.ledger.fold import FOLD_VERSION, LedgerState
 
 ARCHIVE: Final = "archive"  # in the run directory
@@ -80,7 +81,7 @@ async def archive(bus: Bus, run_dir: Path, *, below_seq: int) -> tuple[Path, int
                 lines = []
         await to_thread.run_sync(file.writelines, lines)
     path = directory / f"events-{first:012}-{last:012}.jsonl.gz"
-    await to_thread.run_sync(_complete, partial, path)
+    await to_thread.run_sync(complete, partial, path)  # after the purge there is no other copy
     return path, num_events
 
 
@@ -184,21 +185,6 @@ def _make_directory(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for left in directory.glob(f"*{PARTIAL}"):  # by a process that was killed
         left.unlink()
-
-
-def _complete(partial: Path, path: Path) -> None:
-    """Make it last before it counts: after the purge there is no other copy."""
-    _sync(partial)
-    partial.replace(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _line_of(stored: StoredMessage) -> bytes:

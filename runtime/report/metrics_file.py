@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from runtime.files import write_atomically
+from runtime.files import append_line, write_atomically
 
 Row = dict[str, Any]
 
@@ -28,8 +28,7 @@ class MetricsFile:
             return
         self._num_keys[step] = len(row)
         if known is None:
-            with self.path.open("ab") as file:
-                file.write(msgspec.json.encode(row) + b"\n")
+            append_line(self.path, msgspec.json.encode(row))
         else:
             self._rewrite({row["step"]: row for row in _rows(self.path)} | {step: row})
 

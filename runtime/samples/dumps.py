@@ -12,7 +12,6 @@ whole or not at all, the lines last. Line i and row i of the columns are the sam
     told_by [2]                          log sequence and Unix microseconds of the event that closed the pair
 """
 
-import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +37,7 @@ from messages import (
     UInt8Array,
     WeightSpan,
 )
+from runtime.files import whole
 
 RUN_FILE: Final = "run.json"
 TOPOLOGY_FILE: Final = "topology.json"
@@ -211,13 +211,11 @@ def write_pair(directory: Path, step: int, groups: Sequence[DumpedGroup], told_b
     lines = b"".join(msgspec.json.encode(sample) + b"\n" for group in groups for sample in group.samples)
     columns: dict[str, Any] = _columns(groups) | {"told_by": np.array(told_by, dtype=np.int64)}
     for path in (columns_path(directory, step), lines_path(directory, step)):
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        with partial.open("wb") as file:
+        with whole(path) as file:
             if path.suffix == ".npz":
                 np.savez(file, **columns)
             else:
                 file.write(lines)
-        partial.replace(path)
 
 
 def lines_path(directory: Path, step: int) -> Path:

@@ -84,9 +84,9 @@ def index(tmp_path: Path) -> Iterator[PackageIndex]:
 def checkout(tmp_path: Path, index: PackageIndex) -> Checkout:
     root = tmp_path / "a checkout"
     (root / "requirements").mkdir(parents=True)
-    (root / "bin").mkdir()
-    for name in ("setup", "setup_venv.py", "start-topology"):
-        shutil.copy(ROOT / "bin" / name, root / "bin" / name)
+    for name in ("bin/setup", "bin/setup_venv.py", "bin/start-topology", "runtime/__init__.py", "runtime/files.py"):
+        (root / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
     (root / "bin" / "start_topology.py").write_text(COMMAND)
     (root / "requirements" / "cuda.lock").write_text("# nothing\n")
     checkout = Checkout(root, index, tmp_path / "cache")

@@ -4,7 +4,6 @@ The pair of a step is written when its batch is made: the batch's groups, and th
 What is in it follows from the log alone, so that a restart writes again exactly what is missing.
 """
 
-import os
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -39,7 +38,7 @@ from messages import (
 from messages.subjects import key_of
 from runtime.bus.bus import Bus
 from runtime.bus.errors import PayloadLost, PayloadUnreadable
-from runtime.files import write_atomically
+from runtime.files import whole, write_atomically
 from runtime.host.actor import InputError
 from runtime.ledger.fold import LEDGER_EVENTS, OVER_SAMPLING_FILTER
 from runtime.samples.dumps import (
@@ -382,6 +381,5 @@ def _copy_tokenizer(model: Path, directory: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    shutil.copyfile(source, partial)
-    partial.replace(target)
+    with source.open("rb") as content, whole(target) as file:
+        shutil.copyfileobj(content, file)
