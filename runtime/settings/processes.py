@@ -34,19 +34,13 @@ class WhenListening(msgspec.Struct, frozen=True):
     """Ready when its port takes connections."""
 
 
-class WhenAnswering(msgspec.Struct, frozen=True):
-    """Ready when a GET of the path on its port answers 200."""
-
-    path: str = "/health"
-
-
 class WhenConfirmed(msgspec.Struct, frozen=True):
     """Ready when a check of the process with this id returns; it is cancelled when the process ends."""
 
     check: Callable[[int], Awaitable[None]]
 
 
-Readiness = WhenStarted | WhenListening | WhenAnswering | WhenConfirmed
+Readiness = WhenStarted | WhenListening | WhenConfirmed
 
 
 class AnswersHttp(msgspec.Struct, frozen=True):

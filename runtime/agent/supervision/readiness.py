@@ -1,14 +1,13 @@
 """Whether a process serves yet, and whether it still does. Its port is asked: nobody else could tell."""
 
-import asyncio
-
 import anyio
 
+from runtime.http import status_of
 from runtime.settings.processes import (
     AnswersHttp,
+    Greets,
     Probe,
     Readiness,
-    WhenAnswering,
     WhenConfirmed,
     WhenListening,
     WhenStarted,
@@ -28,9 +27,8 @@ async def wait_until_ready(readiness: Readiness, pid: int, host: str, port: int)
         case WhenConfirmed():
             await readiness.check(pid)
         case WhenListening():
-            await _wait_for_answer(host, port, None)
-        case WhenAnswering():
-            await _wait_for_answer(host, port, readiness.path)
+            while not await _listens(host, port):  # noqa: ASYNC110 - a foreign process: there is no event to wait for
+                await anyio.sleep(ASK_INTERVAL_S)
 
 
 async def wait_until_silent(probe: Probe, host: str, port: int, limit_s: float) -> None:
@@ -52,38 +50,32 @@ async def wait_until_silent(probe: Probe, host: str, port: int, limit_s: float) 
 
 async def _responds(probe: Probe, host: str, port: int, timeout_s: float) -> bool:
     """Whether a server says anything."""
-    path = probe.path if isinstance(probe, AnswersHttp) else None
-    writer = None
-    try:
-        async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(host, port)
-            if path is not None:
-                writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\n\r\n".encode())
-            return bool(await reader.readline())
-    except (OSError, TimeoutError, ValueError):  # ValueError: it says more than a line
-        return False
-    finally:
-        if writer is not None:
-            writer.close()
+    match probe:
+        case AnswersHttp(path):
+            return await status_of(f"http://{_in_url(host)}:{port}{path}", timeout_s=timeout_s) is not None
+        case Greets():
+            return await _greets(host, port, timeout_s)
 
 
-async def _wait_for_answer(host: str, port: int, path: str | None) -> None:
-    while not await _answers(host, port, path):  # noqa: ASYNC110 - a foreign process: there is no event to wait for
-        await anyio.sleep(ASK_INTERVAL_S)
+async def _greets(host: str, port: int, timeout_s: float) -> bool:
+    with anyio.move_on_after(timeout_s):
+        try:
+            async with await anyio.connect_tcp(host, port) as stream:
+                return bool(await stream.receive())
+        except (OSError, anyio.EndOfStream, anyio.BrokenResourceError):
+            return False
+    return False
 
 
-async def _answers(host: str, port: int, path: str | None) -> bool:
-    writer = None
-    try:
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, port)
-            if path is None:
+async def _listens(host: str, port: int) -> bool:
+    with anyio.move_on_after(ANSWER_TIMEOUT_S):
+        try:
+            async with await anyio.connect_tcp(host, port):
                 return True
-            writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\n\r\n".encode())
-            status = await reader.readline()
-            return status.split()[1:2] == [b"200"]
-    except (OSError, TimeoutError):
-        return False
-    finally:
-        if writer is not None:
-            writer.close()
+        except OSError:
+            return False
+    return False
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

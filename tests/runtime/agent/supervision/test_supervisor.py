@@ -16,7 +16,7 @@ import pytest
 
 from runtime.agent.supervision.changes import Change, Exited, GivenUp, Ready, Started
 from runtime.agent.supervision.supervisor import RestartBudget, Supervision
-from runtime.settings.processes import AnswersHttp, PortRequest, ProcessSpec, Stage, WhenAnswering, WhenListening
+from runtime.settings.processes import AnswersHttp, PortRequest, ProcessSpec, Stage, WhenListening
 
 pytestmark = pytest.mark.anyio
 
@@ -166,9 +166,9 @@ async def test_a_command_that_does_not_exist_is_given_up_with_its_name(tmp_path:
     assert "/no/such/program" in changes.of(GivenUp)[0].reason
 
 
-async def test_a_process_is_ready_when_it_answers_and_keeps_its_port_when_killed(tmp_path: Path) -> None:
+async def test_a_process_is_ready_when_it_listens_and_keeps_its_port_when_killed(tmp_path: Path) -> None:
     async with supervising(tmp_path) as (supervision, changes):
-        spec = python("server", SERVER, "{port}", port=PortRequest(), ready=WhenAnswering(path="/health"))
+        spec = python("server", SERVER, "{port}", port=PortRequest(), ready=WhenListening())
         supervision.start(spec)
         await changes.until(lambda: len(changes.of(Ready)) == 1)
         os.kill(changes.of(Started)[0].pid, signal.SIGKILL)
