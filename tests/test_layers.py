@@ -1,8 +1,10 @@
 """Who may import whom, read from the sources, and what the light commands may load, seen in a fresh interpreter."""
 
 import ast
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,16 @@ LAYERS = {  # a top-level package, and which of ours it may import
     "bin": {"bin", "actors", "runtime", "messages"},
 }
 OURS = {*LAYERS, "tests"}
+FLOORS = {  # a room of runtime/, and its floor: it imports itself and lower floors; files of no room are the ground
+    "bus": 1,
+    "settings": 2,
+    "ledger": 2,
+    "samples": 3,
+    "report": 3,
+    "host": 3,
+    "agent": 4,
+}
+CELLARS = ("runtime.agent.supervision", "runtime.agent.claims")  # below their room: they import none of its modules
 MESSAGES_MAY_USE = {"msgspec", "numpy"}
 CONFINED = {  # an outside package, and the only places that may import it
     "torch": ("actors.trainer", "actors.rollout.embedded"),
@@ -25,6 +37,13 @@ CONFINED = {  # an outside package, and the only places that may import it
     "nats": ("runtime.bus.nats",),
     "sglang": (),  # a server reached over HTTP, started from its own interpreter
 }
+WORDS_OF_NATS = re.compile(  # of JetStream's API and of what it stores, in any text but a docstring
+    r"\$(JS|KV|G)\b|\bNats-[A-Z]|\bKV_|^[+-](ACK|NAK|TERM|WPI|NXT)\b|\b(STREAM|CONSUMER|DIRECT)\.[A-Z]|\bjetstream\b"
+    r"|^(ack_policy|deliver_policy|durable_name|filter_subjects?|opt_start_(seq|time)|replay_policy|inactive_threshold)$"
+)
+MAX_MODULES = 14  # of a folder
+MAX_FUNCTION_LINES = 60
+MAX_FUNCTION_LINES_P90 = 20
 MAX_LINES = 1000
 WHY_ONE_FILE = "Why one file:"  # a longer file says this in its docstring
 HEAVY = ["aiohttp", "megatron", "nats", "torch", "transformers"]
@@ -101,6 +120,29 @@ def actor_of(module: str, sources: dict[str, Source]) -> str | None:
     return parts[1] if source is None or source.is_package else None
 
 
+def room_of(module: str, sources: dict[str, Source]) -> str | None:
+    """The room of runtime/ that a module is in; None for the ground, which is every file of no room."""
+    parts = module.split(".")
+    is_file = len(parts) == 2 and (source := sources.get(module)) is not None and not source.is_package
+    return None if len(parts) < 2 or is_file or parts[1] not in FLOORS else parts[1]
+
+
+def climbs(source: Source, target: str, sources: dict[str, Source]) -> str | None:
+    """Why an import within runtime/ goes up, or None."""
+    mine, theirs = room_of(source.module, sources), room_of(target, sources)
+    if theirs is not None and mine != theirs and FLOORS.get(mine or "", 0) <= FLOORS[theirs]:
+        return (
+            f"{f'runtime.{mine}' if mine else 'the ground of runtime'} may not import runtime.{theirs}: imports go down"
+        )
+    for cellar in CELLARS:
+        room, _, own = cellar.rpartition(".")
+        if is_within(source.module, cellar) and is_within(target, room):
+            module = target if target in sources else target.rpartition(".")[0]
+            if module.count(".") == cellar.count(".") and not sources[module].is_package:
+                return f"{own} may not import {module}: it lies below its room"
+    return None
+
+
 def forbidden(source: Source, found: Import, sources: dict[str, Source]) -> str | None:
     """Why an import is not allowed, or None."""
     layer, target = source.module.split(".")[0], found.target.split(".")[0]
@@ -110,11 +152,49 @@ def forbidden(source: Source, found: Import, sources: dict[str, Source]) -> str 
         mine, theirs = actor_of(source.module, sources), actor_of(found.target, sources)
         if mine is not None and theirs is not None and mine != theirs:
             return f"actor {mine} may not import actor {theirs}: they share messages"
+        if layer == target == "runtime":
+            return climbs(source, found.target, sources)
     elif layer == "messages" and target not in sys.stdlib_module_names | MESSAGES_MAY_USE:
         return f"messages may not import {target}"
     elif target in CONFINED and not any(is_within(source.module, place) for place in CONFINED[target]):
         return f"{target} is for {' and '.join(CONFINED[target]) or 'nobody'}"
     return None
+
+
+def words_of_nats(source: Source) -> Iterator[tuple[int, str]]:
+    """Line and text of each string of a module that speaks JetStream's language."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = list(ast.walk(source.tree))
+    docstrings = {id(node.body[0].value) for node in nodes if isinstance(node, documented) and ast.get_docstring(node)}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes) and id(node) not in docstrings:
+            text = node.value if isinstance(node.value, str) else node.value.decode("latin-1")
+            if WORDS_OF_NATS.search(text):
+                yield node.lineno, text
+
+
+def crowded(sources: dict[str, Source]) -> Iterator[str]:
+    """Folders with too many modules."""
+    sizes = Counter(source.path.parent for source in sources.values() if not source.is_package)
+    for folder, size in sizes.items():
+        if size > MAX_MODULES:
+            yield f"{folder.name}: {size} modules; a folder holds at most {MAX_MODULES}"
+
+
+def long_functions(sources: dict[str, Source]) -> Iterator[str]:
+    """The functions that are too long, and the ninetieth percentile if it is."""
+    functions = (
+        (source.module, node)
+        for source in sources.values()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    sizes = sorted(((node.end_lineno or 0) - node.lineno + 1, f"{name}.{node.name}") for name, node in functions)
+    for size, name in sizes:
+        if size > MAX_FUNCTION_LINES:
+            yield f"{name}: {size} lines; a function has at most {MAX_FUNCTION_LINES}"
+    if sizes and (p90 := sizes[len(sizes) * 9 // 10][0]) > MAX_FUNCTION_LINES_P90:
+        yield f"one function of ten has {p90} lines or more; at most {MAX_FUNCTION_LINES_P90}"
 
 
 def violations(root: Path) -> list[str]:
@@ -125,9 +205,13 @@ def violations(root: Path) -> list[str]:
         where = source.path.relative_to(root)
         refused = ((item.line, forbidden(source, item, sources)) for item in imports_of(source))
         found.extend(f"{where}:{line}: {why}" for line, why in refused if why)
+        if not is_within(source.module, "runtime.bus.nats"):
+            spoken = words_of_nats(source)
+            found.extend(f"{where}:{line}: {text!r} is a word of NATS, for runtime.bus.nats" for line, text in spoken)
         num_lines = source.text.count("\n")
         if num_lines > MAX_LINES and WHY_ONE_FILE not in (ast.get_docstring(source.tree) or ""):
             found.append(f"{where}:1: {num_lines} lines; over {MAX_LINES} a docstring says '{WHY_ONE_FILE} ...'")
+    found += [*crowded(sources), *long_functions(sources)]
     return found + [f"import cycle: {' -> '.join(cycle)}" for cycle in cycles(sources)]
 
 
@@ -165,7 +249,27 @@ BAD_TREE = {
     "messages/base.py": "import torch\n",
     "messages/late.py": "def f():\n    from runtime import bus\n",
     "runtime/bus/__init__.py": "import nats\nfrom actors.reward import actor\n",
+    "runtime/bus/kv.py": '"""Of $JS."""\nWORD = b"$JS.API"\n\n\ndef f():\n    "Nats-Msg-Id"\n    return f"KV_{f}"\n',
+    "runtime/bus/nats/store.py": "import nats\nAPI = '$JS.API'\nfrom runtime import ground\n",
     "runtime/roster.py": "import nats.js\n",
+    "runtime/ground.py": "from runtime import roster\nfrom runtime.bus import kv\n",
+    "runtime/settings/load.py": "from runtime.bus import kv\nfrom runtime.ledger import fold\n",
+    "runtime/settings/reading/toml.py": "import runtime.settings.load, runtime.agent\nx = {'ack_policy': '+ACK'}\n",
+    "runtime/ledger/fold.py": "def later():\n    from runtime.samples.rows import x\n",
+    "runtime/samples/rows.py": "from runtime.ledger import fold\nfrom runtime.report import lines\n",
+    "runtime/report/lines.py": "from runtime import host\n",
+    "runtime/host/__init__.py": "from runtime.agent.claims import claim\n",
+    "runtime/agent/__init__.py": "",
+    "runtime/agent/node.py": "from runtime.settings import recipe\n",
+    "runtime/agent/claims/__init__.py": "",
+    "runtime/agent/claims/claim.py": "from runtime.agent.node import agent\nfrom runtime.settings.load import x\n",
+    "runtime/agent/supervision/spawn.py": "from runtime.agent import stalls\nfrom runtime.agent.claims import claim\n",
+    "runtime/agent/stalls.py": "from runtime.report import lines\n",
+    **{f"actors/filter/rules/rule{number}.py": "" for number in range(15)},
+    "actors/filter/lengths.py": "def longest():\n"
+    + "    x = 1\n" * 60
+    + "\n\ndef rather_long():\n"
+    + "    x = 1\n" * 20,
     "runtime/__init__.py": "",
     "actors/__init__.py": "",
     "actors/registry.py": "from actors.reward import actor\nfrom actors.filter import actor as other\n",
@@ -192,6 +296,22 @@ EXPECTED = {
     "runtime/bus/__init__.py:1: nats is for runtime.bus.nats",
     "runtime/bus/__init__.py:2: runtime may not import actors",
     "runtime/roster.py:1: nats is for runtime.bus.nats",
+    "runtime/bus/kv.py:2: '$JS.API' is a word of NATS, for runtime.bus.nats",
+    "runtime/bus/kv.py:7: 'KV_' is a word of NATS, for runtime.bus.nats",
+    "runtime/ground.py:2: the ground of runtime may not import runtime.bus: imports go down",
+    "runtime/settings/load.py:2: runtime.settings may not import runtime.ledger: imports go down",
+    "runtime/settings/reading/toml.py:1: runtime.settings may not import runtime.agent: imports go down",
+    "runtime/settings/reading/toml.py:2: 'ack_policy' is a word of NATS, for runtime.bus.nats",
+    "runtime/settings/reading/toml.py:2: '+ACK' is a word of NATS, for runtime.bus.nats",
+    "runtime/ledger/fold.py:2: runtime.ledger may not import runtime.samples: imports go down",
+    "runtime/samples/rows.py:2: runtime.samples may not import runtime.report: imports go down",
+    "runtime/report/lines.py:1: runtime.report may not import runtime.host: imports go down",
+    "runtime/host/__init__.py:1: runtime.host may not import runtime.agent: imports go down",
+    "runtime/agent/claims/claim.py:1: claims may not import runtime.agent.node: it lies below its room",
+    "runtime/agent/supervision/spawn.py:1: supervision may not import runtime.agent.stalls: it lies below its room",
+    "rules: 15 modules; a folder holds at most 14",
+    "actors.filter.lengths.longest: 61 lines; a function has at most 60",
+    "one function of ten has 61 lines or more; at most 20",
     "actors/reward/actor.py:1: actor reward may not import actor filter: they share messages",
     "actors/reward/actor.py:2: actor reward may not import actor filter: they share messages",
     "actors/reward/actor.py:3: transformers is for actors.trainer and actors.rollout.embedded and actors.buffer",

@@ -19,12 +19,12 @@ from runtime.agent.supervision.spawn import Child
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.bus.limits import BusLimits
-from runtime.bus.nats.server import ServerSettings, server_command, wait_ready, write_config
+from runtime.bus.nats.server import STORED_STREAMS, ServerSettings, server_command, wait_ready, write_config
 from runtime.ledger.archive import History, begun, history
 from runtime.ledger.fold import LedgerState
 
 RUNS = Path("runs")
-STREAMS = Path("nats", "jetstream", "$G", "streams")  # in the run directory; $G is the server's only account
+STREAMS = Path("nats") / STORED_STREAMS  # in the run directory
 LIMITS = BusLimits(connect_timeout_s=2.0, publish_timeout_s=10.0)
 SERVER_READY_S = 30.0
 SERVER_STOP_S = 5.0

