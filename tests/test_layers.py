@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ WHY_ONE_FILE = "Why one file:"  # a longer file says this in its docstring
 HEAVY = ["aiohttp", "megatron", "nats", "torch", "transformers"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Source:
     """One of our modules, parsed."""
 
@@ -58,6 +59,11 @@ class Source:
     is_package: bool
     text: str
     tree: ast.Module
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of its tree."""
+        return list(ast.walk(self.tree))
 
 
 @dataclass(frozen=True)
@@ -80,8 +86,13 @@ def sources_of(root: Path) -> dict[str, Source]:
     return sources
 
 
-def imports_of(source: Source) -> Iterator[Import]:
+@cache
+def imports_of(source: Source) -> tuple[Import, ...]:
     """Every import of a module, wherever it stands, those by importlib with a literal name included."""
+    return tuple(_imports_of(source))
+
+
+def _imports_of(source: Source) -> Iterator[Import]:
     waiting: list[tuple[ast.AST, bool]] = [(source.tree, True)]
     while waiting:
         node, now = waiting.pop()
@@ -164,9 +175,8 @@ def forbidden(source: Source, found: Import, sources: dict[str, Source]) -> str 
 def words_of_nats(source: Source) -> Iterator[tuple[int, str]]:
     """Line and text of each string of a module that speaks JetStream's language."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = list(ast.walk(source.tree))
-    docstrings = {id(node.body[0].value) for node in nodes if isinstance(node, documented) and ast.get_docstring(node)}
-    for node in nodes:
+    docstrings = {id(n.body[0].value) for n in source.nodes if isinstance(n, documented) and ast.get_docstring(n)}
+    for node in source.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes) and id(node) not in docstrings:
             text = node.value if isinstance(node.value, str) else node.value.decode("latin-1")
             if WORDS_OF_NATS.search(text):
@@ -186,7 +196,7 @@ def long_functions(sources: dict[str, Source]) -> Iterator[str]:
     functions = (
         (source.module, node)
         for source in sources.values()
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     )
     sizes = sorted(((node.end_lineno or 0) - node.lineno + 1, f"{name}.{node.name}") for name, node in functions)
