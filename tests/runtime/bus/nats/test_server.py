@@ -1,9 +1,12 @@
 """The embedded nats-server: configuration, readiness, restart on its port."""
 
+import asyncio
 import socket
 import time
 from pathlib import Path
 
+import anyio
+import psutil
 import pytest
 
 from runtime.bus.bus import Bus
@@ -18,6 +21,8 @@ from runtime.bus.nats.server import (
     wait_ready,
     write_config,
 )
+from runtime.secrets import Login, Secret, with_login
+from tests.fixtures.nats import TEST_STREAMS
 
 pytestmark = pytest.mark.anyio
 
@@ -71,19 +76,54 @@ async def test_a_process_that_is_gone_is_never_ready(tmp_path: Path) -> None:
         await wait_ready(tmp_path, 2**22 + 1, timeout_s=5)
 
 
+PASSWORD = "sl@me/:%40"  # whatever has a meaning in a URL
+LOGIN = Login(user="physarum", password=Secret(PASSWORD))
+
+
 async def test_a_wrong_password_is_refused_at_once(tmp_path: Path) -> None:
-    settings = ServerSettings(store_dir=tmp_path / "store", user="physarum", password="slime")
+    settings = ServerSettings(store_dir=tmp_path / "store", login=LOGIN)
     async with running_server(tmp_path, settings) as server:
-        right = server.url.replace("nats://", "nats://physarum:slime@")
-        async with Bus.connect(right, "run", name="test"):
+        async with Bus.connect(server.url, "run", name="test"):
             pass
-        wrong = server.url.replace("nats://", "nats://physarum:mould@")
-        begun = time.monotonic()
-        with pytest.raises(BusUnavailable, match=r"(?i)authorization") as refused:
-            async with Bus.connect(wrong, "run", name="test", limits=BusLimits(connect_timeout_s=20)):
-                pass
-        assert time.monotonic() - begun < 5
-        assert "mould" not in str(refused.value)
+        for wrong in (Login(user="physarum", password=Secret("mould")), Login(password=Secret("mould"))):
+            url, begun = with_login(server.ports.url, wrong), time.monotonic()
+            with pytest.raises(BusUnavailable, match=r"(?i)authorization") as refused:
+                async with Bus.connect(url, "run", name="test", limits=BusLimits(connect_timeout_s=20)):
+                    pass
+            assert time.monotonic() - begun < 5
+            assert "mould" not in str(refused.value)
+
+
+async def test_a_token_is_a_login(tmp_path: Path) -> None:
+    settings = ServerSettings(store_dir=tmp_path / "store", login=Login(password=Secret(PASSWORD)))
+    async with running_server(tmp_path, settings) as server, Bus.connect(server.url, "run", name="test") as bus:
+        await bus.ensure_streams(TEST_STREAMS)
+
+
+async def test_no_login_is_shown_where_no_server_answers() -> None:
+    url = with_login("nats://127.0.0.1:9,nats://127.0.0.1:11", LOGIN)
+    with pytest.raises(BusUnavailable) as unavailable:
+        async with Bus.connect(url, "run", name="test", limits=BusLimits(connect_timeout_s=0.2)):
+            pass
+    assert "nats://127.0.0.1:9,nats://127.0.0.1:11" in str(unavailable.value)
+    assert "sl@me" not in str(unavailable.value)
+    assert "physarum" not in str(unavailable.value)
+
+
+def ports_of(pid: int) -> set[int]:
+    return {place.laddr.port for place in psutil.Process(pid).net_connections("tcp") if place.status == "LISTEN"}
+
+
+async def test_nobody_without_the_login_learns_anything(tmp_path: Path) -> None:
+    async with running_server(tmp_path, ServerSettings(store_dir=tmp_path / "store", login=LOGIN)) as server:
+        assert ports_of(server.pid) == {server.ports.port}
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.ports.port)
+        with anyio.fail_after(5):
+            assert (await reader.readline()).startswith(b"INFO ")
+            writer.write(b'CONNECT {"verbose":true}\r\nSUB > 1\r\nPUB phy.run.event.x 1\r\nx\r\n')
+            assert b"Authorization Violation" in await reader.readline()
+            assert await reader.read() == b""  # closed, nothing more came
+        writer.close()
 
 
 def test_the_command_names_configuration_and_ports_directory(tmp_path: Path) -> None:

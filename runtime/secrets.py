@@ -1,0 +1,152 @@
+"""Secrets: never shown, kept in files that only their owner reads, and cut out of URLs before these are shown."""
+
+import os
+import re
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final, Self
+from urllib.parse import quote, unquote
+
+import msgspec
+
+HIDDEN: Final = "***"
+PRIVATE_FILE: Final = 0o600
+PRIVATE_DIRECTORY: Final = 0o700
+_BYTES: Final = 24  # of randomness in a secret that we make
+_LOGIN: Final = re.compile(r"(?<=://)[^\s,]*@")  # all before the last @ of a URL: a password may hold anything
+
+
+class Secret(str):
+    """A text that is `***` to whoever prints, joins, encodes or logs it. Only `reveal` gives it away."""
+
+    __slots__ = ("_text",)
+    _text: str
+
+    def __new__(cls, text: str) -> Self:
+        """Keep a text."""
+        secret = super().__new__(cls, HIDDEN)
+        secret._text = text
+        return secret
+
+    @classmethod
+    def random(cls) -> Self:
+        """A new one that nobody can guess. Letters, digits, - and _ only."""
+        return cls(secrets.token_urlsafe(_BYTES))
+
+    def reveal(self) -> str:
+        """The text itself."""
+        return self._text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and secrets.compare_digest(self._text.encode(), other._text.encode())
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __repr__(self) -> str:
+        return HIDDEN
+
+    def __reduce__(self) -> str:
+        raise TypeError("a secret is not pickled")
+
+
+class Login(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server asks for: user and password, or a token alone."""
+
+    user: str | None = None
+    password: Secret  # or the token, without a user
+
+
+def split_login(url: str) -> tuple[str, Login | None]:
+    """URLs, separated by commas, without the login that stands in them, and that login.
+
+    Raises:
+        ValueError: they have different logins.
+    """
+    bare: list[str] = []
+    found: set[tuple[str | None, str]] = set()
+    for one in url.split(","):
+        scheme, _, rest = one.partition("://")
+        login, at, place = rest.rpartition("@")
+        bare.append(f"{scheme}://{place}")
+        if at:
+            user, colon, password = login.partition(":")
+            found.add((unquote(user), unquote(password)) if colon else (None, unquote(user)))
+    if len(found) > 1:
+        raise ValueError(f"the servers of one bus have different logins: {','.join(bare)}")
+    user, password = next(iter(found), (None, None))
+    return ",".join(bare), None if password is None else Login(user=user, password=Secret(password))
+
+
+def with_login(url: str, login: Login | None) -> str:
+    """URLs with a login in each, percent-encoded. Secret from here on."""
+    if login is None:
+        return url
+    words = [login.password.reveal()] if login.user is None else [login.user, login.password.reveal()]
+    written = ":".join(quote(word, safe="") for word in words)
+    return ",".join(one.replace("://", f"://{written}@", 1) for one in url.split(","))
+
+
+def without_logins(text: str) -> str:
+    """A text to be shown: the logins of all URLs in it are hidden."""
+    return _LOGIN.sub(f"{HIDDEN}@", text) if "@" in text and "://" in text else text
+
+
+def without(text: bytes, known: Iterable[Secret]) -> bytes:
+    """What a process printed, with known secrets hidden."""
+    for secret in known:
+        text = text.replace(secret.reveal().encode(), HIDDEN.encode())
+    return text
+
+
+def kept_secret(path: Path) -> Secret:
+    """The secret in a file of ours; a new one is written when there is none.
+
+    Raises:
+        OSError: the file cannot be read or written.
+        ValueError: others may read it.
+    """
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_private(path, f"{Secret.random().reveal()}\n")
+    return Secret(read_private(path).strip())
+
+
+def write_private(path: Path, content: str) -> None:
+    """Replace a file at once; at no moment can others read it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE), "w") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def read_private(path: Path) -> str:
+    """A file that only its owner reads.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: others may read it; says what to do.
+    """
+    with path.open(encoding="utf-8") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if mode & 0o077:
+            raise ValueError(f"{path} holds a secret and others may read it (mode {mode & 0o777:o}): chmod 600 {path}")
+        return file.read()
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory, or close one that is there, to all but its owner.
+
+    Raises:
+        OSError: it cannot be made, or it is somebody else's.
+    """
+    directory.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+    if directory.stat().st_mode & 0o077:
+        directory.chmod(PRIVATE_DIRECTORY)
