@@ -60,7 +60,8 @@ def _build(role: Role, topology: Topology, run_dir: Path, bus: Bus) -> Actor:
 
             return RecordedRolloutActor(bus, Dumped(Path(topology.run.load)))
         case "rollout" if answers_are_recorded(topology):
-            from actors.rollout.recorded.actor import Demonstrations, RecordedRolloutActor
+            from actors.rollout.recorded.actor import RecordedRolloutActor
+            from actors.rollout.recorded.demonstrations import Demonstrations
 
             return RecordedRolloutActor(bus, Demonstrations())
         case "rollout":

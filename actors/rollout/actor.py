@@ -15,19 +15,22 @@ from anyio.abc import TaskStatus
 
 from actors.rollout.engines.discovery import attend_servers
 from actors.rollout.engines.fleet import Fleet
-from actors.rollout.engines.target import WantedWeights
+from actors.rollout.engines.target import TargetWeights
 from actors.rollout.engines.weights.disk import Updater
 from actors.rollout.groups.endings import Ending, Endings
 from actors.rollout.groups.inheritance import Inheritance
-from actors.rollout.groups.members import fresh_members
-from actors.rollout.groups.run import GroupRun, Tools
+from actors.rollout.groups.open_samples import fresh_samples
+from actors.rollout.groups.run import GroupRun
 from actors.rollout.groups.scoring import Scorer
 from actors.rollout.groups.slots import Release, Slots, released
-from actors.rollout.groups.tasks import eval_job, training_job
+from actors.rollout.groups.tasks import eval_task, training_task
+from actors.rollout.groups.tools import Tools
+from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.sending import Generator
 from actors.rollout.sessions.conversation import Conversation
 from actors.rollout.sessions.functions import find_generate_function
-from actors.rollout.sglang.client import Http, RequestRefused
+from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.errors import RequestRefused
 from messages import (
     EvalCompleted,
     EvalEnded,
@@ -109,30 +112,30 @@ class RolloutActor(Actor):
         self._slots = Slots(engines.concurrency * num_engines(engines))
         self._tokenizer: tokenizers.Tokenizer | None = None
         custom = topology.rollout.custom_generate
-        self._converse = find_generate_function(custom, (Path.cwd(),)) if custom is not None else None
+        self._custom_generate = find_generate_function(custom, (Path.cwd(),)) if custom is not None else None
         self._inheritance = Inheritance(bus)
         self._num_groups = 0
         self._runs: set[GroupRun] = set()  # of training groups
         self._num_pulled = 0  # tasks at work, of training and evaluation
         self._at_work: dict[tuple[int, int], anyio.Event] = {}  # by group and attempt, set when it has ended
-        self._wanted_at = 0.0
-        self._talks: set[Conversation] = set()
+        self._target_set_at = 0.0
+        self._conversations: set[Conversation] = set()
         self._waits: list[Callable[[], str]] = []
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         connector = aiohttp.TCPConnector(limit=0)  # the slots are the limit
         async with aiohttp.ClientSession(connector=connector) as session, anyio.create_task_group() as group:
-            http = Http(session)
-            updater = Updater(http, self._topology.rollout.on_weight_update)
-            fleet = Fleet(http, updater)
-            tools = self._tools(http, fleet)
-            updater.interrupt_by(tools.generator.interrupt)
-            self._waits = [fleet.waits_for, tools.generator.waits_for, tools.scorer.waits_for]
+            client = SglangClient(session)
+            updater = Updater(client, self._topology.rollout.on_weight_update)
+            fleet = Fleet(client, updater)
+            tools = self._tools(client, fleet)
+            updater.interrupt_by(tools.generator.running.interrupt)
+            self._waits = [fleet.waits_for, tools.generator.running.waits_for, tools.scorer.waits_for]
             await group.start(tools.scorer.run)
             group.start_soon(self._watch_engines, fleet)
             group.start_soon(self._watch_router, fleet)
-            group.start_soon(tools.generator.run)
-            group.start_soon(self._follow_log, fleet, tools.generator)
+            group.start_soon(tools.generator.running.run)
+            group.start_soon(self._follow_log, fleet, tools.generator.running)
             group.start_soon(self._report_versions, fleet)
             group.start_soon(self._spill_long_runs)
             group.start_soon(self._pull_groups, tools)
@@ -144,7 +147,7 @@ class RolloutActor(Actor):
 
     def waits_for(self) -> str:
         waits = [words for waits_for in self._waits if (words := waits_for())]
-        if outside := sum(not talk.asking for talk in self._talks):
+        if outside := sum(not conversation.asking for conversation in self._conversations):
             waits.append(f"rollout.custom_generate, outside of generate in {count_of(outside, 'sample')}")
         if not self._num_pulled:
             waits.append("a task")
@@ -158,18 +161,18 @@ class RolloutActor(Actor):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(Path(self._topology.model.hf_checkpoint) / TOKENIZER))
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def _tools(self, http: Http, fleet: Fleet) -> Tools:
+    def _tools(self, client: SglangClient, fleet: Fleet) -> Tools:
         reward = self._topology.reward
         scorer = Scorer(self._bus, timeout_s=reward.timeout_s, max_tries=reward.max_tries)
         return Tools(
             bus=self._bus,
-            generator=Generator(http, fleet),
+            generator=Generator(client, fleet),
             scorer=scorer,
             batch_requests=self._topology.engines[self._pool].batch_requests,
-            converse=self._converse,
+            custom_generate=self._custom_generate,
             encode=self._encode,
             failed_reward=0.0 if reward.on_failure == "zero" else None,
-            talks=self._talks,
+            conversations=self._conversations,
         )
 
     async def _watch_engines(self, fleet: Fleet) -> None:
@@ -181,33 +184,33 @@ class RolloutActor(Actor):
     async def _watch_router(self, fleet: Fleet) -> None:
         await attend_servers(self._bus, "router", self._pool, lambda _, url: fleet.run_router(url))
 
-    async def _follow_log(self, fleet: Fleet, generator: Generator) -> None:
+    async def _follow_log(self, fleet: Fleet, running: RunningRequests) -> None:
         """Take halts and weights from the log and hand them on: neither is waited for.
 
-        At the start only what is wanted in the end matters.
+        At the start only the last target matters.
         """
-        wanted = WantedWeights()
+        target = TargetWeights()
         async with self._bus.read(RoundHalted, WeightsAnnounced, EvalIssued, EvalEnded) as events:
             while True:
                 received = await events.next()
                 match received and received.message:
                     case RoundHalted(round=round):
-                        generator.halt(round)
+                        running.halt(round)
                     case WeightsAnnounced() | EvalIssued() | EvalEnded() as event:
-                        wanted.fold(event)
+                        target.fold(event)
                     case _:  # unreadable, and the last one for now
                         pass
-                newest = wanted.newest
-                if newest is not None and newest.version > fleet.wanted_version and not events.pending:
-                    self._wanted_at = time.monotonic()
-                    await fleet.want(newest)
+                newest = target.newest
+                if newest is not None and newest.version > fleet.target_version and not events.pending:
+                    self._target_set_at = time.monotonic()
+                    await fleet.set_target(newest)
 
     async def _report_versions(self, fleet: Fleet) -> None:
         """Say so each time the engines have confirmed a newer version."""
         version = 0
         while True:
             version = await fleet.next_version(version)
-            took_s = time.monotonic() - self._wanted_at
+            took_s = time.monotonic() - self._target_set_at
             log.info("weights_applied", weight_version=version, engines=fleet.num_admitted(), took_s=took_s)
             await self._bus.publish(
                 WeightsApplied(
@@ -268,10 +271,10 @@ class RolloutActor(Actor):
         self, tools: Tools, delivery: Delivery[RolloutRequested], endings: Endings, release: Release
     ) -> Ending:
         task, carried = delivery.message, await self._inheritance.carried(delivery)
-        if tools.generator.halted(task.round):
+        if tools.generator.running.halted(task.round):
             return endings.aborted(carried)
-        members = await self._inheritance.members(task, carried)
-        run = GroupRun(training_job(task, endings.lease, group_rm=self._topology.reward.group_rm), members, tools)
+        samples = await self._inheritance.samples(task, carried)
+        run = GroupRun(training_task(task, endings.lease, group_rm=self._topology.reward.group_rm), samples, tools)
         reason = None
         self._runs.add(run)
         try:
@@ -313,8 +316,8 @@ class RolloutActor(Actor):
     async def _run_eval(self, tools: Tools, delivery: Delivery[EvalRequested], slots: Slots, taken: int) -> None:
         task = delivery.message
         async with self._pulled(delivery), released(slots, taken) as release:
-            members = fresh_members(task.num_samples, task.prompt.prompt_ids)
-            run = GroupRun(eval_job(task, uuid.uuid4().hex), members, tools)
+            samples = fresh_samples(task.num_samples, task.prompt.prompt_ids)
+            run = GroupRun(eval_task(task, uuid.uuid4().hex), samples, tools)
             try:
                 await run.run(release)
             except* POISON as errors:
@@ -323,7 +326,7 @@ class RolloutActor(Actor):
                 if not run.complete and delivery.num_delivered < EVAL_MAX_TRIES:  # somebody else aborted it
                     await delivery.redeliver()
                     return
-            await self._publish_eval(task, tuple(member.summary() for member in members))
+            await self._publish_eval(task, tuple(sample.summary() for sample in samples))
             await delivery.ack()
 
     async def _publish_eval(self, task: EvalRequested, samples: tuple[SampleSummary, ...]) -> None:

@@ -30,7 +30,7 @@ import anyio
 import msgspec
 import psutil
 
-from actors.rollout.sglang.client import Http
+from actors.rollout.sglang.client import SglangClient
 from messages import BatchTrained
 from runtime.agent.claims.rundir import TOPOLOGY_FILE
 from runtime.bus.addresses import Address, address_key
@@ -215,13 +215,13 @@ async def engine_alone(running: Services, size: Size, *, batched: bool) -> dict[
     num_requests = size.samples_per_step // per_request
     numbers = itertools.count()
 
-    async def send(http: Http, left: Iterator[int]) -> None:
+    async def send(http: SglangClient, left: Iterator[int]) -> None:
         for _ in left:
             ids: Any = [prompt] * per_request if batched else prompt
             body = {"rid": str(next(numbers)), "input_ids": ids, "sampling_params": {}, "return_logprob": True}
             await http.generate(running.router_url, body)
 
-    async def step(http: Http) -> float:
+    async def step(http: SglangClient) -> float:
         left = iter(range(num_requests))
         begin = time.perf_counter()
         async with anyio.create_task_group() as group:
@@ -231,7 +231,7 @@ async def engine_alone(running: Services, size: Size, *, batched: bool) -> dict[
 
     watched = running.processes | {"client": psutil.Process()}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        http = Http(session)
+        http = SglangClient(session)
         for _ in range(size.num_warm_up):
             await step(http)
         before = cpu_seconds(watched)

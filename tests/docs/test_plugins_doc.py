@@ -14,7 +14,7 @@ from actors.reward.frames import GraderSpec, Hello
 from actors.reward.graders.builtin import BUILT_IN_GRADERS
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.samples import GradedSample
-from actors.rollout.groups.members import Member
+from actors.rollout.groups.open_samples import OpenSample
 from actors.rollout.sessions.conversation import Conversation
 from actors.rollout.sessions.functions import find_generate_function
 from messages import Float32Array, Int32Array, Prompt, SampleKey, SampleStatus, Segment, UInt8Array, WeightSpan
@@ -88,20 +88,20 @@ def test_the_selections_of_the_page_work(folder: Path) -> None:
 @pytest.mark.anyio
 async def test_the_generate_function_of_the_page_works(folder: Path) -> None:
     turns, asked = ["<add>3 4</add>", "it is 7"], list[list[int]]()
-    member = Member(index=0, prompt_len=1)
+    sample = OpenSample(index=0, prompt_len=1)
 
-    async def ask(member: Member, stop: Sequence[str] | None, limit: int) -> bool:
-        assert (stop, limit) == (["</add>"], 100 - len(member.prefix) - len(member.pending))
-        asked.append([*member.prefix, *member.pending])
-        member.continue_with(turn_of(turns[len(asked) - 1], member.pending), SampleStatus.ABORTED)
-        member.turn_status = SampleStatus.COMPLETED
+    async def ask(sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
+        assert (stop, limit) == (["</add>"], 100 - len(sample.prefix) - len(sample.pending))
+        asked.append([*sample.prefix, *sample.pending])
+        sample.continue_with(turn_of(turns[len(asked) - 1], sample.pending), SampleStatus.ABORTED)
+        sample.turn_status = SampleStatus.COMPLETED
         return False
 
     prompt = Prompt(data="d", row=0, text="3 and 4?", prompt_ids=Int32Array([1]))
-    talk = Conversation(prompt, member, max_tokens=100, ask=ask, encode=lambda text: [len(text)])
-    assert await talk.run(find_generate_function("my_agent.py:adds", [folder])) is SampleStatus.COMPLETED
-    assert talk.text == "<add>3 4</add><sum>7</sum>it is 7"
-    assert talk.sample_metadata == {"sums": 1}
+    conversation = Conversation(prompt, sample, max_tokens=100, ask=ask, encode=lambda text: [len(text)])
+    assert await conversation.run(find_generate_function("my_agent.py:adds", [folder])) is SampleStatus.COMPLETED
+    assert conversation.text == "<add>3 4</add><sum>7</sum>it is 7"
+    assert conversation.sample_metadata == {"sums": 1}
     assert asked == [[], [2, len("<sum>7</sum>")]]
 
 

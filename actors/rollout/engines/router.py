@@ -1,18 +1,19 @@
 """Which engines a router knows: asked, and changed. A router that does not answer is asked again by the caller."""
 
-from actors.rollout.sglang.client import EngineError, Http
+from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.errors import EngineError
 
 
-class Listing:
-    """The workers of routers."""
+class RouterWorkers:
+    """The engines that routers send requests to."""
 
-    def __init__(self, http: Http) -> None:
-        self._http = http
+    def __init__(self, client: SglangClient) -> None:
+        self._client = client
 
     async def answers(self, router: str) -> bool:
         """Whether it says which engines it knows."""
         try:
-            await self._http.workers(router)
+            await self._client.workers(router)
         except EngineError:
             return False
         return True
@@ -20,9 +21,9 @@ class Listing:
     async def has(self, router: str, engine: str) -> bool:
         """Whether it knows an engine as healthy; it is asked to take it in where it is missing."""
         try:
-            listed = [worker for worker in await self._http.workers(router) if worker.url == engine]
+            listed = [worker for worker in await self._client.workers(router) if worker.url == engine]
             if not listed:
-                await self._http.add_worker(router, engine)
+                await self._client.add_worker(router, engine)
         except EngineError:
             return False
         return any(worker.is_healthy for worker in listed)
@@ -30,16 +31,16 @@ class Listing:
     async def lacks(self, router: str, engine: str) -> bool:
         """Whether it answers and does not know an engine."""
         try:
-            return all(worker.url != engine for worker in await self._http.workers(router))
+            return all(worker.url != engine for worker in await self._client.workers(router))
         except EngineError:
             return False
 
     async def free_of(self, router: str, engine: str | None) -> bool:
         """Whether it answers and does not know an engine, or none at all; those that it knows are removed."""
         try:
-            found = [worker for worker in await self._http.workers(router) if engine is None or worker.url == engine]
+            found = [worker for worker in await self._client.workers(router) if engine is None or worker.url == engine]
             for worker in found:
-                await self._http.remove_worker(router, worker)
+                await self._client.remove_worker(router, worker)
         except EngineError:
             return False
         return not found

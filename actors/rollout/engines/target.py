@@ -1,6 +1,6 @@
-"""Which weights the engines are to hold: the newest that were announced, unless an evaluation holds on to its own.
+"""The weights that engines are to hold: the newest that were announced, unless an evaluation holds on to its own.
 
-A fold of the log: whoever reads it from the start, at once or over time, wants the same weights at its end.
+A fold of the log: whoever reads it from the start, at once or over time, has the same target at its end.
 """
 
 import math
@@ -8,7 +8,7 @@ import math
 from messages import EvalEnded, EvalIssued, WeightsAnnounced
 
 
-class WantedWeights:
+class TargetWeights:
     """Between an evaluation's issue and its end, in log order, announcements newer than its weights are held back."""
 
     def __init__(self) -> None:

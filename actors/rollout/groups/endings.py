@@ -32,10 +32,10 @@ class Endings:
 
     def of(self, run: "GroupRun") -> Ending:
         """Of a run that is over: everything is there, or a halt left some of it undone, or there is no reward."""
-        samples = tuple(member.summary() for member in run.members)
+        samples = tuple(sample.summary() for sample in run.samples)
         if not run.complete:
             return self.aborted(samples)
-        failed = [member for member in run.members if member.status is SampleStatus.FAILED]
+        failed = [sample for sample in run.samples if sample.status is SampleStatus.FAILED]
         if failed:
             return self.failed(f"reward: {failed[0].reason or 'no reward'}")
         return self.completed(samples, self.task.prompt, rollout_time_s=run.generated_s, reward_time_s=run.scored_s)

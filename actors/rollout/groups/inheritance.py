@@ -6,7 +6,7 @@ from typing import Final
 import anyio
 import structlog
 
-from actors.rollout.groups.members import Member, fresh_members, inherit
+from actors.rollout.groups.open_samples import OpenSample, fresh_samples, inherit
 from messages import (
     RolloutRequested,
     SampleSummary,
@@ -51,17 +51,17 @@ class Inheritance:
             return task.carried
         return longest(task.carried, given.samples)
 
-    async def members(self, task: RolloutRequested, carried: Sequence[SampleSummary]) -> list[Member]:
-        """Fresh members, or what earlier attempts left of them."""
-        members = fresh_members(task.num_samples, task.prompt.prompt_ids)
+    async def samples(self, task: RolloutRequested, carried: Sequence[SampleSummary]) -> list[OpenSample]:
+        """Fresh samples, or what earlier attempts left of them."""
+        samples = fresh_samples(task.num_samples, task.prompt.prompt_ids)
         for summary in carried:
             try:
                 segments = [await self._segment(ref) for ref in summary.segments]
             except PayloadLost as error:
                 log.warning("carried_tokens_lost", index=summary.index, error=str(error))
             else:
-                inherit(members[summary.index], summary, segments, max_new_tokens=task.sampling.max_new_tokens)
-        return members
+                inherit(samples[summary.index], summary, segments, max_new_tokens=task.sampling.max_new_tokens)
+        return samples
 
     async def _segment(self, ref: SegmentRef) -> Segment:
         return (await self._bus.fetch(SegmentsPublished, ref.seq)).segments[ref.position]

@@ -1,4 +1,4 @@
-"""Asks reward workers for scores and matches their answers."""
+"""Scores: which samples of a group need one, and how reward workers are asked and their answers matched."""
 
 import time
 import uuid
@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import anyio
 import structlog
-from anyio.abc import TaskStatus
+from anyio.abc import TaskGroup, TaskStatus
 
+from actors.rollout.groups.open_samples import OpenSample
+from actors.rollout.groups.tasks import GroupTask
 from messages import Score, ScoreItem, ScoreRequested, ScoresGiven
 from runtime.bus.bus import Bus
-from runtime.bus.errors import AlreadyQueued
+from runtime.bus.errors import AlreadyQueued, MessageTooLarge
 from runtime.wording import count_of
 
 log = structlog.get_logger()
@@ -88,6 +90,70 @@ class Scorer:
             await self._bus.publish(request)
         except AlreadyQueued:
             log.debug("scores_awaited", request_id=request.request_id)
+
+
+class SampleScoring:
+    """The scores of one group: asked for once per sample, as samples end, or of all at once."""
+
+    def __init__(self, task: GroupTask, scorer: Scorer, *, failed_reward: float | None) -> None:
+        self.took_s = 0.0  # the longest of its requests
+        self._task = task
+        self._scorer = scorer
+        self._failed_reward = failed_reward
+        self._tasks: TaskGroup | None = None
+        self._halted = False
+
+    def begin(self, tasks: TaskGroup) -> None:
+        """Run requests in this task group."""
+        self._tasks = tasks
+
+    def halt(self) -> None:
+        """Ask for no more scores."""
+        self._halted = True
+
+    def start_ended(self, samples: Sequence[OpenSample]) -> None:
+        """Ask for the scores of those that have all their tokens, unless the group is scored as a whole."""
+        if not self._task.group_rm:
+            self.start(samples)
+
+    def start(self, samples: Sequence[OpenSample]) -> None:
+        """Ask for the scores that are missing and were not asked for."""
+        unscored = [sample for sample in samples if sample.unscored and not sample.asked]
+        if unscored and not self._halted:
+            for sample in unscored:
+                sample.asked = True
+            assert self._tasks is not None
+            self._tasks.start_soon(self._score, unscored)
+
+    async def _score(self, samples: Sequence[OpenSample]) -> None:
+        started = time.monotonic()
+        task, rm_type = self._task, self._task.prompt.rm_type
+        assert rm_type is not None, "the recipe's rules ask for a reward"
+        items = [_item(task, sample) for sample in samples]
+        try:
+            scores = await self._scorer.score(task.group_id, task.attempt, rm_type, items, group_rm=task.group_rm)
+        except MessageTooLarge:
+            if task.group_rm or len(samples) == 1:
+                raise
+            half = len(samples) // 2
+            await self._score(samples[:half])
+            await self._score(samples[half:])
+            return
+        for sample, score in zip(samples, scores, strict=True):
+            sample.take_score(score, failed_reward=self._failed_reward)
+        self.took_s = max(self.took_s, time.monotonic() - started)
+
+
+def _item(task: GroupTask, sample: OpenSample) -> ScoreItem:
+    return ScoreItem(
+        index=sample.index,
+        prompt=task.prompt.text,
+        response=sample.text,
+        status=sample.status,
+        response_len=len(sample.prefix),
+        label=task.prompt.label,
+        metadata=task.prompt.metadata,
+    )
 
 
 def _parts(scored: Sequence[Score | ScoreItem]) -> list[tuple[int, int]]:

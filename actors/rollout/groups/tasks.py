@@ -6,7 +6,7 @@ from messages import EvalRequested, Prompt, RolloutRequested, SamplingParams
 
 
 @dataclass(frozen=True)
-class Job:
+class GroupTask:
     """What is to be done for one delivery of a task, training or evaluation alike."""
 
     group_id: int
@@ -17,12 +17,12 @@ class Job:
     prompt: Prompt
     sampling: SamplingParams
     store: bool  # whether the segments are published
-    group_rm: bool  # one score request for the whole group, once all members ended
+    group_rm: bool  # one score request for the whole group, once all samples ended
 
 
-def training_job(task: RolloutRequested, lease: str, *, group_rm: bool) -> Job:
+def training_task(task: RolloutRequested, lease: str, *, group_rm: bool) -> GroupTask:
     """One delivery of a training task."""
-    return Job(
+    return GroupTask(
         group_id=task.group_id,
         attempt=task.attempt,
         lease=lease,
@@ -35,9 +35,9 @@ def training_job(task: RolloutRequested, lease: str, *, group_rm: bool) -> Job:
     )
 
 
-def eval_job(task: EvalRequested, lease: str) -> Job:
+def eval_task(task: EvalRequested, lease: str) -> GroupTask:
     """One delivery of an evaluation's task."""
-    return Job(
+    return GroupTask(
         group_id=task.item,
         attempt=0,
         lease=lease,

@@ -3,32 +3,25 @@
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
 
 import anyio
 import msgspec
-import numpy as np
 import structlog
 from anyio import to_thread
 from anyio.abc import TaskStatus
 
 from actors.rollout.groups.endings import Endings
 from actors.rollout.groups.storing import store
+from actors.rollout.recorded.source import AnswerSource, RecordedSample
 from messages import (
-    Float32Array,
     GroupCompleted,
     GroupFailed,
     Prompt,
     RolloutRequested,
-    SampleKey,
-    SampleStatus,
     SampleSummary,
-    Segment,
     SegmentRef,
     SegmentsPublished,
-    WeightSpan,
 )
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
@@ -40,69 +33,6 @@ log = structlog.get_logger()
 ACK_WAIT_S = 5.0  # after this actor's death its tasks come again this much later
 DURABLE = "rollout-policy"  # the consumer that a rollout actor with engines would use
 ANSWERED_AT_ONCE = 16
-
-
-@dataclass(frozen=True)
-class RecordedSample:
-    """A sample that exists already: its segments in order, and what the event says of it."""
-
-    segments: tuple[Segment, ...]  # of the sample (group_id, attempt, index, part) that the task asks for
-    summary: SampleSummary  # its `segments` are filled in when these are stored
-
-
-class AnswerSource(Protocol):
-    """Where the samples of a task come from."""
-
-    def answer(self, task: RolloutRequested) -> Sequence[RecordedSample]:
-        """The samples of a task's group, scored. Called on a thread, one call at a time; the same task gets the same.
-
-        Raises:
-            ValueError: there are none; says why. The group then fails with that reason.
-            OSError: they cannot be read now; the actor ends and is started again.
-        """
-        ...
-
-    def prompt(self, task: RolloutRequested) -> Prompt:
-        """The prompt that they answer, the task's or another. Called after `answer`, and raises like it."""
-        ...
-
-
-class Demonstrations:
-    """Answers with the demonstration that the prompt brings along: reward 0, log-probs 0, nobody's weights."""
-
-    def answer(self, task: RolloutRequested) -> Sequence[RecordedSample]:
-        """One sample per index, all the same."""
-        return [_demonstration(task, index) for index in range(task.num_samples)]
-
-    def prompt(self, task: RolloutRequested) -> Prompt:
-        """The task's."""
-        return task.prompt
-
-
-def _demonstration(task: RolloutRequested, index: int) -> RecordedSample:
-    prompt = task.prompt
-    if prompt.response_ids is None or prompt.loss_mask is None:
-        raise ValueError(f"prompt {prompt.row} of {prompt.data} has no demonstration")
-    length = len(prompt.response_ids)
-    segment = Segment(
-        sample=SampleKey(group_id=task.group_id, attempt=task.attempt, index=index),
-        prompt_ids=prompt.prompt_ids,
-        response_ids=prompt.response_ids,
-        loss_mask=prompt.loss_mask,
-        rollout_log_probs=Float32Array(np.zeros(length, np.float32)),
-        weight_spans=(WeightSpan(version=task.min_version, start=0, end=length),) if length else (),
-        text=prompt.response,
-    )
-    summary = SampleSummary(
-        index=index,
-        status=SampleStatus.COMPLETED,
-        prompt_len=len(prompt.prompt_ids),
-        response_len=length,
-        reward=0.0,
-        first_version=task.min_version,
-        last_version=task.min_version,
-    )
-    return RecordedSample((segment,), summary)
 
 
 class RecordedRolloutActor(Actor):

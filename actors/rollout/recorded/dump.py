@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from actors.rollout.recorded.actor import RecordedSample
+from actors.rollout.recorded.source import RecordedSample
 from messages import Prompt, RolloutRequested, SampleKey, Segment
 from runtime.samples.dumped_run import DumpedGroups
 from runtime.samples.dumps import DumpedGroup, summary_of

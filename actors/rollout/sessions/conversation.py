@@ -12,16 +12,16 @@ from typing import Any
 import anyio
 import msgspec
 
-from actors.rollout.groups.members import NUM_TURNS, Member, Turn, tokens_left
+from actors.rollout.groups.open_samples import NUM_TURNS, OpenSample, Turn, tokens_left
 from actors.rollout.sessions.functions import KEY
-from actors.rollout.sglang.client import EngineError
+from actors.rollout.sglang.errors import EngineError
 from messages import Prompt, SampleStatus
 from runtime.bus.errors import BusError
 
 BETWEEN_TURNS_S = 300.0  # that a function may take outside of `generate`
 
 GenerateFunction = Callable[["Conversation"], Awaitable[None]]
-Ask = Callable[[Member, Sequence[str] | None, int], Awaitable[bool]]
+Ask = Callable[[OpenSample, Sequence[str] | None, int], Awaitable[bool]]
 Encode = Callable[[str], list[int]]
 
 
@@ -36,7 +36,7 @@ class Conversation:
         text: the response so far, turns and what was put between them.
     """
 
-    def __init__(self, prompt: Prompt, member: Member, *, max_tokens: int, ask: Ask, encode: Encode) -> None:
+    def __init__(self, prompt: Prompt, sample: OpenSample, *, max_tokens: int, ask: Ask, encode: Encode) -> None:
         self.prompt = prompt.text
         self.label = prompt.label
         self.metadata: Mapping[str, Any] = prompt.metadata
@@ -44,14 +44,14 @@ class Conversation:
         self.text = ""
         self.asking = False
         self.over: SampleStatus | None = None  # how it ended before its function did
-        self._member = member
+        self._sample = sample
         self._max_tokens = max_tokens
         self._ask = ask
         self._encode = encode
         self._scope = anyio.CancelScope()
         self._inputs: list[int] = []
         self._num_turns = 0
-        self._num_replayed = member.num_turns
+        self._num_replayed = sample.num_turns
         self._halted = False
 
     async def run(self, function: GenerateFunction) -> SampleStatus:
@@ -83,7 +83,7 @@ class Conversation:
             raise ValueError(f"{KEY}: took more than {BETWEEN_TURNS_S:.0f} s outside of generate")
         if self.over is None and not self._num_turns:
             raise ValueError(f"{KEY}: ended without a turn of the model: it never called generate")
-        self._member.text = self.text
+        self._sample.text = self.text
         return self.over or SampleStatus.COMPLETED
 
     def halt(self) -> None:
@@ -141,27 +141,27 @@ class Conversation:
             msgspec.msgpack.encode(noted)  # a task that carries the sample on
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"sample_metadata cannot be sent: {error}") from error
-        self._member.metadata = {**noted, NUM_TURNS: max(self._num_turns, self._member.num_turns)}
+        self._sample.metadata = {**noted, NUM_TURNS: max(self._num_turns, self._sample.num_turns)}
 
     def _turn(self) -> Turn:
         """The turn that is next: recorded with what was put before it then, or new."""
-        member = self._member
-        if self._num_turns == len(member.turns):
-            member.pending = list(self._inputs)
-            member.turns.append(Turn())
-        return member.turns[self._num_turns]
+        sample = self._sample
+        if self._num_turns == len(sample.turns):
+            sample.pending = list(self._inputs)
+            sample.turns.append(Turn())
+        return sample.turns[self._num_turns]
 
     async def _go_on(self, turn: Turn, stop: Sequence[str] | None, max_new_tokens: int) -> None:
         """Ask the model until the turn has ended."""
-        member = self._member
+        sample = self._sample
         self.asking, self._scope.deadline = True, math.inf
         cut_short = True
         while cut_short and turn.num_tokens < max_new_tokens:
-            room = tokens_left(member, self._max_tokens) - len(member.pending)
+            room = tokens_left(sample, self._max_tokens) - len(sample.pending)
             if room <= 0:
                 await self._leave(SampleStatus.TRUNCATED)
-            cut_short = await self._ask(member, stop, min(room, max_new_tokens - turn.num_tokens))
-            if not cut_short and member.turn_status is SampleStatus.ABORTED:
+            cut_short = await self._ask(sample, stop, min(room, max_new_tokens - turn.num_tokens))
+            if not cut_short and sample.turn_status is SampleStatus.ABORTED:
                 await self._leave(SampleStatus.ABORTED)
         self.asking, self._scope.deadline = False, anyio.current_time() + BETWEEN_TURNS_S
 

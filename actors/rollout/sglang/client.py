@@ -8,6 +8,8 @@ import aiohttp
 import msgspec
 
 from actors.rollout.sglang.answers import Answer
+from actors.rollout.sglang.errors import EngineError, EngineFailed, EngineUnavailable, RequestRefused
+from actors.rollout.sglang.events import DONE, events_of
 from actors.rollout.sglang.streams import Stream
 
 T = TypeVar("T")
@@ -15,28 +17,8 @@ T = TypeVar("T")
 GENERATE_TIMEOUT_S = 14_400.0  # slime's router timeout: the longest response
 UPDATE_TIMEOUT_S = 600.0
 ADMIN_TIMEOUT_S = 10.0
-
-
 REFUSALS = (400, 413, 422)
-END_OF_EVENT = b"\n\n"
-DONE = b"[DONE]"
 PASSING = (408, 425, 429, 502, 503, 504)
-
-
-class EngineError(Exception):
-    """Base of what an engine or the router answers, or does not."""
-
-
-class EngineUnavailable(EngineError):
-    """The engine or the router did not answer, or answered that it cannot now. The request may be sent again."""
-
-
-class EngineFailed(EngineUnavailable):
-    """It answered with an error or with nonsense. Sent again the request may fare better, but it may be the cause."""
-
-
-class RequestRefused(EngineError):
-    """The engine says that the request itself is wrong; sending it again cannot help."""
 
 
 class ChecksumAnswer(msgspec.Struct, frozen=True):
@@ -66,7 +48,7 @@ class WorkerList(msgspec.Struct, frozen=True):
     workers: list[Worker] = []
 
 
-class Http:
+class SglangClient:
     """One connection pool for all engines and the router of a rollout actor."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
@@ -97,7 +79,7 @@ class Http:
         url = router + "/generate"
         data = msgspec.json.encode({**body, "stream": True})
         async with self._request("POST", url, data, GENERATE_TIMEOUT_S) as response:
-            async for event in _events(response.content):
+            async for event in events_of(response.content):
                 if event == DONE:
                     break
                 try:
@@ -181,18 +163,6 @@ class Http:
                 yield response
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineUnavailable(f"{url}: {error!r}") from error
-
-
-async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
-    """Data of server-sent events."""
-    buffer, searched = bytearray(), 0
-    async for part in content.iter_any():
-        buffer += part
-        while (end := buffer.find(END_OF_EVENT, searched)) >= 0:
-            yield bytes(buffer[:end]).removeprefix(b"data: ")
-            del buffer[: end + len(END_OF_EVENT)]
-            searched = 0
-        searched = max(0, len(buffer) - len(END_OF_EVENT) + 1)
 
 
 def _shown(answer: bytes) -> str:

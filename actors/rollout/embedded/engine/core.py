@@ -8,7 +8,7 @@ from actors.rollout.embedded.engine.scheduler import Detokenize, Scheduler
 from actors.rollout.embedded.model import forward as model
 from actors.rollout.embedded.model.config import ModelDescription, ModelError, read_model
 from actors.rollout.embedded.model.forward import Weights
-from actors.rollout.embedded.model.kv_slots import Slots
+from actors.rollout.embedded.model.kv_slots import KvSlots
 from runtime.checksums import Checksums, combined
 
 TAGS: Final = frozenset({"kv_cache", "weights", "cuda_graph"})
@@ -48,7 +48,7 @@ class Core:
         self._model = model_description
         self._weights = self._first_weights(directory, settings)
         self._released: set[str] = set()
-        slots = Slots(self._weights, num_slots=settings.max_running_requests, context_length=settings.context_length)
+        slots = KvSlots(self._weights, num_slots=settings.max_running_requests, context_length=settings.context_length)
         self.scheduler = Scheduler(slots, version=settings.weight_version, max_total_tokens=settings.max_total_tokens)
 
     def _first_weights(self, directory: Path, settings: Settings) -> Weights:

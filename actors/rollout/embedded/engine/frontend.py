@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from actors.rollout.embedded.engine.core import Updated
 from actors.rollout.embedded.engine.scheduler import Report
-from actors.rollout.embedded.engine.thread import Engine
+from actors.rollout.embedded.engine.thread import TorchThread
 from actors.rollout.embedded.http.api import Job
 from actors.rollout.embedded.http.rendering import Clock, Progress
 
@@ -74,7 +74,7 @@ class Frontend:
 
     def __init__(self, *, max_requests: int, version: str) -> None:
         self.version = version
-        self.engine: Engine  # set once, before any call
+        self.engine: TorchThread  # set once, before any call
         self.paused = False
         self._max_requests = max_requests  # running, queued and held
         self._num_held = 0

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from actors.rollout.embedded.engine.requests import Finish, Request, Span
 from actors.rollout.embedded.model.forward import Weights
-from actors.rollout.embedded.model.kv_slots import Drawn, Slots
+from actors.rollout.embedded.model.kv_slots import Drawn, KvSlots
 
 HEADROOM: Final = 16  # tokens that every running request may still grow by when another one is admitted
 MAX_PREFILL_TOKENS: Final = 16384  # padded tokens computed at once; bounds memory and the pause decodes see
@@ -31,7 +31,7 @@ class Report(NamedTuple):
 class Scheduler:
     """The engine without its thread: waiting and running requests, the weights and their version."""
 
-    def __init__(self, slots: Slots, *, version: str, max_total_tokens: int | None = None) -> None:
+    def __init__(self, slots: KvSlots, *, version: str, max_total_tokens: int | None = None) -> None:
         """Begin without requests.
 
         Args:

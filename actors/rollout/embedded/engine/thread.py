@@ -23,7 +23,7 @@ class EngineStopped(Exception):
     """The torch thread has ended."""
 
 
-class Engine:
+class TorchThread:
     """A thread with a core of its own. All methods are for the event loop's thread.
 
     The queue of orders is bounded by its writers: one order for each call in progress, and the frontend bounds those.

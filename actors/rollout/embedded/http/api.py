@@ -1,176 +1,28 @@
-"""Bodies of the HTTP API, in SGLang's spelling, and what makes one a bad request."""
+"""Reads a POST /generate: the requests that a body asks for, and what makes it a bad one."""
 
 import uuid
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from actors.rollout.embedded.engine.requests import Request, Sampling, Stopping
+from actors.rollout.embedded.http.bodies import (
+    DEFAULT_NEW_TOKENS,
+    MAX_BATCH,
+    NEUTRAL,
+    UNSUPPORTED_FIELDS,
+    UNSUPPORTED_SAMPLING,
+    GenerateBody,
+    OneOrMany,
+    SamplingParams,
+    SchemaError,
+    decode_body,
+)
 from actors.rollout.embedded.model.sampling import request_seed
 from actors.rollout.embedded.model.text import Text
 
-MAX_BATCH: Final = 4096  # requests in one call, n included
-DEFAULT_NEW_TOKENS: Final = 128
-
-OneOrMany = str | list[str] | None
-
-
-class SchemaError(ValueError):
-    """A body does not have the shape the endpoint wants."""
-
-
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`sampling_params` of a request. The second group must stay at its defaults."""
-
-    max_new_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
-    top_k: int = -1
-    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
-    min_new_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_BATCH)] = 1
-    stop: OneOrMany = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True  # no meaning for fast tokenizers, as in SGLang
-    no_stop_trim: bool = False
-    sampling_seed: int | None = None
-    stream_interval: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    custom_params: dict[str, Any] | None = None  # for logit processors, of which there are none
-
-    stop_regex: OneOrMany = None
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[str, float] | None = None
-    json_schema: Any = None
-    regex: str | None = None
-    ebnf: str | None = None
-    structural_tag: Any = None
-    beam_width: int | None = None
-
-
-UNSUPPORTED_SAMPLING: Final = (
-    *("stop_regex", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
-    *("json_schema", "regex", "ebnf", "structural_tag", "beam_width"),
-)
-NEUTRAL: Final = SamplingParams()
-
-
-class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of POST /generate. Unknown keys are ignored, as SGLang does; the second group must stay unset."""
-
-    input_ids: msgspec.Raw = msgspec.Raw(b"null")
-    text: OneOrMany = None
-    sampling_params: msgspec.Raw = msgspec.Raw(b"null")
-    rid: OneOrMany = None
-    stream: bool = False
-    return_logprob: bool | list[bool] | None = False
-    logprob_start_len: int | list[int] | None = -1
-    return_text_in_logprobs: bool = False
-    return_prompt_token_ids: bool = False
-
-    input_embeds: Any = None
-    image_data: Any = None
-    video_data: Any = None
-    audio_data: Any = None
-    top_logprobs_num: int | list[int] | None = None
-    token_ids_logprob: Any = None
-    return_hidden_states: Any = None
-    return_sampling_mask: Any = None
-    sampling_logprobs_mode: str | None = None
-    return_entropy: bool | None = None
-    lora_path: Any = None
-    custom_logit_processor: Any = None
-    session_params: Any = None
-    session_id: Any = None
-
-
-UNSUPPORTED_FIELDS: Final = (
-    *("input_embeds", "image_data", "video_data", "audio_data", "top_logprobs_num", "token_ids_logprob"),
-    *("return_hidden_states", "return_sampling_mask", "sampling_logprobs_mode", "return_entropy", "lora_path"),
-    *("custom_logit_processor", "session_params", "session_id"),
-)
-
-
-class AbortBody(msgspec.Struct, frozen=True):
-    """Body of POST /abort_request."""
-
-    rid: str = ""
-    abort_all: bool = False
-
-
-class PauseBody(msgspec.Struct, frozen=True):
-    """Body of POST /pause_generation."""
-
-    mode: Literal["abort", "retract", "in_place"] = "abort"
-
-
-class ContinueBody(msgspec.Struct, frozen=True):
-    """Body of POST /continue_generation."""
-
-    torch_empty_cache: bool = True
-
-
-class UpdateFromDiskBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of POST /update_weights_from_disk. What concerns GPUs is accepted and means nothing here."""
-
-    model_path: str
-    load_format: Literal["auto", "safetensors"] | None = None
-    weight_version: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    keep_pause: bool = False
-    torch_empty_cache: bool = False
-    recapture_cuda_graph: bool = False
-    is_async: bool = False
-    token_step: int = 0
-    manifest: None = None
-
-
-class UpdateVersionBody(msgspec.Struct, frozen=True):
-    """Body of POST /update_weight_version."""
-
-    new_version: str
-    abort_all_requests: bool = True
-
-
-class CheckerBody(msgspec.Struct, frozen=True):
-    """Body of POST /weights_checker."""
-
-    action: Literal["checksum"] = "checksum"
-    skip_tensor_list: tuple[str, ...] | None = None
-    selector: Any = None
-    allow_quant_error: bool = False
-
-
-class MemoryBody(msgspec.Struct, frozen=True):
-    """Body of POST /release_memory_occupation and /resume_memory_occupation; no tags = all of them."""
-
-    tags: tuple[Literal["kv_cache", "weights", "cuda_graph"], ...] | None = None
-
-
-class SlowDownBody(msgspec.Struct, frozen=True):
-    """Body of POST /slow_down: seconds added to every step, a token clock for tests and benchmarks."""
-
-    forward_sleep_time: Annotated[float, msgspec.Meta(ge=0, le=10)] | None = None
-
-
 T = TypeVar("T")
-
-
-def decode_body(data: bytes | msgspec.Raw, struct: type[T]) -> T:
-    """Decode a JSON body.
-
-    Raises:
-        SchemaError: it is not JSON, or a field has the wrong type.
-    """
-    try:
-        return msgspec.json.decode(data, type=struct)
-    except msgspec.DecodeError as error:
-        raise SchemaError(str(error)) from error
 
 
 class Rendering(NamedTuple):

@@ -17,9 +17,9 @@ from aiohttp.http_exceptions import BadHttpMessage
 
 from actors.rollout.embedded.engine.core import Core, Settings
 from actors.rollout.embedded.engine.frontend import Frontend
-from actors.rollout.embedded.engine.thread import Engine
+from actors.rollout.embedded.engine.thread import TorchThread
 from actors.rollout.embedded.http.api import CallReader, Limits
-from actors.rollout.embedded.http.server import Identity, Server
+from actors.rollout.embedded.http.server import EmbeddedServer, Identity
 from actors.rollout.embedded.model.config import ModelDescription
 from actors.rollout.embedded.model.text import Text
 from runtime.host.logs import configure_logging
@@ -48,7 +48,7 @@ async def _serve(flags: argparse.Namespace, model: ModelDescription, listener: s
     frontend = Frontend(
         max_requests=flags.max_running_requests + flags.max_queued_requests, version=flags.weight_version
     )
-    engine = Engine(partial(_core, flags, model, text), frontend.deliver, partial(_end, ended))
+    engine = TorchThread(partial(_core, flags, model, text), frontend.deliver, partial(_end, ended))
     frontend.engine = engine
     try:
         await engine.start()
@@ -97,7 +97,9 @@ def _core(flags: argparse.Namespace, model: ModelDescription, text: Text | None)
     return core
 
 
-def _server(flags: argparse.Namespace, model: ModelDescription, frontend: Frontend, text: Text | None) -> Server:
+def _server(
+    flags: argparse.Namespace, model: ModelDescription, frontend: Frontend, text: Text | None
+) -> EmbeddedServer:
     limits = Limits(
         vocab_size=model.shape.vocab_size,
         context_length=flags.context_length,
@@ -123,4 +125,4 @@ def _server(flags: argparse.Namespace, model: ModelDescription, frontend: Fronte
         },
     )
     incremental = flags.incremental_streaming_output
-    return Server(frontend, CallReader(limits, text), text, identity, incremental=incremental)
+    return EmbeddedServer(frontend, CallReader(limits, text), text, identity, incremental=incremental)

@@ -13,7 +13,8 @@ from aiohttp import web
 from actors.rollout.embedded.engine.core import EngineRefusal
 from actors.rollout.embedded.engine.frontend import Frontend, Generation, QueueFull, Waiting
 from actors.rollout.embedded.engine.thread import EngineStopped
-from actors.rollout.embedded.http import api
+from actors.rollout.embedded.http import bodies
+from actors.rollout.embedded.http.api import CallReader
 from actors.rollout.embedded.http.rendering import Sent, answer, rendered_text
 from actors.rollout.embedded.model.config import ModelDescription, ModelError
 from actors.rollout.embedded.model.text import Text
@@ -38,11 +39,11 @@ class Identity(NamedTuple):
     flags: dict[str, Any]
 
 
-class Server:
+class EmbeddedServer:
     """Handlers of all endpoints. Generation lives in the frontend; nothing here keeps state but the model's path."""
 
     def __init__(
-        self, frontend: Frontend, reader: api.CallReader, text: Text | None, identity: Identity, *, incremental: bool
+        self, frontend: Frontend, reader: CallReader, text: Text | None, identity: Identity, *, incremental: bool
     ) -> None:
         self._frontend = frontend
         self._reader = reader
@@ -91,14 +92,14 @@ class Server:
                 if call.stream:
                     return await self._stream(request, generation, call.single)
                 await generation.end()
-                bodies = [self._answer(each, generation) for each in generation.waiting]
-        except api.SchemaError as error:
+                answers = [self._answer(each, generation) for each in generation.waiting]
+        except bodies.SchemaError as error:
             return _schema_error(error)
         except ValueError as error:
             return _error(400, str(error))
         except QueueFull as error:
             return _error(503, str(error))
-        return _json(bodies[0] if call.single else bodies)
+        return _json(answers[0] if call.single else answers)
 
     def _answer(self, waiting: Waiting, generation: Generation, sent: Sent | None = None) -> dict[str, Any]:
         version, clock = self._frontend.version, generation.clock()
@@ -207,7 +208,7 @@ class Server:
 
     async def abort(self, request: web.Request) -> web.Response:
         """End one request or all; answered at once, known or not."""
-        body = await _body(request, api.AbortBody)
+        body = await _body(request, bodies.AbortBody)
         if body.abort_all:
             self._frontend.abort_all()
         elif body.rid:
@@ -216,19 +217,19 @@ class Server:
 
     async def pause(self, request: web.Request) -> web.Response:
         """Stop generating."""
-        body = await _body(request, api.PauseBody)
+        body = await _body(request, bodies.PauseBody)
         await self._frontend.pause(body.mode)
         return _json({"message": f"Generation paused successfully. mode={body.mode}", "status": "ok"})
 
     async def proceed(self, request: web.Request) -> web.Response:
         """Generate again."""
-        await _body(request, api.ContinueBody)
+        await _body(request, bodies.ContinueBody)
         self._frontend.proceed()
         return _json({"message": "Generation continued successfully.", "status": "ok"})
 
     async def update_from_disk(self, request: web.Request) -> web.Response:
         """Load other weights of the same model."""
-        body = await _body(request, api.UpdateFromDiskBody)
+        body = await _body(request, bodies.UpdateFromDiskBody)
         started = time.perf_counter()
         try:
             updated = await self._frontend.update_weights(
@@ -251,7 +252,7 @@ class Server:
 
     async def update_version(self, request: web.Request) -> web.Response:
         """Relabel the weights."""
-        body = await _body(request, api.UpdateVersionBody)
+        body = await _body(request, bodies.UpdateVersionBody)
         await self._frontend.update_version(body.new_version, abort_all=body.abort_all_requests)
         message = f"Weight version updated to {body.new_version}"
         return _json({"success": True, "message": message, "new_version": body.new_version})
@@ -261,14 +262,14 @@ class Server:
         try:
             timeout_s = min(float(request.query.get("timeout", "0")), MAX_FLUSH_WAIT_S)
         except ValueError as error:
-            raise api.SchemaError(f"timeout: {error}") from error
+            raise bodies.SchemaError(f"timeout: {error}") from error
         if await self._frontend.flush(timeout_s):
             return web.Response(text="Cache flushed.\n")
         return web.Response(status=400, text="Flush cache failed.\n")
 
     async def check_weights(self, request: web.Request) -> web.Response:
         """Hash the weights under their Hugging Face names, as `runtime.checksums` hashes files."""
-        body = await _body(request, api.CheckerBody, needed=False)
+        body = await _body(request, bodies.CheckerBody, needed=False)
         skip = frozenset(body.skip_tensor_list or ())
         try:
             checksums = await self._frontend.engine.call(lambda core: core.checksums(skip))
@@ -287,26 +288,26 @@ class Server:
 
     async def release(self, request: web.Request) -> web.Response:
         """Give memory back."""
-        body = await _body(request, api.MemoryBody, needed=False)
+        body = await _body(request, bodies.MemoryBody, needed=False)
         await self._frontend.engine.call(lambda core: core.release(body.tags or ()))
         return _json(None)
 
     async def resume(self, request: web.Request) -> web.Response:
         """Take memory again."""
-        body = await _body(request, api.MemoryBody, needed=False)
+        body = await _body(request, bodies.MemoryBody, needed=False)
         await self._frontend.engine.call(lambda core: core.restore(body.tags or ()))
         return _json(None)
 
     async def slow_down(self, request: web.Request) -> web.Response:
         """Make every step longer."""
-        body = await _body(request, api.SlowDownBody)
+        body = await _body(request, bodies.SlowDownBody)
         self._frontend.engine.slow_down(body.forward_sleep_time or 0.0)
         return _json(None)
 
 
 async def _body(request: web.Request, struct: type[T], *, needed: bool = True) -> T:
     data = await request.read()
-    return api.decode_body(data if data or needed else b"{}", struct)
+    return bodies.decode_body(data if data or needed else b"{}", struct)
 
 
 def _answering(handler: Handler) -> Handler:
@@ -315,7 +316,7 @@ def _answering(handler: Handler) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
             return await handler(request)
-        except api.SchemaError as error:
+        except bodies.SchemaError as error:
             return _schema_error(error)
         except EngineRefusal as error:
             return _error(400, str(error))

@@ -32,7 +32,7 @@ class Drawn(NamedTuple):
     log_probs: list[float]
 
 
-class Slots:
+class KvSlots:
     """The running requests and their keys and values. Runs on one thread, in inference mode."""
 
     def __init__(self, weights: Weights, *, num_slots: int, context_length: int) -> None:

@@ -6,7 +6,8 @@ from typing import Final, Literal
 import anyio
 import structlog
 
-from actors.rollout.sglang.client import ADMIN_TIMEOUT_S, EngineError, Http
+from actors.rollout.sglang.client import ADMIN_TIMEOUT_S, SglangClient
+from actors.rollout.sglang.errors import EngineError
 from messages import WeightsAnnounced
 from runtime.bus.background import beside
 
@@ -27,8 +28,8 @@ class Updater:
     - in_place: they are frozen, and go on with the keys and values of the old weights.
     """
 
-    def __init__(self, http: Http, mode: Mode) -> None:
-        self._http = http
+    def __init__(self, client: SglangClient, mode: Mode) -> None:
+        self._client = client
         self._mode = mode
         self._interrupt: Interrupt | None = None
 
@@ -56,7 +57,7 @@ class Updater:
 
     async def _load_paused(self, url: str, announced: WeightsAnnounced) -> None:
         try:
-            await self._http.pause(url, self._mode)
+            await self._client.pause(url, self._mode)
             # what a frozen request computed under the old weights is in use and cannot be thrown away
             await self._load(url, announced, flush_cache=self._mode != "in_place")
         finally:
@@ -64,13 +65,13 @@ class Updater:
                 await self._proceed(url)
 
     async def _load(self, url: str, announced: WeightsAnnounced, *, flush_cache: bool = True) -> None:
-        await self._http.update_weights(url, announced.path, announced.version, flush_cache=flush_cache)
+        await self._client.update_weights(url, announced.path, announced.version, flush_cache=flush_cache)
 
     async def _proceed(self, url: str) -> None:
         """End a pause. An engine that cannot be told is told before it is admitted again."""
         for _ in range(CONTINUE_TRIES):
             try:
-                await self._http.proceed(url)
+                await self._client.proceed(url)
             except EngineError as error:
                 log.warning("engine_still_paused", url=url, error=str(error))
             else:

@@ -10,7 +10,7 @@ import pytest
 from actors.rollout.embedded.engine.core import Core, Settings
 from actors.rollout.embedded.engine.requests import Request, Sampling, Stopping
 from actors.rollout.embedded.engine.scheduler import Report
-from actors.rollout.embedded.engine.thread import Engine, EngineStopped
+from actors.rollout.embedded.engine.thread import EngineStopped, TorchThread
 from actors.rollout.embedded.model.config import ModelError, read_model
 from tests.support.embedded_engine import write_config
 
@@ -38,9 +38,9 @@ class Listener:
 
 
 @asynccontextmanager
-async def running(build: Callable[[], Core]) -> AsyncIterator[tuple[Engine, Listener]]:
+async def running(build: Callable[[], Core]) -> AsyncIterator[tuple[TorchThread, Listener]]:
     listener = Listener()
-    engine = Engine(build, listener.deliver, listener.crash)
+    engine = TorchThread(build, listener.deliver, listener.crash)
     try:
         await engine.start()
         with anyio.fail_after(10):

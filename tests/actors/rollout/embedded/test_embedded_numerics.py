@@ -11,7 +11,7 @@ from actors.rollout.embedded.engine.requests import Request, Sampling, Span, Sto
 from actors.rollout.embedded.engine.scheduler import Scheduler
 from actors.rollout.embedded.model import forward as model
 from actors.rollout.embedded.model.config import read_model
-from actors.rollout.embedded.model.kv_slots import Slots
+from actors.rollout.embedded.model.kv_slots import KvSlots
 from tests.support.tiny_models import LLAMA, LLAMA3_ROPE, QWEN2, QWEN3, teacher_forced, write_model, write_weights
 
 ATOL = 1e-5  # nats
@@ -212,7 +212,7 @@ def scheduler_of(
 ) -> Scheduler:
     weights = model.load(read_model(directory).shape, directory)
     return Scheduler(
-        Slots(weights, num_slots=num_slots, context_length=512), version=version, max_total_tokens=max_total_tokens
+        KvSlots(weights, num_slots=num_slots, context_length=512), version=version, max_total_tokens=max_total_tokens
     )
 
 

@@ -10,7 +10,7 @@ from actors.rollout.embedded.engine.requests import Finish, Request, Sampling, S
 from actors.rollout.embedded.engine.scheduler import Scheduler
 from actors.rollout.embedded.model import forward as model
 from actors.rollout.embedded.model.config import read_model
-from actors.rollout.embedded.model.kv_slots import Slots
+from actors.rollout.embedded.model.kv_slots import KvSlots
 from actors.rollout.embedded.model.sampling import draw, draw_truncated, uniforms
 from tests.support.tiny_models import write_model
 
@@ -130,7 +130,7 @@ def test_weights_that_are_not_numbers_do_not_stop_the_engine(tiny: Path) -> None
 
 def scheduler_of(directory: Path) -> Scheduler:
     weights = model.load(read_model(directory).shape, directory)
-    return Scheduler(Slots(weights, num_slots=16, context_length=512), version="0")
+    return Scheduler(KvSlots(weights, num_slots=16, context_length=512), version="0")
 
 
 def request_of(rid: str, *, seed: int, sampling: Sampling | None = None, limit: int = 40) -> Request:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.rollout.engines.target import WantedWeights
+from actors.rollout.engines.target import TargetWeights
 from messages import EvalEnded, EvalIssued, EvalSetSize, WeightsAnnounced
 from tests.support.rollout import announcement
 
@@ -20,7 +20,7 @@ def ended(step: int, version: int) -> EvalEnded:
 
 def wanted_after(*events: Event) -> list[int]:
     """The version that is wanted after each event; 0: none."""
-    wanted, versions = WantedWeights(), list[int]()
+    wanted, versions = TargetWeights(), list[int]()
     for event in events:
         wanted.fold(event)
         versions.append(wanted.newest.version if wanted.newest else 0)
@@ -54,7 +54,7 @@ def test_what_is_wanted_never_goes_back_and_never_passes_an_evaluation_that_runs
     drawn: list[tuple[str, int, int]],
 ) -> None:
     kinds = {"announce": lambda _, version: announcement(version), "issue": issued, "end": ended}
-    wanted, running, before = WantedWeights(), dict[int, int](), 0
+    wanted, running, before = TargetWeights(), dict[int, int](), 0
     for kind, step, version in drawn:
         wanted.fold(kinds[kind](step, version))
         if kind == "issue":

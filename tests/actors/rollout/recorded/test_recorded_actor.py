@@ -10,7 +10,9 @@ import msgspec
 import pytest
 
 from actors.registry import hosted
-from actors.rollout.recorded.actor import AnswerSource, Demonstrations, RecordedRolloutActor, RecordedSample
+from actors.rollout.recorded.actor import RecordedRolloutActor
+from actors.rollout.recorded.demonstrations import Demonstrations
+from actors.rollout.recorded.source import AnswerSource, RecordedSample
 from messages import (
     GroupCompleted,
     GroupFailed,

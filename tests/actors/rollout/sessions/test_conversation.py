@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from actors.hooks import check_hooks
-from actors.rollout.groups.members import Member, Turn
+from actors.rollout.groups.open_samples import OpenSample, Turn
 from actors.rollout.sessions import conversation
 from actors.rollout.sessions.conversation import Conversation
 from messages import (
@@ -212,13 +212,13 @@ async def test_a_sample_that_waits_for_its_score_alone_is_scored_with_all_its_te
     assert len(engine.requests) == 2
 
 
-def two_turns() -> Member:
+def two_turns() -> OpenSample:
     """A sample of two turns that ended, carried on from an earlier attempt."""
     turns = [Turn(num_tokens=1, text="a"), Turn(num_tokens=1, text="b")]
-    return Member(index=0, prompt_len=2, prefix=[1, 60, 2], turns=turns, metadata={"num_turns": 2})
+    return OpenSample(index=0, prompt_len=2, prefix=[1, 60, 2], turns=turns, metadata={"num_turns": 2})
 
 
-async def ask_nobody(member: Member, stop: Sequence[str] | None, limit: int) -> bool:
+async def ask_nobody(sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
     raise AssertionError("an engine was asked")
 
 
@@ -230,8 +230,8 @@ async def test_a_replay_that_is_halted_forgets_no_turn() -> None:
         reached.set()
         await anyio.sleep_forever()
 
-    member = two_turns()
-    talk = Conversation(task(0).prompt, member, max_tokens=9, ask=ask_nobody, encode=lambda _: [])
+    sample = two_turns()
+    talk = Conversation(task(0).prompt, sample, max_tokens=9, ask=ask_nobody, encode=lambda _: [])
     async with anyio.create_task_group() as group:
 
         async def run() -> None:
@@ -239,18 +239,18 @@ async def test_a_replay_that_is_halted_forgets_no_turn() -> None:
 
         group.start_soon(run)
         await reached.wait()
-        assert member.metadata["num_turns"] == 2  # so a spill says, too
+        assert sample.metadata["num_turns"] == 2  # so a spill says, too
         talk.halt()
-    assert member.metadata["num_turns"] == 2
+    assert sample.metadata["num_turns"] == 2
 
 
 @pytest.mark.parametrize(("waits", "status"), [(True, SampleStatus.ABORTED), (False, SampleStatus.COMPLETED)])
 async def test_a_halt_during_a_turn_ends_the_function_where_it_next_waits(waits: bool, status: SampleStatus) -> None:
-    member = Member(index=0, prompt_len=2)
+    sample = OpenSample(index=0, prompt_len=2)
 
-    async def ask(member: Member, stop: Sequence[str] | None, limit: int) -> bool:
+    async def ask(sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
         talk.halt()
-        member.turn_status = SampleStatus.COMPLETED
+        sample.turn_status = SampleStatus.COMPLETED
         return False
 
     async def function(talk: Conversation) -> None:
@@ -258,7 +258,7 @@ async def test_a_halt_during_a_turn_ends_the_function_where_it_next_waits(waits:
         if waits:
             await anyio.sleep_forever()
 
-    talk = Conversation(task(0).prompt, member, max_tokens=9, ask=ask, encode=lambda _: [])
+    talk = Conversation(task(0).prompt, sample, max_tokens=9, ask=ask, encode=lambda _: [])
     with anyio.fail_after(5):
         assert await talk.run(function) is status
-    assert member.metadata["num_turns"] == 1
+    assert sample.metadata["num_turns"] == 1

@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from actors.rollout.sglang.client import Http
+from actors.rollout.sglang.client import SglangClient
 
 pytestmark = pytest.mark.anyio
 
@@ -26,7 +26,7 @@ async def test_a_weight_update_names_its_version_and_drops_what_was_computed_und
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         async with aiohttp.ClientSession() as session:
-            await Http(session).update_weights(f"http://127.0.0.1:{runner.addresses[0][1]}", "/weights/v7", 7)
+            await SglangClient(session).update_weights(f"http://127.0.0.1:{runner.addresses[0][1]}", "/weights/v7", 7)
     finally:
         await runner.cleanup()
     assert bodies == [{"model_path": "/weights/v7", "weight_version": "7", "flush_cache": True}]

@@ -20,7 +20,7 @@ class Turn:
 
 
 @dataclass
-class Member:
+class OpenSample:
     """One sample of a group."""
 
     index: int
@@ -120,30 +120,30 @@ class Member:
             self.last_version = max(versions if self.last_version is None else [self.last_version, *versions])
 
 
-def fresh_members(num_samples: int, prompt_ids: Int32Array) -> list[Member]:
-    """Members of a group that is generated for the first time."""
-    return [Member(index=index, prompt_len=len(prompt_ids)) for index in range(num_samples)]
+def fresh_samples(num_samples: int, prompt_ids: Int32Array) -> list[OpenSample]:
+    """Samples of a group that is generated for the first time."""
+    return [OpenSample(index=index, prompt_len=len(prompt_ids)) for index in range(num_samples)]
 
 
-def inherit(member: Member, carried: SampleSummary, segments: Sequence[Segment], *, max_new_tokens: int) -> None:
-    """Let a fresh member take over what an earlier attempt left of it.
+def inherit(sample: OpenSample, carried: SampleSummary, segments: Sequence[Segment], *, max_new_tokens: int) -> None:
+    """Let a fresh sample take over what an earlier attempt left of it.
 
     Args:
-        member: fresh, of the same index.
+        sample: fresh, of the same index.
         carried: the earlier attempt's summary.
         segments: those that it cites, in its order.
         max_new_tokens: of the whole response.
     """
     for ref, segment in zip(carried.segments, segments, strict=True):
-        member.continue_with(segment, SampleStatus.ABORTED)
-        member.stored_at(ref, segment)
-    member.status, member.reward, member.details = carried.status, carried.reward, carried.score
-    member.metadata = dict(carried.metadata)
+        sample.continue_with(segment, SampleStatus.ABORTED)
+        sample.stored_at(ref, segment)
+    sample.status, sample.reward, sample.details = carried.status, carried.reward, carried.score
+    sample.metadata = dict(carried.metadata)
     if carried.status is SampleStatus.FAILED:  # its tokens are good, its score was not: score it again
-        truncated = tokens_left(member, max_new_tokens) <= 0
-        member.status = SampleStatus.TRUNCATED if truncated else SampleStatus.COMPLETED
+        truncated = tokens_left(sample, max_new_tokens) <= 0
+        sample.status = SampleStatus.TRUNCATED if truncated else SampleStatus.COMPLETED
 
 
-def tokens_left(member: Member, max_new_tokens: int) -> int:
-    """How many tokens the member may still get; a member with none left is truncated."""
-    return max_new_tokens - len(member.prefix)
+def tokens_left(sample: OpenSample, max_new_tokens: int) -> int:
+    """How many tokens the sample may still get; a sample with none left is truncated."""
+    return max_new_tokens - len(sample.prefix)

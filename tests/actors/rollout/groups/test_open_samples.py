@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.rollout.groups.members import Member, fresh_members, inherit, tokens_left
+from actors.rollout.groups.open_samples import OpenSample, fresh_samples, inherit, tokens_left
 from messages import (
     Float32Array,
     Int32Array,
@@ -31,67 +31,67 @@ def segment(ids: list[int], version: int, text: str) -> Segment:
     )
 
 
-def fresh() -> Member:
-    (member,) = fresh_members(1, Int32Array([7, 8]))
-    return member
+def fresh() -> OpenSample:
+    (sample,) = fresh_samples(1, Int32Array([7, 8]))
+    return sample
 
 
-def inherited(status: SampleStatus, reward: float | None = None, *, room: int = 8) -> Member:
-    member = fresh()
+def inherited(status: SampleStatus, reward: float | None = None, *, room: int = 8) -> OpenSample:
+    sample = fresh()
     carried = SampleSummary(index=0, status=status, segments=(FIRST, SECOND), reward=reward, score={"acc": 1})
-    inherit(member, carried, [segment([1, 2], 3, "ab"), segment([4], 5, "c")], max_new_tokens=room)
-    return member
+    inherit(sample, carried, [segment([1, 2], 3, "ab"), segment([4], 5, "c")], max_new_tokens=room)
+    return sample
 
 
 def test_what_an_engine_returned_is_appended_to_tokens_text_and_length() -> None:
-    member = fresh()
+    sample = fresh()
     for part, ref, status in (
         (segment([1, 2], 3, "ab"), FIRST, SampleStatus.ABORTED),
         (segment([4], 5, "c"), SECOND, SampleStatus.COMPLETED),
     ):
-        member.continue_with(part, status)
-        member.stored_at(ref, part)
-    assert (member.prefix, member.text) == ([1, 2, 4], "abc")
-    summary = member.summary()
+        sample.continue_with(part, status)
+        sample.stored_at(ref, part)
+    assert (sample.prefix, sample.text) == ([1, 2, 4], "abc")
+    summary = sample.summary()
     assert (summary.segments, summary.prompt_len, summary.response_len) == ((FIRST, SECOND), 2, 3)
     assert (summary.first_version, summary.last_version, summary.status) == (3, 5, "completed")
 
 
 def test_a_return_without_tokens_leaves_no_segment() -> None:
-    member = fresh()
+    sample = fresh()
     nothing = segment([], 3, "")
-    member.continue_with(nothing, SampleStatus.ABORTED)
-    member.stored_at(FIRST, nothing)
-    assert (member.refs, member.status) == ([], SampleStatus.ABORTED)
+    sample.continue_with(nothing, SampleStatus.ABORTED)
+    sample.stored_at(FIRST, nothing)
+    assert (sample.refs, sample.status) == ([], SampleStatus.ABORTED)
 
 
 def test_an_aborted_sample_goes_on_from_its_tokens() -> None:
-    member = inherited(SampleStatus.ABORTED)
-    assert not member.finished
-    assert (member.prefix, tokens_left(member, 8)) == ([1, 2, 4], 5)
+    sample = inherited(SampleStatus.ABORTED)
+    assert not sample.finished
+    assert (sample.prefix, tokens_left(sample, 8)) == ([1, 2, 4], 5)
 
 
 @pytest.mark.parametrize("status", [SampleStatus.COMPLETED, SampleStatus.TRUNCATED])
 @pytest.mark.parametrize("reward", [None, 0.5])
 def test_a_finished_sample_needs_no_more_tokens_and_is_scored_once(status: SampleStatus, reward: float | None) -> None:
-    member = inherited(status, reward)
-    assert member.finished
-    assert member.unscored == (reward is None)
-    assert (member.summary().reward, member.summary().score) == (reward, {"acc": 1})
+    sample = inherited(status, reward)
+    assert sample.finished
+    assert sample.unscored == (reward is None)
+    assert (sample.summary().reward, sample.summary().score) == (reward, {"acc": 1})
 
 
 @pytest.mark.parametrize(("room", "status"), [(8, SampleStatus.COMPLETED), (3, SampleStatus.TRUNCATED)])
 def test_a_sample_whose_score_failed_is_scored_again_and_stays_truncated(room: int, status: SampleStatus) -> None:
-    member = inherited(SampleStatus.FAILED, room=room)
-    assert member.unscored
-    assert (member.status, member.prefix) == (status, [1, 2, 4])
+    sample = inherited(SampleStatus.FAILED, room=room)
+    assert sample.unscored
+    assert (sample.status, sample.prefix) == (status, [1, 2, 4])
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
 def test_a_reward_that_is_no_number_is_a_failed_score(reward: float) -> None:
-    member = inherited(SampleStatus.COMPLETED)
-    member.take_score(Score(index=0, reward=reward), failed_reward=None)
-    assert (member.status, member.reward, member.reason) == (SampleStatus.FAILED, None, f"the reward is {reward}")
+    sample = inherited(SampleStatus.COMPLETED)
+    sample.take_score(Score(index=0, reward=reward), failed_reward=None)
+    assert (sample.status, sample.reward, sample.reason) == (SampleStatus.FAILED, None, f"the reward is {reward}")
 
 
 def test_a_sample_that_never_began_counts_as_aborted_and_has_no_reward() -> None:
@@ -103,6 +103,6 @@ def test_a_sample_that_never_began_counts_as_aborted_and_has_no_reward() -> None
 def test_a_sample_without_a_reward_fails_or_gets_the_reward_of_failures(
     failed_reward: float | None, status: SampleStatus
 ) -> None:
-    member = inherited(SampleStatus.COMPLETED)
-    member.take_score(Score(index=0, error="timeout"), failed_reward=failed_reward)
-    assert (member.status, member.reward, member.reason) == (status, failed_reward, "timeout")
+    sample = inherited(SampleStatus.COMPLETED)
+    sample.take_score(Score(index=0, error="timeout"), failed_reward=failed_reward)
+    assert (sample.status, sample.reward, sample.reason) == (status, failed_reward, "timeout")

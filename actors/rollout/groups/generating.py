@@ -1,0 +1,162 @@
+"""Generates the samples of a group: as a batch, one by one, or turn by turn in a user's function."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import anyio
+import msgspec
+
+from actors.rollout.groups.open_samples import FINISHED, OpenSample, tokens_left
+from actors.rollout.groups.spilling import SegmentStore
+from actors.rollout.groups.tasks import GroupTask
+from actors.rollout.groups.tools import Tools
+from actors.rollout.requests.request import Generated, GenerateRequest
+from actors.rollout.sessions.conversation import Conversation
+from actors.rollout.sglang.answers import Answer, status_of
+from actors.rollout.sglang.streams import Stream
+from messages import SampleStatus, SamplingParams
+
+
+class Generation:
+    """The requests and conversations of one group."""
+
+    def __init__(
+        self,
+        task: GroupTask,
+        tools: Tools,
+        store: SegmentStore,
+        on_ended: Callable[[Sequence[OpenSample]], None],
+    ) -> None:
+        """Generate for a task; `on_ended` is told of samples that may have all their tokens, once or more often."""
+        self.took_s = 0.0
+        self.over = False
+        self.streams: dict[int, Stream] = {}  # newest one by index of the sample
+        self._task = task
+        self._tools = tools
+        self._store = store
+        self._on_ended = on_ended
+        self._conversations: list[Conversation] = []
+        self._num_requests = 0
+        self._halted = False
+
+    def unfinished(self, samples: Sequence[OpenSample]) -> list[OpenSample]:
+        """Those that have to be generated; one without room for another token is not among them, but truncated."""
+        return [sample for sample in samples if self._reopened(sample) or self._is_open(sample)]
+
+    async def run(self, samples: Sequence[OpenSample]) -> None:
+        """Generate to the end, or as far as it was when the round was halted."""
+        started = time.monotonic()
+        batched, one_by_one = self._tools.batch_requests, self._generate_alone
+        if self._tools.custom_generate is not None:
+            batched, one_by_one = False, self._converse
+        together = [sample for sample in samples if batched and not sample.prefix]
+        alone = [sample for sample in samples if sample.prefix or not batched]
+        async with anyio.create_task_group() as group:
+            for sample in alone:
+                group.start_soon(one_by_one, sample)
+            if together and await self._generate(together):
+                for sample in together:
+                    group.start_soon(self._generate_alone, sample)
+        self.took_s = time.monotonic() - started
+        self.over = True
+
+    def halt(self) -> None:
+        """End users' functions where they wait. Requests under way end by themselves, and keep their tokens."""
+        self._halted = True
+        for conversation in self._conversations:
+            conversation.halt()
+
+    def _is_open(self, sample: OpenSample) -> bool:
+        if not sample.finished and tokens_left(sample, self._task.sampling.max_new_tokens) <= 0:
+            sample.status = SampleStatus.TRUNCATED
+        return not sample.finished
+
+    def _reopened(self, sample: OpenSample) -> bool:
+        """Have a user's function run again for a sample that has all its turns and no score.
+
+        What it put between them as text is stored nowhere, and is scored, too.
+        """
+        if self._tools.custom_generate is None or not sample.unscored:
+            return False
+        sample.status = SampleStatus.ABORTED
+        return True
+
+    async def _generate_alone(self, sample: OpenSample) -> None:
+        """Generate a sample to its end, over as many requests as it takes."""
+        while self._is_open(sample) and await self._generate([sample]):
+            pass
+        self._on_ended([sample])  # unless that was done when its tokens came
+
+    async def _converse(self, sample: OpenSample) -> None:
+        """Have a user's function make a sample, turn by turn."""
+        assert self._tools.custom_generate is not None
+        max_tokens = self._task.sampling.max_new_tokens
+        conversation = Conversation(
+            self._task.prompt, sample, max_tokens=max_tokens, ask=self._ask_for_turn, encode=self._tools.encode
+        )
+        if self._halted:
+            return
+        self._conversations.append(conversation)
+        self._tools.conversations.add(conversation)
+        try:
+            sample.status = await conversation.run(self._tools.custom_generate)
+        finally:
+            self._tools.conversations.discard(conversation)
+        self._on_ended([sample])
+
+    async def _ask_for_turn(self, sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
+        sample.turn_status = SampleStatus.ABORTED
+        params = self._task.sampling
+        if stop is not None:
+            params = msgspec.structs.replace(params, stop=tuple(stop))
+        return await self._generate([sample], params, limit)
+
+    async def _generate(
+        self, samples: Sequence[OpenSample], params: SamplingParams | None = None, limit: int | None = None
+    ) -> bool:
+        """Ask an engine once; whether the answer was cut short and may be continued."""
+        request = self._request(samples, params or self._task.sampling, limit)
+        generated = await self._tools.generator.generate(request, self._show(samples))
+        if generated is None:
+            return False
+        if len(generated.answers) != len(samples):
+            raise ValueError(f"the engine answered {len(generated.answers)} of {len(samples)} prompts")
+        in_turns = self._tools.custom_generate is not None
+        for sample, answer in zip(samples, generated.answers, strict=True):
+            self.streams.pop(sample.index, None)
+            sample.turn_status = status = _status(generated, answer)
+            self._store.receive(sample, answer, SampleStatus.ABORTED if in_turns else status)
+            if in_turns and status in FINISHED:
+                sample.end_turn()  # before it is told of
+        await self._store.flush()
+        self._on_ended(samples)  # also those that ended without tokens
+        return generated.cut_short
+
+    def _request(self, samples: Sequence[OpenSample], params: SamplingParams, limit: int | None) -> GenerateRequest:
+        task, prompt = self._task, self._task.prompt.prompt_ids.tolist()
+        self._num_requests += 1
+        return GenerateRequest(
+            rid=f"{task.lease}-{samples[0].index}-{self._num_requests}",
+            input_ids=[prompt + sample.prefix + sample.pending for sample in samples],
+            params=params,
+            max_new_tokens=limit or tokens_left(samples[0], params.max_new_tokens),
+            min_version=task.min_version,
+            round=task.round,
+        )
+
+    def _show(self, samples: Sequence[OpenSample]) -> Callable[[Stream], None] | None:
+        """Whom to show the stream of a request; none: it is not streamed, as a batch, or what nobody may resume."""
+        if len(samples) > 1 or not self._task.store:
+            return None
+        (sample,) = samples
+
+        def show(stream: Stream) -> None:
+            self.streams[sample.index] = stream
+
+        return show
+
+
+def _status(generated: Generated, answer: Answer) -> SampleStatus:
+    if generated.cut_short and not (answer.meta_info.finish_reason or {}):
+        return SampleStatus.ABORTED
+    return status_of(answer)

@@ -1,0 +1,99 @@
+"""Stores what the samples of a group have so far, and tells of it, so that another attempt can go on from there."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import anyio
+
+from actors.rollout.groups.open_samples import OpenSample
+from actors.rollout.groups.storing import store
+from actors.rollout.groups.tasks import GroupTask
+from actors.rollout.sglang.answers import Answer, segment_of
+from actors.rollout.sglang.streams import Stream
+from messages import Int32Array, SampleKey, SampleStatus, Segment, SegmentRef, SegmentsPublished, SegmentsSpilled
+from runtime.bus.bus import Bus
+
+CARRIED_ON = Int32Array()  # new input of a segment that continues the one before it
+
+
+class SegmentStore:
+    """Takes what engines sampled, packs it into segments and stores them."""
+
+    def __init__(
+        self,
+        task: GroupTask,
+        samples: Sequence[OpenSample],
+        bus: Bus,
+        on_received: Callable[[Sequence[OpenSample]], None],
+    ) -> None:
+        """Store for a group's samples; `on_received` is told of those whose segments are about to be stored."""
+        self._task = task
+        self._samples = samples
+        self._bus = bus
+        self._on_received = on_received
+        self._outbox: list[tuple[OpenSample, Segment]] = []
+        self._storing = anyio.Lock()
+        self._num_told = 0  # segments and rewards that an event told of
+
+    def receive(self, sample: OpenSample, answer: Answer, status: SampleStatus) -> None:
+        """Let a sample grow by what an engine sampled; `flush` stores it."""
+        segment = self._segment(sample, answer)
+        sample.continue_with(segment, status)
+        if len(segment.response_ids):
+            self._outbox.append((sample, segment))
+
+    async def flush(self) -> None:
+        """Store what has come. What comes while other things are being stored goes out together, and is scored so."""
+        async with self._storing:
+            while self._outbox:
+                ended, self._outbox = self._outbox, []
+                self._on_received([sample for sample, _ in ended])  # while they are being stored
+                await self._store([sample for sample, _ in ended], [segment for _, segment in ended])
+
+    async def spill(self, streams: Mapping[int, Stream]) -> None:
+        """Store what the samples have so far, also of requests under way, and tell of it."""
+        for sample in self._samples:
+            stream = streams.get(sample.index)
+            if stream is None or stream.ended or not stream.num_new or stream.oldest_version < self._task.min_version:
+                continue
+            self.receive(sample, stream.take(), SampleStatus.ABORTED)
+        await self.flush()
+        await self._tell()
+
+    async def _tell(self) -> None:
+        """Tell of what is stored, if that is more than was told before."""
+        task, stored = self._task, [sample for sample in self._samples if sample.refs and sample.stored]
+        num_facts = sum(len(sample.refs) + (sample.reward is not None) for sample in stored)
+        if num_facts <= self._num_told or task.round is None:
+            return
+        self._num_told = num_facts
+        spilled = SegmentsSpilled(
+            group_id=task.group_id,
+            attempt=task.attempt,
+            lease=task.lease,
+            round=task.round,
+            instance=self._bus.name,
+            samples=tuple(sample.summary() for sample in stored),
+        )
+        await self._bus.publish(spilled)
+
+    async def _store(self, samples: Sequence[OpenSample], segments: Sequence[Segment]) -> None:
+        """Publish the segments that ended together."""
+        refs: Sequence[SegmentRef] = [SegmentRef(seq=0, position=position) for position in range(len(segments))]
+        if self._task.store:
+            message = SegmentsPublished(
+                group_id=self._task.group_id,
+                attempt=self._task.attempt,
+                lease=self._task.lease,
+                segments=tuple(segments),
+                prompt=self._task.prompt.text,
+                label=self._task.prompt.label,
+            )
+            refs = await store(self._bus, message)
+        for sample, segment, ref in zip(samples, segments, refs, strict=True):
+            sample.stored_at(ref, segment)
+
+    def _segment(self, sample: OpenSample, answer: Answer) -> Segment:
+        key = SampleKey(group_id=self._task.group_id, attempt=self._task.attempt, index=sample.index)
+        if not sample.prefix:
+            return segment_of(answer, key, self._task.prompt.prompt_ids)
+        return segment_of(answer, key, Int32Array(sample.pending) if sample.pending else CARRIED_ON)

@@ -1,0 +1,55 @@
+"""Answers with the demonstrations that prompts bring along, for supervised fine-tuning."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from actors.rollout.recorded.source import RecordedSample
+from messages import (
+    Float32Array,
+    Prompt,
+    RolloutRequested,
+    SampleKey,
+    SampleStatus,
+    SampleSummary,
+    Segment,
+    WeightSpan,
+)
+
+
+class Demonstrations:
+    """Answers with the demonstration that the prompt brings along: reward 0, log-probs 0, nobody's weights."""
+
+    def answer(self, task: RolloutRequested) -> Sequence[RecordedSample]:
+        """One sample per index, all the same."""
+        return [_demonstration(task, index) for index in range(task.num_samples)]
+
+    def prompt(self, task: RolloutRequested) -> Prompt:
+        """The task's."""
+        return task.prompt
+
+
+def _demonstration(task: RolloutRequested, index: int) -> RecordedSample:
+    prompt = task.prompt
+    if prompt.response_ids is None or prompt.loss_mask is None:
+        raise ValueError(f"prompt {prompt.row} of {prompt.data} has no demonstration")
+    length = len(prompt.response_ids)
+    segment = Segment(
+        sample=SampleKey(group_id=task.group_id, attempt=task.attempt, index=index),
+        prompt_ids=prompt.prompt_ids,
+        response_ids=prompt.response_ids,
+        loss_mask=prompt.loss_mask,
+        rollout_log_probs=Float32Array(np.zeros(length, np.float32)),
+        weight_spans=(WeightSpan(version=task.min_version, start=0, end=length),) if length else (),
+        text=prompt.response,
+    )
+    summary = SampleSummary(
+        index=index,
+        status=SampleStatus.COMPLETED,
+        prompt_len=len(prompt.prompt_ids),
+        response_len=length,
+        reward=0.0,
+        first_version=task.min_version,
+        last_version=task.min_version,
+    )
+    return RecordedSample((segment,), summary)

@@ -1,0 +1,161 @@
+"""Which requests are at the engines, and how they are ended early: by a halt, or for new weights."""
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import anyio
+import structlog
+
+from actors.rollout.engines.fleet import Fleet
+from actors.rollout.requests.request import GenerateRequest
+from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.errors import EngineError
+from runtime.wording import count_of
+
+log = structlog.get_logger()
+
+ABORT_AGAIN_S = 1.0  # a request that arrives during a pause is not abortable: repeat until it is gone
+
+
+class HaltListener(NamedTuple):
+    """Who wants to be told of a halt."""
+
+    round: int | None
+    then: Callable[[], None]
+
+
+class RunningRequests:
+    """The requests under way, so that a halt can reach them."""
+
+    def __init__(self, client: SglangClient, fleet: Fleet) -> None:
+        self._client = client
+        self._fleet = fleet
+        self._halted_round = -1
+        self._halt = anyio.Event()  # replaced when it was seen
+        self._running: dict[str, GenerateRequest] = {}
+        self._sent_at: dict[str, float] = {}  # seconds of the monotonic clock, oldest first
+        self._request_ended = anyio.Event()  # replaced by a halt that waits for it
+        self._halt_listeners: set[HaltListener] = set()
+        self._sweep: anyio.Event | None = None  # an abort of everything, which must not meet a new request
+        self._num_interruptions = 0  # ever begun
+        self._num_interrupting = 0
+
+    def waits_for(self) -> str:
+        """Which requests are at the engines, for people; empty when none is."""
+        if not self._running:
+            return ""
+        oldest_s = time.monotonic() - next(iter(self._sent_at.values()))
+        return f"{count_of(len(self._running), 'request')}, the oldest sent {oldest_s:.0f} s ago"
+
+    @contextmanager
+    def entered(self, rid: str, request: GenerateRequest) -> Generator[None]:
+        """Count a request as under way within a block."""
+        self._running[rid], self._sent_at[rid] = request, time.monotonic()
+        try:
+            yield
+        finally:
+            del self._running[rid], self._sent_at[rid]
+            self._request_ended.set()
+
+    async def wait_for_sweep(self) -> bool:
+        """Wait for the end of an abort of everything; whether there was one."""
+        if self._sweep is None:
+            return False
+        await self._sweep.wait()
+        return True
+
+    def interruption_mark(self) -> int | None:
+        """What `interrupted_since` compares with."""
+        return None if self._num_interrupting else self._num_interruptions
+
+    def interrupted_since(self, mark: int | None) -> bool:
+        """Whether requests had to give way to new weights after the mark was taken, or when it was."""
+        return mark != self._num_interruptions
+
+    def halted(self, round: int | None) -> bool:
+        """Whether work of this round is to be given back."""
+        return round is not None and round <= self._halted_round
+
+    @contextmanager
+    def on_halt(self, round: int | None, then: Callable[[], None]) -> Generator[None]:
+        """Call `then` once work of this round is to be given back; for an evaluation, never."""
+        listener = HaltListener(round, then)
+        if self.halted(round):
+            then()
+        self._halt_listeners.add(listener)
+        try:
+            yield
+        finally:
+            self._halt_listeners.discard(listener)
+
+    async def interrupt(self, url: str) -> None:
+        """Abort the training requests that an engine has, until cancelled; they go on from their tokens."""
+        self._num_interruptions += 1
+        self._num_interrupting += 1
+        try:
+            while True:
+                rids = [rid for rid, request in self._running.items() if request.round is not None]
+                if rids and len(rids) == len(self._running):
+                    await self._abort_at(url, [None])
+                else:
+                    await self._abort_at(url, _engine_rids(rids, self._running))
+                await anyio.sleep(ABORT_AGAIN_S)
+        finally:
+            self._num_interrupting -= 1
+
+    def halt(self, round: int) -> None:
+        """Give back everything of this round and older ones; `run` aborts what is running of it."""
+        self._halted_round = max(self._halted_round, round)
+        for listener in [listener for listener in self._halt_listeners if self.halted(listener.round)]:
+            listener.then()
+        self._halt.set()
+        self._request_ended.set()
+
+    async def run(self) -> None:
+        """Abort at the engines what was halted, for ever."""
+        while True:
+            await self._halt.wait()
+            self._halt = anyio.Event()
+            await self._fleet.notify()
+            while doomed := [rid for rid, request in self._running.items() if self.halted(request.round)]:
+                await self._abort(doomed)
+                with anyio.move_on_after(ABORT_AGAIN_S):
+                    while any(rid in self._running for rid in doomed) and not self._halt.is_set():
+                        self._request_ended = anyio.Event()
+                        await self._request_ended.wait()
+                if self._halt.is_set():
+                    break
+
+    async def _abort(self, rids: list[str]) -> None:
+        if len(rids) < len(self._running):
+            await self._abort_everywhere(_engine_rids(rids, self._running))
+            return
+        self._sweep = anyio.Event()
+        try:
+            await self._abort_everywhere([None])
+        finally:
+            self._sweep.set()
+            self._sweep = None
+
+    async def _abort_everywhere(self, rids: list[str | None]) -> None:
+        async with anyio.create_task_group() as group:
+            for url in self._fleet.engine_urls:
+                group.start_soon(self._abort_at, url, rids)
+
+    async def _abort_at(self, url: str, rids: list[str | None]) -> None:
+        try:
+            for rid in rids:
+                await self._client.abort(url, rid)
+        except EngineError as error:
+            log.warning("abort_not_sent", url=url, error=str(error))
+
+
+def _engine_rids(rids: list[str], running: dict[str, GenerateRequest]) -> list[str | None]:
+    """The ids under which engines know the requests: a batch names its members <rid>_0, <rid>_1, ..."""
+    found: list[str | None] = []
+    for rid in rids:
+        size = len(running[rid].input_ids)
+        found += [rid] if size == 1 else [f"{rid}_{index}" for index in range(size)]
+    return found

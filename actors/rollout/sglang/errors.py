@@ -1,0 +1,17 @@
+"""What goes wrong when engines and routers are asked."""
+
+
+class EngineError(Exception):
+    """Base of what an engine or the router answers, or does not."""
+
+
+class EngineUnavailable(EngineError):
+    """The engine or the router did not answer, or answered that it cannot now. The request may be sent again."""
+
+
+class EngineFailed(EngineUnavailable):
+    """It answered with an error or with nonsense. Sent again the request may fare better, but it may be the cause."""
+
+
+class RequestRefused(EngineError):
+    """The engine says that the request itself is wrong; sending it again cannot help."""
