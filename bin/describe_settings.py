@@ -9,10 +9,12 @@ from typing import Final
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from runtime.settings.slime.page import from_slime_page  # noqa: E402 - found in place, without an installation
+from runtime.settings.reference.page import settings_page  # noqa: E402 - found in place, without an installation
+from runtime.settings.slime.page import from_slime_page  # noqa: E402
 
 PAGES: Final[dict[str, Callable[[], str]]] = {  # below docs/, and what gives its text
     "from-slime.md": from_slime_page,
+    "settings.md": settings_page,
 }
 
 

@@ -38,7 +38,7 @@ def test_the_counts_at_the_top_are_right() -> None:
 
 
 def test_every_row_says_what_its_state_asks_for() -> None:
-    """Done is shown by a test, a replacement says what and why, a narrower one what is lost, and what is open says so."""
+    """Done is shown by a test, a replacement says what and why, a narrower one what is lost; what is open says so."""
     forms = {
         "done": "`tests/",
         "replaced": r"(?!`tests/).",

@@ -23,23 +23,23 @@ class ModelConfig(Config, frozen=True, kw_only=True):
 
     hf_checkpoint: Text  # config, tokenizer and (unless random_init) weights
     random_init: bool = False  # weights drawn from run.seed; the directory needs config and tokenizer only
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and activations; the optimizer works in float32
     ref_load: Text | None = None  # reference model; none: the weights training starts from
 
 
 class DataConfig(Config, frozen=True, kw_only=True):
     """One source of training prompts: a data file or a function, and the names of its columns."""
 
-    name: Name
+    name: Name  # of the source, in events and logs
     path: Text | None = None  # JSONL or Parquet; "file@[a:b]" for some of its rows
     source: Text | None = None  # instead: "module:function" or "path/file.py:function", called with a prompt's number
-    input_key: Text = "input"  # a string or a list of chat messages
-    label_key: Text | None = None
-    metadata_key: Text = "metadata"  # an object, or a string of JSON
-    tool_key: Text = "tools"
-    apply_chat_template: bool = False
-    apply_chat_template_kwargs: dict[str, Any] = {}
-    rm_type: Text | None = None  # a built-in, "module:function" or "path/file.py:function"
+    input_key: Text = "input"  # column of the prompt: a text or a list of chat messages
+    label_key: Text | None = None  # column of the label that graders compare with; none: there is none
+    metadata_key: Text = "metadata"  # column of what graders get beside: an object, or a string of JSON
+    tool_key: Text = "tools"  # column of tools for the chat template: a list, or a string of JSON
+    apply_chat_template: bool = False  # render prompts by the tokenizer's chat template
+    apply_chat_template_kwargs: dict[str, Any] = {}  # passed to the chat template
+    rm_type: Text | None = None  # grader: a built-in, "module:function" or "path/file.py:function"
 
 
 class RolloutConfig(Config, frozen=True, kw_only=True):
@@ -47,30 +47,30 @@ class RolloutConfig(Config, frozen=True, kw_only=True):
 
     rollout_batch_size: Positive  # prompt groups per train step
     over_sampling_batch_size: Positive | None = None  # groups asked for at a time; none: rollout_batch_size
-    n_samples_per_prompt: Positive = 1
-    max_prompt_len: Positive | None = None  # tokens; longer prompts are left out and counted
-    max_response_len: Positive  # tokens
-    max_context_len: Positive | None = None  # tokens, prompt and response
-    temperature: Temperature = 1.0
-    top_p: TopP = 1.0
-    top_k: TopK = -1
-    stop: tuple[Text, ...] = ()
-    stop_token_ids: tuple[Count, ...] = ()
-    skip_special_tokens: bool = False
-    shuffle: bool = False
-    seed: int = 42  # of the shuffle
+    n_samples_per_prompt: Positive = 1  # samples of a prompt group
+    max_prompt_len: Positive | None = None  # tokens; longer prompts are left out; none: what max_context_len leaves
+    max_response_len: Positive  # tokens of a response at most
+    max_context_len: Positive | None = None  # tokens of prompt and response at most; none: no limit of its own
+    temperature: Temperature = 1.0  # of sampling; log-probs are taken at it too
+    top_p: TopP = 1.0  # share of probability to sample from; 1: off
+    top_k: TopK = -1  # number of likeliest tokens to sample from; -1: off
+    stop: tuple[Text, ...] = ()  # texts that end a response
+    stop_token_ids: tuple[Count, ...] = ()  # tokens that end a response, beside the model's own
+    skip_special_tokens: bool = False  # leave special tokens out of a response's text, as graders see it
+    shuffle: bool = False  # a new order of prompts in each epoch
+    seed: int = 42  # of shuffle
     refill: Literal["batch", "group"] = "batch"  # ask for a whole over_sampling_batch_size again, or top up to it
-    dynamic_filter: Text | None = None  # a built-in such as "nonzero_std", "module:function" or "path/file.py:function"
-    over_sampling_filter: Text | None = None  # orders a full over_sampling_batch_size, of which the first are trained
+    dynamic_filter: Text | None = None  # a built-in, "module:function" or "path/file.py:function"; none: keeps all
+    over_sampling_filter: Text | None = None  # chooses the batch from over_sampling_batch_size groups; none: the first
     buffer_filter: Text = "fifo"  # which halted groups go on first: also "newest", "by_reward" or a function
     keep_when_insufficient: bool = False  # after max_barren_groups train what the filter dropped, instead of failing
-    on_halt: Literal["resume", "restart", "drop"] = "resume"
+    on_halt: Literal["resume", "restart", "drop"] = "resume"  # halted groups go on with their tokens, begin anew, end
     mask_off_policy: bool = False  # of a resumed sample, train only what its newest weights sampled
-    max_token_staleness: Count | None = None  # train steps between the weights of a token and those being trained
-    stale_tokens: Literal["drop", "mask"] = "drop"  # beyond that: drop the group, or mask the tokens
+    max_token_staleness: Count | None = None  # train steps that a token's weights may be behind; none: no limit
+    stale_tokens: Literal["drop", "mask"] = "drop"  # with those beyond: drop their group, or mask them
     spill_every_s: NonNegative = 30.0  # store what long samples have so far; 0: only at their end
     custom_generate: Text | None = None  # "module:function" or "path/file.py:function" in place of one request
-    max_staleness: Count = 0  # train steps; 0 is synchronous
+    max_staleness: Count = 0  # train steps that generation may be ahead of training; 0: synchronous
     on_weight_update: Literal["drain", "abort", "retract", "in_place"] = "drain"  # what running requests do meanwhile
     eval_overlap: bool = True  # generate and train beside an evaluation; else everything waits for it
     max_attempts: Positive = 5  # issues of one prompt group before it fails
@@ -81,35 +81,35 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     """Advantages and loss."""
 
     loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"  # sft_loss trains demonstrations, without engines
-    advantage_estimator: Literal["grpo"] = "grpo"
+    advantage_estimator: Literal["grpo"] = "grpo"  # how rewards become advantages
     num_steps_per_rollout: Positive = 1  # optimizer steps per batch
-    eps_clip: Annotated[float, msgspec.Meta(gt=0)] = 0.2
-    eps_clip_high: Annotated[float, msgspec.Meta(gt=0)] | None = None  # none: eps_clip
-    eps_clip_c: Annotated[float, msgspec.Meta(gt=1)] | None = None  # dual clip
-    use_kl_loss: bool = False
-    kl_loss_coef: NonNegative = 0.0
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"
-    entropy_coef: NonNegative = 0.0
+    eps_clip: Annotated[float, msgspec.Meta(gt=0)] = 0.2  # the probability ratio is clipped at 1 - eps_clip
+    eps_clip_high: Annotated[float, msgspec.Meta(gt=0)] | None = None  # and at 1 + eps_clip_high; none: eps_clip
+    eps_clip_c: Annotated[float, msgspec.Meta(gt=1)] | None = None  # dual clip of negative advantages; none: off
+    use_kl_loss: bool = False  # add the divergence from the reference model to the loss
+    kl_loss_coef: NonNegative = 0.0  # its weight
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"  # its estimator; low_var_kl is k3 limited to 10 nats
+    entropy_coef: NonNegative = 0.0  # weight of the entropy bonus
     entropy_coef_end: NonNegative | None = None  # reached linearly at the last planned train step; none: constant
-    disable_rewards_normalization: bool = False
-    disable_grpo_std_normalization: bool = False
-    calculate_per_token_loss: bool = False
-    use_rollout_logprobs: bool = False  # as the old policy's, instead of a trainer forward pass
+    disable_rewards_normalization: bool = False  # use rewards as they are, not centred in their group
+    disable_grpo_std_normalization: bool = False  # centre rewards without dividing by their standard deviation
+    calculate_per_token_loss: bool = False  # mean of the loss over tokens; else over samples of their means
+    use_rollout_logprobs: bool = False  # the engines' log-probs are the old policy's: saves a forward pass
 
 
 class OptimizerConfig(Config, frozen=True, kw_only=True):
     """AdamW and its schedule, counted in optimizer steps."""
 
-    lr: NonNegative = 1e-6
-    min_lr: NonNegative = 0.0
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    lr_warmup_iters: Count = 0
-    lr_decay_iters: Positive | None = None  # none: every planned optimizer step
-    weight_decay: NonNegative = 0.01
-    adam_beta1: Beta = 0.9
-    adam_beta2: Beta = 0.999
-    adam_eps: Annotated[float, msgspec.Meta(gt=0)] = 1e-8
-    clip_grad: NonNegative = 1.0  # norm; 0: off
+    lr: NonNegative = 1e-6  # learning rate after the warm-up
+    min_lr: NonNegative = 0.0  # where the decay ends
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"  # how lr falls to min_lr
+    lr_warmup_iters: Count = 0  # optimizer steps of linear warm-up
+    lr_decay_iters: Positive | None = None  # optimizer steps at whose end lr is min_lr; none: all that are planned
+    weight_decay: NonNegative = 0.01  # decoupled, as in AdamW
+    adam_beta1: Beta = 0.9  # decay of the mean of gradients
+    adam_beta2: Beta = 0.999  # decay of the mean of their squares
+    adam_eps: Annotated[float, msgspec.Meta(gt=0)] = 1e-8  # added to the root of the latter
+    clip_grad: NonNegative = 1.0  # norm to which gradients are clipped; 0: off
 
 
 class TrainConfig(Config, frozen=True, kw_only=True):
@@ -117,31 +117,31 @@ class TrainConfig(Config, frozen=True, kw_only=True):
 
     num_steps: Count = 0  # train steps; 0: so many as num_epoch has
     num_epoch: Positive | None = None  # passes over the data; counted in full batches when the run starts
-    save_interval: Positive | None = None  # train steps; none: at the end only
-    max_tokens_per_gpu: Positive = 9216  # per micro-batch and rank; a longer sample sits alone
-    keep_checkpoints: Positive = 2
-    save_hf: bool = False
+    save_interval: Positive | None = None  # train steps between checkpoints; none: at the end only
+    max_tokens_per_gpu: Positive = 9216  # tokens of a micro-batch on a rank; a longer sample sits alone
+    keep_checkpoints: Positive = 2  # so many newest ones
+    save_hf: bool = False  # write the model to hf/ in the run directory at the end
 
 
 class EvalConfig(Config, frozen=True, kw_only=True):
     """One evaluation set. What is unset is taken from the rollout table, and from the first data source for columns."""
 
-    name: Name
-    path: Text  # as of a data source
-    interval: Positive  # train steps
-    n_samples_per_eval_prompt: Positive = 1
-    temperature: NonNegative | None = None  # 0: greedy
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    max_response_len: Positive | None = None
-    input_key: Text | None = None
-    label_key: Text | None = None
-    metadata_key: Text | None = None
-    tool_key: Text | None = None
-    apply_chat_template: bool | None = None
-    apply_chat_template_kwargs: dict[str, Any] | None = None
-    rm_type: Text | None = None
-    skip_eval_before_train: bool = False
+    name: Name  # of the set, in metrics: eval/<name>
+    path: Text  # data file, as of a data source
+    interval: Positive  # train steps between evaluations
+    n_samples_per_eval_prompt: Positive = 1  # samples of a prompt; the metric is their mean
+    temperature: NonNegative | None = None  # of sampling; 0: greedy; none: rollout.temperature
+    top_p: TopP | None = None  # none: rollout.top_p
+    top_k: TopK | None = None  # none: rollout.top_k
+    max_response_len: Positive | None = None  # tokens; none: rollout.max_response_len
+    input_key: Text | None = None  # none: that of the first data source
+    label_key: Text | None = None  # none: that of the first data source
+    metadata_key: Text | None = None  # none: that of the first data source
+    tool_key: Text | None = None  # none: that of the first data source
+    apply_chat_template: bool | None = None  # none: that of the first data source
+    apply_chat_template_kwargs: dict[str, Any] | None = None  # none: those of the first data source
+    rm_type: Text | None = None  # grader; none: that of the first data source
+    skip_eval_before_train: bool = False  # no evaluation of the weights that training starts from
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

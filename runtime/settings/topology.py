@@ -16,10 +16,10 @@ EXPORT_DIRECTORY: Final = "hf"  # below the run directory, written at the end wi
 class RunConfig(Config, frozen=True, kw_only=True):
     """The run's name, seed and place."""
 
-    name: Name
-    seed: Count = 1234
-    dir: Text = "runs"  # the run directory is dir/name
-    dump_details: Text | None = None  # directory for dumps of all samples, a pair of files per train step
+    name: Name  # of the run, its directory, streams and subjects
+    seed: Count = 1234  # of drawn weights, of the trainer and of engines
+    dir: Text = "runs"  # directory of run directories; this run's is dir/name
+    dump_details: Text | None = None  # directory for dumps of all samples, two files a train step; none: no dumps
     only: Literal["rollout", "trainer"] | None = None  # start this half alone; the trainer then trains on a dump
     load: Text | None = None  # that dump: a directory that dump_details of another run has written
     stall_after_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0  # without any event, before an event says who waits
@@ -29,53 +29,53 @@ class BusConfig(Config, frozen=True, kw_only=True):
     """The NATS server. Limits left unset are derived from the recipe."""
 
     node: Name | None = None  # the node that runs it; none: the only node
-    url: Annotated[str, msgspec.Meta(pattern=r"^(nats|tls|ws|wss)://")] | None = None  # an existing server instead
-    port: Port | None = None  # none: a free one is picked
-    event_bytes: Positive | None = None
-    work_bytes: Positive | None = None
-    data_bytes: Positive | None = None
-    max_payload_bytes: Positive | None = None
+    url: Annotated[str, msgspec.Meta(pattern=r"^(nats|tls|ws|wss)://")] | None = None  # of a server that runs already
+    port: Port | None = None  # of the server that is started; none: a free one is picked
+    event_bytes: Positive | None = None  # limit of the event stream
+    work_bytes: Positive | None = None  # limit of the stream of tasks and score requests
+    data_bytes: Positive | None = None  # limit of the stream of samples
+    max_payload_bytes: Positive | None = None  # largest message
 
 
 class NodeConfig(Config, frozen=True, kw_only=True):
     """One machine."""
 
     address: Text = "auto"  # an address other nodes reach; "auto": its own, found at start
-    gpus: Count = 0
+    gpus: Count = 0  # so many, numbered from 0
 
 
 class MegatronConfig(Config, frozen=True, kw_only=True):
     """Parallel layout of the trainer; data parallelism is what is left of the ranks."""
 
-    tensor_model_parallel_size: Positive = 1
-    pipeline_model_parallel_size: Positive = 1
-    context_parallel_size: Positive = 1
-    expert_model_parallel_size: Positive = 1
-    expert_tensor_parallel_size: Positive | None = None  # none: tensor_model_parallel_size
-    sequence_parallel: bool = False
+    tensor_model_parallel_size: Positive = 1  # ranks that share each layer
+    pipeline_model_parallel_size: Positive = 1  # ranks that share the layers' sequence
+    context_parallel_size: Positive = 1  # ranks that share each sample's tokens
+    expert_model_parallel_size: Positive = 1  # ranks that share the experts
+    expert_tensor_parallel_size: Positive | None = None  # that share each expert; none: tensor_model_parallel_size
+    sequence_parallel: bool = False  # split activations between the tensor-parallel ranks too
 
 
 class TrainerConfig(Config, frozen=True, kw_only=True):
     """The trainer's ranks: one per GPU, or num_processes on the CPU."""
 
-    device: Literal["cuda", "cpu"] = "cuda"
-    gpus: Text | None = None  # "n0:0-7,n1:0-7"
-    num_processes: Positive = 1  # cpu only
+    device: Literal["cuda", "cpu"] = "cuda"  # where the ranks compute
+    gpus: Text | None = None  # one rank on each: "n0:0-7,n1:0-7"
+    num_processes: Positive = 1  # ranks on the CPU
     megatron: MegatronConfig = MegatronConfig()
 
 
 class EngineConfig(Config, frozen=True, kw_only=True):
     """One pool of engines that serve the same model."""
 
-    kind: Literal["sglang", "embedded"] = "sglang"
-    gpus: Text | None = None  # "n0:0-7"; none: num_engines engines on the CPU
+    kind: Literal["sglang", "embedded"] = "sglang"  # SGLang's server, or our small one on the CPU
+    gpus: Text | None = None  # of the pool: "n0:0-7"; none: num_engines engines on the CPU
     colocate: Literal["trainer"] | None = None  # take turns on the trainer's GPUs
-    num_gpus_per_engine: Positive = 1
-    num_engines: Positive = 1  # without GPUs
+    num_gpus_per_engine: Positive = 1  # GPUs of one engine
+    num_engines: Positive = 1  # so many, without GPUs
     concurrency: Positive = 64  # samples in flight per engine
     unresponsive_after_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0  # without an answer to probes it is restarted
     max_total_tokens: Positive | None = None  # key-value slots per engine; none: the engine decides
-    weight_transport: Literal["disk", "collective", "ipc"] = "disk"
+    weight_transport: Literal["disk", "collective", "ipc"] = "disk"  # how new weights reach the engines
     batch_requests: bool = False  # one request per prompt group instead of one per sample
     python: Text | None = None  # interpreter that has SGLang; none: ours
     urls: tuple[Annotated[str, msgspec.Meta(pattern=r"^https?://")], ...] = ()  # engines that run already
@@ -85,11 +85,11 @@ class EngineConfig(Config, frozen=True, kw_only=True):
 class RewardConfig(Config, frozen=True, kw_only=True):
     """Reward workers and what a failed score means."""
 
-    processes: Positive = 2
-    timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0  # per score
-    max_tries: Positive = 3
-    on_failure: Literal["drop", "zero"] = "drop"
-    reward_key: Text | None = None  # which entry of a dict score is the reward
+    processes: Positive = 2  # grader processes of a reward actor
+    timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0  # of one score
+    max_tries: Positive = 3  # grader processes that may die of a sample before it fails
+    on_failure: Literal["drop", "zero"] = "drop"  # a sample without a score drops its group, or trains with reward 0
+    reward_key: Text | None = None  # which entry of a dict that a grader returned is the reward
     group_rm: bool = False  # the function gets a whole prompt group
 
 

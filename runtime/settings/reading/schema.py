@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, cast, get_args, get_origin
+from typing import Any, TypeGuard, cast, get_args, get_origin
 
 import msgspec
 
@@ -22,8 +22,8 @@ def find_problems(value: object, expected: Any, key: str = "", schema: Any = Non
         schema: what is expected of the whole, to find a key that stands in the wrong table; none: `expected`.
     """
     schema = schema or expected
-    item = _item_type(expected)
-    if _is_config(expected):
+    item = item_type(expected)
+    if is_config(expected):
         yield from _table_problems(value, expected, key, schema)
     elif item is not None and isinstance(value, dict) and get_origin(expected) is dict:
         for name, entry in cast("dict[str, Any]", value).items():
@@ -71,8 +71,8 @@ def unknown_key(key: str, allowed: Sequence[str], schema: Any) -> str:
 def keys_of(schema: Any) -> tuple[str, ...]:
     """Every key of a Config, dotted, tables included; of lists and named tables those of one item, "data.0.path"."""
     keys: list[str] = []
-    for field in msgspec.structs.fields(schema) if _is_config(schema) else ():
-        item = _item_type(field.type)
+    for field in msgspec.structs.fields(schema) if is_config(schema) else ():
+        item = item_type(field.type)
         place = f"{field.encode_name}." + (
             "" if item is None else "<name>." if get_origin(field.type) is dict else "0."
         )
@@ -88,8 +88,8 @@ def type_at(schema: Any, parts: Sequence[str]) -> Any:
     """
     whole = schema
     for number, part in enumerate(parts):
-        item = _item_type(schema)
-        if _is_config(schema):
+        item = item_type(schema)
+        if is_config(schema):
             fields = {field.encode_name: field.type for field in msgspec.structs.fields(schema)}
             if part not in fields:
                 message = unknown_key(".".join(parts[: number + 1]), list(fields), whole)
@@ -104,16 +104,17 @@ def type_at(schema: Any, parts: Sequence[str]) -> Any:
     return schema
 
 
-def _is_config(expected: Any) -> bool:
+def is_config(expected: Any) -> TypeGuard[type[Config]]:
+    """Whether a type is a settings table."""
     return isinstance(expected, type) and issubclass(expected, Config)
 
 
-def _item_type(expected: Any) -> Any | None:
+def item_type(expected: Any) -> Any | None:
     """The Config held by a `dict[str, C]` or `tuple[C, ...]`, if it is one of these."""
     arguments = get_args(expected)
-    if get_origin(expected) is dict and _is_config(arguments[1]):
+    if get_origin(expected) is dict and is_config(arguments[1]):
         return arguments[1]
-    if get_origin(expected) is tuple and _is_config(arguments[0]):
+    if get_origin(expected) is tuple and is_config(arguments[0]):
         return arguments[0]
     return None
 

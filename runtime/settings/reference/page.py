@@ -1,0 +1,106 @@
+"""docs/settings.md, made from the schema: a section for each table, a row for each key."""
+
+from collections.abc import Iterator
+from typing import Any, Final, get_origin
+
+import msgspec
+
+from runtime.settings.reading.allowed import describe
+from runtime.settings.reading.config import Config
+from runtime.settings.reading.schema import is_config, item_type
+from runtime.settings.recipe import Recipe
+from runtime.settings.reference.meanings import meanings
+from runtime.settings.topology import Topology
+from runtime.wording import show
+
+HEAD: Final = """# All settings
+
+Written by `bin/describe-settings` from `runtime/settings/recipe.py` and `topology.py`; do not edit.
+
+A topology is a TOML file: what runs where. It includes a recipe: what is trained. Both are one set of tables: any key may
+stand in either file, and be set for one start with `--set`:
+
+    bin/start-topology topologies/laptop.toml --set train.num_steps=3 --set data.0.path=other.jsonl
+
+Keys are written as `--set` takes them. In a file `data.0` is the first `[[data]]`, `data.1` the second, and
+`engines.<name>` is `[engines.policy]`. Later text wins: files that are included, the file itself, `--set`. Tables are
+merged key by key; lists are replaced whole. A default of none is a key left out; `--set key=none` leaves it out for one
+start.
+
+At the top of a file, `include = "recipes/demo.toml"` (or a list) names files whose text comes first; they are looked up
+beside the file and among the shipped topologies.
+
+Rules between keys are told by `bin/start-topology FILE --check`, all of them at once.
+"""
+RECIPE: Final = "\n# Recipe: what is trained\n"
+TOPOLOGY: Final = "\n# Topology: what runs where\n"
+ROWS: Final = "\n| key | allowed | default | means |\n|---|---|---|---|\n"
+BAR: Final = r"\|"  # in a cell
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True):
+    """A settings table where it is used."""
+
+    config: type[Config]
+    place: str  # its keys are below that: "run", "data.0", "engines.<name>"; "" for the whole
+    heading: str  # as TOML writes it
+    note: str = ""  # what stands beside it there
+
+
+def settings_page() -> str:
+    """The page's text."""
+    tables = list(tables_of(Table(config=Topology, place="", heading="")))
+    recipe = set(Recipe.__struct_fields__)
+    parts = [[table for table in tables if (_top(table) in recipe) is is_recipe] for is_recipe in (True, False)]
+    return "".join([HEAD, RECIPE, *map(_section, parts[0]), TOPOLOGY, *map(_section, parts[1])])
+
+
+def tables_of(whole: Table) -> Iterator[Table]:
+    """A table and all those in it, each before its own."""
+    yield whole
+    for field in msgspec.structs.fields(whole.config):
+        if not _is_plain(field):
+            yield from tables_of(_inner(whole, field))
+
+
+def _inner(whole: Table, field: msgspec.structs.FieldInfo) -> Table:
+    key = _key(whole, field)
+    place, heading = {
+        dict: (f"{key}.<name>", f"[{key}.<name>]"),
+        tuple: (f"{key}.0", f"[[{key}]]"),
+    }.get(get_origin(field.type), (key, f"[{key}]"))
+    note = meanings(whole.config)[field.name]
+    return Table(config=item_type(field.type) or field.type, place=place, heading=heading, note=note)
+
+
+def _is_plain(field: msgspec.structs.FieldInfo) -> bool:
+    return not is_config(field.type) and item_type(field.type) is None
+
+
+def _key(table: Table, field: msgspec.structs.FieldInfo) -> str:
+    return f"{table.place}.{field.encode_name}".lstrip(".")
+
+
+def _top(table: Table) -> str:
+    return table.place.partition(".")[0]
+
+
+def _section(table: Table) -> str:
+    heading = f"## `{table.heading}`" if table.heading else "## Above all tables"
+    about = (table.config.__doc__ or "").partition("\n")[0]
+    note = f" Here: {table.note}." if table.note else ""
+    fields = [field for field in msgspec.structs.fields(table.config) if _is_plain(field)]
+    rows = "".join(_row(table, field) for field in fields)
+    return f"\n{heading}\n\n{about}{note}\n{f'{ROWS}{rows}' if rows else ''}"
+
+
+def _row(table: Table, field: msgspec.structs.FieldInfo) -> str:
+    cells = (describe(field.type), _default(field), meanings(table.config)[field.name])
+    return f"| `{_key(table, field)}` | {' | '.join(cell.replace('|', BAR) for cell in cells)} |\n"
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    if field.required:
+        return "required"
+    value: Any = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
+    return "none" if value is None else f"`{show(value)}`"

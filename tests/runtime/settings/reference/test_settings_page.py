@@ -1,0 +1,84 @@
+"""docs/settings.md has a row for every key of the schema, and every field says what it means."""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import pytest
+
+from bin import describe_settings
+from runtime.settings.reading.config import Config
+from runtime.settings.reading.schema import is_config, keys_of, type_at
+from runtime.settings.reference.meanings import meanings
+from runtime.settings.reference.page import Table, tables_of
+from runtime.settings.topology import Topology
+
+PAGE = (Path(__file__).resolve().parents[4] / "docs" / "settings.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| `([^`]+)` \| (.+?) \| (.+?) \| (.*?) \|$", PAGE, re.MULTILINE)
+TABLES = list(tables_of(Table(config=Topology, place="", heading="")))
+
+
+class Inner(Config, frozen=True, kw_only=True):
+    """What is inherited."""
+
+    first: int  # of all
+
+
+class Sample(Inner, frozen=True, kw_only=True):
+    """A table to read."""
+
+    name: str = "#"  # what it is called; "#" by itself
+    size: Annotated[  # it stands where the field ends
+        int, msgspec.Meta(ge=1)
+    ] = 3  # of it
+    bare: bool = False
+
+
+def test_the_page_has_a_row_for_every_key_and_no_other() -> None:
+    tables = {place for table in TABLES for place in (table.place, table.place.rpartition(".")[0])}
+    assert sorted(key for key, *_ in ROWS) == sorted(set(keys_of(Topology)) - tables)
+    assert len(ROWS) > 130
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.place or "the whole")
+def test_every_field_says_beside_it_what_it_means(table: Table) -> None:
+    plain = [f.name for f in msgspec.structs.fields(table.config) if not _holds_a_table(table, f.encode_name)]
+    assert [name for name in plain if not meanings(table.config)[name]] == []
+    assert table.config.__doc__
+
+
+def _holds_a_table(table: Table, name: str) -> bool:
+    key = f"{table.place}.{name}".lstrip(".").split(".")
+    return is_config(type_at(Topology, key)) or any(other.place.startswith(".".join(key) + ".") for other in TABLES)
+
+
+def test_a_meaning_is_the_comment_at_the_end_of_its_field() -> None:
+    assert meanings(Sample) == {
+        "first": "of all",
+        "name": 'what it is called; "#" by itself',
+        "size": "of it",
+        "bare": "",
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "cells"),
+    [
+        ("rollout.top_p", ("float > 0 and <= 1", "`1.0`")),
+        ("rollout.max_response_len", ("int >= 1", "required")),
+        ("engines.<name>.urls", ("a list, each a string matching ^https?://", "`[]`")),
+        ("bus.url", (r"a string matching ^(nats\|tls\|ws\|wss)://, or unset", "none")),
+        ("trainer.megatron.sequence_parallel", ("true or false", "`false`")),
+    ],
+)
+def test_a_row_says_what_is_allowed_and_the_default(key: str, cells: tuple[str, str]) -> None:
+    assert [row[1:3] for row in ROWS if row[0] == key] == [cells]
+
+
+def test_a_change_of_the_schema_makes_the_page_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert describe_settings.main(["--docs", str(tmp_path)]) == 0
+    assert (tmp_path / "settings.md").read_text(encoding="utf-8") == PAGE
+    (tmp_path / "settings.md").write_text(PAGE.replace("`rollout.top_p` | float", "`rollout.top_p` | int"))
+    assert describe_settings.main(["--docs", str(tmp_path), "--check"]) == 1
+    assert capsys.readouterr().err == f"{tmp_path}/settings.md: not current, run bin/describe-settings\n"
