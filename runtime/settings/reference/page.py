@@ -17,8 +17,8 @@ HEAD: Final = """# All settings
 
 Written by `bin/describe-settings` from `runtime/settings/recipe.py` and `topology.py`; do not edit.
 
-A topology is a TOML file: what runs where. It includes a recipe: what is trained. Both are one set of tables: any key may
-stand in either file, and be set for one start with `--set`:
+A topology is a TOML file: what runs where. It includes a recipe: what is trained. Both are one set of tables: any key
+may stand in either file, and be set for one start with `--set`:
 
     bin/start-topology topologies/laptop.toml --set train.num_steps=3 --set data.0.path=other.jsonl
 
