@@ -12,12 +12,12 @@ import structlog
 from actors.reward.frames import Grade, Graded, GraderSpec, Hello
 from actors.reward.process import GraderDiedError, GraderProcess, GraderProcessError
 from actors.reward.samples import GradedSample
+from runtime.retrying import Backoff, retried
 
 QUEUE_SIZE = 1024  # batches of samples; a full queue makes the asker wait
 BATCH_S = 0.002  # of expected grading per frame: cheap graders share the cost of a frame, dear ones go one by one
 MAX_BATCH = 32
-BACK_OFF_S = 0.1  # doubled per death in a row
-MAX_BACK_OFF_S = 5.0
+BACKOFF = Backoff()
 MAX_FAILED_STARTS = 8  # in a row, of one process
 TIMEOUT = "timeout"  # the reason of a score whose grader had to be killed
 
@@ -105,16 +105,16 @@ class GraderPool:
             process = None
             num_idle_deaths = 0 if self._counts["scores"] > num_scores else num_idle_deaths + 1
             if num_idle_deaths > 1:
-                await anyio.sleep(_back_off_s(num_idle_deaths - 2))
+                await anyio.sleep(BACKOFF.pause_s(num_idle_deaths - 1))
 
     async def _start_again(self) -> GraderProcess:
-        for num_failures in range(MAX_FAILED_STARTS):
-            try:
-                return await GraderProcess.start(self._settings.hello)
-            except GraderProcessError as error:
-                log.warning("grader_start_failed", reason=str(error), in_a_row=num_failures + 1)
-                await anyio.sleep(_back_off_s(num_failures))
-        return await GraderProcess.start(self._settings.hello)
+        return await retried(
+            lambda: GraderProcess.start(self._settings.hello),
+            on=GraderProcessError,
+            times=MAX_FAILED_STARTS + 1,
+            failed=_log_failed_start,
+            backoff=BACKOFF,
+        )
 
     async def _use(self, process: GraderProcess, jobs: list[_Job]) -> None:
         """Grade until the process died or had to be killed; leaves in `jobs` what another process must do."""
@@ -219,5 +219,5 @@ def _leading_batch(jobs: Sequence[_Job]) -> list[_Job]:
     return list(takewhile(lambda job: job.grader == first, jobs))
 
 
-def _back_off_s(num_failures: int) -> float:
-    return min(BACK_OFF_S * 2**num_failures, MAX_BACK_OFF_S)
+def _log_failed_start(error: Exception, failures: int) -> None:
+    log.warning("grader_start_failed", reason=str(error), in_a_row=failures)

@@ -11,13 +11,17 @@ import anyio.to_thread
 
 from runtime.bus.addresses import BUS_URL_VARIABLE, Address
 from runtime.bus.bus import Bus
+from runtime.retrying import FOR_EVER, retried
 from runtime.settings.placement import num_ranks
 from runtime.settings.topology import Topology
 
 KEY: Final = "address.trainer.rendezvous.0"
 CONNECT_TIMEOUT: Final = timedelta(seconds=10)
-RETRY_S: Final = 0.5  # a follower that finds rank 0's last address looks again for the new one
 JOIN_TIMEOUT_S: Final = 300.0
+
+
+class _NoAddress(Exception):
+    """Rank 0 has not said yet where its store is."""
 
 
 def own_rank(topology: Topology) -> tuple[int, int]:
@@ -47,16 +51,17 @@ async def meet(topology: Topology, bus: Bus, rank: int) -> Any:
         store = await anyio.to_thread.run_sync(_make_store, host, 0, world, True)
         await bus.kv.put(KEY, Address(url=f"tcp://{host}:{store.port}"))
         return store
-    with anyio.fail_after(JOIN_TIMEOUT_S):
-        while True:
-            entry = await bus.kv.get(KEY, Address)
-            if entry is not None and entry.value is not None:
-                host, _, port = entry.value.url.removeprefix("tcp://").rpartition(":")
-                try:
-                    return await anyio.to_thread.run_sync(_make_store, host, int(port), world, False)
-                except RuntimeError:  # torch's DistError: nobody listens there, or not a store
-                    pass
-            await anyio.sleep(RETRY_S)
+    with anyio.fail_after(JOIN_TIMEOUT_S):  # rank 0 may be restarted: then the address is another
+        return await retried(lambda: _join(bus, world), on=(RuntimeError, _NoAddress), times=FOR_EVER)
+
+
+async def _join(bus: Bus, world: int) -> Any:
+    """Raises RuntimeError (torch's DistError) if nobody listens at rank 0's last address, or no store."""
+    entry = await bus.kv.get(KEY, Address)
+    if entry is None or entry.value is None:
+        raise _NoAddress
+    host, _, port = entry.value.url.removeprefix("tcp://").rpartition(":")
+    return await anyio.to_thread.run_sync(_make_store, host, int(port), world, False)
 
 
 def _make_store(host: str, port: int, world: int, is_master: bool) -> Any:

@@ -10,6 +10,7 @@ from runtime.agent.supervision.changes import Change, Exited, Ready, Started
 from runtime.bus.addresses import Address
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
+from runtime.retrying import FOR_EVER, retried
 from runtime.settings.processes import ProcessSpec
 
 log = structlog.get_logger()
@@ -49,11 +50,9 @@ async def forget_addresses(bus: Bus, specs: Iterable[ProcessSpec]) -> None:
 
 
 async def _insist(action: Callable[..., Awaitable[object]], *arguments: Any) -> None:
-    """Do it, however long the bus is away; each attempt waits out its own deadline."""
-    while True:
-        try:
-            await action(*arguments)
-        except BusError as error:
-            log.warning("telling_failed", error=str(error))
-        else:
-            return
+    """Do it, however long the bus is away: the agent's end ends it."""
+    await retried(lambda: action(*arguments), on=BusError, times=FOR_EVER, failed=_log_failure)
+
+
+def _log_failure(error: Exception, failures: int) -> None:
+    log.warning("telling_failed", error=str(error), in_a_row=failures)

@@ -12,10 +12,11 @@ from actors.rollout.engines.weights.disk import Updater
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineUnavailable
 from messages import WeightsAnnounced
+from runtime.retrying import Backoff
 
 log = structlog.get_logger()
 
-RETRY_S = 1.0
+RETRY = Backoff(max_s=1.0)  # between attempts to admit an engine, without end: it may yet come, or other weights
 REFUSED_PATIENCE_S = 60.0  # newer weights, or a trainer's restart, may help
 
 
@@ -135,7 +136,7 @@ class Fleet:
         engine = self._engines[name] = Engine(name, url, self._client, self._updater, self._target)
         if old is not None:
             await old.forget()
-        refused_since = math.inf
+        refused_since, failures = math.inf, 0
         while True:
             await wait_until(engine.is_up)
             try:
@@ -146,9 +147,10 @@ class Fleet:
                 refused_since = math.inf if away else min(refused_since, anyio.current_time())
                 if anyio.current_time() - refused_since > REFUSED_PATIENCE_S and not self._admitted():
                     raise
-                await anyio.sleep(RETRY_S)
+                failures += 1
+                await anyio.sleep(RETRY.pause_s(failures))
                 continue
-            refused_since = math.inf
+            refused_since, failures = math.inf, 0
             log.info("engine_admitted", engine=name, url=url, weight_version=engine.version)
             await self.notify()
             await engine.keep_current()

@@ -14,11 +14,11 @@ from actors.rollout.sglang.body import generate_body
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineFailed, EngineUnavailable, RequestRefused
 from actors.rollout.sglang.streams import Stream
+from runtime.retrying import Backoff
 
 log = structlog.get_logger()
 
-RESEND_S = 0.5  # before a lost request is sent again; doubled for each time that an engine failed on it
-MAX_RESEND_S = 8.0
+RESEND = Backoff(first_s=0.5, max_s=8.0)  # before a lost request is sent again, by the failures of engines on it
 MAX_FAILURES = 10  # of engines on one request, before it is taken for the cause
 STREAM_ABOVE = 256  # tokens that a request may get: a shorter one costs less to repeat than to stream
 
@@ -67,7 +67,7 @@ class Generator:
                 if failures >= MAX_FAILURES:
                     raise RequestRefused(f"{failures} times in vain, at last: {error}") from error
             await self._fleet.report_unavailable()
-            await anyio.sleep(min(MAX_RESEND_S, RESEND_S * 2 ** max(0, failures - 1)))
+            await anyio.sleep(RESEND.pause_s(failures))
             if stream is not None and (kept := _kept(stream, request.min_version)) is not None:
                 return Generated([kept], cut_short=True)
         return None

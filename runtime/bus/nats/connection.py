@@ -22,6 +22,7 @@ from nats.aio.subscription import Subscription
 
 from runtime.bus.errors import BusError, BusUnavailable, MessageTooLarge
 from runtime.bus.limits import BusLimits
+from runtime.retrying import Backoff
 from runtime.secrets import Login, split_login, without_logins
 
 log = structlog.get_logger()
@@ -29,6 +30,7 @@ log = structlog.get_logger()
 Headers = dict[str, str]
 STATUS = "Status"  # header under which nats-py shows a status line
 NO_RESPONDERS = "503"
+BACKOFF = Backoff(first_s=0.02, max_s=0.5)
 MAX_SUBJECT_BYTES = 1024  # the server closes a connection over 4096 bytes of control line
 _HEADER_FRAME_BYTES = len("NATS/1.0\r\n\r\n")
 _HEADER_LINE_BYTES = len(": \r\n")
@@ -277,7 +279,7 @@ class Connection:
         loop = asyncio.get_running_loop()
         if isinstance(error, Disconnected) and not self._connected.is_set():
             return await self.wait_connected(deadline)
-        back_off_s = 0.0 if isinstance(error, AttemptTimeout) else min(0.5, 0.02 * 2**failures)
+        back_off_s = 0.0 if isinstance(error, AttemptTimeout) else BACKOFF.pause_s(failures + 1)
         if loop.time() + back_off_s >= deadline:
             return False
         await asyncio.sleep(back_off_s)

@@ -16,6 +16,7 @@ from actors.reward.frames import Graded, GraderSpec, Hello
 from actors.reward.pool import GraderPool, PoolSettings, open_pool
 from actors.reward.process import GraderProcess, GraderStartError, GraderUnusableError
 from actors.reward.samples import GradedSample
+from runtime.retrying import Backoff
 
 pytestmark = pytest.mark.anyio
 
@@ -287,7 +288,7 @@ async def test_a_pool_that_cannot_replace_a_process_fails_in_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actors.reward.pool, "MAX_FAILED_STARTS", 2)
-    monkeypatch.setattr(actors.reward.pool, "BACK_OFF_S", 0.01)
+    monkeypatch.setattr(actors.reward.pool, "BACKOFF", Backoff(first_s=0.01))
     file = tmp_path / "short_lived.py"
     file.write_text("import os\ndef f(sample): os._exit(1)")
     with pytest.RaisesGroup(GraderUnusableError):

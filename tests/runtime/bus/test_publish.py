@@ -108,7 +108,7 @@ async def test_a_full_stream_makes_the_writer_wait_and_then_fail(bus: Bus, short
     begun = time.monotonic()
     with pytest.raises(StreamFull, match="maximum bytes"):
         await short_bus.publish(group_failed(2, reason="x" * 6_000))
-    assert 0.3 < time.monotonic() - begun < 2
+    assert 0.1 < time.monotonic() - begun < 2  # the pauses before the deadline are drawn
 
 
 async def test_a_full_stream_takes_the_message_once_there_is_room(bus: Bus) -> None:

@@ -25,6 +25,7 @@ from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
 from runtime.bus.nats.store import api_call
 from runtime.failures import leaves
+from runtime.retrying import Backoff
 from tests.fixtures.nats import eventually
 from tests.support.rollout import (
     announcement,
@@ -191,7 +192,7 @@ async def test_weights_that_no_engine_takes_end_the_actor_with_the_reason(
 ) -> None:
     """Tried again for ever, they would hold up the run without a word."""
     monkeypatch.setattr("actors.rollout.engines.fleet.REFUSED_PATIENCE_S", 0.2)
-    monkeypatch.setattr("actors.rollout.engines.fleet.RETRY_S", 0.05)
+    monkeypatch.setattr("actors.rollout.engines.fleet.RETRY", Backoff(first_s=0.05))
     errors: list[BaseException] = []
     async with serving(ScriptedEngine(checksum="other")) as engine:
         try:
@@ -219,7 +220,7 @@ async def test_an_engine_that_answers_nonsense_does_not_end_the_actor(bus: Bus, 
 async def test_a_prompt_on_which_the_engine_keeps_failing_fails_its_group(
     bus: Bus, router_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.rollout.requests.sending.RESEND_S", 0.001)
+    monkeypatch.setattr("actors.rollout.requests.sending.RESEND", Backoff(first_s=0.001))
     engine = ScriptedEngine(raw_answers={"/generate": b'{"text": 3}'})
     async with serving(engine), rollout_actor(bus, router_url, [engine], topology_with()):
         await bus.publish(announcement(1))
