@@ -113,7 +113,7 @@ async def _tell_group(run: "FoundRun", group_id: int) -> int:
 
     from messages import GroupsIssued
     from runtime.agent.reopen import opened_log
-    from runtime.ledger.books import GroupLife
+    from runtime.ledger.group_life import GroupLife
 
     life = GroupLife(group_id)
     lines: list[str] = []

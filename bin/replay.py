@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         return _train(args, rest)
     if rest:
         _parser().error(f"unrecognized arguments: {' '.join(rest)}")
-    from runtime.samples.dumps import DumpError
+    from runtime.samples.dump_files import DumpError
     from runtime.settings.reading.config import TopologyError  # and with the rest numpy, which --help can do without
 
     try:
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _topology_file(args: argparse.Namespace) -> Path:
-    from runtime.samples.dumps import TOPOLOGY_FILE
+    from runtime.samples.dump_files import TOPOLOGY_FILE
 
     return args.topology or args.dump / TOPOLOGY_FILE
 

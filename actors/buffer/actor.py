@@ -146,11 +146,11 @@ class BufferActor(Actor):
     async def _refuse_other_data(self, prompts: PromptSet | MadePrompts) -> None:
         """The ledger counts prompts by number: on changed data, a resumed run would repeat some and skip others."""
         known: dict[str, list[str]] = {}  # a training source and an evaluation set may share a name
-        told = await _in_thread(lambda: _loaded_first(self._run_dir))
+        announced = await _in_thread(lambda: _loaded_first(self._run_dir))
         async with self._bus.read(PromptsLoaded) as events:
             async for received in events.so_far():
-                told.append(received.message)
-        for loaded in told:
+                announced.append(received.message)
+        for loaded in announced:
             if loaded.fingerprint:
                 known.setdefault(loaded.data, []).append(loaded.fingerprint)
         for loaded in prompts.loaded:

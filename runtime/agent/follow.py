@@ -12,7 +12,7 @@ from runtime.agent.node_plan import NodePlan, Outcome
 from runtime.agent.stalls import StallWatch
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
-from runtime.ledger.archive import begun, history
+from runtime.ledger.archive import history, start_state
 from runtime.report.metrics_file import MetricsFile
 from runtime.report.report import Line, Report, RowDone, SampleShown
 
@@ -47,7 +47,7 @@ class Follower:
 
     async def follow(self, bus: Bus, watch: StallWatch | None, tasks: anyio.abc.TaskGroup) -> None:
         """Fold the run's history; show what happened since the start."""
-        begins = await begun(bus, self._plan.run_dir)
+        begins = await start_state(bus, self._plan.run_dir)
         if begins is not None:
             self.report.begin(begins)
         async with history(bus, self._plan.run_dir, buries=True) as events:

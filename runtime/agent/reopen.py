@@ -20,7 +20,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.bus.limits import BusLimits
 from runtime.bus.nats.server import STORED_STREAMS, ServerSettings, server_command, wait_ready, write_config
-from runtime.ledger.archive import History, begun, history
+from runtime.ledger.archive import History, history, start_state
 from runtime.ledger.fold import LedgerState
 
 RUNS = Path("runs")
@@ -117,7 +117,7 @@ async def opened_log(run: FoundRun) -> AsyncGenerator[OpenedLog, None]:
             url = await stack.enter_async_context(_server_on(scratch))
         bus = await stack.enter_async_context(Bus.connect(url, run.name, name="spectator", limits=LIMITS))
         events = await stack.enter_async_context(history(bus, run.directory))
-        yield OpenedLog(events=events, begins=await begun(bus, run.directory), live=live)
+        yield OpenedLog(events=events, begins=await start_state(bus, run.directory), live=live)
 
 
 async def _live_url(run: FoundRun, scratch: Path) -> str | None:

@@ -30,7 +30,7 @@ FILE_NAME: Final = re.compile(r"events-(\d+)-(\d+)\.jsonl\.gz")
 LEVEL: Final = 3  # of compression: a tenth of the size at a fifth of the default's time
 LINES_AT_ONCE: Final = 512  # handed to a thread
 MICROSECOND: Final = timedelta(microseconds=1)
-EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+UNIX_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class ArchivedEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -104,7 +104,7 @@ def first_archived(run_dir: Path) -> Iterator[Received[Message]]:
     return _read(file.path) if (file := next(iter(archived_files(run_dir)), None)) is not None else iter(())
 
 
-async def begun(bus: Bus, run_dir: Path) -> LedgerState | None:
+async def start_state(bus: Bus, run_dir: Path) -> LedgerState | None:
     """The state to begin from where the first part of the log is neither there nor archived here; None if it is.
 
     On a node beside the one that has the archive.
@@ -191,8 +191,8 @@ def _line_of(stored: StoredMessage) -> bytes:
     kind = stored.headers.get(TYPE_HEADER, "")
     content_type = stored.headers.get(CONTENT_TYPE_HEADER, JSON)
     is_json = content_type == JSON
-    told = JSON if is_json else content_type  # a default is left out if it is the very object
-    line = ArchivedEvent(seq=stored.seq, time=stored.time, type=kind, content_type=told)
+    written = JSON if is_json else content_type  # a default is left out if it is the very object
+    line = ArchivedEvent(seq=stored.seq, time=stored.time, type=kind, content_type=written)
     if is_json and _is_one_line_of_json(stored.payload):
         line = msgspec.structs.replace(line, event=msgspec.Raw(stored.payload))
     else:
@@ -224,4 +224,4 @@ def _decoded(lines: Iterable[bytes]) -> Iterator[Received[Message]]:
             message = decode(payload, {TYPE_HEADER: stored.type, CONTENT_TYPE_HEADER: stored.content_type})
         except DecodeError:
             continue
-        yield Received(message, stored.seq, (stored.time - EPOCH) // MICROSECOND * 1000, 1)
+        yield Received(message, stored.seq, (stored.time - UNIX_EPOCH) // MICROSECOND * 1000, 1)

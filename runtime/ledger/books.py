@@ -1,31 +1,10 @@
-"""What a person asks of a run's ledger: its books, which groups each step trained, one group's whole life. Pure.
-
-Both are folds of the log from its first event on.
-"""
+"""What a person asks of a run's ledger: its books, and which groups each step trained. A fold of the log. Pure."""
 
 from collections.abc import Iterator
 
 import msgspec
 
-from messages import (
-    BatchReady,
-    BatchTrained,
-    CheckpointSaved,
-    GroupAborted,
-    GroupCompleted,
-    GroupFailed,
-    GroupsClosed,
-    GroupsIssued,
-    Message,
-    MessageDeadLettered,
-    PayloadsMissing,
-    RolloutRequested,
-    RunStalled,
-    SegmentsSpilled,
-    TrainerStarted,
-    VerdictGiven,
-)
-from messages.subjects import key_of
+from messages import BatchTrained, CheckpointSaved, Message, RunStalled, TrainerStarted
 from runtime.ledger.fold import LEDGER_EVENTS, Books, LedgerState, fold
 from runtime.wording import count_of, duration
 
@@ -143,9 +122,9 @@ def sum_line(books: Books, *, brief: bool = False) -> str:
 
 def lines_of(summary: LedgerSummary) -> Iterator[str]:
     """The summary for people."""
-    told = "" if summary.books.closed else "  THE BOOKS DO NOT CLOSE"
+    warning = "" if summary.books.closed else "  THE BOOKS DO NOT CLOSE"
     yield f"run         {summary.run}, {_standing(summary)}"
-    yield f"groups      {sum_line(summary.books)}{told}"
+    yield f"groups      {sum_line(summary.books)}{warning}"
     for what, tally in (("dropped", summary.dropped), ("failed", summary.failed)):
         yield from (f"            {what}: {count} {reason}" for reason, count in sorted(tally.items()))
     yield f"steps       {summary.steps} trained; round {summary.round} is {'halted' if summary.halted else 'open'}"
@@ -178,62 +157,3 @@ def _evaluation(summary: LedgerSummary) -> str:
         return ended
     parts = [f"{running.done[name]} of {count_of(items, 'item')} of {name}" for name, items in running.items.items()]
     return f"runs after step {running.step} (weights v{running.version}): {', '.join(parts)}; {ended}"
-
-
-class GroupLife:
-    """Finds in the log every event that speaks of one prompt group."""
-
-    def __init__(self, group_id: int) -> None:
-        self.group_id = group_id
-        self._steps: set[int] = set()  # of the batches that hold it
-        self._trained = False
-
-    def take(self, event: Message) -> Message | None:
-        """The next event of the log as far as it speaks of the group, None if it does not.
-
-        Of an event about several groups only the part about this one is left. A step that was trained is told by its
-        BatchTrained, also by those of a replay; if the trainer died before it said so, by the first event that implies
-        it.
-        """
-        match event:
-            case GroupCompleted() | GroupAborted() | GroupFailed() | SegmentsSpilled() | VerdictGiven():
-                return event if event.group_id == self.group_id else None
-            case GroupsIssued():
-                issued = tuple(group for group in event.groups if group.group_id == self.group_id)
-                return msgspec.structs.replace(event, groups=issued) if issued else None
-            case BatchReady():
-                refs = tuple(ref for ref in event.groups if ref.group_id == self.group_id)
-                passed_over = tuple(group_id for group_id in event.passed_over if group_id == self.group_id)
-                if refs:
-                    self._steps.add(event.step)
-                own = msgspec.structs.replace(event, groups=refs, passed_over=passed_over)
-                return own if refs or passed_over else None
-            case PayloadsMissing():
-                return self._take_back(event) if event.step in self._steps and not self._trained else None
-            case GroupsClosed():
-                known = self.group_id in event.group_ids
-                return msgspec.structs.replace(event, group_ids=(self.group_id,)) if known else None
-            case MessageDeadLettered():
-                task = (key_of(event.subject, RolloutRequested) or "").partition(".")[0]
-                return event if task == str(self.group_id) else None
-            case BatchTrained():
-                return self._settle(event) if event.step in self._steps else None
-            case TrainerStarted():
-                return self._settle_untold(event, event.step)
-            case CheckpointSaved():
-                return self._settle_untold(event, event.oldest_step)
-            case _:
-                return None
-
-    def _settle(self, event: Message) -> Message:
-        self._trained = True
-        return event
-
-    def _take_back(self, event: PayloadsMissing) -> Message:
-        self._steps.remove(event.step)
-        lost = tuple(ref for ref in event.groups if ref.group_id == self.group_id)
-        return msgspec.structs.replace(event, groups=lost)
-
-    def _settle_untold(self, event: Message, below_step: int) -> Message | None:
-        implied = not self._trained and any(step < below_step for step in self._steps)
-        return self._settle(event) if implied else None

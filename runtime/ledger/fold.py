@@ -98,10 +98,10 @@ def spills_of(state: LedgerState, group_id: int, attempt: int) -> tuple[SampleSu
     return group.spilled
 
 
-def longest(*told: Iterable[SampleSummary]) -> tuple[SampleSummary, ...]:
+def longest(*summaries: Iterable[SampleSummary]) -> tuple[SampleSummary, ...]:
     """Of each sample the summary with the most tokens, in order; of equal ones the later."""
     best: dict[tuple[int, int], SampleSummary] = {}
-    for samples in told:
+    for samples in summaries:
         for sample in samples:
             key = sample.index, sample.part
             if key not in best or sample.response_len >= best[key].response_len:
@@ -262,8 +262,8 @@ def _cited(state: LedgerState, samples: Iterable[SampleSummary]) -> list[int]:
 
 
 def _describe(group: Group, samples: tuple[SampleSummary, ...]) -> None:
-    told = [(s.index, s.reward, s.response_len, s.first_version, s.last_version) for s in samples]
-    indices, rewards, lens, oldest, newest = zip(*told, strict=True) if told else ((), (), (), (), ())
+    known = [(s.index, s.reward, s.response_len, s.first_version, s.last_version) for s in samples]
+    indices, rewards, lens, oldest, newest = zip(*known, strict=True) if known else ((), (), (), (), ())
     group.indices, group.rewards, group.response_lens = indices, rewards, lens
     group.oldest_version = min([version for version in oldest if version is not None], default=None)
     group.newest_version = max([version for version in newest if version is not None], default=None)

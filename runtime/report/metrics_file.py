@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from runtime.files import append_line, write_atomically
-
-Row = dict[str, Any]
+from runtime.report.rows import MetricRow
 
 
 class MetricsFile:
@@ -21,7 +19,7 @@ class MetricsFile:
         if path.exists():  # a line that a crash cut off goes, and what follows it must not continue it
             self._rewrite(rows)
 
-    def put(self, row: Row) -> None:
+    def put(self, row: MetricRow) -> None:
         """Write the row of a step."""
         step, known = row["step"], self._num_keys.get(row["step"])
         if known is not None and known >= len(row):
@@ -32,16 +30,16 @@ class MetricsFile:
         else:
             self._rewrite({row["step"]: row for row in _rows(self.path)} | {step: row})
 
-    def _rewrite(self, rows: dict[int, Row]) -> None:
+    def _rewrite(self, rows: dict[int, MetricRow]) -> None:
         write_atomically(self.path, b"".join(msgspec.json.encode(rows[step]) + b"\n" for step in sorted(rows)))
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path) -> Iterator[MetricRow]:
     if not path.exists():
         return
     for line in path.read_bytes().splitlines():
         try:
-            row = msgspec.json.decode(line, type=Row)
+            row = msgspec.json.decode(line, type=MetricRow)
         except msgspec.DecodeError:
             continue
         if isinstance(row.get("step"), int):

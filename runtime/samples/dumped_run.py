@@ -9,7 +9,8 @@ from typing import Final
 
 import msgspec
 
-from runtime.samples.dumps import DumpedGroup, DumpError, check_columns, read_lines, read_pair, steps_in
+from runtime.samples.dump_files import DumpError, check_columns, read_lines, read_pair, steps_in
+from runtime.samples.dumps import DumpedGroup
 from runtime.settings.reading.config import Problem, TopologyError
 from runtime.settings.topology import Topology
 from runtime.wording import show

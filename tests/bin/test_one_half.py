@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.samples.dumps import write_pair
+from runtime.samples.dump_files import write_pair
 from tests.bin.test_start_topology import TOPOLOGY, run, started
 from tests.runtime.samples.test_dumps import example
 

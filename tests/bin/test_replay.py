@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from runtime.samples.dumps import DumpedGroup, write_pair
+from runtime.samples.dump_files import write_pair
+from runtime.samples.dumps import DumpedGroup
 from tests.runtime.samples.test_dumps import example
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from runtime.samples.dumps import read_lines, write_pair
+from runtime.samples.dump_files import read_lines, write_pair
 from tests.docs.snippets import snippets
 from tests.runtime.samples.test_dumps import example
 

@@ -218,21 +218,21 @@ def _give_up(state: LedgerState, schedule: Schedule) -> Message | None:
 def _refill(state: LedgerState, schedule: Schedule, chosen: Chosen | None) -> Message | Selection | None:
     if _open_step(state, schedule) is None or (state.evaluation is not None and not schedule.eval_overlap):
         return None
-    wanted = _wanted(state, schedule)
-    if wanted <= 0:
+    num_missing = _num_missing(state, schedule)
+    if num_missing <= 0:
         return None
     pooled = state.in_stage(Stage.POOLED)
     again: Sequence[int] | Selection = ()
     if pooled:
         in_order = [pooled[group_id] for group_id in sorted(pooled)]
-        again = _select("buffer_filter", schedule.buffer_filter, in_order, wanted, chosen)
+        again = _select("buffer_filter", schedule.buffer_filter, in_order, num_missing, chosen)
     if isinstance(again, Selection):
         return again
-    first = [pooled[group_id] for group_id in again[:wanted]]
+    first = [pooled[group_id] for group_id in again[:num_missing]]
     issued = [IssuedGroup(group_id=g.group_id, attempt=g.attempt + 1, prompt=g.prompt) for g in first]
     issued += [
         IssuedGroup(group_id=state.next_group + i, attempt=0, prompt=state.next_prompt + i)
-        for i in range(wanted - len(first))
+        for i in range(num_missing - len(first))
     ]
     return GroupsIssued(
         incarnation=state.incarnation,
@@ -243,7 +243,7 @@ def _refill(state: LedgerState, schedule: Schedule, chosen: Chosen | None) -> Me
     )
 
 
-def _wanted(state: LedgerState, schedule: Schedule) -> int:
+def _num_missing(state: LedgerState, schedule: Schedule) -> int:
     """How many groups to issue now."""
     running = sum(count for round, count in state.index.rounds.items() if round > state.halted_round)
     held = running + len(state.in_stage(Stage.COMPLETED)) + len(state.in_stage(Stage.READY))

@@ -111,13 +111,13 @@ class Trimmer:
         self._bus = bus
         self._run_dir = run_dir
         self._min_events = min_events
-        self._wanted: Needs | None = None
+        self._due: Needs | None = None
         self._asked = anyio.Event()
         self._at_work = False
 
     def is_busy(self) -> bool:
         """Whether it trims, or is about to."""
-        return self._at_work or self._wanted is not None
+        return self._at_work or self._due is not None
 
     def snapshot_taken(self, state: LedgerState, covers: int, *, keep_from: int) -> None:
         """Have the log trimmed as far as it may be now.
@@ -126,7 +126,7 @@ class Trimmer:
             keep_from: log sequence of the oldest event that somebody else needs.
         """
         needs = needs_of(state, covers)
-        self._wanted = msgspec.structs.replace(needs, below=min(needs.below, keep_from))
+        self._due = msgspec.structs.replace(needs, below=min(needs.below, keep_from))
         self._asked.set()
 
     async def run(self) -> None:
@@ -134,7 +134,7 @@ class Trimmer:
         while True:
             await self._asked.wait()
             self._asked = anyio.Event()
-            needs, self._wanted = self._wanted, None
+            needs, self._due = self._due, None
             if needs is not None:
                 self._at_work = True
                 try:
@@ -158,6 +158,6 @@ class Trimmer:
             return
         path, num_events = await archive(self._bus, self._run_dir, below_seq=below_seq)
         await self._bus.purge(Plane.EVENT, below_seq=below_seq)
-        told = str(path.relative_to(self._run_dir))
-        await self._bus.publish(LogTrimmed(below_seq=below_seq, num_events=num_events, path=told))
-        log.info("log_trimmed", below_seq=below_seq, num_events=num_events, path=told)
+        archived = str(path.relative_to(self._run_dir))
+        await self._bus.publish(LogTrimmed(below_seq=below_seq, num_events=num_events, path=archived))
+        log.info("log_trimmed", below_seq=below_seq, num_events=num_events, path=archived)

@@ -9,7 +9,7 @@ import msgspec
 
 from runtime.agent.claims.claim import LOCK_FILE, Claim
 from runtime.files import write_atomically
-from runtime.report.report import Result
+from runtime.report.summary import Result
 from runtime.settings.topology import Topology, decode_topology, encode_topology
 
 TOPOLOGY_FILE = "topology.json"

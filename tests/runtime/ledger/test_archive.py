@@ -7,7 +7,7 @@ import pytest
 
 from messages import Plane
 from runtime.bus.bus import Bus
-from runtime.ledger.archive import archive, archived_events, archived_files, begun, first_archived, history
+from runtime.ledger.archive import archive, archived_events, archived_files, first_archived, history, start_state
 from tests.fixtures.nats import group_failed
 
 pytestmark = pytest.mark.anyio
@@ -63,7 +63,7 @@ async def test_times_are_those_of_the_log(bus: Bus, tmp_path: Path) -> None:
 
 async def test_a_run_without_an_archive_is_its_log(bus: Bus, tmp_path: Path) -> None:
     await publish(bus, 3)
-    assert await begun(bus, tmp_path) is None
+    assert await start_state(bus, tmp_path) is None
     assert archived_files(tmp_path) == []
     async with history(bus, tmp_path) as events:
         assert [received.seq async for received in events.so_far()] == [1, 2, 3]

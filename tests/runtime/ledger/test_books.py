@@ -3,8 +3,9 @@
 import pytest
 
 from messages import BatchReady, BatchTrained, Message, MessageDeadLettered, PayloadsMissing, RunStalled
-from runtime.ledger.books import GroupLife, LedgerReport, LedgerSummary, lines_of
+from runtime.ledger.books import LedgerReport, LedgerSummary, lines_of
 from runtime.ledger.fold import Books
+from runtime.ledger.group_life import GroupLife
 from tests.support.log_of_a_run import LOG, THE_END, batch, completed, issued, trained
 
 BOOKS = Books(issued=8, trained=4, dropped=2, failed=1, pooled=0, ready=0, in_flight=1)

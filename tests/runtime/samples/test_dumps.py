@@ -23,18 +23,8 @@ from messages import (
     UInt8Array,
     WeightSpan,
 )
-from runtime.samples.dumps import (
-    DumpedGroup,
-    DumpError,
-    Fate,
-    columns_path,
-    group_of,
-    lines_path,
-    read_pair,
-    steps_in,
-    told_by_of,
-    write_pair,
-)
+from runtime.samples.dump_files import DumpError, columns_path, lines_path, read_pair, steps_in, told_by_of, write_pair
+from runtime.samples.dumps import DumpedGroup, Fate, group_of
 
 TOLD_BY = (17, 1_700_000_000_000_000)
 TEXT = st.text(max_size=6)

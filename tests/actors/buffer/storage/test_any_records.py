@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant, run_state_machine_as_test
 
-from actors.buffer.storage.recorder import Records
+from actors.buffer.storage.records import Records
 from messages import BatchReady, Message
 from runtime.ledger.fold import Stage
 from tests.actors.buffer.test_any_log import AnyLog

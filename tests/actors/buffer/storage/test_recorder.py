@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.buffer.deciding.decide import Schedule
-from actors.buffer.storage.recorder import Pair, Recorder, Records
+from actors.buffer.storage.recorder import Recorder
+from actors.buffer.storage.records import Pair, Records
 from messages import (
     BatchReady,
     Float32Array,
@@ -41,7 +42,7 @@ from messages import (
 from runtime.bus.bus import Bus
 from runtime.host.actor import InputError
 from runtime.ledger.fold import LEDGER_EVENTS
-from runtime.samples.dumps import DumpError, read_lines, read_pair, steps_in
+from runtime.samples.dump_files import DumpError, read_lines, read_pair, steps_in
 from runtime.settings.topology import Topology
 from tests.actors.buffer.test_whole_runs import World
 from tests.fixtures.nats import eventually

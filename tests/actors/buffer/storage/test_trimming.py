@@ -44,8 +44,9 @@ from runtime.failures import leaves
 from runtime.host.actor import InputError
 from runtime.host.hosting import host
 from runtime.ledger.archive import History, archived_events, archived_files
-from runtime.ledger.books import GroupLife, LedgerReport
+from runtime.ledger.books import LedgerReport
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, Stage, fold
+from runtime.ledger.group_life import GroupLife
 from runtime.settings.topology import Topology
 from tests.actors.buffer.test_whole_runs import World
 from tests.fixtures.nats import eventually

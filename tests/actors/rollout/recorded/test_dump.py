@@ -8,8 +8,8 @@ import pytest
 
 from actors.rollout.recorded.dump import Dumped
 from messages import Int32Array, Prompt, RolloutRequested, SamplingParams
+from runtime.samples.dump_files import DumpError, columns_path, write_pair
 from runtime.samples.dumped_run import DumpedGroups, fitted
-from runtime.samples.dumps import DumpError, columns_path, write_pair
 from runtime.settings.reading.config import TopologyError
 from runtime.settings.topology import Topology
 from tests.runtime.samples.test_dumps import example

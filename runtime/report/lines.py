@@ -1,0 +1,138 @@
+"""What a report says in lines, of events and of each step; a failure that repeats is said only so often. Pure."""
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from messages import (
+    ActorExited,
+    ActorStarted,
+    CheckpointRequested,
+    CheckpointSaved,
+    GroupFailed,
+    GroupsClosed,
+    Message,
+    MessageDeadLettered,
+    PromptsLoaded,
+    RunStalled,
+    SelectionFailed,
+    VerdictGiven,
+)
+from runtime.ledger.books import stall_words
+from runtime.wording import count_of, duration, number
+
+SHOWN_PER_REASON = 3  # a failure that repeats is shown so often
+SHOWN_REASONS = 20  # so many are shown at all
+
+
+class Failures:
+    """Says what failed, the same thing only so often.
+
+    Args:
+        run: its name, for where to look up the rest.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._reported: Counter[str] = Counter()  # how often each failure was said
+        self._all_reported = False  # there were more
+
+    def lines(self, text: str) -> list[str]:
+        """The line for a failure, or none if it was shown often enough."""
+        if text not in self._reported and len(self._reported) >= SHOWN_REASONS:
+            said, self._all_reported = self._all_reported, True
+            return [] if said else [f"failures for yet other reasons are not shown; see bin/ledger {self._run}"]
+        self._reported[text] += 1
+        if self._reported[text] > SHOWN_PER_REASON:
+            return []
+        return [text if self._reported[text] < SHOWN_PER_REASON else f"{text} (no more of these are shown)"]
+
+
+def failure_in(event: Message) -> str | None:
+    """What an event says that failed, for those that may come in any number."""
+    match event:
+        case MessageDeadLettered():
+            return f"message on {event.subject} set aside: {event.reason}"
+        case GroupFailed():
+            return f"group failed: {event.reason}"
+        case GroupsClosed(outcome="failed"):
+            return f"group failed: {event.reason}"
+        case SelectionFailed():
+            return f"rollout.{event.kind} failed, first come first instead: {event.reason}"
+        case VerdictGiven(outcome="failed"):
+            return f"filter failed: {event.reason}"
+        case _:
+            return None
+
+
+def line_of(event: Message) -> str | None:
+    """The line for an event of which few come."""
+    match event:
+        case PromptsLoaded():
+            return _data_line(event)
+        case ActorExited(restart_in_s=float(delay_s)):
+            return f"{event.actor} ended: {event.reason}; restarting in {delay_s:g} s"
+        case ActorStarted() if event.restarts:
+            return f"{event.actor} restarted (restart {event.restarts}, pid {event.pid})"
+        case CheckpointSaved():
+            return f"checkpoint of step {event.step} saved in {event.took_s:.1f} s"
+        case RunStalled():
+            return stall_words(event)
+        case CheckpointRequested():
+            return f"the {event.stream} stream is {event.used:.0%} full: a checkpoint is asked for"
+        case _:
+            return None
+
+
+def _data_line(event: PromptsLoaded) -> str:
+    if event.num_prompts == 0:
+        return f"data {event.data}: prompts by number, without end"
+    left_out = f", {event.num_too_long} over the length limit left out" if event.num_too_long else ""
+    return f"data {event.data}: {count_of(event.num_prompts, 'prompt')}{left_out}"
+
+
+def step_line(
+    row: Mapping[str, Any],
+    *,
+    num_steps: int,
+    rewards: Sequence[float],
+    losses: Sequence[float],
+    evals: Mapping[str, float],
+    books: str,
+    step_times_s: Sequence[float],
+) -> str:
+    """The line of a trained step.
+
+    Args:
+        row: its metrics so far.
+        num_steps: planned ones.
+        rewards: mean of each step so far.
+        losses: of steps on demonstrations, which need no engine, so that nobody takes weights.
+        evals: newest mean by set.
+        books: in brief.
+        step_times_s: of recent steps.
+    """
+    fields = [
+        f"step {row['step']:>{len(str(num_steps))}}/{num_steps}",
+        f"loss {number(losses[-1])}" if losses else f"reward {number(rewards[-1])}",
+        *(f"{_short(name, evals)} {number(value)}" for name, value in evals.items()),
+        *_staleness_field(row),
+        *(f"{row[key]:,.0f} tok/s" for key in ("perf/tokens_per_sec",) if key in row),
+        f"groups {books}",
+    ]
+    if not losses:
+        fields.append(f"weights v{row['weights/version']}")
+    if step_times_s and row["step"] < num_steps:
+        fields.append(f"{duration(statistics.fmean(step_times_s) * (num_steps - row['step']))} left")
+    return " | ".join(fields)
+
+
+def _staleness_field(row: Mapping[str, Any]) -> list[str]:
+    """What a step line says of staleness: nothing when every token was sampled by the weights it trained."""
+    largest = row.get("rollout/staleness_max", 0.0)
+    return [f"staleness {row['rollout/staleness_mean']:.2f} (max {largest:g})"] if largest else []
+
+
+def _short(name: str, evals: Mapping[str, float]) -> str:
+    return "eval" if len(evals) == 1 else f"eval {name}"

@@ -1,0 +1,79 @@
+"""Metrics of one step that follow from its groups and its evaluation. Pure."""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from runtime.report.group_numbers import GroupNumbers
+
+MetricRow = dict[str, Any]  # by name
+
+
+def mean_of(values: Sequence[float]) -> float | None:
+    """Their mean; none of nothing."""
+    return math.fsum(values) / len(values) if values else None
+
+
+def rewards_of(groups: Sequence[GroupNumbers]) -> list[float]:
+    """All rewards of a batch."""
+    return [reward for group in groups for reward in group.rewards]
+
+
+def group_metrics(groups: Sequence[GroupNumbers], *, graded: bool) -> MetricRow:
+    """What the groups of a batch are like.
+
+    Args:
+        graded: whether rewards mean anything, as they do not for demonstrations.
+    """
+    lengths = [length for group in groups for length in group.response_lens]
+    mean, ungraded = mean_of(rewards_of(groups)), sum(group.num_ungraded for group in groups)
+    if mean is None or not lengths:
+        return {}
+    rewards: MetricRow = _reward_metrics(groups, mean) if graded else {}
+    return {
+        **rewards,
+        "rollout/response_len/mean": statistics.fmean(lengths),
+        "rollout/response_len/median": statistics.median(lengths),
+        "rollout/response_len/max": max(lengths),
+        "rollout/response_len/min": min(lengths),
+        "rollout/truncated_ratio": sum(group.num_truncated for group in groups) / len(lengths),
+        **({"rollout/no_score_ratio": ungraded / len(lengths)} if ungraded else {}),
+        **_round_metrics([turns for group in groups for turns in group.round_numbers]),
+        "perf/group_rollout_time": statistics.fmean(group.rollout_time_s for group in groups),
+    }
+
+
+def _reward_metrics(groups: Sequence[GroupNumbers], mean: float) -> MetricRow:
+    equal = Counter(round(group.rewards[0], 1) for group in groups if len(set(group.rewards)) == 1)
+    return {
+        "rollout/raw_reward": mean,
+        **{f"rollout/zero_std/count_{reward:g}": count for reward, count in sorted(equal.items())},
+        "perf/group_reward_time": statistics.fmean(group.reward_time_s for group in groups),
+    }
+
+
+def _round_metrics(turns: Sequence[float]) -> MetricRow:
+    """Of the samples that name their number of turns, as a generate function of several turns does."""
+    if not turns:
+        return {}
+    named = {"mean": statistics.fmean(turns), "max": max(turns), "min": min(turns)}
+    return {f"multi_turn/round_number_{name}": value for name, value in named.items()}
+
+
+def drop_metrics(now: Mapping[str, int], before: Mapping[str, int]) -> MetricRow:
+    """Groups dropped since the step before, by reason."""
+    new = {reason: count - before.get(reason, 0) for reason, count in now.items()}
+    return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in new.items() if count}
+
+
+def eval_means(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The mean reward of each evaluation set."""
+    return {key.removeprefix("eval/"): value for key, value in metrics.items() if _is_mean(key)}
+
+
+def _is_mean(key: str) -> bool:
+    """Whether a metric is an evaluation set's mean reward: eval/<set>, set names hold neither "-" suffixes nor "/"."""
+    name = key.removeprefix("eval/")
+    return key != name and "/" not in name and not name.endswith("-truncated_ratio") and "-pass@" not in name

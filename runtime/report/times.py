@@ -1,0 +1,105 @@
+"""Where the time of a run's steps went, by the times of its log. Pure."""
+
+import math
+from collections import Counter, deque
+
+import msgspec
+
+from messages import BatchReady, BatchTrained, EvalIssued, GroupsIssued, Message, WeightsAnnounced, WeightsApplied
+from runtime.report.rows import MetricRow
+
+RECENT = 20  # steps that the time left is reckoned from
+PARTS = {"rollout": "perf/rollout_time", "train": "perf/train_time", "weights": "perf/update_weights_time"}
+
+
+class _Clock(msgspec.Struct):
+    """When things happened, in Unix time."""
+
+    issued: dict[int, float] = {}  # first issue, by round
+    batched: dict[int, float] = {}  # by step
+    trained: float | None = None  # newest step
+    announced: dict[int, float] = {}  # by weight version; the time its publication began
+    update_s: float | None = None  # duration of the newest weight update, publication to confirmation
+    eval_began: float | None = None
+    eval_s: float = 0.0  # evaluation since the newest step
+
+
+class Times:
+    """Takes the times of events and says where each step's time went."""
+
+    def __init__(self) -> None:
+        self.recent_s: deque[float] = deque(maxlen=RECENT)  # step times
+        self._clock = _Clock()
+        self._spent_s: Counter[str] = Counter()  # by part of a step
+        self._num_steps = 0  # that were timed
+
+    def note(self, event: Message, time: float) -> None:
+        """Take the time of an event."""
+        clock = self._clock
+        match event:
+            case GroupsIssued():
+                clock.issued.setdefault(event.round, time)
+            case BatchReady():
+                clock.batched[event.step] = time
+            case WeightsAnnounced():
+                clock.announced[event.version] = time - event.took_s
+            case WeightsApplied() if event.version in clock.announced:
+                clock.update_s = time - clock.announced[event.version]
+                for version in [version for version in clock.announced if version < event.version]:
+                    del clock.announced[version]
+            case EvalIssued():
+                clock.eval_began = time
+            case _:
+                pass
+
+    def end_evaluation(self, time: float) -> None:
+        """The running evaluation ended."""
+        if self._clock.eval_began is not None:
+            self._clock.eval_s += time - self._clock.eval_began
+        self._clock.eval_began = None
+
+    def interrupt(self) -> None:
+        """Forget the step that runs: its times would hold a restart."""
+        self._clock = _Clock()
+
+    def metrics(self, event: BatchTrained, time: float) -> MetricRow:
+        """Where the time of a step went. Times overlap when `max_staleness` lets rollout run ahead."""
+        clock, step = self._clock, event.step
+        began, batched = clock.issued.pop(step, None), clock.batched.pop(step, time)
+        before, clock.trained = clock.trained, time
+        eval_s, clock.eval_s = clock.eval_s, 0.0
+        since = before if before is not None else began
+        step_s = time - since if since is not None else 0.0
+        times: MetricRow = {"perf/train_time": event.metrics.get("perf/train_time", time - batched)}
+        if began is not None:
+            times["perf/rollout_time"] = max(0.0, batched - began)
+        if clock.update_s is not None:
+            times["perf/update_weights_time"] = clock.update_s
+        if eval_s:
+            times["perf/eval_time"] = eval_s
+        if step_s > 0:
+            wait_s = max(0.0, step_s - times["perf/train_time"])
+            times |= {"perf/step_time": step_s, "perf/train_wait_time": wait_s, "perf/wait_time_ratio": wait_s / step_s}
+            times["perf/tokens_per_sec"] = event.num_tokens / step_s
+            self._account(times, step_s, eval_s)
+        return times
+
+    def _account(self, times: MetricRow, step_s: float, eval_s: float) -> None:
+        self.recent_s.append(step_s)
+        self._num_steps += 1
+        parts = {part: times.get(key, 0.0) for part, key in PARTS.items()} | {"evaluation": eval_s}
+        parts["other"] = max(0.0, step_s - math.fsum(parts.values()))
+        self._spent_s.update({**parts, "step": step_s})  # pyright: ignore[reportArgumentType] - it adds any numbers
+
+    def lines(self) -> list[str]:
+        """The mean step and its parts, for people."""
+        if not self._num_steps:
+            return []
+        whole_s = self._spent_s["step"]
+        shares = [
+            f"{part} {seconds / self._num_steps:.3f} s ({seconds / whole_s:.0%})"
+            for part, seconds in self._spent_s.items()
+            if part != "step" and seconds > 0
+        ]
+        overlap = "; parts overlap" if self._spent_s.total() - whole_s > 1.01 * whole_s else ""
+        return [f"time      {whole_s / self._num_steps:.3f} s a step: {', '.join(shares)}{overlap}"]
