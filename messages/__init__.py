@@ -13,7 +13,7 @@ from messages.calls import (
     StatsGiven,
     StatsRequested,
 )
-from messages.codec import DecodeError, decode, encode
+from messages.codec import DecodeError, EncodeError, decode, encode
 from messages.data import ColumnPublished, SegmentsPublished
 from messages.events import (
     ActorExited,
@@ -79,6 +79,7 @@ __all__ = [
     "DeadLetter",
     "DecodeError",
     "DescribeRequested",
+    "EncodeError",
     "EvalCompleted",
     "EvalEnded",
     "EvalIssued",

@@ -18,10 +18,13 @@ class PackedArray(np.ndarray[Any, Any]):
         """Pack values once, where they enter the system.
 
         Raises:
-            ValueError: the values are not one-dimensional, or an integer dtype cannot hold them.
+            ValueError: the values are not one-dimensional, no numbers, or an integer dtype cannot hold them.
         """
         array = np.asarray(values if isinstance(values, np.ndarray) else list(values))
-        packed = array.astype(cls.wire_dtype, copy=False)
+        if array.dtype.kind not in "biuf":
+            raise ValueError(f"{cls.__name__} takes numbers of at most 64 bits, got {array.dtype.name}")
+        with np.errstate(over="ignore", invalid="ignore"):  # a float becomes infinite; an integer is compared below
+            packed = array.astype(cls.wire_dtype, copy=False)
         if packed.ndim != 1:
             raise ValueError(f"{cls.__name__} takes one dimension, got shape {packed.shape}")
         if cls.wire_dtype.kind in "iu" and packed is not array and (packed != array).any():
@@ -90,7 +93,7 @@ def from_list(expected: type[Any], value: Any) -> Any:
     if issubclass(expected, PackedArray) and isinstance(value, list):
         try:
             return expected(value)  # pyright: ignore[reportUnknownArgumentType] - checked by the constructor
-        except (TypeError, ValueError) as error:
+        except ValueError as error:
             raise msgspec.ValidationError(str(error)) from None
     raise msgspec.ValidationError(f"expected {expected.__name__}, got {type(value).__name__}")
 

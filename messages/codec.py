@@ -1,17 +1,22 @@
 """Bytes to messages and back. The type header chooses the decoder, the content type its encoding."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from messages.arrays import from_extension, from_list, to_extension, to_list
 from messages.base import Message, Plane, message_types, tag_of
+from messages.plain import check_json, check_open_fields
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
 CONTENT_TYPE_HEADER = "Content-Type"
 TYPE_HEADER = "Physarum-Type"
+
+TOLD_CHARS: Final = 300  # of a reason, which may cite what came
+# what msgspec, numpy, a struct's own check and deep nesting raise for bytes that are not what they should be
+UNREADABLE: Final = (msgspec.DecodeError, ValueError, OverflowError, RecursionError, MemoryError)
 
 _json_encoder = msgspec.json.Encoder(enc_hook=to_list)
 _msgpack_encoder = msgspec.msgpack.Encoder(enc_hook=to_extension)
@@ -20,6 +25,10 @@ _decoders: dict[tuple[str, str], Any] = {}
 
 class DecodeError(ValueError):
     """A message that cannot be used; its text is the reason."""
+
+
+class EncodeError(ValueError):
+    """A message that no reader could use, so that it is not to be sent; its text is the reason."""
 
 
 class Encoded(NamedTuple):
@@ -39,17 +48,25 @@ def encode(message: Message, *, content_type: str | None = None) -> Encoded:
 
     Raises:
         ValueError: the content type is neither JSON nor msgpack.
+        EncodeError: what a user's function put into it cannot be sent: an object, text that is no Unicode, an integer
+            over 64 bits, lists within lists without end.
     """
     content_type = content_type or content_type_of(type(message))
-    headers = {CONTENT_TYPE_HEADER: content_type, TYPE_HEADER: tag_of(type(message))}
-    return Encoded(_encoder(content_type).encode(message), headers)
+    encoder, tag = _encoder(content_type), tag_of(type(message))
+    try:
+        payload = encoder.encode(message)
+        _check(message, payload, content_type)
+    except (*UNREADABLE, TypeError, NotImplementedError) as error:
+        raise EncodeError(f"{tag}: {str(error)[:TOLD_CHARS] or type(error).__name__}") from error
+    return Encoded(payload, {CONTENT_TYPE_HEADER: content_type, TYPE_HEADER: tag})
 
 
 def decode(payload: bytes, headers: Mapping[str, str] | None) -> Message:
     """Decode a message of any registered type.
 
     Raises:
-        DecodeError: no or unknown type or content type, or bytes that do not fit the type.
+        DecodeError: no or unknown type or content type, or bytes that do not fit the type. Nothing else, whatever
+            the bytes are; and what was decoded can be encoded again.
     """
     headers = headers or {}
     tag, content_type = headers.get(TYPE_HEADER), headers.get(CONTENT_TYPE_HEADER, JSON)
@@ -57,9 +74,18 @@ def decode(payload: bytes, headers: Mapping[str, str] | None) -> Message:
         raise DecodeError(f"no {TYPE_HEADER} header")
     decoder = _decoders.get((tag, content_type)) or _make_decoder(tag, content_type)
     try:
-        return decoder.decode(payload)
-    except (msgspec.DecodeError, ValueError) as error:  # ValueError: a struct's own check
-        raise DecodeError(f"{tag}: {error}") from error
+        message = decoder.decode(payload)
+        _check(message, payload, content_type)
+    except UNREADABLE as error:
+        raise DecodeError(f"{tag}: {str(error)[:TOLD_CHARS] or type(error).__name__}") from error
+    return message
+
+
+def _check(message: Message, payload: bytes, content_type: str) -> None:
+    if content_type == JSON:
+        check_json(message, payload)
+    else:
+        check_open_fields(message)
 
 
 def _encoder(content_type: str) -> msgspec.json.Encoder | msgspec.msgpack.Encoder:
@@ -73,13 +99,13 @@ def _encoder(content_type: str) -> msgspec.json.Encoder | msgspec.msgpack.Encode
 def _make_decoder(tag: str, content_type: str) -> Any:
     message_type = message_types().get(tag)
     if message_type is None:
-        raise DecodeError(f"unknown message type {tag!r}")
+        raise DecodeError(f"unknown message type {tag[:TOLD_CHARS]!r}")
     if content_type == JSON:
         decoder: Any = msgspec.json.Decoder(message_type, dec_hook=from_list)
     elif content_type == MSGPACK:
         # dec_hook serves senders in other languages that send plain lists in msgpack
         decoder = msgspec.msgpack.Decoder(message_type, ext_hook=from_extension, dec_hook=from_list)
     else:
-        raise DecodeError(f"unknown content type {content_type!r}")
+        raise DecodeError(f"unknown content type {content_type[:TOLD_CHARS]!r}")
     _decoders[(tag, content_type)] = decoder
     return decoder

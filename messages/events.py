@@ -4,7 +4,7 @@ from enum import StrEnum
 from typing import Any
 
 from messages.base import Message, Plane, register
-from messages.ledger import GroupRef
+from messages.ledger import GroupRef, leave_out_not_finite
 from messages.samples import SampleSummary
 
 
@@ -140,6 +140,10 @@ class BatchTrained(Message, kw_only=True, tag="batch_trained"):
     num_samples: int
     num_tokens: int  # prompt and response tokens of the batch
     metrics: dict[str, float]  # names of docs/metrics: train/loss, train/grad_norm, perf/train_time, ...
+    not_finite: tuple[str, ...] = ()  # names of metrics that were infinite or no number, for which JSON has no word
+
+    def __post_init__(self) -> None:
+        leave_out_not_finite(self)
 
 
 @register

@@ -1,5 +1,8 @@
 """Events that the buffer alone writes: its decisions. Together with messages.events they are the ledger's log."""
 
+import math
+from typing import Protocol
+
 import msgspec
 
 from messages.base import Message, Plane, register
@@ -96,6 +99,22 @@ class EvalIssued(Message, kw_only=True, tag="eval_issued"):
     sets: tuple[EvalSetSize, ...]
 
 
+class _Measured(Protocol):
+    @property
+    def metrics(self) -> dict[str, float]: ...
+    @property
+    def not_finite(self) -> tuple[str, ...]: ...
+
+
+def leave_out_not_finite(event: _Measured) -> None:
+    """Name the metrics that JSON cannot say instead of sending them: what was sent must be read again."""
+    names = tuple(name for name, value in event.metrics.items() if not math.isfinite(value))
+    if names:
+        finite = {name: value for name, value in event.metrics.items() if name not in names}
+        msgspec.structs.force_setattr(event, "metrics", finite)  # pyright: ignore[reportArgumentType] - a struct
+        msgspec.structs.force_setattr(event, "not_finite", (*event.not_finite, *names))  # pyright: ignore[reportArgumentType]
+
+
 @register
 class EvalEnded(Message, kw_only=True, tag="eval_ended"):
     """An evaluation is complete."""
@@ -106,6 +125,10 @@ class EvalEnded(Message, kw_only=True, tag="eval_ended"):
     step: int
     version: int
     metrics: dict[str, float]  # eval/<set>, eval/<set>-truncated_ratio, eval/<set>-pass@k
+    not_finite: tuple[str, ...] = ()  # names of metrics that were infinite or no number, for which JSON has no word
+
+    def __post_init__(self) -> None:
+        leave_out_not_finite(self)
 
 
 @register

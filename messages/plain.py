@@ -1,0 +1,121 @@
+"""What a field typed `Any` may hold: plain data, not too deep, so that whoever read it can also write it.
+
+A JSON decoder takes integers of any length and lists as deep as its stack; an encoder that meets them later raises.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from types import NoneType
+from typing import Any, Final, cast, get_args, get_type_hints
+
+import msgspec
+
+MAX_DEPTH: Final = 128  # lists and dicts inside each other
+MIN_INT: Final = -(2**63)  # what msgpack holds
+MAX_INT: Final = 2**64 - 1
+_PLAIN: Final = frozenset({str, float, bool, NoneType})
+_LONG: Final = b"0" * 19  # digits of the shortest number that may be out of range
+_DIGITS: Final = bytes(ord("0") if chr(code).isdigit() else ord(" ") for code in range(128)) + b" " * 128
+
+
+def check_json(message: msgspec.Struct, payload: bytes) -> None:
+    """Check a message that is this JSON; what the bytes already show to be harmless is not looked at again.
+
+    Raises:
+        ValueError: it is too deep, or holds an integer out of range.
+    """
+    if payload.count(b"[") + payload.count(b"{") > MAX_DEPTH:
+        check_open_fields(message)
+    if _LONG in payload.translate(_DIGITS):
+        for number in _integers(message):
+            _check_int(number)
+
+
+def check_open_fields(message: msgspec.Struct) -> None:
+    """Check what a message's fields of type Any hold.
+
+    Raises:
+        ValueError: too deep, an integer out of range, or a key that is no string or integer.
+    """
+    for name, is_open in _plan(type(message)):
+        value = getattr(message, name)
+        if not value:
+            continue
+        if is_open:
+            check_plain(value)
+        elif type(value) is tuple:
+            for item in cast("tuple[msgspec.Struct]", value):
+                check_open_fields(item)
+        else:
+            check_open_fields(value)
+
+
+def check_plain(value: Any, depth: int = 0) -> None:
+    """Check one value of any form.
+
+    Raises:
+        ValueError: it is too deep, holds an integer out of range, or a key that is no string or integer.
+    """
+    kind: type[Any] = type(value)  # pyright: ignore[reportUnknownVariableType]
+    if kind in _PLAIN:
+        return
+    if kind is int:
+        _check_int(value)
+    elif isinstance(value, list | tuple | dict):
+        if depth >= MAX_DEPTH:
+            raise ValueError(f"lists and dicts are over {MAX_DEPTH} deep")
+        items: Iterable[Any] = cast("Iterable[Any]", value)
+        if isinstance(value, dict):
+            items = cast("dict[Any, Any]", value).values()
+            for key in cast("dict[Any, Any]", value):
+                if type(key) is not str:
+                    _check_key(key)
+        for item in items:
+            if type(item) not in _PLAIN:
+                check_plain(item, depth + 1)
+
+
+def _check_int(number: int) -> None:
+    if not MIN_INT <= number <= MAX_INT:
+        raise ValueError("an integer is out of range: from -2**63 to 2**64 - 1 are allowed")
+
+
+def _check_key(key: Any) -> None:
+    if type(key) is not int:
+        raise ValueError(f"a dict has a key of type {type(key).__name__}: allowed are str and int")
+    _check_int(key)
+
+
+def _integers(value: Any) -> Iterator[int]:
+    if type(value) is int:
+        yield value
+    elif isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            yield from _integers(getattr(value, name))
+    elif isinstance(value, dict):
+        yield from _integers(list(cast("dict[Any, Any]", value).values()))
+    elif isinstance(value, list | tuple):
+        for item in cast("Iterable[Any]", value):
+            yield from _integers(item)
+
+
+@cache
+def _plan(struct: type[msgspec.Struct]) -> tuple[tuple[str, bool], ...]:
+    """The fields to look into: name, and whether it is an open one rather than one of structs with open fields."""
+    found: list[tuple[str, bool]] = []
+    hints = get_type_hints(struct)
+    for name in struct.__struct_fields__:
+        parts = set(_parts(hints[name]))
+        nested = [part for part in parts if isinstance(part, type) and issubclass(part, msgspec.Struct)]
+        if Any in parts:
+            found.append((sys.intern(name), True))
+        elif any(_plan(part) for part in nested):
+            found.append((sys.intern(name), False))
+    return tuple(found)
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    yield hint
+    for part in get_args(hint):
+        yield from _parts(part)
