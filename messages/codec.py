@@ -7,7 +7,7 @@ import msgspec
 
 from messages.arrays import from_extension, from_list, to_extension, to_list
 from messages.base import Message, Plane, message_types, tag_of
-from messages.plain import check_json, check_open_fields
+from messages.plain import UNREADABLE, check_json, check_open_fields
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
@@ -15,8 +15,6 @@ CONTENT_TYPE_HEADER = "Content-Type"
 TYPE_HEADER = "Physarum-Type"
 
 TOLD_CHARS: Final = 300  # of a reason, which may cite what came
-# what msgspec, numpy, a struct's own check and deep nesting raise for bytes that are not what they should be
-UNREADABLE: Final = (msgspec.DecodeError, ValueError, OverflowError, RecursionError, MemoryError)
 
 _json_encoder = msgspec.json.Encoder(enc_hook=to_list)
 _msgpack_encoder = msgspec.msgpack.Encoder(enc_hook=to_extension)

@@ -275,9 +275,14 @@ class MessageDeadLettered(Message, kw_only=True, tag="message_dead_lettered"):
 
     plane = Plane.EVENT
     topic = "message.dead_lettered"
+    keyed = True
+    origin: str = ""  # where it lay, as in its DeadLetter; one event is told per origin
     subject: str
     reason: str
     dead_seq: int  # in the dead-letter stream
+
+    def key(self) -> str:
+        return self.origin
 
 
 @register

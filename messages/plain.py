@@ -11,6 +11,8 @@ from typing import Any, Final, cast, get_args, get_type_hints
 
 import msgspec
 
+# what msgspec, numpy, a struct's own check and deep nesting raise for bytes that are not what they should be
+UNREADABLE: Final = (msgspec.DecodeError, ValueError, OverflowError, RecursionError, MemoryError)
 MAX_DEPTH: Final = 128  # lists and dicts inside each other
 MIN_INT: Final = -(2**63)  # what msgpack holds
 MAX_INT: Final = 2**64 - 1
@@ -30,6 +32,23 @@ def check_json(message: msgspec.Struct, payload: bytes) -> None:
     if _LONG in payload.translate(_DIGITS):
         for number in _integers(message):
             _check_int(number)
+
+
+def clipped(text: str, limit: int) -> str:
+    """A stranger's text so that it can be sent: its beginning if it is long, and "?" for what is no Unicode."""
+    return (text if len(text) <= limit else f"{text[:limit]}...").encode("utf-8", "replace").decode()
+
+
+def is_plain_json(payload: bytes) -> bool:
+    """Whether this is one JSON value that any decoder can read and any encoder can carry."""
+    try:
+        if payload.count(b"[") + payload.count(b"{") > MAX_DEPTH:
+            check_plain(msgspec.json.decode(payload))
+        else:
+            msgspec.json.decode(payload, type=msgspec.Raw)
+    except UNREADABLE:
+        return False
+    return True
 
 
 def check_open_fields(message: msgspec.Struct) -> None:

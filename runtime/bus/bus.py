@@ -8,7 +8,7 @@ from typing import Any, Final, overload
 
 import msgspec
 
-from messages import DecodeError, Message, MessageT, Plane, decode, encode, tag_of
+from messages import DecodeError, Message, MessageT, Plane, decode, tag_of
 from messages.subjects import check_run_name, filter_of, plane_filter, stream_of, subject_of
 from runtime.bus.administration import Administration, StreamState
 from runtime.bus.background import beside
@@ -22,6 +22,7 @@ from runtime.bus.limits import BusLimits, StreamLimits
 from runtime.bus.nats.connection import Connection, open_connection
 from runtime.bus.nats.consumers import ConsumerSettings
 from runtime.bus.nats.store import Store
+from runtime.bus.wire import to_wire
 
 DEFAULT_LIMITS: Final = BusLimits()
 
@@ -95,12 +96,12 @@ class Bus:
 
         Raises:
             ValueError: this actor does not declare that it writes the type, or the plane stores nothing.
-            MessageTooLarge: nothing was sent.
+            MessageRefused: nothing was sent; MessageTooLarge is one.
             AlreadyQueued: a work message under this subject still waits; for a task put again that is success.
             StreamFull, PublishTimeout, BusUnavailable: not confirmed within limits.publish_timeout_s.
         """
         self._check_writes(type(message))
-        encoded = encode(message)
+        encoded = to_wire(message)
         return await self._store.put(subject_of(self.run, message), encoded.payload, encoded.headers)
 
     async def append(self, message: Message, *, expected_last: int) -> int:
@@ -277,11 +278,11 @@ class Bus:
 
         Raises:
             ValueError: this actor does not declare that it writes the type.
-            MessageTooLarge: nothing was sent.
+            MessageRefused: nothing was sent; MessageTooLarge is one.
             Disconnected: a BusError, when the outage outgrew the send buffer.
         """
         self._check_writes(type(message))
-        encoded = encode(message)
+        encoded = to_wire(message)
         await self._connection.send(to, encoded.payload, encoded.headers)
 
     @asynccontextmanager

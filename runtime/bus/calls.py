@@ -9,16 +9,19 @@ from typing import Any, Final, Generic
 import structlog
 from anyio.abc import TaskGroup
 
-from messages import CallFailed, DecodeError, Message, MessageT, decode, encode
-from messages.codec import CONTENT_TYPE_HEADER
+from messages import CallFailed, DecodeError, EncodeError, Message, MessageT, decode, encode
+from messages.codec import CONTENT_TYPE_HEADER, JSON, MSGPACK
+from messages.plain import clipped
 from messages.subjects import call_subject
 from runtime.bus.background import task_group
 from runtime.bus.dead import DeadLetters
 from runtime.bus.errors import CallRefused, CallTimeout, MessageTooLarge, NotServed
 from runtime.bus.nats.connection import AttemptTimeout, Connection, Disconnected, NoResponders, RawMessage
+from runtime.bus.wire import to_wire
 
 log = structlog.get_logger()
 
+REASON_CHARS: Final = 1000  # of what a handler raised
 ABSENCE_S: Final = 0.5  # an instance may need this long to be back after a restart of the server
 Handler = Callable[[Any], Awaitable[Message]]
 
@@ -30,10 +33,10 @@ async def ask(connection: Connection, run: str, instance: str, request: Message,
         CallTimeout: no answer in time, or the connection was lost meanwhile; it may have been handled.
         NotServed: nobody serves this request for this instance.
         CallRefused: it answered with an error, or with something unreadable.
-        MessageTooLarge: nothing was sent.
+        MessageRefused: nothing was sent.
     """
     subject = call_subject(run, instance, type(request).topic)
-    encoded = encode(request)
+    encoded = to_wire(request)
     connection.check_size(subject, encoded.payload, encoded.headers)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
@@ -110,16 +113,16 @@ class Server:
             return await handler(request)
         except Exception as error:  # whatever a handler raises is the caller's answer, not our end
             log.exception("call_failed", subject=raw.subject)
-            return CallFailed(reason=repr(error))
+            return CallFailed(reason=clipped(repr(error), REASON_CHARS))
 
     async def _reply(self, raw: RawMessage, answer: Message) -> None:
         if not raw.reply:
             return
         asked_in = (raw.headers or {}).get(CONTENT_TYPE_HEADER)
         try:
-            encoded = encode(answer, content_type=asked_in)
-        except ValueError:  # asked in a content type that we do not speak
-            encoded = encode(answer)
+            encoded = encode(answer, content_type=asked_in if asked_in in (JSON, MSGPACK) else None)
+        except EncodeError as error:
+            encoded = encode(CallFailed(reason=str(error)))
         try:
             await self._connection.send(raw.reply, encoded.payload, encoded.headers)
         except MessageTooLarge as error:

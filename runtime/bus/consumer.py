@@ -9,7 +9,7 @@ from typing import Generic
 import anyio
 
 from messages import DecodeError, MessageT, Plane, decode
-from runtime.bus.dead import DeadLetters
+from runtime.bus.dead import PATIENCE_S, DeadLetters
 from runtime.bus.nats.connection import Connection, Disconnected, RawMessage
 from runtime.bus.nats.consumers import ACK, IN_PROGRESS, TERM, ConsumerSettings, give_back, make_durable
 from runtime.bus.nats.pull import ConsumerLost, Place, Pull, place_of, time_of
@@ -62,8 +62,7 @@ class Delivery(Generic[MessageT]):
 
     async def reject(self, reason: str) -> None:
         """Poison: kept as a dead letter, never delivered again."""
-        await self._deliveries.bury(self._raw, self._place, reason)
-        await self._end(TERM)
+        await self._end(await self._deliveries.bury(self._raw, self._place, reason))
 
     @asynccontextmanager
     async def heartbeat(self) -> AsyncGenerator[None, None]:
@@ -148,8 +147,7 @@ class Deliveries(Generic[MessageT]):
                 if not isinstance(message, self._types):
                     raise DecodeError(f"{type(message).__name__} where {self._type_names()} is expected")
             except DecodeError as error:
-                await self.bury(raw, place, str(error))
-                await self.answer(raw.reply, TERM)
+                await self.answer(raw.reply, await self.bury(raw, place, str(error)))
                 continue
             self._connection.counters.received += 1
             return Delivery(message, raw, place, self)
@@ -166,14 +164,16 @@ class Deliveries(Generic[MessageT]):
     def _type_names(self) -> str:
         return " or ".join(message_type.__name__ for message_type in self._types)
 
-    async def bury(self, raw: RawMessage, place: Place, reason: str) -> None:
-        await self._dead_letters.bury(
+    async def bury(self, raw: RawMessage, place: Place, reason: str) -> bytes:
+        """Set a message aside; return how its delivery is to end."""
+        is_kept = await self._dead_letters.bury(
             f"{self._plane}.{place.stream_seq}",
             subject=raw.subject,
             reason=reason,
             headers=raw.headers,
             payload=raw.data,
         )
+        return TERM if is_kept else give_back(PATIENCE_S)
 
     async def answer(self, reply: str, how: bytes) -> None:
         """Tell the server what became of a delivery."""

@@ -1,18 +1,26 @@
 """Dead letters: what cannot be used is kept aside, once, and an event says so."""
 
 from collections.abc import Mapping
+from typing import Final
 
 import structlog
 
-from messages import DeadLetter, MessageDeadLettered, Plane, encode
+from messages import DeadLetter, Message, MessageDeadLettered, encode
+from messages.plain import clipped
 from messages.subjects import subject_of
-from runtime.bus.errors import SequenceMismatch
+from runtime.bus.errors import PublishTimeout, SequenceMismatch, StreamFull
+from runtime.bus.limits import MIB
 from runtime.bus.nats.connection import Connection
 from runtime.bus.nats.store import Store
 
 log = structlog.get_logger()
 
-FRAME_BYTES = 64 * 1024  # room for headers, subject and reason beside the payload
+KEPT_BYTES: Final = MIB  # of a message set aside
+FRAME_BYTES: Final = 64 * 1024  # room for headers, subject and reason beside it, whatever JSON makes of them
+SUBJECT_CHARS: Final = 1024
+REASON_CHARS: Final = 1024
+HEADERS_CHARS: Final = 4096  # all names and values together; in JSON a character is at most six bytes
+PATIENCE_S: Final = 10.0  # how soon what could not be set aside comes again
 
 
 class DeadLetters:
@@ -25,28 +33,56 @@ class DeadLetters:
 
     async def bury(
         self, origin: str, *, subject: str, reason: str, headers: Mapping[str, str] | None, payload: bytes
-    ) -> None:
+    ) -> bool:
         """Keep a message aside and tell of it, unless somebody who met it too has done so.
 
+        Nothing in the message makes this raise: what is long is cut, what is no text is replaced.
+
         Args:
-            origin: where it lies, such as "event.17"; one letter is kept per origin.
+            origin: where it lies, such as "event.17"; one letter is kept and one event told per origin.
+
+        Returns:
+            Whether it is kept and told of; not while the streams are full.
+
+        Raises:
+            BusUnavailable: no server.
         """
-        room = (self._connection.max_payload - FRAME_BYTES) * 3 // 4  # base64
+        subject, reason = clipped(subject, SUBJECT_CHARS), clipped(reason, REASON_CHARS)
+        room = min(KEPT_BYTES, (self._connection.max_payload - FRAME_BYTES) * 3 // 4)  # base64
         if len(payload) > room:
             reason = f"{reason} (first {room} of {len(payload)} bytes kept)"
         self._connection.counters.dead_letters += 1
         log.warning("message_dead_lettered", origin=origin, subject=subject, reason=reason)
         letter = DeadLetter(
-            origin=origin, subject=subject, reason=reason, headers=dict(headers or {}), payload=payload[:room]
+            origin=origin, subject=subject, reason=reason, headers=_few(headers or {}), payload=payload[:room]
         )
-        encoded = encode(letter)
-        subject_of_letter = subject_of(self._run, letter)
         try:
-            seq = await self._store.put(subject_of_letter, encoded.payload, encoded.headers, expected_last=0)
+            seq = await self._put_once(letter)
+            await self._put_once(MessageDeadLettered(origin=origin, subject=subject, reason=reason, dead_seq=seq))
+        except (StreamFull, PublishTimeout) as error:
+            log.warning("message_not_dead_lettered", origin=origin, error=str(error))
+            return False
+        return True
+
+    async def _put_once(self, message: Message) -> int:
+        """Store a message under a subject of its own, or find it there; return its sequence."""
+        encoded = encode(message)
+        try:
+            return await self._store.put(
+                subject_of(self._run, message), encoded.payload, encoded.headers, expected_last=0
+            )
         except SequenceMismatch as error:
-            if not origin.startswith(f"{Plane.WORK}."):
-                return
-            seq = error.last  # a task comes here again only if who met it died, perhaps before it told of it
-        event = MessageDeadLettered(subject=subject, reason=reason, dead_seq=seq)
-        encoded = encode(event)
-        await self._store.put(subject_of(self._run, event), encoded.payload, encoded.headers)
+            return error.last
+
+
+def _few(headers: Mapping[str, str]) -> dict[str, str]:
+    """Headers as far as they are short."""
+    kept: dict[str, str] = {}
+    room = HEADERS_CHARS
+    for name, value in headers.items():
+        if room <= 0:
+            break
+        name, value = clipped(name, room // 4), clipped(value, room // 2)
+        kept[name] = value
+        room -= len(name) + len(value) + 8
+    return kept

@@ -3,7 +3,8 @@
 BusError
 ├── BusUnavailable        no server, no stream, or the connection closed for good
 ├── PublishTimeout        a message was not confirmed within its deadline; it may still have been stored
-├── MessageTooLarge       headers and payload exceed what the server takes; nothing was sent
+├── MessageRefused        no reader could use it, or no subject has this form; nothing was sent
+│   └── MessageTooLarge   ... since headers and payload exceed what a reader or the server takes
 ├── StreamFull            the stream stayed full until the deadline
 ├── AlreadyQueued         the work stream still holds a message under this subject
 ├── SequenceMismatch      compare-and-set failed; someone else wrote first
@@ -30,11 +31,15 @@ class PublishTimeout(BusError):
     """A message was not confirmed within its deadline. It may still have been stored."""
 
 
-class MessageTooLarge(BusError):
-    """Headers and payload exceed what the server takes. Nothing was sent."""
+class MessageRefused(BusError):
+    """A message that no reader could use, or whose subject has no valid form. Nothing was sent."""
+
+
+class MessageTooLarge(MessageRefused):
+    """Headers and payload exceed what a reader or the server takes. Nothing was sent."""
 
     def __init__(self, subject: str, size_bytes: int, limit_bytes: int) -> None:
-        super().__init__(f"{subject}: {size_bytes} bytes with headers, the server takes {limit_bytes}")
+        super().__init__(f"{subject}: {size_bytes} bytes with headers, {limit_bytes} are taken")
         self.size_bytes = size_bytes
         self.limit_bytes = limit_bytes
 

@@ -8,7 +8,7 @@ from typing import Generic, Self
 
 import msgspec
 
-from messages import DecodeError, Message, MessageT, Plane, decode, encode
+from messages import DecodeError, Message, MessageT, Plane, decode
 from messages.subjects import ledger_filter, plane_filter, stream_of, subject_of
 from runtime.bus.dead import DeadLetters
 from runtime.bus.errors import BusUnavailable
@@ -16,6 +16,7 @@ from runtime.bus.nats.connection import Connection
 from runtime.bus.nats.pull import time_of
 from runtime.bus.nats.store import Store
 from runtime.bus.reader import LogReader
+from runtime.bus.wire import to_wire
 
 
 class Received(Generic[MessageT]):
@@ -120,7 +121,7 @@ class Log:
 
     async def append(self, message: Message, *, expected_last: int) -> int:
         """Store a ledger event if `expected_last` is still the last sequence of the ledger; return its sequence."""
-        encoded, within = encode(message), ledger_filter(self._run)
+        encoded, within = to_wire(message), ledger_filter(self._run)
         return await self._store.put(
             subject_of(self._run, message),
             encoded.payload,

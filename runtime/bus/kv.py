@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import structlog
 
+from messages.plain import UNREADABLE
 from messages.subjects import bucket_of
 from runtime.bus.errors import PayloadUnreadable
 from runtime.bus.nats.bucket import Bucket, is_removal
@@ -113,7 +114,7 @@ class KeyValues:
     def _decode(self, key: str, data: bytes, value_type: type[T]) -> T:
         try:
             return msgspec.json.decode(data, type=value_type)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise PayloadUnreadable(f"key {key}: {error}") from error
 
     def entry_of(self, raw: RawMessage, place: Place, value_type: type[T]) -> Entry[T] | None:

@@ -20,7 +20,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from runtime.bus.errors import BusError, BusUnavailable, MessageTooLarge
+from runtime.bus.errors import BusError, BusUnavailable, MessageRefused, MessageTooLarge
 from runtime.bus.limits import BusLimits
 from runtime.retrying import Backoff
 from runtime.secrets import Login, split_login, without_logins
@@ -90,7 +90,20 @@ _LOST = (nats_errors.OutboundBufferLimitError, nats_errors.ConnectionClosedError
 
 
 class _Client(Client):
-    """nats-py 2.16 stops reading when a PONG meets a flush that was cancelled or timed out; this one goes on."""
+    """nats-py 2.16 stops reading for good, connected and deaf, in three cases in which this one goes on.
+
+    When a PONG meets a flush that was cancelled or timed out, when a subject is no UTF-8, and when headers are torn.
+    """
+
+    def _build_message(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: Headers | None) -> Msg:
+        subject = subject.decode(errors="replace").encode()
+        return super()._build_message(sid, subject, reply, data, headers)  # pyright: ignore[reportUnknownMemberType]
+
+    async def _process_headers(self, headers: bytes | None) -> Headers | None:
+        try:
+            return await super()._process_headers(headers)  # pyright: ignore[reportUnknownMemberType]
+        except (ValueError, LookupError):
+            return None
 
     async def _process_pong(self) -> None:
         pongs: list[asyncio.Future[Any]] = self._pongs  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
@@ -211,14 +224,14 @@ class Connection:
         size = wire_size(payload, headers)
         if size > self._client.max_payload:
             raise MessageTooLarge(subject, size, self._client.max_payload)
-        if len(subject) > MAX_SUBJECT_BYTES:
+        if len(subject.encode()) > MAX_SUBJECT_BYTES:
             raise MessageTooLarge(subject[:80] + "...", len(subject), MAX_SUBJECT_BYTES)
 
     async def send(self, subject: str, payload: bytes, headers: Headers | None = None, reply: str = "") -> None:
         """Core publish: no answer is awaited. During an outage it is buffered, up to a bound.
 
         Raises:
-            MessageTooLarge: before anything is sent.
+            MessageRefused: before anything is sent.
             Disconnected: the buffer is full, or the connection is closed.
         """
         self.check_size(subject, payload, headers or {})
@@ -226,6 +239,8 @@ class Connection:
             await self._client.publish(subject, payload, reply=reply, headers=headers)
         except _LOST as error:
             raise Disconnected(repr(error)) from error
+        except nats_errors.BadSubjectError as error:
+            raise MessageRefused(f"{subject[:80]!r} is no subject") from error
 
     async def request(self, subject: str, payload: bytes, headers: Headers | None, timeout_s: float) -> RawMessage:
         """One attempt to ask and be answered. The caller has checked the size.
@@ -234,6 +249,7 @@ class Connection:
             Disconnected: the connection is or goes down; at once, not after the timeout.
             AttemptTimeout: no answer.
             NoResponders: nobody listens.
+            MessageRefused: the subject has no valid form.
         """
         if not self._connected.is_set():
             raise Disconnected("not connected")
@@ -247,6 +263,8 @@ class Connection:
             answer = await future
         except _LOST as error:
             raise Disconnected(repr(error)) from error
+        except nats_errors.BadSubjectError as error:
+            raise MessageRefused(f"{subject[:80]!r} is no subject") from error
         finally:
             timer.cancel()
             self._waiting.pop(token, None)

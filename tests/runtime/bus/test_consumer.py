@@ -181,15 +181,6 @@ async def test_a_rejected_delivery_is_kept_as_a_dead_letter(bus: Bus) -> None:
     assert decode(letter.payload, letter.headers) == score_request("a")
 
 
-@pytest.mark.parametrize(("origin", "told"), [("work.1", [1, 1]), ("event.1", [1])])
-async def test_a_task_that_comes_again_to_be_set_aside_is_told_of_again(bus: Bus, origin: str, told: list[int]) -> None:
-    """Who met it first may have died before it told of it, and the ledger waits for the task."""
-    for _ in range(2):
-        await bus._dead_letters.bury(origin, subject="s", reason="poison", headers=None, payload=b"")
-    async with bus.read(MessageDeadLettered) as events:
-        assert [received.message.dead_seq async for received in events.so_far()] == told
-
-
 @pytest.mark.parametrize(
     ("payload", "headers", "reason"),
     [

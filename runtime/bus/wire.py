@@ -1,0 +1,26 @@
+"""What leaves this process: a message as bytes, if some reader could use it."""
+
+from typing import Final
+
+from messages import EncodeError, Message, Plane, encode
+from messages.codec import Encoded
+from runtime.bus.errors import MessageRefused, MessageTooLarge
+from runtime.bus.limits import MIB
+
+MAX_EVENT_BYTES: Final = 8 * MIB  # half of what a reader asks for ahead, whatever the server would take
+
+
+def to_wire(message: Message) -> Encoded:
+    """Encode a message that is to be sent.
+
+    Raises:
+        MessageRefused: a user's function put something into it that cannot be sent.
+        MessageTooLarge: an event that is too long for readers.
+    """
+    try:
+        encoded = encode(message)
+    except EncodeError as error:
+        raise MessageRefused(str(error)) from error
+    if message.plane is Plane.EVENT and len(encoded.payload) > MAX_EVENT_BYTES:
+        raise MessageTooLarge(f"event {message.topic}", len(encoded.payload), MAX_EVENT_BYTES)
+    return encoded
