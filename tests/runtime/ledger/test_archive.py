@@ -1,14 +1,18 @@
 """The history of a run is read once and in order, wherever its events lie, and while they are moved."""
 
+import base64
+import gzip
 from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 
 from messages import Plane
 from runtime.bus.bus import Bus
 from runtime.ledger.archive import archive, archived_events, archived_files, first_archived, history, start_state
 from tests.fixtures.nats import group_failed
+from tests.support.raw_nats import publish_raw
 
 pytestmark = pytest.mark.anyio
 
@@ -75,3 +79,18 @@ async def test_what_is_stored_is_read_undecoded_up_to_a_sequence(bus: Bus) -> No
     assert [message.seq for message in stored] == [1, 2, 3]
     assert all(b'"group_failed"' in message.payload for message in stored)
     assert [message async for message in bus.stored(Plane.DATA, below_seq=4)] == []
+
+
+async def test_an_event_that_is_nested_without_end_is_archived_as_it_was(bus: Bus, tmp_path: Path, url: str) -> None:
+    """It could neither be archived nor, beside others, be read again."""
+    deep = b"[" * 6000
+    await publish_raw(url, f"phy.{bus.run}.event.group.failed", deep, b"Physarum-Type: \xff\xfe")
+    nested = b"[" * 900 + b"]" * 900
+    await publish_raw(url, f"phy.{bus.run}.event.group.failed", nested, b"Physarum-Type: group_failed")
+    await publish(bus, 1)
+    await move(bus, tmp_path, below_seq=4)
+    assert [received.message for received in archived_events(tmp_path)] == [group_failed(0)]
+    (file,) = archived_files(tmp_path)
+    lines = gzip.decompress(file.path.read_bytes()).splitlines()
+    raw = [base64.b64decode(msgspec.json.decode(line)["raw"]) for line in lines[:2]]
+    assert raw == [deep, nested]
