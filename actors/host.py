@@ -14,6 +14,7 @@ from runtime.bus.addresses import BUS_URL_VARIABLE
 from runtime.exit_codes import EXIT_INPUT_ERROR
 from runtime.host.logs import configure_logging
 from runtime.host.process import run_process
+from runtime.import_path import user_folder_last
 from runtime.settings.topology import decode_topology
 
 
@@ -23,6 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path, help="run directory with the resolved topology")
     parser.add_argument("roles", nargs="+", choices=ROLES, help="actors that share this process")
     args = parser.parse_args(argv)
+    user_folder_last()
     try:
         topology = decode_topology((args.run_dir / TOPOLOGY_FILE).read_bytes())
         url = os.environ[BUS_URL_VARIABLE]

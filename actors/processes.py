@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runtime.bus.addresses import address_key
+from runtime.import_path import ROOT
 from runtime.settings.placement import bus_node, gpus_of, num_engines, num_ranks
 from runtime.settings.processes import AnswersHttp, PortRequest, ProcessSpec, Stage, WhenListening
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
 
-ROOT = Path(__file__).resolve().parent.parent
 OURS = {
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),  # with -P
     "OMP_NUM_THREADS": "1",  # two threads were 10 to 200 times slower on shared cores
     "MKL_NUM_THREADS": "1",
 }
+FOREIGN = {"PYTHONSAFEPATH": "1"}  # as -P, for an interpreter that may be too old for it
 STREAM_INTERVAL = 64  # tokens of a streamed chunk: what the death of an engine costs of a sample at most
 METRICS_HOST = "127.0.0.2"  # the router insists on a port for metrics and fails if it is taken: its own, one host on
 STAND_IN = "stand-in"  # in the trainer's place when only rollout runs
@@ -53,11 +54,11 @@ def _actors(roles: Sequence[str], run_dir: Path) -> ProcessSpec:
 
 
 def _host(run_dir: Path, *roles: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "actors.host", str(run_dir), *roles)
+    return (sys.executable, "-P", "-m", "actors.host", str(run_dir), *roles)
 
 
 def _router(pool: str, engine: EngineConfig) -> ProcessSpec:
-    command = (sys.executable, "-m", "sglang_router.launch_router", "--host", "{host}", "--port", "{port}")
+    command = (sys.executable, "-P", "-m", "sglang_router.launch_router", "--host", "{host}", "--port", "{port}")
     options = (
         "--policy",
         "round_robin",
@@ -107,7 +108,7 @@ def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, dev
     return ProcessSpec(
         name=f"engine.{pool}.{index}",
         command=_embedded(topology, engine, index) if embedded else _sglang(topology, engine),
-        env={**env, **(OURS if embedded else {})},
+        env={**env, **(OURS if embedded else FOREIGN)},
         port=PortRequest(),
         ready=WhenListening(),
         ready_timeout_s=120.0 if embedded else 1800.0,
@@ -120,7 +121,7 @@ def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, dev
 
 def _embedded(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, ...]:
     rollout = topology.rollout
-    command = [sys.executable, "-m", "actors.rollout.embedded", "--model-path", topology.model.hf_checkpoint]
+    command = [sys.executable, "-P", "-m", "actors.rollout.embedded", "--model-path", topology.model.hf_checkpoint]
     command += ["--host", "{host}", "--port", "{port}", "--max-running-requests", str(engine.concurrency)]
     command += ["--random-seed", str(topology.run.seed + index)]
     command += ["--stream-interval", str(STREAM_INTERVAL), "--incremental-streaming-output"]

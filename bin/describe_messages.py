@@ -1,6 +1,5 @@
 """Write the catalogue of messages under docs/, or check that it is current."""
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from actors.registry import ROLES, actor_type  # noqa: E402 - found in place, without an installation
+from bin.entry import parser_of, run  # noqa: E402
 from messages.catalogue import Surface, asyncapi, json_schemas, table  # noqa: E402
 
 INTRODUCTION = """# Messages
@@ -28,7 +28,7 @@ Headers of every message: `Physarum-Type` names the message, `Content-Type` is `
 
 def main(argv: list[str] | None = None) -> int:
     """Returns 0, or 1 when --check finds a stale file."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of("describe-messages", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not current")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder to write to")
     args = parser.parse_args(argv)
@@ -68,4 +68,4 @@ def _json(value: object) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -1,6 +1,5 @@
 """Write the pages under docs/ that are made from settings and their data, or check that they are current."""
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Final
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bin.entry import parser_of, run  # noqa: E402 - found in place, without an installation
 from runtime.settings.reference.page import settings_page  # noqa: E402 - found in place, without an installation
 from runtime.settings.slime.page import from_slime_page  # noqa: E402
 
@@ -20,7 +20,7 @@ PAGES: Final[dict[str, Callable[[], str]]] = {  # below docs/, and what gives it
 
 def main(argv: list[str] | None = None) -> int:
     """Returns 0, or 1 when --check finds a stale page."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of("describe-settings", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is not current")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder to write to")
     args = parser.parse_args(argv)
@@ -36,4 +36,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

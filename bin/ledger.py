@@ -2,10 +2,9 @@
 
 import argparse
 import logging
-import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,13 +12,13 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bin.entry import Screen, ended, parser_of, run  # noqa: E402 - found in place, without an installation
+from runtime.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_INTERRUPTED, EXIT_OK  # noqa: E402
+
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
     from runtime.agent.reopen import FoundRun
-
-COMMAND = "bin/ledger"
-EXIT_OK, EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 EPILOG = """Reads the run's bus while an agent runs it, else a copy of what the bus stored. Writes nothing to the run.
 
@@ -28,13 +27,12 @@ exit codes: 0 told; 1 there is no such group, the books do not close, or the log
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    return _tell(_parser().parse_args(argv))
+    args = _parser().parse_args(argv)
+    return ended(lambda: _tell(args))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("ledger", __doc__, EPILOG)
     parser.add_argument("run", metavar="RUN", help="name of a run under ./runs, or a run directory")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="one JSON object, with the groups that each step trained")
@@ -54,7 +52,7 @@ def _tell(args: argparse.Namespace) -> int:
         run = find_run(args.run)
     except NoSuchRun as error:
         print(error, file=sys.stderr)
-        return EXIT_WRONG_INPUT
+        return EXIT_INPUT_ERROR
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # attempts are not told
     if args.group is None:
         tell = partial(_tell_books, run, args.json)
@@ -104,7 +102,7 @@ async def _tell_books(run: "FoundRun", as_json: bool) -> int:
         told = f"the log begins at event {report.first_seq} and its archive is not in {run.directory}"
         print(f"{told}: which groups were trained before is not told", file=sys.stderr)
     summary = report.summary(run.name, live=log.live)
-    _print([msgspec.json.encode(summary).decode()] if as_json else list(lines_of(summary)))
+    Screen(sys.stdout).show_all([msgspec.json.encode(summary).decode()] if as_json else list(lines_of(summary)))
     return EXIT_OK if summary.books.closed else EXIT_FAILED
 
 
@@ -130,20 +128,9 @@ async def _tell_group(run: "FoundRun", group_id: int) -> int:
         issued = "no group yet" if newest < 0 else f"groups 0 to {newest}"
         print(f"run {run.name} has no group {group_id}: it has issued {issued}", file=sys.stderr)
         return EXIT_FAILED
-    _print(lines)
+    Screen(sys.stdout).show_all(lines)
     return EXIT_OK
 
 
-def _print(lines: Sequence[str]) -> None:
-    try:
-        for line in lines:
-            print(line)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has read enough
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())  # or the interpreter complains when it flushes at its end
-        os.close(null)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

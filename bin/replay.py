@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bin.entry import Screen, ended, parser_of, run  # noqa: E402 - found in place, without an installation
+from runtime.exit_codes import EXIT_OK  # noqa: E402
+
 if TYPE_CHECKING:
     from actors.filter.replayed import ReplayedFilter
     from runtime.samples.dumped_run import DumpedGroups
     from runtime.settings.topology import Topology
 
-COMMAND = "bin/replay"
-EXIT_OK, EXIT_WRONG_INPUT = 0, 2
 GROUPS_SHOWN = 12  # ids of a batch, in its line for people
 
 EPILOG = """--to filter   what rollout.dynamic_filter says of every group now, and how often it said something else then
@@ -32,34 +33,21 @@ exit codes: 0 told; 2 the dump or the topology cannot be used; of --to trainer t
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     args, rest = _parser().parse_known_args(argv)
-    if args.to == "trainer":
-        return _train(args, rest)
-    if rest:
+    if rest and args.to != "trainer":
         _parser().error(f"unrecognized arguments: {' '.join(rest)}")
     from runtime.samples.dump_files import DumpError
     from runtime.settings.reading.config import TopologyError  # and with the rest numpy, which --help can do without
 
-    try:
-        lines = _filter(args) if args.to == "filter" else _batches(args)
-        for line in lines:
-            print(line)
-    except BrokenPipeError:  # `| head` has read enough
-        sys.stderr.close()
-        return EXIT_OK
-    except (TopologyError, DumpError) as error:
-        print(error, file=sys.stderr)
-        return EXIT_WRONG_INPUT
+    return ended(lambda: _train(args, rest) if args.to == "trainer" else _show(args), TopologyError, DumpError)
+
+
+def _show(args: argparse.Namespace) -> int:
+    Screen(sys.stdout).show_all(_filter(args) if args.to == "filter" else _batches(args))
     return EXIT_OK
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=COMMAND,
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of("replay", __doc__, EPILOG)
     add = parser.add_argument
     add("dump", metavar="DUMP", type=Path, help="a directory that run.dump_details has filled")
     add("topology", metavar="TOPOLOGY", type=Path, nargs="?", help="default: that of the dumped run")
@@ -149,16 +137,11 @@ def _batches(args: argparse.Namespace) -> Iterator[str]:
 
 def _train(args: argparse.Namespace, rest: list[str]) -> int:
     from bin.start_topology import main as start
-    from runtime.settings.reading.config import TopologyError
     from runtime.settings.reading.toml import load_tables
     from runtime.settings.topology import Topology
 
     path = _topology_file(args)
-    try:
-        name = load_tables(path, (), Topology).tables.get("run", {}).get("name", "dump")
-    except TopologyError as error:
-        print(error, file=sys.stderr)
-        return EXIT_WRONG_INPUT
+    name = load_tables(path, (), Topology).tables.get("run", {}).get("name", "dump")
     own = [f"run.name={name}-replay", "run.dump_details=none", *args.set]
     words = [str(path), "--only", "trainer", "--load", str(args.dump)]
     words += [word for item in own for word in ("--set", item)]
@@ -166,4 +149,4 @@ def _train(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

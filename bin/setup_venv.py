@@ -26,7 +26,8 @@ from typing import TextIO
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from runtime.files import write_atomically  # noqa: E402 - of the standard library alone
+from runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK  # noqa: E402 - of the standard library alone
+from runtime.files import write_atomically  # noqa: E402
 
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
@@ -70,14 +71,14 @@ def main() -> int:
             Setup(report, log, lock_fd).run()
     except SetupError as error:
         print(f"setup: {error}", file=sys.stderr)
-        return 1
+        return EXIT_FAILED
     except OSError as error:  # no space, no permission
         print(f"setup: {error}\nsetup: once this is mended, call again to go on", file=sys.stderr)
-        return 1
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print("setup: interrupted; the next call goes on", file=sys.stderr)
-        return 130
-    return 0
+        return EXIT_INTERRUPTED
+    return EXIT_OK
 
 
 @contextmanager

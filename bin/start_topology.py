@@ -1,11 +1,10 @@
 """Start the run that a topology file describes, or resume it, and follow it to its end."""
 
 import argparse
-import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -13,7 +12,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from actors.processes import process_specs  # noqa: E402 - found in place, without an installation
+from bin.entry import Screen, WrongInput, ended, parser_of, run  # noqa: E402
 from runtime.agent.preflight import check_files  # noqa: E402
+from runtime.exit_codes import EXIT_OK  # noqa: E402
 from runtime.samples.data_files import DataError  # noqa: E402
 from runtime.settings.load import LoadedTopology, load_topology  # noqa: E402
 from runtime.settings.plan import draw, plan_of  # noqa: E402
@@ -24,35 +25,12 @@ if TYPE_CHECKING:
     from runtime.agent.start import SpecsOf
 
 COMMAND = "bin/start-topology"
-EXIT_OK, EXIT_WRONG_INPUT, EXIT_INTERRUPTED = 0, 2, 130
 
 DESCRIPTION = """Start the run that a topology file describes, or resume it, and follow it to its end.
 
 The run lives in runs/<run.name>/: resolved topology, logs, checkpoints, metrics.jsonl, the bus's store."""
 EPILOG = """exit codes: 0 finished, 1 the run failed, 2 wrong input, 130 stopped by Ctrl-C (the same command resumes it;
 a second Ctrl-C stops at once)"""
-
-
-class WrongInput(Exception):
-    """The command cannot do what was asked; the text says why and what to do."""
-
-
-class Screen:
-    """Prints for people until nobody reads any more (`| head`); the run goes on."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream: TextIO | None = stream
-
-    def show(self, text: str) -> None:
-        if self._stream is None:
-            return
-        try:
-            print(text, file=self._stream, flush=True)
-        except BrokenPipeError:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._stream.fileno())  # or the interpreter complains when it flushes at its end
-            os.close(null)
-            self._stream = None
 
 
 def main(argv: list[str] | None = None, *, specs_of: "SpecsOf | None" = None) -> int:
@@ -62,26 +40,18 @@ def main(argv: list[str] | None = None, *, specs_of: "SpecsOf | None" = None) ->
         specs_of: which processes a topology has on a node; by default what actors.processes says.
     """
     args = _parser().parse_args(argv)
-    try:
-        loaded = load_topology(args.topology, [*args.set, *_half(args)])
-        specs_of = specs_of or process_specs
-        if args.check or args.plan:
-            return _inspect(loaded, specs_of, plan=args.plan)
-        return _start(loaded, args, specs_of)
-    except (TopologyError, WrongInput, DataError) as error:
-        print(error, file=sys.stderr)
-        return EXIT_WRONG_INPUT
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    return ended(lambda: _work(args, specs_of or process_specs), TopologyError, DataError)
+
+
+def _work(args: argparse.Namespace, specs_of: "SpecsOf") -> int:
+    loaded = load_topology(args.topology, [*args.set, *_half(args)])
+    if args.check or args.plan:
+        return _inspect(loaded, specs_of, plan=args.plan)
+    return _start(loaded, args, specs_of)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=COMMAND,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("start-topology", DESCRIPTION, EPILOG)
     add = parser.add_argument
     add("topology", type=Path, help="a file from topologies/")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key, as in train.num_steps=5")
@@ -126,11 +96,11 @@ def _inspect(loaded: LoadedTopology, specs_of: "SpecsOf", *, plan: bool) -> int:
     if plan:
         run_dir = Path(topology.run.dir) / topology.run.name
         specs = {name: specs_of(topology, name, run_dir) for name in topology.nodes}
-        print(draw(topology, plan_of(topology, specs)))
+        Screen(sys.stdout).show(draw(topology, plan_of(topology, specs)))
     for note in _check(loaded):
         print(f"note: {note}", file=sys.stderr)
     if not plan:
-        print(f"{loaded.loaded.files[-1]}: valid")
+        Screen(sys.stdout).show(f"{loaded.loaded.files[-1]}: valid")
     return EXIT_OK
 
 
@@ -180,7 +150,7 @@ def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf"
     except RunRefused as error:
         raise WrongInput(str(error)) from error
     if args.json:
-        print(end.result_json)
+        Screen(sys.stdout).show(end.result_json)
     return end.exit_code
 
 
@@ -196,4 +166,4 @@ def _command_of(args: argparse.Namespace) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

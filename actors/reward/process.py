@@ -58,7 +58,7 @@ class GraderProcess:
             GraderUnusableError: it cannot use a grader; says which and why.
             GraderStartError: it ended, or did not answer in time.
         """
-        command = [sys.executable, "-m", "actors.reward.worker", str(os.getpid())]
+        command = [sys.executable, "-P", "-m", "actors.reward.worker", str(os.getpid())]
         pipe = subprocess.PIPE
         started = await anyio.open_process(
             command, stdin=pipe, stdout=pipe, stderr=None, env=_environment(), start_new_session=True

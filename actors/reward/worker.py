@@ -28,6 +28,7 @@ from actors.reward.frames import (
     write_all,
 )
 from actors.reward.graders.calling import Call, grade_group, grade_sample, resolve_grader
+from runtime.import_path import user_folder_last
 
 if TYPE_CHECKING:
     import asyncio
@@ -143,4 +144,5 @@ def _limit_memory(limit_bytes: int | None) -> None:
 
 
 if __name__ == "__main__":
+    user_folder_last()
     raise SystemExit(main(sys.argv[1:]))

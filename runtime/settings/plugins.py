@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
+from runtime.import_path import OURS
+
 OWN: Final = '"module:function" or "path/file.py:function"'  # how a function of a user's own is named
 
 
@@ -59,7 +61,8 @@ def load_plugin(
     place, separator, attribute = value.rpartition(":")
     if not (separator and place and attribute):
         raise PluginError(key, value, _form_problem(value))
-    found = _find(key, value, _load_module(key, value, place, base_dirs), attribute)
+    module = _load_module(key, value, place, attribute, base_dirs)
+    found = _find(key, value, module, attribute)
     if inspect.isclass(found):
         raise PluginError(key, value, f"{attribute} is a class; name a function or an object that can be called")
     if not callable(found):
@@ -79,13 +82,34 @@ def _form_problem(value: str) -> str:
     return problem
 
 
-def _load_module(key: str, value: str, place: str, base_dirs: Sequence[Path]) -> ModuleType:
+def _refuse_ours(key: str, value: str, place: str, attribute: str) -> None:
+    top = place.partition(".")[0]
+    if top in OURS:
+        raise PluginError(key, value, f"{top} is a package of this program; {_file_form(place, attribute)}")
+
+
+def _refuse_another(key: str, value: str, place: str, attribute: str, module: ModuleType) -> None:
+    """A module of the current folder is found last: there may be another of its name."""
+    own, origin = Path(place.replace(".", "/") + ".py"), module.__file__ if hasattr(module, "__file__") else None
+    if own.is_file() and (origin is None or Path(origin).resolve() != own.resolve()):
+        problem = f"{place} is another module, {origin or 'built in'}; {_file_form(place, attribute)}"
+        raise PluginError(key, value, problem)
+
+
+def _file_form(place: str, attribute: str) -> str:
+    return f'for a file of your own write "{place.replace(".", "/")}.py:{attribute}"'
+
+
+def _load_module(key: str, value: str, place: str, attribute: str, base_dirs: Sequence[Path]) -> ModuleType:
     if place.endswith(".py"):
         path = _find_file(key, value, Path(place), base_dirs)
         return _guarded_import(key, value, lambda: _import_file(path), missing=None)
     if "/" in place:
         raise PluginError(key, value, f"{place} does not end in .py")
-    return _guarded_import(key, value, lambda: importlib.import_module(place), missing=place)
+    _refuse_ours(key, value, place, attribute)
+    module = _guarded_import(key, value, lambda: importlib.import_module(place), missing=place)
+    _refuse_another(key, value, place, attribute, module)
+    return module
 
 
 def _find_file(key: str, value: str, path: Path, base_dirs: Sequence[Path]) -> Path:

@@ -161,4 +161,4 @@ def test_help_loads_no_bus() -> None:
     command = [sys.executable, "-X", "importtime", str(COMMAND), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
-    assert not loaded & {"nats", "msgspec", "anyio", "numpy", "runtime"}
+    assert not loaded & {"nats", "msgspec", "anyio", "numpy"}

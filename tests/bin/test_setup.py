@@ -17,6 +17,7 @@ from tests.bin.package_index import PackageIndex, serve_index
 from tests.support.cpu import interpreter_starts
 
 ROOT = Path(__file__).parent.parent.parent
+LIGHT = ("runtime/__init__.py", "runtime/exit_codes.py", "runtime/files.py")
 COMMAND = """import mould, sys
 print("mould", mould.version, *sys.argv[1:])
 raise SystemExit(7)
@@ -84,7 +85,7 @@ def index(tmp_path: Path) -> Iterator[PackageIndex]:
 def checkout(tmp_path: Path, index: PackageIndex) -> Checkout:
     root = tmp_path / "a checkout"
     (root / "requirements").mkdir(parents=True)
-    for name in ("bin/setup", "bin/setup_venv.py", "bin/start-topology", "runtime/__init__.py", "runtime/files.py"):
+    for name in ("bin/setup", "bin/setup_venv.py", "bin/start-topology", *LIGHT):
         (root / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     (root / "bin" / "start_topology.py").write_text(COMMAND)

@@ -1,0 +1,80 @@
+"""What all commands share: where modules are found, one parser style, one way to print and to end."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import TextIO
+
+from runtime.exit_codes import EXIT_INPUT_ERROR, EXIT_INTERRUPTED
+from runtime.import_path import user_folder_last
+
+
+class WrongInput(Exception):
+    """The command cannot do what was asked; the text says why and what to do."""
+
+
+class Screen:
+    """Prints for people until nobody reads any more (`| head`) or it cannot be written; the command goes on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream: TextIO | None = stream
+
+    @property
+    def is_read(self) -> bool:
+        """Whether anybody may still read what is shown."""
+        return self._stream is not None
+
+    def show(self, text: str) -> None:
+        """Print a line."""
+        if self._stream is None:
+            return
+        try:
+            print(text, file=self._stream, flush=True)
+        except OSError:  # BrokenPipeError is one; a full disk another
+            self._give_up(self._stream)
+
+    def show_all(self, lines: Iterable[str]) -> None:
+        """Print lines, and ask for no more of them once nobody reads."""
+        for line in lines:
+            self.show(line)
+            if not self.is_read:
+                return
+
+    def _give_up(self, stream: TextIO) -> None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())  # or the interpreter complains when it flushes at its end
+        os.close(null)
+        self._stream = None
+
+
+def parser_of(command: str, description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
+    """A parser in the style of all commands: texts as they are written, options by their whole names."""
+    return argparse.ArgumentParser(
+        prog=f"bin/{command}",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def ended(work: Callable[[], int], *wrong_input: type[Exception]) -> int:
+    """The exit code of a command's work.
+
+    Args:
+        wrong_input: errors that are the user's to mend; their text is all that is said.
+    """
+    try:
+        return work()
+    except (WrongInput, *wrong_input) as error:
+        Screen(sys.stderr).show(str(error))
+        return EXIT_INPUT_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def run(main: Callable[[], int]) -> None:
+    """Run a command as this process."""
+    user_folder_last()
+    sys.exit(main())

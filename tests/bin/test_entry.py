@@ -1,0 +1,121 @@
+"""What all commands share: whose modules are found, and how they end."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from actors.processes import process_specs
+from actors.reward.frames import GraderSpec, Hello
+from actors.reward.process import GraderProcess
+from bin.entry import Screen
+from runtime.settings.load import load_topology
+
+ROOT = Path(__file__).parents[2]
+LAPTOP = ROOT / "topologies" / "laptop.toml"
+TAKEN = ("actors", "bin", "messages", "runtime", "statistics", "structlog", "yaml")  # ours and others'
+PYTHON_OF = {"ledger": "ledger.py", "replay": "replay.py", "start-topology": "start_topology.py"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A user's folder, in which modules have the names of ours, and one has a name of its own."""
+    for name in TAKEN:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a module of the user was taken for ours')\n")
+    (tmp_path / "my_rewards.py").write_text("def grade(sample):\n    return 0.5\n")
+    return tmp_path
+
+
+def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    without = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return subprocess.run(command, cwd=cwd, env=without, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("name", ["engine.policy.0", "router.policy", "trainer", "rollout"])
+def test_a_process_of_a_run_finds_our_modules_whatever_the_users_are_called(folder: Path, name: str) -> None:
+    """Found first were those of the current folder: a run failed after it had restarted each process ten times."""
+    topology = load_topology(LAPTOP).topology
+    specs = {spec.name: spec for spec in process_specs(topology, "local", folder / "run")}
+    command, env = specs[name].command, {**os.environ, **specs[name].env}
+    module = command.index("-m") + 2
+    shown = subprocess.run(
+        [*command[:module], "--help"], cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "usage:" in shown.stdout
+
+
+@pytest.mark.parametrize("command", sorted(PYTHON_OF))
+def test_a_command_finds_our_modules_whatever_the_users_are_called(folder: Path, command: str) -> None:
+    shown = run([sys.executable, "-P", str(ROOT / "bin" / PYTHON_OF[command]), "--help"], folder)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith(f"usage: bin/{command}")
+    assert f'.venv/bin/python" -P "$root/bin/{PYTHON_OF[command]}"' in (ROOT / "bin" / command).read_text()
+
+
+@pytest.mark.anyio
+async def test_a_grader_of_the_current_folder_is_found_by_its_modules_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    process = await GraderProcess.start(Hello(graders=(GraderSpec(name="my_rewards:grade"),)))
+    await process.kill()
+
+
+def test_check_finds_a_module_of_the_current_folder(folder: Path) -> None:
+    checked = check(folder, "my_rewards:grade")
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("messages:reward", "messages is a package of this program; for a file of your own write"),
+        ("runtime.reward:reward", "runtime is a package of this program; for a file of your own write"),
+        ("statistics:reward", "statistics is another module, "),
+    ],
+)
+def test_check_names_the_file_form_for_a_module_that_another_hides(folder: Path, value: str, problem: str) -> None:
+    checked = check(folder, value)
+    assert checked.returncode == 2
+    assert "data.0.rm_type" in checked.stderr
+    assert problem in checked.stderr
+    assert f'write "{value.partition(":")[0].replace(".", "/")}.py:reward"' in checked.stderr
+
+
+def check(folder: Path, rm_type: str) -> subprocess.CompletedProcess[str]:
+    script = str(ROOT / "bin" / "start_topology.py")
+    return run([sys.executable, "-P", script, str(LAPTOP), "--check", "--set", f"data.0.rm_type={rm_type}"], folder)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["bin/start_topology.py", "--help"], ["bin/describe_settings.py", "--docs", "/nowhere", "--check"]],
+)
+def test_a_reader_that_goes_away_is_no_error(arguments: list[str]) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-P", *arguments],
+            cwd=ROOT,
+            stdout=write_end,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(write_end)
+    assert "Traceback" not in ended.stderr
+    assert "BrokenPipeError" not in ended.stderr
+
+
+def test_a_screen_that_cannot_be_written_takes_what_is_shown_all_the_same() -> None:
+    with open("/dev/full", "w") as full:
+        screen = Screen(full)
+        screen.show("one")
+        assert not screen.is_read
+        screen.show_all(["two", "three"])
