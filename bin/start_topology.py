@@ -16,6 +16,7 @@ from bin.entry import Screen, WrongInput, ended, parser_of, run  # noqa: E402
 from runtime.agent.preflight import check_files  # noqa: E402
 from runtime.exit_codes import EXIT_OK  # noqa: E402
 from runtime.samples.data_files import DataError  # noqa: E402
+from runtime.secrets import without_logins  # noqa: E402
 from runtime.settings.load import LoadedTopology, load_topology  # noqa: E402
 from runtime.settings.plan import draw, plan_of  # noqa: E402
 from runtime.settings.reading.config import TopologyError  # noqa: E402
@@ -144,7 +145,9 @@ def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf"
 
     from runtime.agent.start import RunRefused, Wish, start  # brings the bus along, which the rest can do without
 
-    wish = Wish(node=node, fresh=args.fresh, command=_command_of(args))
+    if any(without_logins(override) != override for override in args.set):
+        screen.show("note: a password on a command line is seen by every user of this machine: use bus.credentials")
+    wish = Wish(node=node, fresh=args.fresh, command=_command_of(args), bus_login=loaded.bus_login)
     try:
         end = start(topology, wish, specs_of=specs_of, show=screen.show)
     except RunRefused as error:
@@ -155,10 +158,10 @@ def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf"
 
 
 def _command_of(args: argparse.Namespace) -> str:
-    """The command that resumes this run."""
+    """The command that resumes this run; a login in it is hidden, and has to be put in again."""
     words = [COMMAND, str(args.topology)]
     for override in args.set:
-        words += ["--set", override]
+        words += ["--set", without_logins(override)]
     for option in ("node", "only", "load"):
         value = getattr(args, option)
         words += [] if value is None else [f"--{option}", value]

@@ -3,6 +3,7 @@
 import os
 import re
 import secrets
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, Self
@@ -11,6 +12,7 @@ from urllib.parse import quote, unquote
 import msgspec
 
 HIDDEN: Final = "***"
+NATS_CREDENTIALS: Final = "BEGIN NATS USER JWT"
 PRIVATE_FILE: Final = 0o600
 PRIVATE_DIRECTORY: Final = 0o700
 _BYTES: Final = 24  # of randomness in a secret that we make
@@ -61,6 +63,12 @@ class Login(msgspec.Struct, frozen=True, kw_only=True):
     password: Secret  # or the token, without a user
 
 
+class _LoginFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    user: str | None = None
+    password: str | None = None
+    token: str | None = None
+
+
 def split_login(url: str) -> tuple[str, Login | None]:
     """URLs, separated by commas, without the login that stands in them, and that login.
 
@@ -70,9 +78,9 @@ def split_login(url: str) -> tuple[str, Login | None]:
     bare: list[str] = []
     found: set[tuple[str | None, str]] = set()
     for one in url.split(","):
-        scheme, _, rest = one.partition("://")
+        scheme, slashes, rest = one.rpartition("://")
         login, at, place = rest.rpartition("@")
-        bare.append(f"{scheme}://{place}")
+        bare.append(f"{scheme}{slashes}{place}")
         if at:
             user, colon, password = login.partition(":")
             found.add((unquote(user), unquote(password)) if colon else (None, unquote(user)))
@@ -89,6 +97,29 @@ def with_login(url: str, login: Login | None) -> str:
     words = [login.password.reveal()] if login.user is None else [login.user, login.password.reveal()]
     written = ":".join(quote(word, safe="") for word in words)
     return ",".join(one.replace("://", f"://{written}@", 1) for one in url.split(","))
+
+
+def read_login(path: Path) -> Login:
+    """The login in a TOML file: `user` and `password`, or `token`.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: others may read it, or it holds something else. Shows nothing of what it holds.
+    """
+    text = read_private(path)
+    if NATS_CREDENTIALS in text:
+        raise ValueError(f"{path}: credentials with a JWT and a seed are not built yet; user and password are")
+    try:
+        found = msgspec.convert(tomllib.loads(text), _LoginFile)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError):
+        found = _LoginFile()
+    match found:
+        case _LoginFile(user=str(user), password=str(password), token=None):
+            return Login(user=user, password=Secret(password))
+        case _LoginFile(user=None, password=None, token=str(token)):
+            return Login(password=Secret(token))
+        case _:
+            raise ValueError(f'{path}: expected user = "..." and password = "...", or token = "..." alone')
 
 
 def without_logins(text: str) -> str:

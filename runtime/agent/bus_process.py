@@ -25,7 +25,7 @@ def bus_process(plan: NodePlan, server: ServerSettings) -> ProcessSpec:
 
     async def is_ready(pid: int) -> None:
         with suppress(BusUnavailable):
-            await wait_ready(directory, pid, timeout_s=BUS_READY_S)
+            await wait_ready(directory, pid, timeout_s=BUS_READY_S, login=server.login)
             return
         await anyio.sleep_forever()  # it has ended, or the deadline of its start will end it
 

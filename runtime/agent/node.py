@@ -23,7 +23,7 @@ from runtime.bus.errors import BusError
 from runtime.bus.limits import BusLimits
 from runtime.exit_codes import EXIT_FENCED
 from runtime.failures import leaves
-from runtime.files import write_atomically
+from runtime.secrets import Secret, with_login, write_private
 from runtime.settings.processes import ProcessSpec, Stage
 
 log = structlog.get_logger()
@@ -50,7 +50,7 @@ class NodeAgent:
         self._changes, self._changes_to_tell = send, receive
         self._ending = anyio.Event()
         self._outcome: Outcome | None = None
-        self._bus_url = plan.bus_url
+        self._bus_url = None if plan.bus_url is None else Secret(with_login(plan.bus_url, plan.bus_login))
         self._bus_ready = anyio.Event()
 
     async def run(self) -> Outcome:
@@ -74,13 +74,13 @@ class NodeAgent:
         """Bring the bus and all processes up; return when the end has come and the processes are stopped."""
         if self._plan.server is not None:
             self._supervision.start(bus_process(self._plan, self._plan.server))
-        else:
-            self._bus_ready.set()
+        elif self._bus_url is not None:
+            self._found_bus(self._bus_url)
         await _first_of(self._bus_ready, self._ending)
         if self._ending.is_set() or self._bus_url is None:
             return
         name = f"agent-{self._plan.node}"
-        async with Bus.connect(self._bus_url, self._plan.run, name=name, limits=BUS_LIMITS) as bus:
+        async with Bus.connect(self._bus_url.reveal(), self._plan.run, name=name, limits=BUS_LIMITS) as bus:
             await bus.ensure_streams(self._plan.limits)
             try:
                 claim = await NodeClaim.take(
@@ -145,15 +145,20 @@ class NodeAgent:
                     self._end(Outcome(finished=False, failure=change))
                 return
             case Ready() if change.spec.name == BUS_PROCESS and not self._bus_ready.is_set():
-                self._bus_url = f"nats://{change.host}:{change.port}"
-                write_atomically(self._plan.run_dir / BUS_FILE, f"{self._bus_url}\n".encode())
-                self._bus_ready.set()
+                login = None if self._plan.server is None else self._plan.server.login
+                self._found_bus(Secret(with_login(f"nats://{change.host}:{change.port}", login)))
             case _:
                 pass
         try:
             self._changes.send_nowait(change)
         except (anyio.WouldBlock, anyio.ClosedResourceError, anyio.BrokenResourceError):
             log.warning("change_not_told", process=change.spec.name)
+
+    def _found_bus(self, url: Secret) -> None:
+        """The bus is up, and who may read the run directory may find it."""
+        self._bus_url = url
+        write_private(self._plan.run_dir / BUS_FILE, f"{url.reveal()}\n")
+        self._bus_ready.set()
 
     def _log_change(self, change: Change) -> None:
         fields = {key: value for key, value in msgspec.structs.asdict(change).items() if key not in ("spec", "tail")}
@@ -177,8 +182,10 @@ class NodeAgent:
         }
 
     def _told_the_bus(self, spec: ProcessSpec, incarnation: int) -> ProcessSpec:
-        env = {BUS_URL_VARIABLE: self._bus_url or "", "PHYSARUM_PROCESS": spec.name, **spec.env}
-        env["PHYSARUM_INCARNATION"] = str(incarnation)
+        """Its environment, which only its owner reads. Engines and routers have no use for the bus."""
+        env = {"PHYSARUM_PROCESS": spec.name, **spec.env, "PHYSARUM_INCARNATION": str(incarnation)}
+        if spec.stage is Stage.ACTOR and self._bus_url is not None:
+            env[BUS_URL_VARIABLE] = self._bus_url.reveal()
         return msgspec.structs.replace(spec, env=env)
 
 

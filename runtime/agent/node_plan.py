@@ -8,6 +8,7 @@ from runtime.agent.supervision.changes import GivenUp
 from runtime.bus.limits import StreamLimits
 from runtime.bus.nats.server import ServerSettings
 from runtime.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_OK
+from runtime.secrets import Login
 from runtime.settings.processes import ProcessSpec
 
 
@@ -22,7 +23,8 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     started: float  # Unix time at which the command was given
     processes: tuple[ProcessSpec, ...]
     server: ServerSettings | None = None  # of the bus, if this node runs it
-    bus_url: str | None = None  # of the bus otherwise
+    bus_url: str | None = None  # of the bus otherwise, without its login
+    bus_login: Login | None = None  # what that bus asks for
     limits: StreamLimits = StreamLimits()
     keeps_metrics: bool = True  # one node of a run does
     stall_after_s: float | None = None  # without any event, before it is said who waits; one node of a run says so

@@ -11,6 +11,7 @@ import msgspec
 
 from runtime.samples.data_files import DataError
 from runtime.samples.rows import read_rows
+from runtime.secrets import read_login
 from runtime.settings.gpus import gpus_here
 from runtime.settings.load import LoadedTopology, places
 from runtime.settings.placement import bus_node
@@ -57,6 +58,7 @@ def check_files(loaded: LoadedTopology, node: str | None = None) -> Checked:
         checker.data(f"data.{index}", data)
     for index, item in enumerate(topology.eval):
         checker.data(f"eval.{index}", eval_data(topology, item))
+    checker.credentials()
     checker.dumps()
     checker.not_built()
     checker.disk()
@@ -114,6 +116,19 @@ class _Checker:
                 pass
         except DataError as error:
             self._problem(f"{key}.path", data.path, str(error))
+
+    def credentials(self) -> None:
+        """The file with the login of a bus that is not ours."""
+        key, value = "bus.credentials", self._loaded.topology.bus.credentials
+        if value is None:
+            return
+        if not Path(value).exists():
+            self._missing(key, value, "no such file")
+            return
+        try:
+            read_login(Path(value))
+        except (OSError, ValueError) as error:
+            self._problem(key, value, str(error))
 
     def dumps(self) -> None:
         """Where samples are dumped and where a dump is read."""

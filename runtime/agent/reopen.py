@@ -22,6 +22,7 @@ from runtime.bus.limits import BusLimits
 from runtime.bus.nats.server import STORED_STREAMS, ServerSettings, server_command, wait_ready, write_config
 from runtime.ledger.archive import History, history, start_state
 from runtime.ledger.fold import LedgerState
+from runtime.secrets import Login, Secret, with_login
 
 RUNS = Path("runs")
 STREAMS = Path("nats") / STORED_STREAMS  # in the run directory
@@ -131,7 +132,7 @@ async def _live_url(run: FoundRun, scratch: Path) -> str | None:
         while True:
             if run.bus_url is None and await anyio.to_thread.run_sync(_copy_events, run, scratch):
                 return None
-            url = run.bus_url or _url_in(run.directory)
+            url = _url_in(run.directory) or run.bus_url  # the former has the login
             if url is not None:
                 try:
                     await _look(url, run.name)
@@ -173,12 +174,14 @@ async def _look(url: str, name: str) -> None:
 @asynccontextmanager
 async def _server_on(directory: Path) -> AsyncGenerator[str, None]:
     """A server for the duration of a block, which dies with this process; its URL."""
-    config = write_config(directory / "nats.conf", ServerSettings(store_dir=directory / "nats"))
+    login = Login(user="spectator", password=Secret.random())
+    config = write_config(directory / "nats.conf", ServerSettings(store_dir=directory / "nats", login=login))
     command = [*server_command(config, directory), "--log", str(directory / "nats.log")]
     server = await Child.start(command, os.environ)
     try:
         os.close(server.output)  # it writes to its log
-        yield (await wait_ready(directory, server.pid, timeout_s=SERVER_READY_S)).url
+        ports = await wait_ready(directory, server.pid, timeout_s=SERVER_READY_S, login=login)
+        yield with_login(ports.url, login)
     finally:
         server.ask_to_stop()
         with anyio.move_on_after(SERVER_STOP_S, shield=True):

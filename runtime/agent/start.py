@@ -28,6 +28,7 @@ from runtime.agent.supervision.changes import GivenUp
 from runtime.bus.nats.server import ServerSettings
 from runtime.exit_codes import EXIT_INPUT_ERROR
 from runtime.host.logs import configure_logging
+from runtime.secrets import Login, kept_secret, read_login
 from runtime.settings.placement import bus_node
 from runtime.settings.plan import stream_limits, stream_sizes
 from runtime.settings.processes import ProcessSpec
@@ -35,6 +36,8 @@ from runtime.settings.topology import Topology
 
 __all__ = ["End", "RunRefused", "SpecsOf", "Wish", "start"]
 
+BUS_USER = "physarum"
+BUS_PASSWORD_FILE = Path("bus", "password")  # in the run directory, for its owner alone
 STORE_BOUND = 1 << 50  # above all streams, which have bounds of their own; those of an earlier start may be larger
 
 SpecsOf = Callable[[Topology, str, Path], Sequence[ProcessSpec]]
@@ -45,6 +48,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str
     command: str  # that resumes the run, to be shown
+    bus_login: Login | None = None  # that stood in bus.url
     fresh: str | None = None  # start over; the name of the run to discard, "" for none
 
 
@@ -110,6 +114,7 @@ def _plan(topology: Topology, wish: Wish, claim: Claim, specs_of: SpecsOf) -> No
         processes=tuple(specs_of(topology, wish.node, claim.run_dir)),
         server=_server(topology, claim.run_dir) if bus_node(topology) == wish.node else None,
         bus_url=topology.bus.url,
+        bus_login=_login(topology, wish),
         limits=stream_limits(topology),
         keeps_metrics=wish.node == next(iter(topology.nodes)),
         stall_after_s=topology.run.stall_after_s if wish.node == home else None,
@@ -123,7 +128,18 @@ def _server(topology: Topology, run_dir: Path) -> ServerSettings:
         port=topology.bus.port or -1,
         max_payload=stream_sizes(topology).max_payload_bytes,
         max_file_store=STORE_BOUND,
+        login=Login(user=BUS_USER, password=kept_secret(run_dir / BUS_PASSWORD_FILE)),
     )
+
+
+def _login(topology: Topology, wish: Wish) -> Login | None:
+    """What a bus that is not the run's own asks for."""
+    if topology.bus.credentials is None:
+        return wish.bus_login
+    try:
+        return read_login(Path(topology.bus.credentials))
+    except (OSError, ValueError) as error:
+        raise RunRefused(f"bus.credentials: {error}") from error
 
 
 def _run(plan: NodePlan, topology: Topology, wish: Wish, show: Show) -> End:

@@ -10,6 +10,8 @@ import msgspec
 import structlog
 from structlog.typing import EventDict, Processor
 
+from runtime.secrets import without_logins
+
 LEVEL_VARIABLE = "PHYSARUM_LOG_LEVEL"  # debug, info (default), warning, error
 
 _encoder = msgspec.json.Encoder(enc_hook=repr)
@@ -52,7 +54,14 @@ def _bound_to(**values: str) -> Processor:
 def _renderer(stream: TextIO) -> list[Processor]:
     if stream.isatty():
         return [structlog.dev.ConsoleRenderer(timestamp_key="time")]
-    return [structlog.processors.format_exc_info, _to_json]
+    return [structlog.processors.format_exc_info, _hide_logins, _to_json]
+
+
+def _hide_logins(_logger: Any, _method: str, event: EventDict) -> EventDict:
+    for key, value in event.items():
+        if isinstance(value, str):
+            event[key] = without_logins(value)
+    return event
 
 
 def _to_json(_logger: Any, _method: str, event: EventDict) -> str:

@@ -1,12 +1,14 @@
 """From a topology file to a checked Topology with its paths found."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from runtime.secrets import Login, split_login
 from runtime.settings.halves import half_of
-from runtime.settings.reading.config import TopologyError
+from runtime.settings.reading.config import Problem, TopologyError
 from runtime.settings.reading.toml import SET, Loaded, convert, load_tables
 from runtime.settings.rules.validate import validate
 from runtime.settings.slices import split_slice
@@ -16,8 +18,9 @@ from runtime.settings.topology import Topology
 class LoadedTopology(msgspec.Struct, frozen=True, kw_only=True):
     """A valid topology and where its keys came from. Paths that exist here are absolute."""
 
-    topology: Topology
+    topology: Topology  # without any secret
     loaded: Loaded
+    bus_login: Login | None = None  # that stood in bus.url
 
 
 def load_topology(path: Path, overrides: Sequence[str] = ()) -> LoadedTopology:
@@ -32,11 +35,30 @@ def load_topology(path: Path, overrides: Sequence[str] = ()) -> LoadedTopology:
         TopologyError: every problem found, each with file, key, value and what is allowed.
     """
     loaded = load_tables(path, overrides, Topology)
+    bus_login = _take_login(loaded)
     topology = half_of(convert(loaded, Topology))
-    problems = [msgspec.structs.replace(problem, file=loaded.origin(problem.key)) for problem in validate(topology)]
+    problems = [*validate(topology), *_two_logins(topology, bus_login)]
     if problems:
-        raise TopologyError(problems)
-    return LoadedTopology(topology=_find_paths(topology, loaded), loaded=loaded)
+        raise TopologyError([msgspec.structs.replace(item, file=loaded.origin(item.key)) for item in problems])
+    return LoadedTopology(topology=_find_paths(topology, loaded), loaded=loaded, bus_login=bus_login)
+
+
+def _take_login(loaded: Loaded) -> Login | None:
+    """Cut the login out of bus.url before anything is said or stored of the tables."""
+    bus: dict[str, Any] | Any = loaded.tables.get("bus")
+    url = bus.get("url") if isinstance(bus, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    if not isinstance(url, str):
+        return None
+    try:
+        bus["url"], login = split_login(url)
+    except ValueError as error:
+        raise TopologyError([Problem(key="bus.url", message=str(error), file=loaded.origin("bus.url"))]) from error
+    return login
+
+
+def _two_logins(topology: Topology, login: Login | None) -> Iterator[Problem]:
+    if login is not None and topology.bus.credentials is not None:
+        yield Problem.of("bus.credentials", topology.bus.credentials, "bus.url has a login as well: give one of them")
 
 
 def places(loaded: Loaded, key: str) -> tuple[Path, ...]:
@@ -67,6 +89,7 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
     model, rollout, run = topology.model, topology.rollout, topology.run
     return msgspec.structs.replace(
         topology,
+        bus=msgspec.structs.replace(topology.bus, credentials=optional("bus.credentials", topology.bus.credentials)),
         model=msgspec.structs.replace(
             model,
             hf_checkpoint=find("model.hf_checkpoint", model.hf_checkpoint),

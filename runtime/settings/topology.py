@@ -7,6 +7,7 @@ import msgspec
 from runtime.settings.reading.config import Config
 from runtime.settings.recipe import Count, Name, Positive, Recipe, Text, trains_demonstrations
 
+BusUrl = Annotated[str, msgspec.Meta(pattern=r"^(nats|tls|ws|wss)://[^@]*$")]  # a login is cut out before
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 LightActor = Literal["rollout", "reward", "filter", "buffer"]
 SOLE_NODE: Final = "local"  # the node of a topology that names none
@@ -29,7 +30,8 @@ class BusConfig(Config, frozen=True, kw_only=True):
     """The NATS server. Limits left unset are derived from the recipe."""
 
     node: Name | None = None  # the node that runs it; none: the only node
-    url: Annotated[str, msgspec.Meta(pattern=r"^(nats|tls|ws|wss)://")] | None = None  # of a server that runs already
+    url: BusUrl | None = None  # of a server that runs already
+    credentials: Text | None = None  # file with the user and password of bus.url, or its token, for its owner alone
     port: Port | None = None  # of the server that is started; none: a free one is picked
     event_bytes: Positive | None = None  # limit of the event stream
     work_bytes: Positive | None = None  # limit of the stream of tasks and score requests

@@ -12,6 +12,8 @@ from typing import IO, Self
 
 import msgspec
 
+from runtime.secrets import make_private
+
 LOCK_FILE = "agent.lock"
 
 
@@ -42,13 +44,16 @@ class Claim:
 
     @classmethod
     def take(cls, run_dir: Path, *, node: str | None = None) -> Self:
-        """Claim a run directory, created when missing; a node's name gives each node of a shared directory its own.
+        """Claim a run directory, which is made when missing and closed to other users.
+
+        Args:
+            node: gives each node of a shared directory a claim of its own.
 
         Raises:
             RunClaimed: another agent holds it.
             OSError: the directory cannot be made or written.
         """
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_private(run_dir)
         path = run_dir / (LOCK_FILE if node is None else f"agent-{node}.lock")
         file = path.open("a+", encoding="utf-8")  # not truncated: it may be another agent's
         try:

@@ -5,6 +5,7 @@ from typing import Self
 
 import msgspec
 
+from runtime.secrets import without_logins
 from runtime.wording import show
 
 
@@ -27,7 +28,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         where = f"{self.key} = {self.value}" if self.value is not None else self.key
-        return ": ".join(part for part in (self.file, where, self.message) if part)
+        return without_logins(": ".join(part for part in (self.file, where, self.message) if part))
 
 
 class TopologyError(Exception):

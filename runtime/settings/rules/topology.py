@@ -39,6 +39,8 @@ def _bus(topology: Topology) -> Iterator[Problem]:
         yield Problem(key="bus", message="with several nodes, bus.node or bus.url says where the NATS server is")
     if bus.port is not None and bus.url is not None:
         yield Problem.of("bus.port", bus.port, "the port belongs into bus.url")
+    if bus.credentials is not None and bus.url is None:
+        yield Problem.of("bus.credentials", bus.credentials, "is for bus.url; a server of our own makes its password")
 
 
 def _sizes(topology: Topology) -> Iterator[Problem]:

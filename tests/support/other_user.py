@@ -1,0 +1,87 @@
+"""What another user of this machine sees: files, processes and ports, looked at without the rights of root."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import psutil
+
+_PROBE = r"""
+import encodings.idna, json, os, socket, sys
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+run_dir, pids, ports = json.loads(sys.argv[1])
+seen = {"files": [], "readable": [], "environments": [], "command_lines": [], "ports": {}}
+for place, folders, names in os.walk(run_dir):
+    seen["files"] += [os.path.join(place, name) for name in (*folders, *names)]
+for path in sys.argv[2:]:
+    try:
+        open(path, "rb").close()
+        seen["readable"].append(path)
+    except OSError:
+        pass
+for pid in pids:
+    try:
+        seen["command_lines"].append(open(f"/proc/{pid}/cmdline").read().replace("\0", " "))
+    except OSError:
+        pass
+    try:
+        seen["environments"].append(open(f"/proc/{pid}/environ").read())
+    except OSError:
+        pass
+for host, port in ports:
+    with socket.create_connection((host, port), timeout=5) as connection:
+        connection.sendall(b'CONNECT {"verbose":true}\r\nSUB > 1\r\nPUB phy.r.event.x 1\r\nx\r\nPING\r\n')
+        said = b""
+        try:
+            while len(said) < 1 << 16 and (data := connection.recv(4096)):
+                said += data
+        except OSError:
+            pass
+        seen["ports"][str(port)] = said.decode(errors="replace")
+print(json.dumps(seen))
+"""
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """What was found out."""
+
+    files: list[str]  # below the run directory
+    readable: list[str]  # of the paths asked for
+    environments: list[str]
+    command_lines: list[str]
+    ports: dict[str, str]  # what each said to a NATS client without a login
+
+
+def seen_by_nobody(run_dir: Path, pids: list[int], paths: list[Path], ports: list[tuple[str, int]]) -> Seen:
+    """What a process of another user finds out about a run. Only root can ask."""
+    command = [sys.executable, "-I", "-S", "-c", _PROBE, json.dumps([str(run_dir), pids, ports]), *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, timeout=30, check=False, cwd="/")
+    assert done.returncode == 0, done.stderr.decode()
+    return msgspec.json.decode(done.stdout, type=Seen)
+
+
+@contextmanager
+def open_directory() -> Iterator[Path]:
+    """A directory that everybody may enter, unlike those of pytest."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def listening(pids: list[int]) -> list[tuple[str, int]]:
+    """Where processes take connections."""
+    places = [place for pid in pids for place in psutil.Process(pid).net_connections("tcp")]
+    return sorted({(place.laddr.ip, place.laddr.port) for place in places if place.status == psutil.CONN_LISTEN})
+
+
+def files_with(secret: str, directory: Path) -> list[str]:
+    """Files below a directory in which a secret stands."""
+    found = [path for path in directory.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+    return sorted(str(path.relative_to(directory)) for path in found)
