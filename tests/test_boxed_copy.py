@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.metric_names import undocumented
+
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 600  # for each half; a loaded machine takes several times what an idle one does
 NUM_STEPS = 30  # of RL, of the 140 that the recipe plans
@@ -50,6 +52,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_demonstrations_are_trained_without_an_engine_and_exported(place: Path) -> None:
     logs = {path.stem for path in (place / "runs/boxed-copy-sft/logs").glob("*.jsonl")}
     assert {"agent", "trainer", "rollout", "filter", "buffer"} <= logs
+    assert undocumented(rows(place, "boxed-copy-sft")) == set()
     assert not [name for name in logs if name.startswith(("engine", "router", "reward"))]
     exported = {path.name for path in (place / "runs/boxed-copy-sft/hf").iterdir()}
     assert exported == {
@@ -72,6 +75,7 @@ def test_rl_goes_on_from_the_exported_model_and_learns(place: Path, mode: tuple[
     assert 0.15 < result["reward_first"] < 0.5  # the form and half of the habit
     assert result["reward_last"] >= result["reward_first"] + 0.2
     metrics = rows(place, name)
+    assert undocumented(metrics) == set()
     held_out = [row["eval/boxed-copy-held-out"] for row in metrics if "eval/boxed-copy-held-out" in row]
     assert held_out[-1] >= held_out[0] + 0.1
     steps = [row for row in metrics if row["step"] > 0]

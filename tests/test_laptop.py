@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.metric_names import undocumented
+
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 900  # a loaded machine takes several times the two minutes of an idle one
 
@@ -34,6 +36,7 @@ def test_the_laptop_run_learns_to_reverse_digits_and_its_books_close(tmp_path: P
     groups = result["groups"]
     assert groups["issued"] == groups["trained"] == 200 * 64
     rows = [json.loads(row) for row in (tmp_path / "runs" / "laptop" / "metrics.jsonl").read_text().splitlines()]
+    assert undocumented(rows) == set()
     steps = [row for row in rows if row["step"] > 0]
     assert [row["step"] for row in steps] == list(range(1, 201))
     # engine and trainer compute the same model: their log-probs of the same tokens under the same weights

@@ -11,21 +11,29 @@ from actors.trainer.batches.batch import Floats32, MicroBatch, TrainBatch
 from actors.trainer.batches.staleness import staleness_metrics
 from actors.trainer.megatron import groups as ranks
 
-SUMS = ("loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "kl_loss")  # train/..., reduced like the loss
-SFT_SUMS = ("loss", "sft_loss", "entropy_loss")
+SUMS = (  # reduced like the loss
+    "train/loss",
+    "train/pg_loss",
+    "train/entropy_loss",
+    "train/pg_clipfrac",
+    "train/ppo_kl",
+    "train/kl_loss",
+)
+SFT_SUMS = ("train/loss", "train/sft_loss", "train/entropy_loss")
 DIFF = "train/train_rollout_logprob_abs_diff"
+DIFF_MAX = "train/train_rollout_logprob_abs_diff_max"
 
 
 def reduced_sums(names: Sequence[str], sums: Sequence[Tensor]) -> dict[str, float]:
     """Mean over the optimizer steps of each of the metric sums. A collective of all replicas.
 
     Args:
-        names: of the sums.
+        names: of the metrics.
         sums: of each optimizer step on this replica, the last one the share of the denominator.
     """
     total = ranks.sum_over_replicas(torch.stack(list(sums)))
     means = (total[:, :-1] / total[:, -1:].clamp(min=1.0)).mean(dim=0)
-    return {f"train/{name}": value for name, value in zip(names, means.tolist(), strict=True)}
+    return dict(zip(names, means.tolist(), strict=True))
 
 
 def difference_metrics(
@@ -44,7 +52,7 @@ def difference_metrics(
     ).tolist()
     largest = ranks.max_over_replicas(torch.tensor(difference[current].max(initial=0.0), dtype=torch.float64))
     count = max(sums[1], 1.0)
-    return {DIFF: sums[0] / count, f"{DIFF}_max": largest.item(), "train/stale_token_ratio": 1.0 - sums[2] / count}
+    return {DIFF: sums[0] / count, DIFF_MAX: largest.item(), "train/stale_token_ratio": 1.0 - sums[2] / count}
 
 
 def size_metrics(batch: TrainBatch) -> dict[str, float]:

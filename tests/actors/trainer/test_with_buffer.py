@@ -46,16 +46,16 @@ def no_ranks_yet(one_rank: None) -> None:
 
 
 @pytest.fixture
-def make(make_topology: Callable[..., Topology], model_dir: Path, tmp_path: Path) -> Callable[[int], Topology]:
-    """Three steps of three groups, with a max_staleness."""
+def make(make_topology: Callable[..., Topology], model_dir: Path, tmp_path: Path) -> Callable[..., Topology]:
+    """Three steps of three groups, with a max_staleness and so many groups asked for at a time."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / name, model_dir / name)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"input": str(number), "label": "1"}) + "\n" for number in range(10)))
     data = DataConfig(name="digits", path=str(prompts), rm_type="exact_match")
 
-    def with_staleness(max_staleness: int) -> Topology:
-        rollout = {"rollout_batch_size": GROUPS, "max_staleness": max_staleness}
+    def with_staleness(max_staleness: int, asked: int = GROUPS) -> Topology:
+        rollout = {"rollout_batch_size": GROUPS, "over_sampling_batch_size": asked, "max_staleness": max_staleness}
         return replace(make_topology(rollout=rollout, train={"num_steps": 3, "save_interval": 1}), data=(data,))
 
     return with_staleness
@@ -141,3 +141,14 @@ async def test_rollout_leads_by_max_staleness_at_most_and_the_metrics_of_every_s
             announced[event.step] = seq
         if isinstance(event, GroupsIssued):
             assert seq > announced[max(0, event.round - max_staleness)]
+
+
+async def test_a_synchronous_run_trains_the_surplus_of_a_round_one_step_late_as_docs_metrics_says(
+    make: Callable[..., Topology], bus: Bus, tmp_path: Path
+) -> None:
+    log = await log_of_a_run(make(0, asked=GROUPS + 1), bus, tmp_path / "run")
+    trained = of([event for _, event in log], BatchTrained)
+    staleness = [event.metrics["rollout/staleness_max"] for event in trained]
+    assert staleness[0] == 0
+    assert max(staleness) >= 1  # of the fourth group of the first round
+    assert all(0 < event.metrics["rollout/off_policy_ratio"] < 1 for event in trained if event.step == 1)

@@ -13,7 +13,7 @@ import torch
 from actors.trainer.batches.batch import TrainBatch
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.models.cuts import export_weights
-from actors.trainer.step.metrics import DIFF
+from actors.trainer.step.metrics import DIFF, DIFF_MAX
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import write_model
@@ -152,7 +152,7 @@ def test_the_difference_to_the_engine_is_taken_before_the_first_optimizer_step_f
     assert step(replace(random_batch(), rollout_log_probs_N=exact))[DIFF] < 1e-6
     off = exact + np.where(random_batch().loss_mask_N, 0.25, 0).astype(np.float32)
     metrics = trainer(topology)[0](replace(random_batch(), rollout_log_probs_N=off))
-    assert (metrics[DIFF], metrics[f"{DIFF}_max"]) == pytest.approx((0.25, 0.25), abs=1e-5)
+    assert (metrics[DIFF], metrics[DIFF_MAX]) == pytest.approx((0.25, 0.25), abs=1e-5)
 
 
 def test_the_largest_difference_is_over_tokens_that_the_current_weights_sampled(make_topology: MakeTopology) -> None:
@@ -164,7 +164,7 @@ def test_the_largest_difference_is_over_tokens_that_the_current_weights_sampled(
     exact[trains[0]] -= 3.0
     staleness[trains[0]] = 1
     metrics = trainer(topology)[0](replace(batch, rollout_log_probs_N=exact, staleness_N=staleness))
-    assert metrics[f"{DIFF}_max"] < 1e-5
+    assert metrics[DIFF_MAX] < 1e-5
     assert metrics[DIFF] == pytest.approx(3.0 / len(trains), rel=1e-3)
     assert metrics["train/stale_token_ratio"] == pytest.approx(1 / len(trains))
 
