@@ -7,8 +7,9 @@ from typing import Any
 
 from actors.reward.graders.boxed import BOXED_PREFIX, Grader, boxed
 from actors.reward.graders.matching import exact_match, f1, positional_match
-from actors.reward.graders.math_answers import math
+from actors.reward.graders.numeric import numeric
 from runtime.settings.plugins import OWN
+from runtime.settings.slime.graders import slime_grader_hint
 
 
 def _text(label: Any) -> str:
@@ -26,7 +27,7 @@ BUILT_IN_GRADERS: Mapping[str, Grader] = MappingProxyType(
             sample.response, _text(sample.label), truncated=sample.truncated
         ),
         "f1": lambda sample: f1(sample.response, _text(sample.label)),
-        "math": lambda sample: math(sample.response, _text(sample.label)),
+        "numeric": lambda sample: numeric(sample.response, _text(sample.label)),
     }
 )
 
@@ -35,13 +36,13 @@ def find_grader(name: str) -> Grader:
     r"""A built-in grader; "boxed_" before its name grades only the content of the last \boxed{...}, "" if none.
 
     Raises:
-        ValueError: no grader has this name; names the nearest ones.
+        ValueError: no grader has this name; says what there is in the place of one of slime's, or the nearest name.
     """
     plain = name.removeprefix(BOXED_PREFIX)
     grader = BUILT_IN_GRADERS.get(plain)
     if grader is None:
         names = ", ".join(BUILT_IN_GRADERS)
         close = get_close_matches(plain, BUILT_IN_GRADERS, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"no grader {name!r}: {hint}built in are {names}; own ones are {OWN}")
+        hint = slime_grader_hint(plain) or (f"did you mean {close[0]!r}?" if close else "")
+        raise ValueError(f"no grader {name!r}: {hint}{' ' if hint else ''}built in are {names}; own ones are {OWN}")
     return boxed(grader) if name.startswith(BOXED_PREFIX) else grader

@@ -67,6 +67,12 @@ class Rule(Answer, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return Answer(key=f"{self.key}.{name.replace('-', '_')}", note=self.note)
 
 
+class Grader(Answer, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A value of slime's --rm-type; `key` is the rm_type that it has here."""
+
+    name: str
+
+
 class Ours(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A key without a flag of slime's, for what a reader who comes from there would look for."""
 
@@ -86,6 +92,7 @@ class FromSlime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The whole table."""
 
     sections: tuple[Section, ...]
+    graders: tuple[Grader, ...]
     rules: tuple[Rule, ...]
 
     def flags(self) -> Iterator[Flag]:

@@ -46,7 +46,7 @@ def flag_hint(key: str) -> str | None:
 
 def _say(found: Found, table: str) -> str:
     answer, flag = found.answer, f"{found.whose}'s --{found.flag}"
-    remark = _plain(answer.remark)
+    remark = plain_text(answer.remark)
     if answer.key is not None:
         return f"{flag} is {_beside(answer.key, table)} here" + (f" ({remark})" if remark else "")
     return f"{flag} {'has no key here' if answer.no is not None else 'is not built yet'}: {remark}"
@@ -68,6 +68,6 @@ def _is_typo(name: str, known: str) -> bool:
     return all(SequenceMatcher(None, *pair).ratio() >= CLOSE_WORD for pair in zip(words, meant, strict=True))
 
 
-def _plain(text: str) -> str:
+def plain_text(text: str) -> str:
     """Markdown of docs/ as a terminal shows it."""
     return re.sub(r"\[[^]]+\]\(([^)]+)\)", r"docs/\1", text).replace("`", "")

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Final
 
-from runtime.settings.slime.flags import OWN, Answer, Flag, FromSlime, Ours, Rule, Section, from_slime
+from runtime.settings.slime.flags import OWN, Answer, Flag, FromSlime, Grader, Ours, Rule, Section, from_slime
 
 HEAD: Final = """# Coming from slime
 
@@ -32,6 +32,15 @@ By rule, for every flag that no table above names.
 |---|---|---|
 """
 
+GRADERS_HEAD: Final = """
+## Graders
+
+The values of `--rm-type`, here of a data source's `rm_type`. `boxed_` before one grades the content of the last box.
+
+| slime | here | |
+|---|---|---|
+"""
+
 END: Final = """
 ## Sample fields
 
@@ -53,7 +62,9 @@ END: Final = """
 def from_slime_page() -> str:
     """The page's text."""
     table = from_slime()
-    return "".join([_head(table), *map(_section, table.sections), RULES_HEAD, *map(_rule_row, table.rules), END])
+    sections, rules = map(_section, table.sections), map(_rule_row, table.rules)
+    graders = map(_grader_row, table.graders)
+    return "".join([_head(table), *sections, RULES_HEAD, *rules, GRADERS_HEAD, *graders, END])
 
 
 def _head(table: FromSlime) -> str:
@@ -79,6 +90,10 @@ def _name(flag: Flag) -> str:
 def _rule_row(rule: Rule) -> str:
     names = [*rule.names, *(f"{prefix}*" for prefix in rule.prefixes)]
     return _row(f"{rule.whose}: {', '.join(f'`{name}`' for name in names)}", _here(rule), rule.remark)
+
+
+def _grader_row(grader: Grader) -> str:
+    return _row(f"`{grader.name}`", _here(grader), grader.remark)
 
 
 def _our_row(ours: Ours) -> str:

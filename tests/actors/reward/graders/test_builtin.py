@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.reward.graders.boxed import last_boxed
-from actors.reward.graders.builtin import find_grader
+from actors.reward.graders.builtin import BUILT_IN_GRADERS, find_grader
 from actors.reward.graders.matching import exact_match, f1, positional_match
-from actors.reward.graders.math_answers import math
+from actors.reward.graders.numeric import numeric
 from actors.reward.samples import GradedSample
+from runtime.settings.slime.flags import from_slime
 
 GSM8K_LABEL = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
 
@@ -90,8 +91,8 @@ def test_f1_by_hand(response: str, label: str, expected: float) -> None:
         ("9" * 1000, "72", 0),
     ],
 )
-def test_math_by_hand(response: str, label: str, expected: float) -> None:
-    assert math(response, label) == expected
+def test_numeric_by_hand(response: str, label: str, expected: float) -> None:
+    assert numeric(response, label) == expected
 
 
 @pytest.mark.parametrize(
@@ -111,13 +112,13 @@ def test_last_boxed(text: str, expected: str | None) -> None:
 
 def test_a_response_of_open_boxes_costs_no_more_than_another() -> None:
     start = time.perf_counter()
-    assert math(r"\boxed{" * 20_000, "72") == 0
+    assert numeric(r"\boxed{" * 20_000, "72") == 0
     assert time.perf_counter() - start < 1  # quadratic search took minutes
 
 
 @given(st.text(), st.text())
 def test_graders_give_a_share_for_any_text(response: str, label: str) -> None:
-    for grade in (exact_match, positional_match, f1, math):
+    for grade in (exact_match, positional_match, f1, numeric):
         assert 0.0 <= grade(response, label) <= 1.0
 
 
@@ -127,9 +128,9 @@ def test_a_perfect_answer_scores_one(text: str) -> None:
 
 
 @given(st.integers(-(10**12), 10**12))
-def test_math_reads_any_integer_however_it_is_written(number: int) -> None:
+def test_numeric_reads_any_integer_however_it_is_written(number: int) -> None:
     for answer in (str(number), f"{number:,}", f"{number}.0", rf"\boxed{{{number}}}", f"#### {number}"):
-        assert math(answer, f"#### {number}") == 1.0
+        assert numeric(answer, f"#### {number}") == 1.0
 
 
 def test_boxed_before_a_name_grades_the_content_of_the_box() -> None:
@@ -148,9 +149,34 @@ def test_labels_may_be_numbers_but_not_missing_or_lists() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("exact_mach", "did you mean 'exact_match'?"), ("boxed_maths", "did you mean 'math'?")]
+    ("name", "hint"), [("exact_mach", "did you mean 'exact_match'?"), ("boxed_numerics", "did you mean 'numeric'?")]
 )
 def test_an_unknown_grader_is_refused_with_the_nearest_name(name: str, hint: str) -> None:
-    with pytest.raises(ValueError, match="built in are exact_match, positional_match, f1, math") as caught:
+    with pytest.raises(ValueError, match="built in are exact_match, positional_match, f1, numeric") as caught:
         find_grader(name)
     assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["math", "boxed_math"])
+def test_math_of_slime_is_refused_and_says_what_there_is(name: str) -> None:
+    with pytest.raises(ValueError, match=f"no grader '{name}': slime's math is not built yet: .*numeric") as caught:
+        find_grader(name)
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "slimes"),
+    [
+        (r"\boxed{x+1}", "1+x", 1),  # equal by algebra
+        (r"\boxed{\frac{2}{4}}", r"\frac{1}{2}", 0),  # not reduced
+        ("just 42", "42", 0),  # no box
+    ],
+)
+def test_numeric_is_not_slimes_math(response: str, label: str, slimes: float) -> None:
+    """What slime's tests (tests/test_rm_math.py at commit c7535ac7) say of its math, and this one answers otherwise."""
+    assert numeric(response, label) == 1 - slimes
+
+
+def test_graders_of_slime_that_are_built_have_its_names() -> None:
+    for grader in from_slime().graders:
+        assert (grader.name in BUILT_IN_GRADERS) == (grader.state == "key")

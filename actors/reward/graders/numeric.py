@@ -1,4 +1,4 @@
-"""The grader of mathematics: finds the answer in a text, compares numbers by value and the rest as text."""
+"""The grader of numbers: finds the answer in a text, compares numbers by value and the rest as text."""
 
 import re
 from fractions import Fraction
@@ -11,13 +11,13 @@ _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 _LATEX_TEXT = re.compile(r"\\(?:text|mathrm|mathbf)\{([^{}]*)\}")
 
 
-def math(response: str, label: str) -> float:
+def numeric(response: str, label: str) -> float:
     r"""1 if the response's answer equals the label's, else 0; an empty label scores 0.
 
     The answer is the last \boxed{...}, or else what follows the last "####", or else the last number in the text when
     the label is a number and the whole text when it is not. Numbers are compared by exact value (1,000 = 1000.0,
     0.5 = 1/2 = \frac{1}{2}), other answers as text without spaces, dollar signs and text commands. There is no
-    symbolic algebra: x+1 and 1+x differ.
+    symbolic algebra, x+1 and 1+x differ: slime's and verl's `math` is another grader.
     """
     truth = _normal_answer(_marked_answer(label) or label)
     if not truth:
