@@ -13,11 +13,11 @@ sys.path.insert(0, str(ROOT))
 
 from actors.processes import process_specs  # noqa: E402 - found in place, without an installation
 from bin.entry import Screen, WrongInput, ended, parser_of, run  # noqa: E402
-from runtime.agent.preflight import check_files  # noqa: E402
 from runtime.exit_codes import EXIT_OK  # noqa: E402
 from runtime.samples.data_files import DataError  # noqa: E402
 from runtime.secrets import without_logins  # noqa: E402
 from runtime.settings.load import LoadedTopology, load_topology  # noqa: E402
+from runtime.settings.placement import bus_node  # noqa: E402
 from runtime.settings.plan import draw, plan_of  # noqa: E402
 from runtime.settings.reading.config import TopologyError  # noqa: E402
 from runtime.settings.topology import Topology  # noqa: E402
@@ -46,9 +46,9 @@ def main(argv: list[str] | None = None, *, specs_of: "SpecsOf | None" = None) ->
 
 def _work(args: argparse.Namespace, specs_of: "SpecsOf") -> int:
     loaded = load_topology(args.topology, [*args.set, *_half(args)])
-    if args.check or args.plan:
-        return _inspect(loaded, specs_of, plan=args.plan)
-    return _start(loaded, args, specs_of)
+    if args.plan:
+        return _plan(loaded, specs_of, args)
+    return _check(loaded, args) if args.check else _start(loaded, args, specs_of)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,7 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("topology", type=Path, help="a file from topologies/")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key, as in train.num_steps=5")
-    add("--check", action="store_true", help="validate the topology and stop")
+    add("--check", action="store_true", help="tell whether a start would go on this machine, and stop")
+    add("--elsewhere", action="store_true", help="with --check: leave out what only the machine of the run can show")
     add("--plan", action="store_true", help="draw what would run where, with sizes, and stop")
     add("--node", metavar="NAME", help="which node of the topology this machine is")
     add("--only", choices=["rollout", "trainer"], help="start this half alone: nothing is trained, or a dump is")
@@ -68,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _half(args: argparse.Namespace) -> list[str]:
     """--only and --load as overrides."""
+    if args.elsewhere and not args.check:
+        raise WrongInput("--elsewhere goes with --check: it says what is left out")
     if args.load is not None and args.only != "trainer":
         raise WrongInput("--load DIR is what --only trainer trains on; give both")
     if args.only == "trainer" and args.load is None and not any(item.startswith("run.load=") for item in args.set):
@@ -77,42 +80,66 @@ def _half(args: argparse.Namespace) -> list[str]:
 
 
 def _node_of(topology: Topology, wanted: str | None) -> str:
-    names = list(topology.nodes)
-    if wanted is None and len(names) == 1:
-        return names[0]
-    if wanted is None or wanted not in topology.nodes:
-        said = "this topology has several nodes" if wanted is None else f"there is no node {wanted!r}"
-        raise WrongInput(f"{said}: choose one with --node, of {', '.join(names)}")
-    return wanted
+    nodes = topology.nodes
+    if wanted is not None and wanted not in nodes:
+        raise WrongInput(f"there is no node {wanted!r}: choose one with --node, of {', '.join(nodes)}")
+    return wanted or bus_node(topology) or next(iter(nodes))
 
 
-def _inspect(loaded: LoadedTopology, specs_of: "SpecsOf", *, plan: bool) -> int:
+def _ready(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen) -> Topology:
+    """The topology as it would be started here now; whatever refuses it, refuses it here, for --check and a start."""
+    from actors.preflight import preflight  # numpy and users' modules, which --help can do without
+    from runtime.agent.claims.rundir import RunRefused, check_start
+
+    checked = preflight(loaded, _node_of(loaded.topology, args.node))
+    for note in checked.notes:
+        screen.show(f"note: {note}")
+    if checked.problems:
+        raise TopologyError(checked.problems)
+    topology = _fitted(_counted(loaded).topology, screen)
     try:
-        loaded = _counted(loaded)
-    except DataError as error:
-        print(f"note: train.num_epoch cannot be counted here: {error}", file=sys.stderr)
-    topology = loaded.topology
-    if topology.run.load is not None and Path(topology.run.load).exists():
-        topology = _fitted(topology, Screen(sys.stderr))
-    if plan:
-        run_dir = Path(topology.run.dir) / topology.run.name
-        specs = {name: specs_of(topology, name, run_dir) for name in topology.nodes}
-        Screen(sys.stdout).show(draw(topology, plan_of(topology, specs)))
-    for note in _check(loaded):
-        print(f"note: {note}", file=sys.stderr)
-    if not plan:
-        Screen(sys.stdout).show(f"{loaded.loaded.files[-1]}: valid")
+        check_start(topology, args.fresh)
+    except RunRefused as error:
+        raise WrongInput(str(error)) from error
+    return topology
+
+
+def _check(loaded: LoadedTopology, args: argparse.Namespace) -> int:
+    file = loaded.loaded.files[-1]
+    if not args.elsewhere:
+        _ready(loaded, args, Screen(sys.stderr))
+        Screen(sys.stdout).show(f"{file}: valid, and a start on this machine would go")
+        return EXIT_OK
+    from actors.preflight import preflight
+
+    checked = preflight(loaded, elsewhere=True)
+    if checked.problems:
+        raise TopologyError(checked.problems)
+    Screen(sys.stdout).show(
+        f"{file}: valid, as far as it can be told elsewhere; not looked at: {'; '.join(checked.left_out)}"
+    )
     return EXIT_OK
 
 
-def _check(loaded: LoadedTopology, node: str | None = None) -> tuple[str, ...]:
-    """Look for files, GPUs, graders and filters; return notes on what cannot be checked here."""
-    from actors.hooks import check_hooks  # numpy and users' modules, which --help can do without
-
-    checked = check_files(loaded, node)
-    if problems := [*checked.problems, *check_hooks(loaded.topology, loaded.loaded)]:
-        raise TopologyError(problems)
-    return checked.notes
+def _plan(loaded: LoadedTopology, specs_of: "SpecsOf", args: argparse.Namespace) -> int:
+    """Draws, whether or not it could be started here; what is in the way is said beside it."""
+    screen = Screen(sys.stderr)
+    try:
+        loaded = _counted(loaded)
+    except DataError as error:
+        screen.show(f"note: train.num_epoch cannot be counted here: {error}")
+    topology = loaded.topology
+    if topology.run.load is not None and Path(topology.run.load).exists():
+        topology = _fitted(topology, screen)
+    run_dir = Path(topology.run.dir) / topology.run.name
+    specs = {name: specs_of(topology, name, run_dir) for name in topology.nodes}
+    Screen(sys.stdout).show(draw(topology, plan_of(topology, specs)))
+    try:
+        _ready(loaded, args, screen)
+    except (TopologyError, WrongInput, DataError) as error:
+        for line in str(error).splitlines():
+            screen.show(f"note: a start here would be refused: {line}")
+    return EXIT_OK
 
 
 def _counted(loaded: LoadedTopology) -> LoadedTopology:
@@ -137,17 +164,16 @@ def _fitted(topology: Topology, screen: Screen) -> Topology:
 
 
 def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf") -> int:
-    node = _node_of(loaded.topology, args.node)
     screen = Screen(sys.stderr if args.json else sys.stdout)
-    for note in _check(loaded, node):
-        screen.show(f"note: {note}")
-    topology = _fitted(_counted(loaded).topology, screen)
+    topology = _ready(loaded, args, screen)
 
     from runtime.agent.start import RunRefused, Wish, start  # brings the bus along, which the rest can do without
 
     if any(without_logins(override) != override for override in args.set):
         screen.show("note: a password on a command line is seen by every user of this machine: use bus.credentials")
-    wish = Wish(node=node, fresh=args.fresh, command=_command_of(args), bus_login=loaded.bus_login)
+    wish = Wish(
+        node=_node_of(topology, args.node), fresh=args.fresh, command=_command_of(args), bus_login=loaded.bus_login
+    )
     try:
         end = start(topology, wish, specs_of=specs_of, show=screen.show)
     except RunRefused as error:

@@ -12,9 +12,9 @@ from runtime.agent.claims.claim import Claim, RunClaimed
 from runtime.agent.claims.incarnation import raise_incarnation
 from runtime.agent.claims.rundir import (
     METRICS_FILE,
-    TOPOLOGY_FILE,
     RunRefused,
     StoredResult,
+    check_start,
     discard,
     prepare,
     store_result,
@@ -69,8 +69,8 @@ def start(topology: Topology, wish: Wish, *, specs_of: SpecsOf, show: Show) -> E
     Raises:
         RunRefused: it cannot be started like this.
     """
+    check_start(topology, wish.fresh)
     run_dir = Path(topology.run.dir) / topology.run.name
-    _check(topology, wish, run_dir)
     with _claim(run_dir, wish.node if len(topology.nodes) > 1 else None) as claim:
         if wish.fresh is not None:
             discard(claim)
@@ -90,16 +90,6 @@ def _claim(run_dir: Path, node: str | None) -> Claim:
         raise RunRefused(str(error)) from error
     except OSError as error:
         raise RunRefused(f"{run_dir} cannot be used: {error}") from error
-
-
-def _check(topology: Topology, wish: Wish, run_dir: Path) -> None:
-    run, fresh = topology.run.name, wish.fresh
-    if fresh and fresh != run:
-        raise RunRefused(f"--fresh {fresh}: this topology's run is {run}; nothing was discarded")
-    if fresh == "" and (run_dir / TOPOLOGY_FILE).exists():
-        raise RunRefused(f"{run_dir} exists; to discard that run and start over, name it: --fresh {run}")
-    if len(topology.nodes) > 1 and topology.bus.url is None:
-        raise RunRefused("several nodes need a NATS server that all of them reach: set bus.url")
 
 
 def _plan(topology: Topology, wish: Wish, claim: Claim, specs_of: SpecsOf) -> NodePlan:

@@ -10,6 +10,7 @@ from runtime.secrets import Login, split_login
 from runtime.settings.halves import half_of
 from runtime.settings.reading.config import Problem, TopologyError
 from runtime.settings.reading.toml import SET, Loaded, convert, load_tables
+from runtime.settings.recipe import RolloutConfig
 from runtime.settings.rules.validate import validate
 from runtime.settings.slices import split_slice
 from runtime.settings.topology import Topology
@@ -70,59 +71,83 @@ def places(loaded: Loaded, key: str) -> tuple[Path, ...]:
 
 
 def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
-    def find(key: str, value: str) -> str:
-        candidates = (place / value for place in places(loaded, key))
-        return next((str(candidate.resolve()) for candidate in candidates if candidate.exists()), value)
-
-    def optional(key: str, value: str | None) -> str | None:
-        return None if value is None else find(key, value)
-
-    def data_file(key: str, value: str) -> str:
-        found = find(key, value)
-        file, rows = split_slice(found)
-        return f"{find(key, file)}{rows}" if rows else found
-
-    def plug_in(key: str, value: str | None) -> str | None:
-        file, colon, function = (value or "").rpartition(":")
-        return f"{find(key, file)}:{function}" if colon and file.endswith(".py") else value
-
-    model, rollout, run = topology.model, topology.rollout, topology.run
+    finder, run = _Finder(loaded), topology.run
     return msgspec.structs.replace(
         topology,
-        bus=msgspec.structs.replace(topology.bus, credentials=optional("bus.credentials", topology.bus.credentials)),
+        bus=msgspec.structs.replace(
+            topology.bus, credentials=finder.optional("bus.credentials", topology.bus.credentials)
+        ),
         model=msgspec.structs.replace(
-            model,
-            hf_checkpoint=find("model.hf_checkpoint", model.hf_checkpoint),
-            ref_load=optional("model.ref_load", model.ref_load),
+            topology.model,
+            hf_checkpoint=finder.path("model.hf_checkpoint", topology.model.hf_checkpoint),
+            ref_load=finder.optional("model.ref_load", topology.model.ref_load),
         ),
         data=tuple(
             msgspec.structs.replace(
                 item,
-                path=None if item.path is None else data_file(f"data.{index}.path", item.path),
-                source=plug_in(f"data.{index}.source", item.source),
-                rm_type=plug_in(f"data.{index}.rm_type", item.rm_type),
+                path=None if item.path is None else finder.data_file(f"data.{index}.path", item.path),
+                source=finder.plug_in(f"data.{index}.source", item.source),
+                rm_type=finder.plug_in(f"data.{index}.rm_type", item.rm_type),
             )
             for index, item in enumerate(topology.data)
         ),
         eval=tuple(
             msgspec.structs.replace(
                 item,
-                path=data_file(f"eval.{index}.path", item.path),
-                rm_type=plug_in(f"eval.{index}.rm_type", item.rm_type),
+                path=finder.data_file(f"eval.{index}.path", item.path),
+                rm_type=finder.plug_in(f"eval.{index}.rm_type", item.rm_type),
             )
             for index, item in enumerate(topology.eval)
         ),
-        rollout=msgspec.structs.replace(
-            rollout,
-            dynamic_filter=plug_in("rollout.dynamic_filter", rollout.dynamic_filter),
-            custom_generate=plug_in("rollout.custom_generate", rollout.custom_generate),
-            over_sampling_filter=plug_in("rollout.over_sampling_filter", rollout.over_sampling_filter),
-            buffer_filter=plug_in("rollout.buffer_filter", rollout.buffer_filter) or "fifo",
-        ),
+        rollout=_functions_found(topology.rollout, finder),
         run=msgspec.structs.replace(
             run,
             dir=str(Path(run.dir).resolve()),
             dump_details=None if run.dump_details is None else str(Path(run.dump_details).resolve()),
-            load=optional("run.load", run.load),
+            load=finder.optional("run.load", run.load),
         ),
+        engines={
+            name: msgspec.structs.replace(engine, python=finder.interpreter(f"engines.{name}.python", engine.python))
+            for name, engine in topology.engines.items()
+        },
     )
+
+
+def _functions_found(rollout: RolloutConfig, finder: "_Finder") -> RolloutConfig:
+    return msgspec.structs.replace(
+        rollout,
+        dynamic_filter=finder.plug_in("rollout.dynamic_filter", rollout.dynamic_filter),
+        custom_generate=finder.plug_in("rollout.custom_generate", rollout.custom_generate),
+        over_sampling_filter=finder.plug_in("rollout.over_sampling_filter", rollout.over_sampling_filter),
+        buffer_filter=finder.plug_in("rollout.buffer_filter", rollout.buffer_filter) or "fifo",
+    )
+
+
+class _Finder:
+    """Makes the paths of a topology absolute where they exist."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._loaded = loaded
+
+    def path(self, key: str, value: str) -> str:
+        candidates = (place / value for place in places(self._loaded, key))
+        return next((str(candidate.resolve()) for candidate in candidates if candidate.exists()), value)
+
+    def optional(self, key: str, value: str | None) -> str | None:
+        return None if value is None else self.path(key, value)
+
+    def data_file(self, key: str, value: str) -> str:
+        found = self.path(key, value)
+        file, rows = split_slice(found)
+        return f"{self.path(key, file)}{rows}" if rows else found
+
+    def plug_in(self, key: str, value: str | None) -> str | None:
+        file, colon, function = (value or "").rpartition(":")
+        return f"{self.path(key, file)}:{function}" if colon and file.endswith(".py") else value
+
+    def interpreter(self, key: str, value: str | None) -> str | None:
+        """Links are kept: that of a virtual environment leads out of it. A bare name is looked up on PATH later."""
+        if value is None or "/" not in value:
+            return value
+        candidates = (place / Path(value).expanduser() for place in places(self._loaded, key))
+        return next((str(candidate.absolute()) for candidate in candidates if candidate.exists()), value)

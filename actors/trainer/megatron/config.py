@@ -1,4 +1,4 @@
-"""The Megatron config that means the same as a Hugging Face one, and which parallel layouts can hold the model."""
+"""The Megatron config that means the same as a Hugging Face one."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from actors.trainer.megatron.imports import TransformerConfig
 from actors.trainer.models.config import HfConfig
+from actors.trainer.models.layout import check_layout
 from runtime.settings.topology import MegatronConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -55,20 +56,3 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
         batch_p2p_comm=False,
         cuda_graph_scope=[],
     )
-
-
-def check_layout(model: HfConfig, layout: MegatronConfig) -> None:
-    """Refuse a parallel layout that cannot hold the model.
-
-    Raises:
-        ValueError: says which size, and what would fit.
-    """
-    tensor, pipeline = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    for name in ("context_parallel_size", "expert_model_parallel_size"):
-        if getattr(layout, name) > 1:
-            raise ValueError(f"trainer.megatron.{name} = {getattr(layout, name)}: only 1 is supported so far")
-    divisible = {"num_key_value_heads": tensor, "vocab_size": tensor, "intermediate_size": tensor}
-    divisible["num_hidden_layers"] = pipeline
-    for name, size in divisible.items():
-        if getattr(model, name) % size:
-            raise ValueError(f"{name} = {getattr(model, name)} of the model does not divide by {size} ranks")

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 import msgspec
 
@@ -91,7 +91,16 @@ def kept_unclaimed(run_dir: Path) -> Generator[bool]:
         yield _locks_shared(file)
 
 
-def _locks_shared(file: IO[bytes]) -> bool:
+def refuse_claimed(run_dir: Path) -> None:
+    """Raise RunClaimed if an agent holds the directory. Writes nothing."""
+    path = run_dir / LOCK_FILE
+    if path.exists():
+        with path.open("r", encoding="utf-8") as file:
+            if not _locks_shared(file):
+                raise RunClaimed(run_dir, _read_holder(file))
+
+
+def _locks_shared(file: IO[Any]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

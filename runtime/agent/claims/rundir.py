@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from runtime.agent.claims.claim import LOCK_FILE, Claim
+from runtime.agent.claims.claim import LOCK_FILE, Claim, RunClaimed, refuse_claimed
 from runtime.files import write_atomically
 from runtime.report.summary import Result
 from runtime.settings.topology import Topology, decode_topology, encode_topology
@@ -34,18 +34,47 @@ class StoredResult(msgspec.Struct, frozen=True, kw_only=True):
     result: Result
 
 
+def check_start(topology: Topology, fresh: str | None) -> None:
+    """Look at the run directory as a start will find it. Writes nothing.
+
+    Args:
+        fresh: the name of the run to discard, "" for none; None: it is resumed.
+
+    Raises:
+        RunRefused: a start would be refused.
+    """
+    run, run_dir = topology.run.name, Path(topology.run.dir) / topology.run.name
+    if fresh and fresh != run:
+        raise RunRefused(f"--fresh {fresh}: this topology's run is {run}; nothing was discarded")
+    if fresh == "" and (run_dir / TOPOLOGY_FILE).exists():
+        raise RunRefused(f"{run_dir} exists; to discard that run and start over, name it: --fresh {run}")
+    try:
+        refuse_claimed(run_dir)
+    except RunClaimed as error:
+        raise RunRefused(str(error)) from error
+    if fresh is None:
+        changes_since(run_dir, topology)
+
+
 def prepare(claim: Claim, topology: Topology) -> list[str]:
     """Make a claimed directory ready for a start of this topology; return the changes since the last start.
 
     Raises:
         RunRefused: the run began with another recipe.
     """
-    path = claim.run_dir / TOPOLOGY_FILE
-    changes: list[str] = []
-    if path.exists():
-        changes = _accepted_changes(claim.run_dir, _stored(path), topology)
-    write_atomically(path, encode_topology(topology))
+    changes = changes_since(claim.run_dir, topology)
+    write_atomically(claim.run_dir / TOPOLOGY_FILE, encode_topology(topology))
     return changes
+
+
+def changes_since(run_dir: Path, topology: Topology) -> list[str]:
+    """What a start of this topology would change in a run that was started before.
+
+    Raises:
+        RunRefused: the run began with another recipe.
+    """
+    path = run_dir / TOPOLOGY_FILE
+    return _accepted_changes(run_dir, _stored(path), topology) if path.exists() else []
 
 
 def wants_more_steps(run_dir: Path, topology: Topology) -> bool:

@@ -13,6 +13,7 @@ def recipe_problems(recipe: Recipe) -> Iterator[Problem]:
         _collection,
         _sources,
         _lengths,
+        _sampling,
         _algorithm,
         _demonstrations,
         _masks,
@@ -47,6 +48,10 @@ def _collection(recipe: Recipe) -> Iterator[Problem]:
         yield Problem.of("rollout.over_sampling_filter", rollout.over_sampling_filter, message)
     if rollout.keep_when_insufficient and rollout.dynamic_filter is None:
         yield Problem.of("rollout.keep_when_insufficient", True, "has no effect without rollout.dynamic_filter")
+    barren = rollout.dynamic_filter == "nonzero_std" and rollout.n_samples_per_prompt == 1
+    if barren and not rollout.keep_when_insufficient:
+        message = "drops every group of one sample, whose rewards do not differ: use at least 2"
+        yield Problem.of("rollout.n_samples_per_prompt", 1, message)
     if rollout.buffer_filter != "fifo" and rollout.on_halt == "drop":
         yield Problem.of("rollout.buffer_filter", rollout.buffer_filter, 'has no effect with rollout.on_halt = "drop"')
     stale = rollout.max_token_staleness
@@ -80,6 +85,15 @@ def _lengths(recipe: Recipe) -> Iterator[Problem]:
     if context is not None and (rollout.max_prompt_len or 1) >= context:
         message = f"leaves no room for a response in rollout.max_context_len = {context}"
         yield Problem.of("rollout.max_prompt_len", max_prompt_len(rollout), message)
+
+
+def _sampling(recipe: Recipe) -> Iterator[Problem]:
+    tables = [("rollout", recipe.rollout.top_k), *((f"eval.{i}", item.top_k) for i, item in enumerate(recipe.eval))]
+    for table, top_k in tables:
+        if top_k == 0:
+            yield Problem.of(
+                f"{table}.top_k", top_k, "no token would be left to choose from; allowed: -1 (off), or at least 1"
+            )
 
 
 def _algorithm(recipe: Recipe) -> Iterator[Problem]:

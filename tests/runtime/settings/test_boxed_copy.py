@@ -12,7 +12,7 @@ from actors.processes import process_specs
 from actors.registry import actor_type
 from actors.rollout.recorded.actor import RecordedRolloutActor
 from messages import Int32Array, Prompt, RolloutRequested, SamplingParams, UInt8Array, encode
-from runtime.agent.preflight import check_files
+from runtime.agent.preflight.check import check_here
 from runtime.settings.load import load_topology
 from runtime.settings.reading.config import TopologyError
 from runtime.settings.sizes import needed_sizes
@@ -116,12 +116,10 @@ def test_the_role_of_rollout_is_played_by_whom_the_loss_asks_for() -> None:
 
 def test_a_start_without_the_export_says_which_run_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (problem,) = check_files(load_topology(RL), node="local").problems
+    (problem,) = check_here(load_topology(RL), node="local").problems
     assert problem.key == "model.hf_checkpoint"
     assert "start run boxed-copy-sft first" in problem.message
-    asked = check_files(load_topology(RL))
-    assert asked.problems == ()
-    assert "start run boxed-copy-sft first" in asked.notes[0]
+    assert check_here(load_topology(RL), elsewhere=True).problems == ()
 
 
 def test_a_task_with_its_demonstration_fits_the_largest_message() -> None:

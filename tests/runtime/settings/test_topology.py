@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from runtime.agent.preflight import check_files
+from runtime.agent.preflight.check import check_here
 from runtime.settings.load import LoadedTopology, load_topology
 from runtime.settings.placement import data_parallel_size, num_engines, num_ranks
 from runtime.settings.reading.config import TopologyError
@@ -28,7 +29,7 @@ SHIPPED = sorted((ROOT / "topologies").glob("*.toml"))
 
 @pytest.fixture
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.agent.preflight.gpus_here", lambda: 0)
+    monkeypatch.setattr("runtime.agent.preflight.machine.gpus_here", lambda: 0)
 
 
 def problems(path: Path, *overrides: str) -> dict[str, str]:
@@ -46,37 +47,55 @@ def test_shipped_topologies_are_valid_and_survive_json(path: Path) -> None:
     assert json.loads(data)["run"]["name"] == topology.run.name
 
 
-@pytest.mark.usefixtures("no_gpus")
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_topologies_pass_a_check_on_a_machine_without_gpu_or_model(path: Path) -> None:
-    checked = check_files(load_topology(path))
-    assert checked.problems == ()
-    assert (path in (LAPTOP, BOXED_COPY_SFT)) == (checked.notes == ())
+def test_a_shipped_topology_says_what_it_waits_for(path: Path) -> None:
+    first_lines = " ".join(line.removeprefix("# ") for line in path.read_text().split("\n\n")[0].splitlines()[:3])
+    waits_for = re.search(r"[Ii]t waits for ([^#]*?)\.(?: |$)", first_lines)
+    named = set(waits_for[1].split(", ")) if waits_for else set[str]()
+    checked = check_here(load_topology(path), elsewhere=True)
+    assert {problem.key for problem in checked.problems} == named
 
 
 @pytest.mark.usefixtures("no_gpus")
-def test_the_check_says_what_it_could_not_check_here() -> None:
-    notes = check_files(load_topology(COLOCATE)).notes
-    assert notes == (
-        "the GPUs of n0 (8): this machine has 0",
-        'model.hf_checkpoint = "Qwen/Qwen3-4B": no directory here, taken as a Hugging Face name',
-        'data.0.path = "data/gsm8k/train.jsonl": no such file here, n0 must have it',
-        'eval.0.path = "data/gsm8k/test.jsonl": no such file here, n0 must have it',
+def test_the_check_says_everything_that_is_not_here() -> None:
+    found = [str(problem).partition(": ")[2] for problem in check_here(load_topology(COLOCATE)).problems]
+    assert [line.partition(" (looked in")[0] for line in found] == [
         'engines.policy.weight_transport = "ipc": not built yet; "disk" is',
         'engines.policy.colocate = "trainer": taking turns on GPUs is not built yet',
+        "nodes.n0.gpus = 8: this machine has 0 GPUs",
+        'engines.policy.kind = "sglang": SGLang is not installed beside us: name an interpreter that has it with '
+        'engines.policy.python; or kind = "embedded", for tiny models',
+        'model.hf_checkpoint = "Qwen/Qwen3-4B": no such directory; nothing is downloaded from Hugging Face: '
+        "`hf download` makes a directory",
+        'data.0.path = "data/gsm8k/train.jsonl": no such file',
+        'eval.0.path = "data/gsm8k/test.jsonl": no such file',
+    ]
+
+
+def test_elsewhere_leaves_out_what_only_that_machine_can_show_and_says_so() -> None:
+    checked = check_here(load_topology(COLOCATE), elsewhere=True)
+    assert [problem.key for problem in checked.problems] == [
+        "engines.policy.weight_transport",
+        "engines.policy.colocate",
+    ]
+    assert checked.left_out == (
+        "GPUs (n0: 8)",
+        "interpreters and what is installed in them",
+        "paths (model.hf_checkpoint, data.0.path, eval.0.path, run.dir)",
+        "addresses and ports",
     )
 
 
 def test_a_start_refuses_what_it_would_not_do() -> None:
     loaded = load_topology(LAPTOP, ("engines.policy.weight_transport=collective",))
-    (problem,) = check_files(loaded, node="local").problems
+    (problem,) = check_here(loaded, node="local").problems
     assert str(problem) == '--set: engines.policy.weight_transport = "collective": not built yet; "disk" is'
 
 
 @pytest.mark.usefixtures("no_gpus")
 def test_gpus_asked_where_none_is_stop_a_start_on_that_node() -> None:
-    keys = [str(problem) for problem in check_files(load_topology(COLOCATE), node="n0").problems]
-    assert keys[0] == f"{COLOCATE}: nodes.n0.gpus = 8: this machine has 0 GPUs"
+    found = [str(problem) for problem in check_here(load_topology(COLOCATE), node="n0").problems]
+    assert f"{COLOCATE}: nodes.n0.gpus = 8: this machine has 0 GPUs" in found
 
 
 def test_gpus_of_a_node_that_has_none_are_refused() -> None:
@@ -265,7 +284,7 @@ def test_the_file_of_a_function_is_found_like_any_other(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     loaded = load_topology(LAPTOP, ("data.0.path=none", "data.0.source=mine.py:source", "rollout.shuffle=false"))
     assert loaded.topology.data[0].source == f"{tmp_path}/mine.py:source"
-    assert check_files(loaded).problems == ()
+    assert check_here(loaded).problems == ()
 
 
 def test_the_file_of_a_slice_is_found_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +292,7 @@ def test_the_file_of_a_slice_is_found_like_any_other(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     loaded = load_topology(LAPTOP, overrides)
     assert loaded.topology.data[0].path == f"{ROOT}/topologies/demo/data/reverse-digits/train.jsonl@[10:20]"
-    assert [str(problem) for problem in check_files(loaded).problems] == [
+    assert [str(problem) for problem in check_here(loaded).problems] == [
         f'--set: eval.0.path = "mine.jsonl@[:1]": no such file (looked in {tmp_path}, {ROOT / "topologies"})'
     ]
     (tmp_path / "mine.jsonl@[:1]").write_text('{"input": "1", "label": "1"}\n')
@@ -282,14 +301,14 @@ def test_the_file_of_a_slice_is_found_like_any_other(tmp_path: Path, monkeypatch
 
 def test_an_empty_slice_is_an_input_error_with_the_length_of_its_file() -> None:
     loaded = load_topology(LAPTOP, ("data.0.path=demo/data/reverse-digits/train.jsonl@[78:]",))
-    (problem,) = check_files(loaded).problems
+    (problem,) = check_here(loaded).problems
     assert problem.message.endswith("the slice is empty: " + loaded.topology.data[0].path[:-6] + " has 78 rows")
 
 
 def test_a_path_found_nowhere_is_kept_and_reported_with_the_places() -> None:
     loaded = load_topology(LAPTOP, ("data.0.path=no/such.jsonl",))
     assert loaded.topology.data[0].path == "no/such.jsonl"
-    (problem,) = check_files(loaded).problems
+    (problem,) = check_here(loaded).problems
     assert problem.key == "data.0.path"
     assert problem.file == "--set"
     assert problem.message == f"no such file (looked in {Path.cwd()}, {ROOT / 'topologies'})"
@@ -298,7 +317,7 @@ def test_a_path_found_nowhere_is_kept_and_reported_with_the_places() -> None:
 def checked(tmp_path: Path, text: str) -> list[str]:
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
-    return [str(problem) for problem in check_files(load_topology(LAPTOP, (f"data.0.path={path}",))).problems]
+    return [str(problem) for problem in check_here(load_topology(LAPTOP, (f"data.0.path={path}",))).problems]
 
 
 def test_a_malformed_line_is_an_input_error_with_its_number(tmp_path: Path) -> None:
@@ -318,7 +337,7 @@ def test_an_empty_file_is_an_input_error(tmp_path: Path) -> None:
 
 def model_problems(directory: Path, *overrides: str) -> list[str]:
     loaded: LoadedTopology = load_topology(LAPTOP, (f"model.hf_checkpoint={directory}", *overrides))
-    return [problem.message for problem in check_files(loaded).problems]
+    return [problem.message for problem in check_here(loaded).problems]
 
 
 def test_a_model_directory_needs_config_tokenizer_and_weights(tmp_path: Path) -> None:
@@ -330,20 +349,27 @@ def test_a_model_directory_needs_config_tokenizer_and_weights(tmp_path: Path) ->
     (tmp_path / "tokenizer.json").write_text("{}")
     assert model_problems(tmp_path, "model.random_init=false") == [
         "no config.json in this directory",
-        "no weights (*.safetensors) in this directory; model.random_init = true draws them from run.seed",
+        "no weights in this directory: model.safetensors or model.safetensors.index.json; "
+        "model.random_init = true draws them from run.seed",
     ]
+
+
+def test_a_start_never_downloads_a_model() -> None:
+    loaded = load_topology(LAPTOP, ("model.hf_checkpoint=Qwen/Qwen3-4B",))
+    (problem,) = check_here(loaded).problems
+    assert problem.message.startswith("no such directory; nothing is downloaded from Hugging Face")
 
 
 def test_a_misspelt_model_directory_is_not_taken_for_a_hub_name() -> None:
     loaded = load_topology(LAPTOP, ("model.hf_checkpoint=demo/models/reverse-digit",))
-    (problem,) = check_files(loaded).problems
+    (problem,) = check_here(loaded).problems
     assert problem.message.startswith("no such directory (looked in ")
 
 
 def test_checking_a_topology_is_quick_and_loads_nothing_heavy() -> None:
     code = (
         "import sys; from pathlib import Path; from runtime.settings.load import load_topology; "
-        f"from runtime.agent.preflight import check_files; check_files(load_topology(Path({str(LAPTOP)!r}))); "
+        f"from runtime.agent.preflight.check import check_here; check_here(load_topology(Path({str(LAPTOP)!r}))); "
         "print(sorted({'torch', 'numpy', 'nats', 'transformers', 'anyio'} & set(sys.modules)))"
     )
     environment: dict[str, Any] = {**os.environ, "PYTHONPATH": str(ROOT)}

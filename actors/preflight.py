@@ -1,0 +1,193 @@
+"""Whether a start would go on this machine: the one decision that --check tells and a start obeys."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from actors.buffer.prompts.prompts import PromptReader, Reader
+from actors.buffer.prompts.source import training_reader
+from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
+from actors.hooks import check_hooks
+from actors.reward.graders.builtin import find_grader
+from actors.rollout.embedded.model.config import ModelError, read_model
+from actors.trainer.models.config import HfConfig, read_hf_config
+from actors.trainer.models.layout import check_layout
+from messages import Prompt
+from runtime.agent.preflight.check import check_here
+from runtime.agent.preflight.findings import Checked
+from runtime.checksums import safetensors_files
+from runtime.samples.data_files import DataError
+from runtime.samples.rows import read_rows
+from runtime.settings.load import LoadedTopology
+from runtime.settings.plugins import is_plugin
+from runtime.settings.reading.config import Problem
+from runtime.settings.recipe import (
+    DataConfig,
+    eval_data,
+    eval_sampling,
+    max_prompt_len,
+    rollout_sampling,
+    trains_demonstrations,
+)
+from runtime.settings.topology import Topology, answers_are_recorded
+
+READ_ROWS: Final = 1000  # of each data file, rendered and tokenised as the buffer will
+MODEL: Final = "model.hf_checkpoint"
+
+
+def preflight(loaded: LoadedTopology, node: str | None = None, *, elsewhere: bool = False) -> Checked:
+    """Everything that a start would be refused for.
+
+    Args:
+        loaded: the topology.
+        node: which of its nodes this machine is; none: the one with the bus.
+        elsewhere: leave out what only the machine can show where the run is to be.
+    """
+    checked = check_here(loaded, node, elsewhere=elsewhere)
+    hooks = check_hooks(loaded.topology, loaded.loaded)
+    found = [problem for problem in hooks if not (elsewhere and is_plugin(problem.value or ""))]
+    if not elsewhere and all(problem.key != MODEL for problem in checked.problems):
+        readable = {problem.key for problem in checked.problems}
+        found += _with_origin(loaded, _of_model(loaded.topology, readable))
+    return msgspec.structs.replace(checked, problems=(*checked.problems, *found))
+
+
+def _with_origin(loaded: LoadedTopology, problems: Iterator[Problem]) -> Iterator[Problem]:
+    for problem in problems:
+        yield msgspec.structs.replace(problem, file=loaded.loaded.origin(problem.key))
+
+
+def _of_model(topology: Topology, broken: set[str]) -> Iterator[Problem]:
+    """What the model's directory and the prompts for it are refused for; `broken` keys are known to be unusable."""
+    model = topology.model
+    if not model.random_init:
+        yield from _weights(MODEL, model.hf_checkpoint)
+    try:
+        shape = read_hf_config(Path(model.hf_checkpoint))
+        if topology.run.only != "rollout":
+            yield from _layout(topology, shape)
+        _ = [read_model(Path(model.hf_checkpoint)) for _ in _embedded(topology)]
+    except (OSError, ValueError, ModelError) as error:
+        yield Problem.of(MODEL, model.hf_checkpoint, str(error))
+        return
+    if model.ref_load is not None and "model.ref_load" not in broken:
+        yield from _reference(shape, model.ref_load)
+    yield from _limits(topology, shape)
+    yield from _prompts(topology, shape, broken)
+
+
+def _embedded(topology: Topology) -> Iterator[str]:
+    if not answers_are_recorded(topology):
+        yield from (name for name, pool in topology.engines.items() if pool.kind == "embedded" and not pool.urls)
+
+
+def _weights(key: str, directory: str) -> Iterator[Problem]:
+    try:
+        safetensors_files(Path(directory))
+    except (OSError, ValueError) as error:
+        yield Problem.of(key, directory, str(error))
+
+
+def _layout(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
+    try:
+        check_layout(shape, topology.trainer.megatron)
+    except ValueError as error:
+        yield Problem(key="trainer.megatron", message=str(error))
+
+
+def _reference(shape: HfConfig, directory: str) -> Iterator[Problem]:
+    yield from _weights("model.ref_load", directory)
+    try:
+        reference = read_hf_config(Path(directory))
+    except (OSError, ValueError) as error:
+        yield Problem.of("model.ref_load", directory, str(error))
+        return
+    ours, theirs = vars(shape), vars(reference)
+    differing = [f"{name} {theirs[name]}, not {ours[name]}" for name in ours if ours[name] != theirs[name]]
+    if differing:
+        yield Problem.of("model.ref_load", directory, f"is another model than {MODEL}: {'; '.join(differing)}")
+
+
+def _limits(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
+    rollout = topology.rollout
+    if rollout.max_context_len is not None and rollout.max_context_len > shape.max_position_embeddings:
+        message = f"the model ends at {shape.max_position_embeddings} tokens"
+        yield Problem.of("rollout.max_context_len", rollout.max_context_len, message)
+    if beyond := [token for token in rollout.stop_token_ids if token >= shape.vocab_size]:
+        message = f"{beyond[0]} is no token of the model, which has {shape.vocab_size}"
+        yield Problem.of("rollout.stop_token_ids", list(rollout.stop_token_ids), message)
+
+
+def _prompts(topology: Topology, shape: HfConfig, broken: set[str]) -> Iterator[Problem]:
+    try:
+        tokenizing = load_tokenizing(topology.model.hf_checkpoint)
+    except DataError as error:
+        yield Problem.of(MODEL, topology.model.hf_checkpoint, str(error))
+        return
+    for key, data, reader, response in _sources(topology, tokenizing):
+        if data.path is None or key in broken:
+            continue
+        try:
+            rows = list(islice(read_rows(data), READ_ROWS + 1))
+            prompts = reader.read(rows[:READ_ROWS], data)
+        except DataError as error:
+            yield Problem.of(key, data.path, str(error))
+            continue
+        usable = [prompt for prompt in prompts if reader.too_long(prompt) is None]
+        if not usable and len(rows) <= READ_ROWS:
+            shortest = min(prompts, key=lambda prompt: len(prompt.prompt_ids))
+            message = f"every row is over a limit; of the shortest {reader.too_long(shortest)}"
+            yield Problem.of(key, data.path, message)
+        if not trains_demonstrations(topology):
+            yield from _ungraded(key, data, usable)
+        yield from _too_large(topology, shape, key, data.path, usable, response)
+
+
+def _ungraded(key: str, data: DataConfig, prompts: list[Prompt]) -> Iterator[Problem]:
+    """Built-in graders that do not exist, or that have no label to compare with."""
+    built_in = [(prompt.rm_type, prompt) for prompt in prompts if prompt.rm_type and not is_plugin(prompt.rm_type)]
+    for name, prompt in dict(reversed(built_in)).items():
+        try:
+            find_grader(name)
+        except ValueError as error:
+            yield Problem.of(key, data.path, f"row {prompt.row}: {error}")
+    for name, prompt in built_in:
+        if prompt.label is None:
+            message = f"row {prompt.row} of {data.path} has no label, which the grader {name} compares with"
+            yield Problem(key=key.replace("path", "label_key"), message=message)
+            return
+
+
+def _sources(topology: Topology, tokenizing: Tokenizing) -> Iterator[tuple[str, DataConfig, Reader, int]]:
+    """Key of the path, data, what reads it, and how many tokens a response may have."""
+    for index, data in enumerate(topology.data):
+        response = rollout_sampling(topology).max_response_len
+        yield f"data.{index}.path", data, training_reader(topology, tokenizing), response
+    reader = PromptReader(tokenizing, max_prompt_len(topology.rollout))
+    for index, item in enumerate(topology.eval):
+        response = eval_sampling(topology, item).max_response_len
+        yield f"eval.{index}.path", eval_data(topology, item), reader, response
+
+
+def _too_large(
+    topology: Topology, shape: HfConfig, key: str, path: str, prompts: list[Prompt], response: int
+) -> Iterator[Problem]:
+    """Token ids that the model has not, and prompts after which it has no room for a response."""
+    highest = max((int(prompt.prompt_ids.max()) for prompt in prompts), default=0)
+    if highest >= shape.vocab_size:
+        message = f"its tokenizer gives token {highest} for {path}, and the model has {shape.vocab_size}"
+        yield Problem.of(MODEL, topology.model.hf_checkpoint, message)
+    longest = max((len(prompt.prompt_ids) for prompt in prompts), default=0)
+    needed = min(longest + response, topology.rollout.max_context_len or longest + response)
+    why = f"a prompt of {longest} tokens in {path} and a response of {response} need {needed}"
+    for name in _embedded(topology):
+        room = topology.engines[name].max_total_tokens
+        if room is not None and room < needed:
+            yield Problem.of(f"engines.{name}.max_total_tokens", room, f"is too small: {why}")
+    if not answers_are_recorded(topology) and needed > shape.max_position_embeddings:
+        length = "rollout.max_response_len" if key.startswith("data") else key.replace("path", "max_response_len")
+        remedy = "rollout.max_context_len cuts responses, rollout.max_prompt_len leaves long prompts out"
+        yield Problem.of(length, response, f"{why}, and the model ends at {shape.max_position_embeddings}; {remedy}")

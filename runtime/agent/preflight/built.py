@@ -1,0 +1,23 @@
+"""What the schema knows and a run would not do yet: refused, rather than something else done."""
+
+from collections.abc import Iterator
+
+from runtime.settings.reading.config import Problem
+from runtime.settings.topology import Topology, answers_are_recorded
+
+
+def not_built(topology: Topology) -> Iterator[Problem]:
+    """Every key that asks for what is not built."""
+    if len(topology.nodes) > 1:
+        yield Problem.of("nodes", list(topology.nodes), "a run on several nodes is not built yet; one is")
+    layout = topology.trainer.megatron
+    for name in ("context_parallel_size", "expert_model_parallel_size"):
+        size = getattr(layout, name)
+        if size > 1 and topology.run.only != "rollout":
+            yield Problem.of(f"trainer.megatron.{name}", size, "not built yet; 1 is")
+    for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
+        key = f"engines.{name}"
+        if engine.weight_transport != "disk":
+            yield Problem.of(f"{key}.weight_transport", engine.weight_transport, 'not built yet; "disk" is')
+        if engine.colocate is not None:
+            yield Problem.of(f"{key}.colocate", engine.colocate, "taking turns on GPUs is not built yet")

@@ -1,0 +1,126 @@
+"""Files and directories that a topology names: models, data, dumps, and the place of the run."""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from runtime.agent.preflight.findings import Findings
+from runtime.samples.data_files import DataError
+from runtime.samples.rows import read_rows
+from runtime.secrets import read_login
+from runtime.settings.recipe import DataConfig, eval_data
+from runtime.settings.sizes import show_bytes, stream_sizes
+from runtime.settings.slices import split_slice
+from runtime.settings.topology import EXPORT_DIRECTORY, Topology
+
+CHECKED_ROWS: Final = 10_000  # of each data file; the buffer reads them all
+TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json")
+WEIGHTS: Final = ("model.safetensors", "model.safetensors.index.json")
+HUB_NAME: Final = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+
+
+def check_paths(findings: Findings) -> None:
+    """Look at every path that the topology names."""
+    topology = findings.topology
+    _model(findings, "model.hf_checkpoint", topology.model.hf_checkpoint, weights=not topology.model.random_init)
+    if topology.model.ref_load is not None:
+        _model(findings, "model.ref_load", topology.model.ref_load, weights=True)
+    for index, data in enumerate(topology.data):
+        _data(findings, f"data.{index}", data)
+    for index, item in enumerate(topology.eval):
+        _data(findings, f"eval.{index}", eval_data(topology, item))
+    _credentials(findings)
+    _dumps(findings)
+    _run_dir(findings)
+
+
+def paths_of(topology: Topology) -> Iterator[str]:
+    """The keys of paths that a topology needs to exist."""
+    named = {"model.hf_checkpoint": topology.model.hf_checkpoint, "model.ref_load": topology.model.ref_load}
+    named |= {f"data.{index}.path": item.path for index, item in enumerate(topology.data)}
+    named |= {f"eval.{index}.path": item.path for index, item in enumerate(topology.eval)}
+    named |= {"run.load": topology.run.load, "run.dir": topology.run.dir, "bus.credentials": topology.bus.credentials}
+    return (key for key, value in named.items() if value is not None)
+
+
+def _model(findings: Findings, key: str, value: str, *, weights: bool) -> None:
+    directory = Path(value)
+    if not directory.is_dir():
+        _no_directory(findings, key, value)
+        return
+    if not (directory / "config.json").is_file():
+        findings.problem(key, value, "no config.json in this directory")
+    if key == "model.hf_checkpoint" and not any((directory / name).is_file() for name in TOKENIZERS):
+        findings.problem(key, value, f"no tokenizer in this directory: {', '.join(TOKENIZERS[:-1])} or vocab.json")
+    if weights and not any((directory / name).is_file() for name in WEIGHTS):
+        message = f"no weights in this directory: {' or '.join(WEIGHTS)}"
+        findings.problem(key, value, f"{message}; model.random_init = true draws them from run.seed")
+
+
+def _no_directory(findings: Findings, key: str, value: str) -> None:
+    path = Path(value)
+    message = "no such directory"
+    is_beside = "/" in value and any(place.is_dir() for place in findings.parents_of(key, value))
+    if path.name == EXPORT_DIRECTORY:
+        run = path.parent.name
+        message = f"not there yet: start run {run} first, here, which writes it at its end with train.save_hf = true"
+    elif HUB_NAME.match(value) and not is_beside:
+        message += "; nothing is downloaded from Hugging Face: `hf download` makes a directory"
+    findings.missing(key, value, message)
+
+
+def _data(findings: Findings, key: str, data: DataConfig) -> None:
+    if data.path is None:
+        return  # a function, which is looked for where plug-ins are
+    if not Path(split_slice(data.path)[0]).exists():
+        findings.missing(f"{key}.path", data.path, "no such file")
+        return
+    try:
+        for _ in read_rows(data, CHECKED_ROWS):
+            pass
+    except DataError as error:
+        findings.problem(f"{key}.path", data.path, str(error))
+
+
+def _credentials(findings: Findings) -> None:
+    """The file with the login of a bus that is not ours."""
+    key, value = "bus.credentials", findings.topology.bus.credentials
+    if value is None:
+        return
+    if not Path(value).exists():
+        findings.missing(key, value, "no such file")
+        return
+    try:
+        read_login(Path(value))
+    except (OSError, ValueError) as error:
+        findings.problem(key, value, str(error))
+
+
+def _dumps(findings: Findings) -> None:
+    """Where samples are dumped and where a dump is read."""
+    run = findings.topology.run
+    if run.load is not None and not Path(run.load).is_dir():
+        findings.missing("run.load", run.load, "no such directory")
+    if run.dump_details is not None:
+        _writable(findings, "run.dump_details", Path(run.dump_details))
+
+
+def _run_dir(findings: Findings) -> None:
+    run, sizes = findings.topology.run, stream_sizes(findings.topology)
+    place = _writable(findings, "run.dir", Path(run.dir) / run.name)
+    total, free = sizes.event_bytes + sizes.work_bytes + sizes.data_bytes, shutil.disk_usage(place).free
+    if total > free:
+        findings.notes.append(f"the streams may grow to {show_bytes(total)}; {place} has {show_bytes(free)} free")
+
+
+def _writable(findings: Findings, key: str, path: Path) -> Path:
+    """Whether a directory can be made or written; returns the nearest that exists."""
+    place = next(path for path in (path, *path.parents) if path.exists())
+    if not place.is_dir():
+        findings.problem(key, str(path), f"{place} is a file, not a directory")
+    elif not os.access(place, os.W_OK | os.X_OK):
+        findings.problem(key, str(path), f"{place} cannot be written")
+    return place

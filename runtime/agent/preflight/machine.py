@@ -1,0 +1,133 @@
+"""GPUs, interpreters, packages, ports and addresses that a topology needs of this machine."""
+
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from importlib.util import find_spec
+from typing import Final, NamedTuple
+from urllib.parse import urlsplit
+
+from runtime.agent.preflight.findings import Findings
+from runtime.settings.gpus import gpus_here
+from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
+
+TRAINER: Final = ("torch", "megatron.core", "safetensors")
+EMBEDDED: Final = ("torch", "safetensors")
+ROUTER: Final = ("sglang_router",)
+NATS_PORT: Final = 4222
+CONNECT_TIMEOUT_S: Final = 3.0
+ASK_TIMEOUT_S: Final = 60.0  # an interpreter that imports torch for the first time
+HAS_SGLANG: Final = "import importlib.util as u, sys; sys.exit(u.find_spec('sglang') is None)"
+HAS_GPU: Final = "import torch, sys; sys.exit(not torch.cuda.is_available())"
+
+
+class Needed(NamedTuple):
+    """Packages that a setting needs in our own interpreter."""
+
+    key: str
+    value: str
+    packages: tuple[str, ...]
+    extra: str  # of ours that brings them
+
+
+def check_machine(findings: Findings, node: str) -> None:
+    """Look for what is installed and reachable; `node` is what this machine is."""
+    topology = findings.topology
+    _check_gpus(findings, node)
+    for needed in _needed(topology):
+        absent = [name for name in needed.packages if not _is_installed(name)]
+        if absent:
+            message = (
+                f'needs {", ".join(absent)}, not installed here: bin/setup, or pip install "physarum[{needed.extra}]"'
+            )
+            findings.problem(needed.key, needed.value, message)
+    for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
+        _check_engine(findings, f"engines.{name}", engine)
+    _check_bus(findings)
+
+
+def _check_gpus(findings: Findings, node: str) -> None:
+    topology = findings.topology
+    if node not in topology.nodes:
+        return
+    asked, found = topology.nodes[node].gpus, gpus_here()
+    if asked > found:
+        findings.problem(f"nodes.{node}.gpus", asked, f"this machine has {found} GPUs")
+    elif topology.trainer.device == "cuda" and _is_installed("torch") and not _answers(sys.executable, HAS_GPU):
+        message = "torch finds no GPU here: its build is for the CPU, or the driver is missing"
+        findings.problem("trainer.device", "cuda", message)
+
+
+def _needed(topology: Topology) -> Iterator[Needed]:
+    if topology.run.only != "rollout":
+        yield Needed("trainer.device", topology.trainer.device, TRAINER, "trainer")
+    if answers_are_recorded(topology):
+        return
+    for name, engine in topology.engines.items():
+        key = f"engines.{name}.kind"
+        yield Needed(key, engine.kind, ROUTER, "router")
+        if engine.kind == "embedded" and not engine.urls:
+            yield Needed(key, engine.kind, EMBEDDED, "engine")
+
+
+def _check_engine(findings: Findings, key: str, engine: EngineConfig) -> None:
+    for url in engine.urls:
+        if (failure := _unreachable(url, 80)) is not None:
+            findings.problem(f"{key}.urls", url, f"no engine answers there: {failure}")
+    if engine.kind != "sglang":
+        return
+    findings.notes.append(f'{key}.kind = "sglang": no test of ours has run against SGLang itself')
+    if engine.urls:
+        return
+    if engine.python is None:
+        if not _is_installed("sglang"):
+            message = f"SGLang is not installed beside us: name an interpreter that has it with {key}.python"
+            findings.problem(f"{key}.kind", engine.kind, f'{message}; or kind = "embedded", for tiny models')
+    elif shutil.which(engine.python) is None:
+        findings.missing(f"{key}.python", engine.python, "no such interpreter")
+    elif not _answers(engine.python, HAS_SGLANG):
+        findings.problem(f"{key}.python", engine.python, "SGLang is not installed in this interpreter")
+
+
+def _check_bus(findings: Findings) -> None:
+    bus = findings.topology.bus
+    if bus.port is not None:
+        with closing(socket.socket()) as taken:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                taken.bind(("127.0.0.1", bus.port))
+            except OSError as error:
+                findings.problem("bus.port", bus.port, f"cannot be listened on: {error.strerror or error}")
+    failures = [_unreachable(url, NATS_PORT) for url in (bus.url or "").split(",") if url]
+    if failures and all(failures):
+        findings.problem("bus.url", bus.url, f"no server answers there: {failures[0]}")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # what it stands in is not there
+        return False
+
+
+def _answers(python: str, code: str) -> bool:
+    """Whether an interpreter ends such code with 0."""
+    try:
+        asked = subprocess.run([python, "-c", code], capture_output=True, timeout=ASK_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return asked.returncode == 0
+
+
+def _unreachable(url: str, default_port: int) -> str | None:
+    """Why nothing takes connections at a URL, or None."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port or {"https": 443, "wss": 443, "ws": 80}.get(parts.scheme, default_port)
+        with socket.create_connection((parts.hostname or "", port), timeout=CONNECT_TIMEOUT_S):
+            return None
+    except (OSError, ValueError) as error:
+        return str(error)

@@ -1,0 +1,344 @@
+"""`--check` says yes exactly where a start trains a step: a table of topologies, each checked and each started.
+
+Those that are refused are started in this process, which must end with the same words before anything is made; those
+that are accepted are started as a person would.
+"""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from bin.start_topology import main
+from runtime.agent.claims.claim import Claim
+
+ROOT = Path(__file__).resolve().parents[2]
+LAPTOP = ROOT / "topologies/laptop.toml"
+SFT = ROOT / "topologies/boxed-copy-sft.toml"
+COLOCATE = ROOT / "topologies/colocate-8gpu.toml"
+DISAGGREGATE = ROOT / "topologies/disaggregate-2x8gpu.toml"
+MODEL = ROOT / "topologies/demo/models/reverse-digits"
+BOXED = ROOT / "topologies/demo/models/boxed-copy"
+TINY = (
+    "rollout.rollout_batch_size=2",
+    "algorithm.num_steps_per_rollout=1",
+    "optimizer.lr_warmup_iters=0",
+    "train.num_steps=1",
+)
+GENERATES = ("rollout.n_samples_per_prompt=2", "eval=[]")
+GRADER = "def grade(sample):\n    return float(len(sample.response))\n\n\ndef two(a, b):\n    return 0\n"
+
+
+class Case(NamedTuple):
+    """A topology, and which key of it is refused with which words; none: it trains a step."""
+
+    overrides: tuple[str, ...]
+    key: str | None = None
+    words: str = ""
+    file: Path = LAPTOP
+
+
+ACCEPTED = {
+    "as shipped": Case(()),
+    "tensor and sequence parallel": Case(
+        (
+            "trainer.num_processes=2",
+            "trainer.megatron.tensor_model_parallel_size=2",
+            "trainer.megatron.sequence_parallel=true",
+            "model.dtype=bfloat16",
+        )
+    ),
+    "reference, few slots, shared processes": Case(
+        (
+            "algorithm.use_kl_loss=true",
+            "algorithm.kl_loss_coef=0.1",
+            "engines.policy.concurrency=1",
+            'share=[["rollout", "reward"], ["buffer", "filter"]]',
+        )
+    ),
+    "two engines, own grader, one step off": Case(
+        (
+            "engines.policy.num_engines=2",
+            "data.0.rm_type=TMP/graders.py:grade",
+            "data.0.label_key=none",
+            "rollout.max_staleness=1",
+        )
+    ),
+    "Parquet, an epoch, a response cut by the context": Case(
+        (
+            "data.0.path=TMP/rows.parquet",
+            "train.num_steps=0",
+            "train.num_epoch=1",
+            "rollout.max_response_len=64",
+            "rollout.max_context_len=20",
+        )
+    ),
+    "demonstrations": Case((), file=SFT),
+}
+REFUSED = {
+    # what is written
+    "unknown key": Case(("train.num_stepz=1",), "train.num_stepz", "unknown key"),
+    "out of bounds": Case(("rollout.temperature=0",), "rollout.temperature", "allowed: float > 0"),
+    "no tokens left": Case(("rollout.top_k=0",), "rollout.top_k", "at least 1"),
+    "nothing kept": Case(
+        (
+            "rollout.n_samples_per_prompt=1",
+            "algorithm.disable_rewards_normalization=true",
+            "rollout.dynamic_filter=nonzero_std",
+        ),
+        "rollout.n_samples_per_prompt",
+        "drops every group",
+    ),
+    # data and graders
+    "no data file": Case(("data.0.path=TMP/none.jsonl",), "data.0.path", "no such file"),
+    "a row that is no JSON": Case(("data.0.path=TMP/torn.jsonl",), "data.0.path", "torn.jsonl:2"),
+    "no such column": Case(("data.0.input_key=question",), "data.0.path", "no column 'question'"),
+    "no label": Case(("data.0.label_key=none",), "data.0.label_key", "positional_match compares with"),
+    "no grader": Case(("data.0.rm_type=none",), "data.0.path", "no grader: set rm_type"),
+    "a grader that is not built in": Case(("data.0.rm_type=deepscaler",), "data.0.rm_type", "no grader 'deepscaler'"),
+    "a row that names none": Case(("data.0.path=TMP/named.jsonl",), "data.0.path", "no grader 'nonsense'"),
+    "no such function": Case(("data.0.rm_type=TMP/graders.py:grad",), "data.0.rm_type", "did you mean 'grade'"),
+    "a function of two": Case(("data.0.rm_type=TMP/graders.py:two",), "data.0.rm_type", "takes (a, b)"),
+    "no module": Case(("rollout.dynamic_filter=no.such:keep",), "rollout.dynamic_filter", "no module named 'no'"),
+    "every prompt too long": Case(("rollout.max_prompt_len=1",), "data.0.path", "every row is over a limit"),
+    # models
+    "no model": Case(("model.hf_checkpoint=TMP/none",), "model.hf_checkpoint", "no such directory"),
+    "a name of the hub": Case(("model.hf_checkpoint=Qwen/Qwen3-4B",), "model.hf_checkpoint", "nothing is downloaded"),
+    "no weights": Case(("model.random_init=false",), "model.hf_checkpoint", "no weights in this directory"),
+    "no tokenizer": Case(("model.hf_checkpoint=TMP/bare",), "model.hf_checkpoint", "no tokenizer"),
+    "a broken tokenizer": Case(("model.hf_checkpoint=TMP/broken",), "model.hf_checkpoint", "tokenizer.json"),
+    "no chat template": Case(("model.hf_checkpoint=TMP/plain",), "data.0.path", "no chat template"),
+    "another family": Case(("model.hf_checkpoint=TMP/mixtral",), "model.hf_checkpoint", "model_type 'mixtral'"),
+    "yarn": Case(("model.hf_checkpoint=TMP/yarn",), "model.hf_checkpoint", "rope type 'yarn'"),
+    "a rope of engines alone": Case(("model.hf_checkpoint=TMP/llama3",), "model.hf_checkpoint", "rope type 'llama3'"),
+    "biases": Case(("model.hf_checkpoint=TMP/biased",), "model.hf_checkpoint", "attention_bias is not supported"),
+    "too small a vocabulary": Case(("model.hf_checkpoint=TMP/few",), "model.hf_checkpoint", "the model has 8"),
+    "another reference": Case(
+        ("algorithm.use_kl_loss=true", f"model.ref_load={BOXED}"), "model.ref_load", "no weights in this directory"
+    ),
+    "beyond the model": Case(("rollout.max_context_len=999",), "rollout.max_context_len", "the model ends at 64"),
+    "no room": Case(("rollout.max_response_len=64",), "rollout.max_response_len", "the model ends at 64"),
+    "a token it has not": Case(("rollout.stop_token_ids=[99]",), "rollout.stop_token_ids", "99 is no token"),
+    # layouts
+    "a layer in halves": Case(
+        ("trainer.num_processes=2", "trainer.megatron.pipeline_model_parallel_size=2"),
+        "trainer.megatron",
+        "num_hidden_layers = 1 of the model does not divide by 2",
+    ),
+    "ranks left over": Case(
+        ("trainer.num_processes=3", "trainer.megatron.tensor_model_parallel_size=2"), "trainer.megatron", "3 ranks"
+    ),
+    "context parallel": Case(
+        ("trainer.num_processes=2", "trainer.megatron.context_parallel_size=2"),
+        "trainer.megatron.context_parallel_size",
+        "not built yet",
+    ),
+    "expert parallel": Case(
+        ("trainer.num_processes=2", "trainer.megatron.expert_model_parallel_size=2"),
+        "trainer.megatron.expert_model_parallel_size",
+        "not built yet",
+    ),
+    "two nodes": Case(
+        ("bus.url=nats://127.0.0.1:FREE", "nodes.b.address=10.0.0.2"), "nodes", "several nodes is not built yet"
+    ),
+    # engines
+    "weights by broadcast": Case(
+        ("engines.policy.weight_transport=collective",), "engines.policy.weight_transport", "not built yet"
+    ),
+    "engines in turns": Case((), "engines.policy.colocate", "not built yet", COLOCATE),
+    "machines of GPUs": Case((), "nodes", "several nodes is not built yet", DISAGGREGATE),
+    "GPUs that are not here": Case(("nodes.local.gpus=99",), "nodes.local.gpus", "this machine has"),
+    "SGLang of nobody": Case(("engines.policy.kind=sglang",), "engines.policy.kind", "SGLang is not installed"),
+    "SGLang not in it": Case(
+        ("engines.policy.kind=sglang", f"engines.policy.python={sys.executable}"),
+        "engines.policy.python",
+        "SGLang is not installed in this interpreter",
+    ),
+    "no such interpreter": Case(
+        ("engines.policy.kind=sglang", "engines.policy.python=~/none/bin/python"),
+        "engines.policy.python",
+        "no such interpreter",
+    ),
+    "nobody's engine": Case(
+        ("engines.policy.urls=['http://127.0.0.1:FREE']",), "engines.policy.urls", "no engine answers there"
+    ),
+    "too few tokens": Case(("engines.policy.max_total_tokens=6",), "engines.policy.max_total_tokens", "too small"),
+    # bus and run directory
+    "nobody's bus": Case(("bus.url=nats://127.0.0.1:FREE",), "bus.url", "no server answers there"),
+    "a port in use": Case(("bus.port=TAKEN",), "bus.port", "cannot be listened on"),
+    "a file for a directory": Case(("run.dir=TMP/graders.py",), "run.dir", "is a file"),
+    "nowhere to dump": Case(("run.dump_details=TMP/graders.py/x",), "run.dump_details", "is a file"),
+    "no dump": Case(("run.only=trainer", "run.load=TMP/none"), "run.load", "no such directory"),
+}
+
+
+@pytest.fixture(scope="module")
+def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Broken and unusual files that the table names as TMP/..."""
+    folder = tmp_path_factory.mktemp("things")
+    (folder / "graders.py").write_text(GRADER)
+    (folder / "torn.jsonl").write_text('{"input": "12", "label": "21"}\n{"input": "1\n')
+    (folder / "named.jsonl").write_text('{"input": "12", "label": "21", "metadata": {"rm_type": "nonsense"}}\n')
+    for name in ("bare", "broken", "plain"):
+        shutil.copytree(MODEL, folder / name)
+    (folder / "bare/tokenizer.json").unlink()
+    (folder / "broken/tokenizer.json").write_text("{}")
+    (folder / "plain/tokenizer_config.json").write_text("{}")
+    config = json.loads((MODEL / "config.json").read_bytes())
+    changes: dict[str, dict[str, object]] = {
+        "mixtral": {"model_type": "mixtral"},
+        "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "llama3": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        "biased": {"attention_bias": True},
+        "few": {"vocab_size": 8},
+    }
+    for name, change in changes.items():
+        shutil.copytree(MODEL, folder / name)
+        (folder / name / "config.json").write_text(json.dumps(config | change))
+    return folder
+
+
+@pytest.fixture
+def ports() -> Iterator[dict[str, str]]:
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # and does not listen
+        yield {"TAKEN": str(taken.getsockname()[1]), "FREE": str(free.getsockname()[1])}
+
+
+def arguments(case: Case, things: Path, run_dir: Path, ports: dict[str, str]) -> list[str]:
+    tiny = () if case.file in (COLOCATE, DISAGGREGATE) else TINY if case.file == SFT else (*TINY, *GENERATES)
+    words = [*tiny, f"run.dir={run_dir}", "run.name=checked", *case.overrides]
+    for name, value in {"TMP": str(things), **ports}.items():
+        words = [word.replace(name, value) for word in words]
+    return [str(case.file), *(part for word in words for part in ("--set", word))]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_start_refuses_is_refused_by_the_check_with_the_same_words(
+    name: str, things: Path, tmp_path: Path, ports: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    case, run_dir = REFUSED[name], tmp_path / "runs"
+    command = arguments(case, things, run_dir, ports)
+    assert main([*command, "--check"]) == 2
+    told = capsys.readouterr()
+    lines = [line for line in told.err.splitlines() if not line.startswith("note: ")]
+    assert told.out == ""
+    assert any(f": {case.key}" in line and case.words in line for line in lines), lines
+    assert main(command) == 2
+    assert [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")] == lines
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_trains_is_accepted(
+    name: str, things: Path, tmp_path: Path, ports: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_parquet(things)
+    code = main([*arguments(ACCEPTED[name], things, tmp_path, ports), "--check"])
+    told = capsys.readouterr()
+    assert (code, told.err) == (0, "")
+    assert told.out == f"{ACCEPTED[name].file}: valid, and a start on this machine would go\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_is_accepted_trains_a_step(name: str, things: Path, tmp_path: Path, ports: dict[str, str]) -> None:
+    make_parquet(things)
+    command = [sys.executable, str(ROOT / "bin/start_topology.py"), *arguments(ACCEPTED[name], things, tmp_path, ports)]
+    done = subprocess.run([*command, "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 1
+
+
+def make_parquet(things: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = [{"input": str(number), "label": str(number)[::-1]} for number in (12, 34)]
+    parquet.write_table(pa.Table.from_pylist(rows), things / "rows.parquet")
+
+
+@pytest.mark.parametrize(
+    ("package", "overrides", "key", "extra"),
+    [
+        ("torch", (), "trainer.device", "trainer"),
+        ("megatron.core", (), "trainer.device", "trainer"),
+        ("torch", (), "engines.policy.kind", "engine"),
+        ("sglang_router", (), "engines.policy.kind", "router"),
+        ("pyarrow", ("data.0.path=TMP/rows.parquet",), "data.0.path", "parquet"),
+    ],
+)
+def test_what_is_not_installed_is_refused(
+    package: str,
+    overrides: tuple[str, ...],
+    key: str,
+    extra: str,
+    things: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_parquet(things)
+    if package == "pyarrow":
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setattr(
+        "runtime.agent.preflight.machine.find_spec", lambda name: None if name == package else find_spec(name)
+    )
+    command = arguments(Case(overrides), things, tmp_path / "runs", {})
+    for words in ([*command, "--check"], command):
+        assert main(words) == 2
+        assert any(
+            f": {key} = " in line and package in line and f"[{extra}]" in line
+            for line in capsys.readouterr().err.splitlines()
+        )
+    assert main([*command, "--check", "--elsewhere"]) == 0
+
+
+def test_elsewhere_says_what_it_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(LAPTOP), "--check", "--elsewhere", "--set", "data.0.path=no/such", "--set", "nodes.local.gpus=99"]
+    assert main(words) == 0
+    assert capsys.readouterr().out == (
+        f"{LAPTOP}: valid, as far as it can be told elsewhere; not looked at: GPUs (local: 99); "
+        "interpreters and what is installed in them; paths (model.hf_checkpoint, data.0.path, eval.0.path, run.dir); addresses and ports\n"
+    )
+    assert main([str(LAPTOP), "--elsewhere"]) == 2
+    assert "--elsewhere goes with --check" in capsys.readouterr().err
+
+
+def test_a_plan_is_drawn_wherever_one_is_and_says_what_is_in_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(COLOCATE), "--plan"]) == 0
+    told = capsys.readouterr()
+    assert "engine.policy.0-7" in told.out
+    assert f"note: a start here would be refused: {COLOCATE}: engines.policy.colocate" in told.err
+
+
+def test_a_run_that_is_running_is_not_said_to_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = arguments(Case(()), tmp_path, tmp_path, {})
+    with Claim.take(tmp_path / "checked"):
+        assert main([*command, "--check"]) == 2
+        told = capsys.readouterr().err
+        assert "is in use" in told
+        assert main(command) == 2
+        assert capsys.readouterr().err == told
+
+
+def test_a_run_of_another_recipe_is_not_said_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from runtime.agent.claims.rundir import prepare
+    from runtime.settings.load import load_topology
+
+    command = arguments(Case(()), tmp_path, tmp_path, {})
+    with Claim.take(tmp_path / "checked") as claim:
+        prepare(claim, load_topology(LAPTOP, (*command[2::2], "rollout.temperature=0.5")).topology)
+    assert main([*command, "--check"]) == 2
+    told = capsys.readouterr().err
+    assert "rollout.temperature: 0.5 → 1.0" in told
+    assert main(command) == 2
+    assert capsys.readouterr().err == told
