@@ -307,7 +307,8 @@ def test_elsewhere_says_what_it_left_out(capsys: pytest.CaptureFixture[str]) -> 
     assert main(words) == 0
     assert capsys.readouterr().out == (
         f"{LAPTOP}: valid, as far as it can be told elsewhere; not looked at: GPUs (local: 99); "
-        "interpreters and what is installed in them; paths (model.hf_checkpoint, data.0.path, eval.0.path, run.dir); addresses and ports\n"
+        "interpreters and what is installed in them; paths (model.hf_checkpoint, data.0.path, eval.0.path, run.dir); "
+        "addresses and ports\n"
     )
     assert main([str(LAPTOP), "--elsewhere"]) == 2
     assert "--elsewhere goes with --check" in capsys.readouterr().err
