@@ -51,8 +51,8 @@ class MegatronConfig(Config, frozen=True, kw_only=True):
 
     tensor_model_parallel_size: Positive = 1  # ranks that share each layer
     pipeline_model_parallel_size: Positive = 1  # ranks that share the layers' sequence
-    context_parallel_size: Positive = 1  # ranks that share each sample's tokens
-    expert_model_parallel_size: Positive = 1  # ranks that share the experts
+    context_parallel_size: Positive = 1  # ranks that share each sample's tokens; only 1 is built
+    expert_model_parallel_size: Positive = 1  # ranks that share the experts; only 1 is built
     expert_tensor_parallel_size: Positive | None = None  # that share each expert; none: tensor_model_parallel_size
     sequence_parallel: bool = False  # split activations between the tensor-parallel ranks too
 
@@ -71,13 +71,13 @@ class EngineConfig(Config, frozen=True, kw_only=True):
 
     kind: Literal["sglang", "embedded"] = "sglang"  # SGLang's server, or our small one on the CPU
     gpus: Text | None = None  # of the pool: "n0:0-7"; none: num_engines engines on the CPU
-    colocate: Literal["trainer"] | None = None  # take turns on the trainer's GPUs
+    colocate: Literal["trainer"] | None = None  # take turns on the trainer's GPUs; not built yet
     num_gpus_per_engine: Positive = 1  # GPUs of one engine
     num_engines: Positive = 1  # so many, without GPUs
     concurrency: Positive = 64  # samples in flight per engine
     unresponsive_after_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0  # without an answer to probes it is restarted
     max_total_tokens: Positive | None = None  # key-value slots per engine; none: the engine decides
-    weight_transport: Literal["disk", "collective", "ipc"] = "disk"  # how new weights reach the engines
+    weight_transport: Literal["disk", "collective", "ipc"] = "disk"  # of new weights; only "disk" is built
     batch_requests: bool = False  # one request per prompt group instead of one per sample
     python: Text | None = None  # interpreter that has SGLang; none: ours
     urls: tuple[Annotated[str, msgspec.Meta(pattern=r"^https?://")], ...] = ()  # engines that run already
@@ -114,7 +114,7 @@ class Topology(Recipe, frozen=True, kw_only=True):
 
     run: RunConfig
     bus: BusConfig = BusConfig()
-    nodes: dict[Name, NodeConfig] = msgspec.field(default_factory=_sole_node)
+    nodes: dict[Name, NodeConfig] = msgspec.field(default_factory=_sole_node)  # only one is built; left out: "local"
     trainer: TrainerConfig = TrainerConfig()
     engines: dict[Name, EngineConfig] = {}  # the pool "policy" generates samples; none runs for demonstrations
     reward: RewardConfig = RewardConfig()

@@ -8,11 +8,20 @@ import msgspec
 import pytest
 
 from bin import describe_settings
+from runtime.agent.preflight.built import not_built
 from runtime.settings.reading.config import Config
 from runtime.settings.reading.schema import is_config, keys_of, type_at
+from runtime.settings.recipe import ModelConfig, RolloutConfig, TrainConfig
 from runtime.settings.reference.meanings import meanings
 from runtime.settings.reference.page import Table, tables_of
-from runtime.settings.topology import Topology
+from runtime.settings.topology import (
+    EngineConfig,
+    MegatronConfig,
+    NodeConfig,
+    RunConfig,
+    Topology,
+    TrainerConfig,
+)
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs" / "settings.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `([^`]+)` \| (.+?) \| (.+?) \| (.*?) \|$", PAGE, re.MULTILINE)
@@ -74,6 +83,23 @@ def test_a_meaning_is_the_comment_at_the_end_of_its_field() -> None:
 )
 def test_a_row_says_what_is_allowed_and_the_default(key: str, cells: tuple[str, str]) -> None:
     assert [row[1:3] for row in ROWS if row[0] == key] == [cells]
+
+
+def test_a_key_that_a_start_refuses_for_what_is_not_built_says_so() -> None:
+    asked = Topology(
+        run=RunConfig(name="r"),
+        model=ModelConfig(hf_checkpoint="m"),
+        data=(),
+        rollout=RolloutConfig(rollout_batch_size=1, max_response_len=1),
+        train=TrainConfig(),
+        nodes={"n0": NodeConfig(), "n1": NodeConfig()},
+        trainer=TrainerConfig(megatron=MegatronConfig(context_parallel_size=2, expert_model_parallel_size=2)),
+        engines={"<name>": EngineConfig(weight_transport="ipc", colocate="trainer")},
+    )
+    refused = {problem.key for problem in not_built(asked)}
+    assert len(refused) == 5
+    assert "built" in PAGE.partition("## `[nodes.<name>]`")[2].partition("|")[0]
+    assert [key for key, *_, meaning in ROWS if key in refused and "built" not in meaning] == []
 
 
 def test_a_change_of_the_schema_makes_the_page_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
