@@ -1,6 +1,7 @@
 """What all commands share: where modules are found, one parser style, one way to print and to end."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -8,6 +9,7 @@ from typing import TextIO
 
 from runtime.exit_codes import EXIT_INPUT_ERROR, EXIT_INTERRUPTED
 from runtime.import_path import user_folder_last
+from runtime.wording import printable
 
 
 class WrongInput(Exception):
@@ -19,6 +21,8 @@ class Screen:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream: TextIO | None = stream
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may lack letters that a model has
 
     @property
     def is_read(self) -> bool:
@@ -26,11 +30,11 @@ class Screen:
         return self._stream is not None
 
     def show(self, text: str) -> None:
-        """Print a line."""
+        """Print a line; what would steer the terminal is escaped."""
         if self._stream is None:
             return
         try:
-            print(text, file=self._stream, flush=True)
+            print(printable(text), file=self._stream, flush=True)
         except OSError:  # BrokenPipeError is one; a full disk another
             self._give_up(self._stream)
 
@@ -68,7 +72,7 @@ def ended(work: Callable[[], int], *wrong_input: type[Exception]) -> int:
     try:
         return work()
     except (WrongInput, *wrong_input) as error:
-        Screen(sys.stderr).show(str(error))
+        Screen(sys.stderr).show_all(str(error).split("\n"))
         return EXIT_INPUT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

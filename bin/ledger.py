@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT))
 
 from bin.entry import Screen, ended, parser_of, run  # noqa: E402 - found in place, without an installation
 from runtime.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_INTERRUPTED, EXIT_OK  # noqa: E402
+from runtime.wording import printable_json  # noqa: E402
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
@@ -51,7 +52,7 @@ def _tell(args: argparse.Namespace) -> int:
     try:
         run = find_run(args.run)
     except NoSuchRun as error:
-        print(error, file=sys.stderr)
+        Screen(sys.stderr).show(str(error))
         return EXIT_INPUT_ERROR
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # attempts are not told
     if args.group is None:
@@ -63,7 +64,7 @@ def _tell(args: argparse.Namespace) -> int:
         return anyio.run(_unless_stopped, tell)
     except* (NoLog, BusError, OSError) as errors:
         problems = leaves(errors)
-    print(problems[0], file=sys.stderr)
+    Screen(sys.stderr).show(str(problems[0]))
     return EXIT_FAILED
 
 
@@ -100,9 +101,11 @@ async def _tell_books(run: "FoundRun", as_json: bool) -> int:
             report.take(received.message, received.seq)
     if report.first_seq > 1:
         told = f"the log begins at event {report.first_seq} and its archive is not in {run.directory}"
-        print(f"{told}: which groups were trained before is not told", file=sys.stderr)
+        Screen(sys.stderr).show(f"{told}: which groups were trained before is not told")
     summary = report.summary(run.name, live=log.live)
-    Screen(sys.stdout).show_all([msgspec.json.encode(summary).decode()] if as_json else list(lines_of(summary)))
+    Screen(sys.stdout).show_all(
+        [printable_json(msgspec.json.encode(summary).decode())] if as_json else list(lines_of(summary))
+    )
     return EXIT_OK if summary.books.closed else EXIT_FAILED
 
 
@@ -123,10 +126,10 @@ async def _tell_group(run: "FoundRun", group_id: int) -> int:
             event = life.take(received.message)
             if event is not None:
                 told = {"seq": received.seq, "time": received.time, **msgspec.to_builtins(event)}
-                lines.append(msgspec.json.encode(told).decode())
+                lines.append(printable_json(msgspec.json.encode(told).decode()))
     if not lines:
         issued = "no group yet" if newest < 0 else f"groups 0 to {newest}"
-        print(f"run {run.name} has no group {group_id}: it has issued {issued}", file=sys.stderr)
+        Screen(sys.stderr).show(f"run {run.name} has no group {group_id}: it has issued {issued}")
         return EXIT_FAILED
     Screen(sys.stdout).show_all(lines)
     return EXIT_OK

@@ -133,7 +133,7 @@ def _plan(loaded: LoadedTopology, specs_of: "SpecsOf", args: argparse.Namespace)
         topology = _fitted(topology, screen)
     run_dir = Path(topology.run.dir) / topology.run.name
     specs = {name: specs_of(topology, name, run_dir) for name in topology.nodes}
-    Screen(sys.stdout).show(draw(topology, plan_of(topology, specs)))
+    Screen(sys.stdout).show_all(draw(topology, plan_of(topology, specs)).split("\n"))
     try:
         _ready(loaded, args, screen)
     except (TopologyError, WrongInput, DataError) as error:

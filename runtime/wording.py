@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import re
+import signal
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Final
@@ -9,12 +11,40 @@ from typing import Final
 MAX_SHOWN: Final = 80  # characters of a value
 CURVE_COLUMNS = 40
 _BARS = "▁▂▃▄▅▆▇█"
+_STEERS = re.compile(
+    "[\x00-\x1f\x7f-\x9f"  # C0, DEL, C1
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # turn the direction of writing
+    "\u2028\u2029\ud800-\udfff]"  # end a line for some; are no characters
+)
 
 
 def show(value: object) -> str:
     """Spell a value as TOML or JSON would, cut when long."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+def printable(text: str) -> str:
+    r"""A text as it may stand on a line of a terminal: what would steer it is written as \x1b, \n or \u202e."""
+    return _STEERS.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
+
+
+def printable_json(text: str) -> str:
+    """JSON in one line that means the same and steers no terminal; JSON alone lets DEL, C1 and Unicode's marks be."""
+    return _STEERS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def shortened(text: str, length: int) -> str:
+    """The beginning of a text, with the count of what is left out."""
+    return text if len(text) <= length else f"{text[:length]} ... ({len(text) - length:,} more characters)"
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; real-time signals have numbers only."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def duration(seconds: float) -> str:

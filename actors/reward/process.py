@@ -14,6 +14,7 @@ import anyio.abc
 import msgspec
 
 from actors.reward.frames import FrameBuffer, FrameError, Grade, Graded, Hello, Ready, encode_frame
+from runtime.wording import signal_name
 
 ROOT = Path(__file__).resolve().parents[2]  # where `actors` can be imported from
 START_TIMEOUT_S = 30.0  # a user's module may import much
@@ -161,7 +162,7 @@ def describe_exit(returncode: int | None) -> str:
     if returncode is None:
         return "the grader process closed its output"
     if returncode < 0:
-        return f"the grader process was killed by {signal.Signals(-returncode).name}"
+        return f"the grader process was killed by {signal_name(-returncode)}"
     return f"the grader process exited with code {returncode}"
 
 

@@ -33,6 +33,7 @@ from runtime.settings.placement import bus_node
 from runtime.settings.plan import stream_limits, stream_sizes
 from runtime.settings.processes import ProcessSpec
 from runtime.settings.topology import Topology
+from runtime.wording import printable_json
 
 __all__ = ["End", "RunRefused", "SpecsOf", "Wish", "start"]
 
@@ -194,7 +195,7 @@ def _lines_of_a_failure(run: str, failure: GivenUp) -> Iterator[str]:
 
 
 def _json_of(stored: StoredResult) -> str:
-    return msgspec.json.encode(stored.result).decode()
+    return printable_json(msgspec.json.encode(stored.result).decode())
 
 
 def _show_all(show: Show, lines: Iterator[str] | Sequence[str]) -> None:

@@ -10,9 +10,13 @@ from typing import Any
 
 import msgspec
 
-MAX_LINE_BYTES = 1 << 16  # a longer line is cut
+from runtime.agent.supervision.line_cutter import CutLine, LineCutter
+from runtime.wording import printable, printable_json, shortened
+
+MAX_LINE_BYTES = 1 << 16  # the rest of a longer line is counted, not kept
 MAX_FILE_BYTES = 64 << 20  # then the file is kept as <name>.jsonl.1 and a new one begun
-TAIL_LINES = 200
+TAIL_LINES = 50
+MAX_SHOWN = 2000  # characters of a line, and of the reason of an end
 RECENT_LINES = 40  # an error before these was survived
 
 _input_error = re.compile(r"^InputError\((['\"])(.*)\1\)$", re.DOTALL)  # its text was written for people
@@ -20,7 +24,7 @@ _terminal_codes = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
 class OutputLog:
-    """Takes the bytes that a process prints and writes its log.
+    """Takes the bytes that a process prints, whatever they are, and writes its log, cut lines included.
 
     A line that is a JSON object goes in as it is; any other is wrapped as the event "output".
     """
@@ -32,17 +36,12 @@ class OutputLog:
         self._max_bytes = max_bytes
         self._file = path.open("ab", buffering=0)
         self._size_bytes = self._file.tell()
-        self._partial = b""
+        self._lines = LineCutter(MAX_LINE_BYTES)
         self._tail: deque[bytes] = deque(maxlen=TAIL_LINES)
 
     def feed(self, data: bytes) -> None:
         """Take what was read from the process."""
-        lines = (self._partial + data).split(b"\n")
-        self._partial = lines.pop()
-        if len(self._partial) > MAX_LINE_BYTES:
-            lines.append(self._partial)
-            self._partial = b""
-        self._write([self._wrapped(line[:MAX_LINE_BYTES]) for line in lines if line.strip()])
+        self._write([self._logged(line) for line in self._lines.feed(data) if line.content.strip()])
 
     def end(self) -> None:
         """The process has ended: its last line may lack its end."""
@@ -51,17 +50,17 @@ class OutputLog:
     def tail(self, count: int = 20) -> list[str]:
         """The last lines, for people."""
         lines = list(self._tail)[-count:]
-        return [text for line in lines for text in readable(line).splitlines()][-count:]
+        return [text for line in lines for text in _shown(line)][-count:]
 
     def why(self) -> str | None:
         """What the process said last about why it ends: its last error, or else its last words outside its log."""
         last_words = None
         for line in list(self._tail)[: -RECENT_LINES - 1 : -1]:
-            entry = _entry_of(line)
+            entry = _entry_of(line) or {}
             if entry.get("level") in ("error", "critical"):
-                return _error_of(entry)
+                return shortened(printable(_error_of(entry)), MAX_SHOWN)
             if last_words is None and entry.get("event") == "output":
-                last_words = str(entry.get("text"))
+                last_words = shortened(printable(_word(entry.get("text"))), MAX_SHOWN)
         return last_words
 
     def forget(self) -> None:
@@ -77,64 +76,86 @@ class OutputLog:
         self._tail.extend(lines)
         try:
             self._file.write(b"".join(line + b"\n" for line in lines))
+            self._size_bytes += sum(len(line) + 1 for line in lines)
+            if self._size_bytes > self._max_bytes:
+                self._rotate()
         except OSError:  # a full disk costs log lines; those who store data fail by themselves and say so
             return
-        self._size_bytes += sum(len(line) + 1 for line in lines)
-        if self._size_bytes > self._max_bytes:
-            self._rotate()
 
     def _rotate(self) -> None:
-        self._file.close()
-        self.path.replace(self.path.with_name(self.path.name + ".1"))
-        self._file = self.path.open("ab", buffering=0)
         self._size_bytes = 0
+        self.path.replace(self.path.with_name(self.path.name + ".1"))
+        file = self.path.open("ab", buffering=0)
+        self._file.close()
+        self._file = file
 
-    def _wrapped(self, line: bytes) -> bytes:
-        line = line.rstrip(b"\r")
-        if line.startswith(b"{") and _is_object(line):
-            return line
-        text = _terminal_codes.sub(b"", line).decode(errors="replace")
+    def _logged(self, line: CutLine) -> bytes:
+        content = line.content.rstrip(b"\r")
+        entry = _entry_of(content) if content.startswith(b"{") and not line.left_out_bytes else None
+        if entry is not None:
+            return _one_line(content, entry)
+        text = _terminal_codes.sub(b"", content).decode(errors="replace")
         moment = datetime.fromtimestamp(time.time(), UTC).isoformat().replace("+00:00", "Z")
-        entry = {"time": moment, "level": "info", "event": "output", "actor": self._actor, "text": text}
-        return msgspec.json.encode(entry)
+        entry = dict[str, Any]({"time": moment, "level": "info", "event": "output", "actor": self._actor, "text": text})
+        if line.left_out_bytes:
+            entry["left_out_bytes"] = line.left_out_bytes
+        return printable_json(msgspec.json.encode(entry).decode()).encode()
 
 
 def readable(line: bytes) -> str:
     """One log line as people read it: time, level, event, then its fields."""
     entry = _entry_of(line)
+    if not entry:
+        return line.decode(errors="replace")
     if entry.get("event") == "output":
-        return str(entry.get("text", ""))
-    return " ".join(_words(entry)) or line.decode(errors="replace")
+        left_out = entry.get("left_out_bytes")
+        cut = f"(the first {MAX_LINE_BYTES} bytes of a line, {left_out} more are left out) " if left_out else ""
+        return cut + _word(entry.get("text", ""))
+    return " ".join(_words(entry))
+
+
+def _shown(line: bytes) -> list[str]:
+    return [shortened(printable(text), MAX_SHOWN) for text in readable(line).split("\n")]
 
 
 def _words(entry: dict[str, Any]) -> Iterator[str]:
-    moment = str(entry.pop("time", ""))
-    yield from (word for word in (moment[11:19], str(entry.pop("level", "")), str(entry.pop("event", ""))) if word)
+    moment = _word(entry.pop("time", ""))
+    yield from (word for word in (moment[11:19], _word(entry.pop("level", "")), _word(entry.pop("event", ""))) if word)
     exception = entry.pop("exception", None)
-    yield from (f"{key}={value}" for key, value in entry.items() if key not in ("run", "actor"))
+    yield from (f"{key}={_word(value)}" for key, value in entry.items() if key not in ("run", "actor"))
     if exception:
-        yield f"\n{exception}"
+        yield f"\n{_word(exception)}"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.encode(value).decode()
+    except RecursionError:
+        return "(nested too deep)"
 
 
 def _error_of(entry: dict[str, Any]) -> str:
-    said = [] if entry.get("event") == "actor_failed" else [str(entry.get("event", ""))]
+    said = [] if entry.get("event") == "actor_failed" else [_word(entry.get("event", ""))]
+    lines = _word(entry.get("exception") or "").strip().splitlines()
     if entry.get("error"):
-        said.append(_input_error.sub(r"\2", str(entry["error"])))
-    elif entry.get("exception"):
-        said.append(str(entry["exception"]).strip().splitlines()[-1])
+        said.append(_input_error.sub(r"\2", _word(entry["error"])))
+    elif lines:
+        said.append(lines[-1])
     return ": ".join(part for part in said if part)
 
 
-def _entry_of(line: bytes) -> dict[str, Any]:
+def _entry_of(line: bytes) -> dict[str, Any] | None:
+    """The object that a line holds; None for what is none, is nested too deep, or has numbers that are too large."""
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
-    except msgspec.DecodeError:
-        return {}
+    except (ValueError, RecursionError, OverflowError):  # a DecodeError and a UnicodeDecodeError are ValueErrors
+        return None
 
 
-def _is_object(line: bytes) -> bool:
-    try:
-        msgspec.json.decode(line, type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError:
-        return False
-    return True
+def _one_line(content: bytes, entry: dict[str, Any]) -> bytes:
+    text = content.decode()
+    if "\r" in text or "\t" in text:  # between its parts: some readers take the one for the end of the line
+        text = msgspec.json.encode(entry).decode()
+    return printable_json(text).encode()

@@ -18,6 +18,7 @@ from runtime.agent.supervision.readiness import wait_until_ready, wait_until_sil
 from runtime.agent.supervision.spawn import Child, Guard
 from runtime.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR
 from runtime.settings.processes import ProcessSpec, Stage
+from runtime.wording import signal_name
 
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 10.0
@@ -300,5 +301,5 @@ class Supervision:
 def describe_exit(code: int) -> str:
     """An exit code in words."""
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
+        return f"killed by {signal_name(-code)}"
     return f"exit code {code}, {_LASTING[code]}" if code in _LASTING else f"exit code {code}"

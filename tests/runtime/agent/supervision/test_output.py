@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from runtime.agent.supervision.output import MAX_LINE_BYTES, OutputLog, readable
+from runtime.agent.supervision.output import MAX_LINE_BYTES, MAX_SHOWN, OutputLog, readable
 
 
 def test_lines_may_arrive_in_pieces(tmp_path: Path) -> None:
@@ -52,3 +55,76 @@ def test_the_reason_of_an_end_is_its_last_error(tmp_path: Path) -> None:
 def test_json_lines_are_shown_readable() -> None:
     line = b'{"time":"2026-11-20T14:08:00.1Z","level":"info","event":"weights_published","run":"r","actor":"t","v":7}'
     assert readable(line) == "14:08:00 info weights_published v=7"
+
+
+def logged(path: Path, *pieces: bytes) -> tuple[list[dict[str, object]], OutputLog]:
+    """What a log holds after these pieces, and the log."""
+    log = OutputLog(path / "a.jsonl", "a")
+    for piece in pieces:
+        log.feed(piece)
+    log.end()
+    log.close()
+    return [msgspec.json.decode(line) for line in log.path.read_bytes().split(b"\n") if line], log
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"answer": ' + b"[" * 60_000,
+        b'{"answer": ' + b"[" * 30_000 + b"]" * 30_000 + b"}",
+        b'{"answer": ' + b"9" * 5000 + b"}",
+        b'{"answer": "\xff\xfe"}',
+        b'{"\xff": 1}',
+        b'{"answer": "\\ud800"}',
+        b'{"level": "error", "event": "x", "exception": " "}',
+        b'{"level": ["error"], "event": {"a": 1}, "time": 7}',
+        b"\xff\xfe\x00\x80",
+    ],
+)
+def test_whatever_is_printed_is_logged_and_shown(tmp_path: Path, line: bytes) -> None:
+    entries, log = logged(tmp_path, line + b"\nafter\n")
+    assert len(entries) == 2
+    assert log.tail()[-1] == "after"
+    assert log.why() is not None
+
+
+def test_of_a_line_of_a_gigabyte_the_beginning_is_kept_and_the_rest_counted(tmp_path: Path) -> None:
+    mebibyte = b"x" * (1 << 20)
+    entries, log = logged(tmp_path, *(mebibyte for _ in range(1024)), b"\nafter\n")
+    assert [len(str(entry["text"])) for entry in entries] == [MAX_LINE_BYTES, len("after")]
+    assert entries[0]["left_out_bytes"] == (1 << 30) - MAX_LINE_BYTES
+    assert log.path.stat().st_size < 2 * MAX_LINE_BYTES
+    first, last = log.tail()
+    assert first.startswith(
+        f"(the first {MAX_LINE_BYTES} bytes of a line, {(1 << 30) - MAX_LINE_BYTES} more are left out) xx"
+    )
+    assert len(first) < MAX_SHOWN + 100
+    assert last == "after"
+
+
+STEERING = "\x1b]0;title\x07 \x9b2J \x7f \r \u202e \u2028"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_control_characters_are_escaped_wherever_a_line_is_shown(tmp_path: Path, as_json: bool) -> None:
+    told = (
+        msgspec.json.encode({"level": "error", "event": STEERING, "note": STEERING}) if as_json else STEERING.encode()
+    )
+    entries, log = logged(tmp_path, told + b"\nafter\n")
+    stored = log.path.read_text(encoding="utf-8")
+    assert all(character >= " " for character in stored.replace("\n", ""))
+    assert not set(stored) & set("\x7f\x9b\u202e\u2028")
+    assert STEERING in entries[0].values()
+    for shown in (*log.tail(), log.why() or ""):
+        assert not set(shown) & set("\x1b\x07\x9b\x7f\r\u202e\u2028")
+    assert "\\x1b]0;title\\x07 \\x9b2J \\x7f" in log.tail()[0]
+
+
+@given(st.lists(st.binary(max_size=300), max_size=5), st.integers(1, 7))
+def test_no_bytes_end_a_log(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], size: int) -> None:
+    data = b"\n".join(lines)
+    pieces = [data[start : start + size] for start in range(0, len(data), size)]
+    entries, log = logged(tmp_path_factory.mktemp("log"), *pieces)
+    assert len(entries) == sum(bool(line.strip()) for line in data.split(b"\n"))
+    log.tail()
+    log.why()

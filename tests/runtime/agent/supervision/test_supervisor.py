@@ -263,6 +263,24 @@ async def test_progress_refills_the_budget(tmp_path: Path) -> None:
     assert [change.restart_in_s for change in changes.of(Exited)] == [0.1, 0.2, 0.4, 0.8, None]
 
 
+async def test_a_process_may_print_anything_and_end_by_any_signal(tmp_path: Path) -> None:
+    code = r"""
+        import os
+        lines = [b'{"answer": ' + b"[" * 60000, b'{"event": "\\u001b[2J", "\xff": "\xff"}', b"\x00\x1b[2J\xff\x9b"]
+        os.write(2, b"\n".join(lines) + b"\n")
+        os.kill(os.getpid(), 35)
+    """
+    async with supervising(tmp_path) as (supervision, changes):
+        supervision.start(python("sleeper", SLEEPER))
+        supervision.start(python("talker", code, max_restarts=1))
+        await changes.until(lambda: bool(changes.of(GivenUp)))
+        sleeper = next(change.pid for change in changes.of(Started) if change.spec.name == "sleeper")
+        assert alive(sleeper)
+    given_up = changes.of(GivenUp)[0]
+    assert "killed by signal 35" in given_up.reason
+    assert not any(character < " " for character in given_up.reason + "".join(given_up.tail))
+
+
 async def test_output_is_kept_as_json_lines(tmp_path: Path) -> None:
     code = r"""
         import sys
