@@ -123,7 +123,7 @@ async def _tell_group(run: "FoundRun", group_id: int) -> int:
         async for received in log.events.so_far():
             if isinstance(received.message, GroupsIssued):
                 newest = max([newest, *(group.group_id for group in received.message.groups)])
-            event = life.take(received.message)
+            event = life.take(received.message, received.seq)
             if event is not None:
                 told = {"seq": received.seq, "time": received.time, **msgspec.to_builtins(event)}
                 lines.append(printable_json(msgspec.json.encode(told).decode()))

@@ -373,3 +373,36 @@ for module in {modules}:
         importlib.import_module(module)
 """
     run_python(code)
+
+
+LIFE_CYCLE = {"PayloadsMissing", "GroupsClosed", "VerdictGiven"}  # events that change groups: fold says what they did
+ONLY_SAYS = {"runtime.report.lines"}  # matches on them for the words of a failure
+
+
+def life_cycle_matches(source: Source) -> Iterator[tuple[int, str]]:
+    """Where a module asks an event whether it is one of those that change groups."""
+    for node in ast.walk(source.tree):
+        names: list[ast.expr] = []
+        if isinstance(node, ast.MatchClass):
+            names = [node.cls]
+        elif isinstance(node, ast.Call) and name_of(node.func) == "isinstance":
+            names = [name for name in ast.walk(node.args[1]) if isinstance(name, ast.Name | ast.Attribute)]
+        yield from ((node.lineno, name_of(name)) for name in names if name_of(name) in LIFE_CYCLE)
+
+
+def test_the_ledger_alone_knows_what_changes_a_group() -> None:
+    found = [
+        f"{module}:{line}: {name}"
+        for module, source in sources_of(ROOT).items()
+        if not is_within(module, "runtime.ledger") and module not in ONLY_SAYS
+        for line, name in life_cycle_matches(source)
+    ]
+    assert found == []
+
+
+def test_a_copy_of_the_life_cycle_is_seen() -> None:
+    text = (
+        "match event:\n    case GroupsClosed():\n        pass\nisinstance(event, BatchReady | messages.VerdictGiven)\n"
+    )
+    source = Source("actors.copy", Path(), False, text, ast.parse(text))
+    assert list(life_cycle_matches(source)) == [(4, "VerdictGiven"), (2, "GroupsClosed")]

@@ -15,11 +15,12 @@ from actors.buffer.deciding.decide import Schedule, decide
 from actors.buffer.deciding.selecting import Selector
 from actors.buffer.deciding.selection import Selection
 from actors.buffer.deciding.tasks import eval_tasks, rollout_task, schedule_of, tasks_in_flight
+from actors.buffer.ledger_log import LedgerLog
 from actors.buffer.prompts.made import MadePrompts
 from actors.buffer.prompts.source import PromptSet, load_prompts
 from actors.buffer.storage.pressure import LOOK_AGAIN_S, Pressure
 from actors.buffer.storage.recorder import Recorder
-from actors.buffer.storage.trimming import Trimmer, fold_archive
+from actors.buffer.storage.trimming import Trimmer
 from actors.buffer.waiting import Doing, prompts_of, words_of
 from messages import (
     BatchReady,
@@ -49,11 +50,11 @@ from messages import (
 )
 from runtime.bus.background import beside
 from runtime.bus.bus import Bus
-from runtime.bus.errors import AlreadyQueued, Fenced, MessageTooLarge, SequenceMismatch
+from runtime.bus.errors import AlreadyQueued, Fenced, MessageTooLarge
 from runtime.bus.events import Events
 from runtime.host.actor import Actor, InputError
 from runtime.ledger.archive import first_archived
-from runtime.ledger.fold import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold, spills_of
+from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, spills_of
 from runtime.samples.data_files import DataError
 from runtime.settings.topology import Topology
 
@@ -63,8 +64,6 @@ T = TypeVar("T")
 
 PUTS_AT_ONCE = 64  # tasks that are being published at the same time
 EVAL_TASKS_QUEUED = 512  # of one evaluation at a time
-READ_TIMEOUT_S = 30.0  # for an event that is known to be in the log
-LEDGER_OWN = tuple(event for event in LEDGER_EVENTS if event.topic.startswith("ledger."))
 
 
 class BufferActor(Actor):
@@ -98,7 +97,8 @@ class BufferActor(Actor):
         self._topology = topology
         self._bus = bus
         self._run_dir = run_dir
-        self._state = LedgerState()
+        self._log = LedgerLog(bus, run_dir)
+        self._left_out_step = 0  # of the newest checkpoint whose snapshot is more than an event can hold
         self._selector = Selector(topology, bus.publish)
         self._trimmer = Trimmer(bus, run_dir, topology.buffer.trim_min_events)
         self._pressure = Pressure(bus, self._trimmer.is_busy)
@@ -116,18 +116,22 @@ class BufferActor(Actor):
             await self._bus.publish(loaded)
         sizes = {name: len(items) for name, items in prompts.evals.items()}
         self._schedule = schedule = schedule_of(self._topology, sizes)
-        self._state = await self._newest_snapshot()
+        await self._log.load()
         async with (
             beside(self._trimmer.run),
             beside(self._pressure.run),
             beside(self._recorder.run),
             self._bus.read(*LEDGER_EVENTS, from_seq=self._state.last_seq + 1) as events,
         ):
-            await self._take_over(events)
+            await self._log.take_over(events, lambda: self._fold_next(events))
             task_status.started()
             async with self._bus.serve({SpillsRequested: self._spills}):
                 await self._put_everything_open(prompts)
                 await self._keep_deciding(events, schedule, prompts)
+
+    @property
+    def _state(self) -> LedgerState:
+        return self._log.state
 
     def stats(self) -> dict[str, float]:
         return {name: float(count) for name, count in msgspec.structs.asdict(self._state.books()).items()}
@@ -162,47 +166,6 @@ class BufferActor(Actor):
                     f"choose another run.name, or start over with --fresh {self._topology.run.name}"
                 )
 
-    async def _newest_snapshot(self) -> LedgerState:
-        newest = None
-        async with self._bus.read(SnapshotTaken) as snapshots:
-            while snapshots.pending:
-                received = await snapshots.next()
-                if received is not None and received.message.fold_version == FOLD_VERSION:
-                    newest = received.message
-        if newest is None:
-            return await self._whole_history()
-        log.info("snapshot_loaded", covers=newest.covers)
-        return msgspec.json.decode(newest.state, type=LedgerState)
-
-    async def _whole_history(self) -> LedgerState:
-        """The archived part of the log, folded; before the first snapshot there is none."""
-        state, last_seq = await _in_thread(lambda: fold_archive(self._run_dir))
-        first_seq = (await self._bus.state(Plane.EVENT)).first_seq
-        if first_seq > last_seq + 1:
-            raise InputError(
-                f"the log begins at event {first_seq} and has no snapshot that this version can load; "
-                f"what was before is not in {self._run_dir}: bring it back, or choose another run.name"
-            )
-        return state
-
-    async def _take_over(self, events: Events[Message]) -> None:
-        """Fold the log to its end and enter this buffer there, so that an older one can append no more."""
-        state, known = self._state, self._state.last_seq
-        while True:
-            while events.pending:
-                await self._fold_next(events)
-            if (first_seq := (await self._bus.state(Plane.EVENT)).first_seq) > known + 1:
-                raise RuntimeError(f"an older buffer trimmed the log to {first_seq} while it was read from {known + 1}")
-            incarnation = state.incarnation + 1
-            seq = await self._append(BufferStarted(incarnation=incarnation))
-            if not seq:  # an older buffer was quicker; read what it wrote
-                await self._fold_next(events)
-                continue
-            while state.last_seq < seq:
-                await self._fold_next(events)
-            log.info("ledger_taken_over", incarnation=incarnation, **self.stats())
-            return
-
     async def _fold_next(self, events: Events[Message]) -> Message | None:
         """Wait for an event and fold it; None when it could not be read and was the last one for now.
 
@@ -211,34 +174,12 @@ class BufferActor(Actor):
         received = await events.next(LOOK_AGAIN_S if self._pressure.holding else None)
         if received is None:
             return None
-        fold(self._state, received.message, received.seq)
+        self._log.fold(received)
         self._pressure.folded(self._state)
         if isinstance(received.message, SnapshotTaken):
             keep_from = self._recorder.needed_seq()
             self._trimmer.snapshot_taken(self._state, received.message.covers, keep_from=keep_from)
         return received.message
-
-    async def _append(self, event: Message) -> int:
-        """Append to the ledger as it is folded; return the sequence, or 0 when there is more of it to be read first."""
-        while True:
-            try:
-                return await self._bus.append(event, expected_last=self._state.ledger_seq)
-            except SequenceMismatch as error:
-                if await self._is_unread(error.last):
-                    log.warning("ledger_overtaken", decision=type(event).__name__, last=error.last)
-                    return 0
-                self._state.ledger_seq = error.last  # nobody can read what lies there: it is passed over
-
-    async def _is_unread(self, seq: int) -> bool:
-        """Whether the ledger holds an event up to this sequence that can be read and is not folded yet."""
-        async with self._bus.read(*LEDGER_OWN, from_seq=self._state.last_seq + 1) as ahead:
-            while ahead.pending:
-                received = await ahead.next(READ_TIMEOUT_S)
-                if received is not None:
-                    return received.seq <= seq
-                if ahead.pending:
-                    return True  # the bus is slow: wait for it where all events are read
-        return False
 
     async def _keep_deciding(
         self, events: Events[Message], schedule: Schedule, prompts: PromptSet | MadePrompts
@@ -262,21 +203,22 @@ class BufferActor(Actor):
             if isinstance(decision, RunFinished | RunFailed):  # after it the processes are stopped
                 await self._recorder.write_rest(self._state.last_seq)
             try:
-                return await self._append(decision)
+                return await self._log.append(decision)
             except MessageTooLarge as error:
                 if not isinstance(decision, SnapshotTaken):
                     raise
                 log.warning("snapshot_left_out", reason=str(error))  # a start then folds more of the log
-                self._state.snapshot_step = self._state.checkpoint_step
+                self._left_out_step = self._state.checkpoint_step
         return 0
 
     async def _next_decision(self, schedule: Schedule) -> Message | None:
         """What is decided now. Nothing is folded while a user's function is asked for its choice."""
-        decision = decide(self._state, schedule)
+        state, snapshots = self._state, self._state.checkpoint_step > self._left_out_step
+        decision = decide(state, schedule, snapshots=snapshots)
         while isinstance(decision, Selection):
-            if decision.kind == "buffer_filter" and await self._pressure.holds(self._state):
+            if decision.kind == "buffer_filter" and await self._pressure.holds(state):
                 return None  # what it chose could not be issued now
-            decision = decide(self._state, schedule, await self._selector.choose(decision))
+            decision = decide(state, schedule, await self._selector.choose(decision), snapshots=snapshots)
         return decision
 
     async def _effects(self, event: Message, prompts: PromptSet | MadePrompts) -> None:

@@ -167,10 +167,10 @@ class Leader:
         batch = fed.batch
         metrics["train/num_lost_groups"] = len(fed.lost)
         return BatchTrained(
-            step=fed.ready.step,
+            step=fed.step,
             incarnation=self._incarnation,
             replay=replay,
-            num_groups=len(fed.ready.groups) - len(fed.lost),
+            num_groups=len(fed.refs) - len(fed.lost),
             num_samples=0 if batch is None else len(batch.lengths_B),
             num_tokens=0 if batch is None else len(batch.tokens_N),
             metrics=metrics,

@@ -32,6 +32,7 @@ from runtime.bus.events import Events
 from runtime.checksums import checksums_of, safetensors_files
 from runtime.host.actor import Actor
 from runtime.ledger.archive import newest_snapshot
+from runtime.ledger.steps import Batch
 from runtime.settings.topology import Topology
 
 log = structlog.get_logger()
@@ -58,6 +59,7 @@ class TrainerStandIn(Actor):
         self._history = History()
         self._start = uuid.uuid4().hex  # of the event that says so: it may be stored twice
         self._started_seq = 0
+        self._incarnation = 0
         self._version = 0
         self._step = 0
         self._saved_step = 0
@@ -110,7 +112,7 @@ class TrainerStandIn(Actor):
         self._history.settle(self._step)
         started = TrainerStarted(incarnation=incarnation, step=self._step, start=self._start)
         self._started_seq = await self._bus.publish(started)
-        self._history.incarnation = incarnation
+        self._incarnation = incarnation
         log.info("stand_in_started", incarnation=incarnation, step=self._step)
 
     async def _announce(self, path: Path, checksum: str) -> None:
@@ -119,14 +121,14 @@ class TrainerStandIn(Actor):
         announced = WeightsAnnounced(
             version=self._version,
             step=self._step,
-            incarnation=self._history.incarnation,
+            incarnation=self._incarnation,
             path=str(path),
             checksum=checksum,
             size_bytes=size_bytes,
         )
         await self._bus.publish(announced)
 
-    async def _next_batch(self, events: Events[StandInEvent], path: Path) -> BatchReady:
+    async def _next_batch(self, events: Events[StandInEvent], path: Path) -> Batch:
         while self._step not in self._history.batches:
             await self._fold_next(events)
             if self._saved_step < self._history.requested_step <= self._step:
@@ -142,12 +144,12 @@ class TrainerStandIn(Actor):
             raise Fenced(f"trainer incarnation {event.incarnation} started")
         self._history.fold(received.message, received.seq)
 
-    async def _pass_batch(self, batch: BatchReady, waited_s: float) -> None:
+    async def _pass_batch(self, batch: Batch, waited_s: float) -> None:
         samples = [sample for ref in batch.groups for sample in self._samples_of(ref)]
         await self._bus.publish(
             BatchTrained(
-                step=batch.step,
-                incarnation=self._history.incarnation,
+                step=self._step,
+                incarnation=self._incarnation,
                 num_groups=len(batch.groups),
                 num_samples=len(samples),
                 num_tokens=sum(sample.prompt_len + sample.response_len for sample in samples),
@@ -169,7 +171,7 @@ class TrainerStandIn(Actor):
 
     async def _save(self, path: Path) -> None:
         """Nothing is written, but what came before is done with for good."""
-        step, incarnation = self._step, self._history.incarnation
+        step, incarnation = self._step, self._incarnation
         self._saved_step = step
         await self._bus.publish(
             CheckpointSaved(step=step, incarnation=incarnation, path=str(path), oldest_step=step, took_s=0.0)

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from messages import BatchTrained, CheckpointSaved, Message, RunStalled, TrainerStarted
+from messages import Message, RunStalled
 from runtime.ledger.fold import LEDGER_EVENTS, Books, LedgerState, fold
+from runtime.ledger.steps import Settled
 from runtime.wording import count_of, duration
 
 
@@ -71,14 +72,9 @@ class LedgerReport:
         self._stalled = Stall(idle_s=event.idle_s, waiting=event.waiting) if isinstance(event, RunStalled) else None
         if not isinstance(event, LEDGER_EVENTS):
             return
-        if not isinstance(event, BatchTrained | TrainerStarted | CheckpointSaved):  # these settle batches
-            fold(self.state, event, seq)
-            return
-        waiting = [(step, batch) for step, batch in self.state.batches.items() if not batch.trained]
-        live = self.state.groups.keys()
-        groups = {step: tuple(ref.group_id for ref in batch.groups if ref.group_id in live) for step, batch in waiting}
-        fold(self.state, event, seq)
-        self.trained += [(step, groups[step]) for step, batch in waiting if batch.trained]
+        for change in fold(self.state, event, seq):
+            if isinstance(change, Settled):
+                self.trained.append((change.step, tuple(ref.group_id for ref in change.groups)))
 
     def summary(self, run: str, *, live: bool) -> LedgerSummary:
         """The ledger as of the newest event."""

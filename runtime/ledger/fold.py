@@ -4,7 +4,7 @@ The buffer decides by it; anyone who follows the log may fold it too.
 """
 
 from collections.abc import Iterable
-from typing import Final, assert_never
+from typing import Final, cast
 
 from messages import (
     BatchReady,
@@ -38,7 +38,9 @@ from messages import (
     WeightsAnnounced,
 )
 from messages.subjects import key_of
-from runtime.ledger.state import Batch, Books, EvalItem, Evaluation, Group, LedgerState, Stage
+from runtime.ledger.changes import AttemptEnded, Batched, Change, Closed, Issued, Judged
+from runtime.ledger.state import Books, EvalItem, Evaluation, Group, LedgerState, Stage
+from runtime.ledger.steps import Batch, StepChange, StepEvent, TakenBack, advance
 
 __all__ = [
     "FOLD_VERSION",
@@ -83,6 +85,7 @@ LedgerEvent = (
     | WeightsAnnounced
 )
 LEDGER_EVENTS: tuple[type[Message], ...] = LedgerEvent.__args__
+_FOLDED: Final = frozenset(LEDGER_EVENTS)
 MAX_REASONS: Final = (
     256  # told apart, of groups that were dropped and of those that failed; a filter may word each anew
 )
@@ -109,7 +112,7 @@ def longest(*summaries: Iterable[SampleSummary]) -> tuple[SampleSummary, ...]:
     return tuple(best[key] for key in sorted(best))
 
 
-def fold(state: LedgerState, event: Message, seq: int) -> None:
+def fold(state: LedgerState, event: Message, seq: int) -> tuple[Change, ...]:
     """Change the state by one logged fact, in place. Anything stale or doubled leaves it as it was.
 
     Args:
@@ -117,57 +120,56 @@ def fold(state: LedgerState, event: Message, seq: int) -> None:
         event: a LedgerEvent.
         seq: its log sequence; an event at or below the last folded one is ignored.
 
+    Returns:
+        What it changed of groups and batches, in order.
+
     Raises:
         TypeError: the event is none that the ledger reads.
     """
-    if not isinstance(event, LedgerEvent):
+    if type(event) not in _FOLDED:
         raise TypeError(f"the ledger does not fold {type(event).__name__}")
     if seq <= state.last_seq:
-        return
+        return ()
     state.last_seq = seq
-    if event.topic.startswith("ledger."):
-        state.ledger_seq = seq
-    _apply(state, event, seq)
+    return _apply(state, cast("LedgerEvent", event), seq)
 
 
-def _apply(state: LedgerState, event: LedgerEvent, seq: int) -> None:
+def _apply(state: LedgerState, event: LedgerEvent, seq: int) -> tuple[Change, ...]:
     match event:
-        case GroupsIssued():
-            _issue(state, event)
         case GroupCompleted() | GroupAborted() | GroupFailed():
-            _end_attempt(state, event, seq)
+            return _end_attempt(state, event, seq)
+        case VerdictGiven():
+            return _judge(state, event)
+        case GroupsIssued():
+            return _issue(state, event)
         case SegmentsSpilled():
             _spill(state, event)
-        case VerdictGiven():
-            _judge(state, event)
         case BatchReady():
-            _batch(state, event)
-        case PayloadsMissing():
-            _take_back(state, event, seq)
+            return _batch(state, event)
         case GroupsClosed():
             tally = state.failed if event.outcome == "failed" else state.dropped
-            for group_id in event.group_ids:
-                _close(state, group_id, tally, event.reason)
-        case RoundHalted():
-            state.halted_round = max(state.halted_round, event.round)
-        case BatchTrained():
-            _settle(state, event.step)
-        case TrainerStarted():
-            state.trainer_incarnation = max(state.trainer_incarnation, event.incarnation)
-            for step in [step for step in state.batches if step < event.step]:
-                _settle(state, step)
+            return tuple(change for each in event.group_ids for change in _close(state, each, tally, event.reason))
+        case BatchTrained() | TrainerStarted() | CheckpointSaved() | PayloadsMissing():
+            return _advance(state, event, seq)
         case MessageDeadLettered():
-            _lose_task(state, event)
-        case CheckpointSaved():
-            state.checkpoint_step = max(state.checkpoint_step, event.step)
-            for step in [step for step in state.batches if step < event.oldest_step]:
-                _settle(state, step)
-                del state.batches[step]
-            state.taken_back = tuple(step for step in state.taken_back if step >= event.oldest_step)
-        case WeightsAnnounced():
-            _announce(state, event)
+            return _lose_task(state, event)
         case EvalIssued() | EvalCompleted() | EvalEnded():
             _evaluate(state, event)
+        case _:
+            _note(state, event)
+    return ()
+
+
+def _note(
+    state: LedgerState,
+    event: RoundHalted | WeightsAnnounced | BufferStarted | SnapshotTaken | RunFinished | RunFailed,
+) -> None:
+    """What concerns no group."""
+    match event:
+        case RoundHalted():
+            state.halted_round = max(state.halted_round, event.round)
+        case WeightsAnnounced():
+            _announce(state, event)
         case BufferStarted():
             state.incarnation = max(state.incarnation, event.incarnation)
             state.finished, state.gave_up, state.barren = None, None, 0
@@ -178,8 +180,6 @@ def _apply(state: LedgerState, event: LedgerEvent, seq: int) -> None:
             state.finished = event.reason
         case RunFailed():
             state.gave_up = event.reason
-        case _:
-            assert_never(event)
 
 
 def _announce(state: LedgerState, event: WeightsAnnounced) -> None:
@@ -196,10 +196,12 @@ def _oldest_version(group: Group) -> int:
     return min(group.min_version, group.oldest_version or group.min_version)
 
 
-def _issue(state: LedgerState, event: GroupsIssued) -> None:
+def _issue(state: LedgerState, event: GroupsIssued) -> tuple[Change, ...]:
+    groups: list[Group] = []
     for issued in event.groups:
         group = state.groups.get(issued.group_id)
-        if issued.group_id >= state.next_group:
+        if issued.group_id >= state.next_group and not issued.attempt:
+            state.first_group = state.first_group if state.next_group else issued.group_id
             group = Group(
                 group_id=issued.group_id,
                 attempt=issued.attempt,
@@ -213,36 +215,45 @@ def _issue(state: LedgerState, event: GroupsIssued) -> None:
             state.enter(group)
             state.next_group = issued.group_id + 1
             state.next_prompt = issued.prompt + 1
+            groups.append(group)
         elif group is not None and group.stage is Stage.POOLED and issued.attempt > group.attempt:
             state.index.leave(group)
             group.attempt, group.round, group.min_version = issued.attempt, event.round, event.min_version
             group.num_samples, group.stage, group.reason = event.num_samples, Stage.IN_FLIGHT, None
             state.index.enter(group)
+            groups.append(group)
+    return (Issued(tuple(groups)),)
 
 
-def _end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | GroupFailed, seq: int) -> None:
+def _end_attempt(
+    state: LedgerState, event: GroupCompleted | GroupAborted | GroupFailed, seq: int
+) -> tuple[Change, ...]:
     group = state.groups.get(event.group_id)
     if group is None or group.attempt != event.attempt or group.stage is not Stage.IN_FLIGHT:
-        return  # a zombie's or a duplicate's late result
+        return ()  # a zombie's or a duplicate's late result
+    ended = AttemptEnded(group, event)
     if isinstance(event, GroupFailed):
-        _close(state, event.group_id, state.failed, event.reason)
-        return
+        return ended, *_close(state, event.group_id, state.failed, event.reason)
     completed = isinstance(event, GroupCompleted)
     samples = event.samples if completed else longest(group.spilled, event.samples)
-    cited = _cited(state, samples)
-    got = len({sample.index for sample in samples})
-    if completed and group.num_samples and got != group.num_samples:
-        _close(state, event.group_id, state.failed, f"{got} samples where {group.num_samples} were asked for")
-        return
+    group.payload_seq = min(_cited(state, samples), default=group.payload_seq)
     group.event_seq, group.spilled = seq, ()
-    group.payload_seq = min(cited, default=group.payload_seq)
+    if completed and (reason := wrong_count(event, group.num_samples)):
+        return ended, *_close(state, event.group_id, state.failed, reason)
     group.carried = () if completed else samples
     group.data = event.data if completed else group.data
     _describe(group, samples)
     state.move(group, Stage.COMPLETED if completed else Stage.POOLED)
+    return (ended,)
 
 
-def _lose_task(state: LedgerState, event: MessageDeadLettered) -> None:
+def wrong_count(event: GroupCompleted, num_samples: int) -> str:
+    """Why a completed group has not the samples that were asked for; empty if it has, or 0 says that it is unknown."""
+    got = len({sample.index for sample in event.samples})
+    return f"{got} samples where {num_samples} were asked for" if num_samples and got != num_samples else ""
+
+
+def _lose_task(state: LedgerState, event: MessageDeadLettered) -> tuple[Change, ...]:
     """A task that nobody can read ends its attempt, or its item; put again it would be no better."""
     running, item = state.evaluation, (key_of(event.subject, EvalRequested) or "").split(".")
     if running is not None and len(item) == 3 and item[0] == str(running.step) and item[2].isdecimal():
@@ -250,8 +261,8 @@ def _lose_task(state: LedgerState, event: MessageDeadLettered) -> None:
     key = key_of(event.subject, RolloutRequested) or ""
     for group in state.in_stage(Stage.IN_FLIGHT).values():
         if key == f"{group.group_id}.{group.attempt}":
-            _close(state, group.group_id, state.failed, f"task: {event.reason}")
-            return
+            return _close(state, group.group_id, state.failed, f"task: {event.reason}")
+    return ()
 
 
 def _cited(state: LedgerState, samples: Iterable[SampleSummary]) -> list[int]:
@@ -277,11 +288,11 @@ def _spill(state: LedgerState, event: SegmentsSpilled) -> None:
     group.payload_seq = min([group.payload_seq, *_cited(state, group.spilled)])
 
 
-def _judge(state: LedgerState, event: VerdictGiven) -> None:
+def _judge(state: LedgerState, event: VerdictGiven) -> tuple[Change, ...]:
     group = state.groups.get(event.group_id)
     if group is None or group.stage is not Stage.COMPLETED or group.event_seq != event.event_seq:
-        return
-    reason = event.reason or f"filter_{event.outcome}"
+        return ()
+    judged, reason = Judged(group, event.outcome, event.reason), event.reason or f"filter_{event.outcome}"
     match event.outcome:
         case Outcome.KEEP:
             state.move(group, Stage.READY)
@@ -290,79 +301,82 @@ def _judge(state: LedgerState, event: VerdictGiven) -> None:
             state.move(group, Stage.SPARE)
             _count_barren(state, group)
         case Outcome.DROP | Outcome.FAILED:
-            _close(state, event.group_id, state.dropped if event.outcome is Outcome.DROP else state.failed, reason)
+            tally = state.dropped if event.outcome is Outcome.DROP else state.failed
+            return judged, *_close(state, event.group_id, tally, reason)
+    return (judged,)
 
 
-def _batch(state: LedgerState, event: BatchReady) -> None:
+def _batch(state: LedgerState, event: BatchReady) -> tuple[Change, ...]:
     kept = tuple(ref for ref in event.groups if _is_kept(state, ref))
-    if not kept or (event.step < state.round and event.step not in state.taken_back):
-        return
-    groups = [state.groups[ref.group_id] for ref in kept]
+    if not kept or not state.takes_batch(event.step):
+        return ()
+    groups = tuple(state.groups[ref.group_id] for ref in kept if ref.group_id >= state.first_group)
     for group in groups:
         state.move(group, Stage.BATCHED)
-    state.batches[event.step] = Batch(
-        groups=kept,
-        payload_seq=min(group.payload_seq for group in groups),
-        oldest_version=min(_oldest_version(group) for group in groups),
-    )
-    state.taken_back = tuple(step for step in state.taken_back if step != event.step)
-    state.round, state.barren = max(state.round, event.step + 1), 0
-    for spare in list(state.in_stage(Stage.SPARE).values()):
-        state.move(spare, Stage.PASSED_OVER)
+    payload_seq = min((group.payload_seq for group in groups), default=state.newest_payload + 1)
+    oldest = min(map(_oldest_version, groups), default=state.version)
+    state.make(event.step, Batch(groups=kept, payload_seq=payload_seq, oldest_version=oldest))
+    state.barren = 0
+    return (Batched(event.step, groups, _pass_over(state, event)),)
+
+
+def _pass_over(state: LedgerState, event: BatchReady) -> tuple[Group, ...]:
+    """What a batch is made without and what waits for no other one."""
+    passed_over = list(state.in_stage(Stage.SPARE).values())
     for group_id in event.passed_over:
         group = state.groups.get(group_id)
         if group is not None and group.stage is Stage.READY:
             group.reason = OVER_SAMPLING_FILTER
-            state.move(group, Stage.PASSED_OVER)
+            passed_over.append(group)
+    for group in passed_over:
+        state.move(group, Stage.PASSED_OVER)
+    return tuple(passed_over)
 
 
 def _is_kept(state: LedgerState, ref: GroupRef) -> bool:
+    """Whether a group can be in a batch now; one of before the log's beginning is taken at the buffer's word."""
     group = state.groups.get(ref.group_id)
-    return group is not None and group.stage in (Stage.READY, Stage.SPARE) and group.event_seq == ref.event_seq
+    if group is None:
+        return ref.group_id < state.first_group
+    return group.stage in (Stage.READY, Stage.SPARE) and group.event_seq == ref.event_seq
 
 
-def _take_back(state: LedgerState, event: PayloadsMissing, seq: int) -> None:
-    """Dissolve a batch that cannot be trained: what is lost is generated again, the others wait for the next batch."""
-    batch = state.batches.get(event.step)
-    lost = set(event.groups)
-    if batch is None or batch.trained or not lost.intersection(batch.groups):
-        return
-    for ref in batch.groups:
+def _advance(state: LedgerState, event: StepEvent, seq: int) -> tuple[StepChange, ...]:
+    changes = advance(state, event)
+    for change in changes:
+        if isinstance(change, TakenBack):
+            _give_back(state, change, seq)
+        else:
+            state.trained += sum(state.remove(ref.group_id) is not None for ref in change.groups)
+    return changes
+
+
+def _give_back(state: LedgerState, change: TakenBack, seq: int) -> None:
+    """What is lost of a batch is generated again, the others wait for the next batch."""
+    for ref in change.groups:
         group = state.groups.get(ref.group_id)
         if group is None:
             continue
-        if ref in lost:
+        if ref in change.lost:
             _describe(group, ())
             group.event_seq, group.carried, group.payload_seq = seq, (), state.newest_payload + 1
             group.reason = "payloads_missing"
             state.move(group, Stage.POOLED)
         else:
             state.move(group, Stage.READY)
-    del state.batches[event.step]
-    state.taken_back = tuple(sorted({*state.taken_back, event.step}))
 
 
-def _settle(state: LedgerState, step: int) -> None:
-    batch = state.batches.get(step)
-    state.trained_steps = max(state.trained_steps, step + 1)
-    state.taken_back = tuple(other for other in state.taken_back if other != step)
-    if batch is None or batch.trained:
-        return  # trained again after a crash, or unknown below an old checkpoint
-    batch.trained = True
-    for ref in batch.groups:
-        if state.remove(ref.group_id) is not None:
-            state.trained += 1
-
-
-def _close(state: LedgerState, group_id: int, tally: dict[str, int], reason: str) -> None:
+def _close(state: LedgerState, group_id: int, tally: dict[str, int], reason: str) -> tuple[Change, ...]:
     group = state.remove(group_id)
     if group is None:
-        return
+        return ()
+    closed = Closed(group, reason)
     if reason not in tally and len(tally) >= MAX_REASONS:
         reason = OTHER_REASONS
     tally[reason] = tally.get(reason, 0) + 1
     if group.stage not in (Stage.SPARE, Stage.PASSED_OVER):  # those were counted, or had their chance
         _count_barren(state, group)
+    return (closed,)
 
 
 def _count_barren(state: LedgerState, group: Group) -> None:

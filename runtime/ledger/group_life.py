@@ -1,14 +1,16 @@
 """One prompt group's whole life, as its log says it. Pure."""
 
+from collections.abc import Iterable
+
 import msgspec
 
 from messages import (
     BatchReady,
     BatchTrained,
-    CheckpointSaved,
     GroupAborted,
     GroupCompleted,
     GroupFailed,
+    GroupRef,
     GroupsClosed,
     GroupsIssued,
     Message,
@@ -16,10 +18,12 @@ from messages import (
     PayloadsMissing,
     RolloutRequested,
     SegmentsSpilled,
-    TrainerStarted,
     VerdictGiven,
 )
 from messages.subjects import key_of
+from runtime.ledger.changes import Change
+from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
+from runtime.ledger.steps import Settled, TakenBack
 
 
 class GroupLife:
@@ -27,16 +31,21 @@ class GroupLife:
 
     def __init__(self, group_id: int) -> None:
         self.group_id = group_id
-        self._steps: set[int] = set()  # of the batches that hold it
-        self._trained = False
+        self._ledger = LedgerState()
+        self._steps: set[int] = set()  # that trained it; a replay trains them again
 
-    def take(self, event: Message) -> Message | None:
+    def take(self, event: Message, seq: int) -> Message | None:
         """The next event of the log as far as it speaks of the group, None if it does not.
 
-        Of an event about several groups only the part about this one is left. A step that was trained is told by its
+        Of an event about several groups only the part about this one is left. A step that was trained shows by its
         BatchTrained, also by those of a replay; if the trainer died before it said so, by the first event that implies
         it.
+
+        Args:
+            seq: its sequence in the log.
         """
+        changes = fold(self._ledger, event, seq) if isinstance(event, LEDGER_EVENTS) else ()
+        implied = any(self._is_settled_by(change) for change in changes)
         match event:
             case GroupCompleted() | GroupAborted() | GroupFailed() | SegmentsSpilled() | VerdictGiven():
                 return event if event.group_id == self.group_id else None
@@ -46,12 +55,12 @@ class GroupLife:
             case BatchReady():
                 refs = tuple(ref for ref in event.groups if ref.group_id == self.group_id)
                 passed_over = tuple(group_id for group_id in event.passed_over if group_id == self.group_id)
-                if refs:
-                    self._steps.add(event.step)
                 own = msgspec.structs.replace(event, groups=refs, passed_over=passed_over)
                 return own if refs or passed_over else None
             case PayloadsMissing():
-                return self._take_back(event) if event.step in self._steps and not self._trained else None
+                lost = tuple(ref for ref in event.groups if ref.group_id == self.group_id)
+                own = msgspec.structs.replace(event, groups=lost)
+                return own if any(self._is_taken_back_by(change) for change in changes) else None
             case GroupsClosed():
                 known = self.group_id in event.group_ids
                 return msgspec.structs.replace(event, group_ids=(self.group_id,)) if known else None
@@ -59,23 +68,18 @@ class GroupLife:
                 task = (key_of(event.subject, RolloutRequested) or "").partition(".")[0]
                 return event if task == str(self.group_id) else None
             case BatchTrained():
-                return self._settle(event) if event.step in self._steps else None
-            case TrainerStarted():
-                return self._settle_untold(event, event.step)
-            case CheckpointSaved():
-                return self._settle_untold(event, event.oldest_step)
+                return event if event.step in self._steps else None
             case _:
-                return None
+                return event if implied else None
 
-    def _settle(self, event: Message) -> Message:
-        self._trained = True
-        return event
+    def _is_settled_by(self, change: Change) -> bool:
+        if not isinstance(change, Settled) or not self._is_in(change.groups):
+            return False
+        self._steps.add(change.step)
+        return True
 
-    def _take_back(self, event: PayloadsMissing) -> Message:
-        self._steps.remove(event.step)
-        lost = tuple(ref for ref in event.groups if ref.group_id == self.group_id)
-        return msgspec.structs.replace(event, groups=lost)
+    def _is_taken_back_by(self, change: Change) -> bool:
+        return isinstance(change, TakenBack) and self._is_in(change.groups)
 
-    def _settle_untold(self, event: Message, below_step: int) -> Message | None:
-        implied = not self._trained and any(step < below_step for step in self._steps)
-        return self._settle(event) if implied else None
+    def _is_in(self, groups: Iterable[GroupRef]) -> bool:
+        return any(ref.group_id == self.group_id for ref in groups)

@@ -6,7 +6,8 @@ from functools import cached_property
 
 import msgspec
 
-from messages import GroupRef, SampleSummary
+from messages import SampleSummary
+from runtime.ledger.steps import Steps
 
 
 class Stage(StrEnum):
@@ -42,15 +43,6 @@ class Group(msgspec.Struct, kw_only=True):
     oldest_version: int | None = None  # among all tokens
     newest_version: int | None = None
     reason: str | None = None  # why it is a spare, or passed over
-
-
-class Batch(msgspec.Struct, kw_only=True):
-    """A batch that a loadable checkpoint does not contain yet."""
-
-    groups: tuple[GroupRef, ...]
-    payload_seq: int  # no data message below this one is needed by it
-    oldest_version: int = 0  # among the tokens of its groups
-    trained: bool = False
 
 
 class EvalItem(msgspec.Struct, kw_only=True, frozen=True):
@@ -127,12 +119,12 @@ def _add(counts: Counter[int], key: int, change: int) -> None:
         del counts[key]
 
 
-class LedgerState(msgspec.Struct, kw_only=True, dict=True):
+class LedgerState(Steps, kw_only=True, dict=True):
     """What the log folds to."""
 
     last_seq: int = 0  # log sequence folded last
-    ledger_seq: int = 0  # the same among the buffer's own events
     incarnation: int = 0  # of the buffer that owns the ledger
+    first_group: int = 0  # groups below it are of before the log's beginning, where what is left of it was folded
     next_group: int = 0
     next_prompt: int = 0
     groups: dict[int, Group] = {}  # live ones, in order of issue
@@ -140,16 +132,10 @@ class LedgerState(msgspec.Struct, kw_only=True, dict=True):
     dropped: dict[str, int] = {}  # by reason
     failed: dict[str, int] = {}
     newest_payload: int = 0  # highest data message that any folded event cites
-    round: int = 0  # open round = number of the next batch
-    taken_back: tuple[int, ...] = ()  # earlier steps that need another batch, for payloads of theirs are lost
     halted_round: int = -1  # newest round that was halted
-    batches: dict[int, Batch] = {}  # by step
-    trained_steps: int = 0  # frontier: steps of which the log says that they are trained
-    trainer_incarnation: int = 0
     version: int = 0  # newest announced weights, 0 before the first
     version_step: int = 0  # train steps that they contain
     version_steps: dict[int, int] = {}  # the same of every version that a live group or a batch may have tokens of
-    checkpoint_step: int = 0
     snapshot_step: int = -1  # checkpoint step at the newest snapshot
     evaluation: Evaluation | None = None
     eval_step: int = -1  # newest step that was evaluated

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from messages import BatchReady, GroupCompleted, SampleStatus, SampleSummary
+from messages import GroupCompleted, SampleStatus, SampleSummary
 
 
 class GroupNumbers(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,12 +32,11 @@ def _round_numbers(samples: Iterable[SampleSummary]) -> Iterator[float]:
             yield float(number)
 
 
-class BatchNumbers:
-    """Collects the numbers of groups by the event that completed them, and hands them out by batch."""
+class CompletedNumbers:
+    """Keeps the numbers of groups by the event that completed them, until they are trained or given up."""
 
     def __init__(self) -> None:
         self._completed: dict[int, GroupNumbers] = {}  # by log sequence
-        self._batches: dict[int, tuple[GroupNumbers, ...]] = {}  # by step; not trained yet
 
     def complete(self, event: GroupCompleted, seq: int) -> None:
         """Note a completed group."""
@@ -52,21 +51,7 @@ class BatchNumbers:
             reward_time_s=event.reward_time_s,
         )
 
-    def batch(self, event: BatchReady, waiting: Iterable[int]) -> None:
-        """Put a batch together.
-
-        Args:
-            event: cites the completed groups.
-            waiting: log sequences of completed groups that may still come into a batch; the others are forgotten.
-        """
-        cited = [self._completed.get(ref.event_seq) for ref in event.groups]
-        self._batches[event.step] = tuple(numbers for numbers in cited if numbers is not None)
-        self._completed = {seq: self._completed[seq] for seq in waiting if seq in self._completed}
-
-    def settle(self, step: int) -> tuple[GroupNumbers, ...] | None:
-        """The batch of a step is trained: hand out its groups; None if it was settled before."""
-        return self._batches.pop(step, None)
-
-    def unsettled_below(self, step: int) -> list[int]:
-        """Steps below this one whose batches are not known to be trained."""
-        return sorted(waiting for waiting in self._batches if waiting < step)
+    def take(self, seqs: Iterable[int]) -> tuple[GroupNumbers, ...]:
+        """Hand out, and forget, what is known of groups by the sequences of their completions."""
+        taken = (self._completed.pop(seq, None) for seq in seqs)
+        return tuple(numbers for numbers in taken if numbers is not None)

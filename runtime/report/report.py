@@ -3,6 +3,8 @@
 It reads no clock: times are those of the log, and "now" is given.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 from messages import (
@@ -16,8 +18,10 @@ from messages import (
     WeightsApplied,
 )
 from runtime.ledger.books import sum_line
+from runtime.ledger.changes import AttemptEnded, Closed
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
-from runtime.report.group_numbers import BatchNumbers, is_ungraded
+from runtime.ledger.steps import Settled, TakenBack
+from runtime.report.group_numbers import CompletedNumbers, is_ungraded
 from runtime.report.lines import Failures, failure_in, line_of, step_line
 from runtime.report.rows import MetricRow, drop_metrics, eval_means, group_metrics, mean_of, rewards_of
 from runtime.report.summary import Result, summary_lines
@@ -73,7 +77,8 @@ class Report:
         self.tokens = 0
         self.version = 0
         self._ledger = LedgerState()
-        self._numbers = BatchNumbers()
+        self._numbers = CompletedNumbers()
+        self._cited: set[int] = set()  # completions that the state to begin from speaks of
         self._times = Times()
         self._failures = Failures(run)
         self._first_rollout: float | None = None
@@ -84,6 +89,7 @@ class Report:
     def begin(self, ledger: LedgerState) -> None:
         """Begin in the middle: what came before can only be had as the state of the ledger."""
         self._ledger, self.version = ledger, ledger.version
+        self._cited = {group.event_seq for group in ledger.groups.values()}
         self.steps = self._earlier_steps = ledger.trained_steps
 
     def apply(self, event: Message, seq: int, time: float) -> list[Notice]:
@@ -93,16 +99,14 @@ class Report:
             seq: its sequence in the log.
             time: when the log took it, Unix time in seconds.
         """
-        if isinstance(event, LEDGER_EVENTS):
-            fold(self._ledger, event, seq)
+        settled = self._fold(event, seq)
         self._times.note(event, time)
         match event:
             case BatchTrained():
-                return self._train(event, time)
+                return self._train(event, settled, time)
             case TrainerStarted():
-                return self._settle_unannounced(event)
+                return self._begin_again(event, settled)
             case GroupCompleted():
-                self._numbers.complete(event, seq)
                 return self._complete(event, seq, time)
             case BatchReady():
                 return self._batch(event, time)
@@ -117,13 +121,33 @@ class Report:
             case _:
                 return self._lines_of(event)
 
+    def _fold(self, event: Message, seq: int) -> list[Settled]:
+        """Let the ledger take an event; return which batches are trained by it."""
+        if isinstance(event, GroupCompleted) and seq in self._cited:
+            self._numbers.complete(event, seq)
+        if not isinstance(event, LEDGER_EVENTS):
+            return []
+        settled: list[Settled] = []
+        for change in fold(self._ledger, event, seq):
+            match change:
+                case AttemptEnded(event=GroupCompleted() as completed):
+                    self._numbers.complete(completed, seq)
+                case Closed():
+                    self._numbers.take([change.group.event_seq])
+                case TakenBack():
+                    self._numbers.take(ref.event_seq for ref in change.lost)
+                case Settled():
+                    settled.append(change)
+                case _:
+                    pass
+        return settled
+
     def _lines_of(self, event: Message) -> list[Notice]:
         failure, line = failure_in(event), line_of(event)
         texts = self._failures.lines(failure) if failure is not None else [line] if line is not None else []
         return [Line(text) for text in texts]
 
     def _batch(self, event: BatchReady, time: float) -> list[Notice]:
-        self._numbers.batch(event, [group.event_seq for group in self._ledger.groups.values()])
         if event.step + 1 != self.num_steps or time < self.started:
             return []
         return [SampleShown("last", max(ref.event_seq for ref in event.groups))]
@@ -168,10 +192,10 @@ class Report:
         """The books as a sum; in brief without its zeros."""
         return sum_line(self._ledger.books(), brief=brief)
 
-    def _train(self, event: BatchTrained, time: float) -> list[Notice]:
-        groups = self._numbers.settle(event.step)
-        if groups is None:
+    def _train(self, event: BatchTrained, settled: Sequence[Settled], time: float) -> list[Notice]:
+        if not settled:
             return []  # replayed after a crash, or said twice
+        groups = self._numbers.take(ref.event_seq for ref in settled[0].groups)
         notices = self.close()
         self.steps = max(self.steps, event.step + 1)
         if time < self.started:
@@ -199,10 +223,11 @@ class Report:
             step_times_s=self._times.recent_s,
         )
 
-    def _settle_unannounced(self, event: TrainerStarted) -> list[Notice]:
-        """The loaded checkpoint holds these steps: they were trained, though nothing was said of them."""
-        for step in self._numbers.unsettled_below(event.step):
-            self.rewards.append(mean_of(rewards_of(self._numbers.settle(step) or ())) or 0.0)
+    def _begin_again(self, event: TrainerStarted, settled: Sequence[Settled]) -> list[Notice]:
+        """The loaded checkpoint holds some steps that were trained, though nothing was said of them."""
+        for change in settled:
+            groups = self._numbers.take(ref.event_seq for ref in change.groups)
+            self.rewards.append(mean_of(rewards_of(groups)) or 0.0)
         self.steps = max(self.steps, event.step)
         self._times.interrupt()
         return [Line(f"trainer continues after step {event.step}")] if event.step else []

@@ -68,5 +68,5 @@ def folded(log: Log, left_out: set[int]) -> LedgerState:
     for seq, event in log:
         if isinstance(event, LEDGER_EVENTS) and seq not in left_out:
             fold(state, event, seq)
-    state.last_seq = state.ledger_seq = 0
+    state.last_seq = 0
     return state

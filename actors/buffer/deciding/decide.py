@@ -48,16 +48,22 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     eval_overlap: bool = True
 
 
-def decide(state: LedgerState, schedule: Schedule, chosen: Chosen | None = None) -> Message | Selection | None:
+def decide(
+    state: LedgerState, schedule: Schedule, chosen: Chosen | None = None, *, snapshots: bool = True
+) -> Message | Selection | None:
     """The next event to append to the ledger, or None while there is nothing to decide.
 
     One decision is outstanding at a time: call again after it was appended, read back and folded. A Selection is a
     question to a user's function, and no decision yet: call again with the answer, before anything else is folded.
+
+    Args:
+        chosen: the answer to the Selection that was asked before.
+        snapshots: whether one may be taken; not while the state is more than an event can hold.
     """
     if state.finished is not None or state.gave_up is not None or state.version == 0:
         return None  # over, or no weights were announced yet
     return (
-        _snapshot(state)
+        (_snapshot(state) if snapshots else None)
         or end_of(state)
         or issue_of(state, schedule.evals, schedule.num_steps)
         or _close_passed_over(state, schedule)

@@ -1,6 +1,6 @@
 """The trainer's side of the log: follows it, and has the payloads of the next batch at hand when it is called for."""
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
@@ -19,7 +19,6 @@ from messages import (
     GroupCompleted,
     GroupRef,
     Message,
-    PayloadsMissing,
     Plane,
     SegmentsPublished,
     SnapshotTaken,
@@ -44,7 +43,8 @@ SNAPSHOT_TIMEOUT_S: Final = 120.0  # for the buffer to fold the archive and take
 class FedBatch:
     """A batch with what is there of it."""
 
-    ready: BatchReady
+    step: int
+    refs: tuple[GroupRef, ...]
     batch: TrainBatch | None  # None: nothing in it can be trained
     lost: tuple[GroupRef, ...] = ()  # groups that are not in it, since what was stored of them is gone
     reason: str = ""  # of the first of them
@@ -94,17 +94,17 @@ class Feed:
 
     async def _keep_following(self, events: Events[Message]) -> None:
         async for received in events:
-            self.history.fold(received.message, received.seq)
-            await self._react(received.message, received.seq)
+            changes = self.history.fold(received.message, received.seq)
+            await self._react(received.message, received.seq, changed=bool(changes))
 
-    async def _react(self, event: Message, seq: int) -> None:
+    async def _react(self, event: Message, seq: int, *, changed: bool) -> None:
+        if changed or isinstance(event, BatchReady | CheckpointRequested):
+            async with self._changed:
+                self._changed.notify_all()
         match event:
             case GroupCompleted() if self._prefetch is not None:
                 with suppress(anyio.WouldBlock):
                     self._prefetch.send_nowait(seq)
-            case BatchReady() | PayloadsMissing() | CheckpointRequested():
-                async with self._changed:
-                    self._changed.notify_all()
             case TrainerStarted():
                 self._starts.setdefault((event.incarnation, event.start), seq)
                 self._check_fence()
@@ -141,16 +141,17 @@ class Feed:
             ValueError: what was stored contradicts the log.
         """
         await self.until(lambda: step in self.history.batches)
-        ready = self.history.batches[step]
-        groups, lost = await self._collect(ready)
+        refs = self.history.batches[step].groups
+        groups, lost = await self._collect(refs)
         batch = assemble(step, groups, self.history.steps_of_versions, self._masking)
-        return FedBatch(ready, batch, tuple(ref for ref in ready.groups if ref in lost), next(iter(lost.values()), ""))
+        missing = tuple(ref for ref in refs if ref in lost)
+        return FedBatch(step, refs, batch, missing, next(iter(lost.values()), ""))
 
     async def prefetch(self, step: int) -> None:
         """Fetch the payloads of a step if its batch is known already. What is lost is told when it is called for."""
         batch = self.history.batches.get(step)
         if batch is not None:
-            await self._collect(batch)
+            await self._collect(batch.groups)
 
     def settle(self, step: int) -> None:
         """Forget batches below a step, and what was fetched for groups that were closed."""
@@ -158,7 +159,7 @@ class Feed:
         for seq in [seq for seq in self._payloads if seq not in self.history.completed]:
             del self._payloads[seq]
 
-    async def _collect(self, batch: BatchReady) -> tuple[list[CollectedGroup], dict[GroupRef, str]]:
+    async def _collect(self, refs: Sequence[GroupRef]) -> tuple[list[CollectedGroup], dict[GroupRef, str]]:
         """The groups of a batch in order, and why others of it are lost."""
         collected: dict[int, CollectedGroup] = {}
         lost: dict[GroupRef, str] = {}
@@ -171,9 +172,9 @@ class Feed:
                 lost[ref] = str(error)
 
         async with anyio.create_task_group() as group:
-            for ref in batch.groups:
+            for ref in refs:
                 group.start_soon(collect, ref)
-        return [collected[ref.event_seq] for ref in batch.groups if ref not in lost], lost
+        return [collected[ref.event_seq] for ref in refs if ref not in lost], lost
 
     async def _completed(self, ref: GroupRef) -> GroupCompleted:
         if ref.event_seq in self.history.completed:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Final
 
+import msgspec
+
 from messages import (
     BatchReady,
     BatchTrained,
@@ -11,14 +13,15 @@ from messages import (
     GroupCompleted,
     GroupsClosed,
     Message,
-    Outcome,
     PayloadsMissing,
     TrainerStarted,
     VerdictGiven,
     WeightsAnnounced,
     WeightsApplied,
 )
-from runtime.ledger.fold import LedgerState
+from runtime.ledger.completions import Over, lost_by, over_by
+from runtime.ledger.state import LedgerState
+from runtime.ledger.steps import STEP_EVENTS, Batch, StepChange, Steps, advance
 
 HISTORY: Final[tuple[type[Message], ...]] = (
     BatchReady,
@@ -47,18 +50,18 @@ class History:
     def __init__(self, ledger: LedgerState | None = None) -> None:
         ledger = ledger or LedgerState()
         self.last_seq = self._covered = ledger.last_seq
-        self.frontier = ledger.trained_steps  # train steps that were ever done
-        self.incarnation = ledger.trainer_incarnation  # highest seen
         self.version = ledger.version  # highest announced
         self.confirmed = 0  # highest that an engine holds, of those seen; a snapshot does not know it
         self.steps_of_versions = dict(ledger.version_steps)  # train steps that an announced version contains
-        self.saved_step = ledger.checkpoint_step  # train steps in the newest checkpoint that was told
         self.requested_step = 0  # newest step that a checkpoint was asked for
-        self.batches = {
-            step: BatchReady(incarnation=ledger.incarnation, step=step, groups=batch.groups)
-            for step, batch in ledger.batches.items()
-        }  # by step, of steps from `settled` on
-        self.trained = {step for step, batch in ledger.batches.items() if batch.trained}  # among the batches
+        self._steps = Steps(
+            round=ledger.round,
+            taken_back=ledger.taken_back,
+            batches={step: msgspec.structs.replace(batch) for step, batch in ledger.batches.items()},
+            trained_steps=ledger.trained_steps,
+            trainer_incarnation=ledger.trainer_incarnation,
+            checkpoint_step=ledger.checkpoint_step,
+        )
         self.settled = 0  # batches below are not needed any more
         self._cited = {group.event_seq for group in ledger.groups.values()}
         self._cited |= {ref.event_seq for batch in ledger.batches.values() for ref in batch.groups}
@@ -76,35 +79,48 @@ class History:
         """Where to begin to read the log."""
         return min([self._covered + 1, *self._cited])
 
-    def fold(self, event: Message, seq: int) -> None:
-        """Take in the event at a log sequence. Events come in the order of the log."""
+    @property
+    def batches(self) -> dict[int, Batch]:
+        """Batches by step, of steps from `settled` on."""
+        return self._steps.batches
+
+    @property
+    def trained(self) -> set[int]:
+        """Steps of batches that were trained."""
+        return {step for step, batch in self.batches.items() if batch.trained}
+
+    @property
+    def frontier(self) -> int:
+        """Train steps that were ever done."""
+        return self._steps.trained_steps
+
+    @property
+    def incarnation(self) -> int:
+        """The highest of a trainer, of those seen."""
+        return self._steps.trainer_incarnation
+
+    @property
+    def saved_step(self) -> int:
+        """Train steps in the newest checkpoint that was announced."""
+        return self._steps.checkpoint_step
+
+    def fold(self, event: Message, seq: int) -> tuple[StepChange, ...]:
+        """Take in the event at a log sequence, in the order of the log; return what it changed of batches."""
         if seq <= self._covered and not (isinstance(event, GroupCompleted) and seq in self._cited):
-            return
+            return ()
         self.last_seq = max(self.last_seq, seq)
+        self._end(over_by(event))
+        if isinstance(event, STEP_EVENTS):
+            return self._advance(event)
         match event:
             case GroupCompleted():
                 self.completed[seq] = event
                 self._seqs_of_groups.setdefault(event.group_id, []).append(seq)
                 self._bound()
-            case GroupsClosed():
-                self._forget(event.group_ids)
-            case VerdictGiven() if event.outcome is not Outcome.KEEP:
-                self._forget_one(event.event_seq)  # read again should an earlier verdict have kept it
             case BatchReady():
-                self.batches.setdefault(event.step, event)
-                self.settle(self.settled)
-            case PayloadsMissing():
-                self._take_back(event)
-            case BatchTrained():
-                self.frontier = max(self.frontier, event.step + 1)
-                self.trained |= {event.step} & self.batches.keys()
-            case TrainerStarted():
-                self.incarnation = max(self.incarnation, event.incarnation)
-                self.frontier = max(self.frontier, event.step)
-                self.trained |= {step for step in self.batches if step < event.step}
-            case CheckpointSaved():
-                self.saved_step = max(self.saved_step, event.step)
-                self.settle(event.oldest_step)
+                if self._steps.takes_batch(event.step):
+                    self._steps.make(event.step, Batch(groups=event.groups))
+                    self.settle(self.settled)
             case CheckpointRequested():
                 self.requested_step = max(self.requested_step, event.step)
             case WeightsAnnounced():
@@ -114,22 +130,32 @@ class History:
                 self.confirmed = max(self.confirmed, event.version)
             case _:
                 pass
+        return ()
+
+    def _advance(
+        self, event: BatchTrained | TrainerStarted | CheckpointSaved | PayloadsMissing
+    ) -> tuple[StepChange, ...]:
+        before = dict(self.batches)
+        changes = advance(self._steps, event)
+        for change in changes:
+            self._end(lost_by(change))
+        if isinstance(event, CheckpointSaved):
+            self.settled = max(self.settled, event.oldest_step)
+            for step in before.keys() - self.batches.keys():
+                self._forget(ref.group_id for ref in before[step].groups)
+        return changes
 
     def settle(self, step: int) -> None:
         """Forget batches below a step: no checkpoint of this process goes back behind it."""
         self.settled = max(self.settled, step)
         for number in [number for number in self.batches if number < self.settled]:
-            self.trained.discard(number)
             self._forget(ref.group_id for ref in self.batches.pop(number).groups)
 
-    def _take_back(self, event: PayloadsMissing) -> None:
-        """As the ledger does: the batch of a step that nobody trained is dissolved, and the next one of it counts."""
-        batch = self.batches.get(event.step)
-        if batch is None or event.step in self.trained or not set(event.groups).intersection(batch.groups):
-            return
-        del self.batches[event.step]
-        for ref in event.groups:
-            self._forget_one(ref.event_seq)
+    def _end(self, over: Over) -> None:
+        """Forget what no batch can take: it is read again should an earlier verdict have kept it."""
+        self._forget(over.group_ids)
+        for seq in over.event_seqs:
+            self._forget_one(seq)
 
     def _forget(self, group_ids: Iterable[int]) -> None:
         for group_id in group_ids:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from actors.buffer.actor import BufferActor
+from actors.buffer.ledger_log import LedgerLog
 from actors.registry import hosted
 from messages import (
     BatchReady,
@@ -216,6 +217,6 @@ async def test_of_two_buffers_the_older_one_ends_as_fenced(bus: Bus, topology: T
 
 
 async def test_a_buffer_that_was_overtaken_appends_nothing(bus: Bus, topology: Topology, tmp_path: Path) -> None:
-    late = BufferActor(topology, bus, tmp_path)
+    late = LedgerLog(bus, tmp_path)
     await bus.append(BufferStarted(incarnation=1), expected_last=0)
-    assert await late._append(BufferStarted(incarnation=1)) == 0
+    assert await late.append(BufferStarted(incarnation=1)) == 0

@@ -20,7 +20,7 @@ def summary_of(*events: Message, live: bool = False) -> LedgerSummary:
 
 def life_of(group_id: int, *events: Message) -> list[tuple[int, Message]]:
     life = GroupLife(group_id)
-    taken = ((seq, life.take(event)) for seq, event in enumerate(events, start=1))
+    taken = ((seq, life.take(event, seq)) for seq, event in enumerate(events, start=1))
     return [(seq, event) for seq, event in taken if event is not None]
 
 

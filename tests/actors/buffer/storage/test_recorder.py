@@ -194,10 +194,11 @@ def test_what_was_spilled_or_halted_is_not_purged_before_its_group_is_dumped() -
     assert (records.low_water(), records.needed_seq()) == (1, 1)
     records.fold(completed(0, 3, attempt=1), 4)
     assert records.low_water() == 3
-    assert records.fold(batch(0, g0=4), 5) is not None
+    records.fold(verdict(0, 4), 5)
+    assert records.fold(batch(0, g0=4), 6) is not None
     assert records.low_water() == 3  # the batch may be taken back
-    records.fold(TrainerStarted(incarnation=1, step=1), 6)
-    assert (records.low_water(), records.needed_seq()) == (5, 7)
+    records.fold(TrainerStarted(incarnation=1, step=1), 7)
+    assert (records.low_water(), records.needed_seq()) == (5, 8)
 
 
 def test_late_results_and_second_verdicts_are_not_dumped() -> None:

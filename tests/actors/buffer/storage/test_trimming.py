@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.buffer.actor import BufferActor
 from actors.buffer.deciding.decide import Schedule
+from actors.buffer.ledger_log import LedgerLog
 from actors.buffer.storage.trimming import Landmarks, Needs, needs_of, trim_point
 from actors.registry import hosted
 from messages import (
@@ -208,7 +208,7 @@ async def history_of(bus: Bus, run_dir: Path) -> list[tuple[int, Message]]:
 
 def life_of(group_id: int, log: list[tuple[int, Message]]) -> list[str]:
     life = GroupLife(group_id)
-    return [type(event).__name__ for _, event in log if life.take(event) is not None]
+    return [type(event).__name__ for seq, event in log if life.take(event, seq) is not None]
 
 
 async def first_seq(bus: Bus) -> int:
@@ -295,7 +295,7 @@ async def test_without_a_usable_snapshot_the_archive_is_folded(
     topology = topology_of(tmp_path, trim_min_events=1)
     async with buffer(bus, topology, tmp_path):
         await play(bus, tmp_path, steps=range(2), trimmed=True)
-    monkeypatch.setattr("actors.buffer.actor.FOLD_VERSION", 99)
+    monkeypatch.setattr("actors.buffer.ledger_log.FOLD_VERSION", 99)
     async with buffer(bus, topology, tmp_path):
         await play(bus, tmp_path, steps=range(2, 3), trimmed=True)
     batches = [event for _, event in await history_of(bus, tmp_path) if isinstance(event, BatchReady)]
@@ -308,7 +308,7 @@ async def test_a_trimmed_log_without_its_archive_and_without_a_snapshot_is_refus
     topology = topology_of(tmp_path, trim_min_events=1)
     async with buffer(bus, topology, tmp_path):
         await play(bus, tmp_path, steps=range(1), trimmed=True)
-    monkeypatch.setattr("actors.buffer.actor.FOLD_VERSION", 99)
+    monkeypatch.setattr("actors.buffer.ledger_log.FOLD_VERSION", 99)
     with pytest.raises(ExceptionGroup) as failed:
         await host(bus, [hosted("buffer", topology, tmp_path / "elsewhere")])
     (error,) = leaves(failed.value)
@@ -321,12 +321,11 @@ async def test_a_log_that_an_older_buffer_trims_meanwhile_is_not_taken_over(
 ) -> None:
     """Whoever starts it again finds the older one's newer snapshot."""
 
-    async def older(_: BufferActor) -> LedgerState:
+    async def older(_: LedgerLog) -> None:
         await bus.publish(announcement(1))
         await bus.purge(Plane.EVENT, below_seq=(await bus.state(Plane.EVENT)).last_seq)
-        return LedgerState()
 
-    monkeypatch.setattr(BufferActor, "_newest_snapshot", older)
+    monkeypatch.setattr(LedgerLog, "load", older)
     with pytest.raises(ExceptionGroup) as caught, anyio.fail_after(15):
         await host(bus, [hosted("buffer", topology_of(tmp_path, trim_min_events=1), tmp_path)])
     (error,) = leaves(caught.value)

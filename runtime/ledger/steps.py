@@ -1,0 +1,107 @@
+"""The life of batches: made, trained, taken back, forgotten. The ledger and the trainer both live by it. Pure."""
+
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from messages import BatchTrained, CheckpointSaved, GroupRef, PayloadsMissing, TrainerStarted
+
+StepEvent = BatchTrained | TrainerStarted | CheckpointSaved | PayloadsMissing
+STEP_EVENTS: Final = (BatchTrained, TrainerStarted, CheckpointSaved, PayloadsMissing)
+
+
+class Batch(msgspec.Struct, kw_only=True):
+    """A batch that a loadable checkpoint does not contain yet."""
+
+    groups: tuple[GroupRef, ...]
+    payload_seq: int = 0  # no data message below this one is needed by it
+    oldest_version: int = 0  # among the tokens of its groups
+    trained: bool = False
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """A batch is trained, for the first time."""
+
+    step: int
+    groups: tuple[GroupRef, ...]
+
+
+class TakenBack(msgspec.Struct, frozen=True):
+    """A batch is dissolved before it was trained: what was stored of some of its groups is gone."""
+
+    step: int
+    groups: tuple[GroupRef, ...]
+    lost: frozenset[GroupRef]  # among them
+
+
+StepChange = Settled | TakenBack
+
+
+class Steps(msgspec.Struct, kw_only=True, dict=True):
+    """What the log says of train steps and their batches."""
+
+    round: int = 0  # open round = number of the next batch
+    taken_back: tuple[int, ...] = ()  # earlier steps that need another batch, for payloads of theirs are lost
+    batches: dict[int, Batch] = {}  # by step
+    trained_steps: int = 0  # frontier: steps of which the log says that they are trained
+    trainer_incarnation: int = 0
+    checkpoint_step: int = 0
+
+    def takes_batch(self, step: int) -> bool:
+        """Whether a batch of this step counts now."""
+        return step >= self.round or step in self.taken_back
+
+    def reopen(self, step: int) -> None:
+        """Let another batch of a step count, for whoever reads a log without the loss that it is made for."""
+        self.taken_back = tuple(sorted({*self.taken_back, step}))
+
+    def make(self, step: int, batch: Batch) -> None:
+        """Take up a batch."""
+        self.batches[step] = batch
+        self.taken_back = tuple(other for other in self.taken_back if other != step)
+        self.round = max(self.round, step + 1)
+
+
+def advance(steps: Steps, event: StepEvent) -> tuple[StepChange, ...]:
+    """Change the steps by a fact that trainers log; return what it changed of batches. What is doubled changes none."""
+    match event:
+        case BatchTrained():
+            return _settle(steps, (event.step,))
+        case TrainerStarted():
+            steps.trainer_incarnation = max(steps.trainer_incarnation, event.incarnation)
+            return _settle(steps, [step for step in steps.batches if step < event.step])
+        case CheckpointSaved():
+            steps.checkpoint_step = max(steps.checkpoint_step, event.step)
+            contained = [step for step in steps.batches if step < event.oldest_step]
+            changes = _settle(steps, contained)
+            for step in contained:
+                del steps.batches[step]
+            steps.taken_back = tuple(step for step in steps.taken_back if step >= event.oldest_step)
+            return changes
+        case PayloadsMissing():
+            return _take_back(steps, event)
+
+
+def _settle(steps: Steps, numbers: Iterable[int]) -> tuple[StepChange, ...]:
+    settled: list[Settled] = []
+    for step in numbers:
+        batch = steps.batches.get(step)
+        steps.trained_steps = max(steps.trained_steps, step + 1)
+        steps.taken_back = tuple(other for other in steps.taken_back if other != step)
+        if batch is not None and not batch.trained:  # else trained again after a crash, or below an old checkpoint
+            batch.trained = True
+            settled.append(Settled(step, batch.groups))
+    return tuple(settled)
+
+
+def _take_back(steps: Steps, event: PayloadsMissing) -> tuple[StepChange, ...]:
+    batch = steps.batches.get(event.step)
+    if batch is None or batch.trained:
+        return ()
+    lost = frozenset(event.groups).intersection(batch.groups)
+    if not lost:
+        return ()
+    del steps.batches[event.step]
+    steps.taken_back = tuple(sorted({*steps.taken_back, event.step}))
+    return (TakenBack(event.step, batch.groups, lost),)
