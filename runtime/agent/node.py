@@ -10,6 +10,7 @@ import structlog
 
 from runtime.agent.bus_process import BUS_PROCESS, bus_process
 from runtime.agent.claims.node_claim import NodeClaim, NodeClaimed
+from runtime.agent.claims.run_id import RunMismatch, check_run_id, settle_run_id
 from runtime.agent.claims.rundir import BUS_FILE
 from runtime.agent.follow import Follower, Show
 from runtime.agent.node_plan import NodePlan, Outcome
@@ -81,19 +82,32 @@ class NodeAgent:
             return
         name = f"agent-{self._plan.node}"
         async with Bus.connect(self._bus_url.reveal(), self._plan.run, name=name, limits=BUS_LIMITS) as bus:
-            await bus.ensure_streams(self._plan.limits)
             try:
-                claim = await NodeClaim.take(
-                    bus, self._plan.node, self._plan.run_dir, incarnation=self._plan.incarnation
-                )
+                claim = await self._claimed(bus)
             except NodeClaimed as error:
                 self._end(Outcome(finished=False, error=str(error)))
+                return
+            except RunMismatch as error:
+                self._end(Outcome(finished=False, refused=str(error)))
                 return
             try:
                 await self._run_processes(bus, claim)
             finally:
                 with anyio.move_on_after(RELEASE_TIMEOUT_S, shield=True), suppress(BusError):
                     await claim.release()
+
+    async def _claimed(self, bus: Bus) -> NodeClaim:
+        """The claim on this node, of a run whose directory and streams belong together."""
+        plan = self._plan
+        await check_run_id(bus, plan.run_dir, owns=plan.owns_streams)
+        await bus.ensure_streams(plan.limits)
+        claim = await NodeClaim.take(bus, plan.node, plan.run_dir, incarnation=plan.incarnation)
+        try:
+            await settle_run_id(bus, plan.run_dir, owns=plan.owns_streams)
+        except RunMismatch:
+            await claim.release()
+            raise
+        return claim
 
     async def _run_processes(self, bus: Bus, claim: NodeClaim) -> None:
         incarnation = claim.holder.incarnation

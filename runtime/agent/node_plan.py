@@ -26,6 +26,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     bus_url: str | None = None  # of the bus otherwise, without its login
     bus_login: Login | None = None  # what that bus asks for
     limits: StreamLimits = StreamLimits()
+    owns_streams: bool = True  # they go with this node's directory; one node of a run does
     keeps_metrics: bool = True  # one node of a run does
     stall_after_s: float | None = None  # without any event, before it is said who waits; one node of a run says so
     bus_unresponsive_after_s: float = 60.0
@@ -37,6 +38,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool
     stopped_by: int | None = None  # signal
     failure: GivenUp | None = None
+    refused: str | None = None  # why nothing was started
     error: str | None = None  # when no process failed but the bus did
 
 
@@ -46,6 +48,8 @@ def exit_code_of(outcome: Outcome) -> int:
         return EXIT_OK
     if outcome.stopped_by is not None:
         return 128 + outcome.stopped_by
+    if outcome.refused is not None:
+        return EXIT_INPUT_ERROR
     if outcome.failure is not None and outcome.failure.exit_code == EXIT_INPUT_ERROR:
         return EXIT_INPUT_ERROR
     return EXIT_FAILED

@@ -1,5 +1,6 @@
 """From a checked topology to the end of its run on this node."""
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -7,18 +8,21 @@ from pathlib import Path
 
 import anyio
 import msgspec
+import structlog
 
 from runtime.agent.claims.claim import Claim, RunClaimed
+from runtime.agent.claims.discarding import NotDiscarded, discard
 from runtime.agent.claims.incarnation import raise_incarnation
 from runtime.agent.claims.rundir import (
     METRICS_FILE,
     RunRefused,
     StoredResult,
     check_start,
-    discard,
     prepare,
+    put_back,
     store_result,
     stored_result,
+    topology_in,
     wants_more_steps,
 )
 from runtime.agent.follow import Show
@@ -28,7 +32,7 @@ from runtime.agent.supervision.changes import GivenUp
 from runtime.bus.nats.server import ServerSettings
 from runtime.exit_codes import EXIT_INPUT_ERROR
 from runtime.host.logs import configure_logging
-from runtime.secrets import Login, kept_secret, read_login
+from runtime.secrets import Login, Secret, kept_secret, read_login, with_login
 from runtime.settings.placement import bus_node
 from runtime.settings.plan import stream_limits, stream_sizes
 from runtime.settings.processes import ProcessSpec
@@ -74,14 +78,19 @@ def start(topology: Topology, wish: Wish, *, specs_of: SpecsOf, show: Show) -> E
     run_dir = Path(topology.run.dir) / topology.run.name
     with _claim(run_dir, wish.node if len(topology.nodes) > 1 else None) as claim:
         if wish.fresh is not None:
-            discard(claim)
+            _start_over(claim, topology, wish)
         stored = stored_result(run_dir)
         if stored is not None and stored.finished and not wants_more_steps(run_dir, topology):
             _show_all(show, _lines_of_a_finished_run(stored, topology.run.name, run_dir, wish))
             return End(exit_code=0, result_json=_json_of(stored))
+        before = topology_in(run_dir)
         for change in prepare(claim, topology):
             show(f"changed since the last start: {change}")
-        return _run(_plan(topology, wish, claim, specs_of), topology, wish, show)
+        try:
+            return _run(_plan(topology, wish, claim, specs_of), topology, wish, show)
+        except RunRefused:
+            put_back(claim, before)
+            raise
 
 
 def _claim(run_dir: Path, node: str | None) -> Claim:
@@ -93,8 +102,24 @@ def _claim(run_dir: Path, node: str | None) -> Claim:
         raise RunRefused(f"{run_dir} cannot be used: {error}") from error
 
 
+def _start_over(claim: Claim, topology: Topology, wish: Wish) -> None:
+    """Discard the run. Its streams go with the directory of one node, and only if the person named it."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # the log goes, too
+    url = topology.bus.url if wish.fresh and wish.node == _home(topology) else None
+    bus_url = None if url is None else Secret(with_login(url, _login(topology, wish)))
+    try:
+        discard(claim, topology.run.name, topology.nodes, bus_url)
+    except NotDiscarded as error:
+        raise RunRefused(str(error)) from error
+
+
+def _home(topology: Topology) -> str:
+    """The node whose directory the run's streams go with."""
+    return bus_node(topology) or next(iter(topology.nodes))
+
+
 def _plan(topology: Topology, wish: Wish, claim: Claim, specs_of: SpecsOf) -> NodePlan:
-    home = bus_node(topology) or next(iter(topology.nodes))
+    is_home = wish.node == _home(topology)
     return NodePlan(
         run=topology.run.name,
         node=wish.node,
@@ -107,8 +132,9 @@ def _plan(topology: Topology, wish: Wish, claim: Claim, specs_of: SpecsOf) -> No
         bus_url=topology.bus.url,
         bus_login=_login(topology, wish),
         limits=stream_limits(topology),
+        owns_streams=is_home,
         keeps_metrics=wish.node == next(iter(topology.nodes)),
-        stall_after_s=topology.run.stall_after_s if wish.node == home else None,
+        stall_after_s=topology.run.stall_after_s if is_home else None,
         bus_unresponsive_after_s=max((pool.unresponsive_after_s for pool in topology.engines.values()), default=60.0),
     )
 
@@ -142,6 +168,8 @@ def _run(plan: NodePlan, topology: Topology, wish: Wish, show: Show) -> End:
         agent = NodeAgent(plan, show=show)
         report = agent.follower.report
         outcome = anyio.run(agent.run, backend="asyncio")  # the plain loop: children are forked from the main thread
+    if outcome.refused is not None:
+        raise RunRefused(outcome.refused)
     now = time.time()
     stored = StoredResult(finished=outcome.finished, result=report.result(now))
     store_result(plan.run_dir, stored)

@@ -1,5 +1,7 @@
 """A run's streams as a whole: made, looked at, emptied. Nothing here is about single messages."""
 
+import msgspec
+
 from messages import Plane
 from messages.subjects import stream_of
 from runtime.bus.limits import StreamLimits
@@ -7,7 +9,15 @@ from runtime.bus.nats import streams
 from runtime.bus.nats.connection import Connection
 from runtime.bus.nats.streams import StreamState
 
-__all__ = ["Administration", "StreamState"]
+__all__ = ["Administration", "Holdings", "StreamState"]
+
+
+class Holdings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server has of a run's streams and bucket."""
+
+    whole: bool  # all of them are there
+    has_bucket: bool
+    used: bool  # something was ever stored on a plane
 
 
 class Administration:
@@ -25,6 +35,21 @@ class Administration:
             BusError: the server refuses.
         """
         await streams.ensure_streams(self._connection, self._run, limits)
+
+    async def holdings(self) -> Holdings:
+        """What the server has of this run; nothing is made."""
+        names = streams.stream_names(self._run)
+        found = await streams.found_streams(self._connection, self._run)
+        bucket, *planes = names
+        return Holdings(
+            whole=len(found) == len(names),
+            has_bucket=bucket in found,
+            used=any(found[name].last_seq > 0 for name in planes if name in found),
+        )
+
+    async def delete_streams(self) -> None:
+        """Delete this run's streams, their consumers and its bucket, as far as they are there."""
+        await streams.delete_streams(self._connection, self._run)
 
     async def purge(self, plane: Plane, *, below_seq: int) -> None:
         """Delete the messages of a plane with lower sequences."""

@@ -10,7 +10,7 @@ import msgspec
 
 from messages import DecodeError, Message, MessageT, Plane, decode, tag_of
 from messages.subjects import check_run_name, filter_of, plane_filter, stream_of, subject_of
-from runtime.bus.administration import Administration, StreamState
+from runtime.bus.administration import Administration, Holdings, StreamState
 from runtime.bus.background import beside
 from runtime.bus.calls import Handler, Inbox, ask, serve
 from runtime.bus.consumer import Deliveries
@@ -86,6 +86,22 @@ class Bus:
             BusError: the server refuses.
         """
         await self._administration.ensure_streams(limits)
+
+    async def holdings(self) -> Holdings:
+        """What the server has of this run's streams and bucket; nothing is made.
+
+        Raises:
+            BusError: the server refuses, or none answers.
+        """
+        return await self._administration.holdings()
+
+    async def delete_streams(self) -> None:
+        """Delete this run's streams, their consumers and its bucket. What is not there is not missed.
+
+        Raises:
+            BusError: the server refuses, or none answers.
+        """
+        await self._administration.delete_streams()
 
     # storing
 

@@ -1,12 +1,17 @@
 """bin/start-topology with the small processes of tests/runtime/agent/player.py in place of a run's actors.
 
-Their arguments come in the variable PLAYERS: a JSON list of lists.
+Their arguments come in the variable PLAYERS: a JSON list of lists. KILL_AT=MODULE:FUNCTION:N ends it by kill -9 when
+a function is called for the Nth time.
 """
 
+import importlib
 import json
 import os
+import signal
 import sys
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 from bin.start_topology import main
 from runtime.settings.processes import ProcessSpec
@@ -25,5 +30,19 @@ def players(topology: Topology, node: str, run_dir: Path) -> list[ProcessSpec]:
     ]
 
 
+def kill_at(module: str, function: str, number: str) -> None:
+    home = importlib.import_module(module)
+    original, calls = getattr(home, function), count(1)
+
+    def killed(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == int(number):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **options)
+
+    setattr(home, function, killed)
+
+
 if __name__ == "__main__":
+    if moment := os.environ.get("KILL_AT"):
+        kill_at(*moment.split(":"))
     sys.exit(main(specs_of=players))

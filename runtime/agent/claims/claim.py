@@ -15,6 +15,7 @@ import msgspec
 from runtime.secrets import make_private
 
 LOCK_FILE = "agent.lock"
+NODE_LOCK_FILE = "agent-{}.lock"  # of one of several nodes that share the directory
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,8 +39,9 @@ class RunClaimed(Exception):
 class Claim:
     """A held claim; leave its context to give it up. The lock dies with the process, so none is ever stale."""
 
-    def __init__(self, run_dir: Path, file: IO[str]) -> None:
+    def __init__(self, run_dir: Path, node: str | None, file: IO[str]) -> None:
         self.run_dir = run_dir
+        self.node = node  # of a shared directory
         self._file = file
 
     @classmethod
@@ -54,7 +56,7 @@ class Claim:
             OSError: the directory cannot be made or written.
         """
         make_private(run_dir)
-        path = run_dir / (LOCK_FILE if node is None else f"agent-{node}.lock")
+        path = run_dir / (LOCK_FILE if node is None else NODE_LOCK_FILE.format(node))
         file = path.open("a+", encoding="utf-8")  # not truncated: it may be another agent's
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -66,7 +68,7 @@ class Claim:
         holder = Holder(pid=os.getpid(), host=socket.gethostname(), since=time.time())
         file.write(msgspec.json.encode(holder).decode() + "\n")
         file.flush()
-        return cls(run_dir, file)
+        return cls(run_dir, node, file)
 
     def __enter__(self) -> Self:
         return self
@@ -75,6 +77,18 @@ class Claim:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._file.close()  # the file stays: removing it would let two agents lock two files of one name
+
+
+def nodes_in(run_dir: Path) -> list[str]:
+    """The nodes that have ever claimed a part in a shared directory."""
+    before, after = NODE_LOCK_FILE.split("{}")
+    found = run_dir.glob(NODE_LOCK_FILE.format("*"))
+    return [path.name.removeprefix(before).removesuffix(after) for path in found]
+
+
+def is_lock(path: Path) -> bool:
+    """Whether a file is a claim's: such files are never deleted."""
+    return path.name == LOCK_FILE or path.match(NODE_LOCK_FILE.format("*"))
 
 
 @contextmanager

@@ -35,8 +35,7 @@ class NodeClaimed(Exception):
     """Another agent runs the node."""
 
     def __init__(self, run: str, node: str, holder: NodeHolder) -> None:
-        where = f"process {holder.pid} on {holder.host}, in {holder.run_dir}"
-        super().__init__(f"node {node} of run {run} is run by another agent: {where}; stop that first")
+        super().__init__(f"node {node} of run {run} is run by another agent: {place_of(holder)}; stop that first")
         self.holder = holder
 
 
@@ -100,6 +99,17 @@ class NodeClaim:
         if entry.value != self.holder:
             raise NodeClaimed(self._bus.run, self._node, entry.value)
         return entry.revision  # ours: its answer was lost
+
+
+def place_of(holder: NodeHolder) -> str:
+    """Who and where that is, for people."""
+    return f"process {holder.pid} on {holder.host}, in {holder.run_dir}"
+
+
+async def holders(bus: Bus) -> list[tuple[str, NodeHolder]]:
+    """Which nodes are claimed and by whom; the claim of an agent that died stays for a while."""
+    entries = await bus.kv.entries(_key("*"), NodeHolder)
+    return [(entry.key.removeprefix(_key("")), entry.value) for entry in entries if entry.value is not None]
 
 
 async def _enter(bus: Bus, node: str, holder: NodeHolder) -> int:

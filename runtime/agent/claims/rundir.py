@@ -1,13 +1,12 @@
 """The run directory: made, resumed, started over, or refused."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from runtime.agent.claims.claim import LOCK_FILE, Claim, RunClaimed, refuse_claimed
+from runtime.agent.claims.claim import Claim, RunClaimed, refuse_claimed
 from runtime.files import write_atomically
 from runtime.report.summary import Result
 from runtime.settings.topology import Topology, decode_topology, encode_topology
@@ -77,6 +76,21 @@ def changes_since(run_dir: Path, topology: Topology) -> list[str]:
     return _accepted_changes(run_dir, _stored(path), topology) if path.exists() else []
 
 
+def topology_in(run_dir: Path) -> bytes | None:
+    """What the run was started with last, undecoded; None if it never was."""
+    path = run_dir / TOPOLOGY_FILE
+    return path.read_bytes() if path.exists() else None
+
+
+def put_back(claim: Claim, topology: bytes | None) -> None:
+    """Undo what `prepare` wrote, for a start that was refused after all."""
+    path = claim.run_dir / TOPOLOGY_FILE
+    if topology is None:
+        path.unlink(missing_ok=True)
+    else:
+        write_atomically(path, topology)
+
+
 def wants_more_steps(run_dir: Path, topology: Topology) -> bool:
     """Whether a run that was started before is to be trained for longer now.
 
@@ -96,17 +110,6 @@ def stored_result(run_dir: Path) -> StoredResult | None:
 def store_result(run_dir: Path, result: StoredResult) -> None:
     """Keep how the run ended."""
     write_atomically(run_dir / RESULT_FILE, msgspec.json.encode(result) + b"\n")
-
-
-def discard(claim: Claim) -> None:
-    """Empty a claimed run directory; the claim itself stays."""
-    for path in claim.run_dir.iterdir():
-        if path.name == LOCK_FILE:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def differences(before: Topology, after: Topology) -> list[tuple[str, Any, Any]]:

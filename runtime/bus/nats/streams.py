@@ -6,7 +6,7 @@ import msgspec
 import structlog
 
 from messages import Plane
-from messages.subjects import bucket_of, plane_filter, stream_of
+from messages.subjects import STORED_PLANES, bucket_of, plane_filter, stream_of
 from runtime.bus.errors import BusError, StreamConflict
 from runtime.bus.limits import StreamLimits
 from runtime.bus.nats.connection import Connection
@@ -41,6 +41,38 @@ async def state_of(connection: Connection, stream: str) -> StreamState:
     info = await api_call(connection, f"STREAM.INFO.{stream}")
     more = {"max_bytes": info["config"]["max_bytes"], "created": info["created"]}
     return msgspec.convert({**info["state"], **more}, StreamState)
+
+
+def stream_names(run: str) -> list[str]:
+    """Every stream of a run; its bucket first."""
+    return [f"KV_{bucket_of(run)}", *(stream_of(run, plane) for plane in STORED_PLANES)]
+
+
+async def found_streams(connection: Connection, run: str) -> dict[str, StreamState]:
+    """What the streams of a run hold; those that are not there are left out."""
+    found: dict[str, StreamState] = {}
+    for name in stream_names(run):
+        try:
+            found[name] = await state_of(connection, name)
+        except ApiFailed as error:
+            if error.err_code != STREAM_NOT_FOUND:
+                raise
+    return found
+
+
+async def delete_streams(connection: Connection, run: str) -> None:
+    """Delete the streams of a run with their consumers; those that are not there are left out.
+
+    The bucket goes first: whoever is interrupted leaves streams that belong to nobody, never a run that lost a part.
+    """
+    for name in stream_names(run):
+        try:
+            await api_call(connection, f"STREAM.DELETE.{name}")
+        except ApiFailed as error:
+            if error.err_code != STREAM_NOT_FOUND:
+                raise
+        else:
+            log.info("stream_deleted", stream=name)
 
 
 async def purge(connection: Connection, stream: str, *, below_seq: int) -> None:

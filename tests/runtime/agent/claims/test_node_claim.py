@@ -101,10 +101,10 @@ async def test_of_two_agents_in_two_directories_on_one_server_the_second_ends(
         await first.shown("step 3/3")
         outcome = await second.run()
         go_on.touch()
-    assert outcome.error == (
-        f"node n0 of run two-agents is run by another agent: process {os.getpid()} on {os.uname().nodename}, "
-        f"in {tmp_path / 'one'}; stop that first"
-    )
+    assert outcome.refused is not None
+    here = f"on {os.uname().nodename}"
+    assert f"belong to {tmp_path / 'one'} {here}, not to {tmp_path / 'two'}; " in outcome.refused
+    assert f"node n0 of it is run by process {os.getpid()} {here}, in {tmp_path / 'one'}" in outcome.refused
     assert first.outcome is not None
     assert first.outcome.finished
     assert not (tmp_path / "two" / "logs" / "player.jsonl").exists()
