@@ -26,7 +26,8 @@ def half_of(topology: Topology) -> Topology:
         }
         half = msgspec.structs.replace(topology, engines=engines, trainer=TrainerConfig(device="cpu"))
     elif topology.run.only == "trainer":
-        half = msgspec.structs.replace(topology, engines={}, eval=())
+        rollout = msgspec.structs.replace(topology.rollout, on_surplus="train")  # a dump has no groups to spare
+        half = msgspec.structs.replace(topology, engines={}, eval=(), rollout=rollout)
     else:
         return topology
     try:

@@ -69,6 +69,8 @@ ACCEPTED = {
             "data.0.rm_type=TMP/graders.py:grade",
             "data.0.label_key=none",
             "rollout.max_staleness=1",
+            "rollout.over_sampling_batch_size=4",
+            "rollout.on_surplus=drop",
         )
     ),
     "Parquet, an epoch, a response cut by the context": Case(

@@ -42,6 +42,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int = 0  # train steps
     max_token_staleness: int | None = None  # train steps; groups with older tokens are dropped
     on_halt: Literal["resume", "restart", "drop"] = "resume"
+    on_surplus: Literal["train", "drop"] = "train"
     max_attempts: int = 5
     max_barren_groups: int = 1024  # dropped or failed in a row, without a batch in between, before the run is given up
     evals: tuple[EvalPlan, ...] = ()
@@ -67,6 +68,7 @@ def decide(
         or end_of(state)
         or issue_of(state, schedule.evals, schedule.num_steps)
         or _close_passed_over(state, schedule)
+        or _close_surplus(state, schedule)
         or _make_batch(state, schedule, chosen)
         or _give_up(state, schedule)
         or _halt(state, schedule)
@@ -185,6 +187,15 @@ def _close_passed_over(state: LedgerState, schedule: Schedule) -> Message | None
     ended = list(passed_over.values()) or list(islice(spares.values(), excess))
     reason = ended[0].reason
     return _closed(state, [group for group in ended if group.reason == reason], reason or "passed_over")
+
+
+def _close_surplus(state: LedgerState, schedule: Schedule) -> Message | None:
+    """What came of a round and was not in its batch: a later batch would train it on tokens of older weights."""
+    if schedule.on_surplus == "train" or state.taken_back:  # a batch that is made again needs what it had
+        return None
+    kept = (*state.in_stage(Stage.READY).values(), *state.in_stage(Stage.SPARE).values())
+    surplus = [group for group in kept if group.round < state.round]
+    return _closed(state, surplus, "surplus") if surplus else None
 
 
 def _close_pooled(state: LedgerState, schedule: Schedule) -> Message | None:

@@ -49,6 +49,7 @@ def schedule_of(topology: Topology, eval_sizes: Mapping[str, int]) -> Schedule:
         max_staleness=rollout.max_staleness,
         max_token_staleness=rollout.max_token_staleness if rollout.stale_tokens == "drop" else None,
         on_halt=rollout.on_halt,
+        on_surplus=rollout.on_surplus,
         max_attempts=rollout.max_attempts,
         max_barren_groups=rollout.max_barren_groups or BARREN_REFILLS * over_sampling_batch_size(rollout),
         evals=evals,

@@ -132,6 +132,9 @@ def _demonstrations(recipe: Recipe) -> Iterator[Problem]:
     if rollout.over_sampling_filter is not None:
         message = f"has nothing to compare {why}: demonstrations have no reward"
         yield Problem.of("rollout.over_sampling_filter", rollout.over_sampling_filter, message)
+    if rollout.on_surplus != "train":
+        message = f"would leave demonstrations out {why}, which no weights have sampled"
+        yield Problem.of("rollout.on_surplus", rollout.on_surplus, message)
     for key, value in (("use_kl_loss", algorithm.use_kl_loss), ("entropy_coef", algorithm.entropy_coef)):
         if value:
             yield Problem.of(f"algorithm.{key}", value, f"has no effect {why}")

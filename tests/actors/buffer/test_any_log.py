@@ -58,6 +58,7 @@ SCHEDULES = st.builds(
     max_staleness=st.integers(0, 2),
     max_token_staleness=st.sampled_from([None, 2]),
     on_halt=st.sampled_from(["resume", "restart", "drop"]),
+    on_surplus=st.sampled_from(["train", "drop"]),
     max_attempts=st.integers(2, 4),
     max_barren_groups=st.sampled_from([5, 1000]),
     evals=st.just((EvalPlan(name="e", interval=3, num_items=1, skip_before_train=True),)),
@@ -145,6 +146,8 @@ class AnyLog(RuleBasedStateMachine):
             assert isinstance(decision, Message)
             if isinstance(decision, BatchReady):
                 assert len(decision.groups) == self.schedule.rollout_batch_size
+                if self.schedule.on_surplus == "drop" and not self.state.taken_back:
+                    assert all(self.state.groups[ref.group_id].round >= decision.step for ref in decision.groups)
             self.add(decision)
             if isinstance(decision, GroupsIssued):
                 self.attempts += [(group.group_id, group.attempt) for group in decision.groups]

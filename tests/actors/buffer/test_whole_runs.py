@@ -110,6 +110,8 @@ class World:
             chosen = self.random.sample(offered, min(len(offered), decision.count))
             decision = decide(self.state, self.schedule, Chosen(kind=decision.kind, group_ids=tuple(chosen)))
             assert not isinstance(decision, Selection)
+        if isinstance(decision, BatchReady) and self.schedule.on_surplus == "drop":
+            assert all(self.state.groups[ref.group_id].round >= decision.step for ref in decision.groups)
         if decision is not None:
             self.add(decision)
         return decision is not None
@@ -244,6 +246,7 @@ class World:
     max_token_staleness=st.sampled_from([None, 2, 3]),
     eval_overlap=st.booleans(),
     on_halt=st.sampled_from(["resume", "restart", "drop"]),
+    on_surplus=st.sampled_from(["train", "drop"]),
     max_attempts=st.integers(1, 4),
     save_interval=st.sampled_from([1, 2, 100]),
     interval=st.sampled_from([1, 3, 50]),

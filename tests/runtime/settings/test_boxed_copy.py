@@ -80,6 +80,7 @@ def problems(path: Path, *overrides: str) -> dict[str, str]:
         ("rollout.temperature=0.5", "rollout.temperature", "nothing is sampled"),
         ("rollout.dynamic_filter=nonzero_std", "rollout.dynamic_filter", "demonstrations have no reward"),
         ("rollout.over_sampling_filter=sort_by_reward_std", "rollout.over_sampling_filter", "nothing to compare"),
+        ("rollout.on_surplus=drop", "rollout.on_surplus", "would leave demonstrations out"),
         ("algorithm.entropy_coef=0.1", "algorithm.entropy_coef", "has no effect"),
         ("algorithm.use_kl_loss=true", "algorithm.use_kl_loss", "has no effect"),
         ("algorithm.loss_type=policy_loss", "engines.policy", "only demonstrations"),

@@ -60,6 +60,11 @@ def test_only_trainer_has_the_gpus_of_its_ranks_and_nobody_who_generates_or_grad
     assert f"samples  of the dump in {tmp_path}, no engines" in draw(topology, plan_of(topology, {}))
 
 
+def test_only_trainer_has_no_groups_of_a_dump_to_spare(tmp_path: Path) -> None:
+    overrides = ("run.only=trainer", f"run.load={tmp_path}", "rollout.on_surplus=drop")
+    assert load_topology(TOPOLOGIES / "laptop.toml", overrides).topology.rollout.on_surplus == "train"
+
+
 def test_a_whole_topology_stays_as_it_is() -> None:
     topology = half(DISAGGREGATED)
     assert {name: node.gpus for name, node in topology.nodes.items()} == {"n0": 8, "n1": 8}

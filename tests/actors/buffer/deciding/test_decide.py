@@ -73,6 +73,27 @@ def test_surplus_of_the_round_before_counts_towards_the_next() -> None:
     assert issued(ledger(KEPT, KEPT, KEPT, round=1, version_step=1), schedule(4, 4)) == [(3 + n, 0) for n in range(4)]
 
 
+@pytest.mark.parametrize("late", [KEPT, SPARE])
+def test_surplus_is_dropped_where_the_recipe_says_so_and_its_round_begins_anew(late: Stage) -> None:
+    state, rules = ledger(KEPT, late, RUNS, round=1, version_step=1, halted_round=0), schedule(4, 4, on_surplus="drop")
+    decision = decide(state, rules)
+    assert isinstance(decision, GroupsClosed)
+    assert (set(decision.group_ids), decision.outcome, decision.reason) == ({0, 1}, "dropped", "surplus")
+    fold(state, decision, 1)
+    assert (state.dropped, state.barren, state.books().closed) == ({"surplus": 2}, 0, True)
+    assert issued(state, rules) == [(3 + number, 0) for number in range(4)]
+
+
+def test_nothing_is_surplus_while_a_batch_is_made_again_or_its_round_goes_on() -> None:
+    rules = schedule(2, 4, on_surplus="drop", max_staleness=1)
+    again = ledger(KEPT, KEPT, round=2, version_step=1)
+    again.taken_back = (0,)
+    decision = decide(again, rules)
+    assert isinstance(decision, BatchReady)
+    assert [ref.group_id for ref in decision.groups] == [0, 1]
+    assert isinstance(decide(ledger(KEPT, KEPT, KEPT), rules), BatchReady)
+
+
 def test_the_pool_is_taken_from_its_front_and_keeps_the_rest() -> None:
     state, rules = ledger(*[POOLED] * 8), schedule(4, 6)
     decision = decide(state, rules)
