@@ -18,6 +18,7 @@ OURS = {
 }
 FOREIGN = {"PYTHONSAFEPATH": "1"}  # as -P, for an interpreter that may be too old for it
 STREAM_INTERVAL = 64  # tokens of a streamed chunk: what the death of an engine costs of a sample at most
+LAUNCH = str(ROOT / "actors" / "rollout" / "engines" / "launch.py")  # gives them the run's key
 METRICS_HOST = "127.0.0.2"  # the router insists on a port for metrics and fails if it is taken: its own, one host on
 STAND_IN = "stand-in"  # in the trainer's place when only rollout runs
 LIGHT_ACTORS = ("rollout", "reward", "filter", "buffer")
@@ -58,7 +59,7 @@ def _host(run_dir: Path, *roles: str) -> tuple[str, ...]:
 
 
 def _router(pool: str, engine: EngineConfig) -> ProcessSpec:
-    command = (sys.executable, "-P", "-m", "sglang_router.launch_router", "--host", "{host}", "--port", "{port}")
+    command = (sys.executable, "-P", LAUNCH, "sglang_router.launch_router", "--host", "{host}", "--port", "{port}")
     options = (
         "--policy",
         "round_robin",
@@ -135,7 +136,7 @@ def _embedded(topology: Topology, engine: EngineConfig, index: int) -> tuple[str
 
 def _sglang(topology: Topology, engine: EngineConfig) -> tuple[str, ...]:
     """Every key of the pool's sglang table is a server argument; true and false switch flags on and leave them off."""
-    command = [engine.python or sys.executable, "-m", "sglang.launch_server"]
+    command = [engine.python or sys.executable, LAUNCH, "sglang.launch_server"]
     command += ["--model-path", topology.model.hf_checkpoint, "--host", "{host}", "--port", "{port}"]
     streams = {"stream_interval": STREAM_INTERVAL, "incremental_streaming_output": True}
     sizes = {"tp_size": engine.num_gpus_per_engine, "max_running_requests": engine.concurrency}

@@ -33,8 +33,8 @@ class Secret(str):
 
     @classmethod
     def random(cls) -> Self:
-        """A new one that nobody can guess. Letters, digits, - and _ only."""
-        return cls(secrets.token_urlsafe(_BYTES))
+        """A new one that nobody can guess, of letters and digits."""
+        return cls(secrets.token_hex(_BYTES))
 
     def reveal(self) -> str:
         """The text itself."""

@@ -51,6 +51,7 @@ from messages import (
     WeightsAnnounced,
     WeightsApplied,
 )
+from runtime.bus.addresses import engine_key
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Delivery
 from runtime.bus.errors import MessageTooLarge
@@ -125,7 +126,8 @@ class RolloutActor(Actor):
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         connector = aiohttp.TCPConnector(limit=0)  # the slots are the limit
         async with aiohttp.ClientSession(connector=connector) as session, anyio.create_task_group() as group:
-            client = SglangClient(session)
+            urls = self._topology.engines[self._pool].urls
+            client = SglangClient(session, await engine_key(self._bus.kv), strangers=urls)
             updater = Updater(client, self._topology.rollout.on_weight_update)
             fleet = Fleet(client, updater)
             tools = self._tools(client, fleet)

@@ -18,7 +18,7 @@ from runtime.agent.publishing import forget_addresses, publish_changes
 from runtime.agent.stalls import StallWatch
 from runtime.agent.supervision.changes import Change, GivenUp, Ready
 from runtime.agent.supervision.supervisor import Supervision
-from runtime.bus.addresses import BUS_URL_VARIABLE
+from runtime.bus.addresses import BUS_URL_VARIABLE, ENGINE_KEY_VARIABLE, engine_key
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.bus.limits import BusLimits
@@ -113,8 +113,9 @@ class NodeAgent:
         incarnation = claim.holder.incarnation
         if incarnation > 1:
             await forget_addresses(bus, self._plan.processes)
+        key = await engine_key(bus.kv)
         for spec in self._plan.processes:
-            self._supervision.start(self._told_the_bus(spec, incarnation))
+            self._supervision.start(self._with_secrets(spec, incarnation, key))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_claim, claim)
             tasks.start_soon(publish_changes, bus, self._plan.node, self._changes_to_tell)
@@ -195,11 +196,13 @@ class NodeAgent:
             "PHYSARUM_NODE": plan.node,
         }
 
-    def _told_the_bus(self, spec: ProcessSpec, incarnation: int) -> ProcessSpec:
+    def _with_secrets(self, spec: ProcessSpec, incarnation: int, key: Secret) -> ProcessSpec:
         """Its environment, which only its owner reads. Engines and routers have no use for the bus."""
         env = {"PHYSARUM_PROCESS": spec.name, **spec.env, "PHYSARUM_INCARNATION": str(incarnation)}
         if spec.stage is Stage.ACTOR and self._bus_url is not None:
             env[BUS_URL_VARIABLE] = self._bus_url.reveal()
+        if spec.stage is Stage.SERVICE:
+            env[ENGINE_KEY_VARIABLE] = key.reveal()
         return msgspec.structs.replace(spec, env=env)
 
 

@@ -1,8 +1,19 @@
-"""Where servers listen: the KV entries that node agents write and rollout actors watch."""
+"""Where servers listen, and the key that they ask for: KV entries of node agents and rollout actors."""
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import msgspec
 
-BUS_URL_VARIABLE = "PHYSARUM_BUS_URL"  # in the environment of every process of a run
+from runtime.bus.errors import SequenceMismatch
+from runtime.secrets import Secret
+
+if TYPE_CHECKING:
+    from runtime.bus.kv import KeyValues
+
+BUS_URL_VARIABLE = "PHYSARUM_BUS_URL"  # in the environment of every actor
+ENGINE_KEY_VARIABLE = "PHYSARUM_ENGINE_KEY"  # in that of every engine and router
+ENGINE_KEY = "engine_key"
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,3 +30,17 @@ def address_filter(role: str, pool: str) -> str:
 def address_key(role: str, pool: str, index: int) -> str:
     """Key of one server."""
     return f"address.{role}.{pool}.{index}"
+
+
+async def engine_key(kv: "KeyValues") -> Secret:
+    """The key that the run's engines and routers ask for; whoever comes first makes it.
+
+    Raises:
+        BusError: the bucket cannot be read or written.
+    """
+    entry = await kv.get(ENGINE_KEY, str)
+    while entry is None or entry.value is None:
+        with suppress(SequenceMismatch):  # somebody else was quicker
+            await kv.create(ENGINE_KEY, Secret.random().reveal())
+        entry = await kv.get(ENGINE_KEY, str)
+    return Secret(entry.value)

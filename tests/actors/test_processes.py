@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from actors.processes import process_specs
+from actors.processes import LAUNCH, process_specs
 from runtime.settings.load import load_topology
 from runtime.settings.processes import ProcessSpec
 
@@ -49,7 +49,7 @@ def test_arguments_of_the_sglang_table_are_passed_through() -> None:
         "engines.policy.python=/opt/sglang/bin/python",
         "engines.policy.sglang={mem_fraction_static = 0.7, disable_radix_cache = true, enable_lora = false}",
     )["engine.policy.0"]
-    assert engine.command[:3] == ("/opt/sglang/bin/python", "-m", "sglang.launch_server")
+    assert engine.command[:3] == ("/opt/sglang/bin/python", LAUNCH, "sglang.launch_server")
     assert flag(engine, "--mem-fraction-static") == "0.7"
     assert "--disable-radix-cache" in engine.command
     assert "--enable-lora" not in engine.command

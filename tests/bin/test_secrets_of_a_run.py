@@ -1,6 +1,7 @@
 """Secrets of a run: who may read them, and that nothing that is shown or stored holds one."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,12 @@ import anyio
 import psutil
 import pytest
 
+from actors.processes import METRICS_HOST
+from runtime.bus.addresses import engine_key
 from runtime.bus.nats.server import ServerSettings, running_server
 from runtime.secrets import Login, Secret, split_login, with_login
 from tests.bin.test_start_topology import TOPOLOGY, arguments_of, environment, run, started
+from tests.chaos.harness import Run
 from tests.support.other_user import files_with, listening, open_directory, seen_by_nobody
 
 pytestmark = pytest.mark.anyio
@@ -53,6 +57,39 @@ def test_another_user_of_the_machine_finds_no_secret_and_no_message() -> None:
         assert password not in str(seen)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+async def test_another_user_gets_nothing_of_a_whole_run_with_its_engine_and_router() -> None:
+    with open_directory() as place:
+        dumps = place / "dumps"
+        run = Run(place, num_steps=400, eval_interval=None, overrides=(f"run.dump_details={dumps}",))
+        async with run.started() as command:
+            await command.log.until_trained(1)
+            password = password_of(run.directory)
+            key = (await engine_key(command.bus.kv)).reveal()
+            pids = [process.pid for process in command.family()]
+            torch_ports = listening([command.log.pids["trainer"]])  # of torch.distributed: a known gap
+            ports = [place for place in listening(pids) if place not in torch_ports]
+            seen = seen_by_nobody(run.directory, pids, [run.directory / name for name in HOLDERS], ports)
+            command.send(signal.SIGINT)
+            assert await command.end() == 130
+        refused = [said for said in seen.ports.values() if "Authorization Violation" in said or " 401 " in said]
+        others = {place: said for place, said in seen.ports.items() if said not in refused}
+        assert len(refused) == 3  # bus, engine, router
+        assert [place.partition(":")[0] for place in others] == [METRICS_HOST]  # numbers of the router: a known gap
+        assert all("smg_router_" in said for said in others.values())
+        assert seen.files == seen.readable == seen.environments == []
+        for secret in (password, key):
+            assert secret not in str(seen)
+            assert secret not in run.output.read_text()
+            assert files_with(secret, dumps) == []
+        assert files_with(password, run.directory) == HOLDERS
+        holders = files_with(key, run.directory)  # the store of the KV
+        assert all(name.startswith("nats/jetstream/") for name in holders), holders
+
+
+@pytest.mark.timeout(90)  # three starts
 def test_the_password_of_a_run_stands_in_files_of_its_owner_alone_and_stays(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
     with started(run_dir, ["1"]) as command:
@@ -133,7 +170,7 @@ async def test_no_login_of_a_bus_is_shown_or_stored(tmp_path: Path, how: str) ->
         told = [await outcome_of([*arguments, *more], ["3"]) for more in (["--plan"], ["--check"], [])]
         told.append(await outcome_of([*arguments, "--fresh", "r"], ["0", "--then", "crash"]))
     told.append(await outcome_of(arguments, ["1"]))  # there is no server any more
-    assert [code for code, _ in told] == [0, 0, 0, 1, 1], told
+    assert [code for code, _ in told] == [0, 0, 0, 1, 2], told
     text = "\n".join(text for _, text in told)
     assert MARK not in text
     assert bare.removeprefix("nats://") in text

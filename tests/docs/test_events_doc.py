@@ -1,6 +1,7 @@
 """docs/events.md: its script, run as it stands there, shows the life of a group on a real server."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -58,9 +59,10 @@ async def test_ten_lines_show_the_life_of_a_group(bus: Bus, nats_server: NatsSer
     assert len([line for line in script.splitlines() if line.strip()]) <= 10
     await anyio.Path(tmp_path / "follow.py").write_text(script)
     life = await publish_two_lives(bus)
-    command = [sys.executable, str(tmp_path / "follow.py"), nats_server.url, bus.run, "17"]
+    command = [sys.executable, str(tmp_path / "follow.py"), bus.run, "17"]
+    environment = {**os.environ, "NATS_URL": nats_server.url}
     printed = ""
-    async with await anyio.open_process(command, stdin=subprocess.DEVNULL, stderr=None) as process:
+    async with await anyio.open_process(command, stdin=subprocess.DEVNULL, stderr=None, env=environment) as process:
         assert process.stdout is not None
         with anyio.move_on_after(15):
             async for text in TextReceiveStream(process.stdout):
@@ -78,6 +80,13 @@ async def test_ten_lines_show_the_life_of_a_group(bus: Bus, nats_server: NatsSer
         "batch_trained",
         "groups_closed",
     ]
+
+
+def test_no_page_puts_the_password_on_a_command_line() -> None:
+    pages = [PAGE.parents[1] / "README.md", *PAGE.parent.glob("*.md")]
+    for page in pages:
+        for line in page.read_text().splitlines():
+            assert "bus.url)" not in line or line.strip().startswith("export "), f"{page.name}: {line}"
 
 
 def test_the_page_names_events_that_exist() -> None:

@@ -1,7 +1,7 @@
 """A client for tests of the embedded engine: calls, streams, and waiting for what the engine itself reports."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final, Self
 
 import aiohttp
@@ -26,12 +26,13 @@ class Answer:
 class EngineClient:
     """One connection pool to one server."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         self.url = url
+        self._headers = {"Content-Type": "application/json", **(headers or {})}
 
     async def __aenter__(self) -> Self:
-        headers = {"Content-Type": "application/json"}
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), headers=headers)
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        self._session = aiohttp.ClientSession(timeout=timeout, headers=self._headers)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -47,6 +48,10 @@ class EngineClient:
 
     async def get(self, path: str) -> Answer:
         async with self._session.get(self.url + path) as response:
+            return Answer(response.status, await response.read())
+
+    async def request(self, method: str, path: str, body: object) -> Answer:
+        async with self._session.request(method, self.url + path, data=json.dumps(body).encode()) as response:
             return Answer(response.status, await response.read())
 
     async def generate(self, **fields: Any) -> Any:

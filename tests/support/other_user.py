@@ -16,6 +16,10 @@ import encodings.idna, json, os, socket, sys
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
+NATS = b'CONNECT {"verbose":true}\r\nSUB > 1\r\nPUB phy.r.event.x 1\r\nx\r\nPING\r\n'
+BODY = b'{"input_ids":[3],"sampling_params":{"max_new_tokens":1}}'
+HTTP = b"POST /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+HTTP += b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
 run_dir, pids, ports = json.loads(sys.argv[1])
 seen = {"files": [], "readable": [], "environments": [], "command_lines": [], "ports": {}}
 for place, folders, names in os.walk(run_dir):
@@ -35,16 +39,17 @@ for pid in pids:
         seen["environments"].append(open(f"/proc/{pid}/environ").read())
     except OSError:
         pass
-for host, port in ports:
-    with socket.create_connection((host, port), timeout=5) as connection:
-        connection.sendall(b'CONNECT {"verbose":true}\r\nSUB > 1\r\nPUB phy.r.event.x 1\r\nx\r\nPING\r\n')
+for (host, port), sent in [(place, sent) for place in ports for sent in (NATS, HTTP)]:
+    with socket.create_connection((host, port), timeout=1) as connection:
+        connection.sendall(sent)
         said = b""
         try:
             while len(said) < 1 << 16 and (data := connection.recv(4096)):
                 said += data
         except OSError:
             pass
-        seen["ports"][str(port)] = said.decode(errors="replace")
+        place = f"{host}:{port}"
+        seen["ports"][place] = seen["ports"].get(place, "") + said.decode(errors="replace")
 print(json.dumps(seen))
 """
 
@@ -56,7 +61,7 @@ class Seen(msgspec.Struct, frozen=True):
     readable: list[str]  # of the paths asked for
     environments: list[str]
     command_lines: list[str]
-    ports: dict[str, str]  # what each said to a NATS client without a login
+    ports: dict[str, str]  # what each said to a NATS client without a login, and to a request to generate
 
 
 def seen_by_nobody(run_dir: Path, pids: list[int], paths: list[Path], ports: list[tuple[str, int]]) -> Seen:

@@ -1,4 +1,7 @@
-"""Serve a tiny model on the CPU with SGLang's HTTP API: python -m actors.rollout.embedded --model-path DIR."""
+"""Serve a tiny model on the CPU with SGLang's HTTP API: python -m actors.rollout.embedded --model-path DIR.
+
+With PHYSARUM_ENGINE_KEY in the environment only who sends it as a bearer token is answered, as with SGLang's --api-key.
+"""
 
 import argparse
 import os
@@ -9,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from actors.rollout.embedded.model.config import MAX_CONTEXT, ModelDescription, ModelError, read_model
+from runtime.bus.addresses import ENGINE_KEY_VARIABLE
 from runtime.checksums import safetensors_files
 
 
@@ -16,6 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; 2 = a flag or the model directory cannot be used, 1 = the engine crashed."""
     flags = _parser().parse_args(argv)
     flags.started = time.perf_counter()
+    flags.key = os.environ.pop(ENGINE_KEY_VARIABLE, None)  # not an argument: every user reads command lines
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: no pool of threads
     try:
         description = read_model(flags.model_path)

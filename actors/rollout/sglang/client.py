@@ -1,6 +1,6 @@
 """SGLang's HTTP API as a rollout actor uses it: engines directly, generation through the router."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from actors.rollout.sglang.answers import Answer
 from actors.rollout.sglang.errors import EngineError, EngineFailed, EngineUnavailable, RequestRefused
 from actors.rollout.sglang.events import DONE, events_of
 from actors.rollout.sglang.streams import Stream
+from runtime.secrets import Secret
 
 T = TypeVar("T")
 
@@ -51,8 +52,20 @@ class WorkerList(msgspec.Struct, frozen=True):
 class SglangClient:
     """One connection pool for all engines and the router of a rollout actor."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, key: Secret | None = None, strangers: Collection[str] = ()
+    ) -> None:
+        """Talk over a session.
+
+        Args:
+            key: what the run's engines and its router ask for.
+            strangers: URLs of engines that are not the run's; they are not shown the key.
+        """
         self._session = session
+        self._key = key
+        self._strangers = tuple(strangers)
+        self._plain = {"Content-Type": "application/json"}
+        self._with_key = self._plain if key is None else self._plain | {"Authorization": f"Bearer {key.reveal()}"}
 
     async def generate(self, router: str, body: dict[str, Any]) -> list[Answer]:
         """Send a request, one sample or a batch of them, and wait for its end.
@@ -133,7 +146,10 @@ class SglangClient:
 
     async def add_worker(self, router: str, engine: str) -> None:
         """Ask the router to take an engine in; it does so in the background."""
-        await self._post(router + "/workers", {"url": engine}, ADMIN_TIMEOUT_S)
+        body = {"url": engine}
+        if self._key is not None and not engine.startswith(self._strangers):
+            body["api_key"] = self._key.reveal()
+        await self._post(router + "/workers", body, ADMIN_TIMEOUT_S)
 
     async def remove_worker(self, router: str, worker: Worker) -> None:
         """Ask the router to forget an engine."""
@@ -152,7 +168,7 @@ class SglangClient:
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         """A good answer, to be read in the block."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        headers = {"Content-Type": "application/json"}
+        headers = self._plain if url.startswith(self._strangers) else self._with_key
         try:
             async with self._session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
                 if response.status in REFUSALS:

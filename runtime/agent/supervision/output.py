@@ -3,7 +3,7 @@
 import re
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from runtime.agent.supervision.line_cutter import CutLine, LineCutter
+from runtime.secrets import Secret, without
 from runtime.wording import printable, printable_json, shortened
 
 MAX_LINE_BYTES = 1 << 16  # the rest of a longer line is counted, not kept
@@ -29,10 +30,18 @@ class OutputLog:
     A line that is a JSON object goes in as it is; any other is wrapped as the event "output".
     """
 
-    def __init__(self, path: Path, actor: str, *, max_bytes: int = MAX_FILE_BYTES) -> None:
+    def __init__(
+        self, path: Path, actor: str, *, max_bytes: int = MAX_FILE_BYTES, hidden: Sequence[Secret] = ()
+    ) -> None:
+        """Open the log.
+
+        Args:
+            hidden: secrets that the process knows; they are cut out of what it prints.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._actor = actor
+        self._hidden = hidden
         self._max_bytes = max_bytes
         self._file = path.open("ab", buffering=0)
         self._size_bytes = self._file.tell()
@@ -90,7 +99,7 @@ class OutputLog:
         self._file = file
 
     def _logged(self, line: CutLine) -> bytes:
-        content = line.content.rstrip(b"\r")
+        content = without(line.content.rstrip(b"\r"), self._hidden)
         entry = _entry_of(content) if content.startswith(b"{") and not line.left_out_bytes else None
         if entry is not None:
             return _one_line(content, entry)

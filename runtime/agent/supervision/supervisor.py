@@ -16,7 +16,9 @@ from runtime.agent.supervision.output import OutputLog
 from runtime.agent.supervision.ports import PortInUse, choose_port
 from runtime.agent.supervision.readiness import wait_until_ready, wait_until_silent
 from runtime.agent.supervision.spawn import Child, Guard
+from runtime.bus.addresses import BUS_URL_VARIABLE, ENGINE_KEY_VARIABLE
 from runtime.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR
+from runtime.secrets import Secret, split_login
 from runtime.settings.processes import ProcessSpec, Stage
 from runtime.wording import signal_name
 
@@ -270,7 +272,7 @@ class Supervision:
         """
         if spec.name in self._supervisors:
             raise ValueError(f"two processes are called {spec.name}")
-        log = OutputLog(self._log_dir / f"{spec.name}.jsonl", spec.name)
+        log = OutputLog(self._log_dir / f"{spec.name}.jsonl", spec.name, hidden=_secrets_of(spec))
         supervisor = Supervisor(
             spec, log=log, environment=self._environment, guard=self._guard, listener=self._listener
         )
@@ -296,6 +298,13 @@ class Supervision:
         """End everything at once."""
         for supervisor in self._supervisors.values():
             supervisor.kill()
+
+
+def _secrets_of(spec: ProcessSpec) -> list[Secret]:
+    """What a process knows and must not print: SGLang logs all its arguments."""
+    _, login = split_login(spec.env.get(BUS_URL_VARIABLE, ""))
+    key = spec.env.get(ENGINE_KEY_VARIABLE, "")
+    return [*([login.password] if login else []), *([Secret(key)] if key else [])]
 
 
 def describe_exit(code: int) -> str:

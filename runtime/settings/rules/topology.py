@@ -7,6 +7,7 @@ from runtime.settings.recipe import eval_data
 from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
 
+KEY_ARGUMENTS = frozenset({"api_key", "admin_api_key"})
 POLICY = "policy"  # the pool whose samples are trained
 
 
@@ -78,6 +79,9 @@ def _engine(engine: EngineConfig, key: str) -> Iterator[Problem]:
         yield Problem.of(f"{key}.gpus", engine.gpus, 'kind = "embedded" runs on the CPU')
     if engine.kind == "embedded" and engine.sglang:
         yield Problem.of(f"{key}.sglang", engine.sglang, 'has no meaning with kind = "embedded"')
+    for name in sorted(engine.sglang):
+        if name.replace("-", "_") in KEY_ARGUMENTS:  # shown without its value
+            yield Problem(key=f"{key}.sglang.{name}", message="a run makes the key of its engines and router itself")
     if engine.kind == "embedded" and engine.python is not None:
         yield Problem.of(f"{key}.python", engine.python, 'has no meaning with kind = "embedded"')
     if engine.gpus is not None and engine.num_engines > 1:

@@ -23,6 +23,7 @@ from actors.rollout.embedded.http.server import EmbeddedServer, Identity
 from actors.rollout.embedded.model.config import ModelDescription
 from actors.rollout.embedded.model.text import Text
 from runtime.host.logs import configure_logging
+from runtime.secrets import Secret
 
 SHUTDOWN_TIMEOUT_S: Final = 0.5  # for open connections; requests are aborted before
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -125,4 +126,5 @@ def _server(
         },
     )
     incremental = flags.incremental_streaming_output
-    return EmbeddedServer(frontend, CallReader(limits, text), text, identity, incremental=incremental)
+    reader, key = CallReader(limits, text), None if flags.key is None else Secret(flags.key)
+    return EmbeddedServer(frontend, reader, text, identity, incremental=incremental, key=key)

@@ -15,9 +15,11 @@ from actors.rollout.embedded.engine.frontend import Frontend, Generation, QueueF
 from actors.rollout.embedded.engine.thread import EngineStopped
 from actors.rollout.embedded.http import bodies
 from actors.rollout.embedded.http.api import CallReader
+from actors.rollout.embedded.http.guard import guard
 from actors.rollout.embedded.http.rendering import Sent, answer, rendered_text
 from actors.rollout.embedded.model.config import ModelDescription, ModelError
 from actors.rollout.embedded.model.text import Text
+from runtime.secrets import Secret
 
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 HEALTH_TIMEOUT_S: Final = 20.0
@@ -43,19 +45,28 @@ class EmbeddedServer:
     """Handlers of all endpoints. Generation lives in the frontend; nothing here keeps state but the model's path."""
 
     def __init__(
-        self, frontend: Frontend, reader: CallReader, text: Text | None, identity: Identity, *, incremental: bool
+        self,
+        frontend: Frontend,
+        reader: CallReader,
+        text: Text | None,
+        identity: Identity,
+        *,
+        incremental: bool,
+        key: Secret | None = None,
     ) -> None:
         self._frontend = frontend
         self._reader = reader
         self._text = text
         self._identity = identity
         self._incremental = incremental
+        self._key = key
         self._started_s = time.time()
         self._last_load = (time.perf_counter(), 0)  # when tokens were last counted, and how many there were
 
     def application(self) -> web.Application:
         """All endpoints on an aiohttp application."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        guards = [] if self._key is None else [guard(self._key)]
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=guards)
         app.router.add_post("/generate", self.generate)  # answers its own errors: it is the hot path
         for methods, paths, handler in self._endpoints():
             for method in methods:

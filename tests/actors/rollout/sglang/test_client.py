@@ -7,8 +7,39 @@ import pytest
 from aiohttp import web
 
 from actors.rollout.sglang.client import SglangClient
+from runtime.secrets import Secret
 
 pytestmark = pytest.mark.anyio
+
+
+async def test_the_key_is_shown_to_the_runs_own_servers_alone() -> None:
+    seen: dict[str, str | None] = {}
+    registered: list[dict[str, Any]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen[request.path] = request.headers.get("Authorization")
+        if request.method == "POST":
+            registered.append(await request.json())
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = runner.addresses[0][1]
+        own, foreign = f"http://127.0.0.1:{port}", f"http://localhost:{port}/foreign"
+        async with aiohttp.ClientSession() as session:
+            client = SglangClient(session, Secret("k"), strangers=(foreign,))
+            assert await client.ready(own)
+            assert await client.ready(foreign)
+            await client.add_worker(own, own)
+            await client.add_worker(own, foreign)
+    finally:
+        await runner.cleanup()
+    assert seen == {"/ready": "Bearer k", "/foreign/ready": None, "/workers": "Bearer k"}
+    assert registered == [{"url": own, "api_key": "k"}, {"url": foreign}]
 
 
 async def test_a_weight_update_names_its_version_and_drops_what_was_computed_under_older_ones() -> None:

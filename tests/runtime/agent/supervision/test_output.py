@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.agent.supervision.output import MAX_LINE_BYTES, MAX_SHOWN, OutputLog, readable
+from runtime.secrets import Secret
 
 
 def test_lines_may_arrive_in_pieces(tmp_path: Path) -> None:
@@ -18,6 +19,15 @@ def test_lines_may_arrive_in_pieces(tmp_path: Path) -> None:
     log.close()
     assert [msgspec.json.decode(line)["text"] for line in log.path.read_bytes().splitlines()] == ["one line", "two"]
     assert log.tail() == ["one line", "two"]
+
+
+def test_what_a_process_knows_and_prints_is_hidden(tmp_path: Path) -> None:
+    log = OutputLog(tmp_path / "a.jsonl", "a", hidden=[Secret("sw0rdf1sh"), Secret("other")])
+    log.feed(b'server_args=ServerArgs(api_key=\'sw0rdf1sh\')\n{"key": "sw0rdf1sh"}\nan')
+    log.feed(b"other line\n")
+    log.close()
+    assert b"sw0rdf1sh" not in log.path.read_bytes()
+    assert log.tail() == ["server_args=ServerArgs(api_key='***')", "key=***", "an*** line"]
 
 
 def test_a_log_has_a_bound(tmp_path: Path) -> None:
