@@ -1,9 +1,11 @@
 """What every message is: a frozen struct with a tag, a plane and a subject, kept in one registry."""
 
 from enum import StrEnum
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Final, TypeVar, dataclass_transform
 
 import msgspec
+
+VERSION: Final = 1  # of the messages; raised when the ledger gains an event, which older readers must not pass over
 
 
 class Plane(StrEnum):

@@ -13,6 +13,7 @@ JSON = "application/json"
 MSGPACK = "application/msgpack"
 CONTENT_TYPE_HEADER = "Content-Type"
 TYPE_HEADER = "Physarum-Type"
+VERSION_HEADER = "Physarum-Version"  # of the messages that a writer of the ledger knows
 
 TOLD_CHARS: Final = 300  # of a reason, which may cite what came
 
@@ -23,6 +24,14 @@ _decoders: dict[tuple[str, str], Any] = {}
 
 class DecodeError(ValueError):
     """A message that cannot be used; its text is the reason."""
+
+
+class UnknownType(DecodeError):
+    """A message of a type that this version does not know."""
+
+    def __init__(self, tag: str) -> None:
+        super().__init__(f"unknown message type {tag!r}")
+        self.tag = tag
 
 
 class EncodeError(ValueError):
@@ -97,7 +106,7 @@ def _encoder(content_type: str) -> msgspec.json.Encoder | msgspec.msgpack.Encode
 def _make_decoder(tag: str, content_type: str) -> Any:
     message_type = message_types().get(tag)
     if message_type is None:
-        raise DecodeError(f"unknown message type {tag[:TOLD_CHARS]!r}")
+        raise UnknownType(tag[:TOLD_CHARS])
     if content_type == JSON:
         decoder: Any = msgspec.json.Decoder(message_type, dec_hook=from_list)
     elif content_type == MSGPACK:

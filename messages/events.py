@@ -14,6 +14,7 @@ class GroupCompleted(Message, kw_only=True, tag="group_completed"):
 
     plane = Plane.EVENT
     topic = "group.completed"
+    keyed = True
     group_id: int
     attempt: int
     lease: str
@@ -25,6 +26,9 @@ class GroupCompleted(Message, kw_only=True, tag="group_completed"):
     rollout_time_s: float = 0.0  # from the pull of the task to the last token
     reward_time_s: float = 0.0  # from the last token to the last score
 
+    def key(self) -> str:
+        return f"{self.group_id}.{self.attempt}"
+
 
 @register
 class GroupAborted(Message, kw_only=True, tag="group_aborted"):
@@ -32,12 +36,16 @@ class GroupAborted(Message, kw_only=True, tag="group_aborted"):
 
     plane = Plane.EVENT
     topic = "group.aborted"
+    keyed = True
     group_id: int
     attempt: int
     lease: str
     round: int
     instance: str
     samples: tuple[SampleSummary, ...] = ()
+
+    def key(self) -> str:
+        return f"{self.group_id}.{self.attempt}"
 
 
 @register
@@ -46,12 +54,16 @@ class GroupFailed(Message, kw_only=True, tag="group_failed"):
 
     plane = Plane.EVENT
     topic = "group.failed"
+    keyed = True
     group_id: int
     attempt: int
     lease: str
     round: int
     instance: str
     reason: str
+
+    def key(self) -> str:
+        return f"{self.group_id}.{self.attempt}"
 
 
 @register
@@ -96,12 +108,16 @@ class EvalCompleted(Message, kw_only=True, tag="eval_completed"):
 
     plane = Plane.EVENT
     topic = "eval.completed"
+    keyed = True
     step: int
     set: str
     item: int
     version: int
     instance: str
     samples: tuple[SampleSummary, ...]
+
+    def key(self) -> str:
+        return f"{self.step}.{self.set}.{self.item}"
 
 
 @register

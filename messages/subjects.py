@@ -1,8 +1,10 @@
 """All names on the bus: subjects, streams, buckets. They are spelled here and nowhere else."""
 
 import re
+from collections.abc import Iterable
+from functools import cache
 
-from messages.base import Message, Plane
+from messages.base import Message, Plane, message_types
 
 ROOT = "phy"
 STORED_PLANES = (Plane.EVENT, Plane.WORK, Plane.DATA, Plane.DEAD)
@@ -43,9 +45,41 @@ def key_of(subject: str, message_type: type[Message]) -> str | None:
     return rest or None
 
 
+@cache
+def _event_topics() -> dict[str, bool]:
+    """Whether subjects go on after it, by the topic of each event type."""
+    types = message_types().values()
+    return {message_type.topic: message_type.keyed for message_type in types if message_type.plane is Plane.EVENT}
+
+
+def is_known_event(subject: str) -> bool:
+    """Whether some event type of this version is published under a subject; others are no business of ours."""
+    _, _, rest = subject.partition(f".{Plane.EVENT}.")
+    topics = _event_topics()
+    if rest in topics:
+        return not topics[rest]
+    return any(keyed and rest.startswith(f"{topic}.") for topic, keyed in topics.items())
+
+
+def is_ledger(subject: str) -> bool:
+    """Whether a subject is the buffer's alone."""
+    return subject.partition(f".{Plane.EVENT}.")[2].startswith("ledger.")
+
+
 def ledger_filter(run: str) -> str:
     """What the buffer alone writes; appended to with the expected last sequence over this filter."""
     return f"{ROOT}.{run}.{Plane.EVENT}.ledger.>"
+
+
+def event_filters(run: str, types: Iterable[type[Message]]) -> list[str]:
+    """Every subject of some event types; of none: of the plane. All of the ledger's types are the ledger itself."""
+    asked = set(types)
+    ledger = {one for one in message_types().values() if one.plane is Plane.EVENT and one.topic.startswith("ledger.")}
+    if not asked:
+        return [plane_filter(run, Plane.EVENT)]
+    if not ledger <= asked:
+        return sorted(filter_of(run, message_type) for message_type in asked)
+    return [*sorted(filter_of(run, message_type) for message_type in asked - ledger), ledger_filter(run)]
 
 
 def call_subject(run: str, instance: str, topic: str) -> str:

@@ -31,6 +31,9 @@ from messages import (
     EvalEnded,
     EvalIssued,
     EvalRequested,
+    GroupAborted,
+    GroupCompleted,
+    GroupFailed,
     GroupsClosed,
     GroupsIssued,
     LogTrimmed,
@@ -48,6 +51,7 @@ from messages import (
     SpillsGiven,
     SpillsRequested,
 )
+from messages.subjects import key_of
 from runtime.bus.background import beside
 from runtime.bus.bus import Bus
 from runtime.bus.errors import AlreadyQueued, Fenced, MessageTooLarge
@@ -55,6 +59,7 @@ from runtime.bus.events import Events
 from runtime.host.actor import Actor, InputError
 from runtime.ledger.archive import first_archived
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, spills_of
+from runtime.ledger.state import Stage
 from runtime.samples.data_files import DataError
 from runtime.settings.topology import Topology
 
@@ -229,12 +234,24 @@ class BufferActor(Actor):
                 await self._put(rollout_task(self._topology, group, prompts, state.version_steps) for group in groups)
             case EvalIssued():
                 await self._begin_evaluation(prompts)
-            case EvalCompleted() | MessageDeadLettered():  # which may be that of an item
+            case EvalCompleted():
                 await self._put(islice(self._eval_tasks, 1))
+            case MessageDeadLettered():
+                await self._put(islice(self._eval_tasks, 1))  # it may be that of an item
+                await self._put_again(event.subject, prompts)
             case CheckpointSaved():
                 await self._bus.purge(Plane.DATA, below_seq=min(state.low_water(), self._recorder.low_water()))
             case _:
                 pass
+
+    async def _put_again(self, subject: str, prompts: PromptSet | MadePrompts) -> None:
+        """The task of which nobody can read how it ended."""
+        keys = {key_of(subject, ending) for ending in (GroupCompleted, GroupAborted, GroupFailed)}
+        groups = self._state.in_stage(Stage.IN_FLIGHT).values()
+        lost = [group for group in groups if f"{group.group_id}.{group.attempt}" in keys]
+        await self._put(rollout_task(self._topology, group, prompts, self._state.version_steps) for group in lost)
+        if key_of(subject, EvalCompleted) is not None:
+            await self._begin_evaluation(prompts)
 
     async def _put_everything_open(self, prompts: PromptSet | MadePrompts) -> None:
         """After a start: tasks that are still queued or being worked on refuse the second copy."""

@@ -9,7 +9,7 @@ from typing import Any, Final, overload
 import msgspec
 
 from messages import DecodeError, Message, MessageT, Plane, decode, tag_of
-from messages.subjects import check_run_name, filter_of, plane_filter, stream_of, subject_of
+from messages.subjects import check_run_name, event_filters, filter_of, stream_of, subject_of
 from runtime.bus.administration import Administration, Holdings, StreamState
 from runtime.bus.background import beside
 from runtime.bus.calls import Handler, Inbox, ask, serve
@@ -155,32 +155,38 @@ class Bus:
     # reading
 
     @overload
-    def read(self, *, from_seq: int = 1, buries: bool = True) -> AbstractAsyncContextManager[Events[Message]]: ...
+    def read(
+        self, *, from_seq: int = 1, buries: bool = True, skips: bool = False
+    ) -> AbstractAsyncContextManager[Events[Message]]: ...
     @overload
     def read(
-        self, *types: type[MessageT], from_seq: int = 1, buries: bool = True
+        self, *types: type[MessageT], from_seq: int = 1, buries: bool = True, skips: bool = False
     ) -> AbstractAsyncContextManager[Events[MessageT]]: ...
     def read(
-        self, *types: type[Message], from_seq: int = 1, buries: bool = True
+        self, *types: type[Message], from_seq: int = 1, buries: bool = True, skips: bool = False
     ) -> AbstractAsyncContextManager[Events[Any]]:
         """Events in log order from a sequence on, for the duration of a block. No types: all of them.
 
-        None is skipped and none comes twice, also across restarts of the server.
+        None is skipped and none comes twice, also across restarts of the server. Who reads all of the ledger's types
+        reads the ledger whole: an event in there of a type that this version does not know ends the reader.
 
         Args:
+            from_seq: above 1, the log must reach back so far.
             buries: whether what cannot be used becomes a dead letter; a mere spectator writes nothing.
+            skips: whether what is trimmed from the log before it was read may be passed over.
 
         Raises:
             ValueError: this actor does not declare that it reads a type, or it is no event.
             BusUnavailable: no such stream until the deadline.
+            LogTrimmedAway: the log does not reach back to from_seq any more.
         """
         for message_type in types or (Message,):
             self._check_reads(message_type)
         if any(message_type.plane is not Plane.EVENT for message_type in types):
             raise ValueError(f"read takes events, got {[tag_of(message_type) for message_type in types]}")
-        filters = [filter_of(self.run, message_type) for message_type in types]
-        filters = filters or [plane_filter(self.run, Plane.EVENT)]
-        return self._log.read(tuple(types) or (Message,), filters, from_seq=from_seq, buries=buries)
+        return self._log.read(
+            tuple(types) or (Message,), event_filters(self.run, types), from_seq=from_seq, buries=buries, skips=skips
+        )
 
     @asynccontextmanager
     async def consume(

@@ -8,6 +8,8 @@ BusError
 ├── StreamFull            the stream stayed full until the deadline
 ├── AlreadyQueued         the work stream still holds a message under this subject
 ├── SequenceMismatch      compare-and-set failed; someone else wrote first
+├── UnknownDecision       the ledger holds an event of a type that this version does not know
+├── LogTrimmedAway        events that a reader had yet to read were trimmed from the log while it was away
 ├── Fenced                another instance took over; this one must stop
 ├── PayloadLost           no message under this sequence: purged, or never stored
 │   └── PayloadUnreadable ... or there is one that cannot be decoded
@@ -59,6 +61,14 @@ class SequenceMismatch(BusError):
         super().__init__(f"{subject}: expected {expected} as the last sequence, found {last}")
         self.expected = expected
         self.last = last
+
+
+class UnknownDecision(BusError):
+    """The ledger holds an event of a type that this version does not know: what is folded without it would be false."""
+
+
+class LogTrimmedAway(BusError):
+    """Events that a reader had yet to read were trimmed away: it is to start again from the newest snapshot."""
 
 
 class Fenced(BusError):

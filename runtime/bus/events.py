@@ -9,10 +9,12 @@ from typing import Generic, Self
 import msgspec
 
 from messages import DecodeError, Message, MessageT, Plane, decode
-from messages.subjects import ledger_filter, plane_filter, stream_of, subject_of
+from messages.base import VERSION
+from messages.codec import VERSION_HEADER, UnknownType
+from messages.subjects import is_known_event, is_ledger, ledger_filter, plane_filter, stream_of, subject_of
 from runtime.bus.dead import DeadLetters
-from runtime.bus.errors import BusUnavailable
-from runtime.bus.nats.connection import Connection
+from runtime.bus.errors import BusUnavailable, UnknownDecision
+from runtime.bus.nats.connection import Connection, RawMessage
 from runtime.bus.nats.pull import time_of
 from runtime.bus.nats.store import Store
 from runtime.bus.reader import LogReader
@@ -64,8 +66,12 @@ class Events(Generic[MessageT]):
     async def next(self, timeout_s: float | None = None) -> Received[MessageT] | None:
         """The next event, or None after timeout_s.
 
-        What cannot be used becomes a dead letter and is passed over; None also if it was the last one there was, so
-        that who reads until `pending` is 0 comes to an end.
+        What cannot be used is passed over, and becomes a dead letter if it is under a subject of a type that we know;
+        None also if it was the last one there was, so that who reads until `pending` is 0 comes to an end.
+
+        Raises:
+            UnknownDecision: the ledger holds an event of a type that this version does not know.
+            LogTrimmedAway: what was to be read next is gone.
         """
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
@@ -79,18 +85,29 @@ class Events(Generic[MessageT]):
                 if not isinstance(message, self._types):
                     raise DecodeError(f"{type(message).__name__} is not expected on {raw.subject}")
             except DecodeError as error:
-                if self._dead_letters is not None:
-                    await self._dead_letters.bury(
-                        f"{Plane.EVENT}.{place.stream_seq}",
-                        subject=raw.subject,
-                        reason=str(error),
-                        headers=raw.headers,
-                        payload=raw.data,
-                    )
+                await self._pass_over(raw, place.stream_seq, error)
                 if not place.num_pending:
                     return None
                 continue
             return Received(message, place.stream_seq, place.time_ns, place.num_pending)
+
+    async def _pass_over(self, raw: RawMessage, seq: int, error: DecodeError) -> None:
+        """What others tell under subjects of their own is theirs; a decision is everybody's.
+
+        Raises:
+            UnknownDecision: it is one of the ledger's, of a type that this version does not know.
+        """
+        if isinstance(error, UnknownType) and is_ledger(raw.subject):
+            version = (raw.headers or {}).get(VERSION_HEADER, "unknown")
+            raise UnknownDecision(
+                f"event {seq} on {raw.subject} is of type {error.tag!r}, written by version {version} of the messages; "
+                f"this is version {VERSION}. What is folded without a decision is false: use the version that wrote it"
+            )
+        if self._dead_letters is None or not (is_known_event(raw.subject) or is_ledger(raw.subject)):
+            return
+        await self._dead_letters.bury(
+            f"{Plane.EVENT}.{seq}", subject=raw.subject, reason=str(error), headers=raw.headers, payload=raw.data
+        )
 
     async def so_far(self) -> AsyncGenerator[Received[MessageT], None]:
         """Those that the log holds by now; ends once the reader has caught up."""
@@ -122,6 +139,7 @@ class Log:
     async def append(self, message: Message, *, expected_last: int) -> int:
         """Store a ledger event if `expected_last` is still the last sequence of the ledger; return its sequence."""
         encoded, within = to_wire(message), ledger_filter(self._run)
+        encoded.headers[VERSION_HEADER] = str(VERSION)
         return await self._store.put(
             subject_of(self._run, message),
             encoded.payload,
@@ -136,10 +154,10 @@ class Log:
 
     @asynccontextmanager
     async def read(
-        self, types: tuple[type[MessageT], ...], filters: Sequence[str], *, from_seq: int, buries: bool
+        self, types: tuple[type[MessageT], ...], filters: Sequence[str], *, from_seq: int, buries: bool, skips: bool
     ) -> AsyncGenerator[Events[MessageT], None]:
         """Events of some types, in order, for the duration of a block."""
-        reader = LogReader(self._connection, self._stream, filters, from_seq=max(1, from_seq))
+        reader = LogReader(self._connection, self._stream, filters, from_seq=max(1, from_seq), skips=skips)
         try:
             await reader.open()
             yield Events(reader, self._dead_letters if buries else None, types)

@@ -2,10 +2,16 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Final
 
+from runtime.bus.errors import LogTrimmedAway
 from runtime.bus.nats.connection import Connection, RawMessage
 from runtime.bus.nats.consumers import forget_reader, make_reader
 from runtime.bus.nats.pull import ConsumerLost, Place, Pull, place_of
+from runtime.bus.nats.store import Store, stored_at
+from runtime.bus.nats.streams import state_of
+
+CLOCKS_DIFFER_S: Final = 2.0  # at most, the server's from ours
 
 
 class LogReader:
@@ -16,9 +22,18 @@ class LogReader:
 
     Args:
         from_seq: first sequence to read; None: the latest message of each subject, then all that follow.
+        skips: whether what is deleted from the stream before it was read may be passed over.
     """
 
-    def __init__(self, connection: Connection, stream: str, filters: Sequence[str], *, from_seq: int | None) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        stream: str,
+        filters: Sequence[str],
+        *,
+        from_seq: int | None,
+        skips: bool = True,
+    ) -> None:
         self._connection = connection
         self._stream = stream
         self._filters = list(filters)
@@ -26,6 +41,9 @@ class LogReader:
         self._consumer = ""
         self._consumer_seq = 0
         self._last_per_subject = from_seq is None
+        self._skips = skips
+        self._was_open = False
+        self._store = Store(connection)
         limits = connection.limits
         self._pull = Pull(
             connection, stream, ahead=limits.read_ahead, max_bytes=limits.read_ahead_bytes, redelivers=False
@@ -37,6 +55,7 @@ class LogReader:
 
         Raises:
             BusUnavailable: no such stream, or no server, until the deadline.
+            LogTrimmedAway: what was to be read next is gone.
         """
         latest = self._last_per_subject and self._last_seq <= 0
         from_seq = None if latest else self._last_seq + 1
@@ -44,7 +63,21 @@ class LogReader:
         self._consumer = made.name
         self._consumer_seq = 0
         self.num_pending = made.num_pending
+        if self._was_open and not self._skips:
+            await self._check_that_nothing_is_gone()
+        self._was_open = True
         await self._pull.open(made.name, made.epoch)
+
+    async def _check_that_nothing_is_gone(self) -> None:
+        """What is gone was read, or concerns others, if the oldest message is one from before we were last idle."""
+        first_seq = (await state_of(self._connection, self._stream)).first_seq
+        if first_seq <= self._last_seq + 1:
+            return
+        oldest = await self._store.get(self._stream, first_seq)
+        if oldest is None or stored_at(oldest) + CLOCKS_DIFFER_S > self._pull.idle_at:
+            raise LogTrimmedAway(
+                f"{self._stream} begins at {first_seq}: what was to be read from {self._last_seq + 1} on is gone"
+            )
 
     async def close(self) -> None:
         """End. The consumer is removed, or forgotten by the server if that does not reach it."""

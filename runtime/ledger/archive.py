@@ -134,7 +134,7 @@ async def history(bus: Bus, run_dir: Path, *, buries: bool = False) -> "AsyncGen
     Args:
         buries: whether what cannot be used becomes a dead letter, rather than being passed over.
     """
-    async with bus.read(buries=buries) as events:
+    async with bus.read(buries=buries, skips=True) as events:
         yield History(events, run_dir)
 
 

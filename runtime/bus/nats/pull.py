@@ -1,6 +1,7 @@
 """Pull requests of one consumer and what they bring. Bounded: nothing arrives that was not asked for."""
 
 import asyncio
+import time
 from collections import deque
 from datetime import UTC, datetime
 from typing import Final, NamedTuple
@@ -12,9 +13,11 @@ from runtime.bus.errors import BusError
 from runtime.bus.nats.connection import STATUS, Connection, Disconnected, Listener, RawMessage
 from runtime.bus.nats.store import API
 
+DELIVERY: Final = "$JS.ACK."
 HEARTBEAT: Final = "100"
 NO_RESPONDERS: Final = "503"
 PENDING_MESSAGES: Final = "Nats-Pending-Messages"  # how many of a pull request were not delivered when it ended
+TOO_LARGE: Final = "exceeds maxbytes"  # the next message, for the bytes of a request
 LOST_REASONS: Final = ("consumer deleted", "server shutdown", "leadership change", "consumer is push based")
 NANOSECONDS: Final = 1_000_000_000
 GRACE_S: Final = 1.0  # on top of a request's own end
@@ -65,7 +68,7 @@ class Pull:
         self._limits = connection.limits
         self._stream = stream
         self.ahead = ahead
-        self._max_bytes = max_bytes
+        self._max_bytes = max_bytes and max(max_bytes, 2 * connection.max_payload)
         self._redelivers = redelivers
         self._consumer = ""
         self._inbox = ""
@@ -74,9 +77,11 @@ class Pull:
         self._sleepers: deque[asyncio.Future[None]] = deque()
         self._num_waiting = 0
         self._outstanding = 0  # asked for, neither delivered nor ended
+        self._arrived = False  # something, since it was asked
         self._request_end = 0.0  # loop time after which an unanswered request is lost
         self._epoch = connection.epoch
         self._lost = ""
+        self.idle_at = 0.0  # Unix seconds: when the server last had nothing for us, and all that came was taken
 
     async def open(self, consumer: str, epoch: int) -> None:
         """Begin, or begin again, to pull from a consumer that was there in this epoch of the connection."""
@@ -172,6 +177,7 @@ class Pull:
         if self._max_bytes:
             request["max_bytes"] = self._max_bytes
         self._heard(quiet_s)
+        self._arrived = False
         subject = f"{API}.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}"
         try:
             await self._connection.send(subject, msgspec.json.encode(request), reply=self._inbox)
@@ -209,17 +215,24 @@ class Pull:
 
     def _on_message(self, message: RawMessage) -> None:
         status = message.headers.get(STATUS) if message.headers is not None and not message.data else None
-        if status is None or message.reply.startswith("$JS.ACK"):
+        if message.reply.startswith(DELIVERY):
             self._outstanding = max(0, self._outstanding - 1)  # a request from before a reconnect may be answered too
+            self._arrived = True
             self._buffer.append(message)
             self._wake_one()
+        elif status is None:
+            self._connection.counters.async_errors += 1  # nobody but the server has business here
         elif status == HEARTBEAT:
             self._heard(2 * self._limits.pull_heartbeat_s)
+            if not self._buffer:
+                self.idle_at = time.time()
         else:
             self._on_status(status, message.headers or {})
 
     def _on_status(self, status: str, headers: dict[str, str]) -> None:
         description = headers.get("Description", "").lower()
+        if TOO_LARGE in description and not self._arrived:  # an older server's, or one that took more once
+            self._max_bytes *= 2
         if status == NO_RESPONDERS or any(reason in description for reason in LOST_REASONS):
             self._lost = description or "no such consumer"
         undelivered = headers.get(PENDING_MESSAGES)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from datetime import datetime
 from itertools import count
 from typing import Any, NamedTuple, cast
 
@@ -23,6 +24,7 @@ EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
 EXPECTED_LAST_FILTER = "Nats-Expected-Last-Subject-Sequence-Subject"
 SEQUENCE = "Nats-Sequence"
 SUBJECT = "Nats-Subject"
+TIME = "Nats-Time-Stamp"
 API = "$JS.API"
 
 # error codes of the server
@@ -58,6 +60,11 @@ class Stored(NamedTuple):
     subject: str
     headers: Mapping[str, str]
     data: bytes
+
+
+def stored_at(stored: Stored) -> float:
+    """When the server stored it, in Unix seconds."""
+    return datetime.fromisoformat(stored.headers[TIME]).timestamp()
 
 
 class ApiFailed(BusError):

@@ -19,12 +19,16 @@ from messages import (
     CheckpointSaved,
     EvalCompleted,
     EvalEnded,
+    EvalIssued,
     EvalRequested,
     GroupAborted,
     GroupCompleted,
+    GroupFailed,
     GroupsIssued,
+    Message,
     Outcome,
     Plane,
+    RolloutRequested,
     RoundHalted,
     SampleStatus,
     SampleSummary,
@@ -35,10 +39,10 @@ from messages import (
     SpillsRequested,
     VerdictGiven,
 )
-from messages.codec import encode
+from messages.codec import TYPE_HEADER, VERSION_HEADER, encode
 from messages.subjects import filter_of, ledger_filter, subject_of
 from runtime.bus.bus import Bus
-from runtime.bus.errors import BusError, Fenced
+from runtime.bus.errors import BusError, Fenced, UnknownDecision
 from runtime.host.hosting import host
 from runtime.settings.recipe import EvalConfig
 from runtime.settings.topology import Topology
@@ -116,17 +120,64 @@ async def test_whoever_works_on_an_attempt_after_a_crash_learns_what_was_spilled
 
 
 async def test_what_the_ledger_holds_unreadably_stops_no_decision(bus: Bus, topology: Topology) -> None:
-    """Neither of a known type nor of one that a later version may have."""
+    """Neither of a known type nor what is no message at all; see the next test for one of a later version."""
     async with buffer(bus, topology):
         _, started = await next_event(bus, BufferStarted)
         await put_raw(bus, filter_of(bus.run, RoundHalted))
-        await put_raw(bus, ledger_filter(bus.run).replace(">", "of_a_later_version"))
+        await put_raw(bus, ledger_filter(bus.run).replace(">", "of_no_version"))
         await bus.publish(announcement(1))
         await next_event(bus, GroupsIssued, from_seq=started)
     async with buffer(bus, topology):  # and neither does the next buffer stumble over it
         for group_id in (0, 1):
             await complete(bus, group_id)
         await next_event(bus, BatchReady)
+
+
+async def test_a_decision_of_a_later_version_ends_the_buffer(bus: Bus, topology: Topology) -> None:
+    """What it would fold without it is false."""
+    headers = {TYPE_HEADER: "groups_split", VERSION_HEADER: "2"}
+    await bus._store.put(ledger_filter(bus.run).replace(">", "groups_split"), b"{}", headers)
+    with anyio.fail_after(10), pytest.raises(UnknownDecision, match="'groups_split', written by version 2"):
+        await BufferActor(topology, bus, Path()).run()
+
+
+@pytest.mark.parametrize("ending", [GroupCompleted, GroupAborted, GroupFailed])
+async def test_a_task_of_which_nobody_can_read_how_it_ended_is_put_again(
+    bus: Bus, topology: Topology, ending: type[Message]
+) -> None:
+    async with buffer(bus, topology):
+        await bus.publish(announcement(1))
+        await next_event(bus, GroupsIssued)
+        async with bus.consume(RolloutRequested, durable="rollout") as deliveries:
+            with anyio.fail_after(10):
+                first = [await anext(deliveries), await anext(deliveries)]
+                for delivery in first:
+                    await delivery.ack()
+                await put_raw(bus, filter_of(bus.run, ending).replace(">", "1.0"))
+                again = await anext(deliveries)
+            assert (again.message.group_id, again.message.attempt) == (1, 0)
+            await again.ack()
+            assert await deliveries.next(0.3) is None
+        for group_id in (0, 1):
+            await complete(bus, group_id)
+        await next_event(bus, BatchReady)
+
+
+async def test_an_evaluation_item_of_which_nobody_can_read_how_it_ended_is_put_again(
+    bus: Bus, topology: Topology
+) -> None:
+    evals = (EvalConfig(name="t", path=topology.data[0].path or "", interval=1, rm_type="exact_match"),)
+    async with buffer(bus, msgspec.structs.replace(topology, eval=evals)):
+        await bus.publish(announcement(1))
+        issued, _ = await next_event(bus, EvalIssued)
+        assert isinstance(issued, EvalIssued)
+        async with bus.consume(EvalRequested, durable="eval") as deliveries:
+            with anyio.fail_after(10):
+                item = await anext(deliveries)
+                await item.ack()
+                await put_raw(bus, filter_of(bus.run, EvalCompleted).replace(">", item.message.key()))
+                keys = [(await anext(deliveries)).message.key() for _ in range(10)]
+    assert item.message.key() in keys
 
 
 async def test_an_unreadable_event_at_the_end_of_the_log_hides_no_decision(

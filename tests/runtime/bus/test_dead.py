@@ -12,7 +12,7 @@ from tests.support.raw_nats import publish_raw
 
 pytestmark = pytest.mark.anyio
 TYPE = b"Physarum-Type: group_failed"
-SUBJECT = "phy.{}.event.group.failed"
+SUBJECT = "phy.{}.event.group.failed.9.1"
 
 
 async def letters(bus: Bus) -> list[DeadLetter]:

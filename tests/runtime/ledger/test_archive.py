@@ -84,9 +84,9 @@ async def test_what_is_stored_is_read_undecoded_up_to_a_sequence(bus: Bus) -> No
 async def test_an_event_that_is_nested_without_end_is_archived_as_it_was(bus: Bus, tmp_path: Path, url: str) -> None:
     """It could neither be archived nor, beside others, be read again."""
     deep = b"[" * 6000
-    await publish_raw(url, f"phy.{bus.run}.event.group.failed", deep, b"Physarum-Type: \xff\xfe")
+    await publish_raw(url, f"phy.{bus.run}.event.group.failed.1.1", deep, b"Physarum-Type: \xff\xfe")
     nested = b"[" * 900 + b"]" * 900
-    await publish_raw(url, f"phy.{bus.run}.event.group.failed", nested, b"Physarum-Type: group_failed")
+    await publish_raw(url, f"phy.{bus.run}.event.group.failed.1.1", nested, b"Physarum-Type: group_failed")
     await publish(bus, 1)
     await move(bus, tmp_path, below_seq=4)
     assert [received.message for received in archived_events(tmp_path)] == [group_failed(0)]

@@ -258,7 +258,7 @@ async def test_a_snapshot_with_what_is_left_folds_to_the_state_of_the_whole_log(
 
 async def test_a_line_of_the_archive_is_the_event_as_it_was(bus: Bus, tmp_path: Path) -> None:
     topology = topology_of(tmp_path, trim_min_events=1)
-    subject = f"phy.{bus.run}.event.group.failed"
+    subject = f"phy.{bus.run}.event.group.failed.1.1"
     await bus._store.put(subject, b"\xff no JSON", {})  # archived too, though nobody can read it
     async with buffer(bus, topology, tmp_path):
         await play(bus, tmp_path, steps=range(1), trimmed=True)

@@ -109,7 +109,7 @@ def test_wire_size_is_the_length_of_the_block_that_is_sent() -> None:
     encoded = encode(group_failed(1))
     block = "NATS/1.0\r\n" + "".join(f"{name}: {value}\r\n" for name, value in encoded.headers.items()) + "\r\n"
     assert wire_size(encoded.payload, encoded.headers) == len(block.encode()) + len(encoded.payload)
-    assert subject_of("run", group_failed(1)) == "phy.run.event.group.failed"
+    assert subject_of("run", group_failed(1)) == "phy.run.event.group.failed.1.1"
 
 
 async def test_a_server_that_is_stopped_in_order_is_no_end(own_bus: Bus, own_nats_server: NatsServer) -> None:
