@@ -20,8 +20,8 @@ AsyncAPI 3.0: [asyncapi.json](messages/asyncapi.json).
 
 Headers of every message: `Physarum-Type` names the message, `Content-Type` is `application/json` or
 `application/msgpack`. Events are JSON; `work` and `data` are msgpack, and JSON is accepted there too. Numbers have
-at most 64 bits, lists and objects are at most 128 deep, an event has at most 8 MiB. What cannot be used is set aside on the
-stream of dead letters.
+at most 64 bits, lists and objects are at most 128 deep, an event has at most 8 MiB. What cannot be used is set aside on
+the stream of dead letters.
 
 An event under a subject that is not in this table is yours: nobody here reads it. The exception is
 `phy.<run>.event.ledger.>`, which the buffer alone writes, with a `Physarum-Version`: a type in there that a reader does
