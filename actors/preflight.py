@@ -15,11 +15,13 @@ from actors.reward.graders.builtin import find_grader
 from actors.rollout.embedded.model.config import ModelError, read_model
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.layout import check_layout
+from actors.trainer.models.shapes import hf_shapes
 from messages import Prompt
 from runtime.agent.preflight.check import check_here
 from runtime.agent.preflight.findings import Checked
-from runtime.checksums import safetensors_files
+from runtime.checksums import shapes_in
 from runtime.samples.data_files import DataError
+from runtime.samples.dump_files import RUN_FILE, DumpedRun
 from runtime.samples.rows import read_rows
 from runtime.settings.load import LoadedTopology
 from runtime.settings.plugins import is_plugin
@@ -49,9 +51,10 @@ def preflight(loaded: LoadedTopology, node: str | None = None, *, elsewhere: boo
     checked = check_here(loaded, node, elsewhere=elsewhere)
     hooks = check_hooks(loaded.topology, loaded.loaded)
     found = [problem for problem in hooks if not (elsewhere and is_plugin(problem.value or ""))]
-    if not elsewhere and all(problem.key != MODEL for problem in checked.problems):
-        readable = {problem.key for problem in checked.problems}
-        found += _with_origin(loaded, _of_model(loaded.topology, readable))
+    if not elsewhere:
+        broken = {problem.key for problem in checked.problems}
+        found += _with_origin(loaded, _of_dumps(loaded.topology))
+        found += _with_origin(loaded, _of_model(loaded.topology, broken)) if MODEL not in broken else ()
     return msgspec.structs.replace(checked, problems=(*checked.problems, *found))
 
 
@@ -60,11 +63,24 @@ def _with_origin(loaded: LoadedTopology, problems: Iterator[Problem]) -> Iterato
         yield msgspec.structs.replace(problem, file=loaded.loaded.origin(problem.key))
 
 
+def _of_dumps(topology: Topology) -> Iterator[Problem]:
+    key, value = "run.dump_details", topology.run.dump_details
+    file = Path(value or "") / RUN_FILE
+    if value is None or not file.is_file():
+        return
+    try:
+        owner = msgspec.json.decode(file.read_bytes(), type=DumpedRun).run
+    except (OSError, msgspec.MsgspecError) as error:
+        yield Problem.of(key, value, f"{file} cannot be read: {error}")
+        return
+    if owner != topology.run.name:
+        message = f"holds the dumps of another run, {owner}: move them away, or name another directory"
+        yield Problem.of(key, value, message)
+
+
 def _of_model(topology: Topology, broken: set[str]) -> Iterator[Problem]:
     """What the model's directory and the prompts for it are refused for; `broken` keys are known to be unusable."""
     model = topology.model
-    if not model.random_init:
-        yield from _weights(MODEL, model.hf_checkpoint)
     try:
         shape = read_hf_config(Path(model.hf_checkpoint))
         if topology.run.only != "rollout":
@@ -73,8 +89,10 @@ def _of_model(topology: Topology, broken: set[str]) -> Iterator[Problem]:
     except (OSError, ValueError, ModelError) as error:
         yield Problem.of(MODEL, model.hf_checkpoint, str(error))
         return
+    if not model.random_init:
+        yield from _weights(MODEL, model.hf_checkpoint, shape)
     if model.ref_load is not None and "model.ref_load" not in broken:
-        yield from _reference(shape, model.ref_load)
+        yield from _weights("model.ref_load", model.ref_load, shape)
     yield from _limits(topology, shape)
     yield from _prompts(topology, shape, broken)
 
@@ -84,11 +102,21 @@ def _embedded(topology: Topology) -> Iterator[str]:
         yield from (name for name, pool in topology.engines.items() if pool.kind == "embedded" and not pool.urls)
 
 
-def _weights(key: str, directory: str) -> Iterator[Problem]:
+def _weights(key: str, directory: str, shape: HfConfig) -> Iterator[Problem]:
+    """Whether the files hold every tensor of the model, in its shape."""
     try:
-        safetensors_files(Path(directory))
+        found = shapes_in(Path(directory))
     except (OSError, ValueError) as error:
         yield Problem.of(key, directory, str(error))
+        return
+    for name, expected in hf_shapes(shape).items():
+        if name not in found:
+            yield Problem.of(key, directory, f"no tensor {name} in its weights")
+            return
+        if found[name] != expected:
+            message = f"{name} is {list(found[name])} in its weights, and {list(expected)} in the model of {MODEL}"
+            yield Problem.of(key, directory, message)
+            return
 
 
 def _layout(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
@@ -96,19 +124,6 @@ def _layout(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
         check_layout(shape, topology.trainer.megatron)
     except ValueError as error:
         yield Problem(key="trainer.megatron", message=str(error))
-
-
-def _reference(shape: HfConfig, directory: str) -> Iterator[Problem]:
-    yield from _weights("model.ref_load", directory)
-    try:
-        reference = read_hf_config(Path(directory))
-    except (OSError, ValueError) as error:
-        yield Problem.of("model.ref_load", directory, str(error))
-        return
-    ours, theirs = vars(shape), vars(reference)
-    differing = [f"{name} {theirs[name]}, not {ours[name]}" for name in ours if ours[name] != theirs[name]]
-    if differing:
-        yield Problem.of("model.ref_load", directory, f"is another model than {MODEL}: {'; '.join(differing)}")
 
 
 def _limits(topology: Topology, shape: HfConfig) -> Iterator[Problem]:

@@ -78,6 +78,26 @@ def checksums_of(directory: Path) -> Checksums:
     return combined(tensors)
 
 
+def shapes_in(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in the safetensors checkpoint of a directory, read from the headers of its files alone.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is not in the safetensors format.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in safetensors_files(directory):
+        with file.open("rb") as opened:
+            try:
+                size = int.from_bytes(opened.read(8), "little")
+                header: dict[str, dict[str, Any]] = json.loads(opened.read(min(size, MAX_HEADER_BYTES)))
+                header.pop("__metadata__", None)
+                shapes |= {name: tuple(entry["shape"]) for name, entry in header.items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{file}: not a safetensors file: {error!r}") from error
+    return shapes
+
+
 def _file_checksums(file: Path) -> Iterator[tuple[str, str]]:
     data = np.memmap(file, dtype=np.uint8, mode="r") if file.stat().st_size else np.empty(0, dtype=np.uint8)
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")

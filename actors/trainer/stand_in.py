@@ -199,7 +199,7 @@ def _draw(topology: Topology, directory: Path) -> None:
     from actors.trainer.megatron.config import DTYPES
     from actors.trainer.models.config import read_hf_config
     from actors.trainer.models.files import write_model
-    from actors.trainer.models.names import hf_shapes
+    from actors.trainer.models.shapes import hf_shapes
     from actors.trainer.models.sources import random_source
 
     model_directory = Path(topology.model.hf_checkpoint)

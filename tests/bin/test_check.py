@@ -7,17 +7,23 @@ that are accepted are started as a person would.
 import json
 import shutil
 import socket
+import socketserver
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from bin.start_topology import main
 from runtime.agent.claims.claim import Claim
+from runtime.samples.dump_files import RUN_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 LAPTOP = ROOT / "topologies/laptop.toml"
@@ -121,6 +127,17 @@ REFUSED = {
     "yarn": Case(("model.hf_checkpoint=TMP/yarn",), "model.hf_checkpoint", "rope type 'yarn'"),
     "a rope of engines alone": Case(("model.hf_checkpoint=TMP/llama3",), "model.hf_checkpoint", "rope type 'llama3'"),
     "biases": Case(("model.hf_checkpoint=TMP/biased",), "model.hf_checkpoint", "attention_bias is not supported"),
+    "weights of another": Case(
+        ("model.hf_checkpoint=TMP/other", "model.random_init=false"),
+        "model.hf_checkpoint",
+        "tokens.weight is [8, 8]",
+    ),
+    "weights with holes": Case(
+        ("model.hf_checkpoint=TMP/holes", "model.random_init=false"),
+        "model.hf_checkpoint",
+        "no tensor model.emb",
+    ),
+    "a config of texts": Case(("model.hf_checkpoint=TMP/texts",), "model.hf_checkpoint", "Expected `int`, got `str`"),
     "too small a vocabulary": Case(("model.hf_checkpoint=TMP/few",), "model.hf_checkpoint", "the model has 8"),
     "another reference": Case(
         ("algorithm.use_kl_loss=true", f"model.ref_load={BOXED}"), "model.ref_load", "no weights in this directory"
@@ -171,12 +188,16 @@ REFUSED = {
     "nobody's engine": Case(
         ("engines.policy.urls=['http://127.0.0.1:FREE']",), "engines.policy.urls", "no engine answers there"
     ),
+    "too many at once": Case(("engines.policy.concurrency=5000",), "engines.policy.concurrency", "at most 4096"),
     "too few tokens": Case(("engines.policy.max_total_tokens=6",), "engines.policy.max_total_tokens", "too small"),
     # bus and run directory
     "nobody's bus": Case(("bus.url=nats://127.0.0.1:FREE",), "bus.url", "no server answers there"),
+    "a bus without a log": Case(("bus.url=nats://127.0.0.1:PLAIN",), "bus.url", "runs without JetStream"),
+    "another server": Case(("bus.url=nats://127.0.0.1:OTHER",), "bus.url", "not a NATS server"),
     "a port in use": Case(("bus.port=TAKEN",), "bus.port", "cannot be listened on"),
     "a file for a directory": Case(("run.dir=TMP/graders.py",), "run.dir", "is a file"),
     "nowhere to dump": Case(("run.dump_details=TMP/graders.py/x",), "run.dump_details", "is a file"),
+    "dumps of another": Case(("run.dump_details=TMP/dumped",), "run.dump_details", "dumps of another run, somebody"),
     "no dump": Case(("run.only=trainer", "run.load=TMP/none"), "run.load", "no such directory"),
 }
 
@@ -200,18 +221,49 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "llama3": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
         "biased": {"attention_bias": True},
         "few": {"vocab_size": 8},
+        "texts": {"hidden_size": "32"},
+        "other": {},
+        "holes": {},
     }
     for name, change in changes.items():
         shutil.copytree(MODEL, folder / name)
         (folder / name / "config.json").write_text(json.dumps(config | change))
+    save_file({"model.embed_tokens.weight": np.zeros((8, 8), np.float32)}, folder / "other/model.safetensors")
+    save_file({"model.norm.weight": np.zeros(8, np.float32)}, folder / "holes/model.safetensors")
+    (folder / "dumped").mkdir()
+    (folder / "dumped" / RUN_FILE).write_text('{"run": "somebody", "began": "2026"}')
     return folder
+
+
+@contextmanager
+def greeting(line: bytes) -> Iterator[str]:
+    """The port of a server that says one line to whoever connects."""
+
+    class Greeter(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.sendall(line)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Greeter) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield str(server.server_address[1])
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.fixture
 def ports() -> Iterator[dict[str, str]]:
-    with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket() as free:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        socket.socket() as free,
+        greeting(b'INFO {"server_id": "x", "max_payload": 8388608}\r\n') as plain,
+        greeting(b"220 mail.example ESMTP\r\n") as other,
+    ):
         free.bind(("127.0.0.1", 0))  # and does not listen
-        yield {"TAKEN": str(taken.getsockname()[1]), "FREE": str(free.getsockname()[1])}
+        known = {"TAKEN": taken, "FREE": free}
+        yield {name: str(it.getsockname()[1]) for name, it in known.items()} | {"PLAIN": plain, "OTHER": other}
 
 
 def arguments(case: Case, things: Path, run_dir: Path, ports: dict[str, str]) -> list[str]:

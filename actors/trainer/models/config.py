@@ -1,9 +1,10 @@
 """A Hugging Face config.json as far as the trainer understands it."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 MODEL_TYPES = ("qwen3", "qwen2", "llama")
 
@@ -46,11 +47,10 @@ def read_hf_config(directory: Path) -> HfConfig:
     """
     path = directory / "config.json"
     try:
-        raw: dict[str, Any] = json.loads(path.read_text())
-        return _parse(raw)
+        return _parse(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
     except KeyError as error:
         raise ValueError(f"{path}: key {error} is missing") from None
-    except ValueError as error:
+    except (ValueError, TypeError, msgspec.MsgspecError) as error:
         raise ValueError(f"{path}: {error}") from None
 
 
@@ -58,7 +58,7 @@ def _parse(raw: dict[str, Any]) -> HfConfig:
     _check_supported(raw)
     heads: int = raw["num_attention_heads"]
     rope: dict[str, Any] = raw.get("rope_parameters") or {}
-    return HfConfig(
+    model = HfConfig(
         model_type=raw["model_type"],
         vocab_size=raw["vocab_size"],
         hidden_size=raw["hidden_size"],
@@ -73,6 +73,8 @@ def _parse(raw: dict[str, Any]) -> HfConfig:
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
         initializer_range=raw.get("initializer_range", 0.02),
     )
+    msgspec.convert(vars(model), HfConfig)  # or a wrong type is met only in the middle of building
+    return model
 
 
 def _check_supported(raw: dict[str, Any]) -> None:

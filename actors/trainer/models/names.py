@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from actors.trainer.models.config import HfConfig
+from actors.trainer.models.shapes import QKV
 
 _TOP = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -25,35 +26,7 @@ _LAYER = {
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
-
-
-def hf_shapes(model: HfConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a model by its Hugging Face name, in the order of the layers, without a tied output weight."""
-    hidden, inner = model.hidden_size, model.intermediate_size
-    query, key = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (model.vocab_size, hidden)}
-    for index in range(model.num_hidden_layers):
-        layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
-        for name, rows in zip(_QKV, (query, key, key), strict=True):
-            layer[f"{name}.weight"] = (rows, hidden)
-            if model.has_qkv_bias:
-                layer[f"{name}.bias"] = (rows,)
-        if model.has_qk_norm:
-            layer |= {"self_attn.q_norm.weight": (model.head_dim,), "self_attn.k_norm.weight": (model.head_dim,)}
-        layer |= {
-            "self_attn.o_proj.weight": (hidden, query),
-            "post_attention_layernorm.weight": (hidden,),
-            "mlp.gate_proj.weight": (inner, hidden),
-            "mlp.up_proj.weight": (inner, hidden),
-            "mlp.down_proj.weight": (hidden, inner),
-        }
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    if not model.tie_word_embeddings:
-        shapes["lm_head.weight"] = (model.vocab_size, hidden)
-    return shapes
 
 
 def joined_for_megatron(name: str, model: HfConfig, source: Callable[[str], Tensor]) -> Tensor:
@@ -69,7 +42,7 @@ def joined_for_megatron(name: str, model: HfConfig, source: Callable[[str], Tens
         return torch.cat([source(prefix + part) for part in _GATE_UP])
     kind = rest.removeprefix("self_attention.linear_qkv.")
     groups = model.num_key_value_heads
-    parts = [source(f"{prefix}{projection}.{kind}") for projection in _QKV]
+    parts = [source(f"{prefix}{projection}.{kind}") for projection in QKV]
     return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
 
 
@@ -86,7 +59,7 @@ def split_for_hf(name: str, model: HfConfig, whole: Tensor) -> list[tuple[str, T
     groups, size = model.num_key_value_heads, model.head_dim
     query = model.num_attention_heads // groups * size
     parts = whole.unflatten(0, (groups, query + 2 * size)).split([query, size, size], dim=1)
-    return [(f"{prefix}{to}.{kind}", part.flatten(0, 1)) for to, part in zip(_QKV, parts, strict=True)]
+    return [(f"{prefix}{to}.{kind}", part.flatten(0, 1)) for to, part in zip(QKV, parts, strict=True)]
 
 
 def _layer_prefix(name: str) -> tuple[str, str]:

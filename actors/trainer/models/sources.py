@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from actors.trainer.models.config import HfConfig
-from actors.trainer.models.names import hf_shapes
+from actors.trainer.models.shapes import hf_shapes
 
 WeightSource = Callable[[str], Tensor]  # from a Hugging Face name to the whole tensor
 

@@ -26,7 +26,8 @@ def check_here(loaded: LoadedTopology, node: str | None = None, *, elsewhere: bo
         findings.add(problem)
     if elsewhere:
         return findings.checked(left_out=tuple(_left_out(topology)))
-    check_machine(findings, node or bus_node(topology) or next(iter(topology.nodes)))
+    has_login = loaded.bus_login is not None or topology.bus.credentials is not None
+    check_machine(findings, node or bus_node(topology) or next(iter(topology.nodes)), has_login=has_login)
     check_paths(findings)
     return findings.checked()
 

@@ -9,6 +9,7 @@ from runtime.settings.topology import EngineConfig, Topology, answers_are_record
 
 KEY_ARGUMENTS = frozenset({"api_key", "admin_api_key"})
 POLICY = "policy"  # the pool whose samples are trained
+EMBEDDED_CONCURRENCY = 4096  # what its command accepts
 
 
 def topology_problems(topology: Topology) -> Iterator[Problem]:
@@ -84,6 +85,9 @@ def _engine(engine: EngineConfig, key: str) -> Iterator[Problem]:
             yield Problem(key=f"{key}.sglang.{name}", message="a run makes the key of its engines and router itself")
     if engine.kind == "embedded" and engine.python is not None:
         yield Problem.of(f"{key}.python", engine.python, 'has no meaning with kind = "embedded"')
+    if engine.kind == "embedded" and engine.concurrency > EMBEDDED_CONCURRENCY:
+        message = f'kind = "embedded" takes at most {EMBEDDED_CONCURRENCY} at once'
+        yield Problem.of(f"{key}.concurrency", engine.concurrency, message)
     if engine.gpus is not None and engine.num_engines > 1:
         yield Problem.of(f"{key}.num_engines", engine.num_engines, "follows from gpus and num_gpus_per_engine")
     if engine.weight_transport == "ipc" and engine.colocate is None:

@@ -13,7 +13,7 @@ from actors.trainer.megatron.imports import PackedSeqParams, quiet
 from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.cuts import export_weights, load_weights
 from actors.trainer.models.files import file_source
-from actors.trainer.models.names import hf_shapes
+from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sources import mapping_source, random_source
 from runtime.settings.topology import MegatronConfig
 from tests.actors.trainer.hf import write_model

@@ -1,0 +1,40 @@
+"""What a NATS server says of itself to whoever connects, asked for without its client."""
+
+import socket
+from typing import Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+PORT: Final = 4222
+LONGEST: Final = 64 * 1024  # bytes
+
+
+class Greeting(msgspec.Struct, frozen=True):
+    """The part of a server's first line that says whether a run could use it."""
+
+    jetstream: bool = False
+    auth_required: bool = False
+    max_payload: int = 0  # bytes
+
+
+def greeting_of(url: str, timeout_s: float) -> Greeting | None:
+    """Connect to one URL and read the server's first line; None where that line is not in the clear (tls, ws).
+
+    Raises:
+        OSError: nothing answers there.
+        ValueError: something else than NATS does, or the URL has no such form.
+    """
+    parts = urlsplit(url)
+    port = parts.port or {"wss": 443, "ws": 80}.get(parts.scheme, PORT)
+    with socket.create_connection((parts.hostname or "", port), timeout=timeout_s) as connected:
+        if parts.scheme in ("ws", "wss"):
+            return None
+        line = connected.makefile("rb").readline(LONGEST)
+    word, _, rest = line.partition(b" ")
+    if word != b"INFO":
+        raise ValueError("what answers is not a NATS server")
+    try:
+        return msgspec.json.decode(rest, type=Greeting)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"what answers is not a NATS server: {error}") from error
