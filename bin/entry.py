@@ -11,6 +11,9 @@ from runtime.exit_codes import EXIT_INPUT_ERROR, EXIT_INTERRUPTED
 from runtime.import_path import user_folder_last
 from runtime.wording import printable
 
+TAKE_BACK = "\r\x1b[K"  # to the beginning of the line, and empty it
+COLUMNS = 80
+
 
 class WrongInput(Exception):
     """The command cannot do what was asked; the text says why and what to do."""
@@ -21,6 +24,7 @@ class Screen:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream: TextIO | None = stream
+        self._rewritten = False
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal may lack letters that a model has
 
@@ -29,14 +33,20 @@ class Screen:
         """Whether anybody may still read what is shown."""
         return self._stream is not None
 
+    @property
+    def can_rewrite(self) -> bool:
+        """Whether it is a terminal on which a line can be taken back."""
+        return self._stream is not None and self._stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
     def show(self, text: str) -> None:
         """Print a line; what would steer the terminal is escaped."""
-        if self._stream is None:
-            return
-        try:
-            print(printable(text), file=self._stream, flush=True)
-        except OSError:  # BrokenPipeError is one; a full disk another
-            self._give_up(self._stream)
+        self._write(printable(text) + "\n")
+        self._rewritten = False
+
+    def rewrite(self, text: str) -> None:
+        """Print a line that the next one takes the place of."""
+        self._write(printable(text)[: self._columns() - 1])
+        self._rewritten = True
 
     def show_all(self, lines: Iterable[str]) -> None:
         """Print lines, and ask for no more of them once nobody reads."""
@@ -44,6 +54,21 @@ class Screen:
             self.show(line)
             if not self.is_read:
                 return
+
+    def _write(self, text: str) -> None:
+        if self._stream is None:
+            return
+        try:
+            self._stream.write((TAKE_BACK if self._rewritten else "") + text)
+            self._stream.flush()
+        except OSError:  # BrokenPipeError is one; a full disk another
+            self._give_up(self._stream)
+
+    def _columns(self) -> int:
+        try:
+            return (os.get_terminal_size(self._stream.fileno()).columns if self._stream is not None else 0) or COLUMNS
+        except OSError:
+            return COLUMNS
 
     def _give_up(self, stream: TextIO) -> None:
         null = os.open(os.devnull, os.O_WRONLY)

@@ -175,7 +175,9 @@ def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf"
         node=_node_of(topology, args.node), fresh=args.fresh, command=_command_of(args), bus_login=loaded.bus_login
     )
     try:
-        end = start(topology, wish, specs_of=specs_of, show=screen.show)
+        end = start(
+            topology, wish, specs_of=specs_of, show=screen.show, rewrite=screen.rewrite if screen.can_rewrite else None
+        )
     except RunRefused as error:
         raise WrongInput(str(error)) from error
     if args.json:

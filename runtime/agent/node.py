@@ -12,9 +12,11 @@ from runtime.agent.bus_process import BUS_PROCESS, bus_process
 from runtime.agent.claims.node_claim import NodeClaim, NodeClaimed
 from runtime.agent.claims.run_id import RunMismatch, check_run_id, settle_run_id
 from runtime.agent.claims.rundir import BUS_FILE
-from runtime.agent.follow import Follower, Show
+from runtime.agent.display import Show
+from runtime.agent.follow import Follower
 from runtime.agent.node_plan import NodePlan, Outcome
 from runtime.agent.publishing import forget_addresses, publish_changes
+from runtime.agent.reporting import Reporting
 from runtime.agent.stalls import StallWatch
 from runtime.agent.supervision.changes import Change, GivenUp, Ready
 from runtime.agent.supervision.supervisor import Supervision
@@ -40,13 +42,15 @@ class NodeAgent:
 
     Args:
         show: prints a line for people.
+        rewrite: prints a line in the place of the one before, on a terminal.
     """
 
-    def __init__(self, plan: NodePlan, *, show: Show) -> None:
+    def __init__(self, plan: NodePlan, *, show: Show, rewrite: Show | None = None) -> None:
         self._plan = plan
-        self._show = show
+        self.reporting = Reporting(plan, show=show, rewrite=rewrite)
+        self._show = self.reporting.display.show
         self._supervision = Supervision(plan.run_dir, environment=self._environment(), listener=self._on_change)
-        self.follower = Follower(plan, show=show, progress=self._supervision.progress, end=self._end)
+        self._follower = Follower(plan, self.reporting, progress=self._supervision.progress, end=self._end)
         send, receive = anyio.create_memory_object_stream[Change](CHANGES_BOUND)
         self._changes, self._changes_to_tell = send, receive
         self._ending = anyio.Event()
@@ -56,6 +60,15 @@ class NodeAgent:
 
     async def run(self) -> Outcome:
         """Run the node; returns after everything has ended."""
+        async with anyio.create_task_group() as showing:
+            showing.start_soon(self.reporting.display.run)
+            await self._run()
+            self.reporting.close()
+            await self.reporting.display.close()
+            showing.cancel_scope.cancel()
+        return self._outcome or Outcome(finished=False, error="ended without a reason")
+
+    async def _run(self) -> None:
         with self._changes, self._changes_to_tell:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._obey_signals, tasks.cancel_scope)
@@ -68,8 +81,6 @@ class NodeAgent:
                     self._end(Outcome(finished=False, error=f"the agent failed: {leaves(errors)[0]}"))
                 await self._supervision.stop()
                 tasks.cancel_scope.cancel()
-        self.follower.close()
-        return self._outcome or Outcome(finished=False, error="ended without a reason")
 
     async def _work(self) -> None:
         """Bring the bus and all processes up; return when the end has come and the processes are stopped."""
@@ -119,9 +130,11 @@ class NodeAgent:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_claim, claim)
             tasks.start_soon(publish_changes, bus, self._plan.node, self._changes_to_tell)
-            tasks.start_soon(self.follower.follow, bus, self._watch(bus, tasks), tasks)
+            tasks.start_soon(self.reporting.run, bus)
+            tasks.start_soon(self._follower.follow, bus, self._watch(bus, tasks))
             await self._ending.wait()
             await self._supervision.stop(Stage.ACTOR, Stage.SERVICE)
+            await self.reporting.finish()
             tasks.cancel_scope.cancel()
 
     async def _keep_claim(self, claim: NodeClaim) -> None:

@@ -20,6 +20,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: Path
     incarnation: int  # of this agent, counted in the run directory
     num_steps: int
+    step_groups: int = 0  # prompt groups of a train step; 0: unknown
     started: float  # Unix time at which the command was given
     processes: tuple[ProcessSpec, ...]
     server: ServerSettings | None = None  # of the bus, if this node runs it

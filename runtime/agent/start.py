@@ -25,7 +25,7 @@ from runtime.agent.claims.rundir import (
     topology_in,
     wants_more_steps,
 )
-from runtime.agent.follow import Show
+from runtime.agent.display import Show
 from runtime.agent.node import NodeAgent
 from runtime.agent.node_plan import NodePlan, Outcome, exit_code_of
 from runtime.agent.supervision.changes import GivenUp
@@ -64,12 +64,13 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     result_json: str
 
 
-def start(topology: Topology, wish: Wish, *, specs_of: SpecsOf, show: Show) -> End:
+def start(topology: Topology, wish: Wish, *, specs_of: SpecsOf, show: Show, rewrite: Show | None = None) -> End:
     """Start or resume a run and follow it to its end.
 
     Args:
         specs_of: which processes the topology has on a node.
-        show: prints for people.
+        show: prints a line for people.
+        rewrite: prints a line in the place of the one before, on a terminal.
 
     Raises:
         RunRefused: it cannot be started like this.
@@ -87,7 +88,7 @@ def start(topology: Topology, wish: Wish, *, specs_of: SpecsOf, show: Show) -> E
         for change in prepare(claim, topology):
             show(f"changed since the last start: {change}")
         try:
-            return _run(_plan(topology, wish, claim, specs_of), topology, wish, show)
+            return _run(_plan(topology, wish, claim, specs_of), wish, show, rewrite)
         except RunRefused:
             put_back(claim, before)
             raise
@@ -126,6 +127,7 @@ def _plan(topology: Topology, wish: Wish, claim: Claim, specs_of: SpecsOf) -> No
         run_dir=claim.run_dir,
         incarnation=raise_incarnation(claim.run_dir),
         num_steps=topology.train.num_steps,
+        step_groups=topology.rollout.rollout_batch_size,
         started=_command_started(),
         processes=tuple(specs_of(topology, wish.node, claim.run_dir)),
         server=_server(topology, claim.run_dir) if bus_node(topology) == wish.node else None,
@@ -159,18 +161,17 @@ def _login(topology: Topology, wish: Wish) -> Login | None:
         raise RunRefused(f"bus.credentials: {error}") from error
 
 
-def _run(plan: NodePlan, topology: Topology, wish: Wish, show: Show) -> End:
+def _run(plan: NodePlan, wish: Wish, show: Show, rewrite: Show | None) -> End:
     log_path = plan.run_dir / "logs" / "agent.jsonl"
     log_path.parent.mkdir(exist_ok=True)
     with log_path.open("a", encoding="utf-8") as log_file:
         configure_logging("agent", plan.run, log_file)
         show(f"{'resuming' if plan.incarnation > 1 else 'starting'} run {plan.run} in {plan.run_dir}")
-        agent = NodeAgent(plan, show=show)
-        report = agent.follower.report
+        agent = NodeAgent(plan, show=show, rewrite=rewrite)
         outcome = anyio.run(agent.run, backend="asyncio")  # the plain loop: children are forked from the main thread
     if outcome.refused is not None:
         raise RunRefused(outcome.refused)
-    now = time.time()
+    report, now = agent.reporting.report, time.time()
     stored = StoredResult(finished=outcome.finished, result=report.result(now))
     store_result(plan.run_dir, stored)
     _show_all(show, ["", _headline(plan.run, outcome), *report.summary(now)])

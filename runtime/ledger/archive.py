@@ -7,7 +7,8 @@ before the purge leaves a stretch in both places, never in neither.
 import gzip
 import os
 import re
-from collections.abc import AsyncGenerator, Iterable, Iterator
+import zlib
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from itertools import islice
@@ -33,6 +34,13 @@ HEADER_CHARS: Final = 300  # of a header that is no known one
 LINES_AT_ONCE: Final = 512  # handed to a thread
 MICROSECOND: Final = timedelta(microseconds=1)
 UNIX_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class ArchiveDamaged(OSError):
+    """A file of the archive cannot be read to its end."""
+
+    def __init__(self, path: Path, line: int, error: Exception) -> None:
+        super().__init__(f"{path}, at line {line}: {error}")
 
 
 class ArchivedEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -138,6 +146,27 @@ async def history(bus: Bus, run_dir: Path, *, buries: bool = False) -> "AsyncGen
         yield History(events, run_dir)
 
 
+class ArchivedBefore:
+    """What was moved to the archive between the events that a reader of the log gets."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._last_seq = 0
+
+    async def events(self, seq: int) -> AsyncGenerator[Received[Message], None]:
+        """The archived events between the last event that this was asked for and the one of this sequence.
+
+        Raises:
+            ArchiveDamaged: they cannot be read; they are not asked for again.
+        """
+        from_seq, self._last_seq = self._last_seq + 1, seq
+        if seq > from_seq:
+            archived = archived_events(self._run_dir, from_seq=from_seq, below_seq=seq)
+            while batch := await to_thread.run_sync(_take, archived):
+                for event in batch:
+                    yield event
+
+
 class History:
     """A run's events from the first on: those of the archive, then those of the log.
 
@@ -149,8 +178,7 @@ class History:
     def __init__(self, events: Events[Message], run_dir: Path) -> None:
         self.first_seq = 0  # of the first event; 0: none was read. Above 1 what was before it is lost
         self._events = events
-        self._run_dir = run_dir
-        self._last_seq = 0
+        self._archived = ArchivedBefore(run_dir)
 
     async def so_far(self) -> AsyncGenerator[Received[Message], None]:
         """Those that there are by now."""
@@ -158,23 +186,12 @@ class History:
             async for event in self._with_archived(received):
                 yield event
 
-    async def follow(self) -> AsyncGenerator[Received[Message], None]:
-        """All of them, without end."""
-        async for received in self._events:
-            async for event in self._with_archived(received):
-                yield event
-
     async def _with_archived(self, received: Received[Message]) -> AsyncGenerator[Received[Message], None]:
-        """An event of the log, after what was moved to the archive between it and the one before."""
-        if received.seq > self._last_seq + 1:
-            archived = archived_events(self._run_dir, from_seq=self._last_seq + 1, below_seq=received.seq)
-            while batch := await to_thread.run_sync(_take, archived):
-                for event in batch:
-                    yield self._noted(event)
+        async for event in self._archived.events(received.seq):
+            yield self._noted(event)
         yield self._noted(received)
 
     def _noted(self, received: Received[Message]) -> Received[Message]:
-        self._last_seq = received.seq
         self.first_seq = self.first_seq or received.seq
         return received
 
@@ -203,17 +220,28 @@ def _line_of(stored: StoredMessage) -> bytes:
 
 
 def _read(path: Path) -> Iterator[Received[Message]]:
-    with gzip.open(path, "rb") as file:
-        yield from _decoded(file)
+    decoder, number = msgspec.json.Decoder(ArchivedEvent), 0
+    try:
+        with gzip.open(path, "rb") as file:
+            for line in file:
+                number += 1
+                received = _decoded(decoder.decode(line))
+                if received is not None:
+                    yield received
+    except (
+        EOFError,
+        zlib.error,
+        gzip.BadGzipFile,
+        ValueError,
+        RecursionError,
+    ) as error:  # a DecodeError is a ValueError
+        raise ArchiveDamaged(path, number, error) from error
 
 
-def _decoded(lines: Iterable[bytes]) -> Iterator[Received[Message]]:
-    decoder = msgspec.json.Decoder(ArchivedEvent)
-    for line in lines:
-        stored = decoder.decode(line)
-        payload = bytes(stored.event) if stored.raw is None else stored.raw
-        try:
-            message = decode(payload, {TYPE_HEADER: stored.type, CONTENT_TYPE_HEADER: stored.content_type})
-        except DecodeError:
-            continue
-        yield Received(message, stored.seq, (stored.time - UNIX_EPOCH) // MICROSECOND * 1000, 1)
+def _decoded(stored: ArchivedEvent) -> Received[Message] | None:
+    payload = bytes(stored.event) if stored.raw is None else stored.raw
+    try:
+        message = decode(payload, {TYPE_HEADER: stored.type, CONTENT_TYPE_HEADER: stored.content_type})
+    except DecodeError:
+        return None
+    return Received(message, stored.seq, (stored.time - UNIX_EPOCH) // MICROSECOND * 1000, 1)

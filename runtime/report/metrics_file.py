@@ -40,7 +40,7 @@ def _rows(path: Path) -> Iterator[MetricRow]:
     for line in path.read_bytes().splitlines():
         try:
             row = msgspec.json.decode(line, type=MetricRow)
-        except msgspec.DecodeError:
+        except (ValueError, RecursionError):  # a DecodeError and a UnicodeDecodeError are ValueErrors
             continue
         if isinstance(row.get("step"), int):
             yield row

@@ -23,6 +23,7 @@ from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
 from runtime.ledger.steps import Settled, TakenBack
 from runtime.report.group_numbers import CompletedNumbers, is_ungraded
 from runtime.report.lines import Failures, failure_in, line_of, step_line
+from runtime.report.progress import StepProgress
 from runtime.report.rows import MetricRow, drop_metrics, eval_means, group_metrics, mean_of, rewards_of
 from runtime.report.summary import Result, summary_lines
 from runtime.report.times import Times
@@ -61,9 +62,10 @@ class Report:
         run: its name.
         num_steps: planned train steps.
         started: Unix time at which the command was given.
+        step_groups: prompt groups of a train step; 0: unknown.
     """
 
-    def __init__(self, run: str, num_steps: int, started: float) -> None:
+    def __init__(self, run: str, num_steps: int, started: float, *, step_groups: int = 0) -> None:
         self.run = run
         self.num_steps = num_steps
         self.started = started
@@ -80,6 +82,7 @@ class Report:
         self._numbers = CompletedNumbers()
         self._cited: set[int] = set()  # completions that the state to begin from speaks of
         self._times = Times()
+        self._progress = StepProgress(started, step_groups)
         self._failures = Failures(run)
         self._first_rollout: float | None = None
         self._row: MetricRow | None = None  # newest step's; complete when the next one is trained
@@ -101,6 +104,7 @@ class Report:
         """
         settled = self._fold(event, seq)
         self._times.note(event, time)
+        self._progress.note(event, max(time, self.started))
         match event:
             case BatchTrained():
                 return self._train(event, settled, time)
@@ -148,7 +152,7 @@ class Report:
         return [Line(text) for text in texts]
 
     def _batch(self, event: BatchReady, time: float) -> list[Notice]:
-        if event.step + 1 != self.num_steps or time < self.started:
+        if event.step + 1 != self.num_steps or time < self.started or not event.groups:
             return []
         return [SampleShown("last", max(ref.event_seq for ref in event.groups))]
 
@@ -187,6 +191,10 @@ class Report:
             evals={name: (self.first_evals[name], value) for name, value in self.evals.items()},
         )
         return [*lines, *self._times.lines()]
+
+    def progress_line(self, now: float) -> str:
+        """What the step at hand, or the evaluation, has come to as of now."""
+        return self._progress.line(self._ledger, step=self.steps + 1, num_steps=self.num_steps, now=now)
 
     def books_line(self, *, brief: bool = False) -> str:
         """The books as a sum; in brief without its zeros."""

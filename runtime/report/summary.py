@@ -11,8 +11,8 @@ from runtime.wording import duration, number, sparkline
 REASONS_SHOWN = 10  # of groups that were dropped, and of those that failed
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a run in one JSON line."""
+class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The outcome of a run in one JSON line; the losses are left out where there are none."""
 
     run: str
     steps: int

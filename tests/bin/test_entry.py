@@ -1,6 +1,7 @@
 """What all commands share: whose modules are found, and how they end."""
 
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -119,3 +120,31 @@ def test_a_screen_that_cannot_be_written_takes_what_is_shown_all_the_same() -> N
         screen.show("one")
         assert not screen.is_read
         screen.show_all(["two", "three"])
+
+
+def test_on_a_terminal_a_line_is_rewritten_until_another_is_shown() -> None:
+    leader, follower = pty.openpty()
+    try:
+        with open(follower, "w") as terminal:
+            screen = Screen(terminal)
+            screen.rewrite("1 of 16 groups")
+            screen.rewrite("2 of 16 groups")
+            screen.show("step 1/3\x1b[2J")
+            screen.show("step 2/3")
+            shown = os.read(leader, 4096).decode()
+    finally:
+        os.close(leader)
+    taken_back = "\r\x1b[K"
+    assert shown == f"1 of 16 groups{taken_back}2 of 16 groups{taken_back}step 1/3\\x1b[2J\r\nstep 2/3\r\n"
+
+
+@pytest.mark.parametrize(("terminal", "can"), [("xterm", True), ("dumb", False)])
+def test_only_a_terminal_that_can_takes_a_line_back(monkeypatch: pytest.MonkeyPatch, terminal: str, can: bool) -> None:
+    monkeypatch.setenv("TERM", terminal)
+    leader, follower = pty.openpty()
+    try:
+        with open(follower, "w") as stream, open(os.devnull, "w") as null:
+            assert Screen(stream).can_rewrite == can
+            assert not Screen(null).can_rewrite
+    finally:
+        os.close(leader)

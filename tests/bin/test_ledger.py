@@ -145,7 +145,7 @@ async def test_what_cannot_be_decoded_is_passed_over_and_nothing_is_written(
     with Claim.take(run_dir):
         async with bus_of(run_dir) as bus:
             with monkeypatch.context() as patch:
-                patch.setattr("runtime.bus.bus.encode", _unknown)
+                patch.setattr("runtime.bus.wire.encode", _unknown)
                 assert await bus.publish(THE_END) == len(LOG) + 1
             told = json_of(await anyio.to_thread.run_sync(ledger, str(run_dir), "--json"))
             assert told["books"] == BOOKS

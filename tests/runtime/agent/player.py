@@ -1,6 +1,6 @@
 """A process for tests of the agent: plays a small run by publishing its events, steered by its arguments.
 
-player.py STEPS [--then finish|sleep|crash|input_error|fenced] [--wait FILE]
+player.py STEPS [--then finish|sleep|crash|input_error|fenced] [--wait FILE] [--odd]
 """
 
 import argparse
@@ -45,13 +45,23 @@ async def play(bus: Bus, step: int) -> None:
     )
 
 
+async def play_odd(bus: Bus, num_steps: int) -> None:
+    """What our own actors do not write, and a report may meet all the same: no samples, no groups."""
+    group = GroupCompleted(group_id=99, attempt=0, lease="x", round=0, instance="player", data="d", samples=())
+    await bus.publish(group)
+    await bus.publish(BatchReady(incarnation=1, step=num_steps - 1, groups=()))
+
+
 async def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("steps", type=int)
     parser.add_argument("--then", default="finish")
     parser.add_argument("--wait", type=Path)
+    parser.add_argument("--odd", action="store_true")
     args = parser.parse_args()
     async with Bus.connect(os.environ["PHYSARUM_BUS_URL"], os.environ["PHYSARUM_RUN"], name="player") as bus:
+        if args.odd:
+            await play_odd(bus, args.steps)
         for step in range(args.steps):
             await play(bus, step)
         sys.stdout.write(f"played {args.steps} steps\n")

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -10,13 +11,14 @@ import anyio
 import msgspec
 import pytest
 
-from messages import ActorExited, ActorStarted, Message
+from messages import ActorExited, ActorStarted, BatchReady, Message
 from runtime.agent.node import NodeAgent
 from runtime.agent.node_plan import NodePlan, Outcome, exit_code_of
 from runtime.bus.addresses import Address
 from runtime.bus.bus import Bus
 from runtime.bus.limits import MIB, StreamLimits
 from runtime.bus.nats.server import ServerSettings
+from runtime.report.report import Notice, Report
 from runtime.settings.processes import PortRequest, ProcessSpec, Stage, WhenListening
 
 pytestmark = pytest.mark.anyio
@@ -105,11 +107,55 @@ async def test_a_run_ends_when_the_log_says_that_it_is_finished(tmp_path: Path) 
     assert len(steps) == 3
     rows = [msgspec.json.decode(line) for line in (tmp_path / "r" / "metrics.jsonl").read_bytes().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert running.agent.follower.report.result(time.time()).groups["trained"] == 3
+    assert running.agent.reporting.report.result(time.time()).groups["trained"] == 3
     events = await events_of(tmp_path / "r")
     started = [event.actor for event in events if isinstance(event, ActorStarted)]
     assert sorted(started) == ["nats-server", "player"]
     assert "player" in [event.actor for event in events if isinstance(event, ActorExited)]
+
+
+async def test_what_cannot_be_shown_does_not_end_a_run(tmp_path: Path) -> None:
+    """A group without samples and a batch without groups ended the agent, as an error in a line would."""
+    running = Running(plan(tmp_path / "r", player("3", "--odd")))
+    outcome = await running.run()
+    assert outcome.finished
+    assert any(line.startswith("first sample: group 99 has none") for line in running.lines)
+
+
+async def test_an_error_in_the_report_costs_what_is_shown_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply = Report.apply
+
+    def failing(report: Report, event: Message, seq: int, time: float) -> list[Notice]:
+        if isinstance(event, BatchReady):
+            raise LookupError("a report that nobody foresaw")
+        return apply(report, event, seq, time)
+
+    monkeypatch.setattr(Report, "apply", failing)
+    running = Running(plan(tmp_path / "r", player("3")))
+    outcome = await running.run()
+    assert outcome.finished
+    (line,) = [line for line in running.lines if "a report that nobody foresaw" in line]
+    assert "cannot be shown: LookupError" in line
+    assert line.endswith("the run goes on (logs/agent.jsonl has more)")
+
+
+async def test_a_terminal_that_fails_or_stands_still_holds_nobody_up(tmp_path: Path) -> None:
+    go_on = threading.Event()
+
+    def stuck(text: str) -> None:
+        if text.startswith("step 1/"):
+            raise RuntimeError("no such terminal")
+        if text.startswith("step 2/"):
+            go_on.wait(30)
+
+    try:
+        with anyio.fail_after(20):
+            outcome = await NodeAgent(plan(tmp_path / "r", player("3")), show=stuck).run()
+    finally:
+        go_on.set()
+    assert outcome.finished
 
 
 async def test_a_given_up_process_fails_the_run_with_its_reason(tmp_path: Path) -> None:
@@ -191,7 +237,7 @@ async def test_a_resumed_run_counts_what_went_before_and_shows_only_what_is_new(
     resumed = Running(plan(tmp_path / "r", player("0"), incarnation=2))
     outcome = await resumed.run()
     assert outcome.finished
-    result = resumed.agent.follower.report.result(time.time())
+    result = resumed.agent.reporting.report.result(time.time())
     assert (result.steps, result.groups["trained"]) == (2, 2)
     assert not [line for line in resumed.lines if line.startswith("step ")]
     rows = [msgspec.json.decode(line)["step"] for line in (tmp_path / "r" / "metrics.jsonl").read_bytes().splitlines()]

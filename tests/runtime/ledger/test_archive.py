@@ -10,7 +10,16 @@ import pytest
 
 from messages import Plane
 from runtime.bus.bus import Bus
-from runtime.ledger.archive import archive, archived_events, archived_files, first_archived, history, start_state
+from runtime.ledger.archive import (
+    ArchiveDamaged,
+    ArchivedBefore,
+    archive,
+    archived_events,
+    archived_files,
+    first_archived,
+    history,
+    start_state,
+)
 from tests.fixtures.nats import group_failed
 from tests.support.raw_nats import publish_raw
 
@@ -32,8 +41,10 @@ async def test_a_follower_that_lags_behind_finds_what_was_moved_meanwhile(bus: B
     await publish(bus, 1500)  # more than a reader asks for ahead
     seqs: list[int] = []
     with anyio.fail_after(20):
-        async with history(bus, tmp_path) as events:
-            async for received in events.follow():
+        past = ArchivedBefore(tmp_path)
+        async with bus.read() as events:
+            async for received in events:
+                seqs += [event.seq async for event in past.events(received.seq)]
                 seqs.append(received.seq)
                 if received.seq == 1:
                     await move(bus, tmp_path, below_seq=1400)
@@ -41,7 +52,23 @@ async def test_a_follower_that_lags_behind_finds_what_was_moved_meanwhile(bus: B
                 if received.seq == 1501:
                     break
     assert seqs == list(range(1, 1502))
-    assert events.first_seq == 1
+
+
+@pytest.mark.parametrize("harm", ["torn line", "torn file", "no text"])
+async def test_a_damaged_file_is_named_with_the_line(bus: Bus, tmp_path: Path, harm: str) -> None:
+    await publish(bus, 5)
+    await move(bus, tmp_path, below_seq=5)
+    (file,) = archived_files(tmp_path)
+    lines = gzip.decompress(file.path.read_bytes()).splitlines(keepends=True)
+    lines[2] = {"torn line": lines[2][:20] + b"\n", "torn file": lines[2], "no text": b"\xff\xfe\n"}[harm]
+    content = gzip.compress(b"".join(lines))
+    file.path.write_bytes(content[:-12] if harm == "torn file" else content)
+    with pytest.raises(ArchiveDamaged, match=rf"{file.path.name}, at line [2-4]: "):
+        list(archived_events(tmp_path))
+    past = ArchivedBefore(tmp_path)
+    with pytest.raises(ArchiveDamaged):
+        [event async for event in past.events(5)]
+    assert [event async for event in past.events(6)] == []
 
 
 async def test_files_follow_each_other_and_a_stretch_is_read_from_those_that_hold_it(bus: Bus, tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""What a train step or an evaluation has come to, for the line that shows that a long one lives. Pure."""
+
+from messages import (
+    BatchReady,
+    BatchTrained,
+    EvalCompleted,
+    EvalEnded,
+    EvalIssued,
+    GroupCompleted,
+    GroupsIssued,
+    Message,
+    WeightsAnnounced,
+    WeightsApplied,
+)
+from runtime.ledger.state import Evaluation, LedgerState, Stage
+from runtime.wording import duration
+
+ROLLOUT, TRAIN, WEIGHTS, EVALUATION = "rollout", "train", "weights", "evaluation"
+
+
+class StepProgress:
+    """Takes events and says what the step at hand has come to since the step before.
+
+    Args:
+        started: Unix time at which the command was given.
+        step_groups: prompt groups of a step; 0: unknown.
+    """
+
+    def __init__(self, started: float, step_groups: int) -> None:
+        self._step_groups = step_groups
+        self._started = started
+        self._began = started  # of the step
+        self._running: dict[str, float] = {}  # parts that go on, and since when
+        self._spent_s: dict[str, float] = {}  # of parts that have ended
+        self._tokens = 0  # generated
+        self._any = False
+
+    def note(self, event: Message, time: float) -> None:
+        """Take an event."""
+        match event:
+            case GroupsIssued():
+                self._begin(ROLLOUT, time)
+            case GroupCompleted() | EvalCompleted():
+                self._tokens += sum(sample.response_len for sample in event.samples)
+            case BatchReady():
+                self._end(ROLLOUT, time)
+                self._begin(TRAIN, time)
+            case BatchTrained():
+                self._end(TRAIN, time)
+                self._begin_step(time)
+            case WeightsAnnounced():
+                self._begin(WEIGHTS, time)
+            case WeightsApplied():
+                self._end(WEIGHTS, time)
+            case EvalIssued():
+                self._begin(EVALUATION, time)
+            case EvalEnded():
+                self._end(EVALUATION, time)
+            case _:
+                pass
+
+    def line(self, ledger: LedgerState, *, step: int, num_steps: int, now: float) -> str:
+        """The line, as of now."""
+        lasted_s = max(0.0, now - self._began)
+        if not self._any:
+            return f"starting for {duration(max(0.0, now - self._started))}"
+        evaluation = ledger.evaluation
+        if evaluation is not None:
+            done = _evaluated(evaluation)
+        else:
+            ready = len(ledger.in_stage(Stage.READY)) + len(ledger.in_stage(Stage.BATCHED))
+            of = f" of {self._step_groups}" if self._step_groups else ""
+            done = f"step {step}/{num_steps}: {min(ready, self._step_groups or ready)}{of} groups"
+        rate = [f"{self._tokens / lasted_s:,.0f} tok/s"] if self._tokens and lasted_s >= 1 else []
+        return ", ".join([done, *rate, *self._slowest(now), f"{duration(lasted_s)} so far"])
+
+    def _slowest(self, now: float) -> list[str]:
+        spent_s = dict(self._spent_s)
+        for part, since in self._running.items():
+            spent_s[part] = spent_s.get(part, 0.0) + max(0.0, now - since)
+        if not spent_s:
+            return []
+        part = max(spent_s, key=lambda part: spent_s[part])
+        return [f"slowest {part} {duration(spent_s[part])}"]
+
+    def _begin(self, part: str, time: float) -> None:
+        self._any = True
+        self._running.setdefault(part, time)
+
+    def _end(self, part: str, time: float) -> None:
+        since = self._running.pop(part, None)
+        if since is not None:
+            self._spent_s[part] = self._spent_s.get(part, 0.0) + max(0.0, time - since)
+
+    def _begin_step(self, time: float) -> None:
+        self._began, self._tokens = time, 0
+        self._spent_s.clear()
+        self._running = dict.fromkeys(self._running, time)
+
+
+def _evaluated(evaluation: Evaluation) -> str:
+    done, of = sum(map(len, evaluation.items.values())), sum(evaluation.sizes.values())
+    return f"evaluation after step {evaluation.step}: {done} of {of} items"
