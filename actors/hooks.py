@@ -9,7 +9,10 @@ import msgspec
 from actors.buffer.deciding.selection import Kind, find_selection
 from actors.buffer.prompts.made import find_source
 from actors.filter.filters import find_filter
+from actors.reward import isolation
 from actors.reward.frames import GraderSpec
+from actors.reward.graders.boxed import BOXED_PREFIX
+from actors.reward.graders.builtin import BUILT_IN_GRADERS
 from actors.reward.graders.calling import resolve_grader
 from actors.rollout.sessions.functions import find_generate_function
 from runtime.settings.load import places
@@ -39,13 +42,7 @@ def check_hooks(topology: Topology, loaded: Loaded | None = None) -> list[Proble
 
 
 def _hooks(topology: Topology) -> Iterator[tuple[str, str, Find]]:
-    named = [(f"data.{index}.rm_type", item.rm_type) for index, item in enumerate(topology.data)]
-    named += [(f"eval.{index}.rm_type", item.rm_type) for index, item in enumerate(topology.eval)]
-    for key, name in named:
-        if name is not None:
-            group = topology.reward.group_rm and key.startswith("data.")
-            spec = GraderSpec(name=name, group=group)
-            yield key, name, partial(resolve_grader, spec)
+    yield from _graders(topology)
     for index, item in enumerate(topology.data):
         if item.source is not None:
             key = f"data.{index}.source"
@@ -61,6 +58,32 @@ def _hooks(topology: Topology) -> Iterator[tuple[str, str, Find]]:
     for kind, selection in selections.items():
         if selection is not None:
             yield f"rollout.{kind}", selection, partial(find_selection, kind, selection)
+
+
+def _graders(topology: Topology) -> Iterator[tuple[str, str, Find]]:
+    own, group = topology.reward.graders, topology.reward.group_rm
+    named = [(f"data.{index}.rm_type", item.rm_type, group) for index, item in enumerate(topology.data)]
+    named += [(f"eval.{index}.rm_type", item.rm_type, False) for index, item in enumerate(topology.eval)]
+    for key, name, group in named:
+        if name is not None and name not in own:
+            yield key, name, partial(resolve_grader, GraderSpec(name=name, group=group))
+    for name, value in own.items():
+        if name.removeprefix(BOXED_PREFIX) in BUILT_IN_GRADERS:
+            yield f"reward.graders.{name}", value, partial(_refuse, f"{name} is a built-in grader: use another name")
+        else:
+            spec = GraderSpec(name=value, group=topology.reward.group_rm)
+            yield f"reward.graders.{name}", value, partial(resolve_grader, spec)
+    if topology.reward.sandbox == "isolated":
+        yield "reward.sandbox", "isolated", _isolate
+
+
+def _refuse(reason: str, _base_dirs: Sequence[Path]) -> None:
+    raise ValueError(reason)
+
+
+def _isolate(_base_dirs: Sequence[Path]) -> None:
+    if (reason := isolation.refusal()) is not None:
+        raise ValueError(f'this machine refuses: {reason}; "process" needs nothing of it')
 
 
 def _problem(key: str, value: str, find: Callable[[], object]) -> Problem | None:

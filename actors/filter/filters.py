@@ -29,6 +29,7 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     response_lens: list[int]  # tokens
     statuses: list[str]  # "completed", "truncated"
     metadata: dict[str, Any] = {}  # of the prompt
+    sample_metadata: list[dict[str, Any]] = []  # what a generate function noted, and the number of turns
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +68,7 @@ def summary_of(group: GroupCompleted) -> GroupSummary:
         response_lens=[sample.response_len for sample in group.samples],
         statuses=[str(sample.status) for sample in group.samples],
         metadata=group.metadata,
+        sample_metadata=[sample.metadata for sample in group.samples],
     )
 
 

@@ -5,17 +5,21 @@ from collections import Counter
 from collections.abc import Sequence
 
 import anyio
+import msgspec
 import structlog
 from anyio.abc import TaskStatus
 
 from actors.reward.frames import Graded, GraderSpec, Hello
 from actors.reward.pool import GraderPool, PoolSettings, open_pool
 from actors.reward.samples import GradedSample
+from actors.reward.sandbox import sandbox_of
 from messages.calls import Score, ScoresGiven
 from messages.work import ScoreItem, ScoreRequested
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
+from runtime.bus.errors import MessageTooLarge
 from runtime.host.actor import Actor
+from runtime.settings.plugins import is_plugin
 from runtime.settings.topology import Topology
 from runtime.wording import count_of, duration
 
@@ -24,7 +28,6 @@ ACK_WAIT_S = 5.0  # how long the requests in hand of a killed actor wait
 REQUESTS_PER_PROCESS = 4  # in hand: enough to keep processes busy, few enough to leave work for other actors
 MAX_ACK_PENDING = 4096  # over all reward actors
 GIVE_BACK_TIMEOUT_S = 1.0
-MEMORY_LIMIT_BYTES = 8 << 30  # of one grader process
 
 log = structlog.get_logger()
 
@@ -45,12 +48,14 @@ class RewardActor(Actor):
         self._num_tasks = config.processes * REQUESTS_PER_PROCESS
         self._settings = PoolSettings(
             hello=Hello(
-                graders=graders_of(topology), reward_key=config.reward_key, memory_limit_bytes=MEMORY_LIMIT_BYTES
+                graders=graders_of(topology), reward_key=config.reward_key, cpu_s=config.cpu_s or 2 * config.timeout_s
             ),
+            sandbox=sandbox_of(topology),
             num_processes=config.processes,
             timeout_s=config.timeout_s,
             max_tries=config.max_tries,
         )
+        self._names = names_of(topology)
         self._pool: GraderPool | None = None
         self._counts: Counter[str] = Counter()
         self._in_hand: dict[str, tuple[str, float]] = {}  # grader and start, by request
@@ -99,7 +104,7 @@ class RewardActor(Actor):
             async with delivery.heartbeat():
                 grades = await self._grade(pool, request)
                 if grades is not None:
-                    await self._bus.notify(_answer_of(request, grades), to=request.reply_to)
+                    await self._send(request, grades)
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(GIVE_BACK_TIMEOUT_S, shield=True):
                 await delivery.redeliver()  # at once to another actor, not after the ack wait
@@ -108,9 +113,26 @@ class RewardActor(Actor):
             self._in_hand.pop(request.request_id, None)
         await delivery.ack()
 
+    async def _send(self, request: ScoreRequested, grades: Sequence[Graded]) -> None:
+        """Answer; what is over the size of a message goes without its details, and else as a failure."""
+        bare = [msgspec.structs.replace(graded, details=None) for graded in grades]
+        none = [Graded(error="the answer is over the size of a message") for _ in grades]
+        for attempt in (grades, bare, none):
+            try:
+                await self._bus.notify(_answer_of(request, attempt), to=request.reply_to)
+            except MessageTooLarge as error:
+                log.warning("answer_too_large", reason=str(error))
+            else:
+                return
+
     async def _grade(self, pool: GraderPool, request: ScoreRequested) -> list[Graded] | None:
         """Grades of a request, or None when nobody waits for them any more."""
-        spec = GraderSpec(name=request.rm_type, group=request.group_rm)
+        name = self._names.get(request.rm_type, request.rm_type)
+        if is_plugin(name) and request.rm_type not in self._names:
+            log.warning("grader_refused", grader=request.rm_type)
+            reason = f"{request.rm_type!r} is no built-in grader, and the topology does not name it"
+            return [Graded(error=reason) for _ in request.items]
+        spec = GraderSpec(name=name, group=request.group_rm)
         with anyio.move_on_after(request.deadline_s - time.time()):
             return await pool.grade(spec, [_sample_of(item) for item in request.items])
         self._counts["late_requests"] += 1
@@ -118,12 +140,20 @@ class RewardActor(Actor):
         return None
 
 
+def names_of(topology: Topology) -> dict[str, str]:
+    """The graders that a topology names, by the names under which requests may ask for them."""
+    own = topology.reward.graders
+    named = {item.rm_type for item in (*topology.data, *topology.eval) if item.rm_type is not None}
+    return {name: own.get(name, name) for name in (*named, *own)}
+
+
 def graders_of(topology: Topology) -> tuple[GraderSpec, ...]:
     """The graders that a recipe names, each once. Evaluation is scored sample by sample."""
-    group = topology.reward.group_rm
-    named = [GraderSpec(name=item.rm_type, group=group) for item in topology.data if item.rm_type is not None]
-    named += [GraderSpec(name=item.rm_type, group=False) for item in topology.eval if item.rm_type is not None]
-    return tuple(dict.fromkeys(named))
+    group, names = topology.reward.group_rm, names_of(topology)
+    found = [GraderSpec(name=names[item.rm_type], group=group) for item in topology.data if item.rm_type is not None]
+    found += [GraderSpec(name=names[item.rm_type], group=False) for item in topology.eval if item.rm_type is not None]
+    found += [GraderSpec(name=name, group=group) for name in topology.reward.graders.values()]
+    return tuple(dict.fromkeys(found))
 
 
 def _sample_of(item: ScoreItem) -> GradedSample:

@@ -24,7 +24,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     graders: tuple[GraderSpec, ...] = ()  # resolved before it says Ready; others when first asked for
     base_dirs: tuple[str, ...] = ()  # where relative plug-in files are looked for
     reward_key: str | None = None  # which value of a dict is the reward
-    memory_limit_bytes: int | None = None
+    cpu_s: float | None = None  # processor time of one call
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):

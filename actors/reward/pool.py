@@ -12,6 +12,7 @@ import structlog
 from actors.reward.frames import Grade, Graded, GraderSpec, Hello
 from actors.reward.process import GraderDiedError, GraderProcess, GraderProcessError
 from actors.reward.samples import GradedSample
+from actors.reward.sandbox import Sandbox
 from runtime.retrying import Backoff, retried
 
 QUEUE_SIZE = 1024  # batches of samples; a full queue makes the asker wait
@@ -29,6 +30,7 @@ class PoolSettings:
     """How to grade."""
 
     hello: Hello  # what processes are told at their start
+    sandbox: Sandbox = field(default_factory=Sandbox)
     num_processes: int = 2
     timeout_s: float = 10.0  # per score, from the moment its grader may begin
     max_tries: int = 3  # how many processes may die of a sample
@@ -89,7 +91,7 @@ class GraderPool:
         self._send_jobs.close()
         self._jobs.close()
 
-    async def run_slot(self, process: GraderProcess | None = None) -> None:
+    async def keep_process(self, process: GraderProcess | None = None) -> None:
         """Keep one process running and busy. Never returns.
 
         Raises:
@@ -109,7 +111,7 @@ class GraderPool:
 
     async def _start_again(self) -> GraderProcess:
         return await retried(
-            lambda: GraderProcess.start(self._settings.hello),
+            lambda: GraderProcess.start(self._settings.hello, self._settings.sandbox),
             on=GraderProcessError,
             times=MAX_FAILED_STARTS + 1,
             failed=_log_failed_start,
@@ -122,6 +124,7 @@ class GraderPool:
         try:
             async with anyio.create_task_group() as watch:
                 watch.start_soon(process.watch_exit, watch.cancel_scope.cancel)
+                watch.start_soon(process.show_printed)
                 try:
                     hung = await self._grade_until_stuck(process, jobs)
                 except GraderDiedError as error:
@@ -199,16 +202,16 @@ async def open_pool(settings: PoolSettings) -> AsyncGenerator[GraderPool]:
         GraderUnusableError: a grader cannot be used; says which and why.
         GraderStartError: the first process did not come up.
     """
-    first = await GraderProcess.start(settings.hello)
+    first = await GraderProcess.start(settings.hello, settings.sandbox)
     with closing(GraderPool(settings)) as pool:
-        async with anyio.create_task_group() as slots:
-            slots.start_soon(pool.run_slot, first)
+        async with anyio.create_task_group() as keepers:
+            keepers.start_soon(pool.keep_process, first)
             for _ in range(settings.num_processes - 1):
-                slots.start_soon(pool.run_slot)
+                keepers.start_soon(pool.keep_process)
             try:
                 yield pool
             finally:
-                slots.cancel_scope.cancel()
+                keepers.cancel_scope.cancel()
 
 
 def _leading_batch(jobs: Sequence[_Job]) -> list[_Job]:

@@ -3,22 +3,25 @@
 import os
 import signal
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import anyio
 import anyio.abc
 import msgspec
 
 from actors.reward.frames import FrameBuffer, FrameError, Grade, Graded, Hello, Ready, encode_frame
+from actors.reward.keeper import EXIT_TOO_MANY_PROCESSES, children_of
+from actors.reward.printed import Printed
+from actors.reward.sandbox import Sandbox
+from runtime.bus.background import beside
 from runtime.wording import signal_name
 
-ROOT = Path(__file__).resolve().parents[2]  # where `actors` can be imported from
 START_TIMEOUT_S = 30.0  # a user's module may import much
 KILL_TIMEOUT_S = 5.0
+WROTE = "the grader wrote to the pipe of its process, or its answer is over the limit"
+TIDY_S = 2.0  # for a keeper to end what its grader started
 EXIT_GRACE_S = 0.2  # for what a process wrote just before it ended
 
 
@@ -44,37 +47,36 @@ class GraderProcess:
     def __init__(self, process: anyio.abc.Process) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
+        assert process.stderr is not None
         self._process = process
         self._stdin = process.stdin
         self._stdout = process.stdout
+        self._stderr = process.stderr
+        self._printed = Printed(process.pid)
         self._buffer = FrameBuffer()
         self._decoder = msgspec.msgpack.Decoder(Graded)
         self._grades: deque[Graded] = deque()  # received and not taken
 
     @classmethod
-    async def start(cls, hello: Hello, *, timeout_s: float = START_TIMEOUT_S) -> "GraderProcess":
+    async def start(
+        cls, hello: Hello, sandbox: Sandbox | None = None, *, timeout_s: float = START_TIMEOUT_S
+    ) -> "GraderProcess":
         """Start a process and wait until it has its graders.
 
         Raises:
-            GraderUnusableError: it cannot use a grader; says which and why.
+            GraderUnusableError: it cannot use a grader, or not have its sandbox; says which and why.
             GraderStartError: it ended, or did not answer in time.
         """
-        command = [sys.executable, "-P", "-m", "actors.reward.worker", str(os.getpid())]
-        pipe = subprocess.PIPE
-        started = await anyio.open_process(
-            command, stdin=pipe, stdout=pipe, stderr=None, env=_environment(), start_new_session=True
+        sandbox, pipe = sandbox or Sandbox(), subprocess.PIPE
+        environment = sandbox.environment()
+        process = cls(
+            await anyio.open_process(
+                sandbox.command(), stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
+            )
         )
-        process = cls(started)
         try:
-            with anyio.fail_after(timeout_s):
-                await process._stdin.send(encode_frame(hello))
-                ready = msgspec.msgpack.decode(await process._receive_frame(), type=Ready)
-        except TimeoutError as error:
-            await process.kill()
-            raise GraderStartError(f"a grader process was not ready after {timeout_s:g} s") from error
-        except (GraderDiedError, anyio.BrokenResourceError, msgspec.DecodeError) as error:
-            await process.kill()
-            raise GraderStartError(f"a grader process did not start: {error}") from error
+            async with beside(process.show_printed):
+                ready = await process._greet(hello, timeout_s)
         except BaseException:
             await process.kill()
             raise
@@ -83,9 +85,19 @@ class GraderProcess:
             raise GraderUnusableError(ready.error)
         return process
 
+    async def _greet(self, hello: Hello, timeout_s: float) -> Ready:
+        try:
+            with anyio.fail_after(timeout_s):
+                await self._stdin.send(encode_frame(hello))
+                return msgspec.msgpack.decode(await self._receive_frame(), type=Ready)
+        except TimeoutError as error:
+            raise GraderStartError(f"a grader process was not ready after {timeout_s:g} s") from error
+        except (GraderDiedError, anyio.BrokenResourceError, msgspec.DecodeError) as error:
+            raise GraderStartError(f"a grader process did not start: {error}") from error
+
     @property
     def pid(self) -> int:
-        """Of the process, which is also its process group."""
+        """Of its keeper, which is also its process group."""
         return self._process.pid
 
     async def send(self, grade: Grade) -> None:
@@ -113,12 +125,24 @@ class GraderProcess:
         while self.num_received < number:
             frame: bytes | None = await self._receive_frame()
             while frame is not None:  # what has arrived together
-                self._grades.append(self._decoder.decode(frame))
+                self._grades.append(self._grade_of(frame))
                 frame = self._next_frame()
+
+    def _grade_of(self, frame: bytes) -> Graded:
+        try:
+            return self._decoder.decode(frame)
+        except (msgspec.MsgspecError, RecursionError, OverflowError, ValueError) as error:
+            raise GraderDiedError(f"{WROTE}: {error}") from error
 
     def take(self, number: int) -> list[Graded]:
         """The grades of the next samples that were sent, in their order."""
         return [self._grades.popleft() for _ in range(number)]
+
+    async def show_printed(self) -> None:
+        """Show what the process and its graders print, a bounded part of it, until all have ended."""
+        with suppress(anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError):
+            while True:
+                self._printed.feed(await self._stderr.receive(1 << 16))
 
     async def watch_exit(self, then: Callable[[], None]) -> None:
         """Call `then` after the process ended. Its pipe may outlive it when a grader has forked."""
@@ -129,9 +153,16 @@ class GraderProcess:
     async def kill(self) -> None:
         """End the process and all that its graders started, and free its pipes."""
         with anyio.CancelScope(shield=True), anyio.move_on_after(KILL_TIMEOUT_S, shield=True):
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            if self._process.returncode is None:
+                with suppress(ProcessLookupError):
+                    self._process.terminate()
+                with anyio.move_on_after(TIDY_S):
+                    await self._process.wait()
+            for group in (*children_of(self.pid), self.pid):  # what is left if the keeper did not do it
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(group, signal.SIGKILL)
             await self._process.aclose()
+            self._printed.end()
 
     def ending(self) -> str:
         """How it ended, in words."""
@@ -149,7 +180,7 @@ class GraderProcess:
         try:
             return self._buffer.next_frame()
         except FrameError as error:
-            raise GraderDiedError(f"its grader wrote to the pool's pipe: {error}") from error
+            raise GraderDiedError(f"{WROTE}: {error}") from error
 
     async def _await_ending(self) -> str:
         with anyio.move_on_after(EXIT_GRACE_S):
@@ -161,12 +192,8 @@ def describe_exit(returncode: int | None) -> str:
     """How a process ended, in words."""
     if returncode is None:
         return "the grader process closed its output"
+    if returncode == EXIT_TOO_MANY_PROCESSES:
+        return "the grader was killed: it started more processes than reward.max_processes"
     if returncode < 0:
         return f"the grader process was killed by {signal_name(-returncode)}"
     return f"the grader process exited with code {returncode}"
-
-
-def _environment() -> dict[str, str]:
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # one thread each: there are as many processes as wanted, and more threads only get in their way
-    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}

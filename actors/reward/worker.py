@@ -1,17 +1,17 @@
-"""A grader process: samples come in by standard input, grades go out by standard output; it dies with its parent.
+"""A grader process: samples come in by standard input, grades go out by standard output; it dies with its keeper.
 
-Started by the pool as `python -m actors.reward.worker PARENT_PID`. Imports little: a killed one is soon replaced.
+Imports little: a killed one is soon replaced.
 """
 
-import ctypes
 import io
+import math
 import os
 import resource
 import signal
 import sys
-from collections.abc import Awaitable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,9 +33,11 @@ from runtime.import_path import user_folder_last
 if TYPE_CHECKING:
     import asyncio
 
-PR_SET_PDEATHSIG = 1
-EXIT_ORPHANED = 3
 EXIT_NO_HELLO = 4
+
+
+class CpuLimitError(Exception):
+    """A grader has used up the processor time of its call."""
 
 
 class Waiter:
@@ -81,10 +83,13 @@ class Worker:
         except ValueError as error:
             self._write(*(Graded(error=str(error)) for _ in grade.samples))
             return
+        cpu_s = self._hello.cpu_s
         if grade.grader.group:
+            _limit_cpu(cpu_s)
             self._write(*grade_group(grader, grade.samples, reward_key=self._hello.reward_key, wait=self._wait))
             return
         for sample in grade.samples:
+            _limit_cpu(cpu_s)
             self._write(grade_sample(grader, sample, reward_key=self._hello.reward_key, wait=self._wait))
 
     def _grader(self, spec: GraderSpec) -> Call:
@@ -97,18 +102,19 @@ class Worker:
         write_all(self._fd_out, b"".join(map(encode_frame, grades)))
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Answer until the input ends."""
-    if not _die_with(int(arguments[0])):
-        return EXIT_ORPHANED
+def work(refusal: str | None) -> int:
+    """Answer until the input ends; with a refusal, say at once that the sandbox cannot be had."""
+    user_folder_last()
     fd_in, fd_out = _take_pipes()
     buffer = FrameBuffer()
     frame = read_frame(fd_in, buffer)
     if frame is None:
         return EXIT_NO_HELLO
-    hello = msgspec.msgpack.decode(frame, type=Hello)
-    _limit_memory(hello.memory_limit_bytes)
-    worker = Worker(hello, fd_out)
+    if refusal is not None:
+        write_all(fd_out, encode_frame(Ready(error=f'reward.sandbox = "isolated": this machine refuses: {refusal}')))
+        return 0
+    signal.signal(signal.SIGXCPU, _end_call)
+    worker = Worker(msgspec.msgpack.decode(frame, type=Hello), fd_out)
     write_all(fd_out, encode_frame(worker.check()))
     decoder = msgspec.msgpack.Decoder(Grade)
     while (frame := read_frame(fd_in, buffer)) is not None:
@@ -116,11 +122,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _die_with(parent: int) -> bool:
-    """Be killed when the parent ends, whatever a grader is doing then; False if it has ended already."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    return os.getppid() == parent
+def _end_call(_signal: int, _frame: FrameType | None) -> None:
+    raise CpuLimitError("reward.cpu_s")
 
 
 def _take_pipes() -> tuple[int, int]:
@@ -134,15 +137,9 @@ def _take_pipes() -> tuple[int, int]:
     return fd_in, fd_out
 
 
-def _limit_memory(limit_bytes: int | None) -> None:
-    """Turn a grader's greed into its own MemoryError; if memory still ends, this process goes before the others."""
-    if limit_bytes is not None:
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
-    with suppress(OSError):  # where /proc may not be written
-        Path("/proc/self/oom_score_adj").write_text("1000")
-
-
-if __name__ == "__main__":
-    user_folder_last()
-    raise SystemExit(main(sys.argv[1:]))
+def _limit_cpu(cpu_s: float | None) -> None:
+    """Give the next call so much processor time of this process; the limit is a total, in whole seconds."""
+    if cpu_s is not None:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(usage.ru_utime + usage.ru_stime + cpu_s), hard))

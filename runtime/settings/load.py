@@ -13,7 +13,7 @@ from runtime.settings.reading.toml import SET, Loaded, convert, load_tables
 from runtime.settings.recipe import RolloutConfig
 from runtime.settings.rules.validate import validate
 from runtime.settings.slices import split_slice
-from runtime.settings.topology import Topology
+from runtime.settings.topology import RewardConfig, Topology
 
 
 class LoadedTopology(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +100,7 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
             for index, item in enumerate(topology.eval)
         ),
         rollout=_functions_found(topology.rollout, finder),
+        reward=_graders_found(topology.reward, finder),
         run=msgspec.structs.replace(
             run,
             dir=str(Path(run.dir).resolve()),
@@ -111,6 +112,11 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
             for name, engine in topology.engines.items()
         },
     )
+
+
+def _graders_found(reward: RewardConfig, finder: "_Finder") -> RewardConfig:
+    found = {name: finder.plug_in(f"reward.graders.{name}", value) or value for name, value in reward.graders.items()}
+    return msgspec.structs.replace(reward, graders=found)
 
 
 def _functions_found(rollout: RolloutConfig, finder: "_Finder") -> RolloutConfig:

@@ -93,6 +93,13 @@ class RewardConfig(Config, frozen=True, kw_only=True):
     on_failure: Literal["drop", "zero"] = "drop"  # a sample without a score drops its group, or trains with reward 0
     reward_key: Text | None = None  # which entry of a dict that a grader returned is the reward
     group_rm: bool = False  # the function gets a whole prompt group
+    graders: dict[Name, Text] = {}  # own functions by the names that rows, data.rm_type and eval.rm_type may use
+    sandbox: Literal["none", "process", "isolated"] = "process"  # against nothing, accidents, or curiosity too
+    env: tuple[Text, ...] = ()  # variables of the environment that graders get beside PATH, HOME and the like
+    memory_bytes: Positive = 8 << 30  # of data, of a grader process
+    cpu_s: Annotated[float, msgspec.Meta(gt=0)] | None = None  # processor time of a call; none: twice timeout_s
+    max_files: Positive = 1024  # that a grader process has open at a time
+    max_processes: Positive = 64  # that a grader process has started and that still run
 
 
 class FilterConfig(Config, frozen=True, kw_only=True):

@@ -91,3 +91,17 @@ def test_an_unknown_built_in_is_named_with_its_neighbour() -> None:
     (problem,) = problems(rollout={"dynamic_filter": "nonzero_st"})
     assert problem.startswith('rollout.dynamic_filter = "nonzero_st"')
     assert "nonzero_std" in problem
+
+
+def test_names_for_rows_are_checked_like_other_graders(user_file: Path) -> None:
+    own = {"mine": f"{user_file}:good", "bad": f"{user_file}:wrong", "f1": f"{user_file}:good"}
+    bad, taken = problems(reward={"graders": own}, data=data_with("mine"))
+    assert bad.startswith(f'reward.graders.bad = "{user_file}:wrong": takes (a, b) but is called with (sample)')
+    assert taken == f'reward.graders.f1 = "{user_file}:good": f1 is a built-in grader: use another name'
+
+
+def test_a_machine_that_cannot_isolate_graders_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert problems(reward={"sandbox": "process"}) == []
+    monkeypatch.setattr("actors.reward.isolation.refusal", lambda: "unshare: Operation not permitted")
+    (problem,) = problems(reward={"sandbox": "isolated"})
+    assert problem.startswith('reward.sandbox = "isolated": this machine refuses: unshare: Operation not permitted')

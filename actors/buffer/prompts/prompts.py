@@ -138,11 +138,13 @@ def encode(places: Sequence[str], texts: Sequence[str], tokenizing: Tokenizing) 
 
 
 def _rm_type(row: Row, data: DataConfig) -> str:
-    """The row's own grader, else the source's. A row may only name a built-in: data must not choose code to run."""
+    """The row's own grader, else the source's. A row may only use names: data must not choose code."""
     own = row.metadata.get("rm_type")
     rm_type = own or data.rm_type
     if not isinstance(rm_type, str):
         raise DataError(f"{row.place}: no grader: set rm_type for {data.name}, or in the row's metadata")
     if own and ":" in rm_type:
-        raise DataError(f"{row.place}: rm_type = {own!r}: a row may only name a built-in grader")
+        raise DataError(
+            f"{row.place}: rm_type = {own!r}: a row may only name a built-in grader, or a name of reward.graders"
+        )
     return rm_type

@@ -32,7 +32,7 @@ class Conversation:
         prompt: as text.
         label: of the prompt.
         metadata: of the prompt.
-        sample_metadata: of this sample alone; filters and dumps see what is noted here.
+        sample_metadata: of this sample alone; the dynamic filter and dumps see what is noted here.
         text: the response so far, turns and what was put between them.
     """
 

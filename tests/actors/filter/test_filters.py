@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -157,3 +158,10 @@ def test_a_users_filter_is_found_by_path_and_checked(tmp_path: Path) -> None:
         PluginError, match=r"rollout.dynamic_filter = 'f.py:old': takes \(args, samples\) but is called"
     ):
         find_filter("f.py:old", [tmp_path])
+
+
+def test_a_filter_sees_what_a_generate_function_noted() -> None:
+    group = completed([1.0, 0.0])
+    noted = [msgspec.structs.replace(sample, metadata={"sums": sample.index}) for sample in group.samples]
+    seen = summary_of(msgspec.structs.replace(group, samples=tuple(noted)))
+    assert [metadata["sums"] for metadata in seen.sample_metadata] == [sample.index for sample in group.samples]

@@ -16,6 +16,7 @@ from actors.reward.frames import Graded, GraderSpec, Hello
 from actors.reward.pool import GraderPool, PoolSettings, open_pool
 from actors.reward.process import GraderProcess, GraderStartError, GraderUnusableError
 from actors.reward.samples import GradedSample
+from actors.reward.sandbox import Sandbox
 from runtime.retrying import Backoff
 
 pytestmark = pytest.mark.anyio
@@ -25,9 +26,17 @@ AS_TOLD = GraderSpec(name=f"{USER_CODE}:as_told")
 LENGTH = GraderSpec(name=f"{USER_CODE}:length")
 
 
-def pool_of(num_processes: int = 1, timeout_s: float = 2.0, max_tries: int = 2, **hello: Any):
+def pool_of(
+    num_processes: int = 1, timeout_s: float = 2.0, max_tries: int = 2, sandbox: Sandbox | None = None, **hello: Any
+):
     return open_pool(
-        PoolSettings(hello=Hello(**hello), num_processes=num_processes, timeout_s=timeout_s, max_tries=max_tries)
+        PoolSettings(
+            hello=Hello(**hello),
+            sandbox=sandbox or Sandbox(),
+            num_processes=num_processes,
+            timeout_s=timeout_s,
+            max_tries=max_tries,
+        )
     )
 
 
@@ -104,7 +113,7 @@ async def test_a_group_function_is_called_once_with_all_samples() -> None:
     ],
 )
 async def test_a_bad_answer_fails_its_sample_only_and_keeps_the_process(command: str, reason: str) -> None:
-    async with pool_of(reward_key="score", memory_limit_bytes=1 << 30) as pool:
+    async with pool_of(reward_key="score", sandbox=Sandbox(memory_bytes=1 << 30)) as pool:
         before, bad, after = await tell(pool, "fine", command, "fine")
         assert pool.stats()["num_starts"] == 1
     assert bad.error == reason
@@ -112,7 +121,7 @@ async def test_a_bad_answer_fails_its_sample_only_and_keeps_the_process(command:
 
 
 async def test_a_grader_that_hoards_memory_gets_a_memory_error() -> None:
-    async with pool_of(timeout_s=10, memory_limit_bytes=256 << 20) as pool:
+    async with pool_of(timeout_s=10, sandbox=Sandbox(memory_bytes=256 << 20)) as pool:
         (graded,) = await tell(pool, "allocate slowly")
     assert graded.error == "raised MemoryError()"
 

@@ -27,6 +27,8 @@ from tests.fixtures.nats import NatsServer
 pytestmark = pytest.mark.anyio
 
 USER_CODE = str(Path(__file__).parent / "user_graders.py")
+NASTY_CODE = str(Path(__file__).parent / "nasty_graders.py")
+OWN = ("everything", "as_told", "length", "slowly")
 
 
 def topology_of(*graders: str, **reward: Any) -> Topology:
@@ -46,7 +48,8 @@ def topology_of(*graders: str, **reward: Any) -> Topology:
 
 @asynccontextmanager
 async def running(bus: Bus, *, graders: Sequence[str] = (), **reward: Any) -> AsyncGenerator[RewardActor]:
-    actor = RewardActor(topology_of(*graders, **reward), bus)
+    own = {} if reward.get("group_rm") else {f"own-{name}": f"{USER_CODE}:{name}" for name in OWN}
+    actor = RewardActor(topology_of(*graders, graders=own, **reward), bus)
     async with anyio.create_task_group() as group:
         await group.start(actor.run)
         yield actor
@@ -127,7 +130,7 @@ async def test_a_truncated_sample_is_known_to_the_grader(bus: Bus, asker: Asker)
 
 async def test_a_dict_answer_gives_reward_and_details(bus: Bus, asker: Asker) -> None:
     async with running(bus, reward_key="score"):
-        (score,) = await asker.scores(f"{USER_CODE}:everything", "r", label="l", metadata={"k": 1}, part=2)
+        (score,) = await asker.scores("own-everything", "r", label="l", metadata={"k": 1}, part=2)
     assert (score.part, score.reward) == (2, 0.5)
     assert score.details == {"score": 0.5, "seen": [0, "p", "r", "l", {"k": 1}, "completed"]}
 
@@ -140,7 +143,7 @@ async def test_a_group_is_scored_in_one_call(bus: Bus, asker: Asker) -> None:
 
 async def test_bad_graders_fail_their_samples_and_nothing_else(bus: Bus, asker: Asker) -> None:
     async with running(bus, max_tries=2):
-        scores = await asker.scores(f"{USER_CODE}:as_told", "fine", "raise", "hang", "_exit", "nan", "text", "fine")
+        scores = await asker.scores("own-as_told", "fine", "raise", "hang", "_exit", "nan", "text", "fine")
         await until_work_is_done(bus)
     assert [score.reward for score in scores] == [1.0, None, None, None, None, None, 1.0]
     assert [score.error for score in scores][1:-1] == [
@@ -152,10 +155,47 @@ async def test_bad_graders_fail_their_samples_and_nothing_else(bus: Bus, asker: 
     ]
 
 
+async def test_code_that_the_topology_does_not_name_is_not_run(bus: Bus, asker: Asker, tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign.py"
+    foreign.write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\ndef f(sample): return 1.0\n")
+    async with running(bus, graders=["exact_match"]):
+        (by_file,) = await asker.scores(f"{foreign}:f", "r")
+        (by_module,) = await asker.scores("tests.actors.reward.user_graders:length", "r")
+        (built_in,) = await asker.scores("positional_match", "7", label="7")
+        await until_work_is_done(bus)
+    assert by_file.error == f"'{foreign}:f' is no built-in grader, and the topology does not name it"
+    assert "the topology does not name it" in str(by_module.error)
+    assert built_in.reward == 1.0
+    assert not (tmp_path / "ran").exists()
+
+
+async def test_an_answer_over_the_size_of_a_message_goes_without_its_details(bus: Bus, asker: Asker) -> None:
+    name = f"{NASTY_CODE}:answers_much"
+    async with running(bus, graders=[name], reward_key="score", processes=2, timeout_s=20.0):
+        scores = await asker.scores(name, *["r"] * 300)  # of 31 KB each
+        await until_work_is_done(bus)
+    assert {score.reward for score in scores} == {1.0}
+    assert {score.error for score in scores} == {None}
+    assert [score.details for score in scores] == [None] * 300
+
+
+@pytest.mark.parametrize("garbage", ["length", "no struct", "deep", "half"])
+async def test_garbage_on_the_pipe_of_a_grader_fails_its_sample_and_not_the_actor(
+    bus: Bus, asker: Asker, garbage: str
+) -> None:
+    name = f"{NASTY_CODE}:writes_to_the_pipe"
+    async with running(bus, graders=[name, "exact_match"], max_tries=2, timeout_s=2.0):
+        (failed,) = await asker.scores(name, garbage)
+        (good,) = await asker.scores("exact_match", "7", label="7")
+    assert failed.reward is None
+    assert failed.error is not None
+    assert good.reward == 1.0
+
+
 async def test_a_late_request_is_acked_without_an_answer(bus: Bus, asker: Asker) -> None:
-    await asker.ask(f"{USER_CODE}:length", "late", deadline_in_s=-1.0)
+    await asker.ask("own-length", "late", deadline_in_s=-1.0)
     async with running(bus) as actor:
-        (score,) = await asker.scores(f"{USER_CODE}:length", "four")  # the first answer is not of the late request
+        (score,) = await asker.scores("own-length", "four")  # the first answer is not of the late request
         await until_work_is_done(bus)
         assert actor.stats()["num_late_requests"] == 1
     assert score.reward == 4.0
@@ -163,7 +203,7 @@ async def test_a_late_request_is_acked_without_an_answer(bus: Bus, asker: Asker)
 
 async def test_a_request_that_becomes_late_is_given_up(bus: Bus, asker: Asker) -> None:
     async with running(bus, timeout_s=20.0) as actor:
-        await asker.ask(f"{USER_CODE}:as_told", "sleep", deadline_in_s=0.3)
+        await asker.ask("own-as_told", "sleep", deadline_in_s=0.3)
         await until_work_is_done(bus)
         assert actor.stats()["num_late_requests"] == 1
 
@@ -171,7 +211,7 @@ async def test_a_request_that_becomes_late_is_given_up(bus: Bus, asker: Asker) -
 async def begin(asker: Asker, tmp_path: Path) -> str:
     """Ask for a score whose grader waits for the file `go`, and wait until it has begun."""
     files = {"file": str(tmp_path / "go"), "started": str(tmp_path / "started")}
-    request_id = await asker.ask(f"{USER_CODE}:as_told", "wait for file", metadata=files)
+    request_id = await asker.ask("own-as_told", "wait for file", metadata=files)
     with anyio.fail_after(10):
         while not await anyio.Path(files["started"]).exists():  # noqa: ASYNC110 - a file has no event
             await anyio.sleep(0.01)
@@ -185,7 +225,7 @@ async def test_a_grader_that_takes_its_time_is_named(bus: Bus, asker: Asker, tmp
         waits = actor.waits_for()
         await anyio.Path(tmp_path / "go").touch()
         await until_work_is_done(bus)
-    assert waits.startswith(f"graders, with 1 score request in hand; {USER_CODE}:as_told has the oldest for ")
+    assert waits.startswith("graders, with 1 score request in hand; own-as_told has the oldest for ")
 
 
 async def test_a_stopped_actor_gives_its_requests_back_at_once(bus: Bus, asker: Asker, tmp_path: Path) -> None:
@@ -217,7 +257,8 @@ anyio.run(main, *sys.argv[1:])
 async def test_a_request_of_a_killed_actor_goes_to_another(
     bus: Bus, asker: Asker, tmp_path: Path, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    topology = msgspec.json.encode(topology_of(timeout_s=20.0)).decode()
+    own = {"own-as_told": f"{USER_CODE}:as_told"}
+    topology = msgspec.json.encode(topology_of(timeout_s=20.0, graders=own)).decode()
     command = [sys.executable, "-c", ACTOR_PROCESS, nats_server.url, bus.run, topology]
     async with await anyio.open_process(command, stdin=None, stdout=None, stderr=None) as killed:
         request_id = await begin(asker, tmp_path)
@@ -232,7 +273,7 @@ async def test_a_request_of_a_killed_actor_goes_to_another(
 
 async def test_two_actors_share_the_requests(bus: Bus, asker: Asker) -> None:
     async with running(bus, timeout_s=5.0) as first, running(bus, timeout_s=5.0) as second:
-        asked = {await asker.ask(f"{USER_CODE}:slowly", "abc") for _ in range(40)}
+        asked = {await asker.ask("own-slowly", "abc") for _ in range(40)}
         answered = {(await asker.answer()).request_id for _ in range(40)}
         assert answered == asked
         shares = [actor.stats()["num_requests"] for actor in (first, second)]

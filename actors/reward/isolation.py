@@ -1,0 +1,193 @@
+"""The kernel's side of a sandbox: namespaces, mounts and privileges, by system call. Standard library only."""
+
+import ctypes
+import fcntl
+import os
+import socket
+import struct
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+_CLONE_NEWNS: Final = 0x00020000
+_CLONE_NEWIPC: Final = 0x08000000
+_CLONE_NEWUSER: Final = 0x10000000
+_CLONE_NEWPID: Final = 0x20000000
+_CLONE_NEWNET: Final = 0x40000000
+_PR_SET_PDEATHSIG: Final = 1
+_PR_CAPBSET_DROP: Final = 24
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_PR_SET_NO_NEW_PRIVS: Final = 38
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
+_MS_BIND, _MS_MOVE, _MS_REC, _MS_PRIVATE = 4096, 8192, 16384, 1 << 18
+_MOUNT_SETATTR: Final = 442  # on every architecture
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 1, 2
+_CAPABILITY_VERSION_3: Final = 0x20080522
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
+_DEVICES: Final = ("null", "zero", "full", "random", "urandom")
+_SCRATCH: Final = b"size=1g,mode=700"  # of a private temporary folder
+_LAST_CAPABILITY: Final = 63
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def set_parent_death_signal(number: int) -> None:
+    """Be told when the parent ends, or killed then, whatever a grader is doing."""
+    _call("prctl", _PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def set_subreaper() -> None:
+    """Become the parent of orphans below."""
+    _call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def set_no_new_privileges() -> None:
+    """Let no program that is started from here on gain privileges, as by its set-user-id bit."""
+    _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+def attempted(enter: Callable[[], None]) -> str | None:
+    """Why something could not be done; None if it was."""
+    try:
+        enter()
+    except OSError as error:
+        return f"{error.filename or 'the kernel'}: {error.strerror}"
+    return None
+
+
+def enter_user_and_pid_namespaces() -> None:
+    """Be this user and no other, with privileges only over namespaces; children have process numbers of their own.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    uid, gid = os.getuid(), os.getgid()
+    _call("unshare", _CLONE_NEWUSER | _CLONE_NEWPID)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+    Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+
+
+def enter_the_rest(folder: str, hidden: Sequence[str]) -> None:
+    """Have no network, write nothing but the folder, see no other process and nothing hidden; drop all privileges.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    _call("unshare", _CLONE_NEWNS | _CLONE_NEWNET | _CLONE_NEWIPC)
+    _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
+    _set_read_only("/")
+    _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, _SCRATCH)
+    _mount_devices(os.path.join(folder, ".dev"))
+    _mount("proc", "/proc", "proc", _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+    for path in hidden:
+        _hide(path)
+    try:
+        os.chdir(os.getcwd())  # by name, so that a hidden one is left
+    except OSError:
+        os.chdir(folder)
+    _raise_loopback()
+    _drop_privileges()
+
+
+def refusal() -> str | None:
+    """Why this machine cannot isolate graders; None if it can. Tried in a process of its own."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reading)
+            reason = _refusal_here()
+            os.write(writing, (reason or "").encode()[:4096])
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as answer:
+        reason = answer.read().decode()
+    os.waitpid(child, 0)
+    return reason or None
+
+
+def _refusal_here() -> str | None:
+    if sys.platform != "linux":
+        return "it is not Linux"
+    with tempfile.TemporaryDirectory(prefix="physarum-grader-") as folder:
+        if (reason := attempted(enter_user_and_pid_namespaces)) is not None:
+            return reason
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.write(writing, (attempted(lambda: enter_the_rest(folder, ())) or "").encode()[:4096])
+            finally:
+                os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as answer:
+            reason = answer.read().decode()
+        os.waitpid(child, 0)
+        return reason or None
+
+
+def _mount_devices(stage: str) -> None:
+    """The few devices that programs need, in place of all; shared memory of its own."""
+    os.mkdir(stage)
+    _mount("tmpfs", stage, "tmpfs", _MS_NOSUID, b"size=256m,mode=755")
+    for name in _DEVICES:
+        node = os.path.join(stage, name)
+        Path(node).touch()
+        _mount(f"/dev/{name}", node, None, _MS_BIND)
+    os.mkdir(os.path.join(stage, "shm"), 0o1777)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        os.symlink(f"/proc/self/fd/{number}", os.path.join(stage, name))
+    os.symlink("/proc/self/fd", os.path.join(stage, "fd"))
+    _mount(stage, "/dev", None, _MS_MOVE)
+    os.rmdir(stage)
+
+
+def _hide(path: str) -> None:
+    if os.path.isdir(path):
+        _mount("tmpfs", path, "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, b"size=4k,mode=555")
+    elif os.path.exists(path):
+        _mount("/dev/null", path, None, _MS_BIND)
+
+
+def _set_read_only(path: str) -> None:
+    attributes = struct.pack("=QQQQ", _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID, 0, 0, 0)
+    number = ctypes.c_long(_MOUNT_SETATTR)
+    if _libc.syscall(number, _AT_FDCWD, path.encode(), _AT_RECURSIVE, attributes, len(attributes)) == -1:
+        raise _error(f"mount_setattr read-only {path}")
+
+
+def _raise_loopback() -> None:
+    """A grader may talk to what it started itself."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle, suppress(OSError):
+        fcntl.ioctl(handle, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
+
+
+def _drop_privileges() -> None:
+    for capability in range(_LAST_CAPABILITY + 1):
+        if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) == -1:
+            break  # the kernel knows no more
+    none = struct.pack("=IIIIII", 0, 0, 0, 0, 0, 0)
+    _call("capset", struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), none)
+    set_no_new_privileges()
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, options: bytes | None = None) -> None:
+    done = _libc.mount(source.encode(), target.encode(), kind and kind.encode(), ctypes.c_ulong(flags), options)
+    if done == -1:
+        raise _error(f"mount {kind or source} on {target}")
+
+
+def _call(name: str, *arguments: object) -> None:
+    if getattr(_libc, name)(*arguments) == -1:
+        raise _error(name)
+
+
+def _error(what: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number), what)

@@ -1,0 +1,230 @@
+"""Starts a grader process, keeps it to its limits, and ends with it; nothing that a grader started outlives its keeper.
+
+Run as `python -m actors.reward.keeper PARENT_PID SETTINGS`. Standard library only: what it forks imports the rest.
+"""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from actors.reward import isolation
+
+EXIT_ORPHANED: Final = 3
+EXIT_STOPPED: Final = 0
+EXIT_TOO_MANY_PROCESSES: Final = 117
+POLL_S: Final = 0.1  # how often processes are counted
+MIN_HEADROOM: Final = 1024  # processes and threads that the user may start beside graders
+KILL_POLL_S: Final = 0.01
+KILL_S: Final = 1.0  # for what a grader started to be gone
+MAX_FILE_BYTES: Final = 1 << 30  # of one file that a grader writes
+WATCHED: Final = {signal.SIGCHLD, signal.SIGTERM}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Keep a grader process until it ends, or the parent does, or says so by SIGTERM; then end as it did."""
+    parent, settings = int(arguments[0]), json.loads(arguments[1])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    isolation.set_subreaper()
+    _be_prompt()
+    folder = tempfile.mkdtemp(prefix="physarum-grader-")
+    worker, status = 0, None
+    try:
+        worker = _start(settings, folder)
+        isolation.set_parent_death_signal(signal.SIGTERM)
+        if os.getppid() != parent:
+            return EXIT_ORPHANED
+        status = _watch(worker, settings["max_processes"])
+    finally:
+        _kill_descendants(worker)
+        shutil.rmtree(folder, ignore_errors=True)
+    if status is None:
+        return EXIT_STOPPED
+    return _end_like(_status_in(status) if settings["sandbox"] == "isolated" else status)
+
+
+def _be_prompt() -> None:
+    """Come to run beside a thousand processes of a grader, where this user may ask for that; children run as usual."""
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+
+
+def _start(settings: dict[str, Any], folder: str) -> int:
+    """The grader process, or in isolation the first process of its namespace, which starts it."""
+    keeper = os.getpid()
+    isolated = settings["sandbox"] == "isolated"
+    refusal = isolation.attempted(isolation.enter_user_and_pid_namespaces) if isolated else None
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            isolation.set_parent_death_signal(signal.SIGKILL)
+            os.setpgid(0, 0)  # so that all of it can be killed at once
+            if isolated or os.getppid() == keeper:  # of another namespace it is not told
+                code = _in_child(settings, folder, isolated=isolated, refusal=refusal)
+        except BaseException:  # noqa: BLE001 - a forked child must never return into its parent's code
+            traceback.print_exc()
+        os._exit(code)
+    with suppress(OSError):  # whoever of the two comes first
+        os.setpgid(child, child)
+    os.close(0)
+    os.close(1)
+    return child
+
+
+def _in_child(settings: dict[str, Any], folder: str, *, isolated: bool, refusal: str | None) -> int:
+    with suppress(OSError):  # where /proc may not be written; if memory ends, this process goes before the others
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    if isolated:
+        refusal = refusal or isolation.attempted(lambda: isolation.enter_the_rest(folder, settings["hidden"]))
+        if refusal is None and (status := _be_init()) is not None:
+            return _exit_code_of(status)
+    if settings["sandbox"] != "none":
+        isolation.set_no_new_privileges()
+        _limit(settings, isolated=isolated)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+    os.environ.update(TMPDIR=folder)
+    tempfile.tempdir = None  # ask for it again
+    from actors.reward.worker import work  # after the fork, so that the keeper stays small
+
+    return work(refusal)
+
+
+def _be_init() -> int | None:
+    """Fork once more: None in the child; in the first process of a namespace how that child ended."""
+    child = os.fork()
+    if child == 0:
+        isolation.set_parent_death_signal(signal.SIGKILL)
+        return None
+    os.close(0)
+    os.close(1)
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            return status
+
+
+def _exit_code_of(status: int) -> int:
+    """The first process of a namespace cannot end by a signal of its own: shells' way to tell of one."""
+    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+
+def _status_in(status: int) -> int:
+    """What the first process of a namespace told of by its exit code."""
+    code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 0
+    return code - 128 if code > 128 else status
+
+
+def _limit(settings: dict[str, Any], *, isolated: bool) -> None:
+    """Turn a grader's greed into its own MemoryError or OSError."""
+    most = settings["max_processes"]
+    limits = {
+        resource.RLIMIT_DATA: settings["memory_bytes"],
+        resource.RLIMIT_NOFILE: settings["max_files"],
+        resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
+        resource.RLIMIT_CORE: 0,
+        # counted by the kernel over a namespace, or else over all that this user runs: a bound for the worst case
+        resource.RLIMIT_NPROC: most + 4 if isolated else _num_tasks_of_user() + max(MIN_HEADROOM, 4 * most),
+    }
+    for kind, limit in limits.items():
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def _num_tasks_of_user() -> int:
+    """Threads count as processes do, for the kernel."""
+    uid, total = os.getuid(), 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            if os.stat(f"/proc/{name}").st_uid == uid:
+                total += os.stat(f"/proc/{name}/task").st_nlink - 2
+    return total
+
+
+def _watch(worker: int, max_processes: int | None) -> int | None:
+    """How the worker ended; None when it is to be ended."""
+    while True:
+        received = signal.sigwaitinfo(WATCHED) if max_processes is None else signal.sigtimedwait(WATCHED, POLL_S)
+        if received is not None and received.si_signo == signal.SIGTERM:
+            return None
+        status = _reap(worker)
+        if status is not None:
+            return status
+        if max_processes is not None and len(_descendants(max_processes + 2)) > max_processes + 1:
+            return EXIT_TOO_MANY_PROCESSES << 8
+
+
+def _reap(worker: int) -> int | None:
+    """Clear up after all that ended, orphans of graders too; how the worker ended, if it did."""
+    found = None
+    with suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return found
+            if pid == worker:
+                found = status
+    return found
+
+
+def _kill_descendants(worker: int) -> None:
+    """End everything below this process: the worker's process group at once, then those that have left it."""
+    deadline = time.monotonic() + KILL_S
+    if worker:
+        with suppress(OSError):
+            os.killpg(worker, signal.SIGKILL)
+    while time.monotonic() < deadline and (alive := _descendants()):
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, none can start another
+            for pid in alive:
+                with suppress(OSError):
+                    os.kill(pid, number)
+        _reap(-1)
+        signal.sigtimedwait({signal.SIGCHLD}, KILL_POLL_S)
+    _reap(-1)
+
+
+def _descendants(at_most: int | None = None) -> list[int]:
+    """Processes below this one; no more are looked for than asked."""
+    found, waiting = list[int](), [os.getpid()]
+    while waiting and (at_most is None or len(found) < at_most):
+        children = children_of(waiting.pop())
+        found += children
+        waiting += children
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    """Those that a process started, or was left with."""
+    children = list[int]()
+    with suppress(OSError):  # it has ended
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
+                children += map(int, file.read().split())
+    return children
+
+
+def _end_like(status: int) -> int:
+    """End as the worker did: by its exit code, or by its signal."""
+    if os.WIFEXITED(status):
+        return os.WEXITSTATUS(status)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core dump is enough
+    number = os.WTERMSIG(status)
+    with suppress(OSError):  # of SIGKILL and SIGSTOP there is nothing to set
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    os.kill(os.getpid(), number)
+    return 128 + number
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

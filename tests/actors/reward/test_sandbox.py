@@ -1,0 +1,198 @@
+"""What graders get, are kept to and cannot see."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from actors.reward import isolation
+from actors.reward.frames import Graded, GraderSpec, Hello
+from actors.reward.pool import PoolSettings, open_pool
+from actors.reward.process import GraderUnusableError
+from actors.reward.samples import GradedSample
+from actors.reward.sandbox import Sandbox
+from tests.actors.reward.test_pool import is_running, until_ended, until_exists
+
+pytestmark = pytest.mark.anyio
+
+USER_CODE = str(Path(__file__).parent / "nasty_graders.py")
+REFUSAL = isolation.refusal()
+isolated_or_refused = pytest.mark.parametrize("kind", ["process", "isolated"])
+
+
+async def graded_by(
+    function: str,
+    *responses: str,
+    sandbox: Sandbox | None = None,
+    timeout_s: float = 10.0,
+    cpu_s: float | None = None,
+    **metadata: Any,
+) -> list[Graded]:
+    """Grades of samples with these responses, by one process, each tried once."""
+    settings = PoolSettings(
+        hello=Hello(reward_key="score", cpu_s=cpu_s),
+        sandbox=sandbox or Sandbox(),
+        num_processes=1,
+        timeout_s=timeout_s,
+        max_tries=1,
+    )
+    samples = [GradedSample(response=response, metadata=metadata) for response in responses or ("",)]
+    with anyio.fail_after(40):
+        async with open_pool(settings) as pool:
+            return await pool.grade(GraderSpec(name=f"{USER_CODE}:{function}"), samples)
+
+
+def details_of(graded: Graded) -> dict[str, Any]:
+    assert graded.error is None
+    assert graded.details is not None
+    return graded.details
+
+
+@pytest.mark.parametrize("kind", ["none", "process"])
+async def test_a_grader_gets_the_variables_that_are_allowed_and_no_other(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHYSARUM_BUS_URL", "nats://phy:secret@127.0.0.1:1")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("OPENAI_API_KEY", "allowed")
+    (graded,) = await graded_by("environment", "OPENAI_API_KEY", sandbox=Sandbox(kind=kind, env=("OPENAI_API_KEY",)))
+    details = details_of(graded)
+    names = set(details["names"].split())
+    assert details["value"] == "allowed"
+    assert {"PATH", "HOME", "TMPDIR"} <= names
+    assert not names & {"PHYSARUM_BUS_URL", "AWS_SECRET_ACCESS_KEY"}
+
+
+async def test_a_graders_temporary_files_are_in_a_folder_that_goes_with_it() -> None:
+    (graded,) = await graded_by("scratch")
+    folder = Path(details_of(graded)["path"]).parents[1]
+    assert folder.name.startswith("physarum-grader-")
+    assert not folder.exists()
+
+
+async def test_a_grader_is_limited_and_gains_no_privileges() -> None:
+    (graded,) = await graded_by("status", sandbox=Sandbox(memory_bytes=1 << 30, max_files=100))
+    details = details_of(graded)
+    assert (details["no_new_privs"], details["memory"], details["files"]) == ("1", 1 << 30, 100)
+
+
+async def test_without_a_sandbox_a_grader_has_no_limits() -> None:
+    (graded,) = await graded_by("status", sandbox=Sandbox(kind="none", memory_bytes=1 << 30, max_files=100))
+    details = details_of(graded)
+    assert details["no_new_privs"] == "0"
+    assert 100 != details["files"]
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [("opens_files", "Too many open files"), ("writes_a_large_file", "File too large")],
+)
+async def test_a_grader_that_takes_too_many_files_gets_an_error(function: str, reason: str) -> None:
+    (graded,) = await graded_by(function)
+    assert reason in str(graded.error)
+
+
+async def test_a_call_that_uses_up_its_processor_time_fails_and_the_next_has_its_own() -> None:
+    burnt, again = await graded_by("burns_processor_time", "", "", cpu_s=1.0, timeout_s=30.0)
+    assert burnt.error == again.error == "raised CpuLimitError('reward.cpu_s')"
+
+
+@isolated_or_refused
+async def test_a_grader_that_forks_a_bomb_is_killed_with_all_of_it(kind: Any) -> None:
+    if kind == "isolated" and REFUSAL is not None:
+        return await refused()
+    (graded,) = await graded_by("forks_a_bomb", sandbox=Sandbox(kind=kind, max_processes=20), timeout_s=15.0)
+    assert graded.error == ("the grader was killed: it started more processes than reward.max_processes, 1 times")
+    assert not [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_bomb(pid)]
+
+
+def is_bomb(pid: int) -> bool:
+    try:
+        return b"actors.reward.keeper" in Path(f"/proc/{pid}/cmdline").read_bytes() and is_running(pid)
+    except OSError:
+        return False
+
+
+async def test_a_daemon_that_a_grader_leaves_ends_with_its_process(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    (graded,) = await graded_by("leaves_a_daemon", "", file=str(file))
+    assert graded.reward == 1.0
+    await until_ended(int(await until_exists(file)))
+
+
+async def test_a_daemon_of_a_process_that_died_ends_too(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    (graded,) = await graded_by("leaves_a_daemon", "die", file=str(file))
+    assert graded.error == "the grader process exited with code 3, 1 times"
+    await until_ended(int(await until_exists(file)))
+
+
+async def test_a_grader_may_print_a_gigabyte_and_little_of_it_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    (graded,) = await graded_by("prints_much", "1024", timeout_s=30.0)
+    assert graded.reward == 1.0
+    printed = capfd.readouterr()
+    assert 64 << 10 <= printed.err.count("x") < 1 << 20
+    assert "grader_output_left_out" in printed.err + printed.out
+
+
+@pytest.mark.parametrize("garbage", ["length", "no struct", "deep", "half"])
+async def test_what_a_grader_writes_to_the_pipe_of_its_process_fails_the_sample(garbage: str) -> None:
+    (graded,) = await graded_by("writes_to_the_pipe", garbage, timeout_s=5.0)
+    assert graded.reward is None
+    assert "pipe" in str(graded.error) or "exited with code 1" in str(graded.error)
+
+
+async def test_a_grader_that_dies_by_a_signal_is_told_of_by_its_name() -> None:
+    (graded,) = await graded_by("dies_by_signal")
+    assert graded.error == "the grader process was killed by SIGSEGV, 1 times"
+
+
+async def refused() -> None:
+    """Where this kernel isolates nobody, it is said at the start, with the reason."""
+    with pytest.raises(GraderUnusableError, match=r'reward\.sandbox = "isolated": this machine refuses: .+'):
+        await graded_by("status", sandbox=Sandbox(kind="isolated"))
+
+
+async def test_an_isolated_grader_sees_no_network_no_run_and_no_parents(tmp_path: Path) -> None:
+    if REFUSAL is not None:
+        return await refused()
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "secret").write_text("password")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        (graded,) = await graded_by(
+            "looks_around",
+            sandbox=Sandbox(kind="isolated", hidden=(str(run_dir),)),
+            hidden=str(run_dir),
+            secret=str(run_dir / "secret"),
+            pid=os.getpid(),
+            port=server.getsockname()[1],
+            file=str(tmp_path / "written"),
+        )
+    seen = details_of(graded)
+    assert seen["connects"] == "ConnectionRefusedError"  # by a network of its own, in which nobody listens
+    assert seen["interfaces"] == "lo"
+    assert seen["processes"] == 2
+    assert (seen["parent"], seen["signals"]) == ("FileNotFoundError", "ProcessLookupError")
+    assert (seen["hidden"], seen["secret"]) == ("", "FileNotFoundError")
+    assert (seen["writes"], seen["undoes"]) == ("OSError", "CalledProcessError")
+    assert seen["devices"] == "fd full null random shm stderr stdin stdout urandom zero"
+    assert (seen["scratch"], seen["python"]) == ("yes", "yes")
+
+
+async def test_an_isolated_grader_is_limited_and_has_no_privileges() -> None:
+    if REFUSAL is not None:
+        return await refused()
+    (graded,) = await graded_by("status", sandbox=Sandbox(kind="isolated", memory_bytes=1 << 30))
+    details = details_of(graded)
+    assert (details["no_new_privs"], int(details["capabilities"], 16), details["memory"]) == ("1", 0, 1 << 30)
+
+
+async def test_an_isolated_grader_that_dies_is_told_of_as_any_other() -> None:
+    if REFUSAL is not None:
+        return await refused()
+    (graded,) = await graded_by("dies_by_signal", sandbox=Sandbox(kind="isolated"))
+    assert graded.error == "the grader process was killed by SIGSEGV, 1 times"
