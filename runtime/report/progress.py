@@ -67,6 +67,8 @@ class StepProgress:
         evaluation = ledger.evaluation
         if evaluation is not None:
             done = _evaluated(evaluation)
+        elif step > num_steps:
+            done = f"all {num_steps} steps are trained"
         else:
             ready = len(ledger.in_stage(Stage.READY)) + len(ledger.in_stage(Stage.BATCHED))
             of = f" of {self._step_groups}" if self._step_groups else ""
@@ -84,7 +86,8 @@ class StepProgress:
         return [f"slowest {part} {duration(spent_s[part])}"]
 
     def _begin(self, part: str, time: float) -> None:
-        self._any = True
+        if not self._any:  # the start is over; its time is no step's
+            self._any, self._began = True, time
         self._running.setdefault(part, time)
 
     def _end(self, part: str, time: float) -> None:

@@ -59,13 +59,13 @@ def test_before_anything_is_issued_it_starts() -> None:
 def test_a_step_says_how_many_groups_are_done_how_fast_and_what_takes_longest() -> None:
     told = Told()
     issued(told, 10, 0, 0, 1, 2, 3)
-    assert told.line(12) == "step 1/10: 0 of 4 groups, slowest rollout 2.0s, 12s so far"
+    assert told.line(12) == "step 1/10: 0 of 4 groups, slowest rollout 2.0s, 2.0s so far"
     refs = [kept(told, 20, 0, group) for group in range(3)]
-    assert told.line(30) == "step 1/10: 3 of 4 groups, 30 tok/s, slowest rollout 20s, 30s so far"
+    assert told.line(30) == "step 1/10: 3 of 4 groups, 45 tok/s, slowest rollout 20s, 20s so far"
     refs.append(kept(told, 40, 0, 3))
     told.at(40, BatchReady(incarnation=1, step=0, groups=tuple(refs)))
-    assert told.line(50) == "step 1/10: 4 of 4 groups, 24 tok/s, slowest rollout 30s, 50s so far"
-    assert told.line(100) == "step 1/10: 4 of 4 groups, 12 tok/s, slowest train 1m00s, 1m40s so far"
+    assert told.line(50) == "step 1/10: 4 of 4 groups, 30 tok/s, slowest rollout 30s, 40s so far"
+    assert told.line(100) == "step 1/10: 4 of 4 groups, 13 tok/s, slowest train 1m00s, 1m30s so far"
     trained = BatchTrained(step=0, incarnation=1, num_groups=4, num_samples=4, num_tokens=1216, metrics={})
     told.at(100, trained)
     issued(told, 101, 1, 4, 5, 6, 7)
@@ -78,7 +78,16 @@ def test_an_evaluation_says_how_many_items_are_done() -> None:
     told.at(5, issue)
     item = EvalCompleted(step=0, set="held_out", item=3, version=1, instance="i", samples=(SAMPLE,))
     told.at(15, item)
-    assert told.line(65) == "evaluation after step 0: 1 of 20 items, 5 tok/s, slowest evaluation 1m00s, 1m05s so far"
+    assert told.line(65) == "evaluation after step 0: 1 of 20 items, 5 tok/s, slowest evaluation 1m00s, 1m00s so far"
+
+
+def test_after_the_last_step_no_further_one_is_spoken_of() -> None:
+    told = Told()
+    issued(told, 10, 9, 0)
+    told.at(20, BatchReady(incarnation=1, step=9, groups=(kept(told, 20, 9, 0),)))
+    trained = BatchTrained(step=9, incarnation=1, num_groups=1, num_samples=1, num_tokens=304, metrics={})
+    told.at(30, trained)
+    assert told.line(40).startswith("all 10 steps are trained, ")
 
 
 def test_a_run_without_a_loss_says_nothing_of_it_in_its_result() -> None:
