@@ -11,10 +11,11 @@ import psutil
 import pytest
 
 from actors.processes import METRICS_HOST
+from bin.start_topology import main
 from runtime.bus.addresses import engine_key
 from runtime.bus.nats.server import ServerSettings, running_server
 from runtime.secrets import Login, Secret, split_login, with_login
-from tests.bin.test_start_topology import TOPOLOGY, arguments_of, environment, run, started
+from tests.bin.test_start_topology import TOPOLOGY, arguments_of, environment, started
 from tests.chaos.harness import Run
 from tests.support.other_user import files_with, listening, open_directory, seen_by_nobody
 
@@ -180,6 +181,13 @@ async def test_no_login_of_a_bus_is_shown_or_stored(tmp_path: Path, how: str) ->
     assert (tmp_path / "runs" / "r" / "bus.url").stat().st_mode & 0o777 == 0o600
 
 
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What --check says of wrong input."""
+    assert main([*arguments, "--check"]) == 2
+    said = capsys.readouterr()
+    return said.out + said.err
+
+
 @pytest.mark.parametrize(
     ("text", "mode", "why"),
     [
@@ -190,14 +198,13 @@ async def test_no_login_of_a_bus_is_shown_or_stored(tmp_path: Path, how: str) ->
     ],
 )
 def test_a_credentials_file_that_cannot_be_used_is_an_error_that_shows_nothing_of_it(
-    tmp_path: Path, text: str, mode: int, why: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, mode: int, why: str
 ) -> None:
     login_file(tmp_path / "login.toml", text, mode)
-    done = run(*overriding(tmp_path, url="nats://a:1", credentials="login.toml"), "--check")
-    assert done.returncode == 2
-    assert "bus.credentials = " in done.stderr
-    assert why in done.stderr
-    assert MARK not in done.stderr + done.stdout
+    said = refused(capsys, *overriding(tmp_path, url="nats://a:1", credentials="login.toml"))
+    assert "bus.credentials = " in said
+    assert why in said
+    assert MARK not in said
 
 
 @pytest.mark.parametrize(
@@ -211,17 +218,17 @@ def test_a_credentials_file_that_cannot_be_used_is_an_error_that_shows_nothing_o
         ({"credentials": "login.toml"}, "is for bus.url"),
     ],
 )
-def test_errors_about_the_bus_show_no_login(tmp_path: Path, bus: dict[str, str], why: str) -> None:
+def test_errors_about_the_bus_show_no_login(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bus: dict[str, str], why: str
+) -> None:
     login_file(tmp_path / "login.toml", f'token = "{MARK}"\n')
-    done = run(*overriding(tmp_path, **bus), "--check")
-    assert done.returncode == 2
-    assert why in done.stderr
-    assert MARK not in done.stderr + done.stdout
+    said = refused(capsys, *overriding(tmp_path, **bus))
+    assert why in said
+    assert MARK not in said
 
 
-def test_an_override_that_fits_nowhere_shows_no_login(tmp_path: Path) -> None:
+def test_an_override_that_fits_nowhere_shows_no_login(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url = with_login("nats://a:1", Login(user="me", password=Secret(MARK)))
-    done = run(*arguments_of(tmp_path / "r"), "--set", f"bus.urls={url}", "--check")
-    assert done.returncode == 2
-    assert "bus.urls=nats://***@a:1" in done.stderr
-    assert MARK not in done.stderr
+    said = refused(capsys, *arguments_of(tmp_path / "r"), "--set", f"bus.urls={url}")
+    assert "bus.urls=nats://***@a:1" in said
+    assert MARK not in said
