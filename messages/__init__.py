@@ -14,7 +14,7 @@ from messages.calls import (
     StatsRequested,
 )
 from messages.codec import DecodeError, EncodeError, decode, encode
-from messages.data import ColumnPublished, SegmentsPublished
+from messages.data import ColumnPublished, PromptStored, SegmentsPublished
 from messages.events import (
     ActorExited,
     ActorStarted,
@@ -102,6 +102,7 @@ __all__ = [
     "PayloadsMissing",
     "Plane",
     "Prompt",
+    "PromptStored",
     "PromptsLoaded",
     "RolloutRequested",
     "RoundHalted",

@@ -1,7 +1,7 @@
 """Bytes to messages and back. The type header chooses the decoder, the content type its encoding."""
 
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -20,6 +20,9 @@ TOLD_CHARS: Final = 300  # of a reason, which may cite what came
 _json_encoder = msgspec.json.Encoder(enc_hook=to_list)
 _msgpack_encoder = msgspec.msgpack.Encoder(enc_hook=to_extension)
 _decoders: dict[tuple[str, str], Any] = {}
+
+
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
 class DecodeError(ValueError):
@@ -116,3 +119,21 @@ def _make_decoder(tag: str, content_type: str) -> Any:
         raise DecodeError(f"unknown content type {content_type[:TOLD_CHARS]!r}")
     _decoders[(tag, content_type)] = decoder
     return decoder
+
+
+def pack(struct: msgspec.Struct) -> bytes:
+    """A struct that is no message, in msgpack."""
+    return _msgpack_encoder.encode(struct)
+
+
+def unpack(content: bytes, struct: type[StructT]) -> StructT:
+    """Read what `pack` wrote.
+
+    Raises:
+        DecodeError: the bytes do not fit the type.
+    """
+    decoder = msgspec.msgpack.Decoder(struct, ext_hook=from_extension, dec_hook=from_list)
+    try:
+        return decoder.decode(content)
+    except (msgspec.DecodeError, ValueError, RecursionError, OverflowError) as error:
+        raise DecodeError(f"{struct.__name__}: {error}") from error

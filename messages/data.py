@@ -18,11 +18,28 @@ class SegmentsPublished(Message, kw_only=True, tag="segments_published", eq=Fals
     attempt: int
     lease: str  # delivery of the task that produced them
     segments: tuple[Segment, ...]
-    prompt: str = ""  # as text, for people and replay
-    label: Any = None
+    prompt: str = ""  # as text, for people and replay; the beginning of one that is stored by itself
+    label: Any = None  # none of a prompt that is stored by itself
 
     def key(self) -> str:
         return f"{self.group_id}.{self.attempt}"
+
+
+@register
+class PromptStored(Message, kw_only=True, tag="prompt_stored", eq=False):
+    """A stretch of a prompt that is too large for tasks and events, which cite it. Written by buffer, read by many."""
+
+    plane = Plane.DATA
+    topic = "prompt"
+    keyed = True
+    data: str  # name of the data source
+    row: int
+    part: int  # from 0
+    num_parts: int
+    content: bytes  # of all parts behind each other: a Prompt in msgpack
+
+    def key(self) -> str:
+        return f"{self.row}.{self.part}"
 
 
 @register

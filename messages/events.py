@@ -22,7 +22,8 @@ class GroupCompleted(Message, kw_only=True, tag="group_completed"):
     instance: str
     data: str  # name of the data source
     samples: tuple[SampleSummary, ...]
-    metadata: dict[str, Any] = {}  # of the prompt
+    metadata: dict[str, Any] = {}  # of the prompt, unless that is stored by itself
+    prompt_parts: tuple[int, ...] = ()  # data messages that hold the prompt, if it is
     rollout_time_s: float = 0.0  # from the pull of the task to the last token
     reward_time_s: float = 0.0  # from the last token to the last score
 

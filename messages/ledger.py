@@ -23,6 +23,7 @@ class IssuedGroup(msgspec.Struct, frozen=True, kw_only=True):
     group_id: int
     attempt: int
     prompt: int  # number of the prompt in the order of the data source, counted over epochs
+    prompt_parts: tuple[int, ...] = ()  # data messages that hold it, if it is too large for its task
 
 
 @register
@@ -97,6 +98,7 @@ class EvalIssued(Message, kw_only=True, tag="eval_issued"):
     step: int
     version: int
     sets: tuple[EvalSetSize, ...]
+    payload_seq: int = 0  # no data message below this one is needed by it; 0: none at all
 
 
 class _Measured(Protocol):

@@ -22,6 +22,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     response_ids: Int32Array | None = None  # [T], of a demonstration, which is trained as it is
     loss_mask: UInt8Array | None = None  # [T], of a demonstration
     response: str = ""  # response_ids as text
+    parts: tuple[int, ...] = ()  # data messages that hold all of it, where it is too large for tasks and events
 
 
 @register
@@ -89,6 +90,7 @@ class ScoreRequested(Message, kw_only=True, tag="score_requested"):
     attempt: int
     rm_type: str  # a built-in grader or a plug-in
     group_rm: bool = False  # one call for all items, which then are the whole group
+    prompt_parts: tuple[int, ...] = ()  # PromptStored with prompt, label and metadata, which items then leave out
     deadline_s: float  # Unix time in seconds after which nobody waits for the answer
     items: tuple[ScoreItem, ...]
 

@@ -18,6 +18,7 @@ from actors.buffer.deciding.tasks import eval_tasks, rollout_task, schedule_of, 
 from actors.buffer.ledger_log import LedgerLog
 from actors.buffer.prompts.made import MadePrompts
 from actors.buffer.prompts.source import PromptSet, load_prompts
+from actors.buffer.prompts.storing import PromptsAtHand, PromptStore
 from actors.buffer.storage.pressure import LOOK_AGAIN_S, Pressure
 from actors.buffer.storage.recorder import Recorder
 from actors.buffer.storage.trimming import Trimmer
@@ -40,7 +41,9 @@ from messages import (
     Message,
     MessageDeadLettered,
     Plane,
+    Prompt,
     PromptsLoaded,
+    PromptStored,
     RolloutRequested,
     RoundHalted,
     RunFailed,
@@ -77,7 +80,7 @@ class BufferActor(Actor):
     Of two buffers the older one stops as fenced: an append succeeds only on the ledger that its writer has folded.
     """
 
-    reads = (*LEDGER_EVENTS, PromptsLoaded, SpillsRequested, SegmentsPublished)
+    reads = (*LEDGER_EVENTS, PromptsLoaded, SpillsRequested, SegmentsPublished, PromptStored)
     writes = (
         BufferStarted,
         GroupsIssued,
@@ -96,6 +99,7 @@ class BufferActor(Actor):
         CheckpointRequested,
         LogTrimmed,
         SelectionFailed,
+        PromptStored,
     )
 
     def __init__(self, topology: Topology, bus: Bus, run_dir: Path) -> None:
@@ -109,6 +113,8 @@ class BufferActor(Actor):
         self._pressure = Pressure(bus, self._trimmer.is_busy)
         self._schedule: Schedule | None = None  # once the data are read
         self._doing = Doing()
+        self._store = PromptStore(bus)
+        self._made: dict[int, Prompt] = {}  # prompts of the groups that are being issued, by number
         self._recorder = Recorder(topology, bus)
         self._eval_tasks: Iterator[EvalRequested] = iter(())  # of the running evaluation, still to be put
 
@@ -193,14 +199,15 @@ class BufferActor(Actor):
         state, incarnation, outstanding = self._state, self._state.incarnation, 0
         while True:
             if outstanding <= state.last_seq and not events.pending:
-                outstanding = await self._decide(schedule)
+                self._store.settled()
+                outstanding = await self._decide(schedule, prompts)
             event = await self._fold_next(events)
             if state.incarnation > incarnation:
                 raise Fenced(f"buffer {state.incarnation} took over from buffer {incarnation}")
             if event is not None:
                 await self._effects(event, prompts)
 
-    async def _decide(self, schedule: Schedule) -> int:
+    async def _decide(self, schedule: Schedule, prompts: PromptSet | MadePrompts) -> int:
         """Append what is decided now; return its sequence, or 0 when there was nothing or somebody wrote first."""
         while (decision := await self._next_decision(schedule)) is not None:
             if isinstance(decision, GroupsIssued) and await self._pressure.holds(self._state):
@@ -208,13 +215,21 @@ class BufferActor(Actor):
             if isinstance(decision, RunFinished | RunFailed):  # after it the processes are stopped
                 await self._recorder.write_rest(self._state.last_seq)
             try:
-                return await self._log.append(decision)
+                return await self._log.append(await self._citing(decision, prompts))
             except MessageTooLarge as error:
                 if not isinstance(decision, SnapshotTaken):
                     raise
                 log.warning("snapshot_left_out", reason=str(error))  # a start then folds more of the log
                 self._left_out_step = self._state.checkpoint_step
         return 0
+
+    async def _citing(self, decision: Message, prompts: PromptSet | MadePrompts) -> Message:
+        """A decision, once what it issues is stored as far as it is too large for tasks."""
+        numbers = [issued.prompt for issued in decision.groups] if isinstance(decision, GroupsIssued) else []
+        if numbers:
+            with self._doing(prompts_of(self._topology.data)):
+                self._made = await _in_thread(lambda: {number: prompts.prompt(number) for number in numbers})
+        return await self._store.citing(decision, self._state, self._made)
 
     async def _next_decision(self, schedule: Schedule) -> Message | None:
         """What is decided now. Nothing is folded while a user's function is asked for its choice."""
@@ -231,7 +246,9 @@ class BufferActor(Actor):
         match event:
             case GroupsIssued():
                 groups = [state.groups[issued.group_id] for issued in event.groups if issued.group_id in state.groups]
-                await self._put(rollout_task(self._topology, group, prompts, state.version_steps) for group in groups)
+                at_hand = PromptsAtHand(self._made, prompts)
+                await self._put(rollout_task(self._topology, group, at_hand, state.version_steps) for group in groups)
+                self._made = {}
             case EvalIssued():
                 await self._begin_evaluation(prompts)
             case EvalCompleted():
@@ -240,7 +257,8 @@ class BufferActor(Actor):
                 await self._put(islice(self._eval_tasks, 1))  # it may be that of an item
                 await self._put_again(event.subject, prompts)
             case CheckpointSaved():
-                await self._bus.purge(Plane.DATA, below_seq=min(state.low_water(), self._recorder.low_water()))
+                needed = min(state.low_water(), self._recorder.low_water(), self._store.needed_from)
+                await self._bus.purge(Plane.DATA, below_seq=needed)
             case _:
                 pass
 
@@ -272,7 +290,7 @@ class BufferActor(Actor):
         async def put(task: RolloutRequested | EvalRequested) -> None:
             async with limiter:
                 try:
-                    await self._bus.publish(task)
+                    await self._bus.publish(await self._store.task(task))
                 except AlreadyQueued:
                     log.debug("task_still_queued", task=task.key())
 

@@ -6,14 +6,17 @@ from collections import Counter
 
 import anyio
 import anyio.to_thread
+import msgspec
 import structlog
 from anyio.abc import TaskStatus
 
 from actors.filter.filters import BUILT_IN_FILTERS, Filter, Verdict, find_filter, keep_all, summary_of, verdict_of
+from messages.data import PromptStored
 from messages.events import GroupCompleted, Outcome, VerdictGiven
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
 from runtime.host.actor import Actor
+from runtime.samples.stored_prompts import fetch_prompt
 from runtime.settings.topology import Topology
 from runtime.wording import duration
 
@@ -34,7 +37,7 @@ class FilterActor(Actor):
     A crash before ack costs work, not a second verdict: the first verdict in log order wins.
     """
 
-    reads = (GroupCompleted,)
+    reads = (GroupCompleted, PromptStored)
     writes = (VerdictGiven,)
 
     def __init__(self, topology: Topology, bus: Bus) -> None:
@@ -95,6 +98,9 @@ class FilterActor(Actor):
     async def _verdict_on(self, group: GroupCompleted) -> Verdict:
         try:
             with anyio.fail_after(FILTER_TIMEOUT_S):
+                if group.prompt_parts and self._name not in BUILT_IN_FILTERS:  # these do not look at metadata
+                    metadata = (await fetch_prompt(self._bus, group.prompt_parts)).metadata
+                    group = msgspec.structs.replace(group, metadata=metadata)
                 verdict = await _ask(self._filter, self._name, group, self._threads)
         except Exception as error:  # noqa: BLE001 - a user's filter may raise anything; the group fails, the run goes on
             reason = f"no verdict within {FILTER_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else repr(error)

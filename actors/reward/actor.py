@@ -14,11 +14,13 @@ from actors.reward.pool import GraderPool, PoolSettings, open_pool
 from actors.reward.samples import GradedSample
 from actors.reward.sandbox import sandbox_of
 from messages.calls import Score, ScoresGiven
-from messages.work import ScoreItem, ScoreRequested
+from messages.data import PromptStored
+from messages.work import Prompt, ScoreItem, ScoreRequested
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
-from runtime.bus.errors import MessageTooLarge
+from runtime.bus.errors import MessageTooLarge, PayloadLost
 from runtime.host.actor import Actor
+from runtime.samples.stored_prompts import fetch_prompt
 from runtime.settings.plugins import is_plugin
 from runtime.settings.topology import Topology
 from runtime.wording import count_of, duration
@@ -28,6 +30,7 @@ ACK_WAIT_S = 5.0  # how long the requests in hand of a killed actor wait
 REQUESTS_PER_PROCESS = 4  # in hand: enough to keep processes busy, few enough to leave work for other actors
 MAX_ACK_PENDING = 4096  # over all reward actors
 GIVE_BACK_TIMEOUT_S = 1.0
+PROMPTS_KEPT = 8  # of those that are stored by themselves
 
 log = structlog.get_logger()
 
@@ -39,7 +42,7 @@ class RewardActor(Actor):
     run in processes of their own, so none can stop this actor.
     """
 
-    reads = (ScoreRequested,)
+    reads = (ScoreRequested, PromptStored)
     writes = (ScoresGiven,)
 
     def __init__(self, topology: Topology, bus: Bus) -> None:
@@ -58,6 +61,7 @@ class RewardActor(Actor):
         self._names = names_of(topology)
         self._pool: GraderPool | None = None
         self._counts: Counter[str] = Counter()
+        self._prompts: dict[tuple[int, ...], Prompt] = {}  # that are stored by themselves, by their parts
         self._in_hand: dict[str, tuple[str, float]] = {}  # grader and start, by request
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -134,10 +138,25 @@ class RewardActor(Actor):
             return [Graded(error=reason) for _ in request.items]
         spec = GraderSpec(name=name, group=request.group_rm)
         with anyio.move_on_after(request.deadline_s - time.time()):
-            return await pool.grade(spec, [_sample_of(item) for item in request.items])
+            try:
+                items = await self._items_of(request)
+            except PayloadLost as error:
+                return [Graded(error=f"prompt: {error}") for _ in request.items]
+            return await pool.grade(spec, [_sample_of(item) for item in items])
         self._counts["late_requests"] += 1
         log.warning("score_request_late", num_samples=len(request.items))
         return None
+
+    async def _items_of(self, request: ScoreRequested) -> Sequence[ScoreItem]:
+        """The items, with what is stored by itself of their prompt. All samples of a group ask for the same."""
+        if not request.prompt_parts:
+            return request.items
+        prompt = self._prompts.pop(request.prompt_parts, None) or await fetch_prompt(self._bus, request.prompt_parts)
+        self._prompts[request.prompt_parts] = prompt  # the newest last
+        while len(self._prompts) > PROMPTS_KEPT:
+            self._prompts.pop(next(iter(self._prompts)))
+        added = {"prompt": prompt.text, "label": prompt.label, "metadata": prompt.metadata}
+        return [msgspec.structs.replace(item, **added) for item in request.items]
 
 
 def names_of(topology: Topology) -> dict[str, str]:

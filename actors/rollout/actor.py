@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ from messages import (
     GroupAborted,
     GroupCompleted,
     GroupFailed,
+    PromptStored,
     RolloutRequested,
     RoundHalted,
     SampleSummary,
@@ -54,9 +56,10 @@ from messages import (
 from runtime.bus.addresses import engine_key
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Delivery
-from runtime.bus.errors import MessageTooLarge
+from runtime.bus.errors import MessageTooLarge, PayloadLost
 from runtime.failures import leaves
 from runtime.host.actor import Actor
+from runtime.samples.stored_prompts import with_prompt
 from runtime.settings.placement import num_engines
 from runtime.settings.topology import Topology
 from runtime.wording import count_of
@@ -92,6 +95,7 @@ class RolloutActor(Actor):
         ScoresGiven,
         SegmentsPublished,
         SpillsGiven,
+        PromptStored,
     )
     writes = (
         SegmentsPublished,
@@ -272,9 +276,14 @@ class RolloutActor(Actor):
     async def _ending(
         self, tools: Tools, delivery: Delivery[RolloutRequested], endings: Endings, release: Release
     ) -> Ending:
-        task, carried = delivery.message, await self._inheritance.carried(delivery)
-        if tools.generator.running.halted(task.round):
+        carried = await self._inheritance.carried(delivery)
+        if tools.generator.running.halted(delivery.message.round):
             return endings.aborted(carried)
+        try:
+            task = await with_prompt(self._bus, delivery.message)
+        except PayloadLost as error:
+            return endings.failed(f"prompt: {error}")
+        endings = replace(endings, task=task)
         samples = await self._inheritance.samples(task, carried)
         run = GroupRun(training_task(task, endings.lease, group_rm=self._topology.reward.group_rm), samples, tools)
         reason = None
@@ -318,6 +327,13 @@ class RolloutActor(Actor):
     async def _run_eval(self, tools: Tools, delivery: Delivery[EvalRequested], slots: Slots, taken: int) -> None:
         task = delivery.message
         async with self._pulled(delivery), released(slots, taken) as release:
+            try:
+                task = await with_prompt(self._bus, task)
+            except PayloadLost as error:
+                log.warning("eval_item_failed", set=task.set, item=task.item, reason=str(error))
+                await self._publish_eval(task, ())
+                await delivery.ack()
+                return
             samples = fresh_samples(task.num_samples, task.prompt.prompt_ids)
             run = GroupRun(eval_task(task, uuid.uuid4().hex), samples, tools)
             try:

@@ -27,7 +27,7 @@ async def sample_lines(bus: Bus, shown: SampleShown) -> list[str]:
         f"{shown.which} sample: group {group.group_id}, {_headline(sample)}",
         f"  prompt    {first.prompt!r}",
         f"  response  {response!r}",
-        f"  label     {first.label!r}",
+        f"  label     {'stored with the prompt' if group.prompt_parts else repr(first.label)}",
     ]
 
 

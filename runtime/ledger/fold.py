@@ -210,8 +210,10 @@ def _issue(state: LedgerState, event: GroupsIssued) -> tuple[Change, ...]:
                 min_version=event.min_version,
                 stage=Stage.IN_FLIGHT,
                 num_samples=event.num_samples,
-                payload_seq=state.newest_payload + 1,
+                prompt_parts=issued.prompt_parts,
+                payload_seq=min((state.newest_payload + 1, *issued.prompt_parts)),
             )
+            state.newest_payload = max((state.newest_payload, *issued.prompt_parts))
             state.enter(group)
             state.next_group = issued.group_id + 1
             state.next_prompt = issued.prompt + 1
@@ -220,6 +222,9 @@ def _issue(state: LedgerState, event: GroupsIssued) -> tuple[Change, ...]:
             state.index.leave(group)
             group.attempt, group.round, group.min_version = issued.attempt, event.round, event.min_version
             group.num_samples, group.stage, group.reason = event.num_samples, Stage.IN_FLIGHT, None
+            group.prompt_parts = issued.prompt_parts or group.prompt_parts
+            group.payload_seq = min((group.payload_seq, *issued.prompt_parts))
+            state.newest_payload = max((state.newest_payload, *issued.prompt_parts))
             state.index.enter(group)
             groups.append(group)
     return (Issued(tuple(groups)),)
@@ -236,7 +241,7 @@ def _end_attempt(
         return ended, *_close(state, event.group_id, state.failed, event.reason)
     completed = isinstance(event, GroupCompleted)
     samples = event.samples if completed else longest(group.spilled, event.samples)
-    group.payload_seq = min(_cited(state, samples), default=group.payload_seq)
+    group.payload_seq = min(group.prompt_parts + _cited(state, samples), default=group.payload_seq)
     group.event_seq, group.spilled = seq, ()
     if completed and (reason := wrong_count(event, group.num_samples)):
         return ended, *_close(state, event.group_id, state.failed, reason)
@@ -265,9 +270,9 @@ def _lose_task(state: LedgerState, event: MessageDeadLettered) -> tuple[Change, 
     return ()
 
 
-def _cited(state: LedgerState, samples: Iterable[SampleSummary]) -> list[int]:
+def _cited(state: LedgerState, samples: Iterable[SampleSummary]) -> tuple[int, ...]:
     """The data messages that samples lie in."""
-    cited = [ref.seq for sample in samples for ref in sample.segments]
+    cited = tuple(ref.seq for sample in samples for ref in sample.segments)
     state.newest_payload = max(state.newest_payload, max(cited, default=0))
     return cited
 
@@ -285,7 +290,7 @@ def _spill(state: LedgerState, event: SegmentsSpilled) -> None:
     if group is None or group.attempt != event.attempt or group.stage is not Stage.IN_FLIGHT:
         return
     group.spilled = longest(group.spilled, event.samples)
-    group.payload_seq = min([group.payload_seq, *_cited(state, group.spilled)])
+    group.payload_seq = min((group.payload_seq, *_cited(state, group.spilled)))
 
 
 def _judge(state: LedgerState, event: VerdictGiven) -> tuple[Change, ...]:
@@ -360,7 +365,7 @@ def _give_back(state: LedgerState, change: TakenBack, seq: int) -> None:
         if ref in change.lost:
             _describe(group, ())
             group.event_seq, group.carried, group.payload_seq = seq, (), state.newest_payload + 1
-            group.reason = "payloads_missing"
+            group.prompt_parts, group.reason = (), "payloads_missing"  # which may be gone too: it is stored again
             state.move(group, Stage.POOLED)
         else:
             state.move(group, Stage.READY)
@@ -391,7 +396,9 @@ def _evaluate(state: LedgerState, event: EvalIssued | EvalCompleted | EvalEnded)
             if running is None and event.step > state.eval_step:
                 sizes = {size.set: size.num_items for size in event.sets}
                 items: dict[str, dict[int, EvalItem]] = {name: {} for name in sizes}
-                state.evaluation = Evaluation(step=event.step, version=event.version, sizes=sizes, items=items)
+                state.evaluation = Evaluation(
+                    step=event.step, version=event.version, sizes=sizes, items=items, payload_seq=event.payload_seq
+                )
         case EvalCompleted():
             if running is not None and running.step == event.step:
                 rewards = tuple(sample.reward or 0.0 for sample in event.samples)

@@ -35,6 +35,7 @@ class Group(msgspec.Struct, kw_only=True):
     event_seq: int = 0  # log sequence of the event that ended this attempt
     carried: tuple[SampleSummary, ...] = ()  # what earlier attempts left
     spilled: tuple[SampleSummary, ...] = ()  # what this attempt stored while in flight
+    prompt_parts: tuple[int, ...] = ()  # data messages that hold its prompt, if it is too large for a task
     payload_seq: int  # no data message below this one is needed by it; while in flight, a bound on what it will store
     data: str = ""  # name of the data source
     indices: tuple[int, ...] = ()  # by sample; parts of one index are fan-out siblings
@@ -59,6 +60,7 @@ class Evaluation(msgspec.Struct, kw_only=True):
     version: int
     sizes: dict[str, int]
     items: dict[str, dict[int, EvalItem]]
+    payload_seq: int = 0  # no data message below this one is needed by it; 0: none at all
 
     @property
     def complete(self) -> bool:
@@ -188,4 +190,6 @@ class LedgerState(Steps, kw_only=True, dict=True):
         """No data message below this one is needed by a live group or a batch that no loadable checkpoint contains."""
         needed = [group.payload_seq for group in self.groups.values()]
         needed += [batch.payload_seq for batch in self.batches.values()]
+        if self.evaluation is not None and self.evaluation.payload_seq:
+            needed.append(self.evaluation.payload_seq)
         return min(needed, default=self.newest_payload + 1)

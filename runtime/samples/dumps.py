@@ -8,6 +8,7 @@ import msgspec
 from messages import (
     GroupCompleted,
     Outcome,
+    Prompt,
     SampleStatus,
     SampleSummary,
     Segment,
@@ -79,17 +80,21 @@ class DumpedGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         )
 
 
-def group_of(completed: GroupCompleted, payloads: Mapping[int, SegmentsPublished], fate: Fate) -> DumpedGroup:
+def group_of(
+    completed: GroupCompleted, payloads: Mapping[int, SegmentsPublished], fate: Fate, stored: Prompt | None = None
+) -> DumpedGroup:
     """A completed group as a dump holds it.
 
     Args:
         payloads: by their sequences, all that the event cites.
+        stored: its prompt, if that is stored by itself.
 
     Raises:
         ValueError: a reference leads to another sample's segment.
     """
     segments = tuple(tuple(_segments(completed, sample, payloads)) for sample in completed.samples)
-    first = next(iter(payloads.values()), None)
+    said = stored or next(iter(payloads.values()), None)
+    text = said.text if isinstance(said, Prompt) else said.prompt if said else ""
     lines = [
         DumpedSample(
             **msgspec.structs.asdict(fate),
@@ -99,9 +104,9 @@ def group_of(completed: GroupCompleted, payloads: Mapping[int, SegmentsPublished
             part=sample.part,
             round=completed.round,
             data=completed.data,
-            prompt=first.prompt if first else "",
-            label=first.label if first else None,
-            metadata=completed.metadata,
+            prompt=text,
+            label=said.label if said else None,
+            metadata=stored.metadata if stored else completed.metadata,
             response="".join(segment.text for segment in own),
             segment_texts=tuple(segment.text for segment in own) if len(own) > 1 else (),
             reward=sample.reward,

@@ -54,7 +54,7 @@ def row_of(record: Record, data: DataConfig) -> Row:
         metadata: dict[str, Any] = _parsed(columns.get(data.metadata_key), data.metadata_key, dict[str, Any]) or {}
         if (tools := _parsed(columns.get(data.tool_key), data.tool_key, list[dict[str, Any]])) is not None:
             metadata = {**metadata, "tools": tools}
-        return Row(
+        row = Row(
             number=record.number,
             place=record.place,
             prompt="" if ids and data.input_key not in columns else _prompt(columns, data),
@@ -62,8 +62,18 @@ def row_of(record: Record, data: DataConfig) -> Row:
             label=None if data.label_key is None else _column(columns, data.label_key, "label_key"),
             metadata=metadata,
         )
+        _check_size(row, data)
     except ValueError as error:
         raise DataError(f"{record.place}: {error}") from None
+    return row
+
+
+def _check_size(row: Row, data: DataConfig) -> None:
+    size = len(msgspec.msgpack.encode((row.prompt, row.label, row.metadata)))
+    if size > data.max_row_bytes:
+        raise ValueError(
+            f"prompt, label and metadata have {size} bytes, over the limit of {data.max_row_bytes} (data.max_row_bytes)"
+        )
 
 
 def _prompt_ids(columns: Mapping[str, Any]) -> tuple[int, ...] | None:

@@ -12,6 +12,7 @@ Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Temperature = Annotated[float, msgspec.Meta(gt=0)]
 TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
+RowBytes = Annotated[int, msgspec.Meta(ge=1, le=64 << 20)]
 TopK = Annotated[int, msgspec.Meta(ge=-1)]  # -1: off
 Beta = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Text = Annotated[str, msgspec.Meta(min_length=1)]
@@ -40,6 +41,7 @@ class DataConfig(Config, frozen=True, kw_only=True):
     apply_chat_template: bool = False  # render prompts by the tokenizer's chat template
     apply_chat_template_kwargs: dict[str, Any] = {}  # passed to the chat template
     rm_type: Text | None = None  # grader: a built-in, "module:function" or "path/file.py:function"
+    max_row_bytes: RowBytes = 16 << 20  # of a row's prompt, label and metadata; a larger row is refused
 
 
 class RolloutConfig(Config, frozen=True, kw_only=True):
@@ -213,6 +215,7 @@ def eval_data(recipe: Recipe, item: EvalConfig) -> DataConfig:
         apply_chat_template=first.apply_chat_template if template is None else template,
         apply_chat_template_kwargs=first.apply_chat_template_kwargs if kwargs is None else kwargs,
         rm_type=item.rm_type or first.rm_type,
+        max_row_bytes=first.max_row_bytes,
     )
 
 

@@ -134,23 +134,37 @@ def test_unknown_fields_are_ignored_so_that_fields_can_be_added() -> None:
 
 
 # Bytes as they were once written. They never change: a new form of a message is a new line.
-OLD = {
-    "groups_issued": (
+OLD = [
+    (
+        "groups_issued",
         b'{"type":"groups_issued","incarnation":1,"round":0,"min_version":1,'
-        b'"groups":[{"group_id":0,"attempt":0,"prompt":0}]}'
+        b'"groups":[{"group_id":0,"attempt":0,"prompt":0}]}',
     ),
-    "group_completed": (
+    (
+        "groups_issued",
+        b'{"type":"groups_issued","incarnation":1,"round":0,"min_version":1,'
+        b'"groups":[{"group_id":0,"attempt":0,"prompt":0}],"num_samples":0}',
+    ),
+    (
+        "group_completed",
         b'{"type":"group_completed","group_id":4,"attempt":1,"lease":"a","round":2,"instance":"rollout","data":"d",'
         b'"samples":[{"index":0,"part":0,"status":"completed","segments":[{"seq":9,"position":0}],"prompt_len":4,'
         b'"response_len":3,"reward":0.5,"score":null,"first_version":2,"last_version":3,"reason":null}],'
-        b'"metadata":{},"rollout_time_s":0.0,"reward_time_s":0.0}'
+        b'"metadata":{},"rollout_time_s":0.0,"reward_time_s":0.0}',
     ),
-}
+    (
+        "group_completed",
+        b'{"type":"group_completed","group_id":4,"attempt":1,"lease":"a","round":2,"instance":"rollout","data":"d",'
+        b'"samples":[{"index":0,"part":0,"status":"completed","segments":[{"seq":9,"position":0}],"prompt_len":4,'
+        b'"response_len":3,"reward":0.5,"score":null,"first_version":2,"last_version":3,"reason":null,'
+        b'"metadata":{}}],"metadata":{},"rollout_time_s":0.0,"reward_time_s":0.0}',
+    ),
+]
 GOLDEN = [
     (
         JSON,
         b'{"type":"groups_issued","incarnation":1,"round":0,"min_version":1,'
-        b'"groups":[{"group_id":0,"attempt":0,"prompt":0}],"num_samples":0}',
+        b'"groups":[{"group_id":0,"attempt":0,"prompt":0,"prompt_parts":[]}],"num_samples":0}',
         GroupsIssued(incarnation=1, round=0, min_version=1, groups=(IssuedGroup(group_id=0, attempt=0, prompt=0),)),
     ),
     (
@@ -158,7 +172,7 @@ GOLDEN = [
         b'{"type":"group_completed","group_id":4,"attempt":1,"lease":"a","round":2,"instance":"rollout","data":"d",'
         b'"samples":[{"index":0,"part":0,"status":"completed","segments":[{"seq":9,"position":0}],"prompt_len":4,'
         b'"response_len":3,"reward":0.5,"score":null,"first_version":2,"last_version":3,"reason":null,'
-        b'"metadata":{}}],"metadata":{},"rollout_time_s":0.0,"reward_time_s":0.0}',
+        b'"metadata":{}}],"metadata":{},"prompt_parts":[],"rollout_time_s":0.0,"reward_time_s":0.0}',
         GroupCompleted(
             group_id=4,
             attempt=1,
@@ -195,10 +209,10 @@ def test_golden_bytes_are_written_and_read(content_type: str, payload: bytes, me
     assert encode(message, content_type=content_type).payload == payload  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("tag", OLD)
-def test_bytes_of_an_older_version_are_read(tag: str) -> None:
+@pytest.mark.parametrize(("tag", "old"), OLD)
+def test_bytes_of_an_older_version_are_read(tag: str, old: bytes) -> None:
     (message,) = [message for _, payload, message in GOLDEN if f'"{tag}"'.encode() in payload]
-    assert decode(OLD[tag], {TYPE_HEADER: tag, CONTENT_TYPE_HEADER: JSON}) == message
+    assert decode(old, {TYPE_HEADER: tag, CONTENT_TYPE_HEADER: JSON}) == message
 
 
 def test_golden_bytes_of_packed_segments() -> None:

@@ -6,6 +6,7 @@ from typing import Protocol
 from actors.buffer.deciding.decide import EvalPlan, Schedule
 from messages import EvalRequested, Prompt, RolloutRequested, SampleSummary, SamplingParams
 from runtime.ledger.fold import Evaluation, Group, LedgerState, Stage, longest
+from runtime.samples.stored_prompts import cited
 from runtime.settings.recipe import Sampling, eval_sampling, over_sampling_batch_size, rollout_sampling
 from runtime.settings.topology import Topology
 
@@ -75,7 +76,7 @@ def rollout_task(topology: Topology, group: Group, prompts: Prompts, steps: Mapp
         attempt=group.attempt,
         round=group.round,
         min_version=group.min_version,
-        prompt=prompt,
+        prompt=cited(prompt, group.prompt_parts) if group.prompt_parts else prompt,
         num_samples=num_samples,
         sampling=_params(topology, rollout_sampling(topology), prompt),
         carried=tuple(sample for sample in longest(carried, group.spilled) if sample.index < num_samples),

@@ -23,6 +23,7 @@ from runtime.host.actor import InputError
 from runtime.ledger.fold import LEDGER_EVENTS
 from runtime.samples.dump_files import RUN_FILE, TOKENIZER, TOPOLOGY_FILE, DumpedRun, told_by_of, write_pair
 from runtime.samples.dumps import DumpedGroup, group_of
+from runtime.samples.stored_prompts import fetch_prompt
 from runtime.settings.topology import Topology, encode_topology
 
 log = structlog.get_logger()
@@ -124,7 +125,8 @@ class Recorder:
             return None
         try:
             payloads = {seq: await self._bus.fetch(SegmentsPublished, seq) for seq in payloads_of(completed.samples)}
-            return group_of(completed, payloads, fate)
+            prompt = await fetch_prompt(self._bus, completed.prompt_parts) if completed.prompt_parts else None
+            return group_of(completed, payloads, fate, prompt)
         except (PayloadLost, PayloadUnreadable, ValueError) as error:
             log.warning("group_not_dumped", group_id=completed.group_id, reason=str(error))
             return None

@@ -52,7 +52,8 @@ class Endings:
             instance=self.instance,
             data=prompt.data,
             samples=tuple(samples),
-            metadata=prompt.metadata,
+            metadata={} if prompt.parts else prompt.metadata,
+            prompt_parts=prompt.parts,
             rollout_time_s=rollout_time_s,
             reward_time_s=reward_time_s,
         )

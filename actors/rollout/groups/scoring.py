@@ -48,30 +48,29 @@ class Scorer:
                     answer.scores = given.scores
                     answer.arrived.set()
 
-    async def score(
-        self, group_id: int, attempt: int, rm_type: str, items: Sequence[ScoreItem], *, group_rm: bool
-    ) -> Sequence[Score]:
+    async def score(self, task: GroupTask, items: Sequence[ScoreItem]) -> Sequence[Score]:
         """Scores of the items, in their order; after the last try, what went wrong instead of a reward."""
         for _ in range(self._max_tries):
-            scores = await self._ask(group_id, attempt, rm_type, items, group_rm)
+            scores = await self._ask(task, items)
             if scores is not None and _parts(scores) == _parts(items):
                 return scores
-            log.warning("scores_missing", group_id=group_id, attempt=attempt)
+            log.warning("scores_missing", group_id=task.group_id, attempt=task.attempt)
         return [Score(index=item.index, part=item.part, error="no answer from a reward worker") for item in items]
 
-    async def _ask(
-        self, group_id: int, attempt: int, rm_type: str, items: Sequence[ScoreItem], group_rm: bool
-    ) -> Sequence[Score] | None:
+    async def _ask(self, task: GroupTask, items: Sequence[ScoreItem]) -> Sequence[Score] | None:
+        rm_type = task.prompt.rm_type
+        assert rm_type is not None, "the recipe's rules ask for a reward"
         request_id = uuid.uuid4().hex
         answer = self._waiting[request_id] = _Answer()
         wait_s = self._grading_s + PATIENCE_S
         request = ScoreRequested(
             request_id=request_id,
             reply_to=self._reply_to,
-            group_id=group_id,
-            attempt=attempt,
+            group_id=task.group_id,
+            attempt=task.attempt,
             rm_type=rm_type,
-            group_rm=group_rm,
+            group_rm=task.group_rm,
+            prompt_parts=task.prompt.parts,
             deadline_s=time.time() + wait_s,
             items=tuple(items),
         )
@@ -126,12 +125,10 @@ class SampleScoring:
             self._tasks.start_soon(self._score, unscored)
 
     async def _score(self, samples: Sequence[OpenSample]) -> None:
-        started = time.monotonic()
-        task, rm_type = self._task, self._task.prompt.rm_type
-        assert rm_type is not None, "the recipe's rules ask for a reward"
+        started, task = time.monotonic(), self._task
         items = [_item(task, sample) for sample in samples]
         try:
-            scores = await self._scorer.score(task.group_id, task.attempt, rm_type, items, group_rm=task.group_rm)
+            scores = await self._scorer.score(task, items)
         except MessageTooLarge:
             if task.group_rm or len(samples) == 1:
                 raise
@@ -145,14 +142,16 @@ class SampleScoring:
 
 
 def _item(task: GroupTask, sample: OpenSample) -> ScoreItem:
+    """What a grader sees of a sample; of a prompt that is stored by itself the request says where."""
+    stored, prompt = bool(task.prompt.parts), task.prompt
     return ScoreItem(
         index=sample.index,
-        prompt=task.prompt.text,
+        prompt="" if stored else prompt.text,
         response=sample.text,
         status=sample.status,
         response_len=len(sample.prefix),
-        label=task.prompt.label,
-        metadata=task.prompt.metadata,
+        label=None if stored else prompt.label,
+        metadata={} if stored else prompt.metadata,
     )
 
 

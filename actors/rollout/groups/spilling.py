@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import anyio
 
 from actors.rollout.groups.open_samples import OpenSample
-from actors.rollout.groups.storing import store
+from actors.rollout.groups.storing import label_of, store, text_of
 from actors.rollout.groups.tasks import GroupTask
 from actors.rollout.sglang.answers import Answer, segment_of
 from actors.rollout.sglang.streams import Stream
@@ -85,8 +85,8 @@ class SegmentStore:
                 attempt=self._task.attempt,
                 lease=self._task.lease,
                 segments=tuple(segments),
-                prompt=self._task.prompt.text,
-                label=self._task.prompt.label,
+                prompt=text_of(self._task.prompt),
+                label=label_of(self._task.prompt),
             )
             refs = await store(self._bus, message)
         for sample, segment, ref in zip(samples, segments, refs, strict=True):

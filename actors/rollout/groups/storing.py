@@ -1,12 +1,14 @@
 """Stores segments of one prompt group as data messages."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
-from messages import SegmentRef, SegmentsPublished
+from messages import Prompt, SegmentRef, SegmentsPublished
 from runtime.bus.bus import Bus
 from runtime.bus.errors import MessageTooLarge
+from runtime.samples.stored_prompts import SHOWN_CHARS
 
 
 async def store(bus: Bus, message: SegmentsPublished) -> Sequence[SegmentRef]:
@@ -25,3 +27,13 @@ async def store(bus: Bus, message: SegmentsPublished) -> Sequence[SegmentRef]:
         parts = [msgspec.structs.replace(message, segments=part) for part in (segments[:half], segments[half:])]
         return [ref for part in parts for ref in await store(bus, part)]
     return [SegmentRef(seq=seq, position=position) for position in range(len(segments))]
+
+
+def text_of(prompt: Prompt) -> str:
+    """What samples say of their prompt: all of it, unless it is stored by itself."""
+    return prompt.text[:SHOWN_CHARS] if prompt.parts else prompt.text
+
+
+def label_of(prompt: Prompt) -> Any:
+    """The same of its label."""
+    return None if prompt.parts else prompt.label

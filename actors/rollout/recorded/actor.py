@@ -12,12 +12,13 @@ from anyio import to_thread
 from anyio.abc import TaskStatus
 
 from actors.rollout.groups.endings import Endings
-from actors.rollout.groups.storing import store
+from actors.rollout.groups.storing import label_of, store, text_of
 from actors.rollout.recorded.source import AnswerSource, RecordedSample
 from messages import (
     GroupCompleted,
     GroupFailed,
     Prompt,
+    PromptStored,
     RolloutRequested,
     SampleSummary,
     SegmentRef,
@@ -25,8 +26,9 @@ from messages import (
 )
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
-from runtime.bus.errors import MessageTooLarge
+from runtime.bus.errors import MessageTooLarge, PayloadLost
 from runtime.host.actor import Actor
+from runtime.samples.stored_prompts import with_prompt
 
 log = structlog.get_logger()
 
@@ -42,7 +44,7 @@ class RecordedRolloutActor(Actor):
     halted round is answered too, since that costs no engine; its group then waits for the next batch.
     """
 
-    reads = (RolloutRequested,)
+    reads = (RolloutRequested, PromptStored)
     writes = (SegmentsPublished, GroupCompleted, GroupFailed)
 
     def __init__(self, bus: Bus, source: AnswerSource) -> None:
@@ -77,13 +79,14 @@ class RecordedRolloutActor(Actor):
             self._num_groups += 1
 
     async def _answer(self, delivery: Delivery[RolloutRequested]) -> None:
-        task, started = delivery.message, time.monotonic()
-        endings = Endings(task, uuid.uuid4().hex, self._bus.name)
+        started = time.monotonic()
+        endings = Endings(delivery.message, uuid.uuid4().hex, self._bus.name)
         try:
+            task = await with_prompt(self._bus, delivery.message)
             samples, prompt = await to_thread.run_sync(self._ask, task, limiter=self._one_call)
             summaries = await self._store(task, endings.lease, samples, prompt)
             ending = endings.completed(summaries, prompt, rollout_time_s=time.monotonic() - started)
-        except (ValueError, MessageTooLarge) as error:  # it would be the same at every delivery
+        except (ValueError, MessageTooLarge, PayloadLost) as error:  # it would be the same at every delivery
             log.warning("group_failed", reason=str(error))
             ending = endings.failed(str(error))
         await endings.publish(self._bus, ending)
@@ -103,8 +106,8 @@ class RecordedRolloutActor(Actor):
                 attempt=task.attempt,
                 lease=lease,
                 segments=tuple(segments),
-                prompt=prompt.text,
-                label=prompt.label,
+                prompt=text_of(prompt),
+                label=label_of(prompt),
             )
             refs = await store(self._bus, message)
         left = iter(refs)

@@ -11,6 +11,7 @@ from messages import (
     EvalCompleted,
     EvalEnded,
     EvalIssued,
+    EvalSetSize,
     GroupAborted,
     GroupCompleted,
     GroupFailed,
@@ -30,6 +31,7 @@ from messages import (
     SegmentsSpilled,
     SnapshotTaken,
     TrainerStarted,
+    WeightsAnnounced,
 )
 from runtime.ledger.fold import LedgerState, Stage, fold, spills_of
 from tests.support.ledger_log import Log, aborted, completed, judged, kinds, saved, summary, trained
@@ -381,3 +383,55 @@ def test_a_task_that_nobody_can_read_fails_its_group_and_no_other() -> None:
     log.add(MessageDeadLettered(subject="phy.r.work.score.1.0", reason="no such field", dead_seq=2))
     assert log.state.failed == {"task: no such field": 1}
     assert list(log.state.groups) == [0]
+
+
+def stored_log() -> Log:
+    """Two groups whose prompts lie in the data messages 11 to 13."""
+    log = Log()
+    parts = ((11, 12), (13,))
+    groups = tuple(IssuedGroup(group_id=i, attempt=0, prompt=i, prompt_parts=parts[i]) for i in (0, 1))
+    log.add(WeightsAnnounced(version=1, step=0, incarnation=1, path="", checksum="", size_bytes=0))
+    log.add(GroupsIssued(incarnation=1, round=0, min_version=1, groups=groups))
+    return log
+
+
+def test_a_stored_prompt_is_kept_until_no_loadable_checkpoint_lacks_its_batch() -> None:
+    log = stored_log()
+    assert log.state.low_water() == 1  # what the groups will store is not known yet
+    for group_id, payload in ((0, 21), (1, 22)):
+        seq = log.add(completed(group_id, 0, payload=payload))
+        log.add(judged(group_id, 0, seq))
+    assert log.state.low_water() == 11
+    log.decide()
+    log.add(trained(0))
+    assert log.state.low_water() == 11
+    log.add(saved(1, 1))
+    assert log.state.low_water() > 22
+
+
+def test_a_group_that_is_issued_again_keeps_its_stored_prompt_unless_that_may_be_lost() -> None:
+    log = stored_log()
+    log.add(aborted(0, 0, payload=21))
+    assert (log.state.groups[0].prompt_parts, log.state.groups[0].payload_seq) == ((11, 12), 11)
+    again = (IssuedGroup(group_id=0, attempt=1, prompt=0),)
+    log.add(GroupsIssued(incarnation=1, round=0, min_version=1, groups=again))
+    for group_id, attempt, payload in ((0, 1, 23), (1, 0, 22)):
+        seq = log.add(completed(group_id, attempt, payload=payload))
+        log.add(judged(group_id, attempt, seq))
+    (ready,) = [event for event in log.decide() if isinstance(event, BatchReady)]
+    assert log.state.groups[0].prompt_parts == (11, 12)
+    log.add(PayloadsMissing(step=0, incarnation=1, groups=ready.groups[:1], reason="gone"))
+    assert [log.state.groups[i].prompt_parts for i in (0, 1)] == [(), (13,)]
+
+
+def test_an_evaluation_keeps_what_was_stored_since_it_was_issued() -> None:
+    log = stored_log()
+    issued = EvalIssued(incarnation=1, step=0, version=1, sets=(EvalSetSize(set="s", num_items=1),), payload_seq=31)
+    log.add(issued)
+    for group_id in (0, 1):
+        log.add(GroupsClosed(incarnation=1, group_ids=(group_id,), outcome="dropped", reason="r"))
+    assert log.state.low_water() == 31
+    log.state.newest_payload = 99
+    assert log.state.low_water() == 31
+    log.add(EvalEnded(incarnation=1, step=0, version=1, metrics={}))
+    assert log.state.low_water() == 100

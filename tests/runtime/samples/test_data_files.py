@@ -139,3 +139,20 @@ def test_rows_after_a_slice_are_not_looked_at(tmp_path: Path) -> None:
     path.write_text('{"input": "0"}\n{"input": "1"}\nnonsense\n')
     assert [row.prompt for row in rows_of(f"{path}@[1:2]")] == ["1"]
     assert error(f"{path}@[:3]").startswith(f"{path}:3: not a JSON object")
+
+
+def test_a_row_over_the_limit_is_refused_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"input": "a", "metadata": {"k": "v"}}\n{"input": "b", "metadata": {"k": "%s"}}\n' % ("x" * 200))
+    assert len(rows_of(path)) == 2
+    refused = error(path, max_row_bytes=100)
+    assert refused.startswith(f"{path}:2: prompt, label and metadata have 2")
+    assert refused.endswith("over the limit of 100 (data.max_row_bytes)")
+
+
+def test_seventeen_megabytes_are_over_the_default_limit(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"input": "%s"}\n' % ("x" * 17_000_000))
+    assert f"{path}:1: " in error(path)
+    path.write_text('{"input": "%s"}\n' % ("x" * 16_000_000))
+    assert len(rows_of(path)) == 1

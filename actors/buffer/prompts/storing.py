@@ -1,0 +1,73 @@
+"""Stores what is too large for tasks and events before it is issued, so that these can cite it."""
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from actors.buffer.deciding.tasks import Prompts
+from messages import EvalIssued, EvalRequested, GroupsIssued, IssuedGroup, Message, Plane, Prompt, RolloutRequested
+from runtime.bus.bus import Bus
+from runtime.ledger.state import LedgerState
+from runtime.samples.stored_prompts import cited, is_large, store_prompt
+
+NOWHERE: Final = 2**63  # a sequence that no stream reaches
+
+
+class PromptsAtHand:
+    """Prompts by number, those that were made just now first."""
+
+    def __init__(self, made: Mapping[int, Prompt], prompts: Prompts) -> None:
+        self._made = made
+        self._prompts = prompts
+
+    def prompt(self, number: int) -> Prompt:
+        """The prompt that was or will be issued as this number."""
+        return self._made.get(number) or self._prompts.prompt(number)
+
+
+class PromptStore:
+    """Stores large prompts, and keeps what no folded event cites yet from being purged."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.needed_from = NOWHERE  # no data message from here on may be purged
+        self._bus = bus
+
+    async def citing(self, decision: Message, state: LedgerState, prompts: Mapping[int, Prompt]) -> Message:
+        """A decision that cites what it issues, as far as that is large; call `settled` once it is folded.
+
+        Args:
+            prompts: by number, of the groups that it issues.
+
+        Raises:
+            StreamFull: there is no room for them.
+        """
+        if isinstance(decision, EvalIssued):
+            return msgspec.structs.replace(decision, payload_seq=await self._hold())
+        if not isinstance(decision, GroupsIssued):
+            return decision
+        groups = [await self._cite(issued, state, prompts[issued.prompt]) for issued in decision.groups]
+        return msgspec.structs.replace(decision, groups=tuple(groups))
+
+    async def _cite(self, issued: IssuedGroup, state: LedgerState, prompt: Prompt) -> IssuedGroup:
+        group = state.groups.get(issued.group_id)
+        if (group is not None and group.prompt_parts) or not is_large(prompt):
+            return issued
+        await self._hold()
+        return msgspec.structs.replace(issued, prompt_parts=await store_prompt(self._bus, prompt))
+
+    async def _hold(self) -> int:
+        """Keep what is stored from now on; return the first sequence of it."""
+        first = (await self._bus.state(Plane.DATA)).last_seq + 1
+        self.needed_from = min(self.needed_from, first)
+        return first
+
+    def settled(self) -> None:
+        """The decision is folded: the ledger keeps what it cites."""
+        self.needed_from = NOWHERE
+
+    async def task(self, task: RolloutRequested | EvalRequested) -> RolloutRequested | EvalRequested:
+        """A task as it can be put: one of an evaluation, which keeps it, cites its prompt now if that is large."""
+        if isinstance(task, RolloutRequested) or not is_large(task.prompt):
+            return task
+        return msgspec.structs.replace(task, prompt=cited(task.prompt, await store_prompt(self._bus, task.prompt)))
