@@ -128,7 +128,7 @@ async def test_a_grader_that_hoards_memory_gets_a_memory_error() -> None:
 
 @pytest.mark.parametrize("command", ["hang", "sleep"])
 async def test_a_grader_that_hangs_is_killed_and_replaced(command: str) -> None:
-    async with pool_of(timeout_s=0.2) as pool:
+    async with pool_of(timeout_s=1.0) as pool:
         await tell(pool, "fine")
         start = time.perf_counter()
         before, hung, after = await tell(pool, "fine", command, "fine")
@@ -137,7 +137,7 @@ async def test_a_grader_that_hangs_is_killed_and_replaced(command: str) -> None:
         assert pool.stats()["num_deaths"] == 0
     assert hung.error == "timeout"
     assert (before.reward, after.reward) == (1.0, 1.0)
-    assert 0.2 <= took_s < 3  # one timeout and one start of a process, not one timeout per sample
+    assert 1.0 <= took_s < 10  # one timeout and one start of a process; a busy machine takes its time for these
 
 
 async def test_an_async_grader_that_never_ends_is_killed() -> None:
