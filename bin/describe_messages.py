@@ -23,6 +23,11 @@ Headers of every message: `Physarum-Type` names the message, `Content-Type` is `
 at most 64 bits, lists and objects are at most 128 deep, an event has at most 8 MiB. What cannot be used is set aside on
 the stream of dead letters.
 
+Answers go to subjects under `_INBOX.<run>.`, where the clients of a run take them, and nowhere else: a call or a score
+request that names another one to answer to is set aside. A client in another language subscribes to one of its own
+there, such as `_INBOX.<run>.my-worker.1`; with the nats command line, `--inbox-prefix _INBOX.<run>.me`. A reward worker
+of a hundred lines of JavaScript is `tests/support/reward_worker.js`.
+
 An event under a subject that is not in this table is yours: nobody here reads it. The exception is
 `phy.<run>.event.ledger.>`, which the buffer alone writes, with a `Physarum-Version`: a type in there that a reader does
 not know ends it.

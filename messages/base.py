@@ -28,6 +28,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     plane: ClassVar[Plane]
     topic: ClassVar[str]  # the subject after the plane, shared by all instances of the type
     keyed: ClassVar[bool] = False  # whether subjects go on after the topic with key()
+    answers: ClassVar[bool] = False  # whether it is sent to the inbox of who asked, and to no subject of its own
 
     def key(self) -> str:
         """Last tokens of the subject: what makes this instance's subject its own."""

@@ -24,6 +24,7 @@ class ScoresGiven(Message, kw_only=True, tag="scores_given"):
 
     plane = Plane.CALL
     topic = "scores_given"
+    answers = True
     request_id: str
     scores: tuple[Score, ...]
 
@@ -42,6 +43,7 @@ class ActorDescribed(Message, kw_only=True, tag="actor_described"):
 
     plane = Plane.CALL
     topic = "actor_described"
+    answers = True
     instance: str
     role: str
     reads: tuple[str, ...]  # message tags
@@ -64,6 +66,7 @@ class StatsGiven(Message, kw_only=True, tag="stats_given"):
 
     plane = Plane.CALL
     topic = "stats_given"
+    answers = True
     instance: str
     uptime_s: float
     stats: dict[str, float]
@@ -76,6 +79,7 @@ class CallFailed(Message, kw_only=True, tag="call_failed"):
 
     plane = Plane.CALL
     topic = "call_failed"
+    answers = True
     reason: str
 
 
@@ -95,6 +99,7 @@ class SpillsGiven(Message, kw_only=True, tag="spills_given"):
 
     plane = Plane.CALL
     topic = "spills_given"
+    answers = True
     group_id: int
     attempt: int
     samples: tuple[SampleSummary, ...]

@@ -8,7 +8,7 @@ import msgspec
 from messages.arrays import array_schema
 from messages.base import Message, Plane, message_types, tag_of
 from messages.codec import CONTENT_TYPE_HEADER, TYPE_HEADER, content_type_of
-from messages.subjects import call_subject, filter_of
+from messages.subjects import INBOX, call_subject, filter_of
 
 RUN = "{run}"
 INSTANCE = "{instance}"
@@ -65,8 +65,10 @@ def table(surfaces: Mapping[str, Surface]) -> list[tuple[str, str, str, str, str
 
 
 def _subject(message_type: type[Message]) -> str:
+    if message_type.answers:
+        return f"{INBOX}.{RUN}.>"
     if message_type.plane is Plane.CALL:
-        return call_subject(RUN, INSTANCE, message_type.topic)  # an answer goes to the caller's inbox instead
+        return call_subject(RUN, INSTANCE, message_type.topic)
     return filter_of(RUN, message_type)
 
 

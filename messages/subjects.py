@@ -8,6 +8,9 @@ from messages.base import Message, Plane, message_types
 
 ROOT = "phy"
 STORED_PLANES = (Plane.EVENT, Plane.WORK, Plane.DATA, Plane.DEAD)
+INBOX = "_INBOX"
+NO_TOKEN = re.compile(r"[^A-Za-z0-9_-]+")
+MAX_INBOX_CHARS = 512
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -85,6 +88,18 @@ def event_filters(run: str, types: Iterable[type[Message]]) -> list[str]:
 def call_subject(run: str, instance: str, topic: str) -> str:
     """Where one actor instance answers one kind of call."""
     return f"{ROOT}.{run}.{Plane.CALL}.{instance}.{topic}"
+
+
+def inbox_prefix(run: str, name: str) -> str:
+    """What the subjects begin with under which a client of a run takes answers."""
+    return f"{INBOX}.{run}.{NO_TOKEN.sub('-', name) or 'client'}"
+
+
+def is_inbox(run: str, subject: str) -> bool:
+    """Whether a subject that came over the bus is one for answers: nothing is ever sent to another one."""
+    tokens = subject.split(".")
+    own = tokens[:2] == [INBOX, run] and len(tokens) > 2 and len(subject) <= MAX_INBOX_CHARS
+    return own and not any(not token or NO_TOKEN.search(token) for token in tokens)
 
 
 def stream_of(run: str, plane: Plane) -> str:

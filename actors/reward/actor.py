@@ -15,10 +15,11 @@ from actors.reward.samples import GradedSample
 from actors.reward.sandbox import sandbox_of
 from messages.calls import Score, ScoresGiven
 from messages.data import PromptStored
+from messages.plain import clipped
 from messages.work import Prompt, ScoreItem, ScoreRequested
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
-from runtime.bus.errors import MessageTooLarge, PayloadLost
+from runtime.bus.errors import MessageRefused, PayloadLost
 from runtime.host.actor import Actor
 from runtime.samples.stored_prompts import fetch_prompt
 from runtime.settings.plugins import is_plugin
@@ -31,6 +32,7 @@ REQUESTS_PER_PROCESS = 4  # in hand: enough to keep processes busy, few enough t
 MAX_ACK_PENDING = 4096  # over all reward actors
 GIVE_BACK_TIMEOUT_S = 1.0
 PROMPTS_KEPT = 8  # of those that are stored by themselves
+MAX_ERROR_CHARS = 1000
 
 log = structlog.get_logger()
 
@@ -105,6 +107,9 @@ class RewardActor(Actor):
         self._counts["requests"] += 1
         self._in_hand[request.request_id] = (request.rm_type, time.monotonic())
         try:
+            if not self._bus.is_inbox(request.reply_to):
+                await delivery.reject(f"reply_to {clipped(request.reply_to, 80)!r} is no inbox of this run")
+                return
             async with delivery.heartbeat():
                 grades = await self._grade(pool, request)
                 if grades is not None:
@@ -124,7 +129,7 @@ class RewardActor(Actor):
         for attempt in (grades, bare, none):
             try:
                 await self._bus.notify(_answer_of(request, attempt), to=request.reply_to)
-            except MessageTooLarge as error:
+            except MessageRefused as error:
                 log.warning("answer_too_large", reason=str(error))
             else:
                 return
@@ -190,8 +195,9 @@ def _sample_of(item: ScoreItem) -> GradedSample:
 
 def _answer_of(request: ScoreRequested, grades: Sequence[Graded]) -> ScoresGiven:
     scores = tuple(
-        Score(index=item.index, part=item.part, reward=graded.reward, details=graded.details, error=graded.error)
+        Score(index=item.index, part=item.part, reward=graded.reward, details=graded.details, error=error)
         for item, graded in zip(request.items, grades, strict=True)
+        for error in [graded.error and clipped(graded.error, MAX_ERROR_CHARS)]
     )
     failed = [score.error for score in scores if score.error is not None]
     if failed:

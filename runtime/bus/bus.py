@@ -9,13 +9,13 @@ from typing import Any, Final, overload
 import msgspec
 
 from messages import DecodeError, Message, MessageT, Plane, decode, tag_of
-from messages.subjects import check_run_name, event_filters, filter_of, stream_of, subject_of
+from messages.subjects import check_run_name, event_filters, filter_of, inbox_prefix, is_inbox, stream_of, subject_of
 from runtime.bus.administration import Administration, Holdings, StreamState
 from runtime.bus.background import beside
 from runtime.bus.calls import Handler, Inbox, ask, serve
 from runtime.bus.consumer import Deliveries
 from runtime.bus.dead import DeadLetters
-from runtime.bus.errors import CallRefused, PayloadLost, PayloadUnreadable
+from runtime.bus.errors import CallRefused, MessageRefused, PayloadLost, PayloadUnreadable
 from runtime.bus.events import Events, Log, StoredMessage
 from runtime.bus.kv import KeyValues
 from runtime.bus.limits import BusLimits, StreamLimits
@@ -67,7 +67,7 @@ class Bus:
             ValueError: the run's name cannot be part of subjects.
         """
         check_run_name(run)
-        async with open_connection(url, name=name, limits=limits) as connection:
+        async with open_connection(url, name=name, limits=limits, inboxes=inbox_prefix(run, name)) as connection:
             yield cls(connection, run, name)
 
     def for_actor(self, name: str, *, reads: Iterable[type[Message]], writes: Iterable[type[Message]]) -> "Bus":
@@ -295,15 +295,21 @@ class Bus:
         """
         return serve(self._connection, self._dead_letters, self.run, instance or self.name, handlers)
 
+    def is_inbox(self, subject: str) -> bool:
+        """Whether a subject that came over the bus is one where a client of this run takes answers."""
+        return is_inbox(self.run, subject)
+
     async def notify(self, message: Message, *, to: str) -> None:
         """Send a small answer to an inbox. Not stored: if nobody listens or the connection is down, it may be lost.
 
         Raises:
             ValueError: this actor does not declare that it writes the type.
-            MessageRefused: nothing was sent; MessageTooLarge is one.
+            MessageRefused: `to` is no inbox of this run, or the message too large; nothing was sent.
             Disconnected: a BusError, when the outage outgrew the send buffer.
         """
         self._check_writes(type(message))
+        if not self.is_inbox(to):
+            raise MessageRefused(f"{to[:80]!r} is no inbox of run {self.run}")
         encoded = to_wire(message)
         await self._connection.send(to, encoded.payload, encoded.headers)
 

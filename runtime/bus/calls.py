@@ -12,7 +12,7 @@ from anyio.abc import TaskGroup
 from messages import CallFailed, DecodeError, EncodeError, Message, MessageT, decode, encode
 from messages.codec import CONTENT_TYPE_HEADER, JSON, MSGPACK
 from messages.plain import clipped
-from messages.subjects import call_subject
+from messages.subjects import call_subject, is_inbox
 from runtime.bus.background import task_group
 from runtime.bus.dead import DeadLetters
 from runtime.bus.errors import CallRefused, CallTimeout, MessageTooLarge, NotServed
@@ -71,10 +71,12 @@ class Server:
         self,
         connection: Connection,
         dead_letters: DeadLetters,
+        run: str,
         handlers: Mapping[type[Message], Handler],
         group: TaskGroup,
     ) -> None:
         self._connection = connection
+        self._run = run
         self._dead_letters = dead_letters
         self._handlers = dict(handlers)
         self._group = group
@@ -86,6 +88,11 @@ class Server:
 
     async def _answer(self, raw: RawMessage) -> None:
         try:
+            if raw.reply and not is_inbox(self._run, raw.reply):
+                await self._bury(
+                    raw, f"{clipped(raw.reply, 80)!r}, where it is to be answered, is no inbox of this run"
+                )
+                return
             if self._num_active > self._connection.limits.max_calls:
                 answer: Message = CallFailed(reason=f"busy: {self._connection.limits.max_calls} calls at work")
             else:
@@ -101,19 +108,22 @@ class Server:
             if handler is None:
                 raise DecodeError(f"{type(request).__name__} is not served here")
         except DecodeError as error:
-            await self._dead_letters.bury(
-                f"call.{self._connection.unique()}",
-                subject=raw.subject,
-                reason=str(error),
-                headers=raw.headers,
-                payload=raw.data,
-            )
+            await self._bury(raw, str(error))
             return CallFailed(reason=str(error))
         try:
             return await handler(request)
         except Exception as error:  # whatever a handler raises is the caller's answer, not our end
             log.exception("call_failed", subject=raw.subject)
             return CallFailed(reason=clipped(repr(error), REASON_CHARS))
+
+    async def _bury(self, raw: RawMessage, reason: str) -> None:
+        await self._dead_letters.bury(
+            f"call.{self._connection.unique()}",
+            subject=raw.subject,
+            reason=reason,
+            headers=raw.headers,
+            payload=raw.data,
+        )
 
     async def _reply(self, raw: RawMessage, answer: Message) -> None:
         if not raw.reply:
@@ -142,7 +152,7 @@ async def serve(
 ) -> AsyncGenerator[None, None]:
     """Answer calls to an instance for the duration of a block."""
     async with task_group() as group:
-        server = Server(connection, dead_letters, handlers, group)
+        server = Server(connection, dead_letters, run, handlers, group)
         subjects = {call_subject(run, instance, message_type.topic) for message_type in handlers}
         listeners = [await connection.subscribe(subject, server.on_message) for subject in sorted(subjects)]
         try:

@@ -20,6 +20,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from messages.subjects import INBOX
 from runtime.bus.errors import BusError, BusUnavailable, MessageRefused, MessageTooLarge
 from runtime.bus.limits import BusLimits
 from runtime.retrying import Backoff
@@ -155,7 +156,7 @@ class Connection:
 
     # opening and closing
 
-    async def start(self, url: str, name: str, on_lost: Callable[[], None]) -> None:
+    async def start(self, url: str, name: str, inboxes: str, on_lost: Callable[[], None]) -> None:
         """Connect and subscribe the reply inbox.
 
         Raises:
@@ -167,7 +168,7 @@ class Connection:
         except ValueError as error:
             raise BusUnavailable(str(error)) from error
         with anyio.move_on_after(self.limits.connect_timeout_s) as self._connecting:
-            await self._connect(servers, login, name)
+            await self._connect(servers, login, name, inboxes)
         self._connecting = None
         if self._refused or not self._client.is_connected:
             await self.close()
@@ -177,10 +178,11 @@ class Connection:
         self._reply_prefix = self.new_inbox()
         await self.subscribe(f"{self._reply_prefix}.*", self._on_reply)
 
-    async def _connect(self, servers: str, login: Login | None, name: str) -> None:
+    async def _connect(self, servers: str, login: Login | None, name: str, inboxes: str) -> None:
         await self._client.connect(
             servers=servers.split(","),
             name=name,
+            inbox_prefix=inboxes,
             **_login_options(login),
             error_cb=self._on_error,
             disconnected_cb=self._on_disconnected,
@@ -425,8 +427,13 @@ def _login_options(login: Login | None) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def open_connection(url: str, *, name: str, limits: BusLimits) -> AsyncGenerator[Connection, None]:
+async def open_connection(
+    url: str, *, name: str, limits: BusLimits, inboxes: str = INBOX
+) -> AsyncGenerator[Connection, None]:
     """A connection for the duration of a block. If it closes for good, the block is cancelled.
+
+    Args:
+        inboxes: what the subjects begin with under which it takes answers.
 
     Raises:
         BusUnavailable: no server at first, or the connection closed for good during the block.
@@ -440,7 +447,7 @@ async def open_connection(url: str, *, name: str, limits: BusLimits) -> AsyncGen
             lost = True
             scope.cancel()
 
-        await connection.start(url, name, on_lost)
+        await connection.start(url, name, inboxes, on_lost)
         try:
             yield connection
         finally:

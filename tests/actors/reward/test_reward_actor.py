@@ -15,6 +15,7 @@ import pytest
 import actors.reward.actor
 from actors.reward.actor import RewardActor
 from actors.reward.process import GraderUnusableError
+from messages import MessageDeadLettered
 from messages.base import Plane
 from messages.calls import Score, ScoresGiven
 from messages.samples import SampleStatus
@@ -65,7 +66,13 @@ class Asker:
         self._num = 0
 
     async def ask(
-        self, rm_type: str, *responses: str, group_rm: bool = False, deadline_in_s: float = 20.0, **item: Any
+        self,
+        rm_type: str,
+        *responses: str,
+        group_rm: bool = False,
+        deadline_in_s: float = 20.0,
+        reply_to: str | None = None,
+        **item: Any,
     ) -> str:
         self._num += 1
         items = tuple(
@@ -74,7 +81,7 @@ class Asker:
         )
         request = ScoreRequested(
             request_id=f"r{self._num}",
-            reply_to=self._inbox.subject,
+            reply_to=self._inbox.subject if reply_to is None else reply_to,
             group_id=1,
             attempt=1,
             rm_type=rm_type,
@@ -120,6 +127,27 @@ async def test_a_request_is_answered_in_order_and_acked(bus: Bus, asker: Asker) 
         (1, 0.5, None),
         (2, 0.0, None),
     ]
+
+
+@pytest.mark.parametrize("reply_to", ["phy.{}.event.ledger.round_halted", "a b", "_INBOX.other.x", ""])
+async def test_a_request_to_be_answered_elsewhere_is_dead_lettered(bus: Bus, asker: Asker, reply_to: str) -> None:
+    """A forged one put its answer among the ledger's events, or killed this actor again and again."""
+    async with running(bus, graders=["positional_match"]):
+        await asker.ask("positional_match", "74", label="74", reply_to=reply_to.format(bus.run))
+        (score,) = await asker.scores("positional_match", "74", label="74")
+        await until_work_is_done(bus)
+    assert score.reward == 1.0
+    assert await bus.last_ledger_seq() == 0
+    async with bus.read(MessageDeadLettered) as events:
+        assert ["is no inbox of this run" in received.message.reason async for received in events.so_far()] == [True]
+
+
+async def test_of_an_answer_that_is_too_long_the_rewards_are_sent(bus: Bus, asker: Asker) -> None:
+    """It ended this actor, which got it again."""
+    async with running(bus, reward_key="score", graders=[f"{USER_CODE}:chatty"]):
+        scores = await asker.scores(f"{USER_CODE}:chatty", *["x"] * 300)
+        await until_work_is_done(bus)
+    assert [(score.reward, score.details) for score in scores] == [(0.5, None)] * 300
 
 
 async def test_a_truncated_sample_is_known_to_the_grader(bus: Bus, asker: Asker) -> None:

@@ -89,9 +89,9 @@ async def test_what_is_sent_in_an_outage_is_bounded(own_nats_server: NatsServer)
         own_nats_server.kill()
         await eventually(lambda: not bus._connection.is_connected)
         for _ in range(9):
-            await bus.notify(group_failed(1, reason="x" * 10_000), to="_INBOX.a")
+            await bus.notify(group_failed(1, reason="x" * 10_000), to=f"_INBOX.{bus.run}.a")
         with pytest.raises(BusError, match="OutboundBufferLimit"):
-            await bus.notify(group_failed(1, reason="x" * 10_000), to="_INBOX.a")
+            await bus.notify(group_failed(1, reason="x" * 10_000), to=f"_INBOX.{bus.run}.a")
 
 
 async def test_two_runs_share_a_server_and_do_not_meet(nats_server: NatsServer) -> None:
