@@ -50,12 +50,17 @@ def preflight(loaded: LoadedTopology, node: str | None = None, *, elsewhere: boo
     """
     checked = check_here(loaded, node, elsewhere=elsewhere)
     hooks = check_hooks(loaded.topology, loaded.loaded)
-    found = [problem for problem in hooks if not (elsewhere and is_plugin(problem.value or ""))]
+    found = [problem for problem in hooks if not (elsewhere and _is_of_a_machine(problem))]
     if not elsewhere:
         broken = {problem.key for problem in checked.problems}
         found += _with_origin(loaded, _of_dumps(loaded.topology))
         found += _with_origin(loaded, _of_model(loaded.topology, broken)) if MODEL not in broken else ()
     return msgspec.structs.replace(checked, problems=(*checked.problems, *found))
+
+
+def _is_of_a_machine(problem: Problem) -> bool:
+    """Whether another machine may be without it: users' files, and what a kernel refuses."""
+    return is_plugin(problem.value or "") or problem.key == "reward.sandbox"
 
 
 def _with_origin(loaded: LoadedTopology, problems: Iterator[Problem]) -> Iterator[Problem]:
@@ -142,6 +147,7 @@ def _prompts(topology: Topology, shape: HfConfig, broken: set[str]) -> Iterator[
     except DataError as error:
         yield Problem.of(MODEL, topology.model.hf_checkpoint, str(error))
         return
+    own_graders = topology.reward.graders
     for key, data, reader, response in _sources(topology, tokenizing):
         if data.path is None or key in broken:
             continue
@@ -157,7 +163,7 @@ def _prompts(topology: Topology, shape: HfConfig, broken: set[str]) -> Iterator[
             message = f"every row is over a limit; of the shortest {reader.too_long(shortest)}"
             yield Problem.of(key, data.path, message)
         if not trains_demonstrations(topology):
-            yield from _ungraded(key, data, usable)
+            yield from _ungraded(key, data, [prompt for prompt in usable if prompt.rm_type not in own_graders])
         yield from _too_large(topology, shape, key, data.path, usable, response)
 
 

@@ -397,3 +397,26 @@ def test_a_run_of_another_recipe_is_not_said_to_resume(tmp_path: Path, capsys: p
     assert "rollout.temperature: 0.5 → 1.0" in told
     assert main(command) == 2
     assert capsys.readouterr().err == told
+
+
+def test_rows_may_name_graders_of_the_topology_and_no_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "graders.py").write_text(GRADER)
+    rows = [{"input": "12", "label": "21", "metadata": {"rm_type": name}} for name in ("mine", "positional_match")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [str(LAPTOP), "--check", "--set", f"data.0.path={tmp_path / 'rows.jsonl'}", "--set", "eval=[]"]
+    assert main(command) == 2
+    assert "no grader 'mine'" in capsys.readouterr().err
+    assert main([*command, "--set", f"reward.graders.mine={tmp_path / 'graders.py'}:grade"]) == 0
+
+
+def test_isolation_is_asked_of_the_machine_of_the_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.reward.isolation.refusal", lambda: "unshare: Operation not permitted")
+    command = [str(LAPTOP), "--check", "--set", "reward.sandbox=isolated"]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert 'reward.sandbox = "isolated": this machine refuses: unshare: Operation not permitted' in said
+    assert main([*command, "--elsewhere"]) == 0
