@@ -19,7 +19,8 @@ STEPS, GROUPS = 5, 2
 MORE_PER_GROUP = 2048  # bytes
 
 TOPOLOGY = """
-include = "{root}/topologies/laptop.toml"
+include = "laptop.toml"
+model.hf_checkpoint = "{root}/topologies/demo/models/reverse-digits"
 run.name = "{name}"
 rollout.rollout_batch_size = {groups}
 train.num_steps = {steps}

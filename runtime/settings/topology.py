@@ -102,10 +102,6 @@ class RewardConfig(Config, frozen=True, kw_only=True):
     max_processes: Positive = 64  # that a grader process has started and that still run
 
 
-class FilterConfig(Config, frozen=True, kw_only=True):
-    """Filter actors; which filter is the recipe's rollout.dynamic_filter."""
-
-
 class BufferConfig(Config, frozen=True, kw_only=True):
     """The buffer actor; what it does is the recipe's rollout table."""
 
@@ -125,7 +121,6 @@ class Topology(Recipe, frozen=True, kw_only=True):
     trainer: TrainerConfig = TrainerConfig()
     engines: dict[Name, EngineConfig] = {}  # the pool "policy" generates samples; none runs for demonstrations
     reward: RewardConfig = RewardConfig()
-    filter: FilterConfig = FilterConfig()
     buffer: BufferConfig = BufferConfig()
     share: tuple[Annotated[tuple[LightActor, ...], msgspec.Meta(min_length=1)], ...] = ()  # actors in one process
 

@@ -114,11 +114,6 @@ class Pull:
         return left
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether someone waits."""
-        return self._num_waiting > 0
-
-    @property
     def buffered(self) -> deque[RawMessage]:
         """Arrived, not yet taken."""
         return self._buffer

@@ -9,7 +9,6 @@ from messages import (
     DeadLetter,
     GroupFailed,
     Message,
-    MessageDeadLettered,
     Plane,
     ScoreRequested,
     SegmentsPublished,
@@ -167,20 +166,6 @@ async def test_what_was_fetched_ahead_and_is_not_taken_goes_to_another(bus: Bus,
     assert names == {"b", "c"}
 
 
-async def test_a_rejected_delivery_is_kept_as_a_dead_letter(bus: Bus) -> None:
-    await bus.publish(score_request("a"))
-    async with bus.consume(ScoreRequested, durable="score") as deliveries, bus.read(MessageDeadLettered) as events:
-        await (await taken(deliveries)).reject("poison")
-        told = await events.next(5)
-        assert told is not None
-        assert (told.message.reason, told.message.dead_seq) == ("poison", 1)
-        await eventually(lambda: work_is_done(bus))
-    letter = await dead_letter(bus)
-    assert isinstance(letter, DeadLetter)
-    assert (letter.subject, letter.origin) == (subject_of(bus.run, score_request("a")), "work.1")
-    assert decode(letter.payload, letter.headers) == score_request("a")
-
-
 @pytest.mark.parametrize(
     ("payload", "headers", "reason"),
     [
@@ -252,7 +237,7 @@ async def test_a_consumer_made_again_after_its_deletion_goes_on(bus: Bus) -> Non
             await (await taken(deliveries)).ack()
 
         group.start_soon(take)
-        await eventually(lambda: deliveries._pull.is_wanted)
+        await eventually(lambda: deliveries._pull._num_waiting > 0)
         await api_call(bus._connection, f"CONSUMER.DELETE.{stream_of(bus.run, Plane.WORK)}.score")
         await bus.publish(score_request("a"))
 
