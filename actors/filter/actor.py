@@ -13,6 +13,7 @@ from anyio.abc import TaskStatus
 from actors.filter.filters import BUILT_IN_FILTERS, Filter, Verdict, find_filter, keep_all, summary_of, verdict_of
 from messages.data import PromptStored
 from messages.events import GroupCompleted, Outcome, VerdictGiven
+from messages.plain import clipped
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
 from runtime.host.actor import Actor
@@ -116,7 +117,7 @@ def _verdict_given(delivery: Delivery[GroupCompleted], verdict: Verdict) -> Verd
         attempt=delivery.message.attempt,
         event_seq=delivery.seq,  # it counts for this completion and no other
         outcome=verdict.outcome,
-        reason=verdict.reason,
+        reason=verdict.reason and clipped(verdict.reason, MAX_REASON_CHARS),
     )
 
 

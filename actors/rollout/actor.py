@@ -56,7 +56,7 @@ from messages import (
 from runtime.bus.addresses import engine_key
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Delivery
-from runtime.bus.errors import MessageTooLarge, PayloadLost
+from runtime.bus.errors import MessageRefused, PayloadLost
 from runtime.failures import leaves
 from runtime.host.actor import Actor
 from runtime.samples.stored_prompts import with_prompt
@@ -71,7 +71,7 @@ log = structlog.get_logger()
 
 TOKENIZER = "tokenizer.json"
 ACK_WAIT_S = 5.0  # after a rollout actor's death its tasks go to another one this much later
-POISON = (RequestRefused, MessageTooLarge, ValueError)  # what a task brings about anew each time it is delivered
+POISON = (RequestRefused, MessageRefused, ValueError)  # what a task brings about anew each time it is delivered
 EVAL_MAX_TRIES = 5  # deliveries of an item that ends aborted
 GIVE_BACK_S = 2.0  # for tasks at the end
 LOOKS_PER_SPILL = 4  # how often in the time after which a group spills it is looked whether one is due
@@ -358,7 +358,7 @@ class RolloutActor(Actor):
         )
         try:
             await self._bus.publish(event)
-        except MessageTooLarge as error:
+        except MessageRefused as error:
             log.warning("details_left_out", set=task.set, item=task.item, reason=str(error))
             bare = tuple(msgspec.structs.replace(sample, score=None, metadata={}) for sample in samples)
             await self._bus.publish(msgspec.structs.replace(event, samples=bare))

@@ -12,7 +12,9 @@ from runtime.bus.nats.server import ServerSettings, server_command, wait_ready, 
 from runtime.settings.processes import Greets, PortRequest, ProcessSpec, Stage, WhenConfirmed
 
 BUS_PROCESS = "nats-server"
-BUS_READY_S = 30.0
+BUS_READY_S = (
+    900.0  # it reads its store first, which takes minutes where that is large; if it ends, that is seen at once
+)
 BUS_STOP_S = 1.5
 
 

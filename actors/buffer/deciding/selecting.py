@@ -9,6 +9,7 @@ from anyio import to_thread
 
 from actors.buffer.deciding.selection import Chosen, Kind, Selection, chosen_of, find_selection, first_come
 from messages import SelectionFailed
+from messages.plain import clipped
 from runtime.settings.topology import Topology
 
 log = structlog.get_logger()
@@ -50,7 +51,7 @@ class Selector:
             log.warning("selection_failed", kind=selection.kind, reason=reason, instead="first come first")
             if self._tell is not None:
                 failed = SelectionFailed(
-                    kind=selection.kind, reason=reason[:MAX_REASON_CHARS], num_groups=len(selection.groups)
+                    kind=selection.kind, reason=clipped(reason, MAX_REASON_CHARS), num_groups=len(selection.groups)
                 )
                 await self._tell(failed)
             return first_come(selection)

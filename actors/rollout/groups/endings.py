@@ -13,12 +13,14 @@ from messages import (
     SampleStatus,
     SampleSummary,
 )
+from messages.plain import clipped
 from runtime.bus.bus import Bus
-from runtime.bus.errors import MessageTooLarge
+from runtime.bus.errors import MessageRefused
 
 if TYPE_CHECKING:  # recorded samples need no engine, and nothing that speaks to one
     from actors.rollout.groups.run import GroupRun
 
+MAX_REASON_CHARS = 2000  # what a user's function raised may say anything
 Ending = GroupCompleted | GroupAborted | GroupFailed
 
 
@@ -77,12 +79,12 @@ class Endings:
             round=self.task.round,
             lease=self.lease,
             instance=self.instance,
-            reason=reason,
+            reason=clipped(reason, MAX_REASON_CHARS),
         )
 
     async def publish(self, bus: Bus, ending: Ending) -> None:
         """Say it; of what no event can carry, that it failed."""
         try:
             await bus.publish(ending)
-        except MessageTooLarge as error:  # what users' functions note, for one, has no bound
+        except MessageRefused as error:  # what users' functions note, for one, has no bound
             await bus.publish(self.failed(str(error)))

@@ -26,7 +26,7 @@ from messages import (
 )
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
-from runtime.bus.errors import MessageTooLarge, PayloadLost
+from runtime.bus.errors import MessageRefused, PayloadLost
 from runtime.host.actor import Actor
 from runtime.samples.stored_prompts import with_prompt
 
@@ -86,7 +86,7 @@ class RecordedRolloutActor(Actor):
             samples, prompt = await to_thread.run_sync(self._ask, task, limiter=self._one_call)
             summaries = await self._store(task, endings.lease, samples, prompt)
             ending = endings.completed(summaries, prompt, rollout_time_s=time.monotonic() - started)
-        except (ValueError, MessageTooLarge, PayloadLost) as error:  # it would be the same at every delivery
+        except (ValueError, MessageRefused, PayloadLost) as error:  # it would be the same at every delivery
             log.warning("group_failed", reason=str(error))
             ending = endings.failed(str(error))
         await endings.publish(self._bus, ending)
