@@ -13,10 +13,10 @@ from pathlib import Path
 import anyio
 
 from actors.reward.frames import GraderSpec, Hello
-from actors.reward.grading import resolve_grader
+from actors.reward.graders.calling import resolve_grader
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.samples import GradedSample
-from runtime.logs import configure_logging
+from runtime.host.logs import configure_logging
 
 USER_CODE = Path(__file__).resolve().parents[1] / "actors" / "reward" / "user_graders.py"
 DEAR = GraderSpec(name=f"{USER_CODE}:burn")  # some 3 ms of arithmetic
