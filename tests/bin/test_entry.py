@@ -40,7 +40,7 @@ def test_a_process_of_a_run_finds_our_modules_whatever_the_users_are_called(fold
     topology = load_topology(LAPTOP).topology
     specs = {spec.name: spec for spec in process_specs(topology, "local", folder / "run")}
     command, env = specs[name].command, {**os.environ, **specs[name].env}
-    module = command.index("-m") + 2
+    module = next(at for at, word in enumerate(command) if word == "-m" or word.endswith("/launch.py")) + 2
     shown = subprocess.run(
         [*command[:module], "--help"], cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False
     )

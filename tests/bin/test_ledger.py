@@ -15,7 +15,7 @@ import msgspec
 import psutil
 import pytest
 
-from messages import Message, Plane, RunStalled, SnapshotTaken
+from messages import ActorStarted, Message, Plane, RunStalled, SnapshotTaken
 from runtime.agent.claims.claim import Claim
 from runtime.bus.bus import Bus
 from runtime.bus.nats.server import ServerSettings, running_server
@@ -29,6 +29,8 @@ ROOT = Path(__file__).parents[2]
 COMMAND = ROOT / "bin" / "ledger.py"
 RUN = "small"
 BOOKS = {"issued": 8, "trained": 4, "dropped": 2, "failed": 1, "pooled": 0, "ready": 0, "in_flight": 1}
+
+A_FACT = ActorStarted(actor="a", node="n", pid=1, restarts=0)
 
 
 def ledger(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -105,7 +107,7 @@ def test_a_group_is_told_from_its_first_event_to_its_last(ended: Path) -> None:
         (10, "batch_ready"),
         (14, "batch_trained"),
     ]
-    assert events[0]["groups"] == [{"group_id": 1, "attempt": 0, "prompt": 1}]
+    assert events[0]["groups"] == [{"group_id": 1, "attempt": 0, "prompt": 1, "prompt_parts": []}]
     assert events[0]["time"] <= events[-1]["time"]
 
 
@@ -138,18 +140,28 @@ async def test_a_live_run_is_read_from_its_bus_which_goes_on(tmp_path: Path) -> 
 
 
 @pytest.mark.anyio
-async def test_what_cannot_be_decoded_is_passed_over_and_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("last", "code", "said"),
+    [
+        (A_FACT, 0, ""),  # a fact that this version does not know changes no group
+        (THE_END, 1, "'from_the_future'"),  # without a decision, whatever is told would be false
+    ],
+)
+async def test_what_this_version_does_not_know_is_passed_over_unless_it_is_a_decision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: Message, code: int, said: str
 ) -> None:
     run_dir = tmp_path / RUN
     with Claim.take(run_dir):
         async with bus_of(run_dir) as bus:
             with monkeypatch.context() as patch:
                 patch.setattr("runtime.bus.wire.encode", _unknown)
-                assert await bus.publish(THE_END) == len(LOG) + 1
-            told = json_of(await anyio.to_thread.run_sync(ledger, str(run_dir), "--json"))
-            assert told["books"] == BOOKS
-            assert (await bus.state(THE_END.plane)).last_seq == len(LOG) + 1
+                assert await bus.publish(last) == len(LOG) + 1
+            done = await anyio.to_thread.run_sync(ledger, str(run_dir), "--json")
+            assert done.returncode == code
+            assert said in done.stderr
+            if code == 0:
+                assert json_of(done)["books"] == BOOKS
+            assert (await bus.state(last.plane)).last_seq == len(LOG) + 1
 
 
 @pytest.mark.anyio
