@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from messages.plain import check_plain
 from runtime.samples.data_files import DataError, Record, read_records
 from runtime.settings.recipe import DataConfig
 from runtime.wording import show
@@ -62,13 +63,15 @@ def row_of(record: Record, data: DataConfig) -> Row:
             label=None if data.label_key is None else _column(columns, data.label_key, "label_key"),
             metadata=metadata,
         )
-        _check_size(row, data)
+        _check_value(row, data)
     except ValueError as error:
         raise DataError(f"{record.place}: {error}") from None
     return row
 
 
-def _check_size(row: Row, data: DataConfig) -> None:
+def _check_value(row: Row, data: DataConfig) -> None:
+    """What a row holds travels in messages: what those cannot carry is refused here, where its place is known."""
+    check_plain([row.prompt, row.label, row.metadata])
     size = len(msgspec.msgpack.encode((row.prompt, row.label, row.metadata)))
     if size > data.max_row_bytes:
         raise ValueError(

@@ -150,6 +150,20 @@ def test_a_row_over_the_limit_is_refused_with_its_place(tmp_path: Path) -> None:
     assert refused.endswith("over the limit of 100 (data.max_row_bytes)")
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (str(2**64), "an integer is out of range: from -2**63 to 2**64 - 1 are allowed"),
+        ("[" * 200 + "]" * 200, "lists and dicts are over 128 deep"),
+        ("[" * 100_000 + "]" * 100_000, "lists and objects inside each other without end"),
+    ],
+)
+def test_a_value_that_no_message_can_carry_is_refused_with_its_place(tmp_path: Path, value: str, said: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"input": "a"}}\n{{"input": "b", "metadata": {{"k": {value}}}}}\n')
+    assert error(path) == f"{path}:2: {said}"
+
+
 def test_seventeen_megabytes_are_over_the_default_limit(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"input": "%s"}\n' % ("x" * 17_000_000))
