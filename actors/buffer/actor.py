@@ -123,8 +123,6 @@ class BufferActor(Actor):
             prompts = await _in_thread(lambda: load_prompts(self._topology))
         await self._refuse_other_data(prompts)
         await self._recorder.prepare()
-        for loaded in prompts.loaded:
-            await self._bus.publish(loaded)
         sizes = {name: len(items) for name, items in prompts.evals.items()}
         self._schedule = schedule = schedule_of(self._topology, sizes)
         await self._log.load()
@@ -134,7 +132,9 @@ class BufferActor(Actor):
             beside(self._recorder.run),
             self._bus.read(*LEDGER_EVENTS, from_seq=self._state.last_seq + 1) as events,
         ):
-            await self._log.take_over(events, lambda: self._fold_next(events))
+            await self._log.take_over(events, lambda: self._fold_next(events))  # a full log is trimmed meanwhile
+            for loaded in prompts.loaded:
+                await self._bus.publish(loaded)
             task_status.started()
             async with self._bus.serve({SpillsRequested: self._spills}):
                 await self._put_everything_open(prompts)

@@ -11,7 +11,7 @@ from anyio import to_thread
 from actors.buffer.storage.trimming import fold_archive
 from messages import BufferStarted, Message, Plane, SnapshotTaken
 from runtime.bus.bus import Bus
-from runtime.bus.errors import SequenceMismatch
+from runtime.bus.errors import SequenceMismatch, StreamFull
 from runtime.bus.events import Events, Received
 from runtime.host.actor import InputError
 from runtime.ledger.fold import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold
@@ -19,6 +19,7 @@ from runtime.ledger.fold import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold
 log = structlog.get_logger()
 
 READ_TIMEOUT_S: Final = 30.0  # for an event that is known to be in the log
+WIDENED_BY: Final = 0.05  # of its limit, where a full log has nothing that could be trimmed at a start
 LEDGER_OWN: Final = tuple(event for event in LEDGER_EVENTS if event.topic.startswith("ledger."))
 
 
@@ -78,7 +79,7 @@ class LedgerLog:
             if (first_seq := (await self._bus.state(Plane.EVENT)).first_seq) > known + 1:
                 raise RuntimeError(f"an older buffer trimmed the log to {first_seq} while it was read from {known + 1}")
             incarnation = state.incarnation + 1
-            seq = await self.append(BufferStarted(incarnation=incarnation))
+            seq = await self._enter(BufferStarted(incarnation=incarnation))
             if not seq:  # an older buffer was quicker; read what it wrote
                 await fold_next()
                 continue
@@ -86,6 +87,18 @@ class LedgerLog:
                 await fold_next()
             log.info("ledger_taken_over", incarnation=incarnation)
             return
+
+    async def _enter(self, started: BufferStarted) -> int:
+        """Append the start. A full log is trimmed below its snapshot while this waits; else it is widened a little.
+
+        Without a buffer nobody would ever make room, so that a full log would be the end of the run.
+        """
+        try:
+            return await self.append(started)
+        except StreamFull as error:
+            await self._bus.widen(Plane.EVENT, WIDENED_BY)
+            log.warning("log_widened", reason=str(error), by=WIDENED_BY)
+        return await self.append(started)
 
     def fold(self, received: Received[Message]) -> None:
         """Take the next event of the log."""

@@ -58,3 +58,7 @@ class Administration:
     async def state(self, plane: Plane) -> StreamState:
         """What a plane holds."""
         return await streams.state_of(self._connection, stream_of(self._run, plane))
+
+    async def widen(self, plane: Plane, share: float) -> None:
+        """Let a plane's stream hold more than its limit by this share of it, until `ensure_streams` sets it again."""
+        await streams.widen(self._connection, stream_of(self._run, plane), share)

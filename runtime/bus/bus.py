@@ -140,6 +140,10 @@ class Bus:
         """What a plane holds."""
         return await self._administration.state(plane)
 
+    async def widen(self, plane: Plane, share: float) -> None:
+        """Let the stream of a plane hold more than its limit by this share of it, until `ensure_streams` is called."""
+        await self._administration.widen(plane, share)
+
     def stored(self, plane: Plane, *, below_seq: int) -> AsyncGenerator[StoredMessage, None]:
         """What a plane holds below a sequence, undecoded, in order.
 

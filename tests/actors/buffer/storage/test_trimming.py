@@ -322,7 +322,8 @@ async def test_a_log_that_an_older_buffer_trims_meanwhile_is_not_taken_over(
     """Whoever starts it again finds the older one's newer snapshot."""
 
     async def older(_: LedgerLog) -> None:
-        await bus.publish(announcement(1))
+        for version in (1, 2):
+            await bus.publish(announcement(version))
         await bus.purge(Plane.EVENT, below_seq=(await bus.state(Plane.EVENT)).last_seq)
 
     monkeypatch.setattr(LedgerLog, "load", older)
