@@ -60,6 +60,10 @@ class Delivery(Generic[MessageT]):
         """Give it back: it comes again, to us or to another, after delay_s."""
         await self._end(give_back(delay_s))
 
+    async def reject(self, reason: str) -> None:
+        """Poison: kept as a dead letter, never delivered again."""
+        await self._end(await self._deliveries.bury(self._raw, self._place, reason))
+
     @asynccontextmanager
     async def heartbeat(self) -> AsyncGenerator[None, None]:
         """Keep it ours for the duration of the block, as long as this process runs."""

@@ -92,8 +92,8 @@ async def test_a_loss_in_the_batch_after_is_told_when_its_turn_comes(
 ) -> None:
     later = await publish_groups(bus, 1)
     await lose_first_payload(bus)
-    await bus.publish(BatchReady(incarnation=1, step=1, groups=later))
     await publish_batch(bus, 0)
+    await bus.publish(BatchReady(incarnation=1, step=1, groups=later))
     async with running(topology, bus, tmp_path / "run"):
         events = await said_until(bus, PayloadsMissing)
     assert names(events) == [

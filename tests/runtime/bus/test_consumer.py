@@ -9,6 +9,7 @@ from messages import (
     DeadLetter,
     GroupFailed,
     Message,
+    MessageDeadLettered,
     Plane,
     ScoreRequested,
     SegmentsPublished,
@@ -164,6 +165,20 @@ async def test_what_was_fetched_ahead_and_is_not_taken_goes_to_another(bus: Bus,
         async with delivery.heartbeat(), bus.consume(ScoreRequested, durable="score", ack_wait_s=0.3) as other:
             names = {(await taken(other)).message.request_id for _ in range(2)}
     assert names == {"b", "c"}
+
+
+async def test_a_rejected_delivery_is_kept_as_a_dead_letter(bus: Bus) -> None:
+    await bus.publish(score_request("a"))
+    async with bus.consume(ScoreRequested, durable="score") as deliveries, bus.read(MessageDeadLettered) as events:
+        await (await taken(deliveries)).reject("poison")
+        told = await events.next(5)
+        assert told is not None
+        assert (told.message.reason, told.message.dead_seq) == ("poison", 1)
+        await eventually(lambda: work_is_done(bus))
+    letter = await dead_letter(bus)
+    assert isinstance(letter, DeadLetter)
+    assert (letter.subject, letter.origin) == (subject_of(bus.run, score_request("a")), "work.1")
+    assert decode(letter.payload, letter.headers) == score_request("a")
 
 
 @pytest.mark.parametrize(

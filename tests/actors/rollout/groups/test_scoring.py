@@ -8,13 +8,16 @@ import pytest
 
 from actors.rollout.groups import scoring
 from actors.rollout.groups.scoring import Scorer
+from actors.rollout.groups.tasks import training_task
 from messages import SampleStatus, Score, ScoreItem, ScoreRequested, ScoresGiven
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
 from tests.fixtures.nats import eventually
+from tests.support.rollout import task
 
 pytestmark = pytest.mark.anyio
 
+TASK = training_task(task(7), "lease", group_rm=False)
 ITEM = ScoreItem(index=0, prompt="p", response="1", status=SampleStatus.COMPLETED, response_len=1)
 
 
@@ -29,7 +32,7 @@ async def asked(bus: Bus, scores: list[Score]) -> AsyncGenerator[Deliveries[Scor
     scorer = Scorer(bus, timeout_s=10.0, max_tries=1)
 
     async def ask() -> None:
-        answer: Sequence[Score] = await scorer.score(7, 0, "exact_match", [ITEM], group_rm=False)
+        answer: Sequence[Score] = await scorer.score(TASK, [ITEM])
         scores.extend(answer)
 
     async with anyio.create_task_group() as group, bus.consume(ScoreRequested, durable="reward") as deliveries:
