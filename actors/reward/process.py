@@ -183,7 +183,7 @@ class GraderProcess:
             raise GraderDiedError(f"{WROTE}: {error}") from error
 
     async def _await_ending(self) -> str:
-        with anyio.move_on_after(EXIT_GRACE_S):
+        with anyio.move_on_after(TIDY_S):  # the keeper first ends what the grader left
             await self._process.wait()
         return self.ending()
 

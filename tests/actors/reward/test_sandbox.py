@@ -111,7 +111,8 @@ async def test_a_grader_that_forks_a_bomb_is_killed_with_all_of_it(kind: Any) ->
 
 def is_bomb(pid: int) -> bool:
     try:
-        return b"actors.reward.keeper" in Path(f"/proc/{pid}/cmdline").read_bytes() and is_running(pid)
+        ours = b"\0".join((b"actors.reward.keeper", b"%d" % os.getpid()))  # not those of a run beside the tests
+        return ours in Path(f"/proc/{pid}/cmdline").read_bytes() and is_running(pid)
     except OSError:
         return False
 
