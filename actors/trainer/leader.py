@@ -146,7 +146,7 @@ class Leader:
             if not fed.lost:
                 return fed
             log.warning("payloads_missing", step=self.step, num_groups=len(fed.lost), reason=fed.reason)
-            if self.step < self._frontier:
+            if self.step < self._frontier or self.step in history.trained:  # by a zombie since this trainer started
                 return fed
             seq = await self._bus.publish(
                 PayloadsMissing(step=self.step, incarnation=self._incarnation, groups=fed.lost, reason=fed.reason)

@@ -58,7 +58,7 @@ __all__ = [
     "spills_of",
 ]
 
-FOLD_VERSION: Final = 3  # raised whenever the same log folds to another state; older snapshots are then not loaded
+FOLD_VERSION: Final = 4  # raised whenever the same log folds to another state; older snapshots are then not loaded
 
 LedgerEvent = (
     BufferStarted

@@ -67,6 +67,8 @@ def advance(steps: Steps, event: StepEvent) -> tuple[StepChange, ...]:
     """Change the steps by a fact that trainers log; return what it changed of batches. What is doubled changes none."""
     match event:
         case BatchTrained():
+            if event.step in steps.taken_back:  # by a zombie, in a batch whose loss its successor told of since
+                return ()
             return _settle(steps, (event.step,))
         case TrainerStarted():
             steps.trainer_incarnation = max(steps.trainer_incarnation, event.incarnation)
@@ -88,7 +90,6 @@ def _settle(steps: Steps, numbers: Iterable[int]) -> tuple[StepChange, ...]:
     for step in numbers:
         batch = steps.batches.get(step)
         steps.trained_steps = max(steps.trained_steps, step + 1)
-        steps.taken_back = tuple(other for other in steps.taken_back if other != step)
         if batch is not None and not batch.trained:  # else trained again after a crash, or below an old checkpoint
             batch.trained = True
             settled.append(Settled(step, batch.groups))

@@ -73,7 +73,9 @@ def who(group_id: int, attempt: int) -> dict[str, Any]:
 
 
 def _is_late(state: LedgerState, event: Message) -> bool:
-    """Whether an event speaks of an attempt that is over, or judges another completion than the one that counts."""
+    """Whether an event speaks of an attempt that is over, judges another completion than the one that counts,
+    or trained a batch that was taken back since.
+    """
     match event:
         case GroupCompleted() | GroupAborted() | GroupFailed() | SegmentsSpilled():
             group = state.groups.get(event.group_id)
@@ -81,6 +83,8 @@ def _is_late(state: LedgerState, event: Message) -> bool:
         case VerdictGiven():
             group = state.groups.get(event.group_id)
             return group is None or group.stage is not Stage.COMPLETED or group.event_seq != event.event_seq
+        case BatchTrained():
+            return event.step in state.taken_back
         case _:
             return False
 
@@ -100,6 +104,7 @@ class AnyLog(RuleBasedStateMachine):
         self.attempts: list[tuple[int, int]] = []  # group and attempt, of which somebody may still tell something
         self.completions: list[tuple[int, int, int]] = []  # group, attempt, log sequence
         self.trained: list[int] = []  # groups of settled batches
+        self.contained = 0  # steps that every loadable checkpoint contains
         self.data_seq = 0
         self.version = 0
         self.announce()
@@ -242,11 +247,19 @@ class AnyLog(RuleBasedStateMachine):
     @precondition(lambda self: self.state.trained_steps in self.state.batches)
     def train(self, told: bool) -> None:
         """The next step, and its weights unless the trainer dies before. Batches behind one taken back wait for it."""
-        step = self.state.trained_steps
-        self.add(BatchTrained(step=step, incarnation=1, num_groups=2, num_samples=4, num_tokens=8, metrics={}))
+        self.told_trained(self.state.trained_steps)
         if told:
             self.announce()
             self.decide(2)
+
+    def told_trained(self, step: int) -> None:
+        self.add(BatchTrained(step=step, incarnation=1, num_groups=2, num_samples=4, num_tokens=8, metrics={}))
+
+    @rule(pick=PICK)
+    @precondition(lambda self: self.state.taken_back)
+    def train_as_a_zombie(self, pick: int) -> None:
+        """What the batch of a step was before its successor found payloads of it missing."""
+        self.told_trained(self.state.taken_back[pick % len(self.state.taken_back)])
 
     @rule(back=st.integers(0, 2))
     def restart_trainer(self, back: int) -> None:
@@ -257,6 +270,7 @@ class AnyLog(RuleBasedStateMachine):
     def save(self, keep: int) -> None:
         step = self.state.trained_steps
         self.add(CheckpointSaved(step=step, incarnation=1, path="", oldest_step=max(0, step - keep), took_s=0))
+        self.contained = max(self.contained, step - keep)
 
     @rule(pick=PICK, lost=st.integers(1, 2))
     @precondition(lambda self: self.asked_for())
@@ -290,6 +304,11 @@ class AnyLog(RuleBasedStateMachine):
         assert not set(waiting) & set(self.trained)
         assert not self.state.groups.keys() & set(self.trained)
         assert set(waiting) == self.state.in_stage(Stage.BATCHED).keys()
+
+    @invariant()
+    def every_step_has_a_batch_or_waits_for_another(self) -> None:
+        steps = self.state.batches.keys() | set(self.state.taken_back)
+        assert steps == set(range(self.contained, self.state.round))
 
     @invariant()
     def every_group_is_where_its_stage_says(self) -> None:

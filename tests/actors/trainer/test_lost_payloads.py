@@ -7,6 +7,7 @@ import anyio
 import pytest
 from msgspec.structs import replace
 
+from actors.trainer.batches.feed import FedBatch, Feed
 from actors.trainer.megatron import groups as ranks
 from messages import (
     BatchReady,
@@ -121,6 +122,28 @@ async def test_of_a_step_that_was_trained_before_a_crash_what_is_left_is_trained
     (trained,) = of(events, BatchTrained)
     assert (trained.replay, trained.num_groups, trained.num_samples) == (True, 2, 8)
     assert trained.metrics["train/num_lost_groups"] == 1
+
+
+async def test_of_a_step_that_a_zombie_trained_meanwhile_what_is_left_is_trained(
+    topology: Topology, bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger has settled that batch and takes it back no more: telling of the loss again would be for ever."""
+    collect = Feed.batch
+
+    async def batch(feed: Feed, step: int) -> FedBatch:
+        fed = await collect(feed, step)
+        await bus.publish(BatchTrained(step=0, incarnation=0, num_groups=3, num_samples=12, num_tokens=60, metrics={}))
+        await feed.until(lambda: 0 in feed.history.trained)
+        return fed
+
+    monkeypatch.setattr(Feed, "batch", batch)
+    groups = await publish_groups(bus, 0)
+    await lose_first_payload(bus)
+    async with running(topology, bus, tmp_path / "run"):
+        await bus.publish(BatchReady(incarnation=1, step=0, groups=groups))
+        events = await said_until(bus, WeightsAnnounced, 2)
+    assert not of(events, PayloadsMissing)
+    assert of(events, BatchTrained)[-1].metrics["train/num_lost_groups"] == 1
 
 
 async def test_steps_that_no_checkpoint_and_no_batch_holds_any_more_end_the_trainer(

@@ -365,6 +365,22 @@ def test_lost_payloads_of_a_trained_batch_change_nothing() -> None:
     assert log.state.books().trained == 2
 
 
+def test_a_zombie_that_trained_a_batch_before_it_was_taken_back_settles_nothing() -> None:
+    """A trainer that was replaced tells of step 0 after its successor found payloads of that batch missing."""
+    log = batched_log()
+    log.add(TrainerStarted(incarnation=2, step=0))
+    log.add(missing(log, 0, 0))
+    before = _without_position(log.state)
+    log.add(trained(0))
+    assert _without_position(log.state) == before
+    assert kinds(log.decide()) == [GroupsIssued]
+    log.complete(0)
+    assert BatchReady in kinds(log.decide())
+    assert sorted(ref.group_id for ref in log.state.batches[0].groups) == [0, 1]
+    log.train(0)
+    assert (log.state.books().trained, log.state.taken_back, log.state.trained_steps) == (2, (), 1)
+
+
 def issued_log(**settings: Any) -> Log:
     """Groups 0, 1 and 2 are in flight, of batches of two."""
     log = Log(over_sampling_batch_size=3, **settings)

@@ -120,6 +120,13 @@ def test_a_batch_that_was_trained_once_is_not_taken_back() -> None:
     assert history.batches.keys() == {0}
 
 
+def test_a_zombie_that_trained_a_batch_before_it_was_taken_back_settles_nothing() -> None:
+    history = folded(completed(1, 0), ready(0, (1, 1)), missing(0, (1, 1)), trained(0))
+    assert (history.frontier, history.batches) == (0, {})
+    history.fold(ready(0, (1, 6)), 7)
+    assert [ref.event_seq for ref in history.batches[0].groups] == [6]
+
+
 def test_a_checkpoint_that_was_told_settles_what_no_loadable_one_lacks() -> None:
     checkpoint = CheckpointSaved(step=2, incarnation=1, path="", oldest_step=1, took_s=0)
     history = folded(completed(1, 0), ready(0, (1, 1)), ready(1, (2, 2)), checkpoint)
