@@ -61,7 +61,8 @@ from runtime.bus.errors import AlreadyQueued, Fenced, MessageTooLarge
 from runtime.bus.events import Events
 from runtime.host.actor import Actor, InputError
 from runtime.ledger.archive import first_archived
-from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, spills_of
+from runtime.ledger.fold import LEDGER_EVENTS, LedgerState
+from runtime.ledger.groups import spills_of
 from runtime.ledger.state import Stage
 from runtime.samples.data_files import DataError
 from runtime.settings.topology import Topology

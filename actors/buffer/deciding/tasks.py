@@ -5,7 +5,8 @@ from typing import Protocol
 
 from actors.buffer.deciding.decide import EvalPlan, Schedule
 from messages import EvalRequested, Prompt, RolloutRequested, SampleSummary, SamplingParams
-from runtime.ledger.fold import Evaluation, Group, LedgerState, Stage, longest
+from runtime.ledger.fold import Evaluation, Group, LedgerState, Stage
+from runtime.ledger.groups import longest
 from runtime.samples.stored_prompts import cited
 from runtime.settings.recipe import Sampling, eval_sampling, over_sampling_batch_size, rollout_sampling
 from runtime.settings.topology import Topology

@@ -20,7 +20,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.consumer import Delivery
 from runtime.bus.errors import BusError, PayloadLost
 from runtime.bus.roster import Roster
-from runtime.ledger.fold import longest
+from runtime.ledger.groups import longest
 
 log = structlog.get_logger()
 

@@ -33,7 +33,8 @@ from messages import (
     TrainerStarted,
     WeightsAnnounced,
 )
-from runtime.ledger.fold import LedgerState, Stage, fold, spills_of
+from runtime.ledger.fold import LedgerState, Stage, fold
+from runtime.ledger.groups import spills_of
 from tests.support.ledger_log import Log, aborted, completed, judged, kinds, saved, summary, trained
 
 

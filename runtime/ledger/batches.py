@@ -1,0 +1,73 @@
+"""Prompt groups in batches: taken up, trained, given back. What an event makes of the state."""
+
+from typing import Final
+
+from messages import BatchReady, GroupRef
+from runtime.ledger.changes import Batched, Change
+from runtime.ledger.groups import describe, oldest_version
+from runtime.ledger.state import Group, LedgerState, Stage
+from runtime.ledger.steps import Batch, StepChange, StepEvent, TakenBack, advance
+
+OVER_SAMPLING_FILTER: Final = "over_sampling_filter"  # reason of groups that lost the selection
+
+
+def take_batch(state: LedgerState, event: BatchReady) -> tuple[Change, ...]:
+    """Put the groups that it names and that are kept into the batch of a step."""
+    kept = tuple(ref for ref in event.groups if _is_kept(state, ref))
+    if not kept or not state.takes_batch(event.step):
+        return ()
+    groups = tuple(state.groups[ref.group_id] for ref in kept if ref.group_id >= state.first_group)
+    for group in groups:
+        state.move(group, Stage.BATCHED)
+    payload_seq = min((group.payload_seq for group in groups), default=state.newest_payload + 1)
+    oldest = min(map(oldest_version, groups), default=state.version)
+    state.make(event.step, Batch(groups=kept, payload_seq=payload_seq, oldest_version=oldest))
+    state.barren = 0
+    return (Batched(event.step, groups, _pass_over(state, event)),)
+
+
+def _pass_over(state: LedgerState, event: BatchReady) -> tuple[Group, ...]:
+    """What a batch is made without and what waits for no other one."""
+    passed_over = list(state.in_stage(Stage.SPARE).values())
+    for group_id in event.passed_over:
+        group = state.groups.get(group_id)
+        if group is not None and group.stage is Stage.READY:
+            group.reason = OVER_SAMPLING_FILTER
+            passed_over.append(group)
+    for group in passed_over:
+        state.move(group, Stage.PASSED_OVER)
+    return tuple(passed_over)
+
+
+def _is_kept(state: LedgerState, ref: GroupRef) -> bool:
+    """Whether a group can be in a batch now; one of before the log's beginning is taken at the buffer's word."""
+    group = state.groups.get(ref.group_id)
+    if group is None:
+        return ref.group_id < state.first_group
+    return group.stage in (Stage.READY, Stage.SPARE) and group.event_seq == ref.event_seq
+
+
+def take_step(state: LedgerState, event: StepEvent, seq: int) -> tuple[StepChange, ...]:
+    """Take in a fact that trainers log: groups of trained batches are over, those of lost ones go back."""
+    changes = advance(state, event)
+    for change in changes:
+        if isinstance(change, TakenBack):
+            _give_back(state, change, seq)
+        else:
+            state.trained += sum(state.remove(ref.group_id) is not None for ref in change.groups)
+    return changes
+
+
+def _give_back(state: LedgerState, change: TakenBack, seq: int) -> None:
+    """What is lost of a batch is generated again, the others wait for the next batch."""
+    for ref in change.groups:
+        group = state.groups.get(ref.group_id)
+        if group is None:
+            continue
+        if ref in change.lost:
+            describe(group, ())
+            group.event_seq, group.carried, group.payload_seq = seq, (), state.newest_payload + 1
+            group.prompt_parts, group.reason = (), "payloads_missing"  # which may be gone too: it is stored again
+            state.move(group, Stage.POOLED)
+        else:
+            state.move(group, Stage.READY)

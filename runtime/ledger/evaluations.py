@@ -1,0 +1,32 @@
+"""The life of an evaluation. What an event makes of the state."""
+
+from messages import EvalCompleted, EvalEnded, EvalIssued, SampleStatus
+from runtime.ledger.state import EvalItem, Evaluation, LedgerState
+
+
+def evaluate(state: LedgerState, event: EvalIssued | EvalCompleted | EvalEnded) -> None:
+    """Begin an evaluation, note an item of it, or end it."""
+    running = state.evaluation
+    match event:
+        case EvalIssued():
+            if running is None and event.step > state.eval_step:
+                sizes = {size.set: size.num_items for size in event.sets}
+                items: dict[str, dict[int, EvalItem]] = {name: {} for name in sizes}
+                state.evaluation = Evaluation(
+                    step=event.step, version=event.version, sizes=sizes, items=items, payload_seq=event.payload_seq
+                )
+        case EvalCompleted():
+            if running is not None and running.step == event.step:
+                rewards = tuple(sample.reward or 0.0 for sample in event.samples)
+                truncated = sum(sample.status is SampleStatus.TRUNCATED for sample in event.samples)
+                end_item(running, event.set, event.item, EvalItem(rewards=rewards, num_truncated=truncated))
+        case EvalEnded():
+            if running is not None and running.step <= event.step:
+                state.evaluation = None
+            state.eval_step = max(state.eval_step, event.step)
+
+
+def end_item(running: Evaluation, name: str, item: int, ended: EvalItem) -> None:
+    """Note how an item ended, the first time that it is told."""
+    if 0 <= item < running.sizes.get(name, 0):
+        running.items[name].setdefault(item, ended)

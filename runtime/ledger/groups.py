@@ -1,0 +1,169 @@
+"""The life of a prompt group up to its batch: issued, ended, judged, closed. What an event makes of the state."""
+
+from collections.abc import Iterable
+from typing import Final
+
+from messages import (
+    GroupAborted,
+    GroupCompleted,
+    GroupFailed,
+    GroupsIssued,
+    Outcome,
+    SampleSummary,
+    SegmentsSpilled,
+    VerdictGiven,
+)
+from runtime.ledger.changes import AttemptEnded, Change, Closed, Issued, Judged
+from runtime.ledger.state import Group, LedgerState, Stage
+
+MAX_REASONS: Final = 256  # told apart, of dropped groups and of failed ones; a filter may word each anew
+OTHER_REASONS: Final = "other reasons"
+
+
+def spills_of(state: LedgerState, group_id: int, attempt: int) -> tuple[SampleSummary, ...]:
+    """What is stored of an attempt that has not ended; nothing of any other."""
+    group = state.groups.get(group_id)
+    if group is None or group.attempt != attempt or group.stage is not Stage.IN_FLIGHT:
+        return ()
+    return group.spilled
+
+
+def longest(*summaries: Iterable[SampleSummary]) -> tuple[SampleSummary, ...]:
+    """Of each sample the summary with the most tokens, in order; of equal ones the later."""
+    best: dict[tuple[int, int], SampleSummary] = {}
+    for samples in summaries:
+        for sample in samples:
+            key = sample.index, sample.part
+            if key not in best or sample.response_len >= best[key].response_len:
+                best[key] = sample
+    return tuple(best[key] for key in sorted(best))
+
+
+def issue(state: LedgerState, event: GroupsIssued) -> tuple[Change, ...]:
+    """Take up groups, and pooled ones again."""
+    groups: list[Group] = []
+    for issued in event.groups:
+        group = state.groups.get(issued.group_id)
+        if issued.group_id >= state.next_group and not issued.attempt:
+            state.first_group = state.first_group if state.next_group else issued.group_id
+            group = Group(
+                group_id=issued.group_id,
+                attempt=issued.attempt,
+                prompt=issued.prompt,
+                round=event.round,
+                min_version=event.min_version,
+                stage=Stage.IN_FLIGHT,
+                num_samples=event.num_samples,
+                prompt_parts=issued.prompt_parts,
+                payload_seq=min((state.newest_payload + 1, *issued.prompt_parts)),
+            )
+            state.newest_payload = max((state.newest_payload, *issued.prompt_parts))
+            state.enter(group)
+            state.next_group = issued.group_id + 1
+            state.next_prompt = issued.prompt + 1
+            groups.append(group)
+        elif group is not None and group.stage is Stage.POOLED and issued.attempt > group.attempt:
+            state.index.leave(group)
+            group.attempt, group.round, group.min_version = issued.attempt, event.round, event.min_version
+            group.num_samples, group.stage, group.reason = event.num_samples, Stage.IN_FLIGHT, None
+            group.prompt_parts = issued.prompt_parts or group.prompt_parts
+            group.payload_seq = min((group.payload_seq, *issued.prompt_parts))
+            state.newest_payload = max((state.newest_payload, *issued.prompt_parts))
+            state.index.enter(group)
+            groups.append(group)
+    return (Issued(tuple(groups)),)
+
+
+def spill(state: LedgerState, event: SegmentsSpilled) -> None:
+    """Note what an attempt stored while in flight."""
+    group = state.groups.get(event.group_id)
+    if group is None or group.attempt != event.attempt or group.stage is not Stage.IN_FLIGHT:
+        return
+    group.spilled = longest(group.spilled, event.samples)
+    group.payload_seq = min((group.payload_seq, *_cited(state, group.spilled)))
+
+
+def end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | GroupFailed, seq: int) -> tuple[Change, ...]:
+    """The first ending of an attempt counts; what comes later of it changes nothing."""
+    group = state.groups.get(event.group_id)
+    if group is None or group.attempt != event.attempt or group.stage is not Stage.IN_FLIGHT:
+        return ()  # a zombie's or a duplicate's late result
+    ended = AttemptEnded(group, event)
+    if isinstance(event, GroupFailed):
+        return ended, *close(state, event.group_id, state.failed, event.reason)
+    completed = isinstance(event, GroupCompleted)
+    samples = event.samples if completed else longest(group.spilled, event.samples)
+    group.payload_seq = min(group.prompt_parts + _cited(state, samples), default=group.payload_seq)
+    group.event_seq, group.spilled = seq, ()
+    if completed and (reason := wrong_count(event, group.num_samples)):
+        return ended, *close(state, event.group_id, state.failed, reason)
+    group.carried = () if completed else samples
+    group.data = event.data if completed else group.data
+    describe(group, samples)
+    state.move(group, Stage.COMPLETED if completed else Stage.POOLED)
+    return (ended,)
+
+
+def wrong_count(event: GroupCompleted, num_samples: int) -> str:
+    """Why a completed group has not the samples that were asked for; empty if it has, or 0 says that it is unknown."""
+    got = len({sample.index for sample in event.samples})
+    return f"{got} samples where {num_samples} were asked for" if num_samples and got != num_samples else ""
+
+
+def _cited(state: LedgerState, samples: Iterable[SampleSummary]) -> tuple[int, ...]:
+    """The data messages that samples lie in."""
+    cited = tuple(ref.seq for sample in samples for ref in sample.segments)
+    state.newest_payload = max(state.newest_payload, max(cited, default=0))
+    return cited
+
+
+def describe(group: Group, samples: tuple[SampleSummary, ...]) -> None:
+    """Note what the samples of an ended attempt are like."""
+    known = [(s.index, s.reward, s.response_len, s.first_version, s.last_version) for s in samples]
+    indices, rewards, lens, oldest, newest = zip(*known, strict=True) if known else ((), (), (), (), ())
+    group.indices, group.rewards, group.response_lens = indices, rewards, lens
+    group.oldest_version = min([version for version in oldest if version is not None], default=None)
+    group.newest_version = max([version for version in newest if version is not None], default=None)
+
+
+def judge(state: LedgerState, event: VerdictGiven) -> tuple[Change, ...]:
+    """The first verdict on a completed group counts."""
+    group = state.groups.get(event.group_id)
+    if group is None or group.stage is not Stage.COMPLETED or group.event_seq != event.event_seq:
+        return ()
+    judged, reason = Judged(group, event.outcome, event.reason), event.reason or f"filter_{event.outcome}"
+    match event.outcome:
+        case Outcome.KEEP:
+            state.move(group, Stage.READY)
+        case Outcome.SPARE:
+            group.reason = reason
+            state.move(group, Stage.SPARE)
+            _count_barren(state, group)
+        case Outcome.DROP | Outcome.FAILED:
+            tally = state.dropped if event.outcome is Outcome.DROP else state.failed
+            return judged, *close(state, event.group_id, tally, reason)
+    return (judged,)
+
+
+def close(state: LedgerState, group_id: int, tally: dict[str, int], reason: str) -> tuple[Change, ...]:
+    """Give a group up and count it under its reason."""
+    group = state.remove(group_id)
+    if group is None:
+        return ()
+    closed = Closed(group, reason)
+    if reason not in tally and len(tally) >= MAX_REASONS:
+        reason = OTHER_REASONS
+    tally[reason] = tally.get(reason, 0) + 1
+    if group.stage not in (Stage.SPARE, Stage.PASSED_OVER):  # those were counted, or had their chance
+        _count_barren(state, group)
+    return (closed,)
+
+
+def _count_barren(state: LedgerState, group: Group) -> None:
+    if group.round >= state.round:  # what a halted round leaves behind came with a batch
+        state.barren += 1
+
+
+def oldest_version(group: Group) -> int:
+    """The oldest weights among the tokens of a group, or those that it was issued for."""
+    return min(group.min_version, group.oldest_version or group.min_version)
