@@ -65,6 +65,7 @@ from runtime.ledger.fold import LEDGER_EVENTS, LedgerState
 from runtime.ledger.groups import spills_of
 from runtime.ledger.state import Stage
 from runtime.samples.data_files import DataError
+from runtime.settings.sizes import stream_limits
 from runtime.settings.topology import Topology
 
 log = structlog.get_logger()
@@ -107,7 +108,7 @@ class BufferActor(Actor):
         self._topology = topology
         self._bus = bus
         self._run_dir = run_dir
-        self._log = LedgerLog(bus, run_dir)
+        self._log = LedgerLog(bus, run_dir, stream_limits(topology).event_bytes)
         self._left_out_step = 0  # of the newest checkpoint whose snapshot is more than an event can hold
         self._selector = Selector(topology, bus.publish)
         self._trimmer = Trimmer(bus, run_dir, topology.buffer.trim_min_events)

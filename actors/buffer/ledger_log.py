@@ -19,7 +19,7 @@ from runtime.ledger.fold import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold
 log = structlog.get_logger()
 
 READ_TIMEOUT_S: Final = 30.0  # for an event that is known to be in the log
-WIDENED_BY: Final = 0.05  # of its limit, where a full log has nothing that could be trimmed at a start
+WIDENED_BY: Final = 0.05  # of its planned size and once, where a full log has nothing that could be trimmed at a start
 LEDGER_OWN: Final = tuple(event for event in LEDGER_EVENTS if event.topic.startswith("ledger."))
 
 
@@ -28,12 +28,14 @@ class LedgerLog:
 
     Args:
         run_dir: where the archive is.
+        planned_bytes: the size of the log as the run's topology gives it.
     """
 
-    def __init__(self, bus: Bus, run_dir: Path) -> None:
+    def __init__(self, bus: Bus, run_dir: Path, planned_bytes: int) -> None:
         self.state = LedgerState()
         self._bus = bus
         self._run_dir = run_dir
+        self._planned_bytes = planned_bytes
         self._own_seq = 0  # log sequence of the newest event that a buffer wrote, of those read or passed over
 
     async def load(self) -> None:
@@ -91,14 +93,25 @@ class LedgerLog:
     async def _enter(self, started: BufferStarted) -> int:
         """Append the start. A full log is trimmed below its snapshot while this waits; else it is widened a little.
 
-        Without a buffer nobody would ever make room, so that a full log would be the end of the run.
+        Without a buffer nobody would ever make room, so that a full log would be the end of the run. Other writers of
+        this product stop before the log is full (runtime/bus/nats/room.py); others may not.
+
+        Raises:
+            InputError: it is full although it was widened.
         """
+        wider = int(self._planned_bytes * (1 + WIDENED_BY))
         try:
             return await self.append(started)
         except StreamFull as error:
-            await self._bus.widen(Plane.EVENT, WIDENED_BY)
-            log.warning("log_widened", reason=str(error), by=WIDENED_BY)
-        return await self.append(started)
+            await self._bus.widen(Plane.EVENT, to_bytes=wider)
+            log.warning("log_widened", reason=str(error), to_bytes=wider)
+        try:
+            return await self.append(started)
+        except StreamFull as error:
+            raise InputError(
+                f"the event log is full, with {WIDENED_BY:.0%} more than its planned size, and nothing of it can be "
+                f"trimmed: set bus.event_bytes above {wider}"
+            ) from error
 
     def fold(self, received: Received[Message]) -> None:
         """Take the next event of the log."""

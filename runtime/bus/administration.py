@@ -59,6 +59,6 @@ class Administration:
         """What a plane holds."""
         return await streams.state_of(self._connection, stream_of(self._run, plane))
 
-    async def widen(self, plane: Plane, share: float) -> None:
-        """Let a plane's stream hold more than its limit by this share of it, until `ensure_streams` sets it again."""
-        await streams.widen(self._connection, stream_of(self._run, plane), share)
+    async def widen(self, plane: Plane, *, to_bytes: int) -> None:
+        """Raise the limit of a plane's stream, unless it is as high already, until `ensure_streams` sets it again."""
+        await streams.widen(self._connection, stream_of(self._run, plane), to_bytes=to_bytes)

@@ -21,6 +21,7 @@ from runtime.bus.kv import KeyValues
 from runtime.bus.limits import BusLimits, StreamLimits
 from runtime.bus.nats.connection import Connection, open_connection
 from runtime.bus.nats.consumers import ConsumerSettings
+from runtime.bus.nats.room import Room
 from runtime.bus.nats.store import Store
 from runtime.bus.wire import to_wire
 
@@ -44,6 +45,7 @@ class Bus:
         self._dead_letters = DeadLetters(connection, self._store, run)
         self._fetches = asyncio.Semaphore(self._limits.max_fetches)
         self._data_stream = stream_of(run, Plane.DATA)
+        self._room = Room(connection, stream_of(run, Plane.EVENT))
         self._log = Log(connection, self._store, self._dead_letters, run)
         self._administration = Administration(connection, run)
         self._reads: frozenset[type[Message]] | None = None
@@ -108,7 +110,8 @@ class Bus:
     async def publish(self, message: Message) -> int:
         """Store a message on its plane; return its sequence there.
 
-        It is stored at least once: after lost answers rarely twice. Several may be under way at the same time.
+        It is stored at least once: after lost answers rarely twice. Several may be under way at the same time. An event
+        waits while the log has no room but the part that is kept for those who can empty it.
 
         Raises:
             ValueError: this actor does not declare that it writes the type, or the plane stores nothing.
@@ -118,6 +121,8 @@ class Bus:
         """
         self._check_writes(type(message))
         encoded = to_wire(message)
+        if message.plane is Plane.EVENT:
+            await self._room.take(message, len(encoded.payload))
         return await self._store.put(subject_of(self.run, message), encoded.payload, encoded.headers)
 
     async def append(self, message: Message, *, expected_last: int) -> int:
@@ -140,9 +145,9 @@ class Bus:
         """What a plane holds."""
         return await self._administration.state(plane)
 
-    async def widen(self, plane: Plane, share: float) -> None:
-        """Let the stream of a plane hold more than its limit by this share of it, until `ensure_streams` is called."""
-        await self._administration.widen(plane, share)
+    async def widen(self, plane: Plane, *, to_bytes: int) -> None:
+        """Raise the limit of a plane's stream, unless it is as high already, until `ensure_streams` sets it again."""
+        await self._administration.widen(plane, to_bytes=to_bytes)
 
     def stored(self, plane: Plane, *, below_seq: int) -> AsyncGenerator[StoredMessage, None]:
         """What a plane holds below a sequence, undecoded, in order.

@@ -80,12 +80,12 @@ async def purge(connection: Connection, stream: str, *, below_seq: int) -> None:
     await api_call(connection, f"STREAM.PURGE.{stream}", {"seq": below_seq})
 
 
-async def widen(connection: Connection, stream: str, share: float) -> None:
-    """Raise the limit of a stream by a share of it."""
+async def widen(connection: Connection, stream: str, *, to_bytes: int) -> None:
+    """Raise the limit of a stream, unless it is as high already."""
     config = (await api_call(connection, f"STREAM.INFO.{stream}"))["config"]
-    wider = int(config["max_bytes"] * (1 + share))
-    await api_call(connection, f"STREAM.UPDATE.{stream}", config | {"max_bytes": wider})
-    log.info("stream_widened", stream=stream, max_bytes=wider)
+    if config["max_bytes"] < to_bytes:
+        await api_call(connection, f"STREAM.UPDATE.{stream}", config | {"max_bytes": to_bytes})
+        log.info("stream_widened", stream=stream, max_bytes=to_bytes)
 
 
 def stream_configs(run: str, limits: StreamLimits) -> list[dict[str, Any]]:

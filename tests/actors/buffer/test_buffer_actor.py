@@ -46,7 +46,7 @@ from runtime.bus.errors import BusError, Fenced, UnknownDecision
 from runtime.host.hosting import host
 from runtime.settings.recipe import EvalConfig
 from runtime.settings.topology import Topology
-from tests.fixtures.nats import NatsServer, eventually
+from tests.fixtures.nats import TEST_STREAMS, NatsServer, eventually
 from tests.support.rollout import announcement, next_event, topology_with
 
 pytestmark = pytest.mark.anyio
@@ -268,6 +268,6 @@ async def test_of_two_buffers_the_older_one_ends_as_fenced(bus: Bus, topology: T
 
 
 async def test_a_buffer_that_was_overtaken_appends_nothing(bus: Bus, topology: Topology, tmp_path: Path) -> None:
-    late = LedgerLog(bus, tmp_path)
+    late = LedgerLog(bus, tmp_path, TEST_STREAMS.event_bytes)
     await bus.append(BufferStarted(incarnation=1), expected_last=0)
     assert await late.append(BufferStarted(incarnation=1)) == 0

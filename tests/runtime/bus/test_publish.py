@@ -7,7 +7,7 @@ import anyio
 import msgspec
 import pytest
 
-from messages import Plane, ScoreRequested
+from messages import Plane, PromptsLoaded, ScoreRequested
 from runtime.bus.bus import Bus
 from runtime.bus.errors import AlreadyQueued, BusUnavailable, PublishTimeout, StreamFull
 from runtime.bus.limits import BusLimits
@@ -103,11 +103,12 @@ async def test_a_run_without_streams_is_unavailable(nats_server: NatsServer) -> 
 
 
 async def test_a_full_stream_makes_the_writer_wait_and_then_fail(bus: Bus, short_bus: Bus) -> None:
+    large = PromptsLoaded(data="x" * 6_000, num_prompts=1, num_too_long=0, took_s=0)  # nobody else may fill the stream
     await bus.ensure_streams(msgspec.structs.replace(TEST_STREAMS, event_bytes=10_000))
-    await short_bus.publish(group_failed(1, reason="x" * 6_000))
+    await short_bus.publish(large)
     begun = time.monotonic()
     with pytest.raises(StreamFull, match="maximum bytes"):
-        await short_bus.publish(group_failed(2, reason="x" * 6_000))
+        await short_bus.publish(large)
     assert 0.1 < time.monotonic() - begun < 2  # the pauses before the deadline are drawn
 
 

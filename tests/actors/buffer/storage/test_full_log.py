@@ -8,15 +8,17 @@ import msgspec
 import pytest
 
 from actors.registry import hosted
-from messages import BufferStarted, LogTrimmed, Plane, PromptsLoaded, RunFinished, SnapshotTaken
+from messages import BufferStarted, CheckpointRequested, LogTrimmed, Plane, PromptsLoaded, RunFinished, SnapshotTaken
 from messages.subjects import plane_filter
 from runtime.bus.bus import Bus
 from runtime.bus.errors import PublishTimeout, StreamFull
 from runtime.bus.limits import KIB
+from runtime.failures import leaves
+from runtime.host.actor import InputError
 from runtime.host.hosting import host
 from tests.actors.buffer.storage.test_pressure import at_work
 from tests.actors.buffer.storage.test_trimming import topology_of
-from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS, NatsServer
+from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS, NatsServer, group_failed
 from tests.support.rollout import next_event
 
 pytestmark = pytest.mark.anyio
@@ -46,9 +48,14 @@ async def put_on_and_on(bus: Bus, subject: str, size: int) -> None:
         await bus._store.put(subject, b"x" * size, {})
 
 
+async def publish_on_and_on(bus: Bus) -> None:
+    while True:
+        await bus.publish(group_failed(1, reason="x" * KIB))
+
+
 async def next_start(impatient: Bus, directory: Path) -> int:
     """Sequence at which a buffer that starts now is entered."""
-    topology = topology_of(directory, trim_min_events=10_000)
+    topology = topology_of(directory, trim_min_events=10_000, event_bytes=LOG_BYTES)
     before = (await impatient.state(Plane.EVENT)).last_seq
     async with anyio.create_task_group() as group:
         group.start_soon(host, impatient, [hosted("buffer", topology, directory)])
@@ -71,8 +78,26 @@ async def test_a_full_log_is_trimmed_below_its_snapshot_before_anything_is_added
     assert (await bus.state(Plane.EVENT)).max_bytes == LOG_BYTES
 
 
-async def test_a_full_log_without_a_snapshot_is_widened_a_little(bus: Bus, impatient: Bus, tmp_path: Path) -> None:
+async def test_a_full_log_without_a_snapshot_is_widened_a_little_and_once(
+    bus: Bus, impatient: Bus, tmp_path: Path
+) -> None:
     await bus.ensure_streams(msgspec.structs.replace(TEST_STREAMS, event_bytes=LOG_BYTES))
     await fill(impatient)
     await next_start(impatient, tmp_path)
-    assert LOG_BYTES < (await bus.state(Plane.EVENT)).max_bytes <= LOG_BYTES * 1.06
+    assert LOG_BYTES < (await bus.state(Plane.EVENT)).max_bytes <= LOG_BYTES * 1.05
+    await fill(impatient)
+    with pytest.raises(ExceptionGroup) as failed:
+        await next_start(impatient, tmp_path)
+    assert any(isinstance(error, InputError) and "bus.event_bytes" in str(error) for error in leaves(failed.value))
+    assert (await bus.state(Plane.EVENT)).max_bytes <= LOG_BYTES * 1.05
+
+
+async def test_other_writers_stop_before_the_log_is_full(bus: Bus, impatient: Bus) -> None:
+    await bus.ensure_streams(msgspec.structs.replace(TEST_STREAMS, event_bytes=LOG_BYTES))
+    with pytest.raises(StreamFull, match="kept for those who can empty it"):
+        await publish_on_and_on(impatient)
+    assert 0.9 < (await bus.state(Plane.EVENT)).used < 0.96
+    seq = await impatient.append(BufferStarted(incarnation=1), expected_last=0)
+    await impatient.publish(CheckpointRequested(step=1, stream="event", used=0.95))
+    await bus.purge(Plane.EVENT, below_seq=seq)
+    await impatient.publish(group_failed(1))

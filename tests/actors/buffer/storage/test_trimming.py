@@ -142,7 +142,7 @@ def test_the_point_lies_below_every_landmark_that_is_needed(needs: Needs, point:
 # on a real bus
 
 
-def topology_of(tmp_path: Path, *, trim_min_events: int) -> Topology:
+def topology_of(tmp_path: Path, *, trim_min_events: int, event_bytes: int | None = None) -> Topology:
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"input": str(number), "label": "1"}) + "\n" for number in range(10)))
     return topology_with(
@@ -150,6 +150,7 @@ def topology_of(tmp_path: Path, *, trim_min_events: int) -> Topology:
         data=[{"name": "d", "path": str(path), "rm_type": "exact_match"}],
         train={"num_steps": NUM_STEPS},
         buffer={"trim_min_events": trim_min_events},
+        bus={"event_bytes": event_bytes},
     )
 
 
