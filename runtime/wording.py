@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Final
 
-MAX_SHOWN: Final = 80  # characters of a value
+MAX_SHOWN: Final = 200  # characters of a value: a path is seen whole
 CURVE_COLUMNS = 40
 _BARS = "▁▂▃▄▅▆▇█"
 _STEERS = re.compile(

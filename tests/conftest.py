@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 
 pytest_plugins = [f"tests.fixtures.{file.stem}" for file in sorted(Path(__file__).parent.glob("fixtures/[a-z]*.py"))]
 
@@ -17,6 +18,8 @@ OUTLIVES_A_TEST = ("multiprocessing.resource_tracker", "multiprocessing.forkserv
 
 
 def pytest_configure() -> None:
+    settings.register_profile("no clock", deadline=None)  # an example takes as long as the machine makes it
+    settings.load_profile("no clock")
     os.environ[SESSION_MARK] = uuid.uuid4().hex
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; two threads are slower on small cores
 

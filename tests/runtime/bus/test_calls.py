@@ -56,7 +56,7 @@ async def test_a_silent_instance_costs_the_deadline(bus: Bus) -> None:
         begun = time.monotonic()
         with pytest.raises(CallTimeout):
             await bus.call("reward.0", StatsRequested(), timeout_s=0.2)
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < 10
 
 
 async def test_a_handler_that_raises_answers_with_its_error(bus: Bus) -> None:

@@ -53,7 +53,7 @@ async def test_next_gives_up_after_its_timeout(bus: Bus) -> None:
     async with bus.consume(ScoreRequested, durable="score") as deliveries:
         begun = time.monotonic()
         assert await deliveries.next(0.1) is None
-        assert 0.09 < time.monotonic() - begun < 2
+        assert 0.09 < time.monotonic() - begun < 10
 
 
 async def test_work_that_comes_later_wakes_who_waits(bus: Bus) -> None:

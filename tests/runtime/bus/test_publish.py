@@ -81,7 +81,7 @@ async def test_a_publish_to_no_server_ends(own_nats_server: NatsServer) -> None:
         begun = time.monotonic()
         with pytest.raises(PublishTimeout, match="not confirmed within"):
             await bus.publish(group_failed(1))
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < 10
 
 
 async def test_an_answer_that_is_late_does_not_store_twice(own_nats_server: NatsServer) -> None:
@@ -109,7 +109,7 @@ async def test_a_full_stream_makes_the_writer_wait_and_then_fail(bus: Bus, short
     begun = time.monotonic()
     with pytest.raises(StreamFull, match="maximum bytes"):
         await short_bus.publish(large)
-    assert 0.1 < time.monotonic() - begun < 2  # the pauses before the deadline are drawn
+    assert 0.1 < time.monotonic() - begun < 10  # the pauses before the deadline are drawn
 
 
 async def test_a_full_stream_takes_the_message_once_there_is_room(bus: Bus) -> None:
