@@ -55,6 +55,7 @@ from messages.ledger import (
     SnapshotTaken,
 )
 from messages.samples import (
+    EngineNumbers,
     SampleKey,
     SampleStatus,
     SampleSummary,
@@ -80,6 +81,7 @@ __all__ = [
     "DecodeError",
     "DescribeRequested",
     "EncodeError",
+    "EngineNumbers",
     "EvalCompleted",
     "EvalEnded",
     "EvalIssued",

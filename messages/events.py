@@ -5,7 +5,7 @@ from typing import Any
 
 from messages.base import Message, Plane, register
 from messages.ledger import GroupRef, leave_out_not_finite
-from messages.samples import SampleSummary
+from messages.samples import EngineNumbers, SampleSummary
 
 
 @register
@@ -26,6 +26,7 @@ class GroupCompleted(Message, kw_only=True, tag="group_completed"):
     prompt_parts: tuple[int, ...] = ()  # data messages that hold the prompt, if it is
     rollout_time_s: float = 0.0  # from the pull of the task to the last token
     reward_time_s: float = 0.0  # from the last token to the last score
+    engine: EngineNumbers = EngineNumbers()
 
     def key(self) -> str:
         return f"{self.group_id}.{self.attempt}"

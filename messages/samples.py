@@ -86,6 +86,28 @@ class SampleSummary(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] = {}  # of this sample alone, as a generate function noted it
 
 
+class EngineNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What engines say of the requests of one attempt, added up over them; those of an engine that died are missing."""
+
+    num_requests: int = 0
+    prompt_tokens: int = 0  # that were to be computed, a continued sample's earlier tokens among them
+    cached_tokens: int = 0  # of those, found in the engine's prefix cache
+    num_retractions: int = 0  # times that a request lost its keys and values, for want of memory or by a pause
+    num_timed: int = 0  # requests of which the engine says how long they waited (SGLang with --enable-metrics alone)
+    queue_time_s: float = 0.0  # of those, in the engine's queue
+    max_queue_time_s: float = 0.0
+    draft_tokens: int = 0  # proposed by speculative decoding
+    accepted_draft_tokens: int = 0
+    verify_steps: int = 0  # in which drafts were checked
+    verified_tokens: int = 0  # output tokens of the requests with such steps
+
+    def plus(self, other: "EngineNumbers") -> "EngineNumbers":
+        """Of the requests of both."""
+        sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
+        sums["max_queue_time_s"] = max(self.max_queue_time_s, other.max_queue_time_s)
+        return EngineNumbers(**sums)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample, in SGLang's words."""
 

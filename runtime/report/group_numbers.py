@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from messages import GroupCompleted, SampleStatus, SampleSummary
+from messages import EngineNumbers, GroupCompleted, SampleStatus, SampleSummary
 
 
 class GroupNumbers(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,6 +17,7 @@ class GroupNumbers(msgspec.Struct, frozen=True, kw_only=True):
     round_numbers: tuple[float, ...]  # turns, of those samples that say so
     rollout_time_s: float
     reward_time_s: float
+    engine: EngineNumbers
 
 
 def is_ungraded(sample: SampleSummary) -> bool:
@@ -49,6 +50,7 @@ class CompletedNumbers:
             round_numbers=tuple(_round_numbers(samples)),
             rollout_time_s=event.rollout_time_s,
             reward_time_s=event.reward_time_s,
+            engine=event.engine,
         )
 
     def take(self, seqs: Iterable[int]) -> tuple[GroupNumbers, ...]:

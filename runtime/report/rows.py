@@ -4,8 +4,10 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
+from messages import EngineNumbers
 from runtime.report.group_numbers import GroupNumbers
 
 MetricRow = dict[str, Any]  # by name
@@ -42,7 +44,25 @@ def group_metrics(groups: Sequence[GroupNumbers], *, graded: bool) -> MetricRow:
         **({"rollout/no_score_ratio": ungraded / len(lengths)} if ungraded else {}),
         **_round_metrics([turns for group in groups for turns in group.round_numbers]),
         "perf/group_rollout_time": statistics.fmean(group.rollout_time_s for group in groups),
+        **_engine_metrics(groups, num_samples=len(lengths)),
     }
+
+
+def _engine_metrics(groups: Sequence[GroupNumbers], *, num_samples: int) -> MetricRow:
+    """What engines said of the requests; nothing of what they did not say, as of recorded samples."""
+    of = reduce(EngineNumbers.plus, (group.engine for group in groups))
+    row: MetricRow = {"rollout/num_retractions": of.num_retractions} if of.num_requests else {}
+    if of.prompt_tokens:
+        row["rollout/prefix_cache_hit_rate"] = of.cached_tokens / of.prompt_tokens
+        row["rollout/avg_cached_tokens_per_sample"] = of.cached_tokens / num_samples
+    if of.draft_tokens:
+        row["rollout/spec_accept_rate"] = of.accepted_draft_tokens / of.draft_tokens
+    if of.verify_steps:
+        row["rollout/spec_accept_length"] = of.verified_tokens / of.verify_steps
+    if of.num_timed:
+        row["perf/request/queue_time/mean"] = of.queue_time_s / of.num_timed
+        row["perf/request/queue_time/max"] = of.max_queue_time_s
+    return row
 
 
 def _reward_metrics(groups: Sequence[GroupNumbers], mean: float) -> MetricRow:

@@ -172,7 +172,7 @@ GOLDEN = [
         b'{"type":"group_completed","group_id":4,"attempt":1,"lease":"a","round":2,"instance":"rollout","data":"d",'
         b'"samples":[{"index":0,"part":0,"status":"completed","segments":[{"seq":9,"position":0}],"prompt_len":4,'
         b'"response_len":3,"reward":0.5,"score":null,"first_version":2,"last_version":3,"reason":null,'
-        b'"metadata":{}}],"metadata":{},"prompt_parts":[],"rollout_time_s":0.0,"reward_time_s":0.0}',
+        b'"metadata":{}}],"metadata":{},"prompt_parts":[],"rollout_time_s":0.0,"reward_time_s":0.0,"engine":{}}',
         GroupCompleted(
             group_id=4,
             attempt=1,

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from messages import (
     GroupAborted,
     GroupCompleted,
@@ -40,7 +42,10 @@ class Endings:
         failed = [sample for sample in run.samples if sample.status is SampleStatus.FAILED]
         if failed:
             return self.failed(f"reward: {failed[0].reason or 'no reward'}")
-        return self.completed(samples, self.task.prompt, rollout_time_s=run.generated_s, reward_time_s=run.scored_s)
+        completed = self.completed(
+            samples, self.task.prompt, rollout_time_s=run.generated_s, reward_time_s=run.scored_s
+        )
+        return msgspec.structs.replace(completed, engine=run.engine)
 
     def completed(
         self, samples: Sequence[SampleSummary], prompt: Prompt, *, rollout_time_s: float, reward_time_s: float = 0.0

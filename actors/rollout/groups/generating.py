@@ -12,9 +12,9 @@ from actors.rollout.groups.tasks import GroupTask
 from actors.rollout.groups.tools import Tools
 from actors.rollout.requests.request import Generated, GenerateRequest
 from actors.rollout.sessions.conversation import Conversation
-from actors.rollout.sglang.answers import Answer, status_of
+from actors.rollout.sglang.answers import Answer, numbers_of, status_of
 from actors.rollout.sglang.streams import Stream
-from messages import SampleStatus, SamplingParams
+from messages import EngineNumbers, SampleStatus, SamplingParams
 
 
 class Generation:
@@ -30,6 +30,7 @@ class Generation:
         """Generate for a task; `on_ended` is told of samples that may have all their tokens, once or more often."""
         self.took_s = 0.0
         self.over = False
+        self.engine = EngineNumbers()
         self.streams: dict[int, Stream] = {}  # newest one by index of the sample
         self._task = task
         self._tools = tools
@@ -121,6 +122,7 @@ class Generation:
             return False
         if len(generated.answers) != len(samples):
             raise ValueError(f"the engine answered {len(generated.answers)} of {len(samples)} prompts")
+        self.engine = self.engine.plus(numbers_of(generated.answers))
         in_turns = self._tools.custom_generate is not None
         for sample, answer in zip(samples, generated.answers, strict=True):
             self.streams.pop(sample.index, None)

@@ -12,7 +12,7 @@ from actors.rollout.groups.scoring import SampleScoring
 from actors.rollout.groups.spilling import SegmentStore
 from actors.rollout.groups.tasks import GroupTask
 from actors.rollout.groups.tools import Tools
-from messages import SampleStatus
+from messages import EngineNumbers, SampleStatus
 
 
 class GroupRun:
@@ -39,6 +39,11 @@ class GroupRun:
     def scored_s(self) -> float:
         """From the last token to the last score."""
         return self._scoring.took_s
+
+    @property
+    def engine(self) -> EngineNumbers:
+        """What engines said of its requests."""
+        return self._generation.engine
 
     @property
     def generated(self) -> bool:

@@ -1,11 +1,12 @@
 """What an engine answers to /generate, packed into segments where it enters the system. Pure."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from messages import Float32Array, Int32Array, SampleKey, SampleStatus, Segment, UInt8Array, WeightSpan
+from messages import EngineNumbers, Float32Array, Int32Array, SampleKey, SampleStatus, Segment, UInt8Array, WeightSpan
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
@@ -23,6 +24,14 @@ class MetaInfo(msgspec.Struct, frozen=True):
     weight_version: str | None = None
     weight_versions: list[VersionSpan] | None = None
     output_token_logprobs: list[tuple[float, int, str | None]] = []
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+    cached_tokens: int = 0
+    num_retractions: int = 0
+    queue_time: float | None = None  # seconds; with --enable-metrics alone
+    spec_num_proposed_drafts: int = 0
+    spec_num_correct_drafts: int = 0
+    spec_verify_ct: int = 0
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -78,6 +87,25 @@ def cut(answer: Answer, num_tokens: int, num_characters: int) -> Answer:
         meta, weight_versions=spans, output_token_logprobs=meta.output_token_logprobs[num_tokens:]
     )
     return Answer(meta_info=rest, text=answer.text[num_characters:], output_ids=answer.output_ids[num_tokens:])
+
+
+def numbers_of(answers: Sequence[Answer]) -> EngineNumbers:
+    """What the engine says of requests that it ended, added up."""
+    metas = [answer.meta_info for answer in answers if answer.meta_info.finish_reason is not None]
+    waits = [meta.queue_time for meta in metas if meta.queue_time is not None]
+    return EngineNumbers(
+        num_requests=len(metas),
+        prompt_tokens=sum(meta.prompt_tokens for meta in metas),
+        cached_tokens=sum(meta.cached_tokens for meta in metas),
+        num_retractions=sum(meta.num_retractions for meta in metas),
+        num_timed=len(waits),
+        queue_time_s=sum(waits),
+        max_queue_time_s=max(waits, default=0.0),
+        draft_tokens=sum(meta.spec_num_proposed_drafts for meta in metas),
+        accepted_draft_tokens=sum(meta.spec_num_correct_drafts for meta in metas),
+        verify_steps=sum(meta.spec_verify_ct for meta in metas),
+        verified_tokens=sum(meta.completion_tokens or 0 for meta in metas if meta.spec_verify_ct),
+    )
 
 
 def segment_of(answer: Answer, sample: SampleKey, prompt_ids: Int32Array) -> Segment:

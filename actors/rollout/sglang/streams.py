@@ -99,12 +99,8 @@ class Stream:
         log_probs = meta.output_token_logprobs
         if len(log_probs) != len(ids):
             log_probs = [triple for part in parts for triple in part.meta_info.output_token_logprobs]
-        meta = MetaInfo(
-            finish_reason=meta.finish_reason,
-            weight_version=meta.weight_version,
-            weight_versions=meta.weight_versions if meta.weight_versions else list(self._spans),
-            output_token_logprobs=log_probs,
-        )
+        spans = meta.weight_versions if meta.weight_versions else list(self._spans)
+        meta = msgspec.structs.replace(meta, weight_versions=spans, output_token_logprobs=log_probs)
         return Answer(meta_info=meta, text="".join(part.text for part in parts), output_ids=ids)
 
     def _note_version(self, version: str | None, start: int, end: int) -> None:

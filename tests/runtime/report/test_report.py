@@ -13,6 +13,7 @@ from messages import (
     BatchReady,
     BatchTrained,
     CheckpointRequested,
+    EngineNumbers,
     EvalEnded,
     EvalIssued,
     EvalSetSize,
@@ -332,6 +333,44 @@ def test_a_score_that_failed_and_trains_as_zero_is_told_and_counted() -> None:
     story.notices += story.report.close()
     (row,) = story.rows()
     assert row["rollout/no_score_ratio"] == 0.5
+
+
+def test_what_engines_said_of_the_requests_of_a_batch_becomes_metrics() -> None:
+    story = Story()
+    story.issue(0, 1)
+    scored = SampleSummary(index=0, status=SampleStatus.COMPLETED, response_len=4, reward=1.0)
+    said = (
+        EngineNumbers(
+            num_requests=2, prompt_tokens=30, cached_tokens=10, num_timed=2, queue_time_s=3, max_queue_time_s=2
+        ),
+        EngineNumbers(
+            num_requests=1,
+            prompt_tokens=10,
+            num_retractions=1,
+            num_timed=1,
+            queue_time_s=3,
+            max_queue_time_s=3,
+            draft_tokens=8,
+            accepted_draft_tokens=6,
+            verify_steps=4,
+            verified_tokens=10,
+        ),
+    )
+    for group, numbers in enumerate(said):
+        event = GroupCompleted(
+            group_id=group, attempt=0, lease="x", round=0, instance="i", data="d", samples=(scored,), engine=numbers
+        )
+        story.completed[group] = story.tell(event)
+        story.judge(group, story.completed[group])
+    story.train(0, 0, 1)
+    story.notices += story.report.close()
+    (row,) = story.rows()
+    assert row["rollout/prefix_cache_hit_rate"] == 0.25
+    assert row["rollout/avg_cached_tokens_per_sample"] == 5
+    assert row["rollout/num_retractions"] == 1
+    assert row["rollout/spec_accept_rate"] == 0.75
+    assert row["rollout/spec_accept_length"] == 2.5
+    assert (row["perf/request/queue_time/mean"], row["perf/request/queue_time/max"]) == (2, 3)
 
 
 def test_the_data_is_told_with_its_size_or_as_without_end() -> None:

@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.rollout.sglang.answers import Answer, segment_of, status_of
-from messages import Int32Array, SampleKey, SampleStatus, WeightSpan
+from actors.rollout.sglang.answers import Answer, numbers_of, segment_of, status_of
+from messages import EngineNumbers, Int32Array, SampleKey, SampleStatus, WeightSpan
 
 KEY = SampleKey(group_id=1, attempt=0, index=2)
 PROMPT = Int32Array([7, 8])
@@ -65,3 +65,25 @@ def test_log_probs_of_other_tokens_are_refused() -> None:
 def test_tokens_of_unknown_weights_are_refused() -> None:
     with pytest.raises(ValueError, match="does not say which weights"):
         segment_of(answer([4], weight_version=None), KEY, PROMPT)
+
+
+def test_the_numbers_of_requests_are_added_up_over_those_that_the_engine_ended() -> None:
+    ended = b"""{"output_ids": [1, 2, 3], "meta_info": {"finish_reason": {"type": "stop"}, "prompt_tokens": 7,
+        "completion_tokens": 3, "cached_tokens": 4, "num_retractions": 1, "queue_time": 0.5, "spec_verify_ct": 2,
+        "spec_num_proposed_drafts": 6, "spec_num_correct_drafts": 1}}"""
+    in_queue = b"""{"meta_info": {"finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}}"""
+    lost = b"""{"meta_info": {"prompt_tokens": 7}}"""
+    answers = [msgspec.json.decode(data, type=Answer) for data in (ended, ended, in_queue, lost)]
+    assert numbers_of(answers) == EngineNumbers(
+        num_requests=3,
+        prompt_tokens=14,
+        cached_tokens=8,
+        num_retractions=2,
+        num_timed=2,
+        queue_time_s=1.0,
+        max_queue_time_s=0.5,
+        draft_tokens=12,
+        accepted_draft_tokens=2,
+        verify_steps=4,
+        verified_tokens=6,
+    )
