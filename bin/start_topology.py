@@ -20,6 +20,7 @@ from runtime.settings.load import LoadedTopology, load_topology  # noqa: E402
 from runtime.settings.placement import bus_node  # noqa: E402
 from runtime.settings.plan import draw, plan_of  # noqa: E402
 from runtime.settings.reading.config import TopologyError  # noqa: E402
+from runtime.settings.slime.hints import flag_hint  # noqa: E402
 from runtime.settings.topology import Topology  # noqa: E402
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None, *, specs_of: "SpecsOf | None" = None) ->
     Args:
         specs_of: which processes a topology has on a node; by default what actors.processes says.
     """
-    args = _parser().parse_args(argv)
+    args = _parsed(argv)
     return ended(lambda: _work(args, specs_of or process_specs), TopologyError, DataError)
 
 
@@ -49,6 +50,18 @@ def _work(args: argparse.Namespace, specs_of: "SpecsOf") -> int:
     if args.plan:
         return _plan(loaded, specs_of, args)
     return _check(loaded, args) if args.check else _start(loaded, args, specs_of)
+
+
+def _parsed(argv: list[str] | None) -> argparse.Namespace:
+    """What was given; of an option that is slime's, what became of it is said beside the usage."""
+    parser = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = dict.fromkeys(word.partition("=")[0] for word in unknown if word.startswith("--"))
+        meant = [f"{flag}: {text}" for flag in flags if (text := flag_hint(flag)) is not None]
+        remedy = ["keys stand in the topology file, and --set KEY=VALUE overrides one"] if meant else []
+        parser.error("\n".join([f"unrecognized arguments: {' '.join(unknown)}", *meant, *remedy]))
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,6 +14,7 @@ from typing import IO
 import psutil
 import pytest
 
+from bin.start_topology import main
 from runtime.agent.node import STOP_DEADLINE_S
 from runtime.agent.supervision.guardian import MARK_VARIABLE
 from runtime.agent.supervision.supervisor import STOP_WITHIN_S
@@ -267,6 +268,33 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("arguments", "starts"), [(["--help"], 20), ([TOPOLOGY, "--check"], 60)])
 def test_help_and_check_answer_at_once(arguments: list[object], starts: int) -> None:
     assert interpreter_starts([sys.executable, COMMAND, *arguments], cwd=ROOT) < starts
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--rollout-batch-size", "32"], "slime's --rollout-batch-size is rollout.rollout_batch_size here"),
+        (["--colocate", "--lr=1e-6"], "--lr: slime's --lr is optimizer.lr here"),
+        (["--sglang-mem-fraction-static", "0.7"], "SGLang's --sglang-mem-fraction-static is engines.policy.sglang."),
+        (["--train-env-vars", "{}"], "has no key here: processes inherit the environment"),
+    ],
+)
+def test_a_flag_of_slimes_is_answered_with_what_became_of_it(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(TOPOLOGY), *words, "--check"])
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert f"unrecognized arguments: {' '.join(words)}\n" in shown
+    assert told in shown
+    assert shown.endswith("keys stand in the topology file, and --set KEY=VALUE overrides one\n")
+
+
+def test_an_option_of_nobody_is_told_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([str(TOPOLOGY), "--verry-fast"])
+    assert capsys.readouterr().err.endswith("unrecognized arguments: --verry-fast\n")
 
 
 def test_wrong_input_exits_with_2_and_names_the_key(tmp_path: Path) -> None:
