@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from actors.reward import isolation
+from runtime.exit_codes import EXIT_OK, EXIT_ORPHANED, EXIT_TOO_MANY_PROCESSES
 
-EXIT_ORPHANED: Final = 3
-EXIT_STOPPED: Final = 0
-EXIT_TOO_MANY_PROCESSES: Final = 117
 POLL_S: Final = 0.1  # how often processes are counted
 MIN_HEADROOM: Final = 1024  # processes and threads that the user may start beside graders
 KILL_POLL_S: Final = 0.01
@@ -49,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         _kill_descendants(worker)
         shutil.rmtree(folder, ignore_errors=True)
     if status is None:
-        return EXIT_STOPPED
+        return EXIT_OK  # stopped, as asked
     return _end_like(_status_in(status) if settings["sandbox"] == "isolated" else status)
 
 

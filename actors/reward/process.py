@@ -12,10 +12,11 @@ import anyio.abc
 import msgspec
 
 from actors.reward.frames import FrameBuffer, FrameError, Grade, Graded, Hello, Ready, encode_frame
-from actors.reward.keeper import EXIT_TOO_MANY_PROCESSES, children_of
+from actors.reward.keeper import children_of
 from actors.reward.printed import Printed
 from actors.reward.sandbox import Sandbox
 from runtime.bus.background import beside
+from runtime.exit_codes import EXIT_TOO_MANY_PROCESSES
 from runtime.wording import signal_name
 
 START_TIMEOUT_S = 30.0  # a user's module may import much

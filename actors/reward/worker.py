@@ -28,12 +28,11 @@ from actors.reward.frames import (
     write_all,
 )
 from actors.reward.graders.calling import Call, grade_group, grade_sample, resolve_grader
+from runtime.exit_codes import EXIT_NO_HELLO, EXIT_OK
 from runtime.import_path import user_folder_last
 
 if TYPE_CHECKING:
     import asyncio
-
-EXIT_NO_HELLO = 4
 
 
 class CpuLimitError(Exception):
@@ -112,14 +111,14 @@ def work(refusal: str | None) -> int:
         return EXIT_NO_HELLO
     if refusal is not None:
         write_all(fd_out, encode_frame(Ready(error=f'reward.sandbox = "isolated": this machine refuses: {refusal}')))
-        return 0
+        return EXIT_OK
     signal.signal(signal.SIGXCPU, _end_call)
     worker = Worker(msgspec.msgpack.decode(frame, type=Hello), fd_out)
     write_all(fd_out, encode_frame(worker.check()))
     decoder = msgspec.msgpack.Decoder(Grade)
     while (frame := read_frame(fd_in, buffer)) is not None:
         worker.answer(decoder.decode(frame))
-    return 0
+    return EXIT_OK
 
 
 def _end_call(_signal: int, _frame: FrameType | None) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from actors.rollout.embedded.model.config import MAX_CONTEXT, ModelDescription, ModelError, read_model
 from runtime.bus.addresses import ENGINE_KEY_VARIABLE
 from runtime.checksums import safetensors_files
+from runtime.exit_codes import EXIT_INPUT_ERROR
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
             return serve(flags, description, listener)
     except (ModelError, OSError) as error:
         print(f"embedded engine: {error}", file=sys.stderr)  # noqa: T201 - a command's one line of error
-        return 2
+        return EXIT_INPUT_ERROR
 
 
 def _context_length(flags: argparse.Namespace, description: ModelDescription) -> int:

@@ -17,18 +17,17 @@ from runtime.agent.supervision.ports import PortInUse, choose_port
 from runtime.agent.supervision.readiness import wait_until_ready, wait_until_silent
 from runtime.agent.supervision.spawn import Child, Guard
 from runtime.bus.addresses import BUS_URL_VARIABLE, ENGINE_KEY_VARIABLE
-from runtime.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR
+from runtime.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_NOT_STARTED
+from runtime.retrying import Backoff
 from runtime.secrets import Secret, split_login
 from runtime.settings.processes import ProcessSpec, Stage
 from runtime.wording import signal_name
 
-FIRST_DELAY_S = 0.1
-MAX_DELAY_S = 10.0
+BACKOFF = Backoff(first_s=0.1, max_s=10.0)
 LASTING_S = 30.0  # a process that ran for so long did not fail at its start
 DRAIN_S = 1.0  # for the last lines of a process that ended
 STOP_WITHIN_S = 8.0
 STAGE_RESERVE_S = 1.5  # kept for each stage still to be stopped
-EXIT_NOT_STARTED = 127
 
 _LASTING = {EXIT_INPUT_ERROR: "input error", EXIT_FENCED: "fenced: another process took over"}
 
@@ -37,7 +36,8 @@ class RestartBudget:
     """How often and how soon a process is started again.
 
     Progress of the run refills the budget. The delay doubles with each early end, whatever the run does meanwhile, and
-    begins anew after a process has lasted.
+    begins anew after a process has lasted. It is drawn anew each time: processes that failed together, as of one cause,
+    are not started again together.
     """
 
     def __init__(self, max_restarts: int) -> None:
@@ -51,7 +51,7 @@ class RestartBudget:
             return None
         self._spent += 1
         self._early_ends = 0 if lasted_s >= LASTING_S else self._early_ends + 1
-        return min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** max(0, self._early_ends - 1))
+        return BACKOFF.pause_s(self._early_ends)
 
     def refill(self) -> None:
         self._spent = 0
