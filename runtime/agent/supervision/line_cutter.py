@@ -1,5 +1,6 @@
 """Lines out of a stream of bytes, none longer than a bound."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -11,10 +12,15 @@ class CutLine(NamedTuple):
 
 
 class LineCutter:
-    """Takes bytes in pieces of any size, gives lines, and keeps no more of one than its bound."""
+    """Takes bytes in pieces of any size, gives lines, and keeps no more of one than its bound.
 
-    def __init__(self, max_bytes: int) -> None:
+    A line is not cut within a word that is to be found in it whole: it is cut before that.
+    """
+
+    def __init__(self, max_bytes: int, *, words: Sequence[bytes] = ()) -> None:
         self._max_bytes = max_bytes
+        self._words = words
+        self._kept_bytes = max_bytes + max(map(len, words), default=1) - 1  # to see a word that begins before the bound
         self._content = bytearray()
         self._left_out_bytes = 0
 
@@ -27,12 +33,26 @@ class LineCutter:
 
     def _ended(self, end: bytes) -> CutLine:
         self._add(end)
-        line = CutLine(bytes(self._content), self._left_out_bytes)
+        content = bytes(self._content[: self._end()])
+        line = CutLine(content, self._left_out_bytes + len(self._content) - len(content))
         self._content.clear()
         self._left_out_bytes = 0
         return line
 
+    def _end(self) -> int:
+        """Where the line that ends now is cut."""
+        end = self._max_bytes
+        while len(self._content) > end:
+            places = [
+                self._content.find(word, max(0, end - len(word) + 1), end + len(word) - 1) for word in self._words
+            ]
+            within = [place for place in places if place >= 0]
+            if not within:
+                break
+            end = min(within)
+        return end
+
     def _add(self, part: bytes) -> None:
-        room = self._max_bytes - len(self._content)
+        room = self._kept_bytes - len(self._content)
         self._content += part[:room]
         self._left_out_bytes += max(0, len(part) - room)

@@ -45,7 +45,7 @@ class OutputLog:
         self._max_bytes = max_bytes
         self._file = path.open("ab", buffering=0)
         self._size_bytes = self._file.tell()
-        self._lines = LineCutter(MAX_LINE_BYTES)
+        self._lines = LineCutter(MAX_LINE_BYTES, words=[secret.reveal().encode() for secret in hidden])
         self._tail: deque[bytes] = deque(maxlen=TAIL_LINES)
 
     def feed(self, data: bytes) -> None:

@@ -30,6 +30,20 @@ def test_what_a_process_knows_and_prints_is_hidden(tmp_path: Path) -> None:
     assert log.tail() == ["server_args=ServerArgs(api_key='***')", "key=***", "an*** line"]
 
 
+@pytest.mark.parametrize("begins", [-9, -8, -5, -1, 0])
+@pytest.mark.parametrize("rest", [0, 1, 100])
+def test_a_secret_at_the_place_where_a_line_is_cut_is_hidden_too(tmp_path: Path, begins: int, rest: int) -> None:
+    log = OutputLog(tmp_path / "a.jsonl", "a", hidden=[Secret("sw0rdf1sh"), Secret("f1sh")])
+    log.feed(b"x" * (MAX_LINE_BYTES + begins) + b"sw0r")
+    log.feed(b"df1sh" + b"y" * rest + b"\n")
+    log.close()
+    (entry,) = map(msgspec.json.decode, log.path.read_bytes().splitlines())
+    shown = "***" if begins == -9 else ""
+    assert entry["text"] == "x" * (MAX_LINE_BYTES + begins) + shown
+    printed = MAX_LINE_BYTES + begins + 9 + rest
+    assert entry.get("left_out_bytes", 0) == printed - (MAX_LINE_BYTES + begins + (9 if shown else 0))
+
+
 def test_a_log_has_a_bound(tmp_path: Path) -> None:
     log = OutputLog(tmp_path / "a.jsonl", "a", max_bytes=10_000)
     for number in range(1000):
