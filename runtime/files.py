@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and stay. Standard library only: set-up loads it too."""
+"""Files and directories that are there whole or not at all, and stay. Standard library only: set-up loads it too."""
 
 import os
 from collections.abc import Generator
@@ -32,6 +32,20 @@ def write_atomically(path: Path, content: bytes) -> None:
 def complete(partial: Path, path: Path) -> None:
     """Give a file that is fully written its name; both outlast a power cut."""
     _sync(partial)
+    partial.replace(path)
+    _sync(path.parent)
+
+
+def complete_directory(partial: Path, path: Path) -> None:
+    """Give a directory that is fully written its name; with all that is in it, it outlasts a power cut.
+
+    Raises:
+        OSError: there is a directory of that name that is not empty.
+    """
+    for folder, _, names in os.walk(partial, topdown=False):
+        for name in names:
+            _sync(Path(folder, name))
+        _sync(Path(folder))
     partial.replace(path)
     _sync(path.parent)
 

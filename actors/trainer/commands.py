@@ -4,6 +4,7 @@ Commands go through the store, where a rank can wait for one with a timeout that
 inside a collective. Every command is then carried out by all ranks together.
 """
 
+import shutil
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +31,7 @@ from actors.trainer.models.cuts import export_weights
 from actors.trainer.models.files import write_model
 from actors.trainer.models.publish import NOT_WRITTEN, Published, prune_versions, publish_weights
 from actors.trainer.step.train_step import TrainStep
+from runtime.files import complete_directory
 from runtime.settings.topology import Topology, answers_are_recorded
 
 POLL: Final = timedelta(seconds=2)  # how long a rank waits for a command before it looks again
@@ -129,9 +131,13 @@ class TrainerRank:
         return published
 
     def export(self, directory: Path) -> None:
-        """Write a Hugging Face model directory that stands on its own."""
-        directory.mkdir(parents=True, exist_ok=True)
-        write_model(self._lead(_Export()), directory, model_directory=self._model_directory, tokenizer=True)
+        """Write a Hugging Face model directory that stands on its own, in the place of one that is there."""
+        unfinished = directory.with_name(f".{directory.name}")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        write_model(self._lead(_Export()), unfinished, model_directory=self._model_directory, tokenizer=True)
+        shutil.rmtree(directory, ignore_errors=True)
+        complete_directory(unfinished, directory)
 
     def close(self) -> None:
         """End the other ranks and leave."""

@@ -30,6 +30,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.errors import Fenced
 from runtime.bus.events import Events
 from runtime.checksums import checksums_of, safetensors_files
+from runtime.files import complete_directory
 from runtime.host.actor import Actor
 from runtime.ledger.archive import newest_snapshot
 from runtime.ledger.steps import Batch
@@ -210,4 +211,4 @@ def _draw(topology: Topology, directory: Path) -> None:
     unfinished.mkdir(parents=True)
     weights = {name: draw(name).to(dtype).contiguous() for name in hf_shapes(model)}
     write_model(weights, unfinished, model_directory=model_directory)
-    unfinished.rename(directory)
+    complete_directory(unfinished, directory)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runtime import files
-from runtime.files import append_line, complete, whole, write_atomically
+from runtime.files import append_line, complete, complete_directory, whole, write_atomically
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,6 +62,23 @@ def test_the_content_is_synced_before_it_gets_its_name_and_the_directory_after(
     names = [Path(name).name for name, _ in synced[4:]]
     assert names == ["rows.jsonl", tmp_path.name, "rows.jsonl"]
     assert (tmp_path / "rows.jsonl").read_bytes() == b"{}\n{}\n"
+
+
+def test_all_of_a_directory_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    partial, path, synced = tmp_path / ".v1", tmp_path / "v1", list[tuple[str, bool]]()
+    (partial / "inner").mkdir(parents=True)
+    for name in ("a", "b", "inner/c"):
+        (partial / name).write_bytes(b"x")
+
+    def noting(descriptor: int) -> None:
+        synced.append((os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path), path.exists()))
+
+    monkeypatch.setattr(files.os, "fsync", noting)
+    complete_directory(partial, path)
+    *before, after = synced
+    assert sorted(before) == [(name, False) for name in (".v1", ".v1/a", ".v1/b", ".v1/inner", ".v1/inner/c")]
+    assert after == (".", True)
+    assert sorted(each.name for each in path.iterdir()) == ["a", "b", "inner"]
 
 
 def test_the_machines_own_python_can_load_it() -> None:

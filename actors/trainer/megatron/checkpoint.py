@@ -2,8 +2,7 @@
 
 A checkpoint of train step 40 by the third start of the trainer is `0003/step-00000040`: every incarnation writes in a
 directory of its own, so that a predecessor that is not quite dead disturbs nobody. It is written under a name that
-starts with a dot and renamed when all ranks are done. Files are not synced to the disk one by one: this is about
-processes that die, not about power that fails.
+starts with a dot and renamed when all ranks are done. Rank 0 syncs all of it to the disk before that, once.
 """
 
 import re
@@ -26,6 +25,7 @@ from actors.trainer.megatron.imports import (
     replace_state_dict_keys_with_sharded_keys,
 )
 from actors.trainer.megatron.rank_model import Replica
+from runtime.files import complete_directory
 
 _NAME = re.compile(r"step-(\d{8})")
 
@@ -77,7 +77,7 @@ def save_checkpoint(replica: Replica, root: Path, *, step: int, incarnation: int
         dist_checkpointing.save(_state(replica, step=step, loading=False), str(unfinished), _SaveInProcess())
     dist.barrier()
     if dist.get_rank() == 0:
-        unfinished.rename(path)
+        complete_directory(unfinished, path)
     return path
 
 

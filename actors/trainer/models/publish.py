@@ -12,6 +12,7 @@ from torch import Tensor
 
 from actors.trainer.models.files import write_model
 from runtime.checksums import SINGLE_FILE, checksums_of
+from runtime.files import complete_directory
 
 KEEP_VERSIONS: Final = 2
 _NAME = re.compile(r"v(\d{6,})")
@@ -48,7 +49,7 @@ def publish_weights(weights: Mapping[str, Tensor], root: Path, *, version: int, 
     write_model(weights, unfinished, model_directory=model_directory)
     checksum = checksums_of(unfinished).total
     size_bytes = (unfinished / SINGLE_FILE).stat().st_size
-    unfinished.rename(path)
+    complete_directory(unfinished, path)
     return Published(path.resolve(), checksum, size_bytes, time.perf_counter() - begin)
 
 

@@ -1,5 +1,6 @@
 """Checkpoints: what is resumed goes on exactly, what is torn is not there."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,17 @@ def test_a_resumed_trainer_goes_on_exactly(make_topology: MakeTopology, tmp_path
     assert [train_on(random_batch(step))["train/loss"] for step in (2, 3)] == expected
     for name, weight in export_weights(resumed.model, resumed.hf).items():
         assert torch.equal(weight, weights[name]), name
+
+
+def test_a_checkpoint_is_synced_to_the_disk_before_it_is_there(
+    make_topology: MakeTopology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica, _ = trainer(make_topology())
+    synced: list[str] = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    path = save_checkpoint(replica, tmp_path, step=0, incarnation=1)
+    assert {str(path.with_name(f".{path.name}") / file.name) for file in path.iterdir()} < set(synced)
+    assert synced[-1] == str(path.parent)
 
 
 def test_the_random_state_is_part_of_a_checkpoint(make_topology: MakeTopology, tmp_path: Path) -> None:

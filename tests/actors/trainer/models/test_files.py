@@ -1,6 +1,7 @@
 """Published weights: whole, checked, and gone when nobody needs them."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +42,18 @@ def test_what_a_crash_left_under_a_version_is_written_over(root: Path, model_dir
     assert [path.name for path in root.iterdir()] == ["v000001"]
 
 
+def test_a_version_is_synced_to_the_disk_before_it_is_there(
+    root: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    path = publish_weights(WEIGHTS, root, version=7, model_directory=model_dir).path
+    assert path is not None
+    unfinished = {str(root / f".{path.name}" / file.name) for file in path.iterdir()}
+    assert unfinished < set(synced)
+    assert synced[-1] == str(root)
+
+
 @pytest.mark.parametrize(("confirmed", "left"), [(0, [1, 2, 3, 4, 5]), (2, [2, 3, 4, 5]), (4, [4, 5]), (5, [4, 5])])
 def test_old_versions_go_once_an_engine_holds_a_newer_one(root: Path, confirmed: int, left: list[int]) -> None:
     for version in range(1, 6):
@@ -65,6 +78,8 @@ def test_an_exported_model_stands_on_its_own(
 ) -> None:
     (model_dir / "tokenizer.json").write_text("{}")
     (model_dir / "model-00001-of-00002.safetensors").write_bytes(b"old")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "half").touch()
     TrainerRank(make_topology(), tmp_path).export(tmp_path / "hf")
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
         "config.json", "model.safetensors", "tokenizer.json",
