@@ -1,6 +1,6 @@
 """The NATS server of a run as a process of its node."""
 
-from contextlib import suppress
+import math
 from pathlib import Path
 
 import anyio
@@ -8,13 +8,10 @@ import anyio
 from runtime.agent.claims.rundir import BUS_FILE
 from runtime.agent.node_plan import NodePlan
 from runtime.bus.errors import BusUnavailable
-from runtime.bus.nats.server import ServerSettings, server_command, wait_ready, write_config
-from runtime.settings.processes import Greets, PortRequest, ProcessSpec, Stage, WhenConfirmed
+from runtime.bus.nats.server import NoProgress, ServerSettings, server_command, wait_ready, write_config
+from runtime.settings.processes import Greets, NotReady, PortRequest, ProcessSpec, Stage, WhenConfirmed
 
 BUS_PROCESS = "nats-server"
-BUS_READY_S = (
-    900.0  # it reads its store first, which takes minutes where that is large; if it ends, that is seen at once
-)
 BUS_STOP_S = 1.5
 
 
@@ -26,10 +23,12 @@ def bus_process(plan: NodePlan, server: ServerSettings) -> ProcessSpec:
         leftover.unlink()
 
     async def is_ready(pid: int) -> None:
-        with suppress(BusUnavailable):
-            await wait_ready(directory, pid, timeout_s=BUS_READY_S, login=server.login)
-            return
-        await anyio.sleep_forever()  # it has ended, or the deadline of its start will end it
+        try:
+            await wait_ready(directory, pid, login=server.login)
+        except NoProgress as error:
+            raise NotReady(str(error)) from error
+        except BusUnavailable:
+            await anyio.sleep_forever()  # it has ended, which is seen elsewhere
 
     fixed = server.port if server.port > 0 else None
     return ProcessSpec(
@@ -37,7 +36,7 @@ def bus_process(plan: NodePlan, server: ServerSettings) -> ProcessSpec:
         command=(*server_command(config, directory), "--port", "{port}"),
         port=PortRequest(host=server.host, fixed=fixed, preferred=_last_port(plan.run_dir), kept=True),
         ready=WhenConfirmed(is_ready),
-        ready_timeout_s=BUS_READY_S,
+        ready_timeout_s=math.inf,  # as long as it reads its store
         probe=Greets(),
         unresponsive_after_s=plan.bus_unresponsive_after_s,
         stage=Stage.BUS,

@@ -27,7 +27,6 @@ from runtime.secrets import Login, Secret, with_login
 RUNS = Path("runs")
 STREAMS = Path("nats") / STORED_STREAMS  # in the run directory
 LIMITS = BusLimits(connect_timeout_s=2.0, publish_timeout_s=10.0)
-SERVER_READY_S = 900.0  # it reads its store first
 SERVER_STOP_S = 5.0
 OPEN_TIMEOUT_S = 15.0  # an agent that starts, or ends, has neither a bus nor a store to copy for a moment
 LOOK_AGAIN_S = 0.1
@@ -180,7 +179,7 @@ async def _server_on(directory: Path) -> AsyncGenerator[str, None]:
     server = await Child.start(command, os.environ)
     try:
         os.close(server.output)  # it writes to its log
-        ports = await wait_ready(directory, server.pid, timeout_s=SERVER_READY_S, login=login)
+        ports = await wait_ready(directory, server.pid, login=login)
         yield with_login(ports.url, login)
     finally:
         server.ask_to_stop()

