@@ -2,11 +2,16 @@
 
 from collections.abc import Callable
 
+import structlog
+
 from messages import BatchTrained, Message, RunFailed, RunFinished, TrainerStarted
 from runtime.agent.node_plan import NodePlan, Outcome
 from runtime.agent.reporting import Reporting
 from runtime.agent.stalls import StallWatch
 from runtime.bus.bus import Bus
+from runtime.bus.errors import LogTrimmedAway
+
+log = structlog.get_logger()
 
 
 class Follower:
@@ -26,11 +31,20 @@ class Follower:
         self._progress = progress
         self._end = end
         self._steps = 0
+        self._last_seq = 0
 
     async def follow(self, bus: Bus, watch: StallWatch | None) -> None:
-        """Follow until cancelled."""
-        async with bus.read(buries=True) as events:
+        """Follow until cancelled. Supervision goes on without what is trimmed before it was read."""
+        while True:
+            try:
+                await self._read_on(bus, watch)
+            except LogTrimmedAway as error:
+                log.warning("events_not_shown", reason=str(error))
+
+    async def _read_on(self, bus: Bus, watch: StallWatch | None) -> None:
+        async with bus.read(from_seq=self._last_seq + 1, buries=True) as events:
             async for received in events:
+                self._last_seq = received.seq
                 if watch is not None:
                     watch.happened(received.message)
                 self._decide(received.message, live=received.time.timestamp() >= self._plan.started)

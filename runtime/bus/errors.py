@@ -9,7 +9,7 @@ BusError
 ├── AlreadyQueued         the work stream still holds a message under this subject
 ├── SequenceMismatch      compare-and-set failed; someone else wrote first
 ├── UnknownDecision       the ledger holds an event of a type that this version does not know
-├── LogTrimmedAway        events that a reader had yet to read were trimmed from the log while it was away
+├── LogTrimmedAway        events that a reader had yet to read were trimmed from the log while it was away or behind
 ├── Fenced                another instance took over; this one must stop
 ├── PayloadLost           no message under this sequence: purged, or never stored
 │   └── PayloadUnreadable ... or there is one that cannot be decoded

@@ -63,15 +63,21 @@ class LogReader:
         self._consumer = made.name
         self._consumer_seq = 0
         self.num_pending = made.num_pending
-        if self._was_open and not self._skips:
+        if not self._skips:
             await self._check_that_nothing_is_gone()
         self._was_open = True
         await self._pull.open(made.name, made.epoch)
 
     async def _check_that_nothing_is_gone(self) -> None:
-        """What is gone was read, or concerns others, if the oldest message is one from before we were last idle."""
+        """What is gone was read, or concerns others, if the oldest message is one from before we were last idle.
+
+        What was gone at the beginning is no loss: who begins there has what it needs from elsewhere.
+        """
         first_seq = (await state_of(self._connection, self._stream)).first_seq
         if first_seq <= self._last_seq + 1:
+            return
+        if not self._was_open:
+            self._last_seq = first_seq - 1
             return
         oldest = await self._store.get(self._stream, first_seq)
         if oldest is None or stored_at(oldest) + CLOCKS_DIFFER_S > self._pull.idle_at:

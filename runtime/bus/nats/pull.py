@@ -22,6 +22,7 @@ LOST_REASONS: Final = ("consumer deleted", "server shutdown", "leadership change
 NANOSECONDS: Final = 1_000_000_000
 GRACE_S: Final = 1.0  # on top of a request's own end
 MIN_EXPIRES_S: Final = 0.05
+STILL_S: Final = 1.0  # between requests; within less nothing is trimmed that was not sent
 
 
 class ConsumerLost(BusError):
@@ -81,12 +82,14 @@ class Pull:
         self._request_end = 0.0  # loop time after which an unanswered request is lost
         self._epoch = connection.epoch
         self._lost = ""
+        self._served_until = 0.0  # loop time: so long the server sends what there is as soon as it is stored
         self.idle_at = 0.0  # Unix seconds: when the server last had nothing for us, and all that came was taken
 
     async def open(self, consumer: str, epoch: int) -> None:
         """Begin, or begin again, to pull from a consumer that was there in this epoch of the connection."""
         self._consumer = consumer
         self._outstanding = 0
+        self._served_until = asyncio.get_running_loop().time()
         self._lost = ""
         self._epoch = epoch
         if self._listener is not None and self._redelivers:
@@ -143,6 +146,9 @@ class Pull:
             self._num_waiting -= 1
 
     async def _top_up(self, deadline: float | None) -> None:
+        unserved_s = asyncio.get_running_loop().time() - self._served_until
+        if not self._redelivers and self._connection.is_connected and unserved_s > STILL_S:
+            self._lost = "nothing asked for"  # the server passes over what is trimmed meanwhile, and does not say so
         if self._epoch != self._connection.epoch:
             if not self._redelivers:
                 self._lost = "reconnected"
@@ -173,6 +179,7 @@ class Pull:
             request["max_bytes"] = self._max_bytes
         self._heard(quiet_s)
         self._arrived = False
+        self._served_until = asyncio.get_running_loop().time() + expires_s
         subject = f"{API}.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}"
         try:
             await self._connection.send(subject, msgspec.json.encode(request), reply=self._inbox)
@@ -213,14 +220,15 @@ class Pull:
         if message.reply.startswith(DELIVERY):
             self._outstanding = max(0, self._outstanding - 1)  # a request from before a reconnect may be answered too
             self._arrived = True
+            self._note_end()
             self._buffer.append(message)
             self._wake_one()
         elif status is None:
             self._connection.counters.async_errors += 1  # nobody but the server has business here
         elif status == HEARTBEAT:
             self._heard(2 * self._limits.pull_heartbeat_s)
-            if not self._buffer:
-                self.idle_at = time.time()
+            if not self._buffer:  # if this process stood still, the heartbeat may be old
+                self.idle_at = time.time() - max(0.0, asyncio.get_running_loop().time() - self._served_until)
         else:
             self._on_status(status, message.headers or {})
 
@@ -232,7 +240,12 @@ class Pull:
             self._lost = description or "no such consumer"
         undelivered = headers.get(PENDING_MESSAGES)
         self._outstanding = max(0, self._outstanding - int(undelivered)) if undelivered else 0
+        self._note_end()
         self._wake_all()
+
+    def _note_end(self) -> None:
+        if not self._outstanding:
+            self._served_until = min(self._served_until, asyncio.get_running_loop().time())
 
     def _wake_one(self) -> None:
         while self._sleepers:

@@ -156,3 +156,33 @@ async def test_a_reader_that_had_read_it_all_does_not_mind_that_the_log_is_trimm
             await bus.purge(Plane.EVENT, below_seq=5)
             await own_nats_server.restart()
             assert await events.next(1.0) is None
+
+
+IMPATIENT = msgspec.structs.replace(TEST_LIMITS, pull_expires_s=1.0)
+
+
+async def test_a_connected_reader_that_lags_behind_a_trim_says_so(bus: Bus, url: str) -> None:
+    async with Bus.connect(url, bus.run, name="slow", limits=IMPATIENT) as slow:
+        await bus.publish(group_failed(1))
+        async with slow.read(GroupFailed) as events:
+            await anext(events)
+            await anyio.sleep(3.0)  # as one whose work takes long: its requests end unanswered
+            for number in range(2, 6):
+                await bus.publish(group_failed(number))
+            await bus.purge(Plane.EVENT, below_seq=5)
+            with pytest.raises(LogTrimmedAway, match="begins at 5: what was to be read from 2 on is gone"):
+                with anyio.fail_after(20):
+                    await anext(events)
+
+
+async def test_a_connected_reader_that_lags_and_lost_nothing_goes_on(bus: Bus, url: str) -> None:
+    async with Bus.connect(url, bus.run, name="slow", limits=IMPATIENT) as slow:
+        for number in range(1, 4):
+            await bus.publish(group_failed(number))
+        async with slow.read(GroupFailed) as events:
+            await anext(events)
+            await anyio.sleep(3.0)
+            await bus.purge(Plane.EVENT, below_seq=3)  # which had been sent
+            await bus.publish(group_failed(4))
+            with anyio.fail_after(20):
+                assert [(await anext(events)).message.group_id for _ in range(3)] == [2, 3, 4]
