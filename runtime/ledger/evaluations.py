@@ -1,7 +1,7 @@
 """The life of an evaluation. What an event makes of the state."""
 
 from messages import EvalCompleted, EvalEnded, EvalIssued, SampleStatus
-from runtime.ledger.state import EvalItem, Evaluation, LedgerState
+from runtime.ledger.state import MAX_ENDINGS_LOST, EvalItem, Evaluation, LedgerState
 
 
 def evaluate(state: LedgerState, event: EvalIssued | EvalCompleted | EvalEnded) -> None:
@@ -30,3 +30,22 @@ def end_item(running: Evaluation, name: str, item: int, ended: EvalItem) -> None
     """Note how an item ended, the first time that it is told."""
     if 0 <= item < running.sizes.get(name, 0):
         running.items[name].setdefault(item, ended)
+
+
+def lose_item(running: Evaluation, key: str) -> None:
+    """End an item without rewards: nobody can read its task, or how it ended."""
+    step, _, rest = key.partition(".")
+    name, _, number = rest.rpartition(".")
+    if step == str(running.step) and number.isdecimal():
+        end_item(running, name, int(number), EvalItem(rewards=(), num_truncated=0))
+
+
+def lose_ending_of_item(running: Evaluation, key: str) -> None:
+    """Count that nobody can read how an item ended; its task is put again, unless that was often in vain."""
+    step, _, rest = key.partition(".")
+    name, _, number = rest.rpartition(".")
+    known = step == str(running.step) and number.isdecimal() and int(number) < running.sizes.get(name, 0)
+    if known and int(number) not in running.items[name]:
+        running.endings_lost[key] = running.endings_lost.get(key, 0) + 1
+        if running.endings_lost[key] >= MAX_ENDINGS_LOST:
+            lose_item(running, key)

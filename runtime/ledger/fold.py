@@ -36,9 +36,9 @@ from messages import (
 from messages.subjects import key_of
 from runtime.ledger.batches import take_batch, take_step
 from runtime.ledger.changes import Change
-from runtime.ledger.evaluations import end_item, evaluate
+from runtime.ledger.evaluations import evaluate, lose_ending_of_item, lose_item
 from runtime.ledger.groups import close, end_attempt, issue, judge, oldest_version, spill
-from runtime.ledger.state import Books, EvalItem, Evaluation, Group, LedgerState, Stage
+from runtime.ledger.state import MAX_ENDINGS_LOST, Books, EvalItem, Evaluation, Group, LedgerState, Stage
 
 __all__ = [
     "FOLD_VERSION",
@@ -53,7 +53,7 @@ __all__ = [
     "fold",
 ]
 
-FOLD_VERSION: Final = 4  # raised whenever the same log folds to another state; older snapshots are then not loaded
+FOLD_VERSION: Final = 5  # raised whenever the same log folds to another state; older snapshots are then not loaded
 
 LedgerEvent = (
     BufferStarted
@@ -123,7 +123,7 @@ def _apply(state: LedgerState, event: LedgerEvent, seq: int) -> tuple[Change, ..
         case BatchTrained() | TrainerStarted() | CheckpointSaved() | PayloadsMissing():
             return take_step(state, event, seq)
         case MessageDeadLettered():
-            return _lose_task(state, event)
+            return _lose(state, event)
         case EvalIssued() | EvalCompleted() | EvalEnded():
             evaluate(state, event)
         case _:
@@ -163,13 +163,25 @@ def _announce(state: LedgerState, event: WeightsAnnounced) -> None:
     state.version_steps = {**kept, event.version: event.step}
 
 
-def _lose_task(state: LedgerState, event: MessageDeadLettered) -> tuple[Change, ...]:
-    """A task that nobody can read ends its attempt, or its item; put again it would be no better."""
-    running, item = state.evaluation, (key_of(event.subject, EvalRequested) or "").split(".")
-    if running is not None and len(item) == 3 and item[0] == str(running.step) and item[2].isdecimal():
-        end_item(running, item[1], int(item[2]), EvalItem(rewards=(), num_truncated=0))
-    key = key_of(event.subject, RolloutRequested) or ""
+def _lose(state: LedgerState, event: MessageDeadLettered) -> tuple[Change, ...]:
+    """A task that nobody can read ends its attempt, or its item; put again it would be no better.
+
+    How an attempt or an item ended is asked for again, but not for ever: its writer may say it the same way each time.
+    """
+    running = state.evaluation
+    if running is not None and (key := key_of(event.subject, EvalRequested)) is not None:
+        lose_item(running, key)
+    elif running is not None and (key := key_of(event.subject, EvalCompleted)) is not None:
+        lose_ending_of_item(running, key)
+    task = key_of(event.subject, RolloutRequested)
+    keys = {task, *(key_of(event.subject, ending) for ending in (GroupCompleted, GroupAborted, GroupFailed))}
     for group in state.in_stage(Stage.IN_FLIGHT).values():
-        if key == f"{group.group_id}.{group.attempt}":
+        if f"{group.group_id}.{group.attempt}" not in keys:
+            continue
+        if task is not None:
             return close(state, group.group_id, state.failed, f"task: {event.reason}")
+        group.endings_lost += 1
+        if group.endings_lost >= MAX_ENDINGS_LOST:
+            return close(state, group.group_id, state.failed, f"ending: {event.reason}")
+        break
     return ()

@@ -3,11 +3,14 @@
 from collections import Counter
 from enum import StrEnum
 from functools import cached_property
+from typing import Final
 
 import msgspec
 
 from messages import SampleSummary
 from runtime.ledger.steps import Steps
+
+MAX_ENDINGS_LOST: Final = 3  # of a group or an evaluation's item, before it counts as failed
 
 
 class Stage(StrEnum):
@@ -44,6 +47,7 @@ class Group(msgspec.Struct, kw_only=True):
     oldest_version: int | None = None  # among all tokens
     newest_version: int | None = None
     reason: str | None = None  # why it is a spare, or passed over
+    endings_lost: int = 0  # how often nobody could read how an attempt ended
 
 
 class EvalItem(msgspec.Struct, kw_only=True, frozen=True):
@@ -61,6 +65,7 @@ class Evaluation(msgspec.Struct, kw_only=True):
     sizes: dict[str, int]
     items: dict[str, dict[int, EvalItem]]
     payload_seq: int = 0  # no data message below this one is needed by it; 0: none at all
+    endings_lost: dict[str, int] = {}  # by key of an item: how often nobody could read how it ended
 
     @property
     def complete(self) -> bool:

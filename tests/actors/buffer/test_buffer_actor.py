@@ -42,8 +42,11 @@ from messages import (
 from messages.codec import TYPE_HEADER, VERSION_HEADER, encode
 from messages.subjects import filter_of, ledger_filter, subject_of
 from runtime.bus.bus import Bus
+from runtime.bus.consumer import Deliveries
 from runtime.bus.errors import BusError, Fenced, UnknownDecision
 from runtime.host.hosting import host
+from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
+from runtime.ledger.state import MAX_ENDINGS_LOST
 from runtime.settings.recipe import EvalConfig
 from runtime.settings.topology import Topology
 from tests.fixtures.nats import TEST_STREAMS, NatsServer, eventually
@@ -161,6 +164,33 @@ async def test_a_task_of_which_nobody_can_read_how_it_ended_is_put_again(
         for group_id in (0, 1):
             await complete(bus, group_id)
         await next_event(bus, BatchReady)
+
+
+async def test_an_ending_that_stays_unreadable_fails_its_group(bus: Bus, topology: Topology) -> None:
+    subject, state = filter_of(bus.run, GroupCompleted).replace(">", "1.0"), LedgerState()
+    async with buffer(bus, topology):
+        await bus.publish(announcement(1))
+        await next_event(bus, GroupsIssued)
+        async with bus.consume(RolloutRequested, durable="rollout") as deliveries:
+            with anyio.fail_after(10):
+                numbers = [await number_of_next(deliveries), await number_of_next(deliveries)]
+                for _ in range(MAX_ENDINGS_LOST):
+                    await put_raw(bus, subject)
+                    numbers.append(await number_of_next(deliveries))
+    assert sorted(numbers[:2]) == [0, 1]
+    assert numbers[2:-1] == [1] * (MAX_ENDINGS_LOST - 1)
+    assert numbers[-1] > 1  # another group in its place
+    async with bus.read(*LEDGER_EVENTS) as events:
+        async for received in events.so_far():
+            fold(state, received.message, received.seq)
+    assert [(reason[:8], count) for reason, count in state.failed.items()] == [("ending: ", 1)]
+    assert state.books().closed
+
+
+async def number_of_next(deliveries: Deliveries[RolloutRequested]) -> int:
+    delivery = await anext(deliveries)
+    await delivery.ack()
+    return delivery.message.group_id
 
 
 async def test_an_evaluation_item_of_which_nobody_can_read_how_it_ended_is_put_again(
