@@ -119,6 +119,11 @@ def _integers(value: Any) -> Iterator[int]:
             yield from _integers(item)
 
 
+def has_open_fields(struct: type[msgspec.Struct]) -> bool:
+    """Whether anything in messages of this type is typed `Any`."""
+    return bool(_plan(struct))
+
+
 @cache
 def _plan(struct: type[msgspec.Struct]) -> tuple[tuple[str, bool], ...]:
     """The fields to look into: name, and whether it is an open one rather than one of structs with open fields."""
