@@ -40,15 +40,18 @@ READ_ROWS: Final = 1000  # of each data file, rendered and tokenised as the buff
 MODEL: Final = "model.hf_checkpoint"
 
 
-def preflight(loaded: LoadedTopology, node: str | None = None, *, elsewhere: bool = False) -> Checked:
+def preflight(
+    loaded: LoadedTopology, node: str | None = None, *, fresh: bool = False, elsewhere: bool = False
+) -> Checked:
     """Everything that a start would be refused for.
 
     Args:
         loaded: the topology.
         node: which of its nodes this machine is; none: the one with the bus.
+        fresh: the run that is there is to be discarded.
         elsewhere: leave out what only the machine can show where the run is to be.
     """
-    checked = check_here(loaded, node, elsewhere=elsewhere)
+    checked = check_here(loaded, node, fresh=fresh, elsewhere=elsewhere)
     hooks = check_hooks(loaded.topology, loaded.loaded)
     found = [problem for problem in hooks if not (elsewhere and _is_of_a_machine(problem))]
     if not elsewhere:

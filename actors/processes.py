@@ -7,7 +7,7 @@ from pathlib import Path
 
 from runtime.bus.addresses import address_key
 from runtime.import_path import ROOT
-from runtime.settings.placement import bus_node, gpus_of, num_engines, num_ranks
+from runtime.settings.placement import gpus_of, home_node, num_engines, num_ranks
 from runtime.settings.processes import AnswersHttp, PortRequest, ProcessSpec, Stage, WhenListening
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
 
@@ -31,7 +31,7 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
     and SGLang engines where their GPUs are.
     """
     specs: list[ProcessSpec] = []
-    home = node == (bus_node(topology) or next(iter(topology.nodes)))
+    home = node == home_node(topology)
     recorded = answers_are_recorded(topology)  # need no engine and no grader
     for pool, engine in topology.engines.items() if not recorded else ():
         specs += _engines(topology, pool, engine, node, home=home)

@@ -17,7 +17,7 @@ from runtime.exit_codes import EXIT_OK  # noqa: E402
 from runtime.samples.data_files import DataError  # noqa: E402
 from runtime.secrets import without_logins  # noqa: E402
 from runtime.settings.load import LoadedTopology, load_topology  # noqa: E402
-from runtime.settings.placement import bus_node  # noqa: E402
+from runtime.settings.placement import home_node  # noqa: E402
 from runtime.settings.plan import draw, plan_of  # noqa: E402
 from runtime.settings.reading.config import TopologyError  # noqa: E402
 from runtime.settings.slime.hints import flag_hint  # noqa: E402
@@ -96,7 +96,7 @@ def _node_of(topology: Topology, wanted: str | None) -> str:
     nodes = topology.nodes
     if wanted is not None and wanted not in nodes:
         raise WrongInput(f"there is no node {wanted!r}: choose one with --node, of {', '.join(nodes)}")
-    return wanted or bus_node(topology) or next(iter(nodes))
+    return wanted or home_node(topology)
 
 
 def _ready(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen) -> Topology:
@@ -104,7 +104,7 @@ def _ready(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen) -> 
     from actors.preflight import preflight  # numpy and users' modules, which --help can do without
     from runtime.agent.claims.rundir import RunRefused, check_start
 
-    checked = preflight(loaded, _node_of(loaded.topology, args.node))
+    checked = preflight(loaded, _node_of(loaded.topology, args.node), fresh=args.fresh is not None)
     for note in checked.notes:
         screen.show(f"note: {note}")
     if checked.problems:

@@ -33,7 +33,7 @@ from runtime.bus.nats.server import ServerSettings
 from runtime.exit_codes import EXIT_INPUT_ERROR
 from runtime.host.logs import configure_logging
 from runtime.secrets import Login, Secret, kept_secret, read_login, with_login
-from runtime.settings.placement import bus_node
+from runtime.settings.placement import bus_node, home_node
 from runtime.settings.plan import stream_limits, stream_sizes
 from runtime.settings.processes import ProcessSpec
 from runtime.settings.topology import Topology
@@ -106,7 +106,7 @@ def _claim(run_dir: Path, node: str | None) -> Claim:
 def _start_over(claim: Claim, topology: Topology, wish: Wish) -> None:
     """Discard the run. Its streams go with the directory of one node, and only if the person named it."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # the log goes, too
-    url = topology.bus.url if wish.fresh and wish.node == _home(topology) else None
+    url = topology.bus.url if wish.fresh and wish.node == home_node(topology) else None
     bus_url = None if url is None else Secret(with_login(url, _login(topology, wish)))
     try:
         discard(claim, topology.run.name, topology.nodes, bus_url)
@@ -114,13 +114,8 @@ def _start_over(claim: Claim, topology: Topology, wish: Wish) -> None:
         raise RunRefused(str(error)) from error
 
 
-def _home(topology: Topology) -> str:
-    """The node whose directory the run's streams go with."""
-    return bus_node(topology) or next(iter(topology.nodes))
-
-
 def _plan(topology: Topology, wish: Wish, claim: Claim, specs_of: SpecsOf) -> NodePlan:
-    is_home = wish.node == _home(topology)
+    is_home = wish.node == home_node(topology)
     return NodePlan(
         run=topology.run.name,
         node=wish.node,

@@ -2,6 +2,7 @@
 
 BusError
 ├── BusUnavailable        no server, no stream, or the connection closed for good
+│   └── BusRefused        ... since the server does not take the login
 ├── PublishTimeout        a message was not confirmed within its deadline; it may still have been stored
 ├── MessageRefused        no reader could use it, or no subject has this form; nothing was sent
 │   └── MessageTooLarge   ... since headers and payload exceed what a reader or the server takes
@@ -27,6 +28,10 @@ class BusError(Exception):
 
 class BusUnavailable(BusError):
     """No server, no stream, or the connection closed for good."""
+
+
+class BusRefused(BusUnavailable):
+    """The server does not take the login that it was given."""
 
 
 class PublishTimeout(BusError):

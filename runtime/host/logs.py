@@ -3,7 +3,8 @@
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 import msgspec
@@ -40,6 +41,17 @@ def configure_logging(actor: str, run: str, stream: TextIO | None = None) -> Non
         cache_logger_on_first_use=False,  # tests and tools may configure again
     )
     logging.basicConfig(level=max(level, logging.WARNING), handlers=[_Forwarded()], force=True)
+
+
+@contextmanager
+def silenced() -> Generator[None]:
+    """Nothing is logged in this process meanwhile: what goes wrong is told by who asks."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 def _bound_to(**values: str) -> Processor:

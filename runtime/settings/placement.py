@@ -11,6 +11,11 @@ def bus_node(topology: Topology) -> str | None:
     return topology.bus.node or next(iter(topology.nodes))
 
 
+def home_node(topology: Topology) -> str:
+    """The node with the bus, or the first one: the run's streams go with its directory."""
+    return bus_node(topology) or next(iter(topology.nodes))
+
+
 def gpus_of(topology: Topology, text: str | None) -> tuple[Gpu, ...]:
     """A GPU list in the order in which ranks and engines take its GPUs, however it was written."""
     return order_gpus(parse_gpus(text), {name: node.address for name, node in topology.nodes.items()})

@@ -17,13 +17,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+import anyio
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from bin.start_topology import main
 from runtime.agent.claims.claim import Claim
+from runtime.agent.claims.run_id import KEY, IdOnBus
+from runtime.bus.bus import Bus
+from runtime.bus.nats.server import server_command, wait_ready
 from runtime.samples.dump_files import RUN_FILE
+from runtime.secrets import Login, Secret, with_login, write_private
+from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS
 
 ROOT = Path(__file__).resolve().parents[2]
 LAPTOP = ROOT / "topologies/laptop.toml"
@@ -89,6 +95,9 @@ ACCEPTED = {
         )
     ),
     "demonstrations": Case((), file=SFT),
+    "a bus that is there": Case(
+        ("bus.url=nats://127.0.0.1:LOCKED", "bus.credentials=TMP/right.toml", "run.name=nobodys")
+    ),
 }
 REFUSED = {
     # what is written
@@ -194,6 +203,21 @@ REFUSED = {
     "nobody's bus": Case(("bus.url=nats://127.0.0.1:FREE",), "bus.url", "no server answers there"),
     "a bus without a log": Case(("bus.url=nats://127.0.0.1:PLAIN",), "bus.url", "runs without JetStream"),
     "another server": Case(("bus.url=nats://127.0.0.1:OTHER",), "bus.url", "not a NATS server"),
+    "a wrong password in the URL": Case(
+        ("bus.url=nats://me:wrong@127.0.0.1:LOCKED",), "bus.url", "the server does not take this login"
+    ),
+    "a wrong password in a file": Case(
+        ("bus.url=nats://127.0.0.1:LOCKED", "bus.credentials=TMP/wrong.toml"),
+        "bus.credentials",
+        "the server does not take this login",
+    ),
+    "no password": Case(("bus.url=nats://127.0.0.1:LOCKED",), "bus.url", "asks for a login"),
+    "an account without a log": Case(
+        ("bus.url=nats://bare:right@127.0.0.1:LOCKED",), "bus.url", "JetStream not enabled for account"
+    ),
+    "streams of another": Case(
+        ("bus.url=nats://me:right@127.0.0.1:LOCKED",), "bus.url", "on this bus belong to /there on host, not to"
+    ),
     "a port in use": Case(("bus.port=TAKEN",), "bus.port", "cannot be listened on"),
     "a file for a directory": Case(("run.dir=TMP/graders.py",), "run.dir", "is a file"),
     "nowhere to dump": Case(("run.dump_details=TMP/graders.py/x",), "run.dump_details", "is a file"),
@@ -207,6 +231,8 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Broken and unusual files that the table names as TMP/..."""
     folder = tmp_path_factory.mktemp("things")
     (folder / "graders.py").write_text(GRADER)
+    for password in ("right", "wrong"):
+        write_private(folder / f"{password}.toml", f'user = "me"\npassword = "{password}"\n')
     (folder / "torn.jsonl").write_text('{"input": "12", "label": "21"}\n{"input": "1\n')
     (folder / "named.jsonl").write_text('{"input": "12", "label": "21", "metadata": {"rm_type": "nonsense"}}\n')
     for name in ("bare", "broken", "plain"):
@@ -253,8 +279,40 @@ def greeting(line: bytes) -> Iterator[str]:
             thread.join()
 
 
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The port of a server that asks for a login: `me` has a log, with streams of another run; `bare` has none."""
+    folder = tmp_path_factory.mktemp("locked")
+    me = Login(user="me", password=Secret("right"))
+    config = folder / "nats.conf"
+    config.write_text(
+        "host: 127.0.0.1\nport: -1\nmax_payload: 8388608\n"
+        f'jetstream {{ store_dir: "{folder}" }}\n'
+        "accounts {\n"
+        "  LOG { jetstream: enabled, users: [{ user: me, password: right }] }\n"
+        "  NONE { users: [{ user: bare, password: right }] }\n"
+        "}\n"
+    )
+
+    async def occupied(pid: int) -> str:
+        ports = await wait_ready(folder, pid, timeout_s=10, login=me)
+        async with Bus.connect(with_login(ports.url, me), "checked", name="test", limits=TEST_LIMITS) as bus:
+            await bus.ensure_streams(TEST_STREAMS)
+            await bus.kv.create(KEY, IdOnBus(id="another", owned=True, made_in="/there on host"))
+        return str(ports.port)
+
+    with (
+        (folder / "nats.log").open("wb") as log,
+        subprocess.Popen(server_command(config, folder), stdout=log, stderr=log) as server,
+    ):
+        try:
+            yield anyio.run(occupied, server.pid)
+        finally:
+            server.kill()
+
+
 @pytest.fixture
-def ports() -> Iterator[dict[str, str]]:
+def ports(locked: str) -> Iterator[dict[str, str]]:
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         socket.socket() as free,
@@ -263,7 +321,9 @@ def ports() -> Iterator[dict[str, str]]:
     ):
         free.bind(("127.0.0.1", 0))  # and does not listen
         known = {"TAKEN": taken, "FREE": free}
-        yield {name: str(it.getsockname()[1]) for name, it in known.items()} | {"PLAIN": plain, "OTHER": other}
+        yield {name: str(it.getsockname()[1]) for name, it in known.items()} | {
+            "PLAIN": plain, "OTHER": other, "LOCKED": locked,
+        }  # fmt: skip
 
 
 def arguments(case: Case, things: Path, run_dir: Path, ports: dict[str, str]) -> list[str]:

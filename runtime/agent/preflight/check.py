@@ -3,20 +3,24 @@
 from collections.abc import Iterator
 
 from runtime.agent.preflight.built import not_built
+from runtime.agent.preflight.buses import Place, check_bus
 from runtime.agent.preflight.files import check_paths, paths_of
 from runtime.agent.preflight.findings import Checked, Findings
 from runtime.agent.preflight.machine import check_machine
 from runtime.settings.load import LoadedTopology
-from runtime.settings.placement import bus_node
+from runtime.settings.placement import home_node
 from runtime.settings.topology import Topology
 
 
-def check_here(loaded: LoadedTopology, node: str | None = None, *, elsewhere: bool = False) -> Checked:
+def check_here(
+    loaded: LoadedTopology, node: str | None = None, *, fresh: bool = False, elsewhere: bool = False
+) -> Checked:
     """Look for what a topology needs, and for what is not built.
 
     Args:
         loaded: the topology.
         node: which of its nodes this machine is; none: the one with the bus.
+        fresh: the run that is there is to be discarded.
         elsewhere: leave out what only the machine can show where the run is to be: GPUs, interpreters with their
             packages, paths, addresses.
     """
@@ -26,9 +30,10 @@ def check_here(loaded: LoadedTopology, node: str | None = None, *, elsewhere: bo
         findings.add(problem)
     if elsewhere:
         return findings.checked(left_out=tuple(_left_out(topology)))
-    has_login = loaded.bus_login is not None or topology.bus.credentials is not None
-    check_machine(findings, node or bus_node(topology) or next(iter(topology.nodes)), has_login=has_login)
+    here = node or home_node(topology)
+    check_machine(findings, here)
     check_paths(findings)
+    check_bus(findings, Place(node=here, bus_login=loaded.bus_login, fresh=fresh))
     return findings.checked()
 
 

@@ -1,19 +1,16 @@
-"""GPUs, interpreters, packages, ports and addresses that a topology needs of this machine."""
+"""GPUs, interpreters, packages and engines that a topology needs of this machine."""
 
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from importlib.util import find_spec
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from runtime.agent.preflight.findings import Findings
-from runtime.bus.nats.greeting import greeting_of
 from runtime.settings.gpus import gpus_here
-from runtime.settings.sizes import needed_sizes, show_bytes
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
 
 TRAINER: Final = ("torch", "megatron.core", "safetensors")
@@ -34,12 +31,11 @@ class Needed(NamedTuple):
     extra: str  # of ours that brings them
 
 
-def check_machine(findings: Findings, node: str, *, has_login: bool) -> None:
+def check_machine(findings: Findings, node: str) -> None:
     """Look for what is installed and reachable.
 
     Args:
         node: what this machine is.
-        has_login: whether a login for the bus stands in its URL.
     """
     topology = findings.topology
     _check_gpus(findings, node)
@@ -52,7 +48,6 @@ def check_machine(findings: Findings, node: str, *, has_login: bool) -> None:
             findings.problem(needed.key, needed.value, message)
     for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
         _check_engine(findings, f"engines.{name}", engine)
-    _check_bus(findings, has_login=has_login)
 
 
 def _check_gpus(findings: Findings, node: str) -> None:
@@ -96,39 +91,6 @@ def _check_engine(findings: Findings, key: str, engine: EngineConfig) -> None:
         findings.missing(f"{key}.python", engine.python, "no such interpreter")
     elif not _answers(engine.python, HAS_SGLANG):
         findings.problem(f"{key}.python", engine.python, "SGLang is not installed in this interpreter")
-
-
-def _check_bus(findings: Findings, *, has_login: bool) -> None:
-    bus = findings.topology.bus
-    if bus.port is not None:
-        with closing(socket.socket()) as taken:
-            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                taken.bind(("127.0.0.1", bus.port))
-            except OSError as error:
-                findings.problem("bus.port", bus.port, f"cannot be listened on: {error.strerror or error}")
-    refusals = [_refused_by(url, has_login=has_login, topology=findings.topology) for url in (bus.url or "").split(",")]
-    if bus.url is not None and all(refusals):
-        findings.problem("bus.url", bus.url, refusals[0] or "")
-
-
-def _refused_by(url: str, *, has_login: bool, topology: Topology) -> str | None:
-    """Why a run could not use the server at a URL, or None."""
-    try:
-        greeting = greeting_of(url, CONNECT_TIMEOUT_S)
-    except (OSError, ValueError) as error:
-        return f"no server answers there: {error}"
-    needed = needed_sizes(topology).max_payload_bytes
-    if greeting is None:
-        return None
-    if not greeting.jetstream:
-        return "this server runs without JetStream, which keeps the log"
-    if greeting.max_payload < needed:
-        carried = show_bytes(greeting.max_payload)
-        return f"this server carries messages of {carried}; this run can need {show_bytes(needed)}"
-    if greeting.auth_required and not has_login:
-        return "this server asks for a login: name a file that has it with bus.credentials"
-    return None
 
 
 def _is_installed(package: str) -> bool:

@@ -21,7 +21,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from messages.subjects import INBOX
-from runtime.bus.errors import BusError, BusUnavailable, MessageRefused, MessageTooLarge
+from runtime.bus.errors import BusError, BusRefused, BusUnavailable, MessageRefused, MessageTooLarge
 from runtime.bus.limits import BusLimits
 from runtime.retrying import Backoff
 from runtime.secrets import Login, split_login, without_logins
@@ -160,7 +160,8 @@ class Connection:
         """Connect and subscribe the reply inbox.
 
         Raises:
-            BusUnavailable: no server answered in time, or it refused us.
+            BusUnavailable: no server answered in time.
+            BusRefused: it does not take the login.
         """
         self._on_lost = on_lost
         try:
@@ -173,7 +174,8 @@ class Connection:
         if self._refused or not self._client.is_connected:
             await self.close()
             reason = self._refused or f"none within {self.limits.connect_timeout_s:g} s: {self._last_error}"
-            raise BusUnavailable(f"no connection to {servers}: {reason}")
+            kind = BusRefused if self._refused else BusUnavailable
+            raise kind(f"no connection to {servers}: {reason}")
         self._connected.set()
         self._reply_prefix = self.new_inbox()
         await self.subscribe(f"{self._reply_prefix}.*", self._on_reply)

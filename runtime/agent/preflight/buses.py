@@ -1,0 +1,110 @@
+"""The bus of a run: the port that ours is to have, and whether a server that is there lets this run in."""
+
+import socket
+from contextlib import closing
+from pathlib import Path
+from typing import Final
+
+import anyio
+import msgspec
+
+from runtime.agent.preflight.findings import Findings
+from runtime.bus.errors import BusError, BusRefused
+from runtime.bus.limits import BusLimits
+from runtime.bus.nats.greeting import greeting_of
+from runtime.host.logs import silenced
+from runtime.secrets import Login, read_login, with_login
+from runtime.settings.placement import home_node
+from runtime.settings.sizes import needed_sizes, show_bytes
+from runtime.settings.topology import Topology
+
+GREETING_TIMEOUT_S: Final = 3.0
+ASKING: Final = BusLimits(connect_timeout_s=3.0, publish_timeout_s=3.0, attempt_timeout_s=2.0, drain_timeout_s=1.0)
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """From where a server is asked, and as whom."""
+
+    node: str
+    bus_login: Login | None  # that stood in bus.url
+    fresh: bool = False  # what the server has of this run is to be discarded
+
+
+def check_bus(findings: Findings, place: Place) -> None:
+    """Listen where a server of ours is to listen; ask a server that is there with the login that a start would use."""
+    bus = findings.topology.bus
+    if bus.port is not None:
+        _check_port(findings, bus.port)
+    if bus.url is None:
+        return
+    has_login = place.bus_login is not None or bus.credentials is not None
+    refusals = [_refused_by(url, has_login=has_login, topology=findings.topology) for url in bus.url.split(",")]
+    if all(refusals):
+        findings.problem("bus.url", bus.url, refusals[0] or "")
+    elif not findings.has("bus.credentials"):
+        _ask(findings, bus.url, place)
+
+
+def _check_port(findings: Findings, port: int) -> None:
+    with closing(socket.socket()) as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            taken.bind(("127.0.0.1", port))
+        except OSError as error:
+            findings.problem("bus.port", port, f"cannot be listened on: {error.strerror or error}")
+
+
+def _refused_by(url: str, *, has_login: bool, topology: Topology) -> str | None:
+    """Why a run could not use the server at a URL, by what it says to everybody; None if nothing is against it."""
+    try:
+        greeting = greeting_of(url, GREETING_TIMEOUT_S)
+    except (OSError, ValueError) as error:
+        return f"no server answers there: {error}"
+    needed = needed_sizes(topology).max_payload_bytes
+    if greeting is None:
+        return None
+    if not greeting.jetstream:
+        return "this server runs without JetStream, which keeps the log"
+    if greeting.max_payload < needed:
+        carried = show_bytes(greeting.max_payload)
+        return f"this server carries messages of {carried}; this run can need {show_bytes(needed)}"
+    if greeting.auth_required and not has_login:
+        return "this server asks for a login: name a file that has it with bus.credentials"
+    return None
+
+
+def _ask(findings: Findings, url: str, place: Place) -> None:
+    credentials = findings.topology.bus.credentials
+    login = place.bus_login if credentials is None else read_login(Path(credentials))
+    try:
+        with silenced():
+            refusal = anyio.run(_look_at, findings.topology, with_login(url, login), place)
+    except BusRefused as error:
+        key, value = ("bus.url", url) if credentials is None else ("bus.credentials", credentials)
+        findings.problem(key, value, f"the server does not take this login: {error}")
+    except BusError as error:
+        findings.problem("bus.url", url, str(error))
+    else:
+        if refusal is not None:
+            findings.problem("bus.url", url, refusal)
+
+
+async def _look_at(topology: Topology, url: str, place: Place) -> str | None:
+    """Why what the server has of this run does not go with the run directory, if so. Connects as a start does.
+
+    Raises:
+        BusRefused: the server does not take the login.
+        BusError: it cannot be reached, or keeps no streams for this login.
+    """
+    from runtime.agent.claims.run_id import RunMismatch, check_run_id  # with nats-py, which few topologies need here
+    from runtime.bus.bus import Bus
+
+    run = topology.run
+    async with Bus.connect(url, run.name, name="check", limits=ASKING) as bus:
+        await bus.holdings()
+        if not place.fresh:
+            try:
+                await check_run_id(bus, Path(run.dir) / run.name, owns=place.node == home_node(topology))
+            except RunMismatch as error:
+                return str(error)
+    return None
