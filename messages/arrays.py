@@ -23,7 +23,10 @@ class PackedArray(np.ndarray[Any, Any]):
         array = np.asarray(values if isinstance(values, np.ndarray) else list(values))
         if array.dtype.kind not in "biuf":
             raise ValueError(f"{cls.__name__} takes numbers of at most 64 bits, got {array.dtype.name}")
-        with np.errstate(over="ignore", invalid="ignore"):  # a float becomes infinite; an integer is compared below
+        if array.dtype.kind == "f":  # alone warns; setting numpy's state costs more than all the rest
+            with np.errstate(over="ignore", invalid="ignore"):  # becomes infinite; as an integer it is compared below
+                packed = array.astype(cls.wire_dtype, copy=False)
+        else:
             packed = array.astype(cls.wire_dtype, copy=False)
         if packed.ndim != 1:
             raise ValueError(f"{cls.__name__} takes one dimension, got shape {packed.shape}")

@@ -103,6 +103,8 @@ class EngineNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     def plus(self, other: "EngineNumbers") -> "EngineNumbers":
         """Of the requests of both."""
+        if not self.num_requests:
+            return other
         sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
         sums["max_queue_time_s"] = max(self.max_queue_time_s, other.max_queue_time_s)
         return EngineNumbers(**sums)

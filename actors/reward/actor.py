@@ -124,11 +124,9 @@ class RewardActor(Actor):
 
     async def _send(self, request: ScoreRequested, grades: Sequence[Graded]) -> None:
         """Answer; what is over the size of a message goes without its details, and else as a failure."""
-        bare = [msgspec.structs.replace(graded, details=None) for graded in grades]
-        none = [Graded(error="the answer is over the size of a message") for _ in grades]
-        for attempt in (grades, bare, none):
+        for shorten in (list[Graded], _without_details, _too_large):
             try:
-                await self._bus.notify(_answer_of(request, attempt), to=request.reply_to)
+                await self._bus.notify(_answer_of(request, shorten(grades)), to=request.reply_to)
             except MessageRefused as error:
                 log.warning("answer_too_large", reason=str(error))
             else:
@@ -191,6 +189,14 @@ def _sample_of(item: ScoreItem) -> GradedSample:
         label=item.label,
         metadata=item.metadata,
     )
+
+
+def _without_details(grades: Sequence[Graded]) -> list[Graded]:
+    return [msgspec.structs.replace(graded, details=None) for graded in grades]
+
+
+def _too_large(grades: Sequence[Graded]) -> list[Graded]:
+    return [Graded(error="the answer is over the size of a message") for _ in grades]
 
 
 def _answer_of(request: ScoreRequested, grades: Sequence[Graded]) -> ScoresGiven:
