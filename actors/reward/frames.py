@@ -50,12 +50,18 @@ class Graded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrameError(ValueError):
-    """Bytes that are no frame."""
+    """Bytes that are no frame, or too many for one."""
 
 
 def encode_frame(struct: msgspec.Struct) -> bytes:
-    """A struct with its length before it."""
+    """A struct with its length before it.
+
+    Raises:
+        FrameError: it is more than the other side takes.
+    """
     payload = msgspec.msgpack.encode(struct)
+    if LENGTH_BYTES + len(payload) > MAX_FRAME_BYTES:
+        raise FrameError(f"{len(payload)} bytes, {MAX_FRAME_BYTES} are taken")
     return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
 
 

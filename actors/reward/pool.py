@@ -9,7 +9,7 @@ from itertools import takewhile
 import anyio
 import structlog
 
-from actors.reward.frames import Grade, Graded, GraderSpec, Hello
+from actors.reward.frames import FrameError, Grade, Graded, GraderSpec, Hello, encode_frame
 from actors.reward.process import GraderDiedError, GraderProcess, GraderProcessError
 from actors.reward.samples import GradedSample
 from actors.reward.sandbox import Sandbox
@@ -144,10 +144,13 @@ class GraderPool:
         while True:
             while not jobs:
                 jobs.extend(await self._take())
-            batch = _leading_batch(jobs)
-            grade = Grade(grader=batch[0].grader, samples=tuple(sample for job in batch for sample in job.samples))
+            try:
+                batch, frame = _leading_frame(jobs)
+            except FrameError as error:
+                self._fail(jobs.pop(0), f"too large for a grader process: {error}")
+                continue
             with anyio.move_on_after(self._settings.timeout_s) as limit:
-                await process.send(grade)
+                await process.send(frame)
             if limit.cancelled_caught:
                 return True
             for job in batch:
@@ -215,11 +218,28 @@ async def open_pool(settings: PoolSettings) -> AsyncGenerator[GraderPool]:
 
 
 def _leading_batch(jobs: Sequence[_Job]) -> list[_Job]:
-    """The first jobs that fit one frame: the same grader, and not for groups, which are one call each."""
+    """The first jobs that one frame may have: the same grader, and not for groups, which are one call each."""
     first = jobs[0].grader
     if first.group:
         return [jobs[0]]
     return list(takewhile(lambda job: job.grader == first, jobs))
+
+
+def _leading_frame(jobs: Sequence[_Job]) -> tuple[list[_Job], bytes]:
+    """The first jobs that fit one frame, and the frame.
+
+    Raises:
+        FrameError: the first alone does not.
+    """
+    batch = _leading_batch(jobs)
+    while True:
+        samples = tuple(sample for job in batch for sample in job.samples)
+        try:
+            return batch, encode_frame(Grade(grader=batch[0].grader, samples=samples))
+        except FrameError:
+            if len(batch) == 1:
+                raise
+        batch = batch[: len(batch) // 2]
 
 
 def _log_failed_start(error: Exception, failures: int) -> None:

@@ -11,7 +11,7 @@ import anyio
 import anyio.abc
 import msgspec
 
-from actors.reward.frames import FrameBuffer, FrameError, Grade, Graded, Hello, Ready, encode_frame
+from actors.reward.frames import FrameBuffer, FrameError, Graded, Hello, Ready, encode_frame
 from actors.reward.keeper import children_of
 from actors.reward.printed import Printed
 from actors.reward.sandbox import Sandbox
@@ -101,14 +101,14 @@ class GraderProcess:
         """Of its keeper, which is also its process group."""
         return self._process.pid
 
-    async def send(self, grade: Grade) -> None:
-        """Give it samples to grade.
+    async def send(self, frame: bytes) -> None:
+        """Give it samples to grade, as a frame.
 
         Raises:
             GraderDiedError: it has ended.
         """
         try:
-            await self._stdin.send(encode_frame(grade))
+            await self._stdin.send(frame)
         except anyio.BrokenResourceError as error:
             raise GraderDiedError(await self._await_ending()) from error
 

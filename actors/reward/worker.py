@@ -18,6 +18,7 @@ import msgspec
 
 from actors.reward.frames import (
     FrameBuffer,
+    FrameError,
     Grade,
     Graded,
     GraderSpec,
@@ -98,7 +99,14 @@ class Worker:
         return grader
 
     def _write(self, *grades: Graded) -> None:
-        write_all(self._fd_out, b"".join(map(encode_frame, grades)))
+        write_all(self._fd_out, b"".join(map(_framed, grades)))
+
+
+def _framed(graded: Graded) -> bytes:
+    try:
+        return encode_frame(graded)
+    except FrameError as error:
+        return encode_frame(Graded(error=f"the answer is too large: {error}", took_s=graded.took_s))
 
 
 def work(refusal: str | None) -> int:

@@ -100,6 +100,21 @@ async def test_a_group_function_is_called_once_with_all_samples() -> None:
     assert [graded.error for graded in wrong] == ["returned 1 rewards for 2 samples"] * 2
 
 
+async def test_what_is_too_large_for_a_frame_fails_its_group_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.reward.frames.MAX_FRAME_BYTES", 100_000)  # of ours, not of the grader process
+    rank, row = GraderSpec(name=f"{USER_CODE}:rank", group=True), "x" * 40_000
+    async with pool_of() as pool:
+        large = await tell(pool, *(["a"] * 3), grader=rank, row=row)
+        fitting = await tell(pool, "a", "abc", grader=rank, row=row)
+        pool._mean_s[LENGTH] = 1e-6  # cheap: many samples share a frame
+        one_by_one = await tell(pool, *(["abc"] * 5), grader=LENGTH, row=row)
+        stats = pool.stats()
+    assert [graded.error for graded in large] == [large[0].error] * 3
+    assert "too large for a grader process: 120" in str(large[0].error)
+    assert [graded.error for graded in (*fitting, *one_by_one)] == [None] * 7
+    assert (stats["num_starts"], stats["num_failed_scores"]) == (1, 3)
+
+
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
