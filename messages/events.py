@@ -52,7 +52,7 @@ class GroupAborted(Message, kw_only=True, tag="group_aborted"):
 
 @register
 class GroupFailed(Message, kw_only=True, tag="group_failed"):
-    """An attempt that cannot succeed: poison, or a sample whose scores all failed. Written by rollout."""
+    """An attempt that cannot succeed: poison, or a sample without a score. By rollout, or by buffer without a task."""
 
     plane = Plane.EVENT
     topic = "group.failed"
@@ -106,7 +106,7 @@ class VerdictGiven(Message, kw_only=True, tag="verdict_given"):
 
 @register
 class EvalCompleted(Message, kw_only=True, tag="eval_completed"):
-    """An evaluation item ended. Written by rollout; never enters the training ledger."""
+    """An evaluation item ended. By rollout, or by buffer without a task; never enters the training ledger."""
 
     plane = Plane.EVENT
     topic = "eval.completed"

@@ -14,7 +14,7 @@ from anyio.abc import TaskStatus
 from actors.buffer.deciding.decide import Schedule, decide
 from actors.buffer.deciding.selecting import Selector
 from actors.buffer.deciding.selection import Selection
-from actors.buffer.deciding.tasks import eval_tasks, rollout_task, schedule_of, tasks_in_flight
+from actors.buffer.deciding.tasks import eval_tasks, failed_ending, rollout_task, schedule_of, tasks_in_flight
 from actors.buffer.ledger_log import LedgerLog
 from actors.buffer.prompts.made import MadePrompts
 from actors.buffer.prompts.source import PromptSet, load_prompts
@@ -57,7 +57,7 @@ from messages import (
 from messages.subjects import key_of
 from runtime.bus.background import beside
 from runtime.bus.bus import Bus
-from runtime.bus.errors import AlreadyQueued, Fenced, MessageTooLarge
+from runtime.bus.errors import AlreadyQueued, Fenced, MessageRefused, StreamFull
 from runtime.bus.events import Events
 from runtime.host.actor import Actor, InputError
 from runtime.ledger.archive import first_archived
@@ -74,6 +74,10 @@ T = TypeVar("T")
 
 PUTS_AT_ONCE = 64  # tasks that are being published at the same time
 EVAL_TASKS_QUEUED = 512  # of one evaluation at a time
+NO_ROOM_FOR_PROMPTS = (
+    "the data stream is full of what is needed, and takes no more prompts: raise bus.data_bytes, "
+    "or save more often (train.save_interval)"
+)
 
 
 class BufferActor(Actor):
@@ -102,6 +106,8 @@ class BufferActor(Actor):
         LogTrimmed,
         SelectionFailed,
         PromptStored,
+        GroupFailed,
+        EvalCompleted,
     )
 
     def __init__(self, topology: Topology, bus: Bus, run_dir: Path) -> None:
@@ -212,26 +218,34 @@ class BufferActor(Actor):
     async def _decide(self, schedule: Schedule, prompts: PromptSet | MadePrompts) -> int:
         """Append what is decided now; return its sequence, or 0 when there was nothing or somebody wrote first."""
         while (decision := await self._next_decision(schedule)) is not None:
-            if isinstance(decision, GroupsIssued) and await self._pressure.holds(self._state):
+            if isinstance(decision, GroupsIssued) and not await self._may_issue(decision, prompts):
                 return 0
             if isinstance(decision, RunFinished | RunFailed):  # after it the processes are stopped
                 await self._recorder.write_rest(self._state.last_seq)
             try:
-                return await self._log.append(await self._citing(decision, prompts))
-            except MessageTooLarge as error:
+                return await self._log.append(await self._citing(decision))
+            except MessageRefused as error:
                 if not isinstance(decision, SnapshotTaken):
                     raise
                 log.warning("snapshot_left_out", reason=str(error))  # a start then folds more of the log
                 self._left_out_step = self._state.checkpoint_step
         return 0
 
-    async def _citing(self, decision: Message, prompts: PromptSet | MadePrompts) -> Message:
-        """A decision, once what it issues is stored as far as it is too large for tasks."""
-        numbers = [issued.prompt for issued in decision.groups] if isinstance(decision, GroupsIssued) else []
-        if numbers:
+    async def _may_issue(self, decision: GroupsIssued, prompts: PromptSet | MadePrompts) -> bool:
+        """Whether there is room for groups, and for what has to be stored of their prompts before."""
+        numbers = [issued.prompt for issued in decision.groups]
+        if any(number not in self._made for number in numbers):
             with self._doing(prompts_of(self._topology.data)):
                 self._made = await _in_thread(lambda: {number: prompts.prompt(number) for number in numbers})
-        return await self._store.citing(decision, self._state, self._made)
+        adding = self._store.bytes_to_store(decision, self._state, self._made)
+        return not await self._pressure.holds(self._state, adding=adding)
+
+    async def _citing(self, decision: Message) -> Message:
+        """A decision, once what it issues is stored as far as it is too large for tasks."""
+        try:
+            return await self._store.citing(decision, self._state, self._made)
+        except StreamFull as error:
+            raise InputError(NO_ROOM_FOR_PROMPTS) from error
 
     async def _next_decision(self, schedule: Schedule) -> Message | None:
         """What is decided now. Nothing is folded while a user's function is asked for its choice."""
@@ -293,8 +307,13 @@ class BufferActor(Actor):
             async with limiter:
                 try:
                     await self._bus.publish(await self._store.task(task))
+                except StreamFull as error:
+                    raise InputError(NO_ROOM_FOR_PROMPTS) from error
                 except AlreadyQueued:
                     log.debug("task_still_queued", task=task.key())
+                except MessageRefused as error:  # it would be the next time too
+                    log.warning("task_refused", task=task.key(), reason=str(error))
+                    await self._bus.publish(failed_ending(task, str(error), self._bus.name))
 
         with self._doing(prompts_of(self._topology.data)):
             made = await _in_thread(lambda: list(tasks))

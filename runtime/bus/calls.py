@@ -15,7 +15,7 @@ from messages.plain import clipped
 from messages.subjects import call_subject, is_inbox
 from runtime.bus.background import task_group
 from runtime.bus.dead import DeadLetters
-from runtime.bus.errors import CallRefused, CallTimeout, MessageTooLarge, NotServed
+from runtime.bus.errors import CallRefused, CallTimeout, MessageRefused, MessageTooLarge, NotServed
 from runtime.bus.nats.connection import AttemptTimeout, Connection, Disconnected, NoResponders, RawMessage
 from runtime.bus.wire import to_wire
 
@@ -138,7 +138,7 @@ class Server:
         except MessageTooLarge as error:
             encoded = encode(CallFailed(reason=str(error)))
             await self._connection.send(raw.reply, encoded.payload, encoded.headers)
-        except Disconnected as error:
+        except (MessageRefused, Disconnected) as error:  # where it was to go may be no subject
             log.warning("call_answer_dropped", subject=raw.subject, error=str(error))
 
 

@@ -4,13 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from actors.buffer.deciding.decide import EvalPlan, Schedule
-from messages import EvalRequested, Prompt, RolloutRequested, SampleSummary, SamplingParams
+from messages import EvalCompleted, EvalRequested, GroupFailed, Prompt, RolloutRequested, SampleSummary, SamplingParams
+from messages.plain import clipped
 from runtime.ledger.fold import Evaluation, Group, LedgerState, Stage
 from runtime.ledger.groups import longest
 from runtime.samples.stored_prompts import cited
 from runtime.settings.recipe import Sampling, eval_sampling, over_sampling_batch_size, rollout_sampling
 from runtime.settings.topology import Topology
 
+MAX_REASON_CHARS = 1000
 BARREN_REFILLS = 16  # a run is given up after this many refills of which no group was kept
 
 
@@ -133,4 +135,20 @@ def _params(topology: Topology, sampling: Sampling, prompt: Prompt) -> SamplingP
         stop=rollout.stop,
         stop_token_ids=rollout.stop_token_ids,
         skip_special_tokens=rollout.skip_special_tokens,
+    )
+
+
+def failed_ending(task: RolloutRequested | EvalRequested, reason: str, instance: str) -> GroupFailed | EvalCompleted:
+    """What is said of a task that no message can carry, in the place of who would have worked on it."""
+    if isinstance(task, EvalRequested):
+        return EvalCompleted(
+            step=task.step, set=task.set, item=task.item, version=task.version, instance=instance, samples=()
+        )
+    return GroupFailed(
+        group_id=task.group_id,
+        attempt=task.attempt,
+        lease="",
+        round=task.round,
+        instance=instance,
+        reason=f"task: {clipped(reason, MAX_REASON_CHARS)}",
     )

@@ -4,12 +4,17 @@ from collections.abc import Mapping
 from typing import Final
 
 import msgspec
+import structlog
 
 from actors.buffer.deciding.tasks import Prompts
 from messages import EvalIssued, EvalRequested, GroupsIssued, IssuedGroup, Message, Plane, Prompt, RolloutRequested
+from messages.codec import pack
 from runtime.bus.bus import Bus
+from runtime.bus.errors import MessageRefused
 from runtime.ledger.state import LedgerState
 from runtime.samples.stored_prompts import cited, is_large, store_prompt
+
+log = structlog.get_logger()
 
 NOWHERE: Final = 2**63  # a sequence that no stream reaches
 
@@ -36,6 +41,8 @@ class PromptStore:
     async def citing(self, decision: Message, state: LedgerState, prompts: Mapping[int, Prompt]) -> Message:
         """A decision that cites what it issues, as far as that is large; call `settled` once it is folded.
 
+        What the bus refuses to store stays in its task, which is then refused in its turn.
+
         Args:
             prompts: by number, of the groups that it issues.
 
@@ -50,11 +57,21 @@ class PromptStore:
         return msgspec.structs.replace(decision, groups=tuple(groups))
 
     async def _cite(self, issued: IssuedGroup, state: LedgerState, prompt: Prompt) -> IssuedGroup:
-        group = state.groups.get(issued.group_id)
-        if (group is not None and group.prompt_parts) or not is_large(prompt):
+        if not _needs_storing(issued, state, prompt):
             return issued
         await self._hold()
-        return msgspec.structs.replace(issued, prompt_parts=await store_prompt(self._bus, prompt))
+        try:
+            return msgspec.structs.replace(issued, prompt_parts=await store_prompt(self._bus, prompt))
+        except MessageRefused as error:
+            log.warning("prompt_not_stored", prompt=issued.prompt, reason=str(error))
+            return issued
+
+    @staticmethod
+    def bytes_to_store(decision: Message, state: LedgerState, prompts: Mapping[int, Prompt]) -> int:
+        """How much `citing` will add to the data stream."""
+        groups = decision.groups if isinstance(decision, GroupsIssued) else ()
+        large = [issued.prompt for issued in groups if _needs_storing(issued, state, prompts[issued.prompt])]
+        return sum(len(pack(prompts[number])) for number in large)
 
     async def _hold(self) -> int:
         """Keep what is stored from now on; return the first sequence of it."""
@@ -71,3 +88,8 @@ class PromptStore:
         if isinstance(task, RolloutRequested) or not is_large(task.prompt):
             return task
         return msgspec.structs.replace(task, prompt=cited(task.prompt, await store_prompt(self._bus, task.prompt)))
+
+
+def _needs_storing(issued: IssuedGroup, state: LedgerState, prompt: Prompt) -> bool:
+    group = state.groups.get(issued.group_id)
+    return (group is None or not group.prompt_parts) and is_large(prompt)

@@ -52,6 +52,8 @@ class Pressure:
         self._bus = bus
         self._trims = trims
         self._used: dict[Plane, float] = {}
+        self._data_bytes = -1  # the limit of the data stream; -1: none
+        self._short = False  # what is to be issued does not fit into it
         self._stirred = anyio.Event()
         self._trained = 0  # steps
         self._saved = 0
@@ -70,18 +72,32 @@ class Pressure:
         self._trained, self._saved = state.trained_steps, state.checkpoint_step
         self._stirred.set()
 
-    async def holds(self, state: LedgerState) -> bool:
-        """Whether issuing is to wait for room now."""
+    async def holds(self, state: LedgerState, *, adding: int = 0) -> bool:
+        """Whether issuing is to wait for room now.
+
+        Args:
+            adding: bytes that issuing puts into the data stream before anything else.
+        """
         if time.monotonic() - self._looked_at >= LOOK_AGAIN_S:
             await self._look()
-        asked = time.monotonic() - self._asked_at < CHECKPOINT_WAIT_S
         over = {plane: used for plane, used in self._used.items() if used > HOLD_ABOVE}
+        if await self._is_short(adding):
+            over[Plane.DATA] = self._used[Plane.DATA]
+        asked = time.monotonic() - self._asked_at < CHECKPOINT_WAIT_S
         full = ", ".join(f"{plane} stream {used:.0%} full" for plane, used in over.items())
         waits = bool(over) and (self._trims() or makes_room_later(state, checkpoint_asked=asked))
         before, self._holding = self._holding, full if waits else ""
         if bool(before) != bool(self._holding):
             log.warning("issuing_waits" if self._holding else "issuing_goes_on", full=full)
         return bool(self._holding)
+
+    async def _is_short(self, adding: int) -> bool:
+        """Whether the data stream has no room for so much; then a checkpoint is asked for, however full it is."""
+        before = self._short
+        self._short = adding > (1 - self._used[Plane.DATA]) * self._data_bytes > 0
+        if self._short and not before:
+            await self._look()
+        return self._short
 
     async def run(self) -> None:
         """Look after each event of the log, but not all the time, until cancelled."""
@@ -95,10 +111,12 @@ class Pressure:
     async def _look(self) -> None:
         self._looked_at = time.monotonic()
         for plane in WATCHED:
-            self._used[plane] = (await self._bus.state(plane)).used
-        plane, used = fullest(self._used)
+            held = await self._bus.state(plane)
+            self._used[plane] = held.used
+            self._data_bytes = held.max_bytes if plane is Plane.DATA else self._data_bytes
+        plane, used = (Plane.DATA, self._used[Plane.DATA]) if self._short else fullest(self._used)
         step = self._trained
-        if used > ASK_ABOVE and step > max(self._asked_step, self._saved):
+        if (self._short or used > ASK_ABOVE) and step > max(self._asked_step, self._saved):
             self._asked_step, self._asked_at = step, time.monotonic()
             await self._bus.publish(CheckpointRequested(step=step, stream=plane, used=round(used, 3)))
             log.warning("checkpoint_requested", step=step, stream=plane, used=round(used, 3))

@@ -1,5 +1,6 @@
 """Full streams: a checkpoint is asked for in time, issuing waits for room, and nothing waits for ever."""
 
+import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from messages import (
     CheckpointRequested,
     CheckpointSaved,
     GroupCompleted,
+    GroupFailed,
     GroupRef,
     GroupsIssued,
     Message,
@@ -37,6 +39,7 @@ from runtime.host.hosting import host
 from runtime.ledger.archive import history
 from runtime.ledger.books import LedgerReport
 from runtime.ledger.fold import LedgerState, fold
+from runtime.settings.topology import Topology
 from tests.actors.buffer.storage.test_trimming import topology_of
 from tests.fixtures.nats import TEST_STREAMS
 from tests.support.log_of_a_run import batch, completed, issued, trained, verdict, weights
@@ -51,8 +54,9 @@ TEXT = "x" * 15_000  # of a group's payload: two of them a step
 class Others:
     """Rollout, reward, filter and a trainer that saves when it is asked to, and at the end."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, num_steps: int) -> None:
         self._bus = bus
+        self._num_steps = num_steps
         self._saved = 0
         self._trained = 0
         self._asked = False
@@ -88,7 +92,7 @@ class Others:
         await self._bus.publish(BatchTrained(step=step, incarnation=1, **told))
         self._trained = step + 1
         await self._bus.publish(announcement(step + 2, step=step + 1))
-        if self._asked or self._trained == NUM_STEPS:
+        if self._asked or self._trained == self._num_steps:
             await self._save()
 
     async def _save(self) -> None:
@@ -98,13 +102,23 @@ class Others:
             await self._bus.publish(CheckpointSaved(step=done, incarnation=1, path="", oldest_step=done, took_s=0))
 
 
+def give_rows(topology: Topology, metadata: str) -> None:
+    """Four rows that have to be stored, for the size of their metadata."""
+    row = json.dumps({"input": "1", "label": "1", "metadata": {"text": metadata}})
+    Path(topology.data[0].path or "").write_text(f"{row}\n" * 4)
+
+
 @asynccontextmanager
-async def at_work(bus: Bus, tmp_path: Path) -> AsyncGenerator[None]:
+async def at_work(
+    bus: Bus, tmp_path: Path, *, num_steps: int = NUM_STEPS, metadata: str | None = None
+) -> AsyncGenerator[None]:
     topology = topology_of(tmp_path, trim_min_events=10_000)
-    topology = msgspec.structs.replace(topology, train=msgspec.structs.replace(topology.train, num_steps=NUM_STEPS))
+    topology = msgspec.structs.replace(topology, train=msgspec.structs.replace(topology.train, num_steps=num_steps))
+    if metadata is not None:
+        give_rows(topology, metadata)
     async with anyio.create_task_group() as group:
         group.start_soon(host, bus, [hosted("buffer", topology, tmp_path)])
-        group.start_soon(Others(bus).run)
+        group.start_soon(Others(bus, num_steps).run)
         yield
         group.cancel_scope.cancel()
 
@@ -135,6 +149,26 @@ async def test_a_run_passes_through_streams_that_hold_a_part_of_it(
     assert [event.step for event in asked] == sorted({event.step for event in asked})
     assert all(event.used >= 0.7 for event in asked)  # rounded
     assert 0 < len(asked) < NUM_STEPS
+
+
+async def test_issuing_waits_for_room_for_large_rows(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows fit, two more do not, while the stream is less full than where a checkpoint is asked for."""
+    monkeypatch.setattr("actors.buffer.storage.pressure.LOOK_AGAIN_S", 0.0)
+    await bus.ensure_streams(msgspec.structs.replace(TEST_STREAMS, data_bytes=400 * KIB))
+    async with at_work(bus, tmp_path, num_steps=4, metadata="x" * 110_000):
+        finished, _ = await next_event(bus, RunFinished, timeout_s=25)
+    assert isinstance(finished, RunFinished)
+
+
+async def test_a_task_that_the_bus_refuses_fails_its_group(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.buffer.prompts.storing.is_large", lambda _prompt: False)
+    async with at_work(bus, tmp_path, metadata="x" * (9 << 20)):
+        failed, _ = await next_event(bus, GroupFailed, timeout_s=25)
+    assert isinstance(failed, GroupFailed)
+    assert failed.reason.startswith("task: ")
+    assert "are taken" in failed.reason
 
 
 def ledger_of(*events: Message) -> LedgerState:
