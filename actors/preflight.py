@@ -13,6 +13,7 @@ from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
 from actors.hooks import check_hooks
 from actors.reward.graders.builtin import find_grader
 from actors.rollout.embedded.model.config import ModelError, read_model
+from actors.rollout.engines.server_arguments import engine_problems
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.layout import check_layout
 from actors.trainer.models.shapes import hf_shapes
@@ -57,6 +58,7 @@ def preflight(
     if not elsewhere:
         broken = {problem.key for problem in checked.problems}
         found += _with_origin(loaded, _of_dumps(loaded.topology))
+        found += _with_origin(loaded, _of_engines(loaded.topology, broken))
         found += _with_origin(loaded, _of_model(loaded.topology, broken)) if MODEL not in broken else ()
     return msgspec.structs.replace(checked, problems=(*checked.problems, *found))
 
@@ -84,6 +86,13 @@ def _of_dumps(topology: Topology) -> Iterator[Problem]:
     if owner != topology.run.name:
         message = f"holds the dumps of another run, {owner}: move them away, or name another directory"
         yield Problem.of(key, value, message)
+
+
+def _of_engines(topology: Topology, broken: set[str]) -> Iterator[Problem]:
+    for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
+        key = f"engines.{name}"
+        if engine.kind == "sglang" and not engine.urls and not broken & {f"{key}.python", f"{key}.kind"}:
+            yield from engine_problems(key, engine)
 
 
 def _of_model(topology: Topology, broken: set[str]) -> Iterator[Problem]:

@@ -36,7 +36,7 @@ CONFINED = {  # an outside package, and the only places that may import it
     "megatron": ("actors.trainer", "actors.rollout.embedded"),
     "transformers": ("actors.trainer", "actors.rollout.embedded", "actors.buffer"),
     "nats": ("runtime.bus.nats",),
-    "sglang": (),  # a server reached over HTTP, started from its own interpreter
+    "sglang": ("actors.rollout.engines.launch",),  # runs in the interpreter that has it; else reached over HTTP
 }
 WORDS_OF_NATS = re.compile(  # of JetStream's API and of what it stores, in any text but a docstring
     r"\$(JS|KV|G)\b|\bNats-[A-Z]|\bKV_|^[+-](ACK|NAK|TERM|WPI|NXT)\b|\b(STREAM|CONSUMER|DIRECT)\.[A-Z]|\bjetstream\b"
@@ -326,7 +326,7 @@ EXPECTED = {
     "actors/reward/actor.py:2: actor reward may not import actor filter: they share messages",
     "actors/reward/actor.py:3: transformers is for actors.trainer and actors.rollout.embedded and actors.buffer",
     "actors/filter/actor.py:1: actor filter may not import actor reward: they share messages",
-    "actors/rollout/__init__.py:2: sglang is for nobody",
+    "actors/rollout/__init__.py:2: sglang is for actors.rollout.engines.launch",
     "actors/rollout/actor.py:1: torch is for actors.trainer and actors.rollout.embedded",
     "actors/buffer/prompts/source.py:2: actors may not import bin",
     "bin/start_topology.py:2: bin may not import tests",

@@ -130,8 +130,9 @@ class RolloutActor(Actor):
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         connector = aiohttp.TCPConnector(limit=0)  # the slots are the limit
         async with aiohttp.ClientSession(connector=connector) as session, anyio.create_task_group() as group:
-            urls = self._topology.engines[self._pool].urls
-            client = SglangClient(session, await engine_key(self._bus.kv), strangers=urls)
+            pool = self._topology.engines[self._pool]
+            key, limit_s = await engine_key(self._bus.kv), pool.update_timeout_s
+            client = SglangClient(session, key, strangers=pool.urls, update_timeout_s=limit_s)
             updater = Updater(client, self._topology.rollout.on_weight_update)
             fleet = Fleet(client, updater)
             tools = self._tools(client, fleet)

@@ -8,6 +8,8 @@ from runtime.settings.reading.config import Config
 from runtime.settings.recipe import Count, Name, Positive, Recipe, Text, trains_demonstrations
 
 BusUrl = Annotated[str, msgspec.Meta(pattern=r"^(nats|tls|ws|wss)://[^@]*$")]  # a login is cut out before
+Timeout = Annotated[float, msgspec.Meta(ge=1, le=86_400)]  # seconds, a day at most
+Variable = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 LightActor = Literal["rollout", "reward", "filter", "buffer"]
 SOLE_NODE: Final = "local"  # the node of a topology that names none
@@ -75,13 +77,16 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     num_gpus_per_engine: Positive = 1  # GPUs of one engine
     num_engines: Positive = 1  # so many, without GPUs
     concurrency: Positive = 64  # samples in flight per engine
+    ready_timeout_s: Timeout | None = None  # from an engine's start; none: 1800, embedded ones 120
+    update_timeout_s: Timeout = 600.0  # of one weight update, requests that it waits for included
     unresponsive_after_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0  # without an answer to probes it is restarted
     max_total_tokens: Positive | None = None  # key-value slots per engine; none: the engine decides
     weight_transport: Literal["disk", "collective", "ipc"] = "disk"  # of new weights; only "disk" is built
     batch_requests: bool = False  # one request per prompt group instead of one per sample
     python: Text | None = None  # interpreter that has SGLang; none: ours
     urls: tuple[Annotated[str, msgspec.Meta(pattern=r"^https?://")], ...] = ()  # engines that run already
-    sglang: dict[str, Any] = {}  # server arguments, passed through
+    sglang: dict[str, Any] = {}  # arguments of SGLang's server; --check compares them with its own list
+    env: dict[Variable, str] = {}  # variables of the engines' environment, not for secrets: the run directory has them
 
 
 class RewardConfig(Config, frozen=True, kw_only=True):

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from actors.processes import LAUNCH, process_specs
+from actors.processes import process_specs
+from actors.rollout.engines.server_arguments import LAUNCH
 from runtime.settings.load import load_topology
 from runtime.settings.processes import ProcessSpec
 
@@ -64,6 +65,13 @@ def test_engines_stream_what_is_new_in_large_chunks_unless_the_topology_says_oth
     engine = specs("disaggregate-2x8gpu.toml", "n1", other)["engine.policy.0"]
     assert flag(engine, "--stream-interval") == "8"
     assert "--incremental-streaming-output" not in engine.command
+
+
+def test_an_engine_has_as_long_to_start_as_its_pool_says() -> None:
+    for topology, node, default_s in (("laptop.toml", "local", 120), ("disaggregate-2x8gpu.toml", "n1", 1800)):
+        assert specs(topology, node)["engine.policy.0"].ready_timeout_s == default_s
+        longer = specs(topology, node, "engines.policy.ready_timeout_s=4000")
+        assert longer["engine.policy.0"].ready_timeout_s == 4000
 
 
 def test_actors_that_share_a_process_are_started_together() -> None:

@@ -25,7 +25,7 @@ import msgspec
 import psutil
 import uvloop
 
-from actors.processes import STREAM_INTERVAL
+from actors.engine_processes import STREAM_INTERVAL
 from actors.rollout.sglang.streams import Stream
 from tests.support.embedded_engine import free_port, running_engine, running_router, write_config
 

@@ -16,7 +16,6 @@ from runtime.secrets import Secret
 T = TypeVar("T")
 
 GENERATE_TIMEOUT_S = 14_400.0  # slime's router timeout: the longest response
-UPDATE_TIMEOUT_S = 600.0
 ADMIN_TIMEOUT_S = 10.0
 REFUSALS = (400, 413, 422)
 PASSING = (408, 425, 429, 502, 503, 504)
@@ -53,14 +52,21 @@ class SglangClient:
     """One connection pool for all engines and the router of a rollout actor."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, key: Secret | None = None, strangers: Collection[str] = ()
+        self,
+        session: aiohttp.ClientSession,
+        key: Secret | None = None,
+        strangers: Collection[str] = (),
+        *,
+        update_timeout_s: float = 600.0,
     ) -> None:
         """Talk over a session.
 
         Args:
             key: what the run's engines and its router ask for.
             strangers: URLs of engines that are not the run's; they are not shown the key.
+            update_timeout_s: of loading weights, and of computing their checksum.
         """
+        self._update_timeout_s = update_timeout_s
         self._session = session
         self._key = key
         self._strangers = tuple(strangers)
@@ -126,12 +132,12 @@ class SglangClient:
     async def update_weights(self, engine: str, path: str, version: int, *, flush_cache: bool = True) -> None:
         """Load weights from a directory. The engine waits for its running requests unless it is paused."""
         body = {"model_path": path, "weight_version": str(version), "flush_cache": flush_cache}
-        await self._post(engine + "/update_weights_from_disk", body, UPDATE_TIMEOUT_S)
+        await self._post(engine + "/update_weights_from_disk", body, self._update_timeout_s)
 
     async def checksum(self, engine: str) -> str | None:
         """Checksum of the weights that an engine holds."""
         url = engine + "/weights_checker"
-        data = await self._post(url, {"action": "checksum"}, UPDATE_TIMEOUT_S)
+        data = await self._post(url, {"action": "checksum"}, self._update_timeout_s)
         return _decode(url, data, ChecksumAnswer).per_engine_checksum
 
     async def abort(self, engine: str, rid: str | None) -> None:

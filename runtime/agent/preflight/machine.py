@@ -1,10 +1,11 @@
 """GPUs, interpreters, packages and engines that a topology needs of this machine."""
 
+import os
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
@@ -89,7 +90,7 @@ def _check_engine(findings: Findings, key: str, engine: EngineConfig) -> None:
             findings.problem(f"{key}.kind", engine.kind, f'{message}; or kind = "embedded", for tiny models')
     elif shutil.which(engine.python) is None:
         findings.missing(f"{key}.python", engine.python, "no such interpreter")
-    elif not _answers(engine.python, HAS_SGLANG):
+    elif not _answers(engine.python, HAS_SGLANG, engine.env):
         findings.problem(f"{key}.python", engine.python, "SGLang is not installed in this interpreter")
 
 
@@ -100,10 +101,13 @@ def _is_installed(package: str) -> bool:
         return False
 
 
-def _answers(python: str, code: str) -> bool:
+def _answers(python: str, code: str, env: Mapping[str, str] | None = None) -> bool:
     """Whether an interpreter ends such code with 0."""
+    environment = {**os.environ, **(env or {})}
     try:
-        asked = subprocess.run([python, "-c", code], capture_output=True, timeout=ASK_TIMEOUT_S, check=False)
+        asked = subprocess.run(
+            [python, "-c", code], env=environment, capture_output=True, timeout=ASK_TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
     return asked.returncode == 0

@@ -7,7 +7,19 @@ from runtime.settings.recipe import eval_data
 from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
 
-KEY_ARGUMENTS = frozenset({"api_key", "admin_api_key"})
+SET_ELSEWHERE = {  # arguments of SGLang that a run gives itself, and where they come from
+    "api_key": "a run makes the key of its engines and router itself",
+    "admin_api_key": "a run makes the key of its engines and router itself",
+    "model": "is model.hf_checkpoint",
+    "model_path": "is model.hf_checkpoint",
+    "host": "engines listen where their node agent says",
+    "port": "engines listen where their node agent says",
+    "config": "its keys stand in this table",
+    "random_seed": "is run.seed, and the number of the engine on top",
+    "context_length": "is rollout.max_context_len",
+    "max_total_tokens": "is max_total_tokens of the pool",
+}
+SET_BY_US = ("CUDA_VISIBLE_DEVICES", "PHYSARUM_")  # variables, or how they begin
 POLICY = "policy"  # the pool whose samples are trained
 EMBEDDED_CONCURRENCY = 4096  # what its command accepts
 
@@ -70,7 +82,10 @@ def _engines(topology: Topology) -> Iterator[Problem]:
         )
         yield Problem(key=f"engines.{POLICY}", message=message)
     for name, engine in topology.engines.items():
+        if name != POLICY:
+            yield Problem(key=f"engines.{name}", message=f"no actor uses this pool; allowed: {POLICY}")
         yield from _engine(engine, f"engines.{name}")
+        yield from _environment(engine, f"engines.{name}")
 
 
 def _engine(engine: EngineConfig, key: str) -> Iterator[Problem]:
@@ -81,8 +96,8 @@ def _engine(engine: EngineConfig, key: str) -> Iterator[Problem]:
     if engine.kind == "embedded" and engine.sglang:
         yield Problem.of(f"{key}.sglang", engine.sglang, 'has no meaning with kind = "embedded"')
     for name in sorted(engine.sglang):
-        if name.replace("-", "_") in KEY_ARGUMENTS:  # shown without its value
-            yield Problem(key=f"{key}.sglang.{name}", message="a run makes the key of its engines and router itself")
+        if (why := SET_ELSEWHERE.get(name.replace("-", "_"))) is not None:  # shown without its value
+            yield Problem(key=f"{key}.sglang.{name}", message=f"not allowed here: {why}")
     if engine.kind == "embedded" and engine.python is not None:
         yield Problem.of(f"{key}.python", engine.python, 'has no meaning with kind = "embedded"')
     if engine.kind == "embedded" and engine.concurrency > EMBEDDED_CONCURRENCY:
@@ -93,6 +108,14 @@ def _engine(engine: EngineConfig, key: str) -> Iterator[Problem]:
     if engine.weight_transport == "ipc" and engine.colocate is None:
         message = f'needs {key}.colocate = "trainer"; allowed otherwise: disk, collective'
         yield Problem.of(f"{key}.weight_transport", engine.weight_transport, message)
+
+
+def _environment(engine: EngineConfig, key: str) -> Iterator[Problem]:
+    if engine.env and engine.urls:
+        yield Problem.of(f"{key}.env", engine.env, f"engines that run already ({key}.urls) have their own")
+    for name in sorted(engine.env):
+        if name.startswith(SET_BY_US):
+            yield Problem.of(f"{key}.env.{name}", engine.env[name], "a run sets this variable itself")
 
 
 def _shares(topology: Topology) -> Iterator[Problem]:

@@ -150,6 +150,16 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
         (("trainer.num_processes=3",), "trainer.megatron", "3 data-parallel replicas do not divide the 256 samples"),
         (("engines.policy.colocate=trainer", "rollout.max_staleness=1"), "rollout.max_staleness", "take turns"),
         (("engines.a b.kind=embedded",), "engines.a b", "the name does not fit"),
+        (("engines.judge.kind=embedded",), "engines.judge", "no actor uses this pool; allowed: policy"),
+        (("engines.policy.env.PHYSARUM_RUN='r'",), "engines.policy.env.PHYSARUM_RUN", "a run sets this variable"),
+        (("engines.policy.env.A=b", "engines.policy.urls=['http://x']"), "engines.policy.env", "have their own"),
+        (("engines.policy.env={\"A B\" = \"c\"}",), "engines.policy.env", "allowed: a table"),
+        (("engines.policy.ready_timeout_s=0",), "engines.policy.ready_timeout_s", "allowed: float >= 1 and <= 86400"),
+        (("engines.policy.ready_timeout_s=1e9",), "engines.policy.ready_timeout_s", "allowed: float >= 1 and <= 86400"),
+        (("engines.policy.update_timeout_s=0.5",), "engines.policy.update_timeout_s", "allowed: float >= 1"),
+        (("engines.policy.sglang.model-path=m",), "engines.policy.sglang.model-path", "is model.hf_checkpoint"),
+        (("engines.policy.sglang.port=1",), "engines.policy.sglang.port", "not allowed here: engines listen where"),
+        (("engines.policy.sglang.max_total_tokens=9",), "engines.policy.sglang.max_total_tokens", "of the pool"),
     ],
 )  # fmt: skip
 def test_rules_of_the_laptop_topology(overrides: tuple[str, ...], key: str, message: str) -> None:

@@ -1,13 +1,17 @@
 """What is sent to engines that no scripted engine keeps."""
 
+import asyncio
 from typing import Any
 
 import aiohttp
+import anyio
 import pytest
 from aiohttp import web
 
 from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.errors import EngineUnavailable
 from runtime.secrets import Secret
+from tests.support.scripted_engine import ScriptedEngine, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -40,6 +44,16 @@ async def test_the_key_is_shown_to_the_runs_own_servers_alone() -> None:
         await runner.cleanup()
     assert seen == {"/ready": "Bearer k", "/foreign/ready": None, "/workers": "Bearer k"}
     assert registered == [{"url": own, "api_key": "k"}, {"url": foreign}]
+
+
+async def test_a_weight_update_has_as_long_as_the_pool_says() -> None:
+    async with serving(ScriptedEngine()) as engine, aiohttp.ClientSession() as session:
+        engine.update_at = asyncio.Event()
+        client = SglangClient(session, update_timeout_s=0.2)
+        with anyio.fail_after(5), pytest.raises(EngineUnavailable, match="TimeoutError"):
+            await client.update_weights(engine.url, "/weights/v7", 7)
+        engine.update_at.set()
+        await client.update_weights(engine.url, "/weights/v8", 8)
 
 
 async def test_a_weight_update_names_its_version_and_drops_what_was_computed_under_older_ones() -> None:

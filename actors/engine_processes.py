@@ -1,0 +1,98 @@
+"""The engines of a pool as processes, and the command line of each. Pure."""
+
+import json
+import os
+import sys
+from typing import Final
+
+from actors.rollout.engines.server_arguments import FOREIGN, LAUNCH
+from runtime.bus.addresses import address_key
+from runtime.import_path import ROOT
+from runtime.settings.placement import gpus_of, num_engines
+from runtime.settings.processes import AnswersHttp, PortRequest, ProcessSpec, Stage, WhenListening
+from runtime.settings.topology import EngineConfig, Topology
+
+OURS: Final = {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),  # with -P
+    "OMP_NUM_THREADS": "1",  # two threads were 10 to 200 times slower on shared cores
+    "MKL_NUM_THREADS": "1",
+}
+READY_TIMEOUT_S: Final = {"embedded": 120.0, "sglang": 1800.0}  # a large model is read from a slow disk
+STREAM_INTERVAL: Final = 64  # tokens of a streamed chunk: what the death of an engine costs of a sample at most
+
+
+def engine_specs(topology: Topology, pool: str, engine: EngineConfig, node: str, *, home: bool) -> list[ProcessSpec]:
+    """The processes of a pool's engines on a node; those without GPUs live on the one that has the bus, `home`."""
+    if engine.urls:
+        return []  # they run already
+    if engine.gpus is None:
+        places = [(index, ()) for index in range(num_engines(engine))] if home else []
+    else:
+        gpus = gpus_of(topology, engine.gpus)
+        size = engine.num_gpus_per_engine
+        chunks = [gpus[start : start + size] for start in range(0, len(gpus), size)]
+        places = [
+            (index, tuple(gpu.index for gpu in chunk)) for index, chunk in enumerate(chunks) if chunk[0].node == node
+        ]
+    return [_engine(topology, pool, engine, index, devices) for index, devices in places]
+
+
+def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, devices: tuple[int, ...]) -> ProcessSpec:
+    embedded = engine.kind == "embedded"
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
+    return ProcessSpec(
+        name=f"engine.{pool}.{index}",
+        command=_embedded(topology, engine, index) if embedded else _sglang(topology, engine),
+        env={**(OURS if embedded else FOREIGN), **engine.env, **visible},
+        port=PortRequest(),
+        ready=WhenListening(),
+        ready_timeout_s=engine.ready_timeout_s or READY_TIMEOUT_S[engine.kind],
+        probe=AnswersHttp("/ready"),  # needs no turn of the model; 503 while generation is paused
+        unresponsive_after_s=engine.unresponsive_after_s,
+        address_key=address_key("engine", pool, index),
+        stage=Stage.SERVICE,
+    )
+
+
+def _embedded(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, ...]:
+    rollout = topology.rollout
+    command = [sys.executable, "-P", "-m", "actors.rollout.embedded", "--model-path", topology.model.hf_checkpoint]
+    command += ["--host", "{host}", "--port", "{port}", "--max-running-requests", str(engine.concurrency)]
+    command += ["--random-seed", str(topology.run.seed + index)]
+    command += ["--stream-interval", str(STREAM_INTERVAL), "--incremental-streaming-output"]
+    command += ["--load-format", "dummy" if topology.model.random_init else "auto"]
+    if engine.max_total_tokens is not None:
+        command += ["--max-total-tokens", str(engine.max_total_tokens)]
+    if rollout.max_context_len is not None:
+        command += ["--context-length", str(rollout.max_context_len)]
+    return tuple(command)
+
+
+def _sglang(topology: Topology, engine: EngineConfig) -> tuple[str, ...]:
+    """Every key of the pool's sglang table is a server argument."""
+    arguments: dict[str, object] = {
+        "tp_size": engine.num_gpus_per_engine,
+        "max_running_requests": engine.concurrency,
+        "stream_interval": STREAM_INTERVAL,
+        "incremental_streaming_output": True,
+    }
+    if topology.model.random_init:
+        arguments["load_format"] = "dummy"
+    arguments |= {name.replace("-", "_"): value for name, value in engine.sglang.items()}
+    command = [engine.python or sys.executable, LAUNCH, "sglang.launch_server"]
+    command += ["--model-path", topology.model.hf_checkpoint, "--host", "{host}", "--port", "{port}"]
+    return (*command, *(word for name, value in arguments.items() for word in _words(name, value)))
+
+
+def _words(name: str, value: object) -> tuple[str, ...]:
+    """An argument as words of a command line: tables and lists as JSON, false as --no-NAME; launch.py reads them."""
+    flag = name.replace("_", "-")
+    match value:
+        case bool():
+            return (f"--{flag}" if value else f"--no-{flag}",)
+        case str():
+            return (f"--{flag}", value) if value and not value.startswith("-") else (f"--{flag}={value}",)
+        case int() | float():
+            return (f"--{flag}", str(value))
+        case _:
+            return (f"--{flag}={json.dumps(value)}",)

@@ -1,0 +1,173 @@
+"""The arguments that a pool's SGLang takes: asked of it once, kept, and compared with what the topology gives it."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final, cast
+
+import msgspec
+
+from runtime.files import write_atomically
+from runtime.settings.reading.config import Problem
+from runtime.settings.topology import EngineConfig
+
+LAUNCH: Final = str(Path(__file__).with_name("launch.py"))  # gives servers the run's key
+FOREIGN: Final = {"PYTHONSAFEPATH": "1"}  # as -P, for an interpreter that may be too old for it
+TRIED_VERSIONS: Final = ("0.5.23",)  # of SGLang: what tests/sglang ran against
+CLOSE: Final = 0.6  # likeness of a name that may have been meant
+IDENTITY_TIMEOUT_S: Final = 60.0
+DESCRIBE_TIMEOUT_S: Final = 300.0  # it imports torch and the whole server, 30 s on a loaded machine
+SHOWN_CHOICES: Final = 12
+IDENTITY: Final = """
+import importlib.metadata, importlib.util, json, os
+found = importlib.util.find_spec("sglang")
+place = list(found.submodule_search_locations)[0]
+arguments = os.path.join(place, "srt", "server_args.py")
+print("\\n" + json.dumps([importlib.metadata.version("sglang"), place, os.stat(arguments).st_mtime_ns]))
+"""
+
+
+class NotAsked(Exception):
+    """An interpreter did not say which arguments its SGLang takes."""
+
+
+class Argument(msgspec.Struct, frozen=True):
+    """One argument of the server."""
+
+    names: tuple[str, ...]
+    kind: str  # flag, int, float, str, json, other
+    many: bool = False  # takes several values
+    choices: tuple[str, ...] | None = None
+
+
+class Server(msgspec.Struct, frozen=True):
+    """An SGLang as it is installed."""
+
+    version: str
+    arguments: tuple[Argument, ...]
+
+
+def engine_problems(key: str, engine: EngineConfig, *, cache: Path | None = None) -> Iterator[Problem]:
+    """What the SGLang of a pool would refuse, or does not keep to what was tried.
+
+    Args:
+        key: of the pool, "engines.policy".
+        engine: of kind sglang, started by us.
+        cache: directory that keeps what servers said; none: the user's.
+    """
+    python = engine.python or sys.executable
+    try:
+        server = ask(python, engine.env, cache or user_cache())
+    except NotAsked as error:
+        yield Problem.of(f"{key}.python", python, f"this SGLang cannot be asked for its arguments: {error}")
+        return
+    if server.version.partition("+")[0] not in TRIED_VERSIONS:
+        message = f"has SGLang {server.version}; tried and allowed: {', '.join(TRIED_VERSIONS)}"
+        yield Problem.of(f"{key}.python", python, message)
+    for name, value in engine.sglang.items():
+        if (message := _refusal(server, name.replace("-", "_"), value)) is not None:
+            yield Problem.of(f"{key}.sglang.{name}", value, message)
+
+
+def ask(python: str, env: Mapping[str, str], cache: Path) -> Server:
+    """Version and arguments of an interpreter's SGLang; asked again when that changed.
+
+    Raises:
+        NotAsked: it does not start, has no SGLang, or cannot import it.
+    """
+    version, place, changed = _last_line(_said(python, env, "-c", IDENTITY, timeout_s=IDENTITY_TIMEOUT_S))
+    asked = json.dumps([shutil.which(python), place, changed, sorted(env.items())])
+    kept = cache / f"sglang-{version}-{hashlib.sha256(asked.encode()).hexdigest()[:16]}.json"
+    try:
+        return msgspec.json.decode(kept.read_bytes(), type=Server)
+    except (OSError, msgspec.MsgspecError):
+        said = _last_line(_said(python, env, LAUNCH, "describe", timeout_s=DESCRIBE_TIMEOUT_S))
+    server = Server(version=version, arguments=msgspec.convert(said, tuple[Argument, ...]))
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        write_atomically(kept, msgspec.json.encode(server))
+    except OSError:  # a home that cannot be written costs half a minute at each start, not the start
+        pass
+    return server
+
+
+def user_cache() -> Path:
+    """Where a user's programs keep what they can find out again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "physarum" / "server-arguments"
+
+
+def _said(python: str, env: Mapping[str, str], *words: str, timeout_s: float) -> str:
+    environment = {**os.environ, **env, **FOREIGN}
+    try:
+        done = subprocess.run(
+            [python, *words], env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotAsked(str(error)) from error
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise NotAsked(lines[-1])
+    return done.stdout
+
+
+def _last_line(said: str) -> Any:
+    """What is meant for us; imports may print before."""
+    try:
+        return json.loads(said.strip().rpartition("\n")[2])
+    except ValueError as error:
+        raise NotAsked(f"it said {said[-200:]!r}") from error
+
+
+def _refusal(server: Server, name: str, value: object) -> str | None:
+    """Why the server would not take an argument, or None."""
+    known = {spelling: argument for argument in server.arguments for spelling in argument.names}
+    argument = known.get(name)
+    if argument is None:
+        close = get_close_matches(name, known, n=1, cutoff=CLOSE)
+        meant = f", did you mean {close[0]}?" if close else ""
+        return f"SGLang {server.version} has no such argument{meant}; allowed: those of sglang.launch_server --help"
+    values = cast("list[object]", value) if argument.many and isinstance(value, list) else [value]
+    if all(_fits(argument, item) for item in values):
+        return None
+    return f"allowed: {_allowed(argument)}"
+
+
+def _fits(argument: Argument, value: object) -> bool:
+    if argument.kind == "flag" or isinstance(value, bool):
+        return argument.kind == "flag" and isinstance(value, bool)
+    if argument.choices is not None:
+        return str(value) in argument.choices
+    match argument.kind:
+        case "int":
+            return isinstance(value, int)
+        case "float":
+            return isinstance(value, int | float)
+        case "json":
+            return isinstance(value, list | dict) or _is_json(value)
+        case "str":
+            return isinstance(value, str | dict) or (isinstance(value, list) and not argument.many)
+        case _:
+            return True  # a function of the server's own reads it
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.loads(str(value))
+    except ValueError:
+        return False
+    return isinstance(value, str)
+
+
+def _allowed(argument: Argument) -> str:
+    one = {"flag": "true or false", "int": "an int", "float": "a float", "json": "a table or a list"}
+    what = one.get(argument.kind, "a string")
+    if argument.choices is not None:
+        shown = ", ".join(map(repr, argument.choices[:SHOWN_CHOICES]))
+        what = f"one of {shown}" + (", ..." if len(argument.choices) > SHOWN_CHOICES else "")
+    return f"a list, each {what}" if argument.many else what
