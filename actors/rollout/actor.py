@@ -357,9 +357,11 @@ class RolloutActor(Actor):
             instance=self._bus.name,
             samples=samples,
         )
-        try:
-            await self._bus.publish(event)
-        except MessageRefused as error:
-            log.warning("details_left_out", set=task.set, item=task.item, reason=str(error))
-            bare = tuple(msgspec.structs.replace(sample, score=None, metadata={}) for sample in samples)
-            await self._bus.publish(msgspec.structs.replace(event, samples=bare))
+        bare = tuple(msgspec.structs.replace(sample, score=None, metadata={}, reason=None) for sample in samples)
+        for said in (samples, bare, ()):
+            try:
+                await self._bus.publish(msgspec.structs.replace(event, samples=said))
+            except MessageRefused as error:
+                log.warning("details_left_out", set=task.set, item=task.item, reason=str(error))
+            else:
+                return

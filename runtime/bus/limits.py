@@ -5,6 +5,7 @@ import msgspec
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
+MAX_EVENT_BYTES = 8 * MIB  # half of what a reader asks for ahead, whatever the server would take
 
 
 class BusLimits(msgspec.Struct, frozen=True, kw_only=True):

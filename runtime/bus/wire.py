@@ -1,13 +1,9 @@
 """What leaves this process: a message as bytes, if some reader could use it."""
 
-from typing import Final
-
 from messages import EncodeError, Message, Plane, encode
 from messages.codec import Encoded
 from runtime.bus.errors import MessageRefused, MessageTooLarge
-from runtime.bus.limits import MIB
-
-MAX_EVENT_BYTES: Final = 8 * MIB  # half of what a reader asks for ahead, whatever the server would take
+from runtime.bus.limits import MAX_EVENT_BYTES
 
 
 def to_wire(message: Message) -> Encoded:

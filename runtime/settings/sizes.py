@@ -18,6 +18,11 @@ TEXT_TOKEN_BYTES: Final = 10  # of text, escaped
 DEMONSTRATED_TOKEN_BYTES: Final = 5  # id 4, mask 1: a task carries its demonstration
 GROUP_EVENTS_BYTES: Final = 2 * KIB  # issued, completed, judged, batched
 SAMPLE_EVENT_BYTES: Final = 512  # a sample's summary in them
+ISSUED_GROUP_BYTES: Final = 128  # its numbers; when it is closed, with as many others as are pooled and spare, less
+CITED_PART_BYTES: Final = 16
+PROMPT_PART_BYTES: Final = 4 * MIB  # of a prompt that is stored (runtime/samples/stored_prompts.py)
+BATCHED_GROUP_BYTES: Final = 128  # its reference, and those that a batch passes over
+EVAL_SET_BYTES: Final = 4 * KIB  # its metrics, one for each k of pass@k
 STEP_EVENTS_BYTES: Final = 16 * KIB  # batches, weights, metrics, restarts
 SLACK: Final = 2  # of a derived limit over what is needed
 REJECTED: Final = 2  # groups generated for one that is kept, where a dynamic filter is set
@@ -25,6 +30,15 @@ SPARE_BATCHES: Final = 2  # one being generated, one being trained
 MAX_MESSAGE_BYTES: Final = 64 * MIB  # the server's own bound
 DEFAULT_MESSAGE_BYTES: Final = 8 * MIB
 FLOORS: Final = {"event_bytes": 256 * MIB, "work_bytes": 64 * MIB, "data_bytes": 256 * MIB}
+
+
+class EventSize(msgspec.Struct, frozen=True, kw_only=True):
+    """How large an event can be that grows with a setting, and could not be split."""
+
+    events: str  # of which it is a bound
+    key: str  # of the setting
+    number: int  # what that is now
+    each_bytes: int  # for one more of it
 
 
 class StreamSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +79,39 @@ def stream_limits(topology: Topology) -> StreamLimits:
     """The same as what the bus takes; its other limits keep their values."""
     sizes = stream_sizes(topology)
     return StreamLimits(event_bytes=sizes.event_bytes, work_bytes=sizes.work_bytes, data_bytes=sizes.data_bytes)
+
+
+def growing_events(recipe: Recipe) -> tuple[EventSize, ...]:
+    """Bounds of the events of buffer, trainer and evaluations that grow with the recipe.
+
+    Those of rollout that users' functions can add to fail their group when they are refused; a snapshot is left out.
+    """
+    rollout, refill = recipe.rollout, over_sampling_batch_size(recipe.rollout)
+    asked = rollout.over_sampling_batch_size is not None
+    refill_key = f"rollout.{'over_sampling_batch_size' if asked else 'rollout_batch_size'}"
+    row_bytes = max((data.max_row_bytes for data in recipe.data), default=0)
+    tokens_bytes = PROMPT_TOKEN_BYTES * min(row_bytes, max_prompt_len(rollout) or row_bytes)
+    issued_bytes = ISSUED_GROUP_BYTES + CITED_PART_BYTES * (1 + (row_bytes + tokens_bytes) // PROMPT_PART_BYTES)
+    evals = tuple(
+        EventSize(
+            events="eval.completed",
+            key=f"eval.{index}.n_samples_per_eval_prompt",
+            number=item.n_samples_per_eval_prompt,
+            each_bytes=SAMPLE_EVENT_BYTES,
+        )
+        for index, item in enumerate(recipe.eval)
+    )
+    return (
+        EventSize(events="groups_issued, groups_closed", key=refill_key, number=refill, each_bytes=issued_bytes),
+        EventSize(
+            events="batch_ready, payloads_missing",
+            key="rollout.rollout_batch_size",
+            number=rollout.rollout_batch_size,
+            each_bytes=BATCHED_GROUP_BYTES,
+        ),
+        EventSize(events="eval_issued, eval_ended", key="eval", number=len(recipe.eval), each_bytes=EVAL_SET_BYTES),
+        *evals,
+    )
 
 
 def kept_batches(recipe: Recipe) -> int:

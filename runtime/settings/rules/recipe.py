@@ -2,8 +2,12 @@
 
 from collections.abc import Iterator
 
+from runtime.bus.limits import MAX_EVENT_BYTES
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import EvalConfig, Recipe, max_prompt_len, over_sampling_batch_size, trains_demonstrations
+from runtime.settings.sizes import growing_events, show_bytes
+
+EVENT_ROOM_BYTES = 64 << 10  # for what an event says beside what grows
 
 
 def recipe_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -21,6 +25,7 @@ def recipe_problems(recipe: Recipe) -> Iterator[Problem]:
         _schedule,
         _names,
         _evaluation,
+        _events,
     )
     for rule in rules:
         yield from rule(recipe)
@@ -207,3 +212,13 @@ def _evaluation_set(recipe: Recipe, item: EvalConfig, key: str) -> Iterator[Prob
     if item.max_response_len is not None and context is not None and item.max_response_len >= context:
         message = f"leaves no room for a prompt in rollout.max_context_len = {context}"
         yield Problem.of(f"{key}.max_response_len", item.max_response_len, message)
+
+
+def _events(recipe: Recipe) -> Iterator[Problem]:
+    """What would make an event that no reader takes."""
+    for event in growing_events(recipe):
+        most = (MAX_EVENT_BYTES - EVENT_ROOM_BYTES) // event.each_bytes
+        if event.number > most:
+            size = show_bytes(event.number * event.each_bytes)
+            message = f"could make an event ({event.events}) of {size}; {show_bytes(MAX_EVENT_BYTES)} are taken"
+            yield Problem.of(event.key, event.number, f"{message}; allowed: at most {most}")
