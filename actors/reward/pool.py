@@ -37,7 +37,7 @@ class PoolSettings:
 
 
 @dataclass(eq=False, kw_only=True)
-class _Job:
+class _Grading:
     """Samples that are graded together: one, or all of a group."""
 
     grader: GraderSpec
@@ -57,7 +57,7 @@ class GraderPool:
 
     def __init__(self, settings: PoolSettings) -> None:
         self._settings = settings
-        self._send_jobs, self._jobs = anyio.create_memory_object_stream[list[_Job]](QUEUE_SIZE)
+        self._send_gradings, self._gradings = anyio.create_memory_object_stream[list[_Grading]](QUEUE_SIZE)
         self._mean_s: dict[GraderSpec, float] = {}
         self._counts: Counter[str] = Counter()
         self._grading_s = 0.0
@@ -68,18 +68,18 @@ class GraderPool:
         Bounded by the queue before it, and then by timeout_s and max_tries per score.
         """
         parts = [tuple(samples)] if grader.group else [(sample,) for sample in samples]
-        jobs = [_Job(grader=grader, samples=part) for part in parts]
+        gradings = [_Grading(grader=grader, samples=part) for part in parts]
         size = self._batch_size(grader)
         try:
-            for start in range(0, len(jobs), size):
-                await self._send_jobs.send(jobs[start : start + size])
-            for job in jobs:
-                if not job.done.is_set():
-                    await job.done.wait()
+            for start in range(0, len(gradings), size):
+                await self._send_gradings.send(gradings[start : start + size])
+            for grading in gradings:
+                if not grading.done.is_set():
+                    await grading.done.wait()
         finally:
-            for job in jobs:
-                job.abandoned = not job.done.is_set()
-        return [graded for job in jobs for graded in job.grades]
+            for grading in gradings:
+                grading.abandoned = not grading.done.is_set()
+        return [graded for grading in gradings for graded in grading.grades]
 
     def stats(self) -> dict[str, float]:
         """Numbers since the start."""
@@ -88,8 +88,8 @@ class GraderPool:
 
     def close(self) -> None:
         """Take no more samples."""
-        self._send_jobs.close()
-        self._jobs.close()
+        self._send_gradings.close()
+        self._gradings.close()
 
     async def keep_process(self, process: GraderProcess | None = None) -> None:
         """Keep one process running and busy. Never returns.
@@ -97,13 +97,13 @@ class GraderPool:
         Raises:
             GraderProcessError: it could not be started again, many times in a row.
         """
-        jobs: list[_Job] = []  # taken from the queue and not finished
+        gradings: list[_Grading] = []  # taken from the queue and not finished
         num_idle_deaths = 0  # in a row, without a score between them
         while True:
             process = process or await self._start_again()
             self._counts["starts"] += 1
             num_scores = self._counts["scores"]
-            await self._use(process, jobs)
+            await self._use(process, gradings)
             process = None
             num_idle_deaths = 0 if self._counts["scores"] > num_scores else num_idle_deaths + 1
             if num_idle_deaths > 1:
@@ -118,15 +118,15 @@ class GraderPool:
             backoff=BACKOFF,
         )
 
-    async def _use(self, process: GraderProcess, jobs: list[_Job]) -> None:
-        """Grade until the process died or had to be killed; leaves in `jobs` what another process must do."""
+    async def _use(self, process: GraderProcess, gradings: list[_Grading]) -> None:
+        """Grade until the process died or had to be killed; leaves in `gradings` what another process must do."""
         hung, death = False, None
         try:
             async with anyio.create_task_group() as watch:
                 watch.start_soon(process.watch_exit, watch.cancel_scope.cancel)
                 watch.start_soon(process.show_printed)
                 try:
-                    hung = await self._grade_until_stuck(process, jobs)
+                    hung = await self._grade_until_stuck(process, gradings)
                 except GraderDiedError as error:
                     death = str(error)
                 watch.cancel_scope.cancel()
@@ -134,67 +134,67 @@ class GraderPool:
             await process.kill()
         if hung:
             self._counts["timeouts"] += 1
-            self._fail(jobs.pop(0), TIMEOUT)
+            self._fail(gradings.pop(0), TIMEOUT)
         else:
             self._counts["deaths"] += 1
-            self._blame(jobs, death or process.ending())
+            self._blame(gradings, death or process.ending())
 
-    async def _grade_until_stuck(self, process: GraderProcess, jobs: list[_Job]) -> bool:
-        """Take and grade jobs until the first of them has no grade in time. A finished job leaves the list."""
+    async def _grade_until_stuck(self, process: GraderProcess, gradings: list[_Grading]) -> bool:
+        """Take gradings and do them until the first has no grade in time. A finished one leaves the list."""
         while True:
-            while not jobs:
-                jobs.extend(await self._take())
+            while not gradings:
+                gradings.extend(await self._take())
             try:
-                batch, frame = _leading_frame(jobs)
+                batch, frame = _leading_frame(gradings)
             except FrameError as error:
-                self._fail(jobs.pop(0), f"too large for a grader process: {error}")
+                self._fail(gradings.pop(0), f"too large for a grader process: {error}")
                 continue
             with anyio.move_on_after(self._settings.timeout_s) as limit:
                 await process.send(frame)
             if limit.cancelled_caught:
                 return True
-            for job in batch:
-                if process.num_received < len(job.samples):
+            for grading in batch:
+                if process.num_received < len(grading.samples):
                     with anyio.move_on_after(self._settings.timeout_s) as limit:
-                        await process.receive(len(job.samples))
+                        await process.receive(len(grading.samples))
                     if limit.cancelled_caught:
                         return True
-                self._finish(jobs.pop(0), process.take(len(job.samples)))
+                self._finish(gradings.pop(0), process.take(len(grading.samples)))
 
-    async def _take(self) -> list[_Job]:
-        jobs = list(await self._jobs.receive())
-        limit = self._batch_size(jobs[0].grader)
+    async def _take(self) -> list[_Grading]:
+        gradings = list(await self._gradings.receive())
+        limit = self._batch_size(gradings[0].grader)
         with suppress(anyio.WouldBlock):
-            while len(jobs) < limit:
-                jobs += self._jobs.receive_nowait()
-        return [job for job in jobs if not job.abandoned]
+            while len(gradings) < limit:
+                gradings += self._gradings.receive_nowait()
+        return [grading for grading in gradings if not grading.abandoned]
 
     def _batch_size(self, grader: GraderSpec) -> int:
         mean_s = self._mean_s.get(grader)
         return 1 if mean_s is None else max(1, min(MAX_BATCH, int(BATCH_S / max(mean_s, 1e-6))))
 
-    def _finish(self, job: _Job, grades: Sequence[Graded]) -> None:
+    def _finish(self, grading: _Grading, grades: Sequence[Graded]) -> None:
         took_s = sum(graded.took_s for graded in grades)
-        self._mean_s[job.grader] = 0.9 * self._mean_s.get(job.grader, took_s) + 0.1 * took_s
+        self._mean_s[grading.grader] = 0.9 * self._mean_s.get(grading.grader, took_s) + 0.1 * took_s
         self._grading_s += took_s
         self._counts["scores"] += len(grades)
         self._counts["failed_scores"] += sum(graded.error is not None for graded in grades)
-        job.finish(grades)
+        grading.finish(grades)
 
-    def _blame(self, jobs: list[_Job], death: str) -> None:
-        """The process answers in order, so it died of the first job that it left. The others have lost nothing."""
-        if not jobs:
+    def _blame(self, gradings: list[_Grading], death: str) -> None:
+        """The process answers in order, so it died of the first grading that it left. The others have lost nothing."""
+        if not gradings:
             log.warning("grader_died", reason=death)
             return
-        jobs[0].num_tries += 1
-        final = jobs[0].num_tries >= self._settings.max_tries
-        log.warning("grader_died", reason=death, num_tries=jobs[0].num_tries, final=final)
+        gradings[0].num_tries += 1
+        final = gradings[0].num_tries >= self._settings.max_tries
+        log.warning("grader_died", reason=death, num_tries=gradings[0].num_tries, final=final)
         if final:
-            self._fail(jobs.pop(0), f"{death}, {self._settings.max_tries} times")
+            self._fail(gradings.pop(0), f"{death}, {self._settings.max_tries} times")
 
-    def _fail(self, job: _Job, reason: str) -> None:
-        self._counts["failed_scores"] += len(job.samples)
-        job.finish([Graded(error=reason) for _ in job.samples])
+    def _fail(self, grading: _Grading, reason: str) -> None:
+        self._counts["failed_scores"] += len(grading.samples)
+        grading.finish([Graded(error=reason) for _ in grading.samples])
 
 
 @asynccontextmanager
@@ -217,23 +217,23 @@ async def open_pool(settings: PoolSettings) -> AsyncGenerator[GraderPool]:
                 keepers.cancel_scope.cancel()
 
 
-def _leading_batch(jobs: Sequence[_Job]) -> list[_Job]:
-    """The first jobs that one frame may have: the same grader, and not for groups, which are one call each."""
-    first = jobs[0].grader
+def _leading_batch(gradings: Sequence[_Grading]) -> list[_Grading]:
+    """The first gradings that one frame may have: the same grader, and not for groups, which are one call each."""
+    first = gradings[0].grader
     if first.group:
-        return [jobs[0]]
-    return list(takewhile(lambda job: job.grader == first, jobs))
+        return [gradings[0]]
+    return list(takewhile(lambda grading: grading.grader == first, gradings))
 
 
-def _leading_frame(jobs: Sequence[_Job]) -> tuple[list[_Job], bytes]:
-    """The first jobs that fit one frame, and the frame.
+def _leading_frame(gradings: Sequence[_Grading]) -> tuple[list[_Grading], bytes]:
+    """The first gradings that fit one frame, and the frame.
 
     Raises:
         FrameError: the first alone does not.
     """
-    batch = _leading_batch(jobs)
+    batch = _leading_batch(gradings)
     while True:
-        samples = tuple(sample for job in batch for sample in job.samples)
+        samples = tuple(sample for grading in batch for sample in grading.samples)
         try:
             return batch, encode_frame(Grade(grader=batch[0].grader, samples=samples))
         except FrameError:
