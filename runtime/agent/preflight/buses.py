@@ -22,7 +22,7 @@ GREETING_TIMEOUT_S: Final = 3.0
 ASKING: Final = BusLimits(connect_timeout_s=3.0, publish_timeout_s=3.0, attempt_timeout_s=2.0, drain_timeout_s=1.0)
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class Asker(msgspec.Struct, frozen=True, kw_only=True):
     """From where a server is asked, and as whom."""
 
     node: str
@@ -30,19 +30,19 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     fresh: bool = False  # what the server has of this run is to be discarded
 
 
-def check_bus(findings: Findings, place: Place) -> None:
+def check_bus(findings: Findings, asker: Asker) -> None:
     """Listen where a server of ours is to listen; ask a server that is there with the login that a start would use."""
     bus = findings.topology.bus
     if bus.port is not None:
         _check_port(findings, bus.port)
     if bus.url is None:
         return
-    has_login = place.bus_login is not None or bus.credentials is not None
+    has_login = asker.bus_login is not None or bus.credentials is not None
     refusals = [_refused_by(url, has_login=has_login, topology=findings.topology) for url in bus.url.split(",")]
     if all(refusals):
         findings.problem("bus.url", bus.url, refusals[0] or "")
     elif not findings.has("bus.credentials"):
-        _ask(findings, bus.url, place)
+        _ask(findings, bus.url, asker)
 
 
 def _check_port(findings: Findings, port: int) -> None:
@@ -73,12 +73,12 @@ def _refused_by(url: str, *, has_login: bool, topology: Topology) -> str | None:
     return None
 
 
-def _ask(findings: Findings, url: str, place: Place) -> None:
+def _ask(findings: Findings, url: str, asker: Asker) -> None:
     credentials = findings.topology.bus.credentials
-    login = place.bus_login if credentials is None else read_login(Path(credentials))
+    login = asker.bus_login if credentials is None else read_login(Path(credentials))
     try:
         with silenced():
-            refusal = anyio.run(_look_at, findings.topology, with_login(url, login), place)
+            refusal = anyio.run(_look_at, findings.topology, with_login(url, login), asker)
     except BusRefused as error:
         key, value = ("bus.url", url) if credentials is None else ("bus.credentials", credentials)
         findings.problem(key, value, f"the server does not take this login: {error}")
@@ -89,7 +89,7 @@ def _ask(findings: Findings, url: str, place: Place) -> None:
             findings.problem("bus.url", url, refusal)
 
 
-async def _look_at(topology: Topology, url: str, place: Place) -> str | None:
+async def _look_at(topology: Topology, url: str, asker: Asker) -> str | None:
     """Why what the server has of this run does not go with the run directory, if so. Connects as a start does.
 
     Raises:
@@ -102,9 +102,9 @@ async def _look_at(topology: Topology, url: str, place: Place) -> str | None:
     run = topology.run
     async with Bus.connect(url, run.name, name="check", limits=ASKING) as bus:
         await bus.holdings()
-        if not place.fresh:
+        if not asker.fresh:
             try:
-                await check_run_id(bus, Path(run.dir) / run.name, owns=place.node == home_node(topology))
+                await check_run_id(bus, Path(run.dir) / run.name, owns=asker.node == home_node(topology))
             except RunMismatch as error:
                 return str(error)
     return None

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from runtime.agent.preflight.built import not_built
-from runtime.agent.preflight.buses import Place, check_bus
+from runtime.agent.preflight.buses import Asker, check_bus
 from runtime.agent.preflight.files import check_paths, paths_of
 from runtime.agent.preflight.findings import Checked, Findings
 from runtime.agent.preflight.machine import check_machine
@@ -33,7 +33,7 @@ def check_here(
     here = node or home_node(topology)
     check_machine(findings, here)
     check_paths(findings)
-    check_bus(findings, Place(node=here, bus_login=loaded.bus_login, fresh=fresh))
+    check_bus(findings, Asker(node=here, bus_login=loaded.bus_login, fresh=fresh))
     return findings.checked()
 
 
