@@ -40,7 +40,7 @@ class ScriptedEngine:
     update_bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     stream_every: int = 2  # tokens of a streamed chunk
     incremental: bool = False  # chunks hold what is new, not all so far
-    breaks_at_end: bool = False  # of a stream: the connection, after the last token
+    break_at: asyncio.Event | None = None  # streams lose their connection behind the last token once it is set
     streams: int = 0  # streamed requests that have sent all they send before they are held
     requests: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     updates: list[str] = field(default_factory=list[str])
@@ -138,7 +138,8 @@ class ScriptedEngine:
             request.transport.close()
             return response
         await send(ids[:sent], ABORTED) if aborted else await send(ids, _reason(ids, params))
-        if self.breaks_at_end and request.transport is not None:
+        if self.break_at is not None and request.transport is not None:
+            await self.break_at.wait()
             request.transport.close()
             return response
         await response.write(b"data: [DONE]\n\n")

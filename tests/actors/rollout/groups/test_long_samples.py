@@ -1,5 +1,6 @@
 """Samples that take long: streamed, so that what came is kept when an engine, a weight update or an actor ends them."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -284,13 +285,15 @@ async def test_a_streamed_answer_of_older_weights_is_thrown_away_and_asked_for_a
 async def test_a_stream_that_breaks_behind_its_last_token_is_whole(
     bus: Bus, router_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    came = chunks_seen(monkeypatch)
-    engine = ScriptedEngine(script=lambda prompt, params: WHOLE, breaks_at_end=True)
+    came, break_at = chunks_seen(monkeypatch), asyncio.Event()
+    engine = ScriptedEngine(script=lambda prompt, params: WHOLE, break_at=break_at)
     async with serving(engine), anyio.create_task_group() as group:
         group.start_soon(grade, bus)
         async with rollout_actor(bus, router_url, [engine], topology_with()):
             await bus.publish(announcement(1))
             await bus.publish(long_task(0))
+            await eventually(lambda: len(came) == 3)  # so that nothing but the end is missing
+            break_at.set()
             event = await completed(bus)
         group.cancel_scope.cancel()
     (sample,) = event.samples
