@@ -5,7 +5,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-import anyio
 import msgspec
 
 from runtime.agent.preflight.findings import Findings
@@ -74,6 +73,8 @@ def _refused_by(url: str, *, has_login: bool, topology: Topology) -> str | None:
 
 
 def _ask(findings: Findings, url: str, asker: Asker) -> None:
+    import anyio  # like nats-py below: few topologies need it, and a check is quick
+
     credentials = findings.topology.bus.credentials
     login = asker.bus_login if credentials is None else read_login(Path(credentials))
     try:
