@@ -33,8 +33,10 @@ from messages import (
     TrainerStarted,
     WeightsAnnounced,
 )
+from messages.subjects import filter_of
 from runtime.ledger.fold import LedgerState, Stage, fold
 from runtime.ledger.groups import spills_of
+from runtime.ledger.state import MAX_ENDINGS_LOST
 from tests.support.ledger_log import Log, aborted, completed, judged, kinds, saved, summary, trained
 
 
@@ -452,3 +454,21 @@ def test_an_evaluation_keeps_what_was_stored_since_it_was_issued() -> None:
     assert log.state.low_water() == 31
     log.add(EvalEnded(incarnation=1, step=0, version=1, metrics={}))
     assert log.state.low_water() == 100
+
+
+def test_an_item_whose_ending_stays_unreadable_ends_without_rewards() -> None:
+    sets = (EvalSetSize(set="t", num_items=1),)
+    state, events = LedgerState(), list[Message]([EvalIssued(incarnation=1, step=0, version=1, sets=sets)])
+    subject = filter_of("run", EvalCompleted).replace(">", "0.t.0")
+    events += [
+        MessageDeadLettered(origin=f"event.{number}", subject=subject, reason="malformed", dead_seq=number)
+        for number in range(1, MAX_ENDINGS_LOST + 1)
+    ]
+    done: list[bool] = []
+    for seq, event in enumerate(events, start=1):
+        fold(state, event, seq)
+        assert state.evaluation is not None
+        done.append(state.evaluation.complete)
+    assert done == [False] * MAX_ENDINGS_LOST + [True]
+    assert state.evaluation is not None
+    assert state.evaluation.items["t"][0].rewards == ()
