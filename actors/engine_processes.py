@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Mapping
 from typing import Final
 
 from actors.rollout.engines.server_arguments import FOREIGN, LAUNCH
@@ -42,7 +43,7 @@ def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, dev
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
     return ProcessSpec(
         name=f"engine.{pool}.{index}",
-        command=_embedded(topology, engine, index) if embedded else _sglang(topology, engine),
+        command=_embedded(topology, engine, index) if embedded else _sglang(topology, engine, index),
         env={**(OURS if embedded else FOREIGN), **engine.env, **visible},
         port=PortRequest(),
         ready=WhenListening(),
@@ -55,33 +56,37 @@ def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, dev
 
 
 def _embedded(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, ...]:
-    rollout = topology.rollout
+    load_format = "dummy" if topology.model.random_init else "auto"
     command = [sys.executable, "-P", "-m", "actors.rollout.embedded", "--model-path", topology.model.hf_checkpoint]
-    command += ["--host", "{host}", "--port", "{port}", "--max-running-requests", str(engine.concurrency)]
-    command += ["--random-seed", str(topology.run.seed + index)]
-    command += ["--stream-interval", str(STREAM_INTERVAL), "--incremental-streaming-output"]
-    command += ["--load-format", "dummy" if topology.model.random_init else "auto"]
-    if engine.max_total_tokens is not None:
-        command += ["--max-total-tokens", str(engine.max_total_tokens)]
-    if rollout.max_context_len is not None:
-        command += ["--context-length", str(rollout.max_context_len)]
-    return tuple(command)
+    return _command(command, _arguments(topology, engine, index) | {"load_format": load_format})
 
 
-def _sglang(topology: Topology, engine: EngineConfig) -> tuple[str, ...]:
+def _sglang(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, ...]:
     """Every key of the pool's sglang table is a server argument."""
-    arguments: dict[str, object] = {
-        "tp_size": engine.num_gpus_per_engine,
-        "max_running_requests": engine.concurrency,
-        "stream_interval": STREAM_INTERVAL,
-        "incremental_streaming_output": True,
-    }
+    arguments = {"tp_size": engine.num_gpus_per_engine, **_arguments(topology, engine, index)}
     if topology.model.random_init:
         arguments["load_format"] = "dummy"
     arguments |= {name.replace("-", "_"): value for name, value in engine.sglang.items()}
     command = [engine.python or sys.executable, LAUNCH, "sglang.launch_server"]
-    command += ["--model-path", topology.model.hf_checkpoint, "--host", "{host}", "--port", "{port}"]
-    return (*command, *(word for name, value in arguments.items() for word in _words(name, value)))
+    return _command([*command, "--model-path", topology.model.hf_checkpoint], arguments)
+
+
+def _arguments(topology: Topology, engine: EngineConfig, index: int) -> dict[str, object]:
+    """What engines of both kinds are told."""
+    arguments: dict[str, object | None] = {
+        "max_running_requests": engine.concurrency,
+        "random_seed": topology.run.seed + index,
+        "stream_interval": STREAM_INTERVAL,
+        "incremental_streaming_output": True,
+        "max_total_tokens": engine.max_total_tokens,
+        "context_length": topology.rollout.max_context_len,
+    }
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _command(command: list[str], arguments: Mapping[str, object]) -> tuple[str, ...]:
+    words = (word for name, value in arguments.items() for word in _words(name, value))
+    return (*command, "--host", "{host}", "--port", "{port}", *words)
 
 
 def _words(name: str, value: object) -> tuple[str, ...]:

@@ -216,8 +216,8 @@ def _too_large(
     longest = max((len(prompt.prompt_ids) for prompt in prompts), default=0)
     needed = min(longest + response, topology.rollout.max_context_len or longest + response)
     why = f"a prompt of {longest} tokens in {path} and a response of {response} need {needed}"
-    for name in _embedded(topology):
-        room = topology.engines[name].max_total_tokens
+    for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
+        room = engine.max_total_tokens
         if room is not None and room < needed:
             yield Problem.of(f"engines.{name}.max_total_tokens", room, f"is too small: {why}")
     if not answers_are_recorded(topology) and needed > shape.max_position_embeddings:

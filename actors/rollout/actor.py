@@ -175,6 +175,7 @@ class RolloutActor(Actor):
             bus=self._bus,
             generator=Generator(client, fleet),
             scorer=scorer,
+            seed=self._topology.run.seed,
             batch_requests=self._topology.engines[self._pool].batch_requests,
             custom_generate=self._custom_generate,
             encode=self._encode,

@@ -67,6 +67,19 @@ def test_engines_stream_what_is_new_in_large_chunks_unless_the_topology_says_oth
     assert "--incremental-streaming-output" not in engine.command
 
 
+def test_engines_of_both_kinds_are_told_the_seed_of_the_run_and_its_limits() -> None:
+    limits = ("run.seed=7", "engines.policy.max_total_tokens=9000", "rollout.max_context_len=4000")
+    for topology, node, more in (
+        ("laptop.toml", "local", "engines.policy.num_engines=2"),
+        ("disaggregate-2x8gpu.toml", "n1", "engines.policy.num_gpus_per_engine=4"),
+    ):
+        found = specs(topology, node, *limits, more)
+        engines = [found[f"engine.policy.{index}"] for index in range(2)]
+        assert [flag(engine, "--random-seed") for engine in engines] == ["7", "8"]
+        assert {flag(engine, "--max-total-tokens") for engine in engines} == {"9000"}
+        assert {flag(engine, "--context-length") for engine in engines} == {"4000"}
+
+
 def test_an_engine_has_as_long_to_start_as_its_pool_says() -> None:
     for topology, node, default_s in (("laptop.toml", "local", 120), ("disaggregate-2x8gpu.toml", "n1", 1800)):
         assert specs(topology, node)["engine.policy.0"].ready_timeout_s == default_s

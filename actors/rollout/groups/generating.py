@@ -7,6 +7,7 @@ import anyio
 import msgspec
 
 from actors.rollout.groups.open_samples import FINISHED, OpenSample, tokens_left
+from actors.rollout.groups.seeds import sampling_seed
 from actors.rollout.groups.spilling import SegmentStore
 from actors.rollout.groups.tasks import GroupTask
 from actors.rollout.groups.tools import Tools
@@ -141,6 +142,7 @@ class Generation:
             rid=f"{task.lease}-{samples[0].index}-{self._num_requests}",
             input_ids=[prompt + sample.prefix + sample.pending for sample in samples],
             params=params,
+            seeds=[sampling_seed(self._tools.seed, task.source, sample.index) for sample in samples],
             max_new_tokens=limit or tokens_left(samples[0], params.max_new_tokens),
             min_version=task.min_version,
             round=task.round,

@@ -9,6 +9,7 @@ from messages import EvalRequested, Prompt, RolloutRequested, SamplingParams
 class GroupTask:
     """What is to be done for one delivery of a task, training or evaluation alike."""
 
+    source: tuple[object, ...]  # what its samples are of, in every attempt: seeds their sampling
     group_id: int
     attempt: int
     lease: str
@@ -23,6 +24,7 @@ class GroupTask:
 def training_task(task: RolloutRequested, lease: str, *, group_rm: bool) -> GroupTask:
     """One delivery of a training task."""
     return GroupTask(
+        source=("group", task.group_id),
         group_id=task.group_id,
         attempt=task.attempt,
         lease=lease,
@@ -38,6 +40,7 @@ def training_task(task: RolloutRequested, lease: str, *, group_rm: bool) -> Grou
 def eval_task(task: EvalRequested, lease: str) -> GroupTask:
     """One delivery of an evaluation's task."""
     return GroupTask(
+        source=("eval", task.set, task.item),  # not the step: evaluations differ by their weights alone
         group_id=task.item,
         attempt=0,
         lease=lease,

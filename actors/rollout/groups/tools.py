@@ -16,6 +16,7 @@ class Tools:
     generator: Generator
     scorer: Scorer
     batch_requests: bool
+    seed: int  # run.seed
     custom_generate: GenerateFunction | None  # a user's, in place of one request for each sample
     encode: Encode  # for what it puts between turns
     failed_reward: float | None  # reward of a sample whose scores all failed; None: the sample fails

@@ -14,6 +14,7 @@ class GenerateRequest:
     rid: str
     input_ids: list[list[int]]
     params: SamplingParams
+    seeds: list[int]  # of sampling, one per list of input_ids
     max_new_tokens: int
     min_version: int
     round: int | None  # None: an evaluation, which no halt touches

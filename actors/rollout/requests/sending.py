@@ -112,4 +112,6 @@ def _kept(stream: Stream, min_version: int) -> Answer | None:
 
 
 def _body(request: GenerateRequest, rid: str) -> dict[str, Any]:
-    return generate_body(rid, request.input_ids, request.params, max_new_tokens=request.max_new_tokens)
+    return generate_body(
+        rid, request.input_ids, request.params, max_new_tokens=request.max_new_tokens, seeds=request.seeds
+    )

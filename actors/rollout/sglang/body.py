@@ -7,9 +7,18 @@ from messages import SamplingParams
 
 
 def generate_body(
-    rid: str, input_ids: Sequence[Sequence[int]], params: SamplingParams, *, max_new_tokens: int
+    rid: str,
+    input_ids: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    max_new_tokens: int,
+    seeds: Sequence[int],
 ) -> dict[str, Any]:
-    """Ask for one response to each list of token ids, with log-probs."""
+    """Ask for one response to each list of token ids, with log-probs.
+
+    Those of a batch are drawn without seeds: the router takes one set of sampling parameters for all of them, and one
+    seed would make its members alike.
+    """
     sampling: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": params.temperature,
@@ -23,6 +32,8 @@ def generate_body(
         sampling["stop"] = list(params.stop)
     if params.stop_token_ids:
         sampling["stop_token_ids"] = list(params.stop_token_ids)
+    if len(seeds) == 1:
+        sampling["sampling_seed"] = seeds[0]
     return {
         "rid": rid,
         "input_ids": input_ids if len(input_ids) > 1 else input_ids[0],

@@ -19,6 +19,7 @@ SET_ELSEWHERE = {  # arguments of SGLang that a run gives itself, and where they
     "context_length": "is rollout.max_context_len",
     "max_total_tokens": "is max_total_tokens of the pool",
 }
+DETERMINISTIC = ("enable_deterministic_inference", "rl_on_policy_target")  # arguments with which it obeys seeds
 SET_BY_US = ("CUDA_VISIBLE_DEVICES", "PHYSARUM_")  # variables, or how they begin
 POLICY = "policy"  # the pool whose samples are trained
 EMBEDDED_CONCURRENCY = 4096  # what its command accepts
@@ -85,6 +86,7 @@ def _engines(topology: Topology) -> Iterator[Problem]:
         if name != POLICY:
             yield Problem(key=f"engines.{name}", message=f"no actor uses this pool; allowed: {POLICY}")
         yield from _engine(engine, f"engines.{name}")
+        yield from _seeds(engine, f"engines.{name}")
         yield from _environment(engine, f"engines.{name}")
 
 
@@ -108,6 +110,13 @@ def _engine(engine: EngineConfig, key: str) -> Iterator[Problem]:
     if engine.weight_transport == "ipc" and engine.colocate is None:
         message = f'needs {key}.colocate = "trainer"; allowed otherwise: disk, collective'
         yield Problem.of(f"{key}.weight_transport", engine.weight_transport, message)
+
+
+def _seeds(engine: EngineConfig, key: str) -> Iterator[Problem]:
+    """The router takes one seed for a batch, so that none is sent; SGLang would then draw all its members alike."""
+    for name, value in engine.sglang.items():
+        if engine.batch_requests and value and name.replace("-", "_") in DETERMINISTIC:
+            yield Problem.of(f"{key}.batch_requests", True, f"allowed with {key}.sglang.{name}: false")
 
 
 def _environment(engine: EngineConfig, key: str) -> Iterator[Problem]:

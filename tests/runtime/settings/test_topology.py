@@ -154,6 +154,11 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
         (("engines.policy.env.PHYSARUM_RUN='r'",), "engines.policy.env.PHYSARUM_RUN", "a run sets this variable"),
         (("engines.policy.env.A=b", "engines.policy.urls=['http://x']"), "engines.policy.env", "have their own"),
         (("engines.policy.env={\"A B\" = \"c\"}",), "engines.policy.env", "allowed: a table"),
+        (
+            ("engines.policy.sglang.enable-deterministic-inference=true", "engines.policy.batch_requests=true"),
+            "engines.policy.batch_requests",
+            "allowed with engines.policy.sglang.enable-deterministic-inference: false",
+        ),
         (("engines.policy.ready_timeout_s=0",), "engines.policy.ready_timeout_s", "allowed: float >= 1 and <= 86400"),
         (("engines.policy.ready_timeout_s=1e9",), "engines.policy.ready_timeout_s", "allowed: float >= 1 and <= 86400"),
         (("engines.policy.update_timeout_s=0.5",), "engines.policy.update_timeout_s", "allowed: float >= 1"),

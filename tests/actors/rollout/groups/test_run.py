@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 
 import actors.rollout.actor
 from actors.rollout.actor import RolloutActor
+from actors.rollout.groups.seeds import sampling_seed
 from messages import (
     EvalCompleted,
     EvalRequested,
@@ -309,7 +310,10 @@ async def test_a_request_carries_token_ids_and_every_sampling_setting(bus: Bus, 
             "stop_token_ids": [5],
             "skip_special_tokens": False,
             "no_stop_trim": True,
+            "sampling_seed": request["sampling_params"]["sampling_seed"],
         }
+    seeds = {request["sampling_params"]["sampling_seed"] for request in engine.requests}
+    assert seeds == {sampling_seed(1234, ("group", 0), index) for index in range(2)}
 
 
 async def test_rollout_actors_of_one_process_share_no_state(bus: Bus) -> None:
