@@ -63,7 +63,8 @@ def _embedded(topology: Topology, engine: EngineConfig, index: int) -> tuple[str
 
 def _sglang(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, ...]:
     """Every key of the pool's sglang table is a server argument."""
-    arguments = {"tp_size": engine.num_gpus_per_engine, **_arguments(topology, engine, index)}
+    own = {"tp_size": engine.num_gpus_per_engine, "dtype": topology.model.dtype}  # else a float32 model gets float16
+    arguments = own | _arguments(topology, engine, index)
     if topology.model.random_init:
         arguments["load_format"] = "dummy"
     arguments |= {name.replace("-", "_"): value for name, value in engine.sglang.items()}

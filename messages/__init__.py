@@ -36,6 +36,7 @@ from messages.events import (
     SelectionFailed,
     TrainerStarted,
     VerdictGiven,
+    WeightProbe,
     WeightsAnnounced,
     WeightsApplied,
 )
@@ -132,6 +133,7 @@ __all__ = [
     "TrainerStarted",
     "UInt8Array",
     "VerdictGiven",
+    "WeightProbe",
     "WeightSpan",
     "WeightsAnnounced",
     "WeightsApplied",

@@ -3,6 +3,8 @@
 from enum import StrEnum
 from typing import Any
 
+import msgspec
+
 from messages.base import Message, Plane, register
 from messages.ledger import GroupRef, leave_out_not_finite
 from messages.samples import EngineNumbers, SampleSummary
@@ -124,7 +126,7 @@ class EvalCompleted(Message, kw_only=True, tag="eval_completed"):
 
 @register
 class WeightsApplied(Message, kw_only=True, tag="weights_applied"):
-    """A rollout actor's engines confirmed a weight version by checksum. Written by rollout."""
+    """A rollout actor's engines proved that they hold a weight version. Written by rollout."""
 
     plane = Plane.EVENT
     topic = "weights.applied"
@@ -222,6 +224,20 @@ class CheckpointSaved(Message, kw_only=True, tag="checkpoint_saved"):
     took_s: float
 
 
+class WeightProbe(msgspec.Struct, frozen=True, kw_only=True):
+    """Fixed tokens and what the announced weights make of them; an engine that holds these weights says the same.
+
+    Raises ValueError unless both columns have one length, of at least 2.
+    """
+
+    token_ids: tuple[int, ...]  # [P], a prompt
+    log_probs: tuple[float, ...]  # [P], natural log at temperature 1, given the tokens before; 0 for the first
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.log_probs) or len(self.token_ids) < 2:
+            raise ValueError(f"{len(self.token_ids)} token_ids with {len(self.log_probs)} log_probs")
+
+
 @register
 class WeightsAnnounced(Message, kw_only=True, tag="weights_announced"):
     """A set of weights is ready to be taken by engines. Versions count publishes and are never reused. By trainer."""
@@ -232,10 +248,12 @@ class WeightsAnnounced(Message, kw_only=True, tag="weights_announced"):
     step: int  # train steps that the weights contain
     incarnation: int
     path: str  # directory with model.safetensors, for the disk transport; "" where no engine takes them
-    checksum: str  # of the tensors, as the engine's weights checker computes it
+    checksum: str  # of the files and nothing else: no engine's own checksum, over its own tensors, equals it
     size_bytes: int
     kind: str = "full"  # later also delta, lora
     took_s: float = 0.0
+    probe: WeightProbe | None = None  # what an engine that holds them answers to
+    no_probe: str = ""  # why there is none
 
 
 @register

@@ -18,6 +18,8 @@ from actors.rollout.engines.discovery import attend_servers
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.engines.target import TargetWeights
 from actors.rollout.engines.weights.disk import Updater
+from actors.rollout.engines.weights.loads import Loads
+from actors.rollout.engines.weights.prover import Prover
 from actors.rollout.groups.endings import Ending, Endings
 from actors.rollout.groups.inheritance import Inheritance
 from actors.rollout.groups.open_samples import fresh_samples
@@ -134,7 +136,8 @@ class RolloutActor(Actor):
             key, limit_s = await engine_key(self._bus.kv), pool.update_timeout_s
             client = SglangClient(session, key, strangers=pool.urls, update_timeout_s=limit_s)
             updater = Updater(client, self._topology.rollout.on_weight_update)
-            fleet = Fleet(client, updater)
+            loads, dtype = Loads(settle_timeout_s=limit_s), self._topology.model.dtype
+            fleet = Fleet(client, Prover(client, updater, loads, verify=pool.verify, trainer_dtype=dtype))
             tools = self._tools(client, fleet)
             updater.interrupt_by(tools.generator.running.interrupt)
             self._waits = [fleet.waits_for, tools.generator.running.waits_for, tools.scorer.waits_for]

@@ -5,7 +5,8 @@ inside a collective. Every command is then carried out by all ranks together.
 """
 
 import shutil
-from dataclasses import fields
+import time
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
@@ -30,6 +31,7 @@ from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.models.cuts import export_weights
 from actors.trainer.models.files import write_model
 from actors.trainer.models.publish import NOT_WRITTEN, Published, prune_versions, publish_weights
+from actors.trainer.step.probe import probe, probe_tokens
 from actors.trainer.step.train_step import TrainStep
 from runtime.files import complete_directory
 from runtime.settings.topology import Topology, answers_are_recorded
@@ -54,11 +56,15 @@ class _Export(msgspec.Struct, tag=True):
     pass
 
 
+class _Probe(msgspec.Struct, tag=True):
+    pass
+
+
 class _Stop(msgspec.Struct, tag=True):
     pass
 
 
-_Command = _Load | _Train | _Save | _Export | _Stop
+_Command = _Load | _Train | _Save | _Export | _Probe | _Stop
 
 
 class TrainerRank:
@@ -87,6 +93,8 @@ class TrainerRank:
         ranks.join(self._ranks, topology.trainer.megatron, device, seed=topology.run.seed)
         self._replica = Replica(topology, device)
         self._train_step = TrainStep(topology, self._replica)
+        hf = self._replica.hf
+        self._probe_tokens = probe_tokens(topology, hf.vocab_size, hf.max_position_embeddings)
 
     # rank 0
 
@@ -118,6 +126,8 @@ class TrainerRank:
     def publish(self, version: int, *, confirmed: int) -> Published:
         """Write the weights for engines to take, if there are any, and delete versions that no engine needs.
 
+        What was written is probed: an engine that holds it answers alike.
+
         Args:
             version: one that was never announced.
             confirmed: the newest version that an engine holds, 0 for none.
@@ -128,7 +138,9 @@ class TrainerRank:
             self._lead(_Export()), self._weights, version=version, model_directory=self._model_directory
         )
         prune_versions(self._weights, confirmed=confirmed)
-        return published
+        begin = time.perf_counter()
+        probed = self._lead(_Probe())
+        return replace(published, probe=probed, took_s=published.took_s + time.perf_counter() - begin)
 
     def export(self, directory: Path) -> None:
         """Write a Hugging Face model directory that stands on its own, in the place of one that is there."""
@@ -191,6 +203,8 @@ class TrainerRank:
                 )
             case _Export():
                 return export_weights(self._replica.model, self._replica.hf)
+            case _Probe():
+                return probe(self._replica, self._probe_tokens)
             case _Stop():
                 return None
 

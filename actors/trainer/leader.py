@@ -193,6 +193,8 @@ class Leader:
             checksum=published.checksum,
             size_bytes=published.size_bytes,
             took_s=published.took_s,
+            probe=published.probe,
+            no_probe="" if published.probe else "samples are recorded: no engine takes the weights",
         )
         await self._bus.publish(announced)
         log.info("weights_announced", weight_version=self.version, step=self.step, took_s=published.took_s)

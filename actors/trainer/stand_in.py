@@ -126,6 +126,7 @@ class TrainerStandIn(Actor):
             path=str(path),
             checksum=checksum,
             size_bytes=size_bytes,
+            no_probe='run.only = "rollout": there is no trainer that computes it',
         )
         await self._bus.publish(announced)
 

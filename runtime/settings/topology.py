@@ -68,6 +68,9 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     megatron: MegatronConfig = MegatronConfig()
 
 
+Verify = Literal["always", "first", "never"]  # each load, an engine's first one, none: only its label is asked
+
+
 class EngineConfig(Config, frozen=True, kw_only=True):
     """One pool of engines that serve the same model."""
 
@@ -82,6 +85,7 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     unresponsive_after_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0  # without an answer to probes it is restarted
     max_total_tokens: Positive | None = None  # key-value slots per engine; none: the engine decides
     weight_transport: Literal["disk", "collective", "ipc"] = "disk"  # of new weights; only "disk" is built
+    verify: Verify | None = None  # what engines must prove of new weights; none: always up to 4 GiB, then first
     batch_requests: bool = False  # one request per prompt group instead of one per sample
     python: Text | None = None  # interpreter that has SGLang; none: ours
     urls: tuple[Annotated[str, msgspec.Meta(pattern=r"^https?://")], ...] = ()  # engines that run already

@@ -26,6 +26,7 @@ from messages import (
     Score,
     ScoreRequested,
     ScoresGiven,
+    WeightProbe,
     WeightsAnnounced,
 )
 from runtime.bus.addresses import Address, address_key
@@ -88,10 +89,12 @@ def no_worker_is_left(router_url: str) -> Iterator[None]:
         urllib.request.urlopen(request, timeout=5).close()
 
 
-def announcement(version: int, *, step: int = 0) -> WeightsAnnounced:
-    return WeightsAnnounced(
-        version=version, step=step, incarnation=1, path=f"/weights/v{version}", checksum="sum", size_bytes=1
-    )
+PROBE = WeightProbe(token_ids=(3, 4, 5), log_probs=(0.0, -0.5, -0.5))  # as a scripted engine answers it
+
+
+def announcement(version: int, *, step: int = 0, **fields: Any) -> WeightsAnnounced:
+    told: dict[str, Any] = {"path": f"/weights/v{version}", "checksum": "sum", "size_bytes": 1, **fields}
+    return WeightsAnnounced(version=version, step=step, incarnation=1, **told)
 
 
 def task(

@@ -12,6 +12,8 @@ from typing import Any, Final
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from actors.rollout.sglang.labels import version_of
+
 MODEL: Final = str(Path(__file__).parents[2] / "topologies/demo/models/reverse-digits")  # for the router
 Script = Callable[[list[int], dict[str, Any]], list[int]]  # prompt ids, sampling params -> response ids
 
@@ -44,6 +46,14 @@ class ScriptedEngine:
     streams: int = 0  # streamed requests that have sent all they send before they are held
     requests: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     updates: list[str] = field(default_factory=list[str])
+    checks: list[str] = field(default_factory=list[str])  # questions for its checksum: "paused" or "running"
+    probes: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # requests for a prompt's log-probs
+    prompt_log_prob: float = -0.5  # of each token of a prompt
+    swallows_weights: bool = False  # says yes and goes on with what it has
+    loads: Callable[[str], str] | None = None  # from a directory to the checksum that it has from then on
+    probe_reason: Callable[[], dict[str, Any]] = lambda: {"type": "length", "length": 0}  # how probes end
+    num_answered: int = 0  # requests whose answer is on its way whole
+    probe_at: asyncio.Event | None = None  # answers to probes wait for it
     _broken: bool = False
     _running: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
     _aborted: set[str] = field(default_factory=set[str])
@@ -74,6 +84,11 @@ class ScriptedEngine:
         self._broken = True
         self.release()
 
+    @property
+    def held(self) -> int:
+        """The version that it calls its weights; 0: it was told none."""
+        return version_of(self.version)
+
     def app(self) -> web.Application:
         @web.middleware
         async def answer_raw(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -95,6 +110,8 @@ class ScriptedEngine:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if body["sampling_params"]["max_new_tokens"] == 0:
+            return await self._probe(body)
         async with self._arrived:
             self.requests.append(body)
             self._arrived.notify_all()
@@ -102,8 +119,19 @@ class ScriptedEngine:
         if body.get("stream"):
             return await self._stream(request, body)
         answer = await self._answer(body, prompts)
+        self.num_answered += 1
         if self._broken and request.transport is not None:
             request.transport.close()
+        return web.json_response(answer)
+
+    async def _probe(self, body: dict[str, Any]) -> web.Response:
+        self.probes.append(body)
+        if self.probe_at is not None:
+            await self.probe_at.wait()
+        answer = self._whole("probe", [], self.probe_reason())
+        first, *rest = body["input_ids"]
+        log_probs = [[self.prompt_log_prob, token, None] for token in rest]
+        answer["meta_info"]["input_token_logprobs"] = [[None, first, None], *log_probs]
         return web.json_response(answer)
 
     async def _answer(self, body: dict[str, Any], prompts: Any) -> Any:
@@ -121,10 +149,14 @@ class ScriptedEngine:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         sent = 0
+        labels: list[tuple[str, int, int]] = []
 
         async def send(ids: list[int], reason: dict[str, Any] | None) -> None:
             nonlocal sent
             event = self._event(rid, ids, reason, sent if self.incremental else 0)
+            if labels:
+                spans = [{"version": label, "start": start, "end": end} for label, start, end in labels]
+                event["meta_info"]["weight_versions"] = spans
             sent = len(ids)
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
 
@@ -133,11 +165,15 @@ class ScriptedEngine:
         async with self._arrived:
             self.streams += 1
             self._arrived.notify_all()
+        before, num_before = self.version, sent
         aborted = self.hold and await self._held(rid)
         if self._broken and request.transport is not None:
             request.transport.close()
             return response
+        if self.version != before and num_before:
+            labels = [(before, 0, num_before), (self.version, num_before, sent if aborted else len(ids))]
         await send(ids[:sent], ABORTED) if aborted else await send(ids, _reason(ids, params))
+        self.num_answered += 1
         if self.break_at is not None and request.transport is not None:
             await self.break_at.wait()
             request.transport.close()
@@ -202,6 +238,8 @@ class ScriptedEngine:
             return web.json_response({"success": False, "message": "no such directory"}, status=400)
         self.version = body["weight_version"]
         self.updates.append(body["model_path"])
+        if self.loads is not None and not self.swallows_weights:
+            self.checksum = self.loads(body["model_path"])
         return web.json_response({"success": True, "message": "", "num_paused_requests": 0})
 
     async def _pause(self, request: web.Request) -> web.Response:
@@ -218,10 +256,11 @@ class ScriptedEngine:
         return web.Response(status=503 if self.paused else 200)
 
     async def _check(self, request: web.Request) -> web.Response:
+        self.checks.append("paused" if self.paused else "running")
         return web.json_response({"success": True, "message": "", "ranks": [], "per_engine_checksum": self.checksum})
 
     async def _info(self, request: web.Request) -> web.Response:
-        info = {"model_path": MODEL, "is_generation": True, "weight_version": self.version}
+        info = {"model_path": MODEL, "is_generation": True, "weight_version": self.version, "dtype": "float32"}
         return web.Response(text=json.dumps(info), content_type="application/json")
 
 

@@ -6,7 +6,8 @@ import anyio
 import structlog
 
 from actors.rollout.engines.router import RouterWorkers
-from actors.rollout.engines.weights.disk import Updater
+from actors.rollout.engines.weights.proof import WeightsMismatch
+from actors.rollout.engines.weights.prover import Prover
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineUnavailable
 from messages import WeightsAnnounced
@@ -16,10 +17,6 @@ log = structlog.get_logger()
 POLL_S = 0.1  # while an engine or the router starts; neither tells when it is up
 REGISTER_TIMEOUT_S = 60.0
 REMOVE_TIMEOUT_S = 5.0
-
-
-class WeightsMismatch(EngineError):
-    """An engine's checksum is not that of the announcement."""
 
 
 class FleetTarget:
@@ -44,17 +41,18 @@ class FleetTarget:
 class Engine:
     """One engine behind its address; a restarted one is another Engine."""
 
-    def __init__(self, name: str, url: str, client: SglangClient, updater: Updater, target: FleetTarget) -> None:
+    def __init__(self, name: str, url: str, client: SglangClient, prover: Prover, target: FleetTarget) -> None:
         self.name = name
         self.url = url
-        self.version = 0  # confirmed by checksum; 0: none yet
+        self.version = 0  # proven; 0: none yet
+        self._label = ""  # of the proven weights
         self.routed = False  # the router may know it
         self.admitted = False  # current and registered at the router
         self._updating = False
         self._moving = anyio.Lock()  # in or out of the router, not both at a time
         self._client = client
         self._workers = RouterWorkers(client)
-        self._updater = updater
+        self._prover = prover
         self._target = target
 
     @property
@@ -96,10 +94,15 @@ class Engine:
             try:
                 await self._bring_current()
             except EngineError as error:
-                version = self._target.version
-                log.warning("weights_refused", engine=self.name, weight_version=version, error=str(error))
+                self.log_refusal(error)
                 await self._expel()
+                if isinstance(error, WeightsMismatch):
+                    await self._prover.clear(self.url)
             await self._target.notify()
+
+    def log_refusal(self, error: EngineError) -> None:
+        """Say why it does not work under the newest weights."""
+        log.warning("weights_refused", engine=self.name, weight_version=self._target.version, reason=str(error))
 
     async def check_or_expel(self) -> None:
         """Ask an admitted engine no more unless it is as it was."""
@@ -122,10 +125,10 @@ class Engine:
         if not self._updating and not await self._client.ready(self.url):
             return False
         try:
-            version = await self._client.weight_version(self.url)
+            label = await self._client.weight_version(self.url)
         except EngineError:
             return False
-        if version != str(self.version) and self.version and not self._updating:
+        if label != self._label and self.version and not self._updating:
             return False
         return self._target.router is None or not await self._workers.lacks(self._target.router, self.url)
 
@@ -157,10 +160,8 @@ class Engine:
         while self.is_behind and (announced := self._target.weights) is not None:
             self._updating = True
             try:
-                await self._updater.update(self.url, announced)
-                checksum = await self._client.checksum(self.url)
-                if checksum != announced.checksum:
-                    raise WeightsMismatch(f"{self.name} holds {checksum}, announced was {announced.checksum}")
+                first = self.version == 0
+                self._label = await self._prover.bring(self.name, self.url, announced, first=first)
                 self.version = announced.version
             finally:
                 self._updating = False

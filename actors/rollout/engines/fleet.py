@@ -8,7 +8,8 @@ import structlog
 
 from actors.rollout.engines.engine import Engine, FleetTarget, wait_until
 from actors.rollout.engines.router import RouterWorkers
-from actors.rollout.engines.weights.disk import Updater
+from actors.rollout.engines.weights.loads import Loads
+from actors.rollout.engines.weights.prover import Prover
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineUnavailable
 from messages import WeightsAnnounced
@@ -27,10 +28,10 @@ class Fleet:
     rebuilt from the addresses on the bus and the newest announcement in the log.
     """
 
-    def __init__(self, client: SglangClient, updater: Updater) -> None:
+    def __init__(self, client: SglangClient, prover: Prover) -> None:
         self._client = client
         self._workers = RouterWorkers(client)
-        self._updater = updater
+        self._prover = prover
         self._engines: dict[str, Engine] = {}
         self._target = FleetTarget()
         self._check: anyio.Event | None = None  # of all admitted engines, under way
@@ -42,13 +43,18 @@ class Fleet:
         return self._target.router
 
     @property
+    def loads(self) -> Loads:
+        """Which loads of weights are proven."""
+        return self._prover.loads
+
+    @property
     def engine_urls(self) -> list[str]:
         """All engines whose address is known."""
         return [engine.url for engine in self._engines.values()]
 
     @property
     def version(self) -> int:
-        """Newest version that all engines confirmed that the router may ask; 0 while none is admitted."""
+        """Newest version that all engines proved to hold that the router may ask; 0 while none is admitted."""
         if not self._admitted():
             return 0
         return min(engine.version for engine in self._engines.values() if engine.routed or engine.admitted)
@@ -133,7 +139,7 @@ class Fleet:
             WeightsMismatch, RequestRefused: it has refused the weights for long, and no other engine has taken any.
         """
         old = self._engines.get(name)
-        engine = self._engines[name] = Engine(name, url, self._client, self._updater, self._target)
+        engine = self._engines[name] = Engine(name, url, self._client, self._prover, self._target)
         if old is not None:
             await old.forget()
         refused_since, failures = math.inf, 0
@@ -142,8 +148,11 @@ class Fleet:
             try:
                 await engine.admit()
             except EngineError as error:
-                log.warning("engine_not_admitted", engine=name, error=str(error))
                 away = isinstance(error, EngineUnavailable)
+                if away:
+                    log.warning("engine_not_admitted", engine=name, error=str(error))
+                else:
+                    engine.log_refusal(error)
                 refused_since = math.inf if away else min(refused_since, anyio.current_time())
                 if anyio.current_time() - refused_since > REFUSED_PATIENCE_S and not self._admitted():
                     raise

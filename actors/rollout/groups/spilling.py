@@ -53,7 +53,9 @@ class SegmentStore:
         """Store what the samples have so far, also of requests under way, and tell of it."""
         for sample in self._samples:
             stream = streams.get(sample.index)
-            if stream is None or stream.ended or not stream.num_new or stream.oldest_version < self._task.min_version:
+            if stream is None or stream.ended or not stream.num_new or not stream.is_trusted:
+                continue
+            if stream.oldest_version < self._task.min_version:
                 continue
             self.receive(sample, stream.take(), SampleStatus.ABORTED)
         await self.flush()

@@ -9,10 +9,10 @@ import structlog
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.request import Generated, GenerateRequest
-from actors.rollout.sglang.answers import NOTHING, Answer, is_aborted, oldest_version
+from actors.rollout.sglang.answers import NOTHING, Answer, is_aborted, labels_of, oldest_version
 from actors.rollout.sglang.body import generate_body
 from actors.rollout.sglang.client import SglangClient
-from actors.rollout.sglang.errors import EngineFailed, EngineUnavailable, RequestRefused
+from actors.rollout.sglang.errors import EngineFailed, EngineUnavailable, RequestRefused, TokensUnproven
 from actors.rollout.sglang.streams import Stream
 from runtime.retrying import Backoff
 
@@ -57,7 +57,7 @@ class Generator:
             tries += 1
             stream = None
             if show is not None and request.max_new_tokens > STREAM_ABOVE:
-                stream = Stream(self._fleet.version)
+                stream = Stream(self._fleet.version, self._fleet.loads.trust_from_now_on())
                 show(stream)
             try:
                 return await self._ask(rid, request, stream)
@@ -68,9 +68,18 @@ class Generator:
                     raise RequestRefused(f"{failures} times in vain, at last: {error}") from error
             await self._fleet.report_unavailable()
             await anyio.sleep(RESEND.pause_s(failures))
-            if stream is not None and (kept := _kept(stream, request.min_version)) is not None:
+            if stream is not None and (kept := await self._kept(stream, request.min_version)) is not None:
                 return Generated([kept], cut_short=True)
         return None
+
+    async def _kept(self, stream: Stream, min_version: int) -> Answer | None:
+        """What a lost request leaves to go on from; None: nothing, so that it may be sent again as it was."""
+        await self._fleet.loads.settled(stream.labels)
+        stream.drop_untrusted(self._fleet.loads.is_proven)
+        rest = stream.rest()
+        if not is_recent(rest, min_version):
+            rest = NOTHING
+        return rest if rest.output_ids or stream.num_taken else None
 
     async def _ask(self, rid: str, request: GenerateRequest, stream: Stream | None) -> Generated:
         mark = self.running.interruption_mark()
@@ -79,6 +88,9 @@ class Generator:
                 answers = [await self._stream(rid, request, stream)]
             else:
                 answers = await self._client.generate(self._fleet.router, _body(request, rid))
+        labels = stream.labels if stream is not None else [label for answer in answers for label in labels_of(answer)]
+        if not await self._fleet.loads.settled(set(labels)):
+            raise TokensUnproven(f"sampled by weights that were not proven: {', '.join(sorted(set(labels)))}")
         if not all(is_recent(answer, request.min_version) for answer in answers):
             raise EngineFailed(f"sampled by weights older than {request.min_version}, which it was asked of")
         interrupted = (
@@ -101,14 +113,6 @@ def is_recent(answer: Answer, min_version: int) -> bool:
     """Whether no token of it was sampled by weights older than that."""
     oldest = oldest_version(answer)
     return oldest is None or oldest >= min_version
-
-
-def _kept(stream: Stream, min_version: int) -> Answer | None:
-    """What a lost request leaves to go on from; None: nothing, so that it may be sent again as it was."""
-    rest = stream.rest()
-    if not is_recent(rest, min_version):
-        rest = NOTHING
-    return rest if rest.output_ids or stream.num_taken else None
 
 
 def _body(request: GenerateRequest, rid: str) -> dict[str, Any]:

@@ -6,11 +6,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from actors.rollout.sglang.labels import version_of
 from messages import EngineNumbers, Float32Array, Int32Array, SampleKey, SampleStatus, Segment, UInt8Array, WeightSpan
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
-    """Half-open span of output tokens and the version that sampled them, as SGLang reports it."""
+    """Half-open span of output tokens and the label of the weights that sampled them, as SGLang reports it."""
 
     version: str
     start: int
@@ -61,11 +62,15 @@ def status_of(answer: Answer) -> SampleStatus:
 
 def oldest_version(answer: Answer) -> int | None:
     """Oldest weights that sampled a token of it: 0 for weights that nobody announced, None without tokens."""
+    return min((version_of(label) for label in labels_of(answer)), default=None)
+
+
+def labels_of(answer: Answer) -> list[str]:
+    """What the weights are called that sampled its tokens; none without tokens, "" where the engine does not say."""
     if not answer.output_ids:
-        return None
+        return []
     meta = answer.meta_info
-    named = [span.version for span in meta.weight_versions or []] or [meta.weight_version or ""]
-    return min(int(version) if version.isdecimal() else 0 for version in named)
+    return [span.version for span in meta.weight_versions or [] if span.end > span.start] or [meta.weight_version or ""]
 
 
 def is_aborted(answer: Answer) -> bool:
@@ -138,7 +143,18 @@ def _spans(meta: MetaInfo, num_tokens: int) -> tuple[WeightSpan, ...]:
     if num_tokens == 0:
         return ()
     if meta.weight_versions:
-        return tuple(WeightSpan(version=int(s.version), start=s.start, end=s.end) for s in meta.weight_versions)
+        return _joined([(version_of(span.version), span.start, span.end) for span in meta.weight_versions])
     if meta.weight_version is None:
         raise ValueError("the engine does not say which weights sampled the tokens")
-    return (WeightSpan(version=int(meta.weight_version), start=0, end=num_tokens),)
+    return (WeightSpan(version=version_of(meta.weight_version), start=0, end=num_tokens),)
+
+
+def _joined(spans: Sequence[tuple[int, int, int]]) -> tuple[WeightSpan, ...]:
+    """Spans of versions, where those of labels may have one version several times in a row."""
+    joined: list[tuple[int, int, int]] = []
+    for version, start, end in spans:
+        if joined and joined[-1][0] == version and joined[-1][2] == start:
+            start = joined.pop()[1]
+        if end > start:
+            joined.append((version, start, end))
+    return tuple(WeightSpan(version=version, start=start, end=end) for version, start, end in joined)

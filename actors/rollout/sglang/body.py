@@ -1,4 +1,4 @@
-"""The body of a /generate request, in SGLang's words."""
+"""The bodies of /generate requests, in SGLang's words."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -39,4 +39,15 @@ def generate_body(
         "input_ids": input_ids if len(input_ids) > 1 else input_ids[0],
         "sampling_params": sampling,
         "return_logprob": True,
+    }
+
+
+def probe_body(rid: str, token_ids: Sequence[int]) -> dict[str, Any]:
+    """Ask for the log-probs of a prompt and nothing else."""
+    return {
+        "rid": rid,
+        "input_ids": list(token_ids),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,  # also keeps the engine from using keys and values of older weights
     }

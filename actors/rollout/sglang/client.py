@@ -1,6 +1,7 @@
 """SGLang's HTTP API as a rollout actor uses it: engines directly, generation through the router."""
 
-from collections.abc import AsyncGenerator, Collection
+import uuid
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -8,6 +9,7 @@ import aiohttp
 import msgspec
 
 from actors.rollout.sglang.answers import Answer
+from actors.rollout.sglang.body import probe_body
 from actors.rollout.sglang.errors import EngineError, EngineFailed, EngineUnavailable, RequestRefused
 from actors.rollout.sglang.events import DONE, events_of
 from actors.rollout.sglang.streams import Stream
@@ -17,6 +19,7 @@ T = TypeVar("T")
 
 GENERATE_TIMEOUT_S = 14_400.0  # slime's router timeout: the longest response
 ADMIN_TIMEOUT_S = 10.0
+PROBE_TRIES = 5
 REFUSALS = (400, 413, 422)
 PASSING = (408, 425, 429, 502, 503, 504)
 
@@ -32,6 +35,19 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """The part of /model_info that is used."""
 
     weight_version: str | None = None
+
+
+class ProbeMeta(msgspec.Struct, frozen=True):
+    """The part of the meta_info of an answer to a probe that is used."""
+
+    finish_reason: dict[str, Any] | None = None
+    input_token_logprobs: list[tuple[float | None, int, str | None]] = []
+
+
+class ProbeAnswer(msgspec.Struct, frozen=True):
+    """Answer of /generate to a probe."""
+
+    meta_info: ProbeMeta
 
 
 class Worker(msgspec.Struct, frozen=True):
@@ -117,7 +133,7 @@ class SglangClient:
         return True
 
     async def weight_version(self, engine: str) -> str | None:
-        """Version that an engine says its weights have."""
+        """What an engine calls its weights."""
         url = engine + "/model_info"
         return _decode(url, await self._send("GET", url, None, ADMIN_TIMEOUT_S), ModelInfo).weight_version
 
@@ -129,9 +145,19 @@ class SglangClient:
         """End a pause, if there is one."""
         await self._post(engine + "/continue_generation", {}, ADMIN_TIMEOUT_S)
 
-    async def update_weights(self, engine: str, path: str, version: int, *, flush_cache: bool = True) -> None:
+    async def server_info(self, engine: str) -> dict[str, Any]:
+        """What an engine says of itself: arguments, version, layout."""
+        url = engine + "/server_info"
+        return _decode(url, await self._send("GET", url, None, ADMIN_TIMEOUT_S), dict[str, Any])
+
+    async def update_weights(self, engine: str, path: str, label: str, *, flush_cache: bool = True) -> None:
         """Load weights from a directory. The engine waits for its running requests unless it is paused."""
-        body = {"model_path": path, "weight_version": str(version), "flush_cache": flush_cache}
+        body = {
+            "model_path": path,
+            "weight_version": label,
+            "flush_cache": flush_cache,
+            "load_format": "auto",  # one that was started with drawn weights would go on drawing
+        }
         await self._post(engine + "/update_weights_from_disk", body, self._update_timeout_s)
 
     async def checksum(self, engine: str) -> str | None:
@@ -139,6 +165,21 @@ class SglangClient:
         url = engine + "/weights_checker"
         data = await self._post(url, {"action": "checksum"}, self._update_timeout_s)
         return _decode(url, data, ChecksumAnswer).per_engine_checksum
+
+    async def prompt_log_probs(self, engine: str, token_ids: Sequence[int]) -> list[float | None]:
+        """Log-probs of a prompt's tokens at temperature 1, the first of them none. Computed anew, whatever is cached.
+
+        Raises:
+            EngineUnavailable: others aborted the request each time, as an abort of everything does.
+        """
+        url = engine + "/generate"
+        for _ in range(PROBE_TRIES):
+            data = await self._post(url, probe_body(uuid.uuid4().hex, token_ids), self._update_timeout_s)
+            meta = _decode(url, data, ProbeAnswer).meta_info
+            if (meta.finish_reason or {}).get("type") != "abort":
+                right = [token for _, token, _ in meta.input_token_logprobs] == list(token_ids)
+                return [log_prob for log_prob, _, _ in meta.input_token_logprobs] if right else []
+        raise EngineUnavailable(f"{url}: the probe of its weights was aborted {PROBE_TRIES} times")
 
     async def abort(self, engine: str, rid: str | None) -> None:
         """Abort one request, or all of an engine when rid is None. Unknown requests are ignored."""

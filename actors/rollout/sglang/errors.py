@@ -13,5 +13,9 @@ class EngineFailed(EngineUnavailable):
     """It answered with an error or with nonsense. Sent again the request may fare better, but it may be the cause."""
 
 
+class TokensUnproven(EngineUnavailable):
+    """Its tokens come from weights that the engine did not prove to hold. Sent again, the request goes elsewhere."""
+
+
 class RequestRefused(EngineError):
     """The engine says that the request itself is wrong; sending it again cannot help."""

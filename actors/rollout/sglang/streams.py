@@ -3,9 +3,13 @@
 Chunks hold what is new or all so far: both are understood. Log-probs are decoded only when a piece is taken.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import msgspec
 
 from actors.rollout.sglang.answers import Answer, MetaInfo, VersionSpan, cut
+from actors.rollout.sglang.labels import label_of, version_of
 
 
 class _ChunkMeta(msgspec.Struct, frozen=True):
@@ -25,18 +29,35 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 _decode_answer = msgspec.json.Decoder(Answer).decode
 
 
+class _Mark(NamedTuple):
+    """A stream as it was before the first chunk that names a label."""
+
+    label: str
+    num_tokens: int
+    chunks: list[bytes]
+    spans: list[VersionSpan]
+
+
 class Stream:
     """One streamed request.
 
     Only the last chunk need say which weights sampled which tokens. Without that, tokens that came while an engine took
-    new weights count as sampled by the old ones: theirs may be newer, never older than what is said.
+    new weights count as sampled by the old ones: theirs may be newer, never older than what is said. Whether they may
+    be used is then asked of both.
     """
 
-    def __init__(self, sent_under: int = 0) -> None:
-        """Begin without tokens, sent to engines that hold this weight version; 0: unknown."""
+    def __init__(self, sent_under: int = 0, trusts: Callable[[str], bool] = lambda _: True) -> None:
+        """Begin without tokens.
+
+        Args:
+            sent_under: weight version of the engines that may answer; 0: unknown.
+            trusts: whether tokens of weights with a label may be used, as far as the last chunk has not come.
+        """
         self._chunks: list[bytes] = []  # that are needed to put the answer together
         self._spans: list[VersionSpan] = []
-        self._version = str(sent_under) if sent_under else None
+        self._marks: list[_Mark] = []
+        self._trusts = trusts
+        self._label = label_of(sent_under, "") if sent_under else None
         self._taken_tokens = 0
         self._taken_characters = 0
         self.num_tokens = 0
@@ -50,8 +71,18 @@ class Stream:
     @property
     def oldest_version(self) -> int:
         """Oldest weights that are known to have sampled a token; 0: of some tokens they are not known."""
-        versions = [span.version for span in self._spans]
-        return min((int(version) if version.isdecimal() else 0 for version in versions), default=0)
+        return min((version_of(span.version) for span in self._spans), default=0)
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether all tokens so far may be used."""
+        return all(self._trusts(mark.label) for mark in self._marks)
+
+    @property
+    def labels(self) -> list[str]:
+        """What the weights are called that may have sampled its tokens."""
+        exact = self._exact_spans()
+        return [span.version for span in exact] if exact else [mark.label for mark in self._marks]
 
     def add(self, data: bytes) -> None:
         """Take a chunk.
@@ -64,6 +95,7 @@ class Stream:
         total = chunk.meta_info.completion_tokens
         if total is None:
             total = length if length >= before else before + length
+        self._mark(chunk.meta_info.weight_version, new=total > before)
         if total == length:
             self._chunks = [data]
         elif total == before + length:
@@ -72,7 +104,7 @@ class Stream:
             raise ValueError(f"a chunk of {length} tokens after {before}, {total} in all")
         if total < before:
             raise ValueError(f"a chunk that ends after {total} tokens, when {before} had come")
-        self._note_version(chunk.meta_info.weight_version, before, total)
+        self._note_label(chunk.meta_info.weight_version, before, total)
         self.num_tokens = total
         self.ended = bytes(chunk.meta_info.finish_reason) != b"null"
 
@@ -92,6 +124,38 @@ class Stream:
         """What `take` would return."""
         return cut(self._so_far(), self._taken_tokens, self._taken_characters)
 
+    def drop_untrusted(self, is_proven: Callable[[str], bool]) -> None:
+        """Go back to before the first token whose weights are not proven, or a little further, to the end of a chunk.
+
+        Args:
+            is_proven: for labels of a stream that has ended, which says them exactly.
+        """
+        exact = self._exact_spans()
+        if exact:
+            starts = [span.start for span in exact if not is_proven(span.version)]
+        else:
+            starts = [mark.num_tokens for mark in self._marks if not self._trusts(mark.label)]
+        if not starts:
+            return
+        kept = max((mark for mark in self._marks if mark.num_tokens <= min(starts)), key=lambda mark: mark.num_tokens)
+        self._chunks, self._spans, self.num_tokens = kept.chunks, kept.spans, kept.num_tokens
+        self._marks = self._marks[: self._marks.index(kept)]
+        self.ended = False
+
+    def _exact_spans(self) -> list[VersionSpan]:
+        """Which weights sampled which tokens, as the last chunk says; nothing before it."""
+        if not self.ended or not self._chunks:
+            return []
+        return [
+            span for span in _decode_answer(self._chunks[-1]).meta_info.weight_versions or [] if span.end > span.start
+        ]
+
+    def _mark(self, label: str | None, *, new: bool) -> None:
+        """Note how far it was before the first tokens of a chunk under another label."""
+        label = label or ""  # an engine that names none proves nothing
+        if new and (not self._marks or self._marks[-1].label != label):
+            self._marks.append(_Mark(label, self.num_tokens, list(self._chunks), list(self._spans)))
+
     def _so_far(self) -> Answer:
         parts = [_decode_answer(chunk) for chunk in self._chunks]
         ids = [token for part in parts for token in part.output_ids]
@@ -103,10 +167,10 @@ class Stream:
         meta = msgspec.structs.replace(meta, weight_versions=spans, output_token_logprobs=log_probs)
         return Answer(meta_info=meta, text="".join(part.text for part in parts), output_ids=ids)
 
-    def _note_version(self, version: str | None, start: int, end: int) -> None:
-        """Label new tokens with the version before them: the label may have changed after they were sampled."""
-        label = version if self._version is None else self._version
-        self._version = version
+    def _note_label(self, named: str | None, start: int, end: int) -> None:
+        """Label new tokens as those before them: the label may have changed after they were sampled."""
+        label = named if self._label is None else self._label
+        self._label = named
         if label is None or end == start:
             return
         if self._spans and self._spans[-1].version == label:

@@ -109,14 +109,22 @@ class Replica:
         self._run(micro_batches, loss, forward_only=False)
 
     @torch.no_grad()
-    def fill_log_probs(self, micro_batches: Sequence[MicroBatch], column_N: NDArray[np.float32]) -> None:
-        """Write the current weights' log-probs of the tokens that train into a column; on the last stage only."""
+    def fill_log_probs(
+        self, micro_batches: Sequence[MicroBatch], column_N: NDArray[np.float32], *, temperature: float | None = None
+    ) -> None:
+        """Write the current weights' log-probs of the tokens that train into a column; on the last stage only.
+
+        Args:
+            micro_batches: of this replica; each replica has equally many.
+            column_N: one number per token.
+            temperature: of the log-probs; none: that of rollout.
+        """
 
         def fill(micro_batch: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, int]:
             column_N[micro_batch.columns_M] = outputs.log_probs.cpu().numpy()
             return outputs.log_probs.sum(), 0
 
-        self._run(micro_batches, fill, forward_only=True)
+        self._run(micro_batches, fill, forward_only=True, temperature=temperature)
 
     def optimizer_step(self, *, learning_rate: float, weight_decay: float) -> float:
         """Clip and apply the gradients.
@@ -136,10 +144,17 @@ class Replica:
             raise FloatingPointError(f"the gradient norm is {norm}")
         return float(norm)
 
-    def _run(self, micro_batches: Sequence[MicroBatch], loss: TokenLoss, *, forward_only: bool) -> None:
+    def _run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: TokenLoss,
+        *,
+        forward_only: bool,
+        temperature: float | None = None,
+    ) -> None:
         with quiet():
             get_forward_backward_func()(
-                forward_step_func=partial(self._forward_step, loss),
+                forward_step_func=partial(self._forward_step, loss, temperature or self._temperature),
                 data_iterator=iter(micro_batches),
                 model=[self._ddp],
                 num_microbatches=len(micro_batches),
@@ -148,14 +163,16 @@ class Replica:
                 forward_only=forward_only,
             )
 
-    def _forward_step(self, loss: TokenLoss, micro_batches: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
+    def _forward_step(
+        self, loss: TokenLoss, temperature: float, micro_batches: Any, model: Any
+    ) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch: MicroBatch = next(micro_batches)
         tokens = torch.from_numpy(micro_batch.tokens).to(self.device)
         output = model(tokens, None, None, packed_seq_params=self._packing(micro_batch))
-        return output, partial(self._token_loss, loss, micro_batch)
+        return output, partial(self._token_loss, loss, temperature, micro_batch)
 
     def _token_loss(
-        self, loss: TokenLoss, micro_batch: MicroBatch, logits: Tensor
+        self, loss: TokenLoss, temperature: float, micro_batch: MicroBatch, logits: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Called by the schedule on the last stage with [b, s, V / TP]."""
         shared = self._layout.tensor_model_parallel_size > 1
@@ -163,7 +180,7 @@ class Replica:
             logits.flatten(0, 1),
             torch.from_numpy(micro_batch.rows_M).to(self.device),
             torch.from_numpy(micro_batch.targets_M).to(self.device),
-            temperature=self._temperature,
+            temperature=temperature,
             group=parallel_state.get_tensor_model_parallel_group() if shared else None,
         )
         total, share = loss(micro_batch, TokenOutputs(log_probs, entropy))

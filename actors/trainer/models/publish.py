@@ -11,6 +11,7 @@ from typing import Final
 from torch import Tensor
 
 from actors.trainer.models.files import write_model
+from messages import WeightProbe
 from runtime.checksums import SINGLE_FILE, checksums_of
 from runtime.files import complete_directory
 
@@ -26,6 +27,7 @@ class Published:
     checksum: str
     size_bytes: int
     took_s: float  # to write it, from the model's tensors on
+    probe: WeightProbe | None = None  # added by who has the model
 
 
 NOT_WRITTEN: Final = Published(path=None, checksum="", size_bytes=0, took_s=0.0)

@@ -33,7 +33,7 @@ from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
 from runtime.settings.topology import Topology
 from tests.fixtures.nats import eventually
-from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
+from tests.support.rollout import PROBE, announcement, completed, grade, next_event, rollout_actor, task, topology_with
 from tests.support.rollout import no_worker_is_left as no_worker_is_left  # a fixture
 from tests.support.rollout import router_url as router_url  # a fixture
 from tests.support.scripted_engine import ScriptedEngine, serving
@@ -72,7 +72,7 @@ async def test_nothing_is_asked_of_an_engine_before_it_confirmed_the_weights(bus
     assert isinstance(applied, WeightsApplied)
     assert (applied.version, applied.num_engines) == (1, 1)
     assert engine.updates == ["/weights/v1"]
-    assert engine.version == "1"
+    assert engine.held == 1
 
 
 async def test_weights_are_applied_though_the_last_announcement_is_unreadable(bus: Bus, router_url: str) -> None:
@@ -85,11 +85,11 @@ async def test_weights_are_applied_though_the_last_announcement_is_unreadable(bu
 
 
 async def test_an_engine_with_other_weights_than_announced_gets_no_work(bus: Bus, router_url: str) -> None:
-    wrong = ScriptedEngine(checksum="other")
+    wrong = ScriptedEngine(prompt_log_prob=-0.6)
     async with serving(wrong), serving(ScriptedEngine()) as right, anyio.create_task_group() as group:
         group.start_soon(grade, bus)
         async with rollout_actor(bus, router_url, [wrong, right], topology_with()):
-            await bus.publish(announcement(1))
+            await bus.publish(announcement(1, probe=PROBE))
             applied, _ = await next_event(bus, WeightsApplied)
             assert isinstance(applied, WeightsApplied)
             for group_id in range(4):
@@ -99,6 +99,8 @@ async def test_an_engine_with_other_weights_than_announced_gets_no_work(bus: Bus
         group.cancel_scope.cancel()
     assert all(event is not None and event.message.samples[0].first_version == 1 for event in versions)
     assert right.requests
+    assert wrong.probes
+    assert not wrong.requests
 
 
 @pytest.mark.parametrize("batch_requests", [False, True])

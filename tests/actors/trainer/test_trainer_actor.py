@@ -43,8 +43,8 @@ async def test_a_run_is_told_from_the_first_weights_to_the_last_checkpoint(
     topology: Topology, bus: Bus, tmp_path: Path
 ) -> None:
     async with running(topology, bus, tmp_path / "run"):
-        await said_until(bus, WeightsAnnounced)  # no group of a version comes before its announcement
         for step in range(4):
+            await said_until(bus, WeightsAnnounced, step + 1)  # no group of a version comes before its announcement
             await publish_batch(bus, step)
         events = await said_until(bus, CheckpointSaved, 2)
     step_events = ["BatchTrained", "WeightsAnnounced"]
@@ -56,6 +56,10 @@ async def test_a_run_is_told_from_the_first_weights_to_the_last_checkpoint(
     assert [(event.version, event.step) for event in announced] == [(1, 0), (2, 1), (3, 2), (4, 3), (5, 4)]
     for event in announced[-2:]:
         assert checksums_of(Path(event.path)).total == event.checksum
+    probes = [event.probe for event in announced]
+    assert all(probe is not None and len(probe.token_ids) == 32 for probe in probes)  # half of the context
+    assert len({probe.token_ids for probe in probes if probe}) == 1
+    assert len({probe.log_probs for probe in probes if probe}) == len(probes)
     trained = of(events, BatchTrained)
     assert [(event.step, event.replay, event.num_groups, event.num_samples) for event in trained] == [
         (step, False, GROUPS, 12) for step in range(4)
@@ -114,6 +118,7 @@ async def test_without_a_checkpoint_the_whole_log_is_replayed(
         second = await said_until(bus, WeightsAnnounced, from_seq=last_seq + 1)
     assert names(second) == ["TrainerStarted", "BatchTrained", "BatchTrained", "WeightsAnnounced"]
     assert of(second, WeightsAnnounced)[0].version == 4
+    assert of(second, WeightsAnnounced)[0].probe == of(first, WeightsAnnounced)[-1].probe
     assert of(second, WeightsAnnounced)[0].checksum == of(first, WeightsAnnounced)[-1].checksum
 
 

@@ -9,7 +9,6 @@ from actors.rollout.embedded.model import forward as model
 from actors.rollout.embedded.model.config import ModelDescription, ModelError, read_model
 from actors.rollout.embedded.model.forward import Weights
 from actors.rollout.embedded.model.kv_slots import KvSlots
-from runtime.checksums import Checksums, combined
 
 TAGS: Final = frozenset({"kv_cache", "weights", "cuda_graph"})
 
@@ -104,16 +103,16 @@ class Core:
         if (directory / "config.json").is_file() and read_model(directory).shape != self._model.shape:
             raise ModelError(f"{directory / 'config.json'}: describes another model than the engine was started with")
 
-    def checksums(self, skip: Collection[str]) -> Checksums:
-        """Hash the weights that are held, without some names.
+    def checksums(self, skip: Collection[str]) -> dict[str, str]:
+        """Hash the tensors that are held, by name, without those whose names contain one of the texts to skip.
 
         Raises:
             EngineRefusal: the weights are released.
         """
         if "weights" in self._released:
             raise EngineRefusal("the weights are released; there is nothing to check")
-        every = self._weights.checksums().tensors
-        return combined({name: checksum for name, checksum in every.items() if name not in skip})
+        every = self._weights.checksums()
+        return {name: checksum for name, checksum in every.items() if not any(text in name for text in skip)}
 
     def release(self, tags: Collection[str]) -> None:
         """Give memory back. Requests that are queued or come later wait until it is resumed.

@@ -1,6 +1,7 @@
 """The HTTP server: SGLang's endpoints over a Frontend."""
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 HEALTH_TIMEOUT_S: Final = 20.0
 MAX_FLUSH_WAIT_S: Final = 600.0
 JSON: Final = "application/json"
+NO_DUMMY: Final = "Failed to get model loader: the weights were drawn (--load-format dummy); say load_format = auto."
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 T = TypeVar("T")
@@ -183,6 +185,8 @@ class EmbeddedServer:
             "weight_version": self._frontend.version,
             "load_format": identity.load_format,
             "device": "cpu",
+            "dtype": "float32",
+            "quantization": None,
             **dict.fromkeys(("tp_size", "dp_size", "pp_size", "ep_size"), 1),
             "version": "physarum-embedded",
             "startup_time": self._started_s,
@@ -242,6 +246,9 @@ class EmbeddedServer:
         """Load other weights of the same model."""
         body = await _body(request, bodies.UpdateFromDiskBody)
         started = time.perf_counter()
+        load_format = body.load_format or self._identity.load_format
+        if load_format == "dummy":
+            return _json({"success": False, "message": NO_DUMMY, "num_paused_requests": 0}, status=400)
         try:
             updated = await self._frontend.update_weights(
                 Path(body.model_path),
@@ -251,7 +258,8 @@ class EmbeddedServer:
             )
         except (ModelError, EngineRefusal) as error:
             return _json({"success": False, "message": str(error), "num_paused_requests": 0}, status=400)
-        self._identity = self._identity._replace(model_path=body.model_path, served_model_name=body.model_path)
+        served = {"model_path": body.model_path, "served_model_name": body.model_path, "load_format": load_format}
+        self._identity = self._identity._replace(**served)
         message = "Succeeded to update model weights."
         if not updated.flushed:
             message = "Weights were updated, but the cache was not flushed: requests still use it."
@@ -279,21 +287,22 @@ class EmbeddedServer:
         return web.Response(status=400, text="Flush cache failed.\n")
 
     async def check_weights(self, request: web.Request) -> web.Response:
-        """Hash the weights under their Hugging Face names, as `runtime.checksums` hashes files."""
+        """Hash what is held, under its own names and as SGLang does: no hash of files."""
         body = await _body(request, bodies.CheckerBody, needed=False)
         skip = frozenset(body.skip_tensor_list or ())
         try:
             checksums = await self._frontend.engine.call(lambda core: core.checksums(skip))
         except EngineRefusal as error:
             return _json({"success": False, "message": str(error), "ranks": []}, status=400)
-        rank = {"checksums": checksums.tensors, "per_gpu_checksum": checksums.total, "parallelism_info": {"tp_rank": 0}}
+        every = "".join(name + checksums[name] for name in sorted(checksums))
+        of_rank = hashlib.sha256(every.encode()).hexdigest()
+        rank = {"checksums": checksums, "per_gpu_checksum": of_rank, "parallelism_info": [{"tp_rank": 0}]}
         return _json(
             {
                 "success": True,
                 "message": "Success.",
                 "ranks": [rank],
-                "per_engine_checksum": checksums.total,
-                "weight_version": self._frontend.version,
+                "per_engine_checksum": hashlib.sha256(of_rank.encode()).hexdigest(),
             }
         )
 

@@ -6,6 +6,7 @@ Face names, so loading, drawing and checksums all go by name and see what the fo
 Shapes: N leading dimensions (tokens, or batch x time), H heads, K key-value heads, D head size, E hidden size.
 """
 
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,9 +19,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from actors.rollout.embedded.model.config import ModelConfig, ModelError, Rope
-from runtime.checksums import Checksums, combined, safetensors_files, tensor_checksum
+from runtime.checksums import safetensors_files
 
 DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+CHECKSUM_DIGITS: Final = 16
 SAFETENSORS_DTYPE: Final = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 Attend = Callable[[int, Tensor, Tensor], Tensor]  # layer, queries [N, H, D], keys and values [N, 2K, D] -> [N, H * D]
@@ -43,6 +45,25 @@ class Layer:
     down_bias: Tensor | None
     qk_scale: Tensor | None = None  # [H + K, D]
 
+    def held(self) -> dict[str, Tensor]:
+        """The tensors by SGLang's names, without what is derived."""
+        query, key = (None, None) if self.qk_norm is None else self.qk_norm
+        held = {
+            "input_layernorm.weight": self.input_norm,
+            "self_attn.qkv_proj.weight": self.qkv,
+            "self_attn.qkv_proj.bias": self.qkv_bias,
+            "self_attn.q_norm.weight": query,
+            "self_attn.k_norm.weight": key,
+            "self_attn.o_proj.weight": self.output,
+            "self_attn.o_proj.bias": self.output_bias,
+            "post_attention_layernorm.weight": self.mlp_norm,
+            "mlp.gate_up_proj.weight": self.gate_up,
+            "mlp.gate_up_proj.bias": self.gate_up_bias,
+            "mlp.down_proj.weight": self.down,
+            "mlp.down_proj.bias": self.down_bias,
+        }
+        return {name: tensor for name, tensor in held.items() if tensor is not None}
+
 
 @dataclass(slots=True)
 class Weights:
@@ -63,14 +84,21 @@ class Weights:
             if layer.qk_norm is not None:
                 layer.qk_scale = layer.qk_norm.repeat_interleave(torch.tensor([heads, kv_heads]), dim=0)
 
-    def checksums(self) -> Checksums:
-        """Hash what is held, each tensor in the dtype it came in, as `runtime.checksums` hashes files."""
-        return combined({name: _checksum(name, self.named[name], dtype) for name, dtype in self.dtypes.items()})
+    def checksums(self) -> dict[str, str]:
+        """Hashes of the tensors that are held, by SGLang's names for them; made as SGLang does on the CPU."""
+        return {name: _checksum(tensor) for name, tensor in self._held().items()}
+
+    def _held(self) -> dict[str, Tensor]:
+        held = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+        if not self.config.tie_word_embeddings:
+            held["lm_head.weight"] = self.head
+        for index, layer in enumerate(self.layers):
+            held |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.held().items()}
+        return held
 
 
-def _checksum(name: str, tensor: Tensor, dtype: str) -> str:
-    data = tensor.to(DTYPES[dtype]).contiguous().view(torch.uint8).numpy()
-    return tensor_checksum(name, dtype, tuple(tensor.shape), data.data)
+def _checksum(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).hexdigest()[:CHECKSUM_DIGITS]
 
 
 def allocate(config: ModelConfig) -> Weights:

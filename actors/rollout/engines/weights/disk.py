@@ -1,6 +1,7 @@
 """How an engine takes new weights, and what its running requests do meanwhile."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Final, Literal
 
 import anyio
@@ -17,6 +18,9 @@ Mode = Literal["drain", "abort", "retract", "in_place"]
 Interrupt = Callable[[str], Awaitable[None]]
 
 CONTINUE_TRIES: Final = 3
+CLEAR_S: Final = 2.5  # of interrupting what runs under wrong weights: it is repeated once a second
+
+Look = Callable[[], Awaitable[None]]
 
 
 class Updater:
@@ -37,35 +41,54 @@ class Updater:
         """Say what ends the training requests of an engine, by its URL, for as long as it is not cancelled."""
         self._interrupt = interrupt
 
-    async def update(self, url: str, announced: WeightsAnnounced) -> None:
+    async def update(self, url: str, announced: WeightsAnnounced, label: str, look: Look | None = None) -> None:
         """Have an engine load weights. Whatever becomes of it, the engine is not left paused by us.
 
+        Args:
+            url: of the engine.
+            announced: what it is to load.
+            label: what it is to call it.
+            look: done once they are loaded, while the engine generates nothing.
+
         Raises:
-            EngineError: it did not.
+            EngineError: it did not load them, or `look` raised it.
         """
+        if self._mode == "retract" or self._mode == "in_place":
+            async with self._paused(url, self._mode):
+                # what a frozen request computed under the old weights is in use and cannot be thrown away
+                await self._client.update_weights(url, announced.path, label, flush_cache=self._mode == "retract")
+                if look is not None:
+                    await look()
+            return
+        await self._load_unpaused(url, announced, label)
+        if look is not None:
+            async with self._paused(url, "in_place"):
+                await look()
+
+    async def clear(self, url: str) -> None:
+        """Interrupt the training requests of an engine."""
+        with anyio.move_on_after(CLEAR_S):
+            await self._keep_interrupting(url)
+
+    async def _load_unpaused(self, url: str, announced: WeightsAnnounced, label: str) -> None:
         if self._mode == "drain":
-            await self._load(url, announced)
-        elif self._mode == "abort":
-            async with beside(lambda: self._keep_interrupting(url)):
-                await self._load(url, announced)
-        else:
-            await self._load_paused(url, announced)
+            await self._client.update_weights(url, announced.path, label)
+            return
+        async with beside(lambda: self._keep_interrupting(url)):
+            await self._client.update_weights(url, announced.path, label)
 
     async def _keep_interrupting(self, url: str) -> None:
         assert self._interrupt is not None, "the generator says how at the start"
         await self._interrupt(url)
 
-    async def _load_paused(self, url: str, announced: WeightsAnnounced) -> None:
+    @asynccontextmanager
+    async def _paused(self, url: str, mode: str) -> AsyncGenerator[None]:
         try:
-            await self._client.pause(url, self._mode)
-            # what a frozen request computed under the old weights is in use and cannot be thrown away
-            await self._load(url, announced, flush_cache=self._mode != "in_place")
+            await self._client.pause(url, mode)
+            yield
         finally:
             with anyio.move_on_after(CONTINUE_TRIES * ADMIN_TIMEOUT_S, shield=True):
                 await self._proceed(url)
-
-    async def _load(self, url: str, announced: WeightsAnnounced, *, flush_cache: bool = True) -> None:
-        await self._client.update_weights(url, announced.path, announced.version, flush_cache=flush_cache)
 
     async def _proceed(self, url: str) -> None:
         """End a pause. An engine that cannot be told is told before it is admitted again."""

@@ -1,13 +1,16 @@
 """Orders to a real embedded engine: abort, pause, weights, memory, information, disconnects."""
 
+import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 from anyio.abc import TaskGroup
+from safetensors.numpy import load_file
 
 from runtime.checksums import checksums_of
 from tests.support.embedded_client import EngineClient
@@ -196,6 +199,7 @@ async def test_an_update_in_place_keeps_the_cache_only_if_told(
 
     write_weights(tmp_path, model_path, seed=9)
     body = {"model_path": str(tmp_path), "weight_version": "v2"}
+    before = await checksum(client)
     async with slow(client) as group:
         pending = Pending(client, group, max_new_tokens=60)
         await client.until_generated(20)
@@ -205,7 +209,7 @@ async def test_an_update_in_place_keeps_the_cache_only_if_told(
         assert refused.status == 400
         assert "cache was not flushed" in refused.body["message"]
         assert (await client.get("/model_info")).body["weight_version"] == "v0"
-        assert await checksum(client) == checksums_of(tmp_path).total  # the weights did change
+        assert await checksum(client) != before  # the weights did change
         kept = await client.post("/update_weights_from_disk", body | {"flush_cache": False})
         assert kept.status == 200
         await client.post("/continue_generation", {})
@@ -285,13 +289,25 @@ async def checksum(client: EngineClient) -> str:
     return answer.body["per_engine_checksum"]
 
 
-async def test_the_checksum_is_that_of_the_file(client: EngineClient, model_path: Path) -> None:
-    expected = checksums_of(model_path)
+async def test_the_checksum_is_over_its_own_tensors(client: EngineClient, model_path: Path) -> None:
+    """Under SGLang's names, by SGLang's algorithm on the CPU; computed here from the file."""
+    files = load_file(model_path / "model.safetensors")
+    fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    expected: dict[str, str] = {}
+    for name in files:
+        module = name.split(".")[-2]
+        to = next((to for to, parts in fused.items() if module in parts), module)
+        held = np.concatenate([files[name.replace(module, part)] for part in fused.get(to, (module,))])
+        expected[name.replace(module, to)] = hashlib.sha256(held.tobytes()).hexdigest()[:16]
     answer = (await client.get("/weights_checker")).body
-    assert answer["per_engine_checksum"] == answer["ranks"][0]["per_gpu_checksum"] == expected.total
-    assert answer["ranks"][0]["checksums"] == expected.tensors
-    skipped = await client.post("/weights_checker", {"skip_tensor_list": ["lm_head.weight"]})
-    assert expected.tensors.keys() - skipped.body["ranks"][0]["checksums"].keys() == {"lm_head.weight"}
+    (rank,) = answer["ranks"]
+    assert rank["checksums"] == expected
+    of_rank = hashlib.sha256("".join(name + expected[name] for name in sorted(expected)).encode()).hexdigest()
+    assert rank["per_gpu_checksum"] == of_rank
+    assert answer["per_engine_checksum"] == hashlib.sha256(of_rank.encode()).hexdigest()
+    assert checksums_of(model_path).total not in (answer["per_engine_checksum"], of_rank)
+    skipped = await client.post("/weights_checker", {"skip_tensor_list": ["lm_head"]})
+    assert expected.keys() - skipped.body["ranks"][0]["checksums"].keys() == {"lm_head.weight"}
     assert (await client.post("/weights_checker", {"action": "compare"})).status == 400
 
 
@@ -416,3 +432,30 @@ async def test_a_full_queue_refuses_and_streams_can_be_incremental(tmp_path: Pat
                 await client.post("/abort_request", {"abort_all": True})
                 await pending.answer()
             assert len((await client.generate())["output_ids"]) == 6
+
+
+async def test_a_server_that_drew_its_weights_loads_others_only_as_what_they_are(tmp_path: Path) -> None:
+    """As SGLang, which would go on drawing."""
+    from tests.support.tiny_models import write_model
+
+    model = write_model(tmp_path)
+    with running_engine(model, "--load-format", "dummy") as engine:
+        async with EngineClient(engine.url) as client:
+            before = await checksum(client)
+            body = {"model_path": str(model), "weight_version": "1"}
+            refused = await client.post("/update_weights_from_disk", body)
+            assert refused.status == 400
+            assert "Failed to get model loader" in refused.body["message"]
+            assert await checksum(client) == before
+            assert (await client.post("/update_weights_from_disk", body | {"load_format": "auto"})).status == 200
+            assert await checksum(client) != before
+            assert (await client.post("/update_weights_from_disk", body)).status == 200  # its own by now
+
+
+async def test_a_prompt_alone_is_answered_with_its_log_probs(client: EngineClient) -> None:
+    answer = await client.generate(input_ids=[3, 4, 5], max_new_tokens=0, return_logprob=True, logprob_start_len=0)
+    meta = answer["meta_info"]
+    assert answer["output_ids"] == []
+    assert [token for _, token, _ in meta["input_token_logprobs"]] == [3, 4, 5]
+    assert meta["input_token_logprobs"][0][0] is None
+    assert all(log_prob < 0 for log_prob, _, _ in meta["input_token_logprobs"][1:])

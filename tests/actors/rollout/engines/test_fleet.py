@@ -28,6 +28,7 @@ from runtime.failures import leaves
 from runtime.retrying import Backoff
 from tests.fixtures.nats import eventually
 from tests.support.rollout import (
+    PROBE,
     announcement,
     completed,
     grade,
@@ -194,14 +195,14 @@ async def test_weights_that_no_engine_takes_end_the_actor_with_the_reason(
     monkeypatch.setattr("actors.rollout.engines.fleet.REFUSED_PATIENCE_S", 0.2)
     monkeypatch.setattr("actors.rollout.engines.fleet.RETRY", Backoff(first_s=0.05))
     errors: list[BaseException] = []
-    async with serving(ScriptedEngine(checksum="other")) as engine:
+    async with serving(ScriptedEngine(prompt_log_prob=-0.6)) as engine:
         try:
             async with rollout_actor(bus, router_url, [engine], topology_with()):
-                await bus.publish(announcement(1))
+                await bus.publish(announcement(1, probe=PROBE))
                 await anyio.sleep(10)
         except ExceptionGroup as group:
             errors = leaves(group)
-    assert ["holds other, announced was sum" in str(error) for error in errors] == [True]
+    assert ["differ from the trainer's by 0.1 in the mean, over 0.001" in str(error) for error in errors] == [True]
 
 
 @pytest.mark.parametrize("path", ["/weights_checker", "/model_info"])

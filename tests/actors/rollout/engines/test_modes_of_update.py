@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from actors.rollout.sglang.labels import version_of
 from messages import (
     GroupCompleted,
     Int32Array,
@@ -88,7 +89,7 @@ async def test_every_token_is_labelled_with_the_weights_that_sampled_it(
             await next_event(bus, SegmentsSpilled)
             await bus.publish(announced(weights, 2))
             if mode != "drain":
-                await until_version(client, "2")
+                await until_version(client, 2)
             await client.post("/slow_down", {"forward_sleep_time": 0})
             event = await completed(bus)
         group.cancel_scope.cancel()
@@ -123,7 +124,7 @@ def check_labels(segments: list[Segment], weights: dict[int, Path], mode: str) -
         assert differences[2][changed:].max() < CLOSE
 
 
-async def until_version(client: EngineClient, version: str) -> None:
+async def until_version(client: EngineClient, version: int) -> None:
     with anyio.fail_after(10):
-        while (await client.get("/model_info")).body["weight_version"] != version:
+        while version_of((await client.get("/model_info")).body["weight_version"]) != version:
             pass

@@ -129,7 +129,7 @@ async def test_interrupted_for_new_weights_the_same_attempt_goes_on_from_its_tok
             await bus.publish(announcement(2))
             await engine.wait_for_requests(4)
             engine.update_at.set()
-            await eventually(lambda: engine.version == "2")
+            await eventually(lambda: engine.held == 2)
             engine.release()
             event = await completed(bus)
         group.cancel_scope.cancel()
@@ -263,17 +263,20 @@ async def test_without_an_answer_of_the_buffer_a_task_that_comes_again_begins_an
 
 
 async def test_a_streamed_answer_of_older_weights_is_thrown_away_and_asked_for_again(bus: Bus, router_url: str) -> None:
-    engine = ScriptedEngine()
+    engine, labels = ScriptedEngine(), list[str]()
 
     def script(prompt: list[int], params: dict[str, Any]) -> list[int]:
-        engine.version = "1" if len(engine.requests) == 1 else "2"
+        engine.version = labels[len(engine.requests) - 1]
         return WHOLE
 
     engine.script = script
     async with serving(engine), anyio.create_task_group() as group:
         group.start_soon(grade, bus)
         async with rollout_actor(bus, router_url, [engine], topology_with()):
-            await bus.publish(announcement(2))
+            for version in (1, 2):
+                await bus.publish(announcement(version))
+                await eventually(lambda version=version: engine.held == version)
+                labels.append(engine.version)
             await bus.publish(msgspec.structs.replace(long_task(0), min_version=2))
             event = await completed(bus)
         group.cancel_scope.cancel()

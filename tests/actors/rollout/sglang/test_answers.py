@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.rollout.sglang.answers import Answer, numbers_of, segment_of, status_of
+from actors.rollout.sglang.answers import Answer, labels_of, numbers_of, oldest_version, segment_of, status_of
 from messages import EngineNumbers, Int32Array, SampleKey, SampleStatus, WeightSpan
 
 KEY = SampleKey(group_id=1, attempt=0, index=2)
@@ -50,6 +50,22 @@ def test_versions_are_kept_by_the_token() -> None:
     assert segment.weight_spans == (WeightSpan(version=3, start=0, end=2), WeightSpan(version=4, start=2, end=3))
     (whole,) = segment_of(answer([4, 5, 6]), KEY, PROMPT).weight_spans
     assert whole == WeightSpan(version=3, start=0, end=3)
+
+
+def test_labels_of_loads_are_plain_versions_in_a_segment() -> None:
+    labels = ["3@engine.policy.0.a.1", "3@engine.policy.0.a.2", "4@engine.policy.0.a.3"]
+    spans = [{"version": label, "start": place, "end": place + 1} for place, label in enumerate(labels)]
+    given = answer([4, 5, 6], weight_versions=spans)
+    assert labels_of(given) == labels
+    assert oldest_version(given) == 3
+    segment = segment_of(given, KEY, PROMPT)
+    assert segment.weight_spans == (WeightSpan(version=3, start=0, end=2), WeightSpan(version=4, start=2, end=3))
+
+
+@pytest.mark.parametrize("meta", [{"weight_versions": [{"version": "3", "start": 0, "end": 0}]}, {}])
+def test_without_tokens_nothing_is_labelled(meta: dict[str, Any]) -> None:
+    assert labels_of(answer([], **meta)) == []
+    assert oldest_version(answer([], **meta)) is None
 
 
 def test_a_request_aborted_in_the_queue_is_an_empty_segment() -> None:

@@ -71,7 +71,11 @@ async def test_a_weight_update_names_its_version_and_drops_what_was_computed_und
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         async with aiohttp.ClientSession() as session:
-            await SglangClient(session).update_weights(f"http://127.0.0.1:{runner.addresses[0][1]}", "/weights/v7", 7)
+            await SglangClient(session).update_weights(
+                f"http://127.0.0.1:{runner.addresses[0][1]}", "/weights/v7", "7@e"
+            )
     finally:
         await runner.cleanup()
-    assert bodies == [{"model_path": "/weights/v7", "weight_version": "7", "flush_cache": True}]
+    assert bodies == [
+        {"model_path": "/weights/v7", "weight_version": "7@e", "flush_cache": True, "load_format": "auto"}
+    ]

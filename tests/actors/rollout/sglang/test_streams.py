@@ -104,3 +104,49 @@ def test_a_chunk_that_does_not_follow_is_refused(second: bytes) -> None:
     stream.add(chunk(0, 4))
     with pytest.raises(ValueError, match=r"chunk|missing|malformed"):
         stream.add(second)
+
+
+@given(
+    ends=st.lists(st.integers(1, len(IDS)), min_size=1).map(lambda ends: sorted({*ends, len(IDS)})),
+    labels=st.lists(st.sampled_from(["1@a", "2@b", "3@c"]), min_size=len(IDS), max_size=len(IDS)).map(sorted),
+    refused=st.sets(st.sampled_from(["1@a", "2@b", "3@c"])),
+    incremental=st.booleans(),
+    exact=st.booleans(),
+)
+def test_no_token_of_unproven_weights_is_kept_and_what_is_kept_belongs_together(
+    ends: list[int], labels: list[str], refused: set[str], incremental: bool, exact: bool
+) -> None:
+    """Each token has a label; a chunk names that of its last one."""
+    stream, before = Stream(1, lambda label: label not in refused), 0
+    spans = [{"version": label, "start": place, "end": place + 1} for place, label in enumerate(labels)]
+    for end in ends:
+        last = exact and end == len(IDS)
+        begin = before if incremental else 0
+        stream.add(chunk(begin, end, labels[end - 1], finish="stop" if last else None, spans=spans if last else None))
+        before = end
+    assert not refused & set(stream.labels) or refused & set(labels)
+    stream.drop_untrusted(lambda label: label not in refused)
+    rest = stream.rest()
+    kept = len(rest.output_ids)
+    if exact:
+        assert not refused & set(labels[:kept])
+    named = [label for start, end in zip([0, *ends], ends, strict=False) for label in [labels[end - 1]] * (end - start)]
+    assert exact or not refused & set(named[:kept])
+    assert (rest.output_ids, rest.text) == (IDS[:kept], TEXT[:kept])
+    assert len(segment_of(rest, KEY, Int32Array()).rollout_log_probs) == kept
+    if not refused & set(labels):
+        assert (kept, stream.ended) == (len(IDS), exact)
+    elif exact:
+        assert not stream.ended
+
+
+def test_what_was_taken_before_stays_taken() -> None:
+    stream = Stream(1, lambda label: label == "1@a")
+    stream.add(chunk(0, 4, "1@a"))
+    assert stream.take().output_ids == IDS[:4]
+    assert stream.is_trusted
+    stream.add(chunk(4, 6, "1@a"))
+    stream.add(chunk(6, 8, "2@b"))
+    assert not stream.is_trusted
+    stream.drop_untrusted(lambda _: False)
+    assert (stream.rest().output_ids, stream.num_taken) == (IDS[4:6], 4)

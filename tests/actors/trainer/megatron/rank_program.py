@@ -37,7 +37,10 @@ def lead(engine: TrainerRank, directory: Path) -> None:
     results.append(engine.train(random_batch(1)))
     published = engine.publish(1, confirmed=0)
     engine.close()
-    (directory / "result.json").write_text(json.dumps({"metrics": results, "path": str(published.path)}))
+    assert published.probe is not None
+    probe = [list(column) for column in (published.probe.token_ids, published.probe.log_probs)]
+    result = {"metrics": results, "path": str(published.path), "probe": probe}
+    (directory / "result.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

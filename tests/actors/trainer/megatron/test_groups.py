@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import pytest
@@ -36,7 +36,10 @@ LAYOUTS = {
 }
 
 
-Result = tuple[list[dict[str, float]], dict[str, torch.Tensor]]  # metrics of each call, weights at the end
+class Result(NamedTuple):
+    metrics: list[dict[str, float]]  # of each call
+    weights: dict[str, torch.Tensor]  # at the end
+    probe: list[list[float]]  # tokens, and their log-probs under these weights
 
 
 def run_ranks(directory: Path, topology: Topology, world: int) -> Result:
@@ -59,7 +62,8 @@ def run_ranks(directory: Path, topology: Topology, world: int) -> Result:
             rank.kill()
             rank.wait()
     result: dict[str, Any] = json.loads((directory / "result.json").read_text())
-    return result["metrics"], load_file(Path(result["path"]) / "model.safetensors")
+    weights = load_file(Path(result["path"]) / "model.safetensors")
+    return Result(result["metrics"], weights, result["probe"])
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -82,8 +86,10 @@ def topology_of(model: Path, **trainer: Any) -> Topology:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_two_ranks_equal_one(one: tuple[Path, Result], tmp_path: Path, layout: dict[str, Any]) -> None:
-    model, (metrics, weights) = one
-    found, found_weights = run_ranks(tmp_path / "two", topology_of(model, num_processes=2, megatron=layout), 2)
+    model, (metrics, weights, probe) = one
+    found, found_weights, found_probe = run_ranks(
+        tmp_path / "two", topology_of(model, num_processes=2, megatron=layout), 2
+    )
     assert found[2]["train/loss"] == pytest.approx(found[1]["train/loss"], abs=1e-6)  # resumed from a checkpoint
     for expected, result in zip(metrics, found, strict=True):
         for name, value in expected.items():
@@ -91,6 +97,8 @@ def test_two_ranks_equal_one(one: tuple[Path, Result], tmp_path: Path, layout: d
                 assert result[name] == pytest.approx(value, abs=1e-5), name
     for name, weight in weights.items():
         torch.testing.assert_close(found_weights[name], weight, rtol=0, atol=1e-4)
+    assert found_probe[0] == probe[0]
+    assert found_probe[1] == pytest.approx(probe[1], abs=1e-3)
 
 
 @pytest.mark.anyio
@@ -123,9 +131,9 @@ async def test_two_processes_of_the_actor_meet_over_the_bus(
 def test_a_checkpoint_of_one_rank_is_loaded_by_two_tensor_parallel_ones(
     make_topology: Callable[..., Topology], tmp_path: Path
 ) -> None:
-    one, _ = run_ranks(tmp_path / "one", make_topology(), 1)
+    one = run_ranks(tmp_path / "one", make_topology(), 1)
     (tmp_path / "two").mkdir()
     shutil.copytree(tmp_path / "one" / "checkpoints", tmp_path / "two" / "checkpoints")
     topology = make_topology(trainer={"num_processes": 2, "megatron": LAYOUTS["tensor"]})
-    two, _ = run_ranks(tmp_path / "two", topology, 2)
-    assert two[2]["train/loss"] == pytest.approx(one[2]["train/loss"], abs=1e-5)
+    two = run_ranks(tmp_path / "two", topology, 2)
+    assert two.metrics[2]["train/loss"] == pytest.approx(one.metrics[2]["train/loss"], abs=1e-5)

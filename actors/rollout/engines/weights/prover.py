@@ -1,0 +1,108 @@
+"""Has engines load weights, and asks them what they hold until that is proven or refused."""
+
+import time
+
+import structlog
+
+from actors.rollout.engines.weights.disk import Updater
+from actors.rollout.engines.weights.loads import Loads
+from actors.rollout.engines.weights.proof import (
+    KnownChecksums,
+    Server,
+    WeightsMismatch,
+    holds_all_digits,
+    is_thorough,
+    label_mismatch,
+    probe_mismatch,
+    server_of,
+    tolerance_of,
+)
+from actors.rollout.sglang.client import SglangClient
+from messages import WeightsAnnounced
+from runtime.settings.topology import Verify
+
+log = structlog.get_logger()
+
+
+class Prover:
+    """Brings engines to announced weights. What they are asked beside their label, `verify` says.
+
+    The checksum is asked while the engine stands still, before it generates from the new weights; the log-probs of the
+    probe right after it goes on. What requests make until then waits for the proof, by its label (loads.py).
+    """
+
+    def __init__(
+        self, client: SglangClient, updater: Updater, loads: Loads, *, verify: Verify | None, trainer_dtype: str
+    ) -> None:
+        self.loads = loads
+        self._client = client
+        self._updater = updater
+        self._verify: Verify | None = verify
+        self._trainer_dtype = trainer_dtype
+        self._known = KnownChecksums()
+
+    async def bring(self, engine: str, url: str, announced: WeightsAnnounced, *, first: bool) -> str:
+        """Have an engine load weights; the label under which it then holds them, proven.
+
+        Args:
+            engine: its name.
+            url: where it listens.
+            announced: what it is to load.
+            first: whether it has not proven any weights since it was last not admitted.
+
+        Raises:
+            WeightsMismatch: it does not hold them.
+            EngineError: it did not take them, or does not answer.
+        """
+        label = self.loads.begin(engine.removeprefix("address."), announced.version)
+        try:
+            if is_thorough(self._verify, announced, first=first):
+                await self._load_and_prove(engine, url, announced, label)
+            else:
+                await self._updater.update(url, announced, label)
+                await self._check_label(engine, url, label)
+            self.loads.prove(label)
+        finally:
+            self.loads.refuse(label)
+        return label
+
+    async def clear(self, url: str) -> None:
+        """Interrupt the requests of an engine that holds the wrong weights."""
+        await self._updater.clear(url)
+
+    async def _load_and_prove(self, engine: str, url: str, announced: WeightsAnnounced, label: str) -> None:
+        server = server_of(await self._client.server_info(url))
+        tensors: str | None = None
+        took_s = 0.0
+
+        async def look() -> None:
+            nonlocal tensors, took_s
+            begin = time.perf_counter()
+            await self._check_label(engine, url, label)
+            tensors = await self._client.checksum(url)
+            self._refuse_if(engine, self._checksum_mismatch(server, announced, tensors))
+            took_s += time.perf_counter() - begin
+
+        await self._updater.update(url, announced, label, look)
+        begin = time.perf_counter()
+        if announced.probe is not None:
+            log_probs = await self._client.prompt_log_probs(url, announced.probe.token_ids)
+            tolerance = tolerance_of(server, self._trainer_dtype)
+            self._refuse_if(engine, probe_mismatch(announced.probe, log_probs, tolerance=tolerance))
+        self._refuse_if(engine, self._checksum_mismatch(server, announced, tensors))  # others may have proven theirs
+        assert tensors is not None
+        self._known.add(server, engine, announced.checksum, tensors)
+        took_s += time.perf_counter() - begin
+        log.info("weights_proven", engine=engine, weight_version=announced.version, took_s=took_s)
+
+    async def _check_label(self, engine: str, url: str, label: str) -> None:
+        self._refuse_if(engine, label_mismatch(label, await self._client.weight_version(url)))
+
+    def _checksum_mismatch(self, server: Server, announced: WeightsAnnounced, tensors: str | None) -> str:
+        all_digits = holds_all_digits(server, self._trainer_dtype)
+        return self._known.mismatch(server, announced.checksum, tensors, all_digits=all_digits)
+
+    @staticmethod
+    def _refuse_if(engine: str, reason: str) -> None:
+        if reason:
+            raise WeightsMismatch(f"{engine}: {reason}")

@@ -1,0 +1,93 @@
+"""What published weights make of fixed tokens, so that an engine can show that it holds them."""
+
+import random
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+import torch
+
+from actors.trainer.batches.batch import MicroBatch
+from actors.trainer.megatron import groups as ranks
+from actors.trainer.megatron.rank_model import Replica
+from messages import WeightProbe
+from runtime.settings.topology import Topology
+
+MAX_TOKENS: Final = 64
+DECIMALS: Final = 6  # of log-probs; engines are compared at 1e-3
+
+
+class _AddedToken(msgspec.Struct, frozen=True):
+    id: int
+
+
+class _Tokenizer(msgspec.Struct, frozen=True):
+    """The part of tokenizer.json that is used."""
+
+    added_tokens: tuple[_AddedToken, ...] = ()
+
+
+def probe_tokens(topology: Topology, vocab_size: int, context: int) -> tuple[int, ...]:
+    """Tokens that engines are asked about: drawn from run.seed, none of them special, at most half of the context.
+
+    Args:
+        topology: of the run; its own limits may be below the model's.
+        vocab_size: of the model.
+        context: of the model, in tokens.
+    """
+    limits = [engine.max_total_tokens for engine in topology.engines.values()] + [topology.rollout.max_context_len]
+    context = min([context, *(limit for limit in limits if limit is not None)])
+    length = max(2, min(MAX_TOKENS, context // 2))
+    special = special_tokens(Path(topology.model.hf_checkpoint))
+    return drawn_tokens(vocab_size, length, special=special, seed=topology.run.seed)
+
+
+def drawn_tokens(vocab_size: int, length: int, *, special: Collection[int], seed: int) -> tuple[int, ...]:
+    """Tokens of the vocabulary but special ones; where all are special, any."""
+    draw = random.Random(f"probe {seed} {vocab_size}")
+    usable = vocab_size - len({token for token in special if token < vocab_size})
+    tokens: list[int] = []
+    while len(tokens) < length:
+        token = draw.randrange(vocab_size)
+        if not usable or token not in special:
+            tokens.append(token)
+    return tuple(tokens)
+
+
+def special_tokens(model_directory: Path) -> frozenset[int]:
+    """Tokens that a tokenizer has beside its vocabulary; none where there is no tokenizer.json that can be read."""
+    try:
+        data = (model_directory / "tokenizer.json").read_bytes()
+        return frozenset(token.id for token in msgspec.json.decode(data, type=_Tokenizer).added_tokens)
+    except (OSError, msgspec.MsgspecError):
+        return frozenset()
+
+
+def probe(replica: Replica, token_ids: Sequence[int]) -> WeightProbe:
+    """Ask the current weights. A collective of all ranks; the result is the same on each.
+
+    Raises:
+        FloatingPointError: a log-prob is not finite; the weights are unusable.
+    """
+    column = np.zeros(len(token_ids), dtype=np.float32)
+    replica.fill_log_probs([_micro_batch(replica, token_ids)], column, temperature=1.0)
+    column = ranks.max_over_replicas(torch.from_numpy(column)).numpy()
+    if not np.isfinite(column).all():
+        raise FloatingPointError(f"the log-probs of the probe are {column.tolist()}")
+    return WeightProbe(token_ids=tuple(token_ids), log_probs=tuple(round(float(value), DECIMALS) for value in column))
+
+
+def _micro_batch(replica: Replica, token_ids: Sequence[int]) -> MicroBatch:
+    """The tokens as one sample, of which all but the first train."""
+    inputs, multiple = len(token_ids) - 1, replica.length_multiple
+    tokens = np.zeros((1, -(-inputs // multiple) * multiple), dtype=np.int64)
+    tokens[0, :inputs] = token_ids[:-1]
+    positions = np.arange(inputs)
+    bounds = np.unique([0, inputs, tokens.size]).astype(np.int32) if replica.packed else None
+    targets = np.array(token_ids[1:], dtype=np.int64)
+    sole = np.zeros(1, dtype=np.int64)
+    return MicroBatch(
+        tokens=tokens, rows_M=positions, targets_M=targets, columns_M=positions + 1, samples=sole, bounds=bounds
+    )
