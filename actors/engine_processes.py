@@ -65,6 +65,8 @@ def _sglang(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, 
     """Every key of the pool's sglang table is a server argument."""
     own = {"tp_size": engine.num_gpus_per_engine, "dtype": topology.model.dtype}  # else a float32 model gets float16
     arguments = own | _arguments(topology, engine, index)
+    if topology.model.trust_remote_code:
+        arguments["trust_remote_code"] = True
     if topology.model.random_init:
         arguments["load_format"] = "dummy"
     arguments |= {name.replace("-", "_"): value for name, value in engine.sglang.items()}

@@ -20,6 +20,7 @@ from actors.trainer.models.shapes import hf_shapes
 from messages import Prompt
 from runtime.agent.preflight.check import check_here
 from runtime.agent.preflight.findings import Checked
+from runtime.agent.preflight.hub import hub_models
 from runtime.checksums import shapes_in
 from runtime.samples.data_files import DataError
 from runtime.samples.dump_files import RUN_FILE, DumpedRun
@@ -59,8 +60,13 @@ def preflight(
         broken = {problem.key for problem in checked.problems}
         found += _with_origin(loaded, _of_dumps(loaded.topology))
         found += _with_origin(loaded, _of_engines(loaded.topology, broken))
-        found += _with_origin(loaded, _of_model(loaded.topology, broken)) if MODEL not in broken else ()
+        found += _with_origin(loaded, _of_model(loaded.topology, broken)) if _can_be_read(loaded, broken) else ()
     return msgspec.structs.replace(checked, problems=(*checked.problems, *found))
+
+
+def _can_be_read(loaded: LoadedTopology, broken: set[str]) -> bool:
+    """Whether the model is here; one that a start is to download is checked then."""
+    return MODEL not in broken and not any(hub_models(loaded))
 
 
 def _is_of_a_machine(problem: Problem) -> bool:
@@ -155,7 +161,7 @@ def _limits(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
 
 def _prompts(topology: Topology, shape: HfConfig, broken: set[str]) -> Iterator[Problem]:
     try:
-        tokenizing = load_tokenizing(topology.model.hf_checkpoint)
+        tokenizing = load_tokenizing(topology.model.hf_checkpoint, trust_remote_code=topology.model.trust_remote_code)
     except DataError as error:
         yield Problem.of(MODEL, topology.model.hf_checkpoint, str(error))
         return

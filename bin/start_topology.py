@@ -103,12 +103,16 @@ def _ready(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen) -> 
     """The topology as it would be started here now; whatever refuses it, refuses it here, for --check and a start."""
     from actors.preflight import preflight  # numpy and users' modules, which --help can do without
     from runtime.agent.claims.rundir import RunRefused, check_start
+    from runtime.agent.preflight.hub import hub_models, with_cached
 
+    loaded = with_cached(loaded, lambda found: screen.show(f"note: {found}"))
     checked = preflight(loaded, _node_of(loaded.topology, args.node), fresh=args.fresh is not None)
     for note in checked.notes:
         screen.show(f"note: {note}")
     if checked.problems:
         raise TopologyError(checked.problems)
+    if any(hub_models(loaded)):  # to be downloaded: nothing more can be told of the run
+        return loaded.topology
     topology = _fitted(_counted(loaded).topology, screen)
     try:
         check_start(topology, args.fresh)
@@ -179,6 +183,7 @@ def _fitted(topology: Topology, screen: Screen) -> Topology:
 def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf") -> int:
     screen = Screen(sys.stderr if args.json else sys.stdout)
     topology = _ready(loaded, args, screen)
+    topology = _downloaded(msgspec.structs.replace(loaded, topology=topology), args, screen)
 
     from runtime.agent.start import RunRefused, Wish, start  # brings the bus along, which the rest can do without
 
@@ -196,6 +201,18 @@ def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf"
     if args.json:
         Screen(sys.stdout).show(end.result_json)
     return end.exit_code
+
+
+def _downloaded(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen) -> Topology:
+    """The topology with every model in a directory; what was downloaded for it is checked as a whole."""
+    from runtime.agent.preflight.hub import NotOnHub, hub_models, with_downloaded
+
+    if not any(hub_models(loaded)):
+        return loaded.topology
+    try:
+        return _ready(with_downloaded(loaded, screen.show), args, screen)
+    except NotOnHub as error:
+        raise WrongInput(str(error)) from error
 
 
 def _command_of(args: argparse.Namespace) -> str:

@@ -21,6 +21,7 @@ def pytest_configure() -> None:
     settings.register_profile("no clock", deadline=None)  # an example takes as long as the machine makes it
     settings.load_profile("no clock")
     os.environ[SESSION_MARK] = uuid.uuid4().hex
+    os.environ["HF_HUB_OFFLINE"] = "1"  # no test depends on a network
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; two threads are slower on small cores
 
 

@@ -20,9 +20,10 @@ Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 
 
 class ModelConfig(Config, frozen=True, kw_only=True):
-    """The model, as a Hugging Face directory or hub name."""
+    """The model, as a Hugging Face directory or hub name (organisation/model)."""
 
-    hf_checkpoint: Text  # config, tokenizer and (unless random_init) weights
+    hf_checkpoint: Text  # config, tokenizer and (unless random_init) weights; of a hub name, its cache comes first
+    trust_remote_code: bool = False  # run code that comes with the model: in engines, and to load its tokenizer
     random_init: bool = False  # weights drawn from run.seed; the directory needs config and tokenizer only
     dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and activations; the optimizer works in float32
     ref_load: Text | None = None  # reference model; none: the weights training starts from

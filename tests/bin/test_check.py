@@ -127,7 +127,7 @@ REFUSED = {
     "every prompt too long": Case(("rollout.max_prompt_len=1",), "data.0.path", "every row is over a limit"),
     # models
     "no model": Case(("model.hf_checkpoint=TMP/none",), "model.hf_checkpoint", "no such directory"),
-    "a name of the hub": Case(("model.hf_checkpoint=Qwen/Qwen3-4B",), "model.hf_checkpoint", "nothing is downloaded"),
+    "a name of the hub": Case(("model.hf_checkpoint=Qwen/Qwen3-4B",), "model.hf_checkpoint", "HF_HUB_OFFLINE forbids"),
     "no weights": Case(("model.random_init=false",), "model.hf_checkpoint", "no weights in this directory"),
     "no tokenizer": Case(("model.hf_checkpoint=TMP/bare",), "model.hf_checkpoint", "no tokenizer"),
     "a broken tokenizer": Case(("model.hf_checkpoint=TMP/broken",), "model.hf_checkpoint", "tokenizer.json"),

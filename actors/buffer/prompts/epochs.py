@@ -35,7 +35,9 @@ def steps_per_epoch(recipe: Recipe) -> int:
     Raises:
         DataError: the data cannot be used, or there is no full batch.
     """
-    reader = training_reader(recipe, load_tokenizing(recipe.model.hf_checkpoint))
+    reader = training_reader(
+        recipe, load_tokenizing(recipe.model.hf_checkpoint, trust_remote_code=recipe.model.trust_remote_code)
+    )
     batch_size = recipe.rollout.rollout_batch_size
     num_prompts = sum(len(load_data(data, reader).prompts) for data in recipe.data)
     if num_prompts < batch_size:

@@ -93,7 +93,7 @@ def load_prompts(recipe: Recipe) -> PromptSet | MadePrompts:
     Raises:
         DataError: a file, a row, a function or the tokenizer cannot be used.
     """
-    tokenizing = load_tokenizing(recipe.model.hf_checkpoint)
+    tokenizing = load_tokenizing(recipe.model.hf_checkpoint, trust_remote_code=recipe.model.trust_remote_code)
     prompts = PromptReader(tokenizing, max_prompt_len(recipe.rollout))
     evals = [load_data(eval_data(recipe, item), prompts) for item in recipe.eval]
     reader = training_reader(recipe, tokenizing)

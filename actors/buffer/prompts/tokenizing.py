@@ -39,8 +39,8 @@ class Tokenizing(Protocol):
         ...
 
 
-def load_tokenizing(hf_checkpoint: str) -> Tokenizing:
-    """Open the tokenizer of a model directory or hub name.
+def load_tokenizing(hf_checkpoint: str, *, trust_remote_code: bool = False) -> Tokenizing:
+    """Open the tokenizer of a model directory; code in it runs only if trusted.
 
     Raises:
         DataError: there is none; names the directory and what it lacks.
@@ -48,9 +48,9 @@ def load_tokenizing(hf_checkpoint: str) -> Tokenizing:
     directory = Path(hf_checkpoint)
     if (directory / "tokenizer.json").is_file():
         return FastTokenizing(directory)
-    if directory.is_dir() and not any((directory / name).is_file() for name in ("tokenizer.model", "vocab.json")):
+    if not any((directory / name).is_file() for name in ("tokenizer.model", "vocab.json")):
         raise DataError(f"{directory}: no tokenizer here: tokenizer.json, tokenizer.model or vocab.json is needed")
-    return _load_by_transformers(hf_checkpoint)
+    return _load_by_transformers(directory, trust_remote_code=trust_remote_code)
 
 
 class FastTokenizing:
@@ -178,11 +178,11 @@ class TransformersTokenizing:
         return [Int32Array(np.asarray(ids, dtype=np.int32)) for ids in batch]
 
 
-def _load_by_transformers(hf_checkpoint: str) -> Tokenizing:
+def _load_by_transformers(directory: Path, *, trust_remote_code: bool) -> Tokenizing:
     from transformers import AutoTokenizer  # seconds to import; most models do without
 
-    load: Callable[[str], Any] = cast("Any", AutoTokenizer).from_pretrained
+    load: Callable[..., Any] = cast("Any", AutoTokenizer).from_pretrained
     try:
-        return TransformersTokenizing(load(hf_checkpoint))
+        return TransformersTokenizing(load(directory, trust_remote_code=trust_remote_code, local_files_only=True))
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise DataError(f"{hf_checkpoint}: no tokenizer could be loaded: {error}") from None
+        raise DataError(f"{directory}: no tokenizer could be loaded: {error}") from None

@@ -1,13 +1,13 @@
 """Files and directories that a topology names: models, data, dumps, and the place of the run."""
 
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from runtime.agent.preflight.findings import Findings
+from runtime.agent.preflight.hub import HubModel, NotOnHub, offer
 from runtime.samples.data_files import DataError
 from runtime.samples.rows import read_rows
 from runtime.secrets import read_login
@@ -15,11 +15,11 @@ from runtime.settings.recipe import DataConfig, eval_data
 from runtime.settings.sizes import show_bytes, stream_sizes
 from runtime.settings.slices import split_slice
 from runtime.settings.topology import EXPORT_DIRECTORY, Topology
+from runtime.wording import show
 
 CHECKED_ROWS: Final = 10_000  # of each data file; the buffer reads them all
 TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json")
 WEIGHTS: Final = ("model.safetensors", "model.safetensors.index.json")
-HUB_NAME: Final = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 
 
 def check_paths(findings: Findings) -> None:
@@ -48,6 +48,10 @@ def paths_of(topology: Topology) -> Iterator[str]:
 
 def _model(findings: Findings, key: str, value: str, *, weights: bool) -> None:
     directory = Path(value)
+    wanted = [model for model in findings.hub_models() if model.key == key]
+    if wanted:
+        _on_hub(findings, wanted[0])
+        return
     if not directory.is_dir():
         _no_directory(findings, key, value)
         return
@@ -60,15 +64,20 @@ def _model(findings: Findings, key: str, value: str, *, weights: bool) -> None:
         findings.problem(key, value, f"{message}; model.random_init = true draws them from run.seed")
 
 
+def _on_hub(findings: Findings, model: HubModel) -> None:
+    """A name of the hub that its cache has not."""
+    try:
+        findings.notes.append(f"{model.key} = {show(model.name)}: {offer(model)}; a check looks no further into it")
+    except NotOnHub as error:
+        findings.problem(model.key, model.name, str(error))
+
+
 def _no_directory(findings: Findings, key: str, value: str) -> None:
     path = Path(value)
     message = "no such directory"
-    is_beside = "/" in value and any(place.is_dir() for place in findings.parents_of(key, value))
     if path.name == EXPORT_DIRECTORY:
         run = path.parent.name
         message = f"not there yet: start run {run} first, here, which writes it at its end with train.save_hf = true"
-    elif HUB_NAME.match(value) and not is_beside:
-        message += "; nothing is downloaded from Hugging Face: `hf download` makes a directory"
     findings.missing(key, value, message)
 
 

@@ -1,10 +1,10 @@
 """What a look at this machine has found: why a start would be refused, and what is worth knowing."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 
+from runtime.agent.preflight.hub import HubModel, hub_models
 from runtime.settings.load import LoadedTopology, places
 from runtime.settings.reading.config import Problem
 
@@ -22,6 +22,7 @@ class Findings:
 
     def __init__(self, loaded: LoadedTopology) -> None:
         self.topology = loaded.topology
+        self._whole = loaded
         self._loaded = loaded.loaded
         self._problems: list[Problem] = []
         self.notes: list[str] = []
@@ -38,9 +39,9 @@ class Findings:
         """Keep that a path is not there, and where it was looked for."""
         self.problem(key, value, f"{message} (looked in {', '.join(map(str, places(self._loaded, key)))})")
 
-    def parents_of(self, key: str, value: str) -> Iterator[Path]:
-        """Directories in which a relative path would stand."""
-        return (place / Path(value).parent for place in places(self._loaded, key))
+    def hub_models(self) -> Iterator[HubModel]:
+        """Models that are named as on the hub, and no directories."""
+        return hub_models(self._whole)
 
     def has(self, key: str) -> bool:
         """Whether something is wrong with a key already."""

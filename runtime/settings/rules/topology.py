@@ -12,6 +12,7 @@ SET_ELSEWHERE = {  # arguments of SGLang that a run gives itself, and where they
     "admin_api_key": "a run makes the key of its engines and router itself",
     "model": "is model.hf_checkpoint",
     "model_path": "is model.hf_checkpoint",
+    "trust_remote_code": "is model.trust_remote_code",
     "host": "engines listen where their node agent says",
     "port": "engines listen where their node agent says",
     "config": "its keys stand in this table",
