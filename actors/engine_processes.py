@@ -6,11 +6,13 @@ import sys
 from collections.abc import Mapping
 from typing import Final
 
+import msgspec
+
 from actors.rollout.engines.server_arguments import FOREIGN, LAUNCH
 from runtime.bus.addresses import address_key
 from runtime.import_path import ROOT
 from runtime.settings.placement import gpus_of, num_engines
-from runtime.settings.processes import AnswersHttp, PortRequest, ProcessSpec, Stage, WhenListening
+from runtime.settings.processes import AnswersHttp, OneServer, PortRequest, ProcessSpec, Stage, WhenListening
 from runtime.settings.topology import EngineConfig, Topology
 
 OURS: Final = {
@@ -35,16 +37,42 @@ def engine_specs(topology: Topology, pool: str, engine: EngineConfig, node: str,
         places = [
             (index, tuple(gpu.index for gpu in chunk)) for index, chunk in enumerate(chunks) if chunk[0].node == node
         ]
-    return [_engine(topology, pool, engine, index, devices) for index, devices in places]
+    return [spec for index, gpus in places for spec in _processes(topology, pool, engine, index, gpus)]
+
+
+def _processes(
+    topology: Topology, pool: str, engine: EngineConfig, index: int, devices: tuple[int, ...]
+) -> list[ProcessSpec]:
+    """Those of one engine: the first serves HTTP, the others only say that they live."""
+    whole = _engine(topology, pool, engine, index, devices)
+    number = engine.num_processes
+    if number == 1:
+        return [whole]
+    share = len(devices) // number
+    return [
+        msgspec.structs.replace(
+            whole,
+            name=whole.name if rank == 0 else f"{whole.name}.{rank}",
+            command=(*whole.command, *_words("nnodes", number), *_words("node_rank", rank), "--dist-init-addr={peers}"),
+            env={**whole.env, **_visible(devices[rank * share : (rank + 1) * share])},
+            probe=whole.probe if rank == 0 else AnswersHttp("/health"),
+            address_key=whole.address_key if rank == 0 else None,
+            one_server=OneServer(whole.name, number),
+        )
+        for rank in range(number)
+    ]
+
+
+def _visible(devices: tuple[int, ...]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
 
 
 def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, devices: tuple[int, ...]) -> ProcessSpec:
     embedded = engine.kind == "embedded"
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
     return ProcessSpec(
         name=f"engine.{pool}.{index}",
         command=_embedded(topology, engine, index) if embedded else _sglang(topology, engine, index),
-        env={**(OURS if embedded else FOREIGN), **engine.env, **visible},
+        env={**(OURS if embedded else FOREIGN), **engine.env, **_visible(devices)},
         port=PortRequest(),
         ready=WhenListening(),
         ready_timeout_s=engine.ready_timeout_s or READY_TIMEOUT_S[engine.kind],
@@ -63,7 +91,10 @@ def _embedded(topology: Topology, engine: EngineConfig, index: int) -> tuple[str
 
 def _sglang(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, ...]:
     """Every key of the pool's sglang table is a server argument."""
-    own = {"tp_size": engine.num_gpus_per_engine, "dtype": topology.model.dtype}  # else a float32 model gets float16
+    own = {
+        "tp_size": engine.num_gpus_per_engine if engine.gpus else engine.num_processes,
+        "dtype": topology.model.dtype,
+    }  # else a float32 model gets float16
     arguments = own | _arguments(topology, engine, index)
     if topology.model.trust_remote_code:
         arguments["trust_remote_code"] = True

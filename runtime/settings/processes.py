@@ -63,12 +63,20 @@ class Greets(msgspec.Struct, frozen=True):
 Probe = AnswersHttp | Greets
 
 
+class OneServer(msgspec.Struct, frozen=True):
+    """Several processes that are one server: started, and started again, together; "{peers}" is where they meet."""
+
+    name: str
+    num_processes: int
+
+
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How one process is started, known to be ready, restarted and stopped."""
 
     name: str  # of the process and of its log
     command: tuple[str, ...]
     env: Mapping[str, str] = {}  # added to the agent's
+    one_server: OneServer | None = None  # that it is a part of
     port: PortRequest | None = None
     ready: Readiness = WhenStarted()
     ready_timeout_s: float = 300.0  # from its start; then it is killed and counts as failed

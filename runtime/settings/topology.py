@@ -78,6 +78,7 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     gpus: Text | None = None  # of the pool: "n0:0-7"; none: num_engines engines on the CPU
     colocate: Literal["trainer"] | None = None  # take turns on the trainer's GPUs; not built yet
     num_gpus_per_engine: Positive = 1  # GPUs of one engine
+    num_processes: Positive = 1  # of one engine of SGLang, each with its share of the ranks and GPUs
     num_engines: Positive = 1  # so many, without GPUs
     concurrency: Positive = 64  # samples in flight per engine
     ready_timeout_s: Timeout | None = None  # from an engine's start; none: 1800, embedded ones 120

@@ -80,6 +80,24 @@ def test_engines_of_both_kinds_are_told_the_seed_of_the_run_and_its_limits() -> 
         assert {flag(engine, "--context-length") for engine in engines} == {"4000"}
 
 
+def test_an_engine_of_several_processes_has_a_share_of_its_gpus_in_each_and_one_address() -> None:
+    engines = {
+        name: spec
+        for name, spec in specs(
+            "disaggregate-2x8gpu.toml", "n1", "engines.policy.num_gpus_per_engine=4", "engines.policy.num_processes=2"
+        ).items()
+        if name.startswith("engine.")
+    }
+    assert list(engines) == ["engine.policy.0", "engine.policy.0.1", "engine.policy.1", "engine.policy.1.1"]
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in engines.values()] == ["0,1", "2,3", "4,5", "6,7"]
+    assert [flag(spec, "--node-rank") for spec in engines.values()] == ["0", "1", "0", "1"]
+    assert {(flag(spec, "--nnodes"), flag(spec, "--tp-size")) for spec in engines.values()} == {("2", "4")}
+    assert all("--dist-init-addr={peers}" in spec.command for spec in engines.values())
+    assert [spec.address_key is not None for spec in engines.values()] == [True, False, True, False]
+    servers = [spec.one_server.name for spec in engines.values() if spec.one_server is not None]
+    assert servers == ["engine.policy.0", "engine.policy.0", "engine.policy.1", "engine.policy.1"]
+
+
 def test_an_engine_has_as_long_to_start_as_its_pool_says() -> None:
     for topology, node, default_s in (("laptop.toml", "local", 120), ("disaggregate-2x8gpu.toml", "n1", 1800)):
         assert specs(topology, node)["engine.policy.0"].ready_timeout_s == default_s

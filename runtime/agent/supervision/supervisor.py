@@ -16,6 +16,7 @@ from runtime.agent.supervision.output import OutputLog
 from runtime.agent.supervision.ports import PortInUse, choose_port
 from runtime.agent.supervision.readiness import wait_until_ready, wait_until_silent
 from runtime.agent.supervision.spawn import Child, Guard
+from runtime.agent.supervision.together import Together
 from runtime.bus.addresses import BUS_URL_VARIABLE, ENGINE_KEY_VARIABLE
 from runtime.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_NOT_STARTED
 from runtime.retrying import Backoff
@@ -26,6 +27,7 @@ from runtime.wording import signal_name
 BACKOFF = Backoff(first_s=0.1, max_s=10.0)
 LASTING_S = 30.0  # a process that ran for so long did not fail at its start
 DRAIN_S = 1.0  # for the last lines of a process that ended
+PEERS_HOST = "127.0.0.1"  # where the processes of one server meet
 STOP_WITHIN_S = 8.0
 STAGE_RESERVE_S = 1.5  # kept for each stage still to be stopped
 
@@ -61,9 +63,20 @@ class Supervisor:
     """Runs one process until it is stopped or given up."""
 
     def __init__(
-        self, spec: ProcessSpec, *, log: OutputLog, environment: Mapping[str, str], guard: Guard, listener: Listener
+        self,
+        spec: ProcessSpec,
+        *,
+        log: OutputLog,
+        environment: Mapping[str, str],
+        guard: Guard,
+        listener: Listener,
+        together: Together | None = None,
     ) -> None:
         self.spec = spec
+        self._together = together
+        self._ended_with = ""  # the process of the same server that ended before
+        if together is not None:
+            together.join(spec.name, self._end_with)
         self.restarts = 0
         self._log = log
         self._base_environment = environment
@@ -114,7 +127,31 @@ class Supervisor:
             self._child.kill()
 
     async def _run_once(self) -> float | None:
-        """Run the process once; return the delay before the next start, or none."""
+        """Run the process once, with those that it is one server with; return the delay before the next start."""
+        if self._together is None:
+            return await self._run_alone()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._leave_when_stopped, tasks.cancel_scope)
+            await self._together.meet()
+            tasks.cancel_scope.cancel()
+        if self._stop_asked.is_set():
+            return None
+        try:
+            return await self._run_alone()
+        finally:
+            self._together.ended(self.spec.name)
+
+    async def _leave_when_stopped(self, scope: anyio.CancelScope) -> None:
+        await self._stop_asked.wait()
+        scope.cancel()
+
+    def _end_with(self, other: str) -> None:
+        """Another process of the same server has ended."""
+        if self._child is not None:
+            self._ended_with = other
+            self._child.kill()
+
+    async def _run_alone(self) -> float | None:
         self._began = anyio.current_time()
         try:
             self._port = self._choose_port()
@@ -131,7 +168,7 @@ class Supervisor:
         return self._after_end(child.pid, code)
 
     async def _attend(self, child: Child) -> int:
-        self._child, self._late, self._silent = child, "", False
+        self._child, self._late, self._silent, self._ended_with = child, "", False, ""
         self._guard.watch(child.pid)
         self._log.forget()
         self._announce(Started(spec=self.spec, pid=child.pid, restarts=self.restarts))
@@ -212,6 +249,8 @@ class Supervisor:
             return self._late
         if self._silent:
             return f"did not answer for {self.spec.unresponsive_after_s:g} s"
+        if self._ended_with:
+            return f"{self._ended_with}, of the same server, had ended"
         how = describe_exit(code)
         said = None if code in (-signal.SIGKILL, -signal.SIGTERM) else self._log.why()  # killed: not by what it said
         return f"{said} ({how})" if said else how
@@ -234,6 +273,8 @@ class Supervisor:
         return {**self._base_environment, **own}
 
     def _filled_in(self, text: str) -> str:
+        if self._together is not None:
+            text = text.replace("{peers}", f"{PEERS_HOST}:{self._together.port}")
         if self.spec.port is None:
             return text
         return text.replace("{port}", str(self._port)).replace("{host}", self.spec.port.host)
@@ -252,6 +293,7 @@ class Supervision:
         self._listener = listener
         self._guard = Guard(self._mark, sys.executable)
         self._supervisors: dict[str, Supervisor] = {}
+        self._servers: dict[str, Together] = {}  # of several processes
         guardian.kill(f"@{run_dir.resolve()}")  # what an earlier agent left when its guardian died with it
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -273,9 +315,16 @@ class Supervision:
         """
         if spec.name in self._supervisors:
             raise ValueError(f"two processes are called {spec.name}")
+        one = spec.one_server
+        together = None if one is None else self._servers.setdefault(one.name, Together(one.num_processes))
         log = OutputLog(self._log_dir / f"{spec.name}.jsonl", spec.name, hidden=_secrets_of(spec))
         supervisor = Supervisor(
-            spec, log=log, environment=self._environment, guard=self._guard, listener=self._listener
+            spec,
+            log=log,
+            environment=self._environment,
+            guard=self._guard,
+            listener=self._listener,
+            together=together,
         )
         self._supervisors[spec.name] = supervisor
         self._tasks.start_soon(supervisor.run)

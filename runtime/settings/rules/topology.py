@@ -15,6 +15,9 @@ SET_ELSEWHERE = {  # arguments of SGLang that a run gives itself, and where they
     "trust_remote_code": "is model.trust_remote_code",
     "host": "engines listen where their node agent says",
     "port": "engines listen where their node agent says",
+    "nnodes": "is num_processes of the pool",
+    "node_rank": "is the number of the process",
+    "dist_init_addr": "processes of an engine meet where their node agent says",
     "config": "its keys stand in this table",
     "random_seed": "is run.seed, and the number of the engine on top",
     "context_length": "is rollout.max_context_len",
@@ -87,6 +90,7 @@ def _engines(topology: Topology) -> Iterator[Problem]:
         if name != POLICY:
             yield Problem(key=f"engines.{name}", message=f"no actor uses this pool; allowed: {POLICY}")
         yield from _engine(engine, f"engines.{name}")
+        yield from _processes(engine, f"engines.{name}")
         yield from _seeds(engine, f"engines.{name}")
         yield from _environment(engine, f"engines.{name}")
 
@@ -111,6 +115,14 @@ def _engine(engine: EngineConfig, key: str) -> Iterator[Problem]:
     if engine.weight_transport == "ipc" and engine.colocate is None:
         message = f'needs {key}.colocate = "trainer"; allowed otherwise: disk, collective'
         yield Problem.of(f"{key}.weight_transport", engine.weight_transport, message)
+
+
+def _processes(engine: EngineConfig, key: str) -> Iterator[Problem]:
+    number, gpus = engine.num_processes, engine.num_gpus_per_engine
+    if number > 1 and (engine.kind == "embedded" or engine.urls):
+        yield Problem.of(f"{key}.num_processes", number, 'is for engines of kind = "sglang" that a run starts')
+    elif number > 1 and engine.gpus is not None and gpus % number:
+        yield Problem.of(f"{key}.num_processes", number, f"does not divide the {gpus} GPUs of an engine")
 
 
 def _seeds(engine: EngineConfig, key: str) -> Iterator[Problem]:
