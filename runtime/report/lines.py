@@ -72,7 +72,7 @@ def line_of(event: Message) -> str | None:
         case PromptsLoaded():
             return _data_line(event)
         case ActorExited(restart_in_s=float(delay_s)):
-            return f"{event.actor} ended: {event.reason}; restarting in {delay_s:g} s"
+            return f"{event.actor} ended: {event.reason}; restarting in {delay_s:.1f} s"
         case ActorStarted() if event.restarts:
             return f"{event.actor} restarted (restart {event.restarts}, pid {event.pid})"
         case CheckpointSaved():
