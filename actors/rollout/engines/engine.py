@@ -78,10 +78,15 @@ class Engine:
         """
         async with self._moving:
             self.version = 0  # it may have begun anew
-            while not self.admitted:
-                await self._bring_current()
-                await self._register()
-                self.admitted = not self.is_behind
+            try:
+                while not self.admitted:
+                    await self._bring_current()
+                    await self._register()
+                    self.admitted = not self.is_behind
+            except EngineError:
+                if self.routed:  # else all versions would wait for its own
+                    await self._unregister()
+                raise
 
     async def keep_current(self) -> None:
         """Give it newer weights whenever such are the target, until it is no longer admitted."""
@@ -136,18 +141,18 @@ class Engine:
         """Ask it no more: neither we nor, until it is admitted again, the router."""
         self.admitted = False
         async with self._moving:
-            if self.admitted:  # brought back by then
-                return
-            await self.forget()
-            self.routed = False
+            if not self.admitted:  # not brought back by then
+                await self._unregister()
+
+    async def _unregister(self) -> None:
+        await self.forget()
+        self.routed = False
 
     async def _register(self) -> None:
         self.routed = True
         with anyio.move_on_after(REGISTER_TIMEOUT_S) as scope:
             await wait_until(self._registered_or_behind)
         if scope.cancelled_caught:
-            await self.forget()
-            self.routed = False
             raise EngineUnavailable(f"the router did not take {self.url} within {REGISTER_TIMEOUT_S:.0f} s")
 
     async def _registered_or_behind(self) -> bool:

@@ -1,0 +1,53 @@
+"""One engine's way into the pool, with a router that does not take it."""
+
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from actors.rollout.engines.engine import Engine, FleetTarget
+from actors.rollout.engines.weights.proof import WeightsMismatch
+from actors.rollout.engines.weights.prover import Prover
+from actors.rollout.sglang.client import SglangClient, Worker
+from messages import WeightsAnnounced
+from tests.fixtures.nats import eventually
+from tests.support.rollout import announcement
+
+pytestmark = pytest.mark.anyio
+
+
+class NoRouter(SglangClient):
+    """Lists no engine, whatever it is asked to add."""
+
+    def __init__(self) -> None:
+        pass
+
+    async def workers(self, router: str) -> list[Worker]:
+        return []
+
+    async def add_worker(self, router: str, engine: str) -> None:
+        pass
+
+
+class OnlyFirst:
+    """Finds that the first weights are held, and later ones are not."""
+
+    async def bring(self, engine: str, url: str, announced: WeightsAnnounced, **_: Any) -> str:
+        if announced.version > 1:
+            raise WeightsMismatch("it loaded nothing")
+        return "1@lazy"
+
+
+async def test_one_that_refuses_weights_before_it_was_admitted_holds_up_no_other() -> None:
+    """All engines that the router may know count for the version that requests wait for."""
+    target = FleetTarget()
+    target.weights, target.router = announcement(1), "http://router"
+    engine = Engine("lazy", "http://lazy", NoRouter(), cast(Prover, OnlyFirst()), target)
+    with pytest.raises(ExceptionGroup) as raised:
+        async with anyio.create_task_group() as group:
+            group.start_soon(engine.admit)
+            await eventually(lambda: engine.routed)
+            target.weights = announcement(2)
+            await target.notify()
+    assert raised.group_contains(WeightsMismatch)
+    assert not engine.routed
