@@ -8,6 +8,10 @@ default:
 setup:
     bin/setup
 
+# make .venv-sglang, where the tests of SGLang's own server find it
+setup-sglang:
+    bin/setup --sglang
+
 # train the laptop demo; arguments go on to bin/start-topology
 run *args="topologies/laptop.toml":
     bin/start-topology {{ args }}
@@ -36,6 +40,10 @@ chaos: setup
 # kill -9 anything at random for half an hour, then audit the run's log
 kills *args="--minutes 30": setup
     .venv/bin/python -m tests.chaos.random_kills {{ args }}
+
+# all that is asked of SGLang's own server; the matrix in docs/engines.md is what this prints
+sglang *args: setup setup-sglang
+    .venv/bin/python -m pytest -m "sglang or sglang_all" -n 0 tests/sglang tests/test_sglang_lock.py {{ args }}
 
 # what needs a GPU
 test-gpu: setup

@@ -1,8 +1,8 @@
-"""Makes .venv from the lock files. Started by bin/setup with the machine's own Python: standard library only.
+"""Makes .venv or .venv-sglang from the lock files. Started by bin/setup with any Python: standard library only.
 
 The stamp in .venv is written last, so a .venv without one is unfinished and is built anew; what was downloaded before
 is in pip's cache. A lock on .venv.lock keeps two calls apart. pip inherits it and dies with us, so that not even a
-kill -9 leaves somebody writing into .venv.
+kill -9 leaves somebody writing into .venv. All this holds for .venv-sglang, with a stamp, a lock and a log of its own.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -29,12 +29,6 @@ sys.path.insert(0, str(ROOT))
 from runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK  # noqa: E402 - of the standard library alone
 from runtime.files import write_atomically  # noqa: E402
 
-VENV = ROOT / ".venv"
-PYTHON = VENV / "bin" / "python"
-STAMP = VENV / "physarum.stamp"
-OURS = VENV / "physarum.unfinished"  # tells a .venv that setup began from one that somebody made by hand
-LOG = ROOT / ".venv.log"
-LAPTOP_LOCK = ROOT / "requirements" / "laptop.lock"
 CUDA_LOCK = ROOT / "requirements" / "cuda.lock"
 
 QUIET_S = 15.0  # say something at least this often
@@ -48,6 +42,54 @@ UNREACHABLE = re.compile(r"NewConnectionError|NameResolutionError|Max retries|[T
 NUM_LAST_LINES = 4
 YES = 3
 NEEDS_CUDA = f"import importlib.metadata as m; exit({YES} * any('nvidia' in r for r in m.requires('torch') or ()))"
+
+
+class Environment(NamedTuple):
+    """One environment of the checkout: its directory's name, and the lock it holds."""
+
+    name: str
+    lock_name: str
+    imports_us: bool  # the checkout is on its path
+    foreign: str | None = None  # a package whose own requirements the lock overrules; its test lists them
+
+    @property
+    def directory(self) -> Path:
+        return ROOT / self.name
+
+    @property
+    def python(self) -> Path:
+        return self.directory / "bin" / "python"
+
+    @property
+    def stamp(self) -> Path:
+        return self.directory / "physarum.stamp"
+
+    @property
+    def unfinished(self) -> Path:
+        """Tells one that setup began from one that somebody made by hand."""
+        return self.directory / "physarum.unfinished"
+
+    @property
+    def log(self) -> Path:
+        return ROOT / f"{self.name}.log"
+
+    @property
+    def lock(self) -> Path:
+        return ROOT / "requirements" / self.lock_name
+
+    @property
+    def has_torch(self) -> bool:
+        return "torch" in packages_of(self.lock.read_text())
+
+    def wanted_stamp(self) -> str:
+        """What it holds in its stamp when it is finished; bin/setup composes the same text to compare."""
+        return "\n".join([f"checkout {ROOT}", self.lock.read_text().rstrip("\n"), CUDA_LOCK.read_text().rstrip("\n")])
+
+
+ENVIRONMENTS = {
+    ".venv": Environment(".venv", "laptop.lock", imports_us=True),
+    ".venv-sglang": Environment(".venv-sglang", "sglang.lock", imports_us=False, foreign="sglang"),
+}
 
 
 class SetupError(Exception):
@@ -64,11 +106,11 @@ class Report:
         print(f"setup: {time.monotonic() - self._start:6.1f} s  {text}", file=sys.stderr, flush=True)
 
 
-def main() -> int:
-    report = Report()
+def main(name: str) -> int:
+    report, environment = Report(), ENVIRONMENTS[name]
     try:
-        with only_one(report) as lock_fd, LOG.open("w") as log:
-            Setup(report, log, lock_fd).run()
+        with only_one(environment, report) as lock_fd, environment.log.open("w") as log:
+            Setup(environment, report, log, lock_fd).run()
     except SetupError as error:
         print(f"setup: {error}", file=sys.stderr)
         return EXIT_FAILED
@@ -82,9 +124,9 @@ def main() -> int:
 
 
 @contextmanager
-def only_one(report: Report) -> Generator[int]:
-    """Holds the lock of this checkout; waits while another call has it, and says so."""
-    with (ROOT / ".venv.lock").open("a+") as file:
+def only_one(environment: Environment, report: Report) -> Generator[int]:
+    """Holds the lock of an environment; waits while another call has it, and says so."""
+    with (ROOT / f"{environment.name}.lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -103,39 +145,36 @@ def wait_for_lock(file: TextIO) -> None:
     signal.alarm(0)
 
 
-def wanted_stamp() -> str:
-    """What a finished .venv holds in its stamp; bin/setup composes the same text to compare."""
-    return "\n".join([f"checkout {ROOT}", LAPTOP_LOCK.read_text().rstrip("\n"), CUDA_LOCK.read_text().rstrip("\n")])
-
-
 def packages_of(text: str) -> dict[str, str]:
     """Name and version of each line `name==version` of a lock or a stamp."""
     return dict(re.findall(r"^([a-z0-9-]+)==(\S+)$", text, re.MULTILINE))
 
 
 class Setup:
-    """One making or update of .venv, under the lock."""
+    """One making or update of an environment, under its lock."""
 
-    def __init__(self, report: Report, log: TextIO, lock_fd: int) -> None:
+    def __init__(self, environment: Environment, report: Report, log: TextIO, lock_fd: int) -> None:
+        self._environment = environment
         self._say = report.say
         self._log = log
         self._lock_fd = lock_fd
-        self._wanted = wanted_stamp()
+        self._wanted = environment.wanted_stamp()
 
     def run(self) -> None:
-        found = STAMP.read_text() if STAMP.exists() else None
+        environment = self._environment
+        found = environment.stamp.read_text() if environment.stamp.exists() else None
         if found == self._wanted and self._works():
-            self._say("the other call has made .venv")
+            self._say(f"the other call has made {environment.name}")
             return
         if found is not None and found.startswith(f"checkout {ROOT}\n") and self._works():
-            self._say("the lock has changed; updating .venv")
-            OURS.touch()
-            STAMP.unlink()
+            self._say(f"the lock has changed; updating {environment.name}")
+            environment.unfinished.touch()
+            environment.stamp.unlink()
             self._uninstall(packages_of(found).keys() - packages_of(self._wanted).keys())
         else:
             self._make_empty(found)
-        self._install(LAPTOP_LOCK)
-        if "torch" in packages_of(LAPTOP_LOCK.read_text()) and self._python("-c", NEEDS_CUDA) == YES:
+        self._install(environment.lock)
+        if environment.has_torch and self._python("-c", NEEDS_CUDA) == YES:
             self._say(
                 "this is the CUDA build of torch: its libraries come too (a CPU build: see requirements/laptop.lock)"
             )
@@ -143,28 +182,31 @@ class Setup:
         self._finish()
 
     def _works(self) -> bool:
-        return PYTHON.exists() and self._python("-c", "import pip") == 0
+        return self._environment.python.exists() and self._python("-c", "import pip") == 0
 
     def _make_empty(self, found: str | None) -> None:
-        if VENV.exists():
-            if found is None and not OURS.exists() and any(VENV.iterdir()):
-                raise SetupError(f"{VENV} was not made by bin/setup; move or remove it, then call again")
-            self._say("removing an unfinished .venv" if found is None else "removing a .venv made elsewhere or broken")
-            remove_tree(VENV)
+        directory, name = self._environment.directory, self._environment.name
+        if directory.exists():
+            if found is None and not self._environment.unfinished.exists() and any(directory.iterdir()):
+                raise SetupError(f"{directory} was not made by bin/setup; move or remove it, then call again")
+            self._say(
+                f"removing an unfinished {name}" if found is None else f"removing a {name} made elsewhere or broken"
+            )
+            remove_tree(directory)
         version = ".".join(map(str, sys.version_info[:3]))
-        self._say(f"making .venv with Python {version} ({sys.executable}); once, about a minute plus the downloads")
-        VENV.mkdir()
-        OURS.touch()
-        venv.EnvBuilder(symlinks=True).create(VENV)
+        self._say(f"making {name} with Python {version} ({sys.executable}); once, about a minute plus the downloads")
+        directory.mkdir()
+        self._environment.unfinished.touch()
+        venv.EnvBuilder(symlinks=True).create(directory)
         if self._python("-m", "ensurepip", "--default-pip"):
             raise SetupError(
-                f"{sys.executable} cannot make environments (log: {LOG}); Debian and Ubuntu have this in a package "
-                "of its own, python3-venv"
+                f"{sys.executable} cannot make environments (log: {self._environment.log}); Debian and Ubuntu have "
+                "this in a package of its own, python3-venv"
             )
 
     def _install(self, lock: Path) -> None:
-        name = lock.relative_to(ROOT)
-        self._say(f"installing the {len(packages_of(lock.read_text()))} packages of {name} (log: {LOG.name})")
+        name, log = lock.relative_to(ROOT), self._environment.log.name
+        self._say(f"installing the {len(packages_of(lock.read_text()))} packages of {name} (log: {log})")
         # No compiling here: in two processes afterwards it takes half the time.
         arguments = ["--no-deps", "--no-compile", "--only-binary", ":all:", "--progress-bar", "off", "-r", str(lock)]
         self._pip("install", *arguments, doing=f"install {name}")
@@ -175,23 +217,35 @@ class Setup:
             self._pip("uninstall", "--yes", *sorted(names), doing="remove packages")
 
     def _finish(self) -> None:
+        environment = self._environment
         self._say("compiling")
-        packages = next(VENV.glob("lib/python3*/site-packages"))
-        (packages / "physarum.pth").write_text(f"{ROOT}\n")  # works in place, as an editable install does
+        packages = next(environment.directory.glob("lib/python3*/site-packages"))
+        if environment.imports_us:
+            (packages / "physarum.pth").write_text(f"{ROOT}\n")  # works in place, as an editable install does
         self._python("-m", "compileall", "-q", "-j", "0", str(packages))  # what is no Python 3 at all is left out
         self._say("checking")
-        self._pip("check", doing="verify the packages")
-        if "torch" in packages_of(LAPTOP_LOCK.read_text()) and self._python("-c", "import torch"):
-            raise SetupError(f"torch is installed but cannot be imported; the reason is at the end of {LOG}")
-        OURS.unlink()
-        write_atomically(STAMP, self._wanted.encode())
+        self._pip("check", doing="verify the packages", besides=environment.foreign)
+        if environment.has_torch and self._python("-c", "import torch"):
+            raise SetupError(
+                f"torch is installed but cannot be imported; the reason is at the end of {environment.log}"
+            )
+        environment.unfinished.unlink()
+        write_atomically(environment.stamp, self._wanted.encode())
         self._say("ready")
 
-    def _pip(self, command: str, *arguments: str, doing: str) -> None:
-        progress = PipProgress(self._say)
+    def _pip(self, command: str, *arguments: str, doing: str, besides: str | None = None) -> None:
+        """Run pip; what it says against the package `besides` is no failure."""
+        progress = PipProgress(self._say, self._environment.log)
+        others: list[str] = []
+
+        def take(line: str) -> None:
+            if besides is None or not line.startswith(f"{besides} "):
+                others.append(line)
+                progress.line(line)
+
         options = ["--no-input", "--disable-pip-version-check"]
-        code = self._python("-m", "pip", command, *options, *arguments, on_line=progress.line, idle=progress.idle)
-        if code:
+        code = self._python("-m", "pip", command, *options, *arguments, on_line=take, idle=progress.idle)
+        if code and (besides is None or others):
             raise SetupError(f"could not {doing} (pip's exit code {code})\n{progress.why()}")
 
     def _python(
@@ -200,8 +254,8 @@ class Setup:
         on_line: Callable[[str], None] | None = None,
         idle: Callable[[], None] | None = None,
     ) -> int:
-        """Runs .venv's Python, output to the log and line by line to `on_line`; returns its exit code."""
-        command = [str(PYTHON), "-P", *arguments]
+        """Runs the environment's Python, output to the log and line by line to `on_line`; returns its exit code."""
+        command = [str(self._environment.python), "-P", *arguments]
         self._log.write(f"$ {' '.join(command)}\n")
         self._log.flush()
         with process(command, self._lock_fd) as child:
@@ -216,8 +270,9 @@ class Setup:
 class PipProgress:
     """Turns pip's output into a few lines: big downloads, unpacking, and why it failed."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None], log: Path) -> None:
         self._say = say
+        self._log = log
         self._num_collected = 0
         self._doing = "starting"
         self._errors: list[str] = []
@@ -247,7 +302,9 @@ class PipProgress:
         lines = [f"setup:   {error}" for error in self._errors[-NUM_LAST_LINES:] or self._last]
         if self._unreachable:
             lines.append("setup: the package index did not answer: look at the network, a proxy, or PIP_INDEX_URL")
-        lines.append(f"setup: pip's output is in {LOG}; call again to go on (what pip has cached is not fetched twice)")
+        lines.append(
+            f"setup: pip's output is in {self._log}; call again to go on (what pip has cached is not fetched twice)"
+        )
         return "\n".join(lines)
 
 
@@ -319,4 +376,4 @@ def remove_tree(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1]))

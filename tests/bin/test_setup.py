@@ -45,8 +45,8 @@ class Checkout:
             "PHYSARUM_PYTHON": sys.executable,
         }
 
-    def lock(self, *lines: str) -> None:
-        (self.root / "requirements" / "laptop.lock").write_text("# a lock\n" + "\n".join(lines) + "\n")
+    def lock(self, *lines: str, name: str = "laptop.lock") -> None:
+        (self.root / "requirements" / name).write_text("# a lock\n" + "\n".join(lines) + "\n")
 
     def call(self, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -213,6 +213,28 @@ def test_incomplete_lock_is_refused_and_a_moved_checkout_is_made_anew(checkout: 
     moved = checkout.call("bin/start-topology")
     assert "removing a .venv made elsewhere or broken" in moved.stderr
     assert moved.stdout == "mould 1.0\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_sglang_has_an_environment_of_its_own_whose_lock_overrules_what_it_asks_for(checkout: Checkout) -> None:
+    checkout.index.add("sglang", "1.0", requires="a-kernel-for-gpus")
+    checkout.lock("sglang==1.0", "spore==1.0", name="sglang.lock")
+    made = checkout.call("bin/setup", "--sglang")
+    assert made.returncode == 0, made.stderr
+    assert "making .venv-sglang with Python" in made.stderr
+    assert (checkout.root / ".venv-sglang.log").exists()
+    assert not (checkout.root / ".venv").exists()
+    assert not list(checkout.root.glob(".venv-sglang/lib/*/site-packages/physarum.pth"))
+    again = checkout.call("bin/setup", "--sglang")
+    assert (again.returncode, again.stderr) == (0, "setup: .venv-sglang is up to date\n")
+    assert checkout.call("bin/setup", "--sglang", "--if-needed").stderr == ""
+
+    checkout.lock("sglang==1.0", "mould==1.0", name="sglang.lock")
+    incomplete = checkout.call("bin/setup", "--sglang")
+    assert incomplete.returncode == 1
+    assert "mould 1.0 requires spore, which is not installed" in incomplete.stderr
+    assert "a-kernel-for-gpus" not in incomplete.stderr
 
 
 def test_environment_made_by_hand_is_not_removed(checkout: Checkout) -> None:
