@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from actors.rollout.engines.server_arguments import FOREIGN, LAUNCH
+from actors.rollout.sglang.limits import KEPT_OF_INPUT
 from runtime.bus.addresses import address_key
 from runtime.import_path import ROOT
 from runtime.settings.placement import gpus_of, num_engines
@@ -107,13 +108,14 @@ def _sglang(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, 
 
 def _arguments(topology: Topology, engine: EngineConfig, index: int) -> dict[str, object]:
     """What engines of both kinds are told."""
+    longest = topology.rollout.max_context_len
     arguments: dict[str, object | None] = {
         "max_running_requests": engine.concurrency,
         "random_seed": topology.run.seed + index,
         "stream_interval": STREAM_INTERVAL,
         "incremental_streaming_output": True,
         "max_total_tokens": engine.max_total_tokens,
-        "context_length": topology.rollout.max_context_len,
+        "context_length": None if longest is None else longest + KEPT_OF_INPUT,
     }
     return {name: value for name, value in arguments.items() if value is not None}
 

@@ -14,6 +14,8 @@ from actors.hooks import check_hooks
 from actors.reward.graders.builtin import find_grader
 from actors.rollout.embedded.model.config import ModelError, read_model
 from actors.rollout.engines.server_arguments import engine_problems
+from actors.rollout.requests.served_model import ServedModel
+from actors.rollout.sglang.limits import KEPT_OF_INPUT
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.layout import check_layout
 from actors.trainer.models.shapes import hf_shapes
@@ -151,12 +153,36 @@ def _layout(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
 
 def _limits(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
     rollout = topology.rollout
-    if rollout.max_context_len is not None and rollout.max_context_len > shape.max_position_embeddings:
-        message = f"the model ends at {shape.max_position_embeddings} tokens"
+    if rollout.max_context_len is not None and rollout.max_context_len > _context(shape):
+        message = f"at most {_context(shape)}: {_ends(shape)}"
         yield Problem.of("rollout.max_context_len", rollout.max_context_len, message)
     if beyond := [token for token in rollout.stop_token_ids if token >= shape.vocab_size]:
         message = f"{beyond[0]} is no token of the model, which has {shape.vocab_size}"
         yield Problem.of("rollout.stop_token_ids", list(rollout.stop_token_ids), message)
+
+
+def _context(shape: HfConfig) -> int:
+    """Tokens of a prompt and its response at most."""
+    return shape.max_position_embeddings - KEPT_OF_INPUT
+
+
+def _ends(shape: HfConfig) -> str:
+    return f"the model ends at {shape.max_position_embeddings} tokens, of which engines keep {KEPT_OF_INPUT} free"
+
+
+def _served(topology: Topology) -> Iterator[Problem]:
+    """What would be refused of each request: stop texts; and a tokenizer that makes tokens which the model has not."""
+    model, stop = topology.model.hf_checkpoint, topology.rollout.stop
+    try:
+        served = ServedModel.read(Path(model))
+        served.check_tokenizer()
+    except (OSError, ValueError) as error:
+        yield Problem.of(MODEL, model, str(error))
+        return
+    try:
+        served.check_stop(stop)
+    except ValueError as error:
+        yield Problem.of("rollout.stop", list(stop), str(error))
 
 
 def _prompts(topology: Topology, shape: HfConfig, broken: set[str]) -> Iterator[Problem]:
@@ -165,6 +191,8 @@ def _prompts(topology: Topology, shape: HfConfig, broken: set[str]) -> Iterator[
     except DataError as error:
         yield Problem.of(MODEL, topology.model.hf_checkpoint, str(error))
         return
+    if not answers_are_recorded(topology):
+        yield from _served(topology)
     own_graders = topology.reward.graders
     for key, data, reader, response in _sources(topology, tokenizing):
         if data.path is None or key in broken:
@@ -224,9 +252,10 @@ def _too_large(
     why = f"a prompt of {longest} tokens in {path} and a response of {response} need {needed}"
     for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
         room = engine.max_total_tokens
-        if room is not None and room < needed:
-            yield Problem.of(f"engines.{name}.max_total_tokens", room, f"is too small: {why}")
-    if not answers_are_recorded(topology) and needed > shape.max_position_embeddings:
+        if room is not None and room < needed + KEPT_OF_INPUT:
+            message = f"is too small: {why}, and engines keep {KEPT_OF_INPUT} free"
+            yield Problem.of(f"engines.{name}.max_total_tokens", room, message)
+    if not answers_are_recorded(topology) and needed > _context(shape):
         length = "rollout.max_response_len" if key.startswith("data") else key.replace("path", "max_response_len")
         remedy = "rollout.max_context_len cuts responses, rollout.max_prompt_len leaves long prompts out"
-        yield Problem.of(length, response, f"{why}, and the model ends at {shape.max_position_embeddings}; {remedy}")
+        yield Problem.of(length, response, f"{why}, and {_ends(shape)}; {remedy}")

@@ -28,7 +28,7 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
     for pool, engine in topology.engines.items() if not recorded else ():
         specs += engine_specs(topology, pool, engine, node, home=home)
         if home:
-            specs.append(_router(pool, engine))
+            specs.append(_router(topology, pool, engine))
     if topology.run.only != "rollout":
         specs += _trainer(topology, node, run_dir, home=home)
     elif home:
@@ -50,7 +50,7 @@ def _host(run_dir: Path, *roles: str) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", "actors.host", str(run_dir), *roles)
 
 
-def _router(pool: str, engine: EngineConfig) -> ProcessSpec:
+def _router(topology: Topology, pool: str, engine: EngineConfig) -> ProcessSpec:
     command = (sys.executable, "-P", LAUNCH, "sglang_router.launch_router", "--host", "{host}", "--port", "{port}")
     options = (
         "--policy",
@@ -59,6 +59,8 @@ def _router(pool: str, engine: EngineConfig) -> ProcessSpec:
         "--disable-circuit-breaker",  # which engines may answer is the rollout actor's to say
         "--health-check-endpoint",
         "/model_info",  # /health blocks while an engine is paused
+        "--request-timeout-secs",
+        str(topology.rollout.generate_timeout_s),
         "--worker-startup-check-interval",
         "1",
         "--prometheus-host",

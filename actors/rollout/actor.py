@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import aiohttp
 import anyio
@@ -30,6 +29,7 @@ from actors.rollout.groups.tasks import eval_task, training_task
 from actors.rollout.groups.tools import Tools
 from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.sending import Generator
+from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.sessions.conversation import Conversation
 from actors.rollout.sessions.functions import find_generate_function
 from actors.rollout.sglang.client import SglangClient
@@ -66,12 +66,8 @@ from runtime.settings.placement import num_engines
 from runtime.settings.topology import Topology
 from runtime.wording import count_of
 
-if TYPE_CHECKING:
-    import tokenizers
-
 log = structlog.get_logger()
 
-TOKENIZER = "tokenizer.json"
 ACK_WAIT_S = 5.0  # after a rollout actor's death its tasks go to another one this much later
 POISON = (RequestRefused, MessageRefused, ValueError)  # what a task brings about anew each time it is delivered
 EVAL_MAX_TRIES = 5  # deliveries of an item that ends aborted
@@ -117,7 +113,7 @@ class RolloutActor(Actor):
         self._pool = pool
         self._topology = topology
         self._slots = Slots(engines.concurrency * num_engines(engines))
-        self._tokenizer: tokenizers.Tokenizer | None = None
+        self._model = ServedModel.read(Path(topology.model.hf_checkpoint))
         custom = topology.rollout.custom_generate
         self._custom_generate = find_generate_function(custom, (Path.cwd(),)) if custom is not None else None
         self._inheritance = Inheritance(bus)
@@ -132,11 +128,16 @@ class RolloutActor(Actor):
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         connector = aiohttp.TCPConnector(limit=0)  # the slots are the limit
         async with aiohttp.ClientSession(connector=connector) as session, anyio.create_task_group() as group:
-            pool = self._topology.engines[self._pool]
-            key, limit_s = await engine_key(self._bus.kv), pool.update_timeout_s
-            client = SglangClient(session, key, strangers=pool.urls, update_timeout_s=limit_s)
-            updater = Updater(client, self._topology.rollout.on_weight_update)
-            loads, dtype = Loads(settle_timeout_s=limit_s), self._topology.model.dtype
+            pool, rollout = self._topology.engines[self._pool], self._topology.rollout
+            client = SglangClient(
+                session,
+                await engine_key(self._bus.kv),
+                strangers=pool.urls,
+                update_timeout_s=pool.update_timeout_s,
+                generate_timeout_s=rollout.generate_timeout_s,
+            )
+            updater = Updater(client, rollout.on_weight_update)
+            loads, dtype = Loads(settle_timeout_s=pool.update_timeout_s), self._topology.model.dtype
             fleet = Fleet(client, Prover(client, updater, loads, verify=pool.verify, trainer_dtype=dtype))
             tools = self._tools(client, fleet)
             updater.interrupt_by(tools.generator.running.interrupt)
@@ -163,25 +164,17 @@ class RolloutActor(Actor):
             waits.append("a task")
         return "; ".join(waits)
 
-    def _encode(self, text: str) -> list[int]:
-        """Tokens of what a user's function puts between turns."""
-        if self._tokenizer is None:
-            import tokenizers
-
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(Path(self._topology.model.hf_checkpoint) / TOKENIZER))
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
-
     def _tools(self, client: SglangClient, fleet: Fleet) -> Tools:
         reward = self._topology.reward
         scorer = Scorer(self._bus, timeout_s=reward.timeout_s, max_tries=reward.max_tries)
         return Tools(
             bus=self._bus,
-            generator=Generator(client, fleet),
+            generator=Generator(client, fleet, self._model),
             scorer=scorer,
             seed=self._topology.run.seed,
             batch_requests=self._topology.engines[self._pool].batch_requests,
             custom_generate=self._custom_generate,
-            encode=self._encode,
+            model=self._model,
             failed_reward=0.0 if reward.on_failure == "zero" else None,
             conversations=self._conversations,
         )

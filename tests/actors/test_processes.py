@@ -77,7 +77,7 @@ def test_engines_of_both_kinds_are_told_the_seed_of_the_run_and_its_limits() -> 
         engines = [found[f"engine.policy.{index}"] for index in range(2)]
         assert [flag(engine, "--random-seed") for engine in engines] == ["7", "8"]
         assert {flag(engine, "--max-total-tokens") for engine in engines} == {"9000"}
-        assert {flag(engine, "--context-length") for engine in engines} == {"4000"}
+        assert {flag(engine, "--context-length") for engine in engines} == {"4006"}  # 6 are kept free
 
 
 def test_an_engine_of_several_processes_has_a_share_of_its_gpus_in_each_and_one_address() -> None:

@@ -153,6 +153,13 @@ REFUSED = {
     ),
     "beyond the model": Case(("rollout.max_context_len=999",), "rollout.max_context_len", "the model ends at 64"),
     "no room": Case(("rollout.max_response_len=64",), "rollout.max_response_len", "the model ends at 64"),
+    "up to what engines keep free": Case(
+        ("rollout.max_context_len=59",), "rollout.max_context_len", "at most 58: the model ends at 64 tokens"
+    ),
+    "a stop text of no tokens": Case(("rollout.stop=['é']",), "rollout.stop", "tokenizer cannot encode 'é'"),
+    "more tokens than the model": Case(
+        ("model.hf_checkpoint=TMP/more",), "model.hf_checkpoint", "its tokens go up to 99, and the model has 16"
+    ),
     "a token it has not": Case(("rollout.stop_token_ids=[99]",), "rollout.stop_token_ids", "99 is no token"),
     # layouts
     "a layer in halves": Case(
@@ -235,11 +242,14 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_private(folder / f"{password}.toml", f'user = "me"\npassword = "{password}"\n')
     (folder / "torn.jsonl").write_text('{"input": "12", "label": "21"}\n{"input": "1\n')
     (folder / "named.jsonl").write_text('{"input": "12", "label": "21", "metadata": {"rm_type": "nonsense"}}\n')
-    for name in ("bare", "broken", "plain"):
+    for name in ("bare", "broken", "plain", "more"):
         shutil.copytree(MODEL, folder / name)
     (folder / "bare/tokenizer.json").unlink()
     (folder / "broken/tokenizer.json").write_text("{}")
     (folder / "plain/tokenizer_config.json").write_text("{}")
+    tokenizer = json.loads((MODEL / "tokenizer.json").read_bytes())
+    tokenizer["model"]["vocab"]["a"] = 99
+    (folder / "more/tokenizer.json").write_text(json.dumps(tokenizer))
     config = json.loads((MODEL / "config.json").read_bytes())
     changes: dict[str, dict[str, object]] = {
         "mixtral": {"model_type": "mixtral"},

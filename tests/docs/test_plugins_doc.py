@@ -20,6 +20,7 @@ from actors.rollout.sessions.functions import find_generate_function
 from messages import Float32Array, Int32Array, Prompt, SampleKey, SampleStatus, Segment, UInt8Array, WeightSpan
 from messages.events import Outcome
 from tests.docs.snippets import snippets
+from tests.support.any_tokens import AnyTokens
 
 PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
 
@@ -98,7 +99,7 @@ async def test_the_generate_function_of_the_page_works(folder: Path) -> None:
         return False
 
     prompt = Prompt(data="d", row=0, text="3 and 4?", prompt_ids=Int32Array([1]))
-    conversation = Conversation(prompt, sample, max_tokens=100, ask=ask, encode=lambda text: [len(text)])
+    conversation = Conversation(prompt, sample, max_tokens=100, ask=ask, model=AnyTokens(lambda text: [len(text)]))
     assert await conversation.run(find_generate_function("my_agent.py:adds", [folder])) is SampleStatus.COMPLETED
     assert conversation.text == "<add>3 4</add><sum>7</sum>it is 7"
     assert conversation.sample_metadata == {"sums": 1}

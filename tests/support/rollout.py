@@ -35,9 +35,10 @@ from runtime.host.hosting import host
 from runtime.settings.topology import Topology
 from tests.support.scripted_engine import ScriptedEngine
 
+MODEL = Path(__file__).parent / "scripted_model"  # its config alone: room for whatever tokens scripts make
 RECIPE: dict[str, Any] = {
     "run": {"name": "t"},
-    "model": {"hf_checkpoint": "none"},
+    "model": {"hf_checkpoint": str(MODEL)},
     "data": [{"name": "d", "path": "none", "rm_type": "exact_match"}],
     "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_response_len": 8},
     "train": {"num_steps": 3},

@@ -94,7 +94,7 @@ class Generation:
         assert self._tools.custom_generate is not None
         max_tokens = self._task.sampling.max_new_tokens
         conversation = Conversation(
-            self._task.prompt, sample, max_tokens=max_tokens, ask=self._ask_for_turn, encode=self._tools.encode
+            self._task.prompt, sample, max_tokens=max_tokens, ask=self._ask_for_turn, model=self._tools.model
         )
         if self._halted:
             return

@@ -9,6 +9,7 @@ import structlog
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.request import Generated, GenerateRequest
+from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.sglang.answers import NOTHING, Answer, is_aborted, labels_of, oldest_version
 from actors.rollout.sglang.body import generate_body
 from actors.rollout.sglang.client import SglangClient
@@ -26,9 +27,10 @@ STREAM_ABOVE = 256  # tokens that a request may get: a shorter one costs less to
 class Generator:
     """Generates through the router; `running` knows what is under way, so that a halt can reach it."""
 
-    def __init__(self, client: SglangClient, fleet: Fleet) -> None:
+    def __init__(self, client: SglangClient, fleet: Fleet, model: ServedModel) -> None:
         self._client = client
         self._fleet = fleet
+        self._model = model
         self.running = RunningRequests(client, fleet)
 
     async def generate(
@@ -47,8 +49,10 @@ class Generator:
             None when the round was halted before an engine was asked.
 
         Raises:
-            RequestRefused: the engine says that the request is wrong, or failed on it too often.
+            RequestRefused: the request is wrong, by what the model allows or as the engine says, or engines failed on
+                it too often.
         """
+        self._check(request)
         tries = failures = 0
         while await self._fleet.wait_ready(request.min_version, unless=lambda: self.running.halted(request.round)):
             if await self.running.wait_for_sweep():
@@ -87,7 +91,8 @@ class Generator:
             if stream is not None:
                 answers = [await self._stream(rid, request, stream)]
             else:
-                answers = await self._client.generate(self._fleet.router, _body(request, rid))
+                answers = await self._client.generate(self._fleet.router, self._body(request, rid))
+                answers = [self._model.ended(answer, answer.output_ids, request.params) for answer in answers]
         labels = stream.labels if stream is not None else [label for answer in answers for label in labels_of(answer)]
         if not await self._fleet.loads.settled(set(labels)):
             raise TokensUnproven(f"sampled by weights that were not proven: {', '.join(sorted(set(labels)))}")
@@ -102,20 +107,34 @@ class Generator:
 
     async def _stream(self, rid: str, request: GenerateRequest, stream: Stream) -> Answer:
         try:
-            await self._client.stream(self._fleet.router, _body(request, rid), stream)
+            await self._client.stream(self._fleet.router, self._body(request, rid), stream)
         except EngineUnavailable:
             if not stream.ended:  # else nothing is missing but the end of the connection
                 raise
-        return stream.rest()
+        rest = stream.rest()
+        return self._model.ended(rest, stream.output_ids, request.params) if is_aborted(rest) else rest
+
+    def _body(self, request: GenerateRequest, rid: str) -> dict[str, Any]:
+        return generate_body(
+            rid,
+            request.input_ids,
+            request.params,
+            max_new_tokens=request.max_new_tokens,
+            seeds=request.seeds,
+            version=self._fleet.version,
+        )
+
+    def _check(self, request: GenerateRequest) -> None:
+        """Send nothing that a server might die of, with everybody's requests."""
+        try:
+            for ids in request.input_ids:
+                self._model.check_ids(ids)
+            self._model.check_stop(request.params.stop)
+        except ValueError as error:
+            raise RequestRefused(f"not sent: {error}") from error
 
 
 def is_recent(answer: Answer, min_version: int) -> bool:
     """Whether no token of it was sampled by weights older than that."""
     oldest = oldest_version(answer)
     return oldest is None or oldest >= min_version
-
-
-def _body(request: GenerateRequest, rid: str) -> dict[str, Any]:
-    return generate_body(
-        rid, request.input_ids, request.params, max_new_tokens=request.max_new_tokens, seeds=request.seeds
-    )

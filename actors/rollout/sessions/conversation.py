@@ -13,6 +13,7 @@ import anyio
 import msgspec
 
 from actors.rollout.groups.open_samples import NUM_TURNS, OpenSample, Turn, tokens_left
+from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.sessions.functions import KEY
 from actors.rollout.sglang.errors import EngineError
 from messages import Prompt, SampleStatus
@@ -22,7 +23,6 @@ BETWEEN_TURNS_S = 300.0  # that a function may take outside of `generate`
 
 GenerateFunction = Callable[["Conversation"], Awaitable[None]]
 Ask = Callable[[OpenSample, Sequence[str] | None, int], Awaitable[bool]]
-Encode = Callable[[str], list[int]]
 
 
 class Conversation:
@@ -36,7 +36,7 @@ class Conversation:
         text: the response so far, turns and what was put between them.
     """
 
-    def __init__(self, prompt: Prompt, sample: OpenSample, *, max_tokens: int, ask: Ask, encode: Encode) -> None:
+    def __init__(self, prompt: Prompt, sample: OpenSample, *, max_tokens: int, ask: Ask, model: ServedModel) -> None:
         self.prompt = prompt.text
         self.label = prompt.label
         self.metadata: Mapping[str, Any] = prompt.metadata
@@ -47,7 +47,7 @@ class Conversation:
         self._sample = sample
         self._max_tokens = max_tokens
         self._ask = ask
-        self._encode = encode
+        self._model = model
         self._scope = anyio.CancelScope()
         self._inputs: list[int] = []
         self._num_turns = 0
@@ -106,6 +106,7 @@ class Conversation:
             raise ValueError("two turns at the same time: each begins after the one before has ended")
         if isinstance(stop, str):  # each of its letters would be one
             raise ValueError(f"stop = {stop!r}: write a list of texts")
+        self._model.check_stop(stop or ())
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ValueError(f"max_new_tokens = {max_new_tokens}: a turn has at least 1 token")
         if self._num_turns and not self._inputs:
@@ -125,14 +126,20 @@ class Conversation:
         """Put text behind the last turn; it is no part of what trains."""
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance] - a user's
             raise TypeError(f"append({text!r}): a text is needed")
-        self.append_ids(self._encode(text))
+        self.append_ids(self._model.encode(text))
         self.text += text
 
     def append_ids(self, ids: Sequence[int]) -> None:
-        """Put tokens behind the last turn; they are no part of what trains."""
+        """Put tokens behind the last turn; they are no part of what trains.
+
+        Raises:
+            ValueError: one is no token of the model, or there was no turn yet.
+        """
         if not self._num_turns:
             raise ValueError("the first turn is the model's: what it is to read before belongs into the prompt")
-        self._inputs.extend(index(token) for token in ids)  # TypeError for what is no number
+        given = [index(token) for token in ids]  # TypeError for what is no number
+        self._model.check_ids(given)
+        self._inputs.extend(given)
 
     def _note_metadata(self) -> None:
         """Let the sample have what the function noted so far; also in a replay it has all turns that ended."""

@@ -12,12 +12,22 @@ def generate_body(
     params: SamplingParams,
     *,
     max_new_tokens: int,
-    seeds: Sequence[int],
+    seeds: Sequence[int] = (),
+    version: int = 0,
 ) -> dict[str, Any]:
     """Ask for one response to each list of token ids, with log-probs.
 
     Those of a batch are drawn without seeds: the router takes one set of sampling parameters for all of them, and one
     seed would make its members alike.
+
+    Args:
+        rid: id of the request.
+        input_ids: prompts.
+        params: of sampling.
+        max_new_tokens: of each response.
+        seeds: of the responses; none: the server draws them.
+        version: of the weights that the engines hold. Cached prefixes are shared within a version alone: an update in
+            place keeps those that older weights computed.
     """
     sampling: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -39,6 +49,7 @@ def generate_body(
         "input_ids": input_ids if len(input_ids) > 1 else input_ids[0],
         "sampling_params": sampling,
         "return_logprob": True,
+        "extra_key": f"weights {version}",
     }
 
 

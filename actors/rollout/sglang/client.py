@@ -17,7 +17,7 @@ from runtime.secrets import Secret
 
 T = TypeVar("T")
 
-GENERATE_TIMEOUT_S = 14_400.0  # slime's router timeout: the longest response
+BEYOND_ROUTER_S = 10.0  # that we wait longer for an answer than the router does: it says why there is none
 ADMIN_TIMEOUT_S = 10.0
 PROBE_TRIES = 5
 REFUSALS = (400, 413, 422)
@@ -50,6 +50,19 @@ class ProbeAnswer(msgspec.Struct, frozen=True):
     meta_info: ProbeMeta
 
 
+class StreamedError(msgspec.Struct, frozen=True):
+    """What is wrong, in the stream of a request that was answered with 200 before anything was looked at."""
+
+    message: str = ""
+    code: int | None = None
+
+
+class ErrorEvent(msgspec.Struct, frozen=True):
+    """An event of a stream that holds no tokens."""
+
+    error: StreamedError
+
+
 class Worker(msgspec.Struct, frozen=True):
     """An engine as the router lists it."""
 
@@ -74,16 +87,20 @@ class SglangClient:
         strangers: Collection[str] = (),
         *,
         update_timeout_s: float = 600.0,
+        generate_timeout_s: float = 14_400.0,
     ) -> None:
         """Talk over a session.
 
         Args:
+            session: of all requests.
             key: what the run's engines and its router ask for.
             strangers: URLs of engines that are not the run's; they are not shown the key.
             update_timeout_s: of loading weights, and of computing their checksum.
+            generate_timeout_s: of the longest answer, at the router.
         """
         self._update_timeout_s = update_timeout_s
         self._session = session
+        self._generate_timeout_s = generate_timeout_s + BEYOND_ROUTER_S
         self._key = key
         self._strangers = tuple(strangers)
         self._plain = {"Content-Type": "application/json"}
@@ -98,7 +115,7 @@ class SglangClient:
             RequestRefused: the request is wrong.
         """
         url = router + "/generate"
-        data = await self._post(url, body, GENERATE_TIMEOUT_S)
+        data = await self._post(url, body, self._generate_timeout_s)
         if isinstance(body["input_ids"][0], list):
             return _decode(url, data, list[Answer])
         return [_decode(url, data, Answer)]
@@ -113,16 +130,19 @@ class SglangClient:
         """
         url = router + "/generate"
         data = msgspec.json.encode({**body, "stream": True})
-        async with self._request("POST", url, data, GENERATE_TIMEOUT_S) as response:
+        async with self._request("POST", url, data, self._generate_timeout_s) as response:
             async for event in events_of(response.content):
                 if event == DONE:
                     break
+                _raise_streamed(url, event)
                 try:
                     stream.add(event)
                 except ValueError as error:
                     raise EngineFailed(f"{url}: unreadable chunk: {error}: {_shown(event)}") from error
         if not stream.ended:
             raise EngineUnavailable(f"{url}: the stream broke off after {stream.num_tokens} tokens")
+        if stream.refused is not None:
+            raise _error(url, stream.refused.code, stream.refused.message)
 
     async def ready(self, engine: str) -> bool:
         """Whether an engine answers its readiness probe."""
@@ -186,6 +206,14 @@ class SglangClient:
         body = {"abort_all": True} if rid is None else {"rid": rid}
         await self._post(engine + "/abort_request", body, ADMIN_TIMEOUT_S)
 
+    async def release_memory(self, engine: str, tags: Sequence[str]) -> None:
+        """Have an idle engine give memory back; memory.py keeps the order."""
+        await self._post(engine + "/release_memory_occupation", {"tags": tags}, self._update_timeout_s)
+
+    async def resume_memory(self, engine: str, tags: Sequence[str]) -> None:
+        """Have an engine take memory again."""
+        await self._post(engine + "/resume_memory_occupation", {"tags": tags}, self._update_timeout_s)
+
     async def workers(self, router: str) -> list[Worker]:
         """The engines that the router knows."""
         url = router + "/workers"
@@ -218,14 +246,25 @@ class SglangClient:
         headers = self._plain if url.startswith(self._strangers) else self._with_key
         try:
             async with self._session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
-                if response.status in REFUSALS:
-                    raise RequestRefused(f"{url}: {_shown(await response.read())}")
                 if response.status >= 300:
-                    kind = EngineUnavailable if response.status in PASSING else EngineFailed
-                    raise kind(f"{url}: {response.status} {_shown(await response.read())}")
+                    raise _error(url, response.status, _shown(await response.read()))
                 yield response
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineUnavailable(f"{url}: {error!r}") from error
+
+
+def _error(url: str, code: int, message: str) -> EngineError:
+    if code in REFUSALS:
+        return RequestRefused(f"{url}: {message}")
+    return (EngineUnavailable if code in PASSING else EngineFailed)(f"{url}: {code} {message}")
+
+
+def _raise_streamed(url: str, event: bytes) -> None:
+    """Raise what an event says instead of tokens: a server streams an error as it would have answered it."""
+    if not event.startswith(b'{"error"'):
+        return
+    error = _decode(url, event, ErrorEvent).error
+    raise _error(url, error.code or 0, error.message)
 
 
 def _shown(answer: bytes) -> str:

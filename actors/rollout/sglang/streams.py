@@ -12,6 +12,18 @@ from actors.rollout.sglang.answers import Answer, MetaInfo, VersionSpan, cut
 from actors.rollout.sglang.labels import label_of, version_of
 
 
+class Refused(NamedTuple):
+    """Why an engine ended a request that it had begun to answer, in HTTP's words."""
+
+    code: int
+    message: str
+
+
+class _FinishReason(msgspec.Struct, frozen=True):
+    message: str = ""
+    status_code: int | None = None
+
+
 class _ChunkMeta(msgspec.Struct, frozen=True):
     completion_tokens: int | None = None  # all so far; an answer to an abort in the queue may lack it
     finish_reason: msgspec.Raw = msgspec.Raw(b"null")
@@ -25,6 +37,7 @@ class _Chunk(msgspec.Struct, frozen=True):
     output_ids: list[int] = []
 
 
+_decode_reason = msgspec.json.Decoder(_FinishReason).decode
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 _decode_answer = msgspec.json.Decoder(Answer).decode
 
@@ -54,6 +67,7 @@ class Stream:
             trusts: whether tokens of weights with a label may be used, as far as the last chunk has not come.
         """
         self._chunks: list[bytes] = []  # that are needed to put the answer together
+        self._end: bytes | None = None  # a last one without new tokens, whatever it repeats of them
         self._spans: list[VersionSpan] = []
         self._marks: list[_Mark] = []
         self._trusts = trusts
@@ -62,6 +76,7 @@ class Stream:
         self._taken_characters = 0
         self.num_tokens = 0
         self.ended = False  # the last chunk has come
+        self.refused: Refused | None = None  # the last chunk says that the request is wrong, or cannot be served
 
     @property
     def num_new(self) -> int:
@@ -93,10 +108,13 @@ class Stream:
         chunk = _decode_chunk(data)
         length, before = len(chunk.output_ids), self.num_tokens
         total = chunk.meta_info.completion_tokens
+        ended = bytes(chunk.meta_info.finish_reason) != b"null"
         if total is None:
             total = length if length >= before else before + length
         self._mark(chunk.meta_info.weight_version, new=total > before)
-        if total == length:
+        if ended and total == before > length:
+            self._end = data
+        elif total == length:
             self._chunks = [data]
         elif total == before + length:
             self._chunks.append(data)
@@ -106,12 +124,19 @@ class Stream:
             raise ValueError(f"a chunk that ends after {total} tokens, when {before} had come")
         self._note_label(chunk.meta_info.weight_version, before, total)
         self.num_tokens = total
-        self.ended = bytes(chunk.meta_info.finish_reason) != b"null"
+        self.ended = ended
+        if ended and (reason := _decode_reason(chunk.meta_info.finish_reason)).status_code is not None:
+            self.refused = Refused(reason.status_code, reason.message)
 
     @property
     def num_taken(self) -> int:
         """Tokens of the pieces that were taken."""
         return self._taken_tokens
+
+    @property
+    def output_ids(self) -> list[int]:
+        """All tokens so far, those of pieces that were taken too."""
+        return self._so_far().output_ids
 
     def take(self) -> Answer:
         """What came since the last piece; without a finish reason while there is more to come."""
@@ -139,6 +164,7 @@ class Stream:
             return
         kept = max((mark for mark in self._marks if mark.num_tokens <= min(starts)), key=lambda mark: mark.num_tokens)
         self._chunks, self._spans, self.num_tokens = kept.chunks, kept.spans, kept.num_tokens
+        self._end = None
         self._marks = self._marks[: self._marks.index(kept)]
         self.ended = False
 
@@ -146,9 +172,8 @@ class Stream:
         """Which weights sampled which tokens, as the last chunk says; nothing before it."""
         if not self.ended or not self._chunks:
             return []
-        return [
-            span for span in _decode_answer(self._chunks[-1]).meta_info.weight_versions or [] if span.end > span.start
-        ]
+        last = _decode_answer(self._end or self._chunks[-1])
+        return [span for span in last.meta_info.weight_versions or [] if span.end > span.start]
 
     def _mark(self, label: str | None, *, new: bool) -> None:
         """Note how far it was before the first tokens of a chunk under another label."""
@@ -161,6 +186,8 @@ class Stream:
         ids = [token for part in parts for token in part.output_ids]
         meta = parts[-1].meta_info if parts else MetaInfo()
         log_probs = meta.output_token_logprobs
+        if self._end is not None:
+            meta = _decode_answer(self._end).meta_info
         if len(log_probs) != len(ids):
             log_probs = [triple for part in parts for triple in part.meta_info.output_token_logprobs]
         spans = meta.weight_versions if meta.weight_versions else list(self._spans)

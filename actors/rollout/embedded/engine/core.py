@@ -67,10 +67,14 @@ class Core:
         self.scheduler.detokenize = detokenize
 
     def pause(self, mode: str) -> None:
-        """Stop stepping. `abort` ends all requests, `retract` queues running ones again, `in_place` leaves them."""
+        """Stop stepping. `retract` queues running requests again, `in_place` leaves them.
+
+        `abort` ends all requests, for which running ones need a step: nothing new comes, so that none follows.
+        """
         if mode == "abort":
             self.scheduler.abort(None)
-        elif mode == "retract":
+            return
+        if mode == "retract":
             self.scheduler.retract()
         self.scheduler.paused = True
 

@@ -28,6 +28,7 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
     floor: int = 0  # tokens generated before `token_ids` and `texts` count
     token_ids: frozenset[int] = frozenset()
     texts: tuple[str, ...] = ()
+    window: int = 0  # of the last tokens, in which `texts` are looked for
 
 
 class Span(NamedTuple):
@@ -44,7 +45,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     type: str
     matched: int | str | None = None
     message: str = ""
-    queued: bool = False  # aborted while it waited for a slot
+    queued: bool = False  # aborted while it waited for a slot: what was not streamed of it is lost
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +64,8 @@ class Request:
     input_log_probs: list[float] | None = None  # of prompt_ids[logprob_start + 1:]
     spans: list[Span] = field(default_factory=list[Span])
     num_retractions: int = 0
+    num_reported: int = 0  # tokens that were streamed
+    aborted: bool = False  # ends with its next token
     finish: Finish | None = None
     next_look: int = 1  # output length at which the engine looks for an end or a report
 

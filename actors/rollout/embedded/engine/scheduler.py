@@ -78,7 +78,7 @@ class Scheduler:
         return reports
 
     def abort(self, rids: frozenset[str] | None) -> None:
-        """End requests where they are, with the tokens they have; None = all of them."""
+        """End requests; None = all of them. Those that run get one more token, as in SGLang, whatever it is."""
         kept: deque[Request] = deque()
         for request in self.waiting:
             if rids is None or request.rid in rids:
@@ -86,11 +86,9 @@ class Scheduler:
             else:
                 kept.append(request)
         self.waiting = kept
-        leaving = [slot for slot, request in enumerate(self.slots.requests) if rids is None or request.rid in rids]
-        for slot in leaving:
-            self._end(self.slots.requests[slot], RUNNING_ABORT)
-        if leaving:
-            self.slots.leave(leaving)
+        for request in self.slots.requests:
+            if rids is None or request.rid in rids:
+                request.aborted, request.next_look = True, 0
 
     def retract(self) -> None:
         """Put running requests back at the head of the queue; they keep their tokens and lose their slots."""
@@ -171,26 +169,27 @@ class Scheduler:
         request.next_look = self._next_look(request)
         length = len(request.output_ids)
         if request.stream_interval and (length == 1 or length % request.stream_interval == 0):
+            request.num_reported = length
             self._reports.append(Report(request, length, None, request.spans_so_far(self.version)))
         return False
 
     def _finish(self, request: Request, token: int) -> Finish | None:
         stopping, length = request.stopping, len(request.output_ids)
+        if request.aborted:
+            return RUNNING_ABORT  # even if the token is an end
         if length >= max(stopping.floor, 1):
-            if token in stopping.token_ids:
-                return Finish(type="stop", matched=token)
             text = self._matched_text(request) if stopping.texts else None
             if text is not None:
                 return Finish(type="stop", matched=text)
+            if token in stopping.token_ids:
+                return Finish(type="stop", matched=token)
         return Finish(type="length") if length >= stopping.limit else None
 
     def _matched_text(self, request: Request) -> str | None:
-        """The stop text that the last token completed, if any; every token holds at least one byte of it."""
+        """The stop text that the last tokens hold, if any."""
         assert self.detokenize is not None, "stop texts are refused without a tokenizer"
-        texts = request.stopping.texts
-        window = max(len(text.encode()) for text in texts) + 1
-        tail = self.detokenize(request.output_ids[-window:])
-        return next((text for text in texts if text in tail), None)
+        tail = self.detokenize(request.output_ids[-request.stopping.window :])
+        return next((text for text in request.stopping.texts if text in tail), None)
 
     def _next_look(self, request: Request) -> int:
         """Output length at which the request can next end or be due for a report, stop tokens aside."""
@@ -203,4 +202,10 @@ class Scheduler:
     def _end(self, request: Request, finish: Finish) -> None:
         request.close_span(self.version)
         request.finish = finish
-        self._reports.append(Report(request, len(request.output_ids), finish, tuple(request.spans)))
+        num_tokens = request.num_reported if finish.queued else len(request.output_ids)
+        self._reports.append(Report(request, num_tokens, finish, _within(request.spans, num_tokens)))
+
+
+def _within(spans: Sequence[Span], num_tokens: int) -> tuple[Span, ...]:
+    """The part of spans that lies in the first tokens."""
+    return tuple(Span(span.version, span.start, min(span.end, num_tokens)) for span in spans if span.start < num_tokens)

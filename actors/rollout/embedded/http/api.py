@@ -10,6 +10,7 @@ from actors.rollout.embedded.engine.requests import Request, Sampling, Stopping
 from actors.rollout.embedded.http.bodies import (
     DEFAULT_NEW_TOKENS,
     MAX_BATCH,
+    MAX_STOPS,
     NEUTRAL,
     UNSUPPORTED_FIELDS,
     UNSUPPORTED_SAMPLING,
@@ -21,8 +22,13 @@ from actors.rollout.embedded.http.bodies import (
 )
 from actors.rollout.embedded.model.sampling import request_seed
 from actors.rollout.embedded.model.text import Text
+from actors.rollout.sglang.limits import KEPT_OF_INPUT, KEPT_OF_RESPONSE
 
 T = TypeVar("T")
+
+
+class BrokenRequest(Exception):
+    """The server fails on a request, rather than refusing it: SGLang does, where its tokenizer raises."""
 
 
 class Rendering(NamedTuple):
@@ -129,6 +135,12 @@ class CallReader:
                 f"The input ({len(prompt)} tokens) is longer than the model's context length "
                 f"({limits.context_length} tokens)."
             )
+        longest = limits.context_length - KEPT_OF_INPUT
+        if len(prompt) >= longest:
+            raise ValueError(
+                f"Input length ({len(prompt)} tokens) exceeds the maximum allowed length ({longest} tokens). "
+                "Use a shorter input or enable --allow-auto-truncate."
+            )
 
     def _request(self, rid: str, prompt: list[int], params: SamplingParams, sample: int, stream: bool) -> Request:
         interval = (params.stream_interval or self._limits.stream_interval) if stream else 0
@@ -158,17 +170,29 @@ class CallReader:
                 f"and {wanted} tokens for the completion."
             )
         texts = _listed(params.stop)
-        if texts and self._text is None:
-            raise ValueError("stop needs a tokenizer, and the model directory has no tokenizer.json")
         own = frozenset(params.stop_token_ids or ())
         if any(not 0 <= token < limits.vocab_size for token in own):
             raise ValueError(f"stop_token_ids must be in the vocabulary of {limits.vocab_size} tokens")
         return Stopping(
-            limit=min(room, DEFAULT_NEW_TOKENS) if wanted is None else wanted,
+            limit=min(room - KEPT_OF_RESPONSE, DEFAULT_NEW_TOKENS if wanted is None else wanted),
             floor=params.min_new_tokens,
             token_ids=frozenset() if params.ignore_eos else own | limits.eos_token_ids,
             texts=tuple(text for text in texts if text),
+            window=self._window(texts),
         )
+
+    def _window(self, texts: Sequence[str]) -> int:
+        """Number of last tokens in which SGLang looks for stop texts."""
+        if len(texts) > MAX_STOPS:
+            raise ValueError(f"at most {MAX_STOPS} stop strings are allowed, got {len(texts)}")
+        if not texts:
+            return 0
+        if self._text is None:
+            raise ValueError("stop needs a tokenizer, and the model directory has no tokenizer.json")
+        try:
+            return max(map(self._text.width, texts)) + 1
+        except Exception as error:
+            raise BrokenRequest(f"stop: {error}") from error
 
     def _rendering(self, body: GenerateBody, params: SamplingParams, log_probs: bool) -> Rendering:
         if body.return_text_in_logprobs and self._text is None:

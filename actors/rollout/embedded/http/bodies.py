@@ -4,6 +4,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 
+MAX_STOPS: Final = 32  # stop texts of a request
 MAX_BATCH: Final = 4096  # requests in one call, n included
 DEFAULT_NEW_TOKENS: Final = 128
 
@@ -112,7 +113,7 @@ class UpdateFromDiskBody(msgspec.Struct, frozen=True, kw_only=True):
     """Body of POST /update_weights_from_disk. What concerns GPUs is accepted and means nothing here."""
 
     model_path: str
-    load_format: Literal["auto", "safetensors"] | None = None
+    load_format: Literal["auto", "safetensors", "dummy"] | None = None
     weight_version: str | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
@@ -153,6 +154,19 @@ class SlowDownBody(msgspec.Struct, frozen=True):
 
 
 T = TypeVar("T")
+
+
+class _Streams(msgspec.Struct, frozen=True):
+    stream: bool = False
+
+
+def is_stream(data: bytes) -> bool:
+    """Whether the body of a POST /generate asks for a stream.
+
+    Raises:
+        SchemaError: it is not JSON, or does not say so properly.
+    """
+    return decode_body(data, _Streams).stream
 
 
 def decode_body(data: bytes | msgspec.Raw, struct: type[T]) -> T:

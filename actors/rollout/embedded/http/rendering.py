@@ -37,11 +37,15 @@ def answer(
 ) -> dict[str, Any]:
     """Build the answer to one request, whole, or from `sent` on."""
     request, rendering = job
-    start = sent.num_tokens if sent else 0
+    if sent is not None and progress.finish is not None and progress.finish.queued:
+        sent, start = None, 0  # SGLang repeats all but the ids, of which it repeats the last
+        first = max(0, progress.num_tokens - 1)
+    else:
+        first = start = sent.num_tokens if sent else 0
     shown = rendered_text(job, progress, text)
     body: dict[str, Any] = {
         "text": shown[sent.num_characters :] if sent else shown,
-        "output_ids": request.output_ids[start : progress.num_tokens],
+        "output_ids": request.output_ids[first : progress.num_tokens],
         "meta_info": _meta_info(request, progress, version, clock),
     }
     if rendering.prompt_ids:
@@ -56,13 +60,14 @@ def rendered_text(job: Job, progress: Progress, text: Text | None) -> str:
     if text is None:
         return ""
     request, rendering = job
-    matched = progress.finish.matched if progress.finish and rendering.stop_trim else None
+    matched = progress.finish.matched if progress.finish else None
     ids = request.output_ids[: progress.num_tokens]
     shown = text.decode(
-        ids[:-1] if isinstance(matched, int) else ids, skip_special_tokens=rendering.skip_special_tokens
+        ids[:-1] if isinstance(matched, int) and rendering.stop_trim else ids,
+        skip_special_tokens=rendering.skip_special_tokens,
     )
-    if isinstance(matched, str):
-        return shown.partition(matched)[0]
+    if isinstance(matched, str) and (start := shown.find(matched)) >= 0:
+        return shown[: start if rendering.stop_trim else start + len(matched)]
     return shown if progress.finish else shown.rstrip(CUT_CHARACTER)
 
 

@@ -15,9 +15,9 @@ from actors.rollout.embedded.engine.core import EngineRefusal
 from actors.rollout.embedded.engine.frontend import Frontend, Generation, QueueFull, Waiting
 from actors.rollout.embedded.engine.thread import EngineStopped
 from actors.rollout.embedded.http import bodies
-from actors.rollout.embedded.http.api import CallReader
+from actors.rollout.embedded.http.api import BrokenRequest, CallReader
 from actors.rollout.embedded.http.guard import guard
-from actors.rollout.embedded.http.rendering import Sent, answer, rendered_text
+from actors.rollout.embedded.http.rendering import Progress, Sent, answer, rendered_text
 from actors.rollout.embedded.model.config import ModelDescription, ModelError
 from actors.rollout.embedded.model.text import Text
 from runtime.secrets import Secret
@@ -99,24 +99,31 @@ class EmbeddedServer:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """POST /generate."""
+        data, streams = await request.read(), False
         try:
-            call = self._reader.read(await request.read())
+            streams = bodies.is_stream(data)
+            call = self._reader.read(data)
             async with self._frontend.generation(call.jobs) as generation:
                 if call.stream:
                     return await self._stream(request, generation, call.single)
                 await generation.end()
-                answers = [self._answer(each, generation) for each in generation.waiting]
+                answers = [self._answer(each, generation, each.progress) for each in generation.waiting]
         except bodies.SchemaError as error:
             return _schema_error(error)
         except ValueError as error:
-            return _error(400, str(error))
+            return await _streamed_error(request, str(error)) if streams else _error(400, str(error))
         except QueueFull as error:
             return _error(503, str(error))
+        except BrokenRequest as error:
+            log.error("request_broken", error=str(error))
+            return web.Response(status=500, text="Internal Server Error")
         return _json(answers[0] if call.single else answers)
 
-    def _answer(self, waiting: Waiting, generation: Generation, sent: Sent | None = None) -> dict[str, Any]:
+    def _answer(
+        self, waiting: Waiting, generation: Generation, progress: Progress, sent: Sent | None = None
+    ) -> dict[str, Any]:
         version, clock = self._frontend.version, generation.clock()
-        return answer(waiting.job, waiting.progress, version=version, clock=clock, text=self._text, sent=sent)
+        return answer(waiting.job, progress, version=version, clock=clock, text=self._text, sent=sent)
 
     async def _stream(self, request: web.Request, generation: Generation, single: bool) -> web.StreamResponse:
         """Send progress as server-sent events; what happens between two writes merges into the next one."""
@@ -128,9 +135,15 @@ class EmbeddedServer:
             await generation.change()
             for index, waiting in enumerate(generation.waiting):
                 progress = waiting.progress
+                if (
+                    progress.finish is not None
+                    and progress.finish.queued
+                    and progress.num_tokens > sent[index].num_tokens
+                ):
+                    progress = progress._replace(finish=None)  # what was sampled before goes first
                 if ended[index] or (progress.num_tokens == sent[index].num_tokens and progress.finish is None):
                     continue
-                body = self._answer(waiting, generation, sent[index] if self._incremental else None)
+                body = self._answer(waiting, generation, progress, sent[index] if self._incremental else None)
                 if not single:
                     body["index"] = index
                 shown = len(rendered_text(waiting.job, progress, self._text))
@@ -352,6 +365,15 @@ def _json(body: object, *, status: int = 200) -> web.Response:
 
 def _error(status: int, message: str) -> web.Response:
     return _json({"error": {"message": message}}, status=status)
+
+
+async def _streamed_error(request: web.Request, message: str) -> web.StreamResponse:
+    """A refusal as SGLang streams it: with a status of 200."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    error = {"message": message, "type": "invalid_request_error", "code": 400, "retryable": False}
+    await response.write(b"data: " + msgspec.json.encode({"error": error}) + b"\n\ndata: [DONE]\n\n")
+    return response
 
 
 def _schema_error(error: Exception) -> web.Response:

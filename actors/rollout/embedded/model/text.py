@@ -33,6 +33,14 @@ class Text:
         """Tokens of a text, with the special tokens its post-processor adds."""
         return list(self._tokenizer.encode(text).ids)
 
+    def width(self, text: str) -> int:
+        """Number of tokens of a text, without special ones around it.
+
+        Raises:
+            Exception: no tokens can be made of it; the binding knows no narrower one.
+        """
+        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)

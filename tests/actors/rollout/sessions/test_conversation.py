@@ -30,6 +30,7 @@ from messages import (
 from runtime.bus.bus import Bus
 from runtime.settings.topology import Topology
 from tests.actors.rollout.sessions.generate_functions import RUNS
+from tests.support.any_tokens import AnyTokens
 from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
 from tests.support.rollout import no_worker_is_left as no_worker_is_left  # a fixture
 from tests.support.rollout import router_url as router_url  # a fixture
@@ -231,7 +232,7 @@ async def test_a_replay_that_is_halted_forgets_no_turn() -> None:
         await anyio.sleep_forever()
 
     sample = two_turns()
-    talk = Conversation(task(0).prompt, sample, max_tokens=9, ask=ask_nobody, encode=lambda _: [])
+    talk = Conversation(task(0).prompt, sample, max_tokens=9, ask=ask_nobody, model=AnyTokens())
     async with anyio.create_task_group() as group:
 
         async def run() -> None:
@@ -258,7 +259,7 @@ async def test_a_halt_during_a_turn_ends_the_function_where_it_next_waits(waits:
         if waits:
             await anyio.sleep_forever()
 
-    talk = Conversation(task(0).prompt, sample, max_tokens=9, ask=ask, encode=lambda _: [])
+    talk = Conversation(task(0).prompt, sample, max_tokens=9, ask=ask, model=AnyTokens())
     with anyio.fail_after(5):
         assert await talk.run(function) is status
     assert sample.metadata["num_turns"] == 1

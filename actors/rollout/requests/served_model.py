@@ -1,0 +1,180 @@
+"""What the served model allows and where its answers end: token ids that exist, stop texts that can be encoded.
+
+A server is asked for nothing else. SGLang does not look at token ids: one that the model has not ends the whole server.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import msgspec
+
+from actors.rollout.sglang.answers import Answer, is_aborted
+from messages import SamplingParams
+
+if TYPE_CHECKING:
+    import tokenizers
+
+TOKENIZER: Final = "tokenizer.json"
+ALSO_ENDS: Final = ("<|eom_id|>",)  # that SGLang ends an answer at where the tokenizer has them added
+MAX_STOPS: Final = 32  # texts in a request; SGLang refuses more
+Ids = int | tuple[int, ...] | None
+
+
+class _Config(msgspec.Struct, frozen=True):
+    vocab_size: int | None = None
+    eos_token_id: Ids = None
+    text_config: "_Config | None" = None  # of a model that reads more than text
+
+
+class _GenerationConfig(msgspec.Struct, frozen=True):
+    eos_token_id: Ids = None
+
+
+class _AddedToken(msgspec.Struct, frozen=True):
+    content: str
+
+
+class _TokenizerConfig(msgspec.Struct, frozen=True):
+    eos_token: str | _AddedToken | None = None
+
+
+class ServedModel:
+    """The model that the engines of a run serve, as its directory describes it."""
+
+    def __init__(self, directory: Path, vocab_size: int, end_ids: frozenset[int]) -> None:
+        self.vocab_size = vocab_size
+        self._directory = directory
+        self._config_end_ids = end_ids
+        self._loaded: tokenizers.Tokenizer | None = None
+        self._all_end_ids: frozenset[int] | None = None
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        """Read config.json, and generation_config.json where there is one.
+
+        Raises:
+            OSError, ValueError: there is no config, or it does not say how many tokens there are.
+        """
+        file = directory / "config.json"
+        config = _read(file, _Config)
+        vocab_size = config.vocab_size or (config.text_config and config.text_config.vocab_size)
+        if not vocab_size:
+            raise ValueError(f"{file}: vocab_size is missing")
+        generation = directory / "generation_config.json"
+        also = _read(generation, _GenerationConfig).eos_token_id if generation.is_file() else None
+        return cls(directory, vocab_size, _ids(config.eos_token_id) | _ids(also))
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end an answer: those of both configs, and the tokenizer's."""
+        if self._all_end_ids is None:
+            self._all_end_ids = self._config_end_ids | self._tokenizer_end_ids()
+        return self._all_end_ids
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, without special ones around it.
+
+        Raises:
+            ValueError: no tokens can be made of it.
+        """
+        tokenizer = self._tokenizer()
+        try:
+            return tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:
+            raise ValueError(f"the model's tokenizer cannot encode {text[:80]!r}: {error}") from error
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """See that all are tokens of the model.
+
+        Raises:
+            ValueError: one is none.
+        """
+        if not ids or (min(ids) >= 0 and max(ids) < self.vocab_size):
+            return
+        bad = next(token for token in ids if not 0 <= token < self.vocab_size)
+        raise ValueError(f"{bad} is no token of the model, which has {self.vocab_size}")
+
+    def check_tokenizer(self) -> None:
+        """See that the tokenizer makes tokens of the model alone.
+
+        Raises:
+            ValueError: it has more than the model.
+        """
+        highest = max(self._tokenizer().get_vocab(with_added_tokens=True).values(), default=0)
+        if highest >= self.vocab_size:
+            file = self._directory / TOKENIZER
+            raise ValueError(f"{file}: its tokens go up to {highest}, and the model has {self.vocab_size}")
+
+    def check_stop(self, texts: Sequence[str]) -> None:
+        """See that an engine can look for these texts.
+
+        Raises:
+            ValueError: one cannot be encoded, or there are too many.
+        """
+        if len(texts) > MAX_STOPS:
+            raise ValueError(f"{len(texts)} stop texts; SGLang takes at most {MAX_STOPS}")
+        for text in texts:
+            self.encode(text)
+
+    def ended(self, answer: Answer, ids: Sequence[int], params: SamplingParams) -> Answer:
+        """An aborted answer that had reached its end: completed, with what matched; any other as it is.
+
+        An abort wins over the end in the step that executes both, so the last token tells.
+
+        Args:
+            answer: or the last part of it.
+            ids: all tokens of the request so far.
+            params: what was asked for.
+        """
+        if not ids or not is_aborted(answer):
+            return answer
+        matched = self._matched(ids, params)
+        if matched is None:
+            return answer
+        text = answer.text
+        if isinstance(matched, str) and (found := text.find(matched)) >= 0:
+            text = text[: found + len(matched)]
+        meta = msgspec.structs.replace(answer.meta_info, finish_reason={"type": "stop", "matched": matched})
+        return Answer(meta_info=meta, text=text, output_ids=answer.output_ids)
+
+    def _matched(self, ids: Sequence[int], params: SamplingParams) -> int | str | None:
+        if params.stop:
+            window = max(len(self.encode(text)) for text in params.stop) + 1  # as SGLang looks
+            tail = self._tokenizer().decode(list(ids[-window:]), skip_special_tokens=False)
+            found = next((text for text in params.stop if text in tail), None)
+            if found is not None:
+                return found
+        return ids[-1] if ids[-1] in params.stop_token_ids or ids[-1] in self.end_ids else None
+
+    def _tokenizer(self) -> "tokenizers.Tokenizer":
+        if self._loaded is None:
+            import tokenizers
+
+            file = self._directory / TOKENIZER
+            if not file.is_file():
+                raise ValueError(f"{file}: no such file, and texts need a tokenizer")
+            self._loaded = tokenizers.Tokenizer.from_file(str(file))
+        return self._loaded
+
+    def _tokenizer_end_ids(self) -> frozenset[int]:
+        config = self._directory / "tokenizer_config.json"
+        if not (self._directory / TOKENIZER).is_file():
+            return frozenset()
+        named = _read(config, _TokenizerConfig).eos_token if config.is_file() else None
+        texts = {*ALSO_ENDS, named.content if isinstance(named, _AddedToken) else named}
+        ids = (self._tokenizer().token_to_id(text) for text in texts if text)
+        return frozenset(token for token in ids if token is not None)
+
+
+def _read(file: Path, struct: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=struct)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _ids(value: Ids) -> frozenset[int]:
+    if value is None:
+        return frozenset()
+    return frozenset((value,) if isinstance(value, int) else value)

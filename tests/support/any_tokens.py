@@ -1,0 +1,20 @@
+"""A served model that has whatever tokens a test makes up."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from actors.rollout.requests.served_model import ServedModel
+
+
+class AnyTokens(ServedModel):
+    """Any token and any text will do; none ends an answer."""
+
+    def __init__(self, encode: Callable[[str], list[int]] = lambda _: []) -> None:
+        super().__init__(Path(), 1 << 31, frozenset())
+        self._encode = encode
+
+    def encode(self, text: str) -> list[int]:
+        return self._encode(text)
+
+    def check_stop(self, texts: Sequence[str]) -> None:
+        return None
