@@ -1,0 +1,147 @@
+"""The servers of the contract: each layout started once and kept; the matrix of what was shown on which."""
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from actors.rollout.requests.served_model import ServedModel
+from actors.rollout.sglang.client import SglangClient
+from tests.conftest import END_S, descendants, describe
+from tests.sglang.matrix import Matrix
+from tests.sglang.model import write_contract_model, write_versions
+from tests.sglang.rig import Rig, learn_checksums, left_as_found, rig_of
+from tests.sglang.router import Router, running_router
+from tests.sglang.server import EMBEDDED, TP1, TWO_PROCESSES, Server, Servers, kept_servers
+
+LAYOUTS = [
+    pytest.param(EMBEDDED, marks=pytest.mark.sglang, id="embedded"),
+    pytest.param(TP1, marks=pytest.mark.sglang, id="sglang"),
+    pytest.param(TWO_PROCESSES, marks=pytest.mark.sglang_all, id="two-processes"),
+]
+MATRIX = pytest.StashKey[Matrix]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[MATRIX] = Matrix()
+
+
+@pytest.fixture(scope="session")
+def contract_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_contract_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory: pytest.TempPathFactory, contract_model: Path) -> dict[int, Path]:
+    return write_versions(tmp_path_factory.mktemp("weights"), contract_model)
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory, contract_model: Path) -> Iterator[Servers]:
+    with kept_servers(contract_model, tmp_path_factory.mktemp("servers")) as servers:
+        yield servers
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_child_process(request: pytest.FixtureRequest) -> Iterator[None]:
+    """As for all tests, but for the servers that are kept over them."""
+    before = {process.pid for process in descendants()}
+    yield
+    kept: set[int] = request.getfixturevalue("servers").pids() if "servers" in request.fixturenames else set()
+    left = [process for process in descendants() if process.pid not in before | kept]
+    _, alive = psutil.wait_procs(left, timeout=END_S)
+    lines = [describe(process) for process in alive]
+    for process in alive:
+        process.kill()
+    assert not lines, f"processes left behind: {lines}"
+
+
+@pytest.fixture(scope="session", params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> str:
+    """Which engine a test of the contract runs on."""
+    return str(request.param)
+
+
+@pytest.fixture
+def server(servers: Servers, layout: str) -> Server:
+    """The kept server of the layout, up."""
+    return servers.get(layout)
+
+
+@pytest.fixture(scope="session")
+def checksums_by_layout() -> dict[str, dict[int, str]]:
+    return {}
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncGenerator[SglangClient]:
+    """Talks to the server as a rollout actor does; leaves it idle, unpaused, at full speed."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        client = SglangClient(session)
+        yield client
+        if server.alive:
+            server.slow_down(0)
+            await left_as_found(client, server)
+
+
+@pytest.fixture
+async def checksums(
+    client: SglangClient,
+    server: Server,
+    weights: dict[int, Path],
+    checksums_by_layout: dict[str, dict[int, str]],
+) -> dict[int, str]:
+    """What this layout says of each version of the weights."""
+    if server.layout not in checksums_by_layout:
+        checksums_by_layout[server.layout] = await learn_checksums(client, server, weights)
+    return checksums_by_layout[server.layout]
+
+
+@pytest.fixture(scope="session")
+def session_router() -> Iterator[Router]:
+    with running_router() as router:
+        yield router
+
+
+@pytest.fixture
+def make_rig(
+    server: Server,
+    client: SglangClient,
+    weights: dict[int, Path],
+    checksums: dict[int, str],
+    contract_model: Path,
+) -> Any:
+    """Makes a rollout actor's half of the conversation, by a router and with a mode of update."""
+
+    @asynccontextmanager
+    async def make(router: Router, mode: Any = "drain") -> AsyncGenerator[Rig]:
+        async with rig_of(server, router.url, weights, checksums, ServedModel.read(contract_model), mode) as rig:
+            yield rig
+
+    return make
+
+
+@pytest.fixture
+async def rig(make_rig: Any, session_router: Router) -> AsyncGenerator[Rig]:
+    """One with the session's router, whose updates wait for running requests."""
+    async with make_rig(session_router) as rig:
+        yield rig
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    outcome: Any = yield
+    report: pytest.TestReport = outcome.get_result()
+    marker = item.get_closest_marker("behaviour")
+    callspec = getattr(item, "callspec", None)
+    if marker is not None and callspec is not None and (report.when == "call" or report.failed):
+        server = getattr(item, "funcargs", {}).get("server")
+        item.config.stash[MATRIX].note(marker.args[0], callspec.params["layout"], report.outcome, server)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    config.stash[MATRIX].report(terminalreporter.write_line)

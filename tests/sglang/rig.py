@@ -1,0 +1,157 @@
+"""Our client between a test and a server: fleet and generator, as a rollout actor puts them together."""
+
+import contextlib
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anyio
+
+from actors.rollout.engines.fleet import Fleet
+from actors.rollout.engines.weights.disk import Mode, Updater
+from actors.rollout.engines.weights.loads import Loads
+from actors.rollout.engines.weights.prover import Prover
+from actors.rollout.requests.request import Generated, GenerateRequest
+from actors.rollout.requests.sending import Generator
+from actors.rollout.requests.served_model import ServedModel
+from actors.rollout.sglang.answers import Answer
+from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.streams import Stream
+from messages import SamplingParams, WeightsAnnounced
+from runtime.checksums import checksums_of
+from tests.sglang.server import Server, checksum_of
+from tests.support.rollout import announcement
+
+READY_S = 30.0
+POLL_S = 0.02
+
+
+@dataclass
+class Rig:
+    """What a test holds of one rollout actor."""
+
+    server: Server
+    client: SglangClient
+    updater: Updater
+    fleet: Fleet
+    generator: Generator
+    weights: dict[int, Path]
+    checksums: dict[int, str]  # as this server computes them
+    raw_answers: dict[tuple[int, ...], Answer] = field(default_factory=dict)  # by their tokens, as the server gave them
+
+    def __post_init__(self) -> None:
+        ask = self.client.generate
+
+        async def generate(router: str, body: dict[str, Any]) -> list[Answer]:
+            answers = await ask(router, body)
+            self.raw_answers |= {tuple(answer.output_ids): answer for answer in answers}
+            return answers
+
+        self.client.generate = generate
+
+    def announced(self, version: int) -> WeightsAnnounced:
+        """The announcement of a version."""
+        directory = self.weights[version]
+        return announcement(version, path=str(directory), checksum=checksums_of(directory).total)
+
+    async def update(self, version: int) -> None:
+        """Make a version the target and wait until the engine holds it."""
+        await self.fleet.set_target(self.announced(version))
+        with anyio.fail_after(READY_S):
+            await self.fleet.next_version(version - 1)
+
+    async def generate(self, request: GenerateRequest, streams: list[Stream] | None = None) -> Generated:
+        """Ask through the router; `streams` gets each stream that begins."""
+        generated = await self.generator.generate(request, None if streams is None else streams.append)
+        assert generated is not None
+        return generated
+
+    async def until_load(self, true: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait until what the engine is doing is as it should be."""
+        load: dict[str, Any] = {}
+        with anyio.move_on_after(READY_S):
+            while not true(load := await anyio.to_thread.run_sync(self.server.loads)):  # noqa: ASYNC110 - it cannot tell
+                await anyio.sleep(POLL_S)
+            return
+        raise AssertionError(f"not so within {READY_S} s; at last {load}")
+
+    async def until_running(self, number: int) -> None:
+        """Wait until the engine decodes so many requests."""
+        await self.until_load(lambda load: load["num_running_reqs"] == number)
+
+    async def until_tokens(self, number: int) -> None:
+        """Wait until the engine holds so many tokens of running requests."""
+        await self.until_load(lambda load: load["num_running_reqs"] > 0 and load["num_used_tokens"] >= number)
+
+    async def slow_down(self, seconds: float) -> None:
+        await anyio.to_thread.run_sync(self.server.slow_down, seconds)
+
+
+def request(
+    prompt: list[int], max_new_tokens: int, *, rid: str | None = None, round: int | None = 0, **params: Any
+) -> GenerateRequest:
+    """One sample's request."""
+    return GenerateRequest(
+        rid=rid or uuid.uuid4().hex,
+        input_ids=[prompt],
+        params=SamplingParams(max_new_tokens=max_new_tokens, **params),
+        max_new_tokens=max_new_tokens,
+        min_version=1,
+        round=round,
+        seeds=[uuid.uuid4().int >> 97],
+    )
+
+
+@asynccontextmanager
+async def rig_of(
+    server: Server, router: str, weights: dict[int, Path], checksums: dict[int, str], model: ServedModel, mode: Mode
+) -> AsyncGenerator[Rig]:
+    """A rollout actor's half of the conversation, with the first weights in the engine."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as session, anyio.create_task_group() as group:
+        client = SglangClient(
+            session,
+        )
+        updater = Updater(client, mode)
+        fleet = Fleet(
+            client, Prover(client, updater, Loads(settle_timeout_s=READY_S), verify=None, trainer_dtype="float32")
+        )
+        generator = Generator(client, fleet, model)
+        updater.interrupt_by(generator.running.interrupt)
+        rig = Rig(server, client, updater, fleet, generator, weights, checksums)
+        await client.update_weights(server.url, str(weights[1]), "1@clean")  # no run goes back to a version, tests do
+        group.start_soon(fleet.run_engine, "engine-0", server.url)
+        group.start_soon(fleet.run_router, router)
+        group.start_soon(generator.running.run)
+        await rig.update(1)
+        try:
+            yield rig
+        finally:
+            group.cancel_scope.cancel()
+
+
+async def until(true: Callable[[], bool], limit_s: float = READY_S) -> None:
+    """Wait until something has happened in this process."""
+    with anyio.fail_after(limit_s):
+        while not true():  # noqa: ASYNC110 - as short a wait as an event, in tests
+            await anyio.sleep(POLL_S)
+
+
+async def left_as_found(client: SglangClient, server: Server) -> None:
+    """End what a test left at an engine: requests, a pause."""
+    with contextlib.suppress(Exception):
+        await client.abort(server.url, None)
+        await client.proceed(server.url)
+
+
+async def learn_checksums(client: SglangClient, server: Server, weights: dict[int, Path]) -> dict[int, str]:
+    """Load each version once, and ask."""
+    found: dict[int, str] = {}
+    for version, directory in reversed(weights.items()):
+        await client.update_weights(server.url, str(directory), f"{version}@learnt")
+        found[version] = await anyio.to_thread.run_sync(checksum_of, server)
+    return found

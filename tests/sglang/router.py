@@ -1,0 +1,64 @@
+"""The real sglang-router, started with the arguments that a run gives it."""
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.processes import process_specs
+from runtime.settings.topology import SOLE_NODE
+from tests.support.embedded_engine import free_port, wait_until_200
+from tests.support.rollout import topology_with
+
+STOP_S = 10.0
+
+
+@dataclass
+class Router:
+    """A router process at a port of its own."""
+
+    port: int
+    command: list[str]
+    process: "subprocess.Popen[str]"
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(STOP_S)
+
+    def start_again(self) -> None:
+        self.process = _started(self.command)
+        wait_until_200(f"{self.url}/liveness", self.process)
+
+
+def router_command(port: int, **rollout: Any) -> list[str]:
+    """How a run whose recipe has these settings starts its router."""
+    topology = topology_with(rollout=rollout)
+    (spec,) = [spec for spec in process_specs(topology, SOLE_NODE, Path("/nowhere")) if spec.name == "router.policy"]
+    return [part.format(host="127.0.0.1", port=port) for part in spec.command]
+
+
+@contextlib.contextmanager
+def running_router(**rollout: Any) -> Iterator[Router]:
+    """A router that answers."""
+    port = free_port()
+    command = router_command(port, **rollout)
+    router = Router(port, command, _started(command))
+    try:
+        wait_until_200(f"{router.url}/liveness", router.process)
+        yield router
+    finally:
+        router.process.terminate()
+        try:
+            router.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            router.kill()
+
+
+def _started(command: list[str]) -> "subprocess.Popen[str]":
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True)

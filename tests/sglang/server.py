@@ -1,0 +1,218 @@
+"""SGLang's own server, unpatched, on the CPU; the embedded engine in the same shape; and who is kept over tests."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from tests.support.embedded_engine import free_port, get, post
+
+ROOT: Final = Path(__file__).parents[2]
+SHIM: Final = Path(__file__).parent / "shim"
+SGLANG_START_S: Final = 600.0  # 22 s on an idle machine; its imports took 240 s on one that did six things at once
+EMBEDDED_START_S: Final = 30.0
+STOP_S: Final = 15.0
+POLL_S: Final = 0.2  # a server says nothing when it is up
+MAX_KEPT: Final = 2  # of SGLang's servers, 3 GB each
+
+EMBEDDED: Final = "embedded"
+TP1: Final = "sglang"
+TWO_PROCESSES: Final = "sglang, two processes"
+
+NUM_SLOTS: Final = 6  # --max-running-requests: what comes beyond waits in the queue
+STREAM_INTERVAL: Final = 4
+SIZES: Final = {"max-running-requests": NUM_SLOTS, "stream-interval": STREAM_INTERVAL, "max-total-tokens": 4096}
+CPU_FLAGS: Final = (
+    *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
+    *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
+    *("--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle"),
+)
+
+
+def sglang_python() -> str:
+    """The interpreter that has SGLang."""
+    return os.environ.get("PHYSARUM_SGLANG_PYTHON", str(ROOT / ".venv-sglang" / "bin" / "python"))
+
+
+def sglang_environment() -> dict[str, str]:
+    """What its processes need to run without a GPU: the shim, which is in tests/ alone."""
+    path = os.pathsep.join(filter(None, [str(SHIM), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+@dataclass
+class Server:
+    """One engine, of one process or of several."""
+
+    layout: str
+    url: str
+    log: Path
+    processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+
+    @property
+    def is_sglang(self) -> bool:
+        return self.layout != EMBEDDED
+
+    @property
+    def alive(self) -> bool:
+        return all(process.poll() is None for process in self.processes)
+
+    def tree(self) -> list[psutil.Process]:
+        """All its processes that run."""
+        found: list[psutil.Process] = []
+        for process in self.processes:
+            with contextlib.suppress(psutil.Error):
+                root = psutil.Process(process.pid)
+                found += [root, *root.children(recursive=True)]
+        return found
+
+    def schedulers(self) -> list[psutil.Process]:
+        """Those that hold the model; the embedded engine's is the whole server."""
+        if not self.is_sglang:
+            return self.tree()
+        return [process for process in self.tree() if "scheduler" in "".join(process.cmdline())]
+
+    def kill(self) -> None:
+        """SIGKILL to everything at once."""
+        self._signal(signal.SIGKILL)
+
+    def stop(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: signal.Signals) -> None:
+        tree = self.tree()
+        for process in tree:
+            with contextlib.suppress(psutil.Error):
+                process.resume()
+                process.send_signal(number)
+        _, left = psutil.wait_procs(tree, timeout=STOP_S)
+        for process in left:
+            process.kill()
+        for process in self.processes:
+            process.wait(STOP_S)
+
+    def version(self) -> str:
+        """Of the server's package, as it says itself."""
+        info: dict[str, Any] = get(f"{self.url}/server_info")[1]
+        return str(info["version"])
+
+    def loads(self) -> dict[str, Any]:
+        """What it is doing."""
+        load: dict[str, Any] = get(f"{self.url}/v1/loads")[1]["loads"][0]
+        return load
+
+    def slow_down(self, seconds: float) -> None:
+        """Make every step longer."""
+        assert post(f"{self.url}/slow_down", {"forward_sleep_time": seconds})[0] == 200
+
+
+def start(layout: str, model: Path, directory: Path, *flags: str) -> Server:
+    """Start an engine without its weights, as a run with random_init does; `wait_until_up` follows."""
+    port = free_port()
+    server = Server(layout, f"http://127.0.0.1:{port}", directory / f"{layout.replace(' ', '-')}-{port}.log")
+    common = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy"]
+    common += ["--incremental-streaming-output", *flags]
+    for name, value in SIZES.items():
+        common += [f"--{name}", str(value)]
+    if layout == EMBEDDED:
+        _spawn(server, [sys.executable, "-m", "actors.rollout.embedded", *common], {})
+        return server
+    command = [sglang_python(), "-m", "sglang.launch_server", *common, *CPU_FLAGS]
+    if layout == TP1:
+        _spawn(server, command, {})
+        return server
+    address = f"127.0.0.1:{free_port()}"
+    for rank in (0, 1):
+        parts = ["--nnodes", "2", "--node-rank", str(rank), "--tp-size", "2", "--dist-init-addr", address]
+        _spawn(server, [*command, *parts], {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"})
+    return server
+
+
+def _spawn(server: Server, command: list[str], extra: dict[str, str]) -> None:
+    environment = sglang_environment() if server.is_sglang else {**os.environ, "OMP_NUM_THREADS": "1"}
+    with server.log.open("ab") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment | extra, cwd=ROOT)
+    server.processes.append(process)
+
+
+def wait_until_up(server: Server) -> None:
+    """Wait until it may be asked.
+
+    Raises:
+        AssertionError: it ended, or was not up in time; the text holds the end of its log.
+    """
+    limit_s = SGLANG_START_S if server.is_sglang else EMBEDDED_START_S
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline and server.alive:
+        with contextlib.suppress(OSError):
+            if get(f"{server.url}/ready")[0] == 200:
+                return
+        time.sleep(POLL_S)
+    server.kill()
+    raise AssertionError(f"{server.layout} was not up within {limit_s} s:\n{server.log.read_text()[-3000:]}")
+
+
+class Servers:
+    """Servers that are kept: one for each layout, started once, or again when a test killed it."""
+
+    def __init__(self, model: Path, directory: Path) -> None:
+        self._model = model
+        self._directory = directory
+        self._kept: dict[str, Server] = {}
+        self.num_starts: dict[str, int] = {}
+
+    def get(self, layout: str) -> Server:
+        """The server of a layout, up."""
+        server = self._kept.get(layout)
+        if server is None or not server.alive:
+            if server is not None:
+                server.kill()
+            self._make_room(layout)
+            self.num_starts[layout] = self.num_starts.get(layout, 0) + 1
+            server = self._kept[layout] = start(layout, self._model, self._directory)
+        wait_until_up(server)
+        return server
+
+    def pids(self) -> set[int]:
+        """Of all that are kept."""
+        return {process.pid for server in self._kept.values() for process in server.tree()}
+
+    def stop(self, layout: str | None = None) -> None:
+        """End one, or all."""
+        for name in [name for name in self._kept if layout in (None, name)]:
+            self._kept.pop(name).stop()
+
+    def _make_room(self, layout: str) -> None:
+        running = [name for name, server in self._kept.items() if server.is_sglang and name != layout]
+        if layout != EMBEDDED and len(running) >= MAX_KEPT:
+            self.stop(running[0])
+
+
+@contextlib.contextmanager
+def kept_servers(model: Path, directory: Path) -> Iterator[Servers]:
+    """Servers for a session of tests."""
+    servers = Servers(model, directory)
+    try:
+        yield servers
+    finally:
+        servers.stop()
+
+
+def checksum_of(server: Server) -> str:
+    """Checksum of the weights that it holds, as it computes it."""
+    status, body = post(f"{server.url}/weights_checker", {"action": "checksum"})
+    assert status == 200, body
+    return str(body["per_engine_checksum"])
+
+
+def write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value))

@@ -1,0 +1,190 @@
+"""The contract: requests that are ended early, wherever they are, and what is left of them."""
+
+import uuid
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import pytest
+
+from actors.rollout.requests.request import Generated, GenerateRequest
+from actors.rollout.sglang.answers import is_aborted, segment_of, status_of
+from actors.rollout.sglang.body import generate_body
+from actors.rollout.sglang.errors import RequestRefused
+from actors.rollout.sglang.streams import Stream
+from messages import Int32Array, SampleKey, SampleStatus
+from tests.sglang.model import DOT, DOTTED, EOS
+from tests.sglang.rig import Rig, request, until
+from tests.sglang.server import NUM_SLOTS
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
+
+PROMPT = [3, 4, 5]
+LONG = 300  # tokens: long enough to be streamed
+SLOW_S = 0.03  # of a step: an abort meets a request on its way
+
+
+class Asked:
+    """Requests under way, and what became of them."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self.generated: dict[str, Generated | None] = {}
+        self.streams: dict[str, list[Stream]] = {}
+
+    async def ask(self, request: GenerateRequest, streamed: bool) -> None:
+        streams = self.streams.setdefault(request.rid, [])
+        show = streams.append if streamed else None
+        asked = replace(request, rid=uuid.uuid4().hex)  # SGLang aborts an id again 2 s after its stream has ended
+        self.generated[request.rid] = await self._rig.generator.generate(asked, show)
+
+    def check(self, rid: str) -> int:
+        """An answer that was aborted makes a good segment and may go on; how many tokens it has."""
+        generated = self.generated[rid]
+        assert generated is not None
+        (answer,) = generated.answers
+        packed = segment_of(answer, SampleKey(group_id=0, attempt=0, index=0), Int32Array(PROMPT))
+        spans = packed.weight_spans
+        assert sum(span.end - span.start for span in spans) == len(answer.output_ids)
+        assert len(packed.rollout_log_probs) == len(answer.output_ids)
+        assert status_of(answer) is SampleStatus.ABORTED
+        return len(answer.output_ids)
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "streamed"])
+def streamed(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.mark.behaviour("abort of a running request: what it sampled is its answer")
+async def test_abort_of_a_running_request(rig: Rig, streamed: bool) -> None:
+    asked = Asked(rig)
+    await rig.slow_down(SLOW_S)
+    async with anyio.create_task_group() as group:
+        group.start_soon(asked.ask, request(PROMPT, LONG, rid="a", round=1), streamed)
+        await rig.until_tokens(20)
+        rig.generator.running.halt(1)
+    assert asked.check("a") >= 10
+
+
+@pytest.mark.behaviour("abort of a queued request: its answer has no tokens")
+async def test_abort_of_a_queued_request(rig: Rig, streamed: bool) -> None:
+    asked = Asked(rig)
+    await rig.slow_down(SLOW_S)
+    async with anyio.create_task_group() as group:
+        for index in range(NUM_SLOTS):
+            group.start_soon(asked.ask, request(PROMPT, LONG, rid=f"r{index}", round=2), streamed)
+        await rig.until_tokens(NUM_SLOTS)
+        group.start_soon(asked.ask, request(PROMPT, LONG, rid="q", round=1), streamed)
+        await rig.until_load(lambda load: load["num_waiting_reqs"] >= 1)
+        rig.generator.running.halt(1)
+        await until(lambda: "q" in asked.generated)
+        rig.generator.running.halt(2)
+    assert asked.check("q") == 0
+
+
+@pytest.mark.behaviour("abort of a retracted request: what was streamed of it is its answer")
+async def test_abort_of_a_retracted_request(rig: Rig, streamed: bool) -> None:
+    asked = Asked(rig)
+    await rig.slow_down(SLOW_S)
+    async with anyio.create_task_group() as group:
+        group.start_soon(asked.ask, request(PROMPT, LONG, rid="a", round=1), streamed)
+        await rig.until_tokens(20)
+        await rig.client.pause(rig.server.url, "retract")
+        rig.generator.running.halt(1)
+        await until(lambda: "a" in asked.generated)
+        await rig.client.proceed(rig.server.url)
+    assert asked.check("a") >= 10 if streamed else asked.check("a") == 0
+    assert len(asked.streams["a"]) == streamed  # it was asked once
+
+
+@pytest.mark.behaviour("abort of a request that a pause froze: it ends when the pause does")
+async def test_abort_of_a_frozen_request(rig: Rig, streamed: bool) -> None:
+    asked = Asked(rig)
+    await rig.slow_down(SLOW_S)
+    async with anyio.create_task_group() as group:
+        group.start_soon(asked.ask, request(PROMPT, LONG, rid="a", round=1), streamed)
+        await rig.until_tokens(20)
+        await rig.client.pause(rig.server.url, "in_place")
+        rig.generator.running.halt(1)
+        await anyio.sleep(1.5)
+        assert "a" not in asked.generated
+        await rig.client.proceed(rig.server.url)
+    assert asked.check("a") >= 10
+
+
+@pytest.mark.behaviour("abort of a request that came during a pause: it ends soon after the pause")
+async def test_abort_of_a_request_that_came_during_a_pause(rig: Rig, streamed: bool) -> None:
+    asked = Asked(rig)
+    await rig.slow_down(SLOW_S)
+    await rig.client.pause(rig.server.url, "in_place")
+    async with anyio.create_task_group() as group:
+        group.start_soon(asked.ask, request(PROMPT, LONG, rid="a", round=1), streamed)
+        await anyio.sleep(0.5)
+        rig.generator.running.halt(1)
+        await anyio.sleep(1.0)
+        assert "a" not in asked.generated
+        await rig.client.proceed(rig.server.url)
+    assert asked.check("a") < LONG
+
+
+@pytest.mark.behaviour("a request id that is in use is refused, and its owner goes on")
+async def test_request_id_in_use(rig: Rig) -> None:
+    body: dict[str, Any] = generate_body(uuid.uuid4().hex, [PROMPT], request(PROMPT, 60).params, max_new_tokens=60)
+    await rig.slow_down(SLOW_S)
+    found: list[int] = []
+
+    async def first() -> None:
+        (answer,) = await rig.client.generate(rig.fleet.router, body)
+        found.append(len(answer.output_ids))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(first)
+        await rig.until_tokens(8)
+        with pytest.raises(RequestRefused, match="Duplicate request ID"):
+            await rig.client.generate(rig.fleet.router, body)
+        with pytest.raises(RequestRefused, match="Duplicate request ID"):
+            await rig.client.stream(rig.fleet.router, body, Stream())
+    assert found
+
+
+async def ended_when_aborted(rig: Rig, ends: set[int], streamed: bool, **params: Any) -> list[Generated]:
+    """Interrupt requests until some of them got an end token in the step that aborted them."""
+    found: list[Generated] = []
+
+    async def ask(index: int) -> None:
+        streams: list[Stream] = []
+        generated = await rig.generate(request([index + 2], LONG, **params), streams if streamed else None)
+        (answer,) = generated.answers
+        ended = bool(answer.output_ids) and answer.output_ids[-1] in ends
+        assert is_aborted(answer) is generated.cut_short is not ended, "an answer that may go on has not ended"
+        raw = streams[0].rest() if streamed else rig.raw_answers[tuple(answer.output_ids)]
+        if ended and is_aborted(raw):
+            found.append(generated)
+
+    await rig.slow_down(SLOW_S)
+    with anyio.fail_after(120):
+        while len(found) < 2:
+            async with anyio.create_task_group() as group:
+                for index in range(NUM_SLOTS):
+                    group.start_soon(ask, index)
+                await anyio.sleep(4 * SLOW_S)
+                with anyio.move_on_after(0.5):
+                    await rig.generator.running.interrupt(rig.server.url)
+    return found
+
+
+@pytest.mark.behaviour("an end token in the step of an abort: the sample has ended")
+async def test_end_token_in_the_step_of_an_abort(rig: Rig, streamed: bool) -> None:
+    await rig.update(3)
+    for generated in await ended_when_aborted(rig, {EOS}, streamed):
+        assert status_of(generated.answers[0]) is SampleStatus.COMPLETED
+
+
+@pytest.mark.behaviour("a stop text in the step of an abort: the sample has ended, and its text there")
+async def test_stop_text_in_the_step_of_an_abort(rig: Rig, streamed: bool) -> None:
+    for generated in await ended_when_aborted(rig, {DOT, *DOTTED}, streamed, stop=(".",)):
+        (answer,) = generated.answers
+        assert status_of(answer) is SampleStatus.COMPLETED
+        assert answer.text.endswith(".")
+        assert answer.text.count(".") == 1

@@ -1,0 +1,129 @@
+"""The contract: servers and routers that die, hang or run out of time in the middle of a request."""
+
+import signal
+from typing import Any
+
+import anyio
+import pytest
+
+from actors.rollout.requests.request import Generated
+from actors.rollout.sglang.body import generate_body
+from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.errors import EngineFailed, EngineUnavailable
+from actors.rollout.sglang.streams import Stream
+from tests.sglang.rig import Rig, request, until
+from tests.sglang.router import Router, running_router
+from tests.sglang.server import EMBEDDED, Server, Servers
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
+
+PROMPT = [3, 4, 5]
+LONG = 300
+SLOW_S = 0.02
+LIMIT_S = 3  # of a router that is impatient
+
+
+@pytest.mark.behaviour("a router that is restarted: streamed tokens are kept, whole requests are sent again")
+async def test_router_restarted(make_rig: Any) -> None:
+    found: dict[bool, Generated] = {}
+    with running_router() as router:
+        async with make_rig(router) as rig:
+            await rig.slow_down(SLOW_S)
+
+            async def ask(streamed: bool) -> None:
+                found[streamed] = await rig.generate(request(PROMPT, LONG), [] if streamed else None)
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(ask, True)
+                group.start_soon(ask, False)
+                await rig.until_running(2)
+                await anyio.sleep(15 * SLOW_S)
+                await anyio.to_thread.run_sync(router.kill)
+                await rig.slow_down(0)
+                await anyio.to_thread.run_sync(router.start_again)
+    assert found[True].cut_short
+    assert 0 < len(found[True].answers[0].output_ids) < LONG
+    assert not found[False].cut_short
+    assert len(found[False].answers[0].output_ids) == LONG
+
+
+@pytest.mark.behaviour("an answer longer than the router's limit: streamed tokens are kept; a whole one is a failure")
+async def test_longer_than_the_routers_limit(server: Server, make_rig: Any) -> None:
+    with running_router(generate_timeout_s=LIMIT_S) as router:
+        async with make_rig(router) as rig:
+            await rig.slow_down(0.1)  # 30 s for the answer
+            streams: list[Stream] = []
+            generated = await rig.generate(request(PROMPT, LONG), streams)
+            assert generated.cut_short
+            assert 0 < len(generated.answers[0].output_ids) < 60
+            assert len(streams) == 1
+            body = body_of(request(PROMPT, LONG))
+            with pytest.raises((EngineUnavailable, EngineFailed)):
+                await rig.client.generate(rig.fleet.router, body)
+            await rig.client.abort(server.url, None)
+
+
+@pytest.mark.behaviour("a scheduler that is stopped, idle or busy: /ready says 200, nothing comes; it goes on")
+async def test_scheduler_stopped(rig: Rig) -> None:
+    for busy in (False, True):
+        found: list[Generated] = []
+
+        async def ask(found: list[Generated]) -> None:
+            found.append(await rig.generate(request(PROMPT, LONG), []))
+
+        await rig.slow_down(SLOW_S)
+        async with anyio.create_task_group() as group:
+            if busy:
+                group.start_soon(ask, found)
+                await rig.until_running(1)
+            await anyio.to_thread.run_sync(hold, rig.server, True)
+            try:
+                if not busy:
+                    group.start_soon(ask, found)
+                await anyio.sleep(2)
+                assert await rig.client.ready(rig.server.url)
+                assert not found
+            finally:
+                await anyio.to_thread.run_sync(hold, rig.server, False)
+            await rig.slow_down(0)
+        assert len(found[0].answers[0].output_ids) == LONG
+
+
+def hold(server: Server, stopped: bool) -> None:
+    """Stop what holds the model, or let it go on. The embedded engine's torch thread is kept in a long step instead."""
+    if server.layout == EMBEDDED:
+        server.slow_down(5.0 if stopped else SLOW_S)
+        return
+    for process in server.schedulers():
+        process.send_signal(signal.SIGSTOP if stopped else signal.SIGCONT)
+
+
+@pytest.mark.behaviour("a server killed in mid-stream and before the headers: tokens are kept, requests are sent again")
+async def test_server_killed(
+    make_rig: Any, session_router: Router, servers: Servers, server: Server, client: SglangClient
+) -> None:
+    found: dict[bool, Generated] = {}
+    async with make_rig(session_router) as rig, anyio.create_task_group() as group:
+        await rig.slow_down(SLOW_S)
+
+        async def ask(streamed: bool) -> None:
+            found[streamed] = await rig.generate(request(PROMPT, LONG), [] if streamed else None)
+
+        group.start_soon(ask, True)
+        group.start_soon(ask, False)
+        await rig.until_running(2)
+        await anyio.sleep(15 * SLOW_S)
+        await anyio.to_thread.run_sync(server.kill)
+        await until(lambda: True in found, 60)
+        assert found[True].cut_short
+        assert 0 < len(found[True].answers[0].output_ids) < LONG
+        assert rig.fleet.num_admitted() == 0
+        again = await anyio.to_thread.run_sync(servers.get, server.layout)
+        group.start_soon(rig.fleet.run_engine, "engine-0", again.url)
+        await until(lambda: False in found, 120)
+        assert len(found[False].answers[0].output_ids) == LONG
+        group.cancel_scope.cancel()
+
+
+def body_of(asked: Any) -> dict[str, Any]:
+    return generate_body(asked.rid, asked.input_ids, asked.params, max_new_tokens=asked.max_new_tokens)
