@@ -22,6 +22,7 @@ from actors.rollout.embedded.http.api import CallReader, Limits
 from actors.rollout.embedded.http.server import EmbeddedServer, Identity
 from actors.rollout.embedded.model.config import ModelDescription
 from actors.rollout.embedded.model.text import Text
+from actors.rollout.requests.served_model import ServedModel
 from runtime.host.logs import configure_logging
 from runtime.secrets import Secret
 
@@ -104,7 +105,7 @@ def _server(
     limits = Limits(
         vocab_size=model.shape.vocab_size,
         context_length=flags.context_length,
-        eos_token_ids=model.eos_token_ids,
+        eos_token_ids=model.eos_token_ids | ServedModel.read(flags.model_path).end_ids,  # also the tokenizer's
         stream_interval=flags.stream_interval,
         random_seed=flags.random_seed,
     )

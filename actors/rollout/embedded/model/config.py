@@ -105,7 +105,7 @@ def read_model(directory: Path) -> ModelDescription:
         return ModelDescription(
             shape=_shape(raw),
             max_context=raw.max_position_embeddings,
-            eos_token_ids=_ids(raw.eos_token_id if eos is None else eos),
+            eos_token_ids=_ids(raw.eos_token_id) | _ids(eos),
             dtype=raw.dtype or raw.torch_dtype or "float32",
             initializer_range=raw.initializer_range,
         )
