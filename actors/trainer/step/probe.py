@@ -45,8 +45,12 @@ def probe_tokens(topology: Topology, vocab_size: int, context: int) -> tuple[int
 
 
 def drawn_tokens(vocab_size: int, length: int, *, special: Collection[int], seed: int) -> tuple[int, ...]:
-    """Tokens of the vocabulary but special ones; where all are special, any."""
+    """Tokens of the vocabulary but special ones; where all are special, any. The last token is never among them.
+
+    SGLang 0.5.23 takes the last token of a vocabulary for token 0 where it looks up the log-probs of a prompt.
+    """
     draw = random.Random(f"probe {seed} {vocab_size}")
+    vocab_size = max(1, vocab_size - 1)
     usable = vocab_size - len({token for token in special if token < vocab_size})
     tokens: list[int] = []
     while len(tokens) < length:
