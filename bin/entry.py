@@ -62,7 +62,8 @@ class Screen:
             self._stream.write((TAKE_BACK if self._rewritten else "") + text)
             self._stream.flush()
         except OSError:  # BrokenPipeError is one; a full disk another
-            self._give_up(self._stream)
+            send_nowhere(self._stream)
+            self._stream = None
 
     def _columns(self) -> int:
         try:
@@ -70,11 +71,12 @@ class Screen:
         except OSError:
             return COLUMNS
 
-    def _give_up(self, stream: TextIO) -> None:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())  # or the interpreter complains when it flushes at its end
-        os.close(null)
-        self._stream = None
+
+def send_nowhere(stream: TextIO) -> None:
+    """Have nobody read a stream, or the interpreter complains when it flushes it at its end."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def parser_of(command: str, description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
@@ -106,4 +108,10 @@ def ended(work: Callable[[], int], *wrong_input: type[Exception]) -> int:
 def run(main: Callable[[], int]) -> None:
     """Run a command as this process."""
     user_folder_last()
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    finally:
+        try:
+            sys.stdout.flush()  # what argparse printed
+        except OSError:
+            send_nowhere(sys.stdout)

@@ -102,6 +102,7 @@ def test_a_reader_that_goes_away_is_no_error(arguments: list[str]) -> None:
         ended = subprocess.run(
             [sys.executable, "-P", *arguments],
             cwd=ROOT,
+            env={key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"},
             stdout=write_end,
             stderr=subprocess.PIPE,
             text=True,
@@ -131,7 +132,9 @@ def test_on_a_terminal_a_line_is_rewritten_until_another_is_shown() -> None:
             screen.rewrite("2 of 16 groups")
             screen.show("step 1/3\x1b[2J")
             screen.show("step 2/3")
-            shown = os.read(leader, 4096).decode()
+            shown = ""
+            while "step 2/3\r\n" not in shown:
+                shown += os.read(leader, 4096).decode()
     finally:
         os.close(leader)
     taken_back = "\r\x1b[K"

@@ -147,6 +147,7 @@ class Engine:
     async def _unregister(self) -> None:
         await self.forget()
         self.routed = False
+        await self._target.notify()  # who waits for a version waits for this engine's no more
 
     async def _register(self) -> None:
         self.routed = True

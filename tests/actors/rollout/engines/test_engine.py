@@ -2,6 +2,7 @@
 
 from typing import Any, cast
 
+import anyio
 import pytest
 
 from actors.rollout.engines.engine import Engine, FleetTarget
@@ -43,9 +44,20 @@ async def test_one_that_refuses_weights_before_it_was_admitted_holds_up_no_other
     target = FleetTarget()
     target.weights, target.router = announcement(1), "http://router"
     engine = Engine("lazy", "http://lazy", NoRouter(), cast(Prover, OnlyFirst()), target)
-    with pytest.raises(WeightsMismatch):
-        await admitted_while_weights_change(engine, target)
-    assert not engine.routed
+    async with anyio.create_task_group() as group:
+        group.start_soon(until_out, engine, target)
+        with pytest.raises(WeightsMismatch):
+            await admitted_while_weights_change(engine, target)
+        assert not engine.routed
+
+
+async def until_out(engine: Engine, target: FleetTarget) -> None:
+    """Wait as requests and reports do: looking only when somebody says that there is something new."""
+    await eventually(lambda: engine.routed)
+    with anyio.fail_after(5):
+        async with target.changed:
+            while engine.routed:
+                await target.changed.wait()
 
 
 async def admitted_while_weights_change(engine: Engine, target: FleetTarget) -> None:
