@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
 DRIVER = ROOT / "tests" / "bin" / "driver.py"
 MOMENTS = {
-    "between two streams": "runtime.bus.nats.streams:api_call:7",  # five looks, and the bucket is deleted
+    "between two streams": "runtime.bus.nats.streams:delete_stream:2",  # the bucket is
     "between streams and directory": "runtime.agent.claims.discarding:_empty:1",
     "in the directory": "shutil:rmtree:1",
 }

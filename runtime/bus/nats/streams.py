@@ -66,13 +66,18 @@ async def delete_streams(connection: Connection, run: str) -> None:
     The bucket goes first: whoever is interrupted leaves streams that belong to nobody, never a run that lost a part.
     """
     for name in stream_names(run):
-        try:
-            await api_call(connection, f"STREAM.DELETE.{name}")
-        except ApiFailed as error:
-            if error.err_code != STREAM_NOT_FOUND:
-                raise
-        else:
-            log.info("stream_deleted", stream=name)
+        await delete_stream(connection, name)
+
+
+async def delete_stream(connection: Connection, name: str) -> None:
+    """Delete a stream, if it is there."""
+    try:
+        await api_call(connection, f"STREAM.DELETE.{name}")
+    except ApiFailed as error:
+        if error.err_code != STREAM_NOT_FOUND:
+            raise
+    else:
+        log.info("stream_deleted", stream=name)
 
 
 async def purge(connection: Connection, stream: str, *, below_seq: int) -> None:
