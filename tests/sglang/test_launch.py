@@ -66,7 +66,7 @@ def leaves_no_child_process() -> None:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """An engine of the laptop topology."""
     pool = {"kind": "sglang", "concurrency": 4, "max_total_tokens": 4096, "python": sglang_python(), "env": ENV}
-    overrides = [f"engines.policy={toml({**pool, 'sglang': CPU | TYPED})}", "run.seed=77", "rollout.max_context_len=64"]
+    overrides = [f"engines.policy={toml({**pool, 'sglang': CPU | TYPED})}", "run.seed=77", "rollout.max_context_len=58"]
     topology = load_topology(ROOT / "topologies" / "laptop.toml", overrides).topology
     directory = tmp_path_factory.mktemp("launched")
     (spec,) = [spec for spec in process_specs(topology, "local", directory) if spec.name == "engine.policy.0"]
