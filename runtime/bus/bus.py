@@ -121,8 +121,8 @@ class Bus:
         """
         self._check_writes(type(message))
         encoded = to_wire(message)
-        if message.plane is Plane.EVENT:
-            await self._room.take(message, len(encoded.payload))
+        if message.plane is Plane.EVENT and not self._room.take(message, len(encoded.payload)):
+            await self._room.wait_and_take(len(encoded.payload))
         return await self._store.put(subject_of(self.run, message), encoded.payload, encoded.headers)
 
     async def append(self, message: Message, *, expected_last: int) -> int:

@@ -44,7 +44,9 @@ def test_each_line_of_the_table_is_tested() -> None:
 @pytest.mark.parametrize("lines", TOGETHER)
 async def test_processes_are_killed_in_turn_again_and_again(tmp_path: Path, lines: tuple[str, ...]) -> None:
     """The processes of one run, each at a random moment after each of three steps; none of them idles in between."""
-    run, moments, names = Run(tmp_path, num_steps=NUM_STEPS), moments_of(" ".join(lines)), [PROCESSES[x] for x in lines]
+    moments, names = moments_of(" ".join(lines)), [PROCESSES[x] for x in lines]
+    # a kill is up to a step later than the one before, and its process is to come back before the run ends
+    run = Run(tmp_path, num_steps=AFTER_STEPS[-1] + 2 * len(names) + 1)
     async with run.started() as command:
         for steps in AFTER_STEPS:
             await command.log.until_trained(steps)
@@ -57,7 +59,7 @@ async def test_processes_are_killed_in_turn_again_and_again(tmp_path: Path, line
         await run.gone(family)
     await audit(run, killed=names * len(AFTER_STEPS))
     async with run.reopened() as bus:
-        check_extra_work(await read_all(bus, run), *names)
+        check_extra_work(await read_all(bus, run), run.num_steps, *names)
 
 
 @pytest.mark.parametrize("line", STARTS)
@@ -74,7 +76,7 @@ async def test_the_same_command_goes_on(tmp_path: Path, line: str) -> None:
     await run.gone()
     await audit(run)
     async with run.reopened() as bus:
-        check_extra_work(await read_all(bus, run), line)
+        check_extra_work(await read_all(bus, run), run.num_steps, line)
 
 
 async def end_of(command: Command, line: str) -> list[psutil.Process]:
@@ -88,12 +90,12 @@ async def end_of(command: Command, line: str) -> list[psutil.Process]:
     return family
 
 
-def check_extra_work(log: Log, *names: str) -> None:
+def check_extra_work(log: Log, num_steps: int, *names: str) -> None:
     """Nothing is issued again; only what a dead one had in hand is generated again, or trained since a checkpoint."""
     trains = any(name in ("trainer", *STARTS) for name in names)
     generates = any(name in ("rollout", "nats-server", *STARTS) for name in names)
     issued = [group for _, event in log if isinstance(event, GroupsIssued) for group in event.groups]
-    assert len(issued) == NUM_STEPS * BATCH_SIZE
+    assert len(issued) == num_steps * BATCH_SIZE
     completed = [event for _, event in log if isinstance(event, GroupCompleted)]
     assert len(completed) - len(issued) <= (len(AFTER_STEPS) * BATCH_SIZE if generates else 0)
     replayed = sum(event.replay for _, event in log if isinstance(event, BatchTrained))

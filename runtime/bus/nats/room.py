@@ -1,6 +1,7 @@
 """The last part of the event stream is for those who can empty it: all other writers wait below it."""
 
 import asyncio
+from functools import cache
 from typing import Final
 
 import anyio
@@ -42,6 +43,11 @@ MAKES_ROOM: Final = (  # what ledger and trainer say beside decisions: only afte
 )
 
 
+@cache
+def _makes_room(message_type: type[Message]) -> bool:
+    return issubclass(message_type, MAKES_ROOM) or message_type.topic.startswith("ledger.")
+
+
 class Room:
     """What one connection may add to the event stream. The server knows no writers, so they hold themselves back."""
 
@@ -52,17 +58,19 @@ class Room:
         self._looked_at = -LOOK_EVERY_S
         self._left = 0.0  # bytes that may be added before the next look
 
-    async def take(self, message: Message, num_bytes: int) -> None:
+    def take(self, message: Message, num_bytes: int) -> bool:
+        """Whether an event may be added now, as nearly all may. No coroutine: it is asked for each of them."""
+        return _makes_room(type(message)) or (self._age_s() < LOOK_EVERY_S and self._subtract(num_bytes))
+
+    async def wait_and_take(self, num_bytes: int) -> None:
         """Wait until there is room for an event outside the part that is kept.
 
         Raises:
             StreamFull: until the deadline of a publish.
         """
-        if isinstance(message, MAKES_ROOM) or message.topic.startswith("ledger."):
-            return
         limits, failures = self._connection.limits, 0
         deadline = asyncio.get_running_loop().time() + limits.publish_timeout_s
-        while not await self._has_room(num_bytes + OVERHEAD_BYTES):
+        while not await self._look_and_take(num_bytes):
             full = StreamFull(
                 f"{self._stream} is over {1 - KEPT_SHARE:.0%} full, and the rest is kept for those who can empty it; "
                 f"not so within {limits.publish_timeout_s:g} s. If no checkpoint empties it, raise bus.event_bytes"
@@ -74,15 +82,21 @@ class Room:
                 raise full
             failures += 1
 
-    async def _has_room(self, num_bytes: int) -> bool:
+    async def _look_and_take(self, num_bytes: int) -> bool:
         async with self._looking:
-            age_s = asyncio.get_running_loop().time() - self._looked_at
-            if age_s >= LOOK_EVERY_S or (num_bytes > self._left and age_s >= LOOK_AGAIN_S):
+            age_s = self._age_s()
+            if age_s >= LOOK_EVERY_S or (num_bytes + OVERHEAD_BYTES > self._left and age_s >= LOOK_AGAIN_S):
                 await self._look()
-            if num_bytes > self._left:
-                return False
-            self._left -= num_bytes
-            return True
+            return self._subtract(num_bytes)
+
+    def _subtract(self, num_bytes: int) -> bool:
+        if num_bytes + OVERHEAD_BYTES > self._left:
+            return False
+        self._left -= num_bytes + OVERHEAD_BYTES
+        return True
+
+    def _age_s(self) -> float:
+        return asyncio.get_running_loop().time() - self._looked_at
 
     async def _look(self) -> None:
         """What cannot be seen holds nobody back: the server has the last word."""
