@@ -1,6 +1,7 @@
 """Bytes to messages and back. The type header chooses the decoder, the content type its encoding."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -48,6 +49,21 @@ class Encoded(NamedTuple):
     headers: dict[str, str]
 
 
+class _Form(NamedTuple):
+    """How a type is encoded; looked up once, since small messages cost little more than what is asked about them."""
+
+    encode: Callable[[Message], bytes]
+    content_type: str
+    tag: str
+    is_open: bool  # users' values are in it
+
+
+@cache
+def _form(message_type: type[Message], content_type: str | None) -> _Form:
+    content_type = content_type or content_type_of(message_type)
+    return _Form(_encoder(content_type).encode, content_type, tag_of(message_type), has_open_fields(message_type))
+
+
 def content_type_of(message_type: type[Message]) -> str:
     """The encoding of a type unless the sender asks for another: events and dead letters are for people too."""
     return JSON if message_type.plane in (Plane.EVENT, Plane.DEAD) else MSGPACK
@@ -61,15 +77,14 @@ def encode(message: Message, *, content_type: str | None = None) -> Encoded:
         EncodeError: what a user's function put into it cannot be sent: an object, text that is no Unicode, an integer
             over 64 bits, lists within lists without end.
     """
-    content_type = content_type or content_type_of(type(message))
-    encoder, tag = _encoder(content_type), tag_of(type(message))
+    form = _form(type(message), content_type)
     try:
-        payload = encoder.encode(message)
-        if has_open_fields(type(message)):  # the others hold what we put there
-            _check(message, payload, content_type)
+        payload = form.encode(message)
+        if form.is_open:  # the others hold what we put there
+            _check(message, payload, form.content_type)
     except (*UNREADABLE, TypeError, NotImplementedError) as error:
-        raise EncodeError(f"{tag}: {str(error)[:TOLD_CHARS] or type(error).__name__}") from error
-    return Encoded(payload, {CONTENT_TYPE_HEADER: content_type, TYPE_HEADER: tag})
+        raise EncodeError(f"{form.tag}: {str(error)[:TOLD_CHARS] or type(error).__name__}") from error
+    return Encoded(payload, {CONTENT_TYPE_HEADER: form.content_type, TYPE_HEADER: form.tag})
 
 
 def decode(payload: bytes, headers: Mapping[str, str] | None) -> Message:

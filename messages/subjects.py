@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 
 from messages.base import Message, Plane, message_types
 
@@ -32,14 +32,19 @@ def plane_filter(run: str, plane: Plane) -> str:
 
 def filter_of(run: str, message_type: type[Message]) -> str:
     """Every subject of one message type of a run."""
-    subject = f"{ROOT}.{run}.{message_type.plane}.{message_type.topic}"
+    subject = _topic_subject(run, message_type)
     return f"{subject}.>" if message_type.keyed else subject
 
 
 def subject_of(run: str, message: Message) -> str:
     """The subject of one message."""
-    subject = f"{ROOT}.{run}.{message.plane}.{message.topic}"
+    subject = _topic_subject(run, type(message))
     return f"{subject}.{message.key()}" if message.keyed else subject
+
+
+@lru_cache(maxsize=1024)
+def _topic_subject(run: str, message_type: type[Message]) -> str:
+    return f"{ROOT}.{run}.{message_type.plane}.{message_type.topic}"
 
 
 def key_of(subject: str, message_type: type[Message]) -> str | None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from functools import cache
+from time import monotonic
 from typing import Final
 
 import anyio
@@ -60,7 +61,13 @@ class Room:
 
     def take(self, message: Message, num_bytes: int) -> bool:
         """Whether an event may be added now, as nearly all may. No coroutine: it is asked for each of them."""
-        return _makes_room(type(message)) or (self._age_s() < LOOK_EVERY_S and self._subtract(num_bytes))
+        if _makes_room(type(message)):
+            return True
+        num_bytes += OVERHEAD_BYTES
+        if num_bytes > self._left or monotonic() - self._looked_at >= LOOK_EVERY_S:
+            return False
+        self._left -= num_bytes
+        return True
 
     async def wait_and_take(self, num_bytes: int) -> None:
         """Wait until there is room for an event outside the part that is kept.
@@ -70,7 +77,7 @@ class Room:
         """
         limits, failures = self._connection.limits, 0
         deadline = asyncio.get_running_loop().time() + limits.publish_timeout_s
-        while not await self._look_and_take(num_bytes):
+        while not await self._look_and_take(num_bytes + OVERHEAD_BYTES):
             full = StreamFull(
                 f"{self._stream} is over {1 - KEPT_SHARE:.0%} full, and the rest is kept for those who can empty it; "
                 f"not so within {limits.publish_timeout_s:g} s. If no checkpoint empties it, raise bus.event_bytes"
@@ -84,19 +91,13 @@ class Room:
 
     async def _look_and_take(self, num_bytes: int) -> bool:
         async with self._looking:
-            age_s = self._age_s()
-            if age_s >= LOOK_EVERY_S or (num_bytes + OVERHEAD_BYTES > self._left and age_s >= LOOK_AGAIN_S):
+            age_s = monotonic() - self._looked_at
+            if age_s >= LOOK_EVERY_S or (num_bytes > self._left and age_s >= LOOK_AGAIN_S):
                 await self._look()
-            return self._subtract(num_bytes)
-
-    def _subtract(self, num_bytes: int) -> bool:
-        if num_bytes + OVERHEAD_BYTES > self._left:
-            return False
-        self._left -= num_bytes + OVERHEAD_BYTES
-        return True
-
-    def _age_s(self) -> float:
-        return asyncio.get_running_loop().time() - self._looked_at
+            if num_bytes > self._left:
+                return False
+            self._left -= num_bytes
+            return True
 
     async def _look(self) -> None:
         """What cannot be seen holds nobody back: the server has the last word."""
@@ -110,4 +111,4 @@ class Room:
                 else:
                     limit = held.max_bytes if held.max_bytes > 0 else NO_LIMIT
                     self._left = (1 - KEPT_SHARE) * limit - held.bytes
-        self._looked_at = asyncio.get_running_loop().time()
+        self._looked_at = monotonic()
