@@ -15,6 +15,7 @@ from messages.calls import (
 )
 from messages.codec import DecodeError, EncodeError, decode, encode
 from messages.data import ColumnPublished, PromptStored, SegmentsPublished
+from messages.engines import EngineState, EngineStateChanged, WeightsRefused
 from messages.events import (
     ActorExited,
     ActorStarted,
@@ -83,6 +84,8 @@ __all__ = [
     "DescribeRequested",
     "EncodeError",
     "EngineNumbers",
+    "EngineState",
+    "EngineStateChanged",
     "EvalCompleted",
     "EvalEnded",
     "EvalIssued",
@@ -137,6 +140,7 @@ __all__ = [
     "WeightSpan",
     "WeightsAnnounced",
     "WeightsApplied",
+    "WeightsRefused",
     "decode",
     "encode",
     "message_types",

@@ -5,6 +5,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -15,6 +16,7 @@ from anyio.abc import TaskStatus
 
 from actors.rollout.engines.discovery import attend_servers
 from actors.rollout.engines.fleet import Fleet
+from actors.rollout.engines.notices import Notices
 from actors.rollout.engines.target import TargetWeights
 from actors.rollout.engines.weights.disk import Updater
 from actors.rollout.engines.weights.loads import Loads
@@ -35,6 +37,7 @@ from actors.rollout.sessions.functions import find_generate_function
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import RequestRefused
 from messages import (
+    EngineStateChanged,
     EvalCompleted,
     EvalEnded,
     EvalIssued,
@@ -54,6 +57,7 @@ from messages import (
     SpillsRequested,
     WeightsAnnounced,
     WeightsApplied,
+    WeightsRefused,
 )
 from runtime.bus.addresses import engine_key
 from runtime.bus.bus import Bus
@@ -105,6 +109,8 @@ class RolloutActor(Actor):
         GroupFailed,
         EvalCompleted,
         WeightsApplied,
+        WeightsRefused,
+        EngineStateChanged,
     )
 
     def __init__(self, topology: Topology, bus: Bus, *, pool: str = "policy") -> None:
@@ -138,7 +144,8 @@ class RolloutActor(Actor):
             )
             updater = Updater(client, rollout.on_weight_update)
             loads, dtype = Loads(settle_timeout_s=pool.update_timeout_s), self._topology.model.dtype
-            fleet = Fleet(client, Prover(client, updater, loads, verify=pool.verify, trainer_dtype=dtype))
+            prover = Prover(client, updater, loads, verify=pool.verify, trainer_dtype=dtype)
+            fleet = Fleet(client, prover, Notices(self._bus.name))
             tools = self._tools(client, fleet)
             updater.interrupt_by(tools.generator.running.interrupt)
             self._waits = [fleet.waits_for, tools.generator.running.waits_for, tools.scorer.waits_for]
@@ -148,6 +155,7 @@ class RolloutActor(Actor):
             group.start_soon(tools.generator.running.run)
             group.start_soon(self._follow_log, fleet, tools.generator.running)
             group.start_soon(self._report_versions, fleet)
+            group.start_soon(fleet.notices.run, self._bus)
             group.start_soon(self._spill_long_runs)
             group.start_soon(self._pull_groups, tools)
             group.start_soon(self._pull_evals, tools)
@@ -182,7 +190,7 @@ class RolloutActor(Actor):
     async def _watch_engines(self, fleet: Fleet) -> None:
         async with anyio.create_task_group() as group:
             for index, url in enumerate(self._topology.engines[self._pool].urls):
-                group.start_soon(fleet.run_engine, f"external-{index}", url)
+                group.start_soon(partial(fleet.run_engine, f"external-{index}", url, ours=False))
             await attend_servers(self._bus, "engine", self._pool, fleet.run_engine)
 
     async def _watch_router(self, fleet: Fleet) -> None:

@@ -32,6 +32,11 @@ def address_key(role: str, pool: str, index: int) -> str:
     return f"address.{role}.{pool}.{index}"
 
 
+def server_name(key: str) -> str:
+    """What people call the server with that key, and its process: "engine.policy.0"."""
+    return key.removeprefix("address.")
+
+
 async def engine_key(kv: "KeyValues") -> Secret:
     """The key that the run's engines and routers ask for; whoever comes first makes it.
 

@@ -10,6 +10,8 @@ from messages import (
     ActorStarted,
     CheckpointRequested,
     CheckpointSaved,
+    EngineState,
+    EngineStateChanged,
     GroupFailed,
     GroupsClosed,
     Message,
@@ -18,6 +20,7 @@ from messages import (
     RunStalled,
     SelectionFailed,
     VerdictGiven,
+    WeightsRefused,
 )
 from runtime.ledger.books import stall_words
 from runtime.wording import count_of, duration, number
@@ -77,12 +80,21 @@ def line_of(event: Message) -> str | None:
             return f"{event.actor} restarted (restart {event.restarts}, pid {event.pid})"
         case CheckpointSaved():
             return f"checkpoint of step {event.step} saved in {event.took_s:.1f} s"
+        case EngineStateChanged(new=EngineState.SUSPECT | EngineState.PAUSED):
+            return f"{event.engine} is {event.new}: {event.reason}"
+        case WeightsRefused():
+            return _refusal_line(event)
         case RunStalled():
             return stall_words(event)
         case CheckpointRequested():
             return f"the {event.stream} stream is {event.used:.0%} full: a checkpoint is asked for"
         case _:
             return None
+
+
+def _refusal_line(event: WeightsRefused) -> str:
+    times = f", {event.num_refusals} times now" if event.num_refusals > 1 else ""
+    return f"{event.engine} does not work with weights v{event.version}{times}: {event.reason}"
 
 
 def _data_line(event: PromptsLoaded) -> str:

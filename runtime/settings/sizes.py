@@ -5,6 +5,7 @@ from typing import Final
 import msgspec
 
 from runtime.bus.limits import StreamLimits
+from runtime.settings.placement import num_engines
 from runtime.settings.recipe import Recipe, max_prompt_len, over_sampling_batch_size, trains_demonstrations
 from runtime.settings.topology import Topology
 
@@ -24,6 +25,7 @@ PROMPT_PART_BYTES: Final = 4 * MIB  # of a prompt that is stored (runtime/sample
 BATCHED_GROUP_BYTES: Final = 128  # its reference, and those that a batch passes over
 EVAL_SET_BYTES: Final = 4 * KIB  # its metrics, one for each k of pass@k
 STEP_EVENTS_BYTES: Final = 16 * KIB  # batches, weights, metrics, restarts
+ENGINE_EVENTS_BYTES: Final = 16 * KIB  # an engine's changes of state and refusals: a burst of each kind
 SLACK: Final = 2  # of a derived limit over what is needed
 REJECTED: Final = 2  # groups generated for one that is kept, where a dynamic filter is set
 SPARE_BATCHES: Final = 2  # one being generated, one being trained
@@ -50,14 +52,15 @@ class StreamSizes(msgspec.Struct, frozen=True, kw_only=True):
     max_payload_bytes: int  # one message
 
 
-def needed_sizes(recipe: Recipe) -> StreamSizes:
+def needed_sizes(recipe: Topology) -> StreamSizes:
     """What the recipe can fill at most; a configured limit below this is refused."""
     rollout = recipe.rollout
     groups = over_sampling_batch_size(rollout) * (REJECTED if rollout.dynamic_filter else 1)
     open_groups = over_sampling_batch_size(rollout) + rollout.rollout_batch_size * (1 + rollout.max_staleness)
+    engine_bytes = ENGINE_EVENTS_BYTES * sum(num_engines(engine) for engine in recipe.engines.values())
+    group_events_bytes = GROUP_EVENTS_BYTES + rollout.n_samples_per_prompt * SAMPLE_EVENT_BYTES
     return StreamSizes(
-        event_bytes=logged_steps(recipe)
-        * (STEP_EVENTS_BYTES + groups * (GROUP_EVENTS_BYTES + rollout.n_samples_per_prompt * SAMPLE_EVENT_BYTES)),
+        event_bytes=logged_steps(recipe) * (STEP_EVENTS_BYTES + engine_bytes + groups * group_events_bytes),
         work_bytes=open_groups * (KIB + rollout.n_samples_per_prompt * (KIB + _text_bytes(recipe))),
         data_bytes=kept_batches(recipe) * groups * group_bytes(recipe),
         max_payload_bytes=max(group_bytes(recipe), rollout.n_samples_per_prompt * _text_bytes(recipe)) + 64 * KIB,

@@ -28,8 +28,6 @@ from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, Stage, fold
 from runtime.settings.topology import Topology
 from tests.fixtures.nats import eventually
 from tests.support.rollout import announcement, topology_with
-from tests.support.rollout import no_worker_is_left as no_worker_is_left  # a fixture
-from tests.support.rollout import router_url as router_url  # a fixture
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 pytestmark = pytest.mark.anyio

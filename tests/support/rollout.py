@@ -1,10 +1,8 @@
 """The real router, and a rollout actor between it, a scripted engine and the bus."""
 
-import json
 import socket
 import subprocess
 import sys
-import urllib.request
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any
 
 import anyio
 import msgspec
-import pytest
 
 from actors.registry import hosted
 from messages import (
@@ -28,6 +25,7 @@ from messages import (
     ScoresGiven,
     WeightProbe,
     WeightsAnnounced,
+    WeightsApplied,
 )
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
@@ -70,24 +68,6 @@ def running_router() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     finally:
         process.terminate()
         process.wait(10)
-
-
-@pytest.fixture(scope="session")
-def router_url() -> Iterator[str]:
-    """A router of the session. Each test registers its own engines and removes them."""
-    with running_router() as (_, url):
-        yield url
-
-
-@pytest.fixture(autouse=True)
-def no_worker_is_left(router_url: str) -> Iterator[None]:
-    """No engine of another test is left at the router."""
-    yield
-    with urllib.request.urlopen(f"{router_url}/workers", timeout=5) as answer:
-        workers = json.load(answer)["workers"]
-    for worker in workers:
-        request = urllib.request.Request(f"{router_url}/workers/{worker['id']}", method="DELETE")
-        urllib.request.urlopen(request, timeout=5).close()
 
 
 PROBE = WeightProbe(token_ids=(3, 4, 5), log_probs=(0.0, -0.5, -0.5))  # as a scripted engine answers it
@@ -154,3 +134,20 @@ async def completed(bus: Bus) -> GroupCompleted:
     message, _ = await next_event(bus, GroupCompleted)
     assert isinstance(message, GroupCompleted)
     return message
+
+
+async def until_applied(bus: Bus, version: int) -> None:
+    """Wait until engines have proved to hold a version."""
+    async with bus.read(WeightsApplied) as events:
+        while True:
+            received = await events.next(15)
+            assert received is not None, f"version {version} was not applied"
+            if received.message.version == version:
+                return
+
+
+async def completed_groups(bus: Bus, number: int) -> list[GroupCompleted]:
+    """The first groups of the log."""
+    async with bus.read(GroupCompleted) as events:
+        received = [await events.next(15) for _ in range(number)]
+    return [one.message for one in received if one is not None]

@@ -54,6 +54,7 @@ class ScriptedEngine:
     probe_reason: Callable[[], dict[str, Any]] = lambda: {"type": "length", "length": 0}  # how probes end
     num_answered: int = 0  # requests whose answer is on its way whole
     probe_at: asyncio.Event | None = None  # answers to probes wait for it
+    fails_to_continue: int = 0  # so many times
     _broken: bool = False
     _running: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
     _aborted: set[str] = field(default_factory=set[str])
@@ -248,6 +249,9 @@ class ScriptedEngine:
         return web.json_response({"status": "ok"})
 
     async def _continue(self, request: web.Request) -> web.Response:
+        if self.fails_to_continue:
+            self.fails_to_continue -= 1
+            return web.Response(status=503)
         self.calls.append("continue")
         self.paused = False
         return web.json_response({"status": "ok"})

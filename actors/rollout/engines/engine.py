@@ -1,16 +1,18 @@
-"""One engine behind its address: up or not, current or behind, known to the router, admitted to requests."""
+"""One engine behind its address: what it is asked and told, by the state that it is in (states.py)."""
 
 from collections.abc import Awaitable, Callable
 
 import anyio
 import structlog
 
+from actors.rollout.engines.notices import Notices
 from actors.rollout.engines.router import RouterWorkers
+from actors.rollout.engines.states import Happening, is_asked, is_told, may_continue, next_state
 from actors.rollout.engines.weights.proof import WeightsMismatch
 from actors.rollout.engines.weights.prover import Prover
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineUnavailable
-from messages import WeightsAnnounced
+from messages import EngineState, WeightsAnnounced
 
 log = structlog.get_logger()
 
@@ -39,21 +41,41 @@ class FleetTarget:
 
 
 class Engine:
-    """One engine behind its address; a restarted one is another Engine."""
+    """One engine behind its address; a restarted one is another Engine.
 
-    def __init__(self, name: str, url: str, client: SglangClient, prover: Prover, target: FleetTarget) -> None:
+    Args:
+        ours: the run started it. Another's is not continued when it is paused, unless we paused it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        client: SglangClient,
+        prover: Prover,
+        target: FleetTarget,
+        *,
+        notices: Notices,
+        ours: bool = True,
+    ) -> None:
         self.name = name
         self.url = url
+        self.state = EngineState.STARTING
         self.version = 0  # proven; 0: none yet
-        self._label = ""  # of the proven weights
         self.routed = False  # the router may know it
-        self.admitted = False  # current and registered at the router
-        self._updating = False
+        self._ours = ours
+        self._label = ""  # of the proven weights
         self._moving = anyio.Lock()  # in or out of the router, not both at a time
         self._client = client
         self._workers = RouterWorkers(client)
         self._prover = prover
         self._target = target
+        self._notices = notices
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether requests may be sent to it: it is current, and registered at the router."""
+        return is_asked(self.state)
 
     @property
     def is_behind(self) -> bool:
@@ -61,14 +83,15 @@ class Engine:
         return self.version < self._target.version
 
     async def is_up(self) -> bool:
-        """Whether it may be given weights. One that an earlier actor paused before it died goes on."""
-        if await self._client.ready(self.url):
-            return True
-        try:
-            await self._client.proceed(self.url)
-        except EngineError:
+        """Whether it may be given weights. One that we paused, or an earlier actor before it died, goes on."""
+        ready = self.state is not EngineState.PAUSED and await self._client.ready(self.url)
+        if not ready and not await self._continued():
             return False
-        return await self._client.ready(self.url)
+        if self.state is EngineState.PAUSED:
+            self._happened(Happening.CONTINUED, "it goes on")
+        elif self.state is EngineState.GONE:
+            self._happened(Happening.FOUND, "it answers")
+        return True
 
     async def admit(self) -> None:
         """Bring it to the target weights, register it, and count it in while they still are the target.
@@ -79,41 +102,51 @@ class Engine:
         async with self._moving:
             self.version = 0  # it may have begun anew
             try:
-                while not self.admitted:
+                while not self.is_asked:
                     await self._bring_current()
                     await self._register()
-                    self.admitted = not self.is_behind
-            except EngineError:
+                    if not self.is_behind:
+                        self._happened(Happening.ADMITTED, f"proved weights {self.version}")
+            except EngineError as error:
+                self._note_failure(error)
                 if self.routed:  # else all versions would wait for its own
                     await self._unregister()
                 raise
 
     async def keep_current(self) -> None:
-        """Give it newer weights whenever such are the target, until it is no longer admitted."""
-        while self.admitted:
+        """Give it newer weights whenever such are the target, until it is no longer asked."""
+        while self.is_asked:
             async with self._target.changed:
-                while self.admitted and not self.is_behind:
+                while self.is_asked and not self.is_behind:
                     await self._target.changed.wait()
-            if not self.admitted:
+            if not self.is_asked:
                 return
+            self._happened(Happening.UPDATE_BEGAN, "")
             try:
                 await self._bring_current()
             except EngineError as error:
-                self.log_refusal(error)
-                await self._expel()
+                self._note_failure(error)
+                await self._leave_router()
                 if isinstance(error, WeightsMismatch):
                     await self._prover.clear(self.url)
+            else:
+                self._happened(Happening.UPDATED, "")
             await self._target.notify()
 
-    def log_refusal(self, error: EngineError) -> None:
-        """Say why it does not work under the newest weights."""
-        log.warning("weights_refused", engine=self.name, weight_version=self._target.version, reason=str(error))
+    def reroute(self) -> None:
+        """Its router is another: it is asked again once that knows it."""
+        self.routed = False
+        self._happened(Happening.REROUTED, "another router")
 
     async def check_or_expel(self) -> None:
-        """Ask an admitted engine no more unless it is as it was."""
-        if not await self._is_intact():
-            log.warning("engine_lost", engine=self.name, url=self.url)
-            await self._expel()
+        """Ask an engine no more unless it is as it was."""
+        loss = await self._loss()
+        if loss is None:
+            return
+        happening, reason = loss
+        log.warning("engine_lost", engine=self.name, url=self.url, reason=reason)
+        self._happened(happening, reason)
+        await self._leave_router()
 
     async def forget(self) -> None:
         """Have the router forget it. If that takes too long, what it still answers is seen by its version."""
@@ -125,23 +158,54 @@ class Engine:
         if scope.cancelled_caught:
             log.warning("worker_not_removed", url=self.url)
 
-    async def _is_intact(self) -> bool:
-        """Whether it answers, holds the weights that it confirmed, and is known to the router."""
-        if not self._updating and not await self._client.ready(self.url):
+    async def _continued(self) -> bool:
+        """Whether it is ready after we ended a pause that we may end."""
+        if not may_continue(self.state, ours=self._ours):
             return False
         try:
-            label = await self._client.weight_version(self.url)
+            await self._prover.proceed(self.url)
         except EngineError:
             return False
-        if label != self._label and self.version and not self._updating:
-            return False
-        return self._target.router is None or not await self._workers.lacks(self._target.router, self.url)
+        return await self._client.ready(self.url)
 
-    async def _expel(self) -> None:
-        """Ask it no more: neither we nor, until it is admitted again, the router."""
-        self.admitted = False
+    async def _loss(self) -> tuple[Happening, str] | None:
+        """Why it is not as it was; None: it answers, holds the weights that it confirmed, the router knows it."""
+        updating = self.state is EngineState.UPDATING
+        if not updating and not await self._client.ready(self.url):
+            return Happening.LOST, "it is not ready"
+        try:
+            label = await self._client.weight_version(self.url)
+        except EngineError as error:
+            return Happening.LOST, str(error)
+        if label != self._label and not updating and self.state is not EngineState.UPDATING:
+            return Happening.LOST, f"calls its weights {label!r}, it proved {self._label!r}"
+        if self._target.router is not None and await self._workers.lacks(self._target.router, self.url):
+            return Happening.REROUTED, "the router does not know it any more"
+        return None
+
+    def _note_failure(self, error: EngineError) -> None:
+        """Say why it does not work under the newest weights."""
+        if self._prover.is_paused(self.url):
+            self._happened(Happening.LEFT_PAUSED, str(error))
+        elif isinstance(error, EngineUnavailable):
+            log.warning("engine_not_admitted", engine=self.name, error=str(error))
+            if self.state is EngineState.UPDATING:  # else it is only starting yet
+                self._happened(Happening.LOST, str(error))
+        else:
+            log.warning("weights_refused", engine=self.name, weight_version=self._target.version, reason=str(error))
+            self._notices.refused(self.name, self._target.version, str(error))
+            self._happened(Happening.REFUSED, f"refused weights {self._target.version}: {error}")
+
+    def _happened(self, happening: Happening, reason: str) -> None:
+        old, self.state = self.state, next_state(self.state, happening)
+        if is_told(old, self.state):
+            log.info("engine_state_changed", engine=self.name, old=old, new=self.state, reason=reason)
+            self._notices.changed(self.name, old, self.state, reason, self.version)
+
+    async def _leave_router(self) -> None:
+        """Have the router ask it no more either, until it is admitted again."""
         async with self._moving:
-            if not self.admitted:  # not brought back by then
+            if not self.is_asked:  # not brought back by then
                 await self._unregister()
 
     async def _unregister(self) -> None:
@@ -164,13 +228,9 @@ class Engine:
     async def _bring_current(self) -> None:
         """Give it the target weights, and again if others are the target by then."""
         while self.is_behind and (announced := self._target.weights) is not None:
-            self._updating = True
-            try:
-                first = self.version == 0
-                self._label = await self._prover.bring(self.name, self.url, announced, first=first)
-                self.version = announced.version
-            finally:
-                self._updating = False
+            first = self.version == 0
+            self._label = await self._prover.bring(self.name, self.url, announced, first=first)
+            self.version = announced.version
 
 
 async def wait_until(true: Callable[[], Awaitable[bool]]) -> None:

@@ -1,12 +1,14 @@
 """The engines of a rollout actor: who is up, who holds which weights, who is behind the router."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 
 import anyio
 import structlog
 
 from actors.rollout.engines.engine import Engine, FleetTarget, wait_until
+from actors.rollout.engines.notices import Notices
 from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.prover import Prover
@@ -28,13 +30,14 @@ class Fleet:
     rebuilt from the addresses on the bus and the newest announcement in the log.
     """
 
-    def __init__(self, client: SglangClient, prover: Prover) -> None:
+    def __init__(self, client: SglangClient, prover: Prover, notices: Notices | None = None) -> None:
         self._client = client
         self._workers = RouterWorkers(client)
         self._prover = prover
+        self.notices = notices or Notices()
         self._engines: dict[str, Engine] = {}
         self._target = FleetTarget()
-        self._check: anyio.Event | None = None  # of all admitted engines, under way
+        self._check: anyio.Event | None = None  # of all engines that are asked, under way
 
     @property
     def router(self) -> str:
@@ -57,7 +60,7 @@ class Fleet:
         """Newest version that all engines proved to hold that the router may ask; 0 while none is admitted."""
         if not self._admitted():
             return 0
-        return min(engine.version for engine in self._engines.values() if engine.routed or engine.admitted)
+        return min(engine.version for engine in self._engines.values() if engine.routed or engine.is_asked)
 
     @property
     def target_version(self) -> int:
@@ -76,7 +79,9 @@ class Fleet:
             return "the first weights"
         behind = [engine.name for engine in self._engines.values() if engine.is_behind]
         if not self._admitted():
-            return f"an engine, of {len(self._engines)} that are known"
+            states = Counter(engine.state.value for engine in self._engines.values())
+            known = ", ".join(f"{number} {state}" for state, number in states.items()) or "none is known"
+            return f"an engine ({known})"
         return f"weights {self.target_version} at {', '.join(behind)}" if behind else ""
 
     async def wait_ready(self, min_version: int, *, unless: Callable[[], bool]) -> bool:
@@ -122,7 +127,7 @@ class Fleet:
         while True:
             self._target.router = None
             for engine in self._engines.values():
-                engine.admitted = engine.routed = False
+                engine.reroute()
             await wait_until(lambda: self._workers.free_of(url, None))
             self._target.router = url
             await self.notify()
@@ -130,16 +135,23 @@ class Fleet:
                 while self._target.router == url:
                     await self._target.changed.wait()
 
-    async def run_engine(self, name: str, url: str) -> None:
+    async def run_engine(self, name: str, url: str, *, ours: bool = True) -> None:
         """Keep one engine admitted: wait for it, give it the current weights, register it, and again when it is lost.
 
         Runs for ever, in a task that is cancelled when the engine's address changes.
+
+        Args:
+            name: of the engine.
+            url: where it listens.
+            ours: the run started it.
 
         Raises:
             WeightsMismatch, RequestRefused: it has refused the weights for long, and no other engine has taken any.
         """
         old = self._engines.get(name)
-        engine = self._engines[name] = Engine(name, url, self._client, self._prover, self._target)
+        engine = self._engines[name] = Engine(
+            name, url, self._client, self._prover, self._target, notices=self.notices, ours=ours
+        )
         if old is not None:
             await old.forget()
         refused_since, failures = math.inf, 0
@@ -149,10 +161,6 @@ class Fleet:
                 await engine.admit()
             except EngineError as error:
                 away = isinstance(error, EngineUnavailable)
-                if away:
-                    log.warning("engine_not_admitted", engine=name, error=str(error))
-                else:
-                    engine.log_refusal(error)
                 refused_since = math.inf if away else min(refused_since, anyio.current_time())
                 if anyio.current_time() - refused_since > REFUSED_PATIENCE_S and not self._admitted():
                     raise
@@ -187,4 +195,4 @@ class Fleet:
         await self.notify()
 
     def _admitted(self) -> list[Engine]:
-        return [engine for engine in self._engines.values() if engine.admitted]
+        return [engine for engine in self._engines.values() if engine.is_asked]

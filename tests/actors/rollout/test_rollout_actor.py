@@ -34,8 +34,6 @@ from runtime.bus.bus import Bus
 from runtime.settings.topology import Topology
 from tests.fixtures.nats import eventually
 from tests.support.rollout import PROBE, announcement, completed, grade, next_event, rollout_actor, task, topology_with
-from tests.support.rollout import no_worker_is_left as no_worker_is_left  # a fixture
-from tests.support.rollout import router_url as router_url  # a fixture
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 pytestmark = pytest.mark.anyio
@@ -310,7 +308,7 @@ async def test_it_says_what_it_waits_for(bus: Bus, router_url: str) -> None:
         await eventually(lambda: says("answers to "))
         engine.update_at = anyio.Event()
         await bus.publish(announcement(2))
-        await eventually(lambda: says("weights 2 at address.engine.policy.0; answers to "))
+        await eventually(lambda: says("weights 2 at engine.policy.0; answers to "))
         engine.update_at.set()
 
 

@@ -8,7 +8,7 @@ import anyio
 import structlog
 
 from actors.rollout.sglang.client import ADMIN_TIMEOUT_S, SglangClient
-from actors.rollout.sglang.errors import EngineError
+from actors.rollout.sglang.errors import EngineError, EngineUnavailable
 from messages import WeightsAnnounced
 from runtime.bus.background import beside
 
@@ -36,13 +36,14 @@ class Updater:
         self._client = client
         self._mode = mode
         self._interrupt: Interrupt | None = None
+        self._paused_urls: set[str] = set()
 
     def interrupt_by(self, interrupt: Interrupt) -> None:
         """Say what ends the training requests of an engine, by its URL, for as long as it is not cancelled."""
         self._interrupt = interrupt
 
     async def update(self, url: str, announced: WeightsAnnounced, label: str, look: Look | None = None) -> None:
-        """Have an engine load weights. Whatever becomes of it, the engine is not left paused by us.
+        """Have an engine load weights.
 
         Args:
             url: of the engine.
@@ -51,8 +52,13 @@ class Updater:
             look: done once they are loaded, while the engine generates nothing.
 
         Raises:
-            EngineError: it did not load them, or `look` raised it.
+            EngineError: it did not load them, `look` raised it, or it is paused and cannot be told to go on.
         """
+        await self._update(url, announced, label, look)
+        if self.is_paused(url):
+            raise EngineUnavailable(f"{url}: was paused to take weights, and cannot be told to go on")
+
+    async def _update(self, url: str, announced: WeightsAnnounced, label: str, look: Look | None) -> None:
         if self._mode == "retract" or self._mode == "in_place":
             async with self._paused(url, self._mode):
                 # what a frozen request computed under the old weights is in use and cannot be thrown away
@@ -64,6 +70,19 @@ class Updater:
         if look is not None:
             async with self._paused(url, "in_place"):
                 await look()
+
+    def is_paused(self, url: str) -> bool:
+        """Whether we paused an engine and could not have it go on."""
+        return url in self._paused_urls
+
+    async def proceed(self, url: str) -> None:
+        """End a pause of an engine, if there is one.
+
+        Raises:
+            EngineError: it could not be told.
+        """
+        await self._client.proceed(url)
+        self._paused_urls.discard(url)
 
     async def clear(self, url: str) -> None:
         """Interrupt the training requests of an engine."""
@@ -84,17 +103,18 @@ class Updater:
     @asynccontextmanager
     async def _paused(self, url: str, mode: str) -> AsyncGenerator[None]:
         try:
+            self._paused_urls.add(url)  # told or not: its answer may be lost
             await self._client.pause(url, mode)
             yield
         finally:
             with anyio.move_on_after(CONTINUE_TRIES * ADMIN_TIMEOUT_S, shield=True):
-                await self._proceed(url)
+                await self._proceed_surely(url)
 
-    async def _proceed(self, url: str) -> None:
+    async def _proceed_surely(self, url: str) -> None:
         """End a pause. An engine that cannot be told is told before it is admitted again."""
         for _ in range(CONTINUE_TRIES):
             try:
-                await self._client.proceed(url)
+                await self.proceed(url)
             except EngineError as error:
                 log.warning("engine_still_paused", url=url, error=str(error))
             else:

@@ -54,7 +54,7 @@ class Prover:
             WeightsMismatch: it does not hold them.
             EngineError: it did not take them, or does not answer.
         """
-        label = self.loads.begin(engine.removeprefix("address."), announced.version)
+        label = self.loads.begin(engine, announced.version)
         try:
             if is_thorough(self._verify, announced, first=first):
                 await self._load_and_prove(engine, url, announced, label)
@@ -65,6 +65,18 @@ class Prover:
         finally:
             self.loads.refuse(label)
         return label
+
+    def is_paused(self, url: str) -> bool:
+        """Whether we paused an engine and could not have it go on."""
+        return self._updater.is_paused(url)
+
+    async def proceed(self, url: str) -> None:
+        """End a pause of an engine, if there is one.
+
+        Raises:
+            EngineError: it could not be told.
+        """
+        await self._updater.proceed(url)
 
     async def clear(self, url: str) -> None:
         """Interrupt the requests of an engine that holds the wrong weights."""

@@ -10,7 +10,6 @@ from messages import (
     EvalCompleted,
     EvalRequested,
     GroupAborted,
-    GroupCompleted,
     GroupFailed,
     Int32Array,
     Plane,
@@ -18,7 +17,6 @@ from messages import (
     RolloutRequested,
     RoundHalted,
     SamplingParams,
-    WeightsApplied,
 )
 from messages.subjects import stream_of
 from runtime.bus.addresses import Address, address_key
@@ -31,15 +29,15 @@ from tests.support.rollout import (
     PROBE,
     announcement,
     completed,
+    completed_groups,
     grade,
     next_event,
     rollout_actor,
     running_router,
     task,
     topology_with,
+    until_applied,
 )
-from tests.support.rollout import no_worker_is_left as no_worker_is_left  # a fixture
-from tests.support.rollout import router_url as router_url  # a fixture
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 pytestmark = pytest.mark.anyio
@@ -50,21 +48,6 @@ DEAD = "http://127.0.0.1:9"  # nobody listens there
 def under(version: int, group_id: int) -> RolloutRequested:
     """A task for weights of a version or later."""
     return msgspec.structs.replace(task(group_id), min_version=version)
-
-
-async def until_applied(bus: Bus, version: int) -> None:
-    async with bus.read(WeightsApplied) as events:
-        while True:
-            received = await events.next(15)
-            assert received is not None, f"version {version} was not applied"
-            if received.message.version == version:
-                return
-
-
-async def completed_groups(bus: Bus, number: int) -> list[GroupCompleted]:
-    async with bus.read(GroupCompleted) as events:
-        received = [await events.next(15) for _ in range(number)]
-    return [one.message for one in received if one is not None]
 
 
 async def test_a_router_that_never_answers_gives_way_to_the_next_one(bus: Bus, router_url: str) -> None:

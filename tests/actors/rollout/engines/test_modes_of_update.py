@@ -25,8 +25,6 @@ from runtime.checksums import checksums_of
 from tests.support.embedded_client import EngineClient
 from tests.support.embedded_engine import RunningEngine, running_engine
 from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
-from tests.support.rollout import no_worker_is_left as no_worker_is_left  # a fixture
-from tests.support.rollout import router_url as router_url  # a fixture
 from tests.support.tiny_models import teacher_forced, write_model, write_weights
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(90)]  # transformers takes its time to load

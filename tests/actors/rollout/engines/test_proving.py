@@ -28,9 +28,8 @@ from tests.support.rollout import (
     rollout_actor,
     task,
     topology_with,
+    until_applied,
 )
-from tests.support.rollout import no_worker_is_left as no_worker_is_left  # a fixture
-from tests.support.rollout import router_url as router_url  # a fixture
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 pytestmark = pytest.mark.anyio
@@ -56,15 +55,6 @@ def loading(**knobs: Any) -> ScriptedEngine:
 
 def pool_with(verify: str | None) -> dict[str, Any]:
     return {"policy": {"kind": "embedded", "concurrency": 8, "verify": verify}}
-
-
-async def until_applied(bus: Bus, version: int) -> None:
-    async with bus.read(WeightsApplied) as events:
-        while True:
-            received = await events.next(15)
-            assert received is not None, f"version {version} was not applied"
-            if received.message.version == version:
-                return
 
 
 @pytest.mark.parametrize("mode", ["drain", "abort", "retract", "in_place"])

@@ -40,8 +40,6 @@ from runtime.bus.bus import Bus
 from runtime.bus.consumer import Delivery
 from tests.fixtures.nats import eventually
 from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
-from tests.support.rollout import no_worker_is_left as no_worker_is_left  # a fixture
-from tests.support.rollout import router_url as router_url  # a fixture
 from tests.support.scripted_engine import ScriptedEngine, four_tokens, serving
 
 pytestmark = pytest.mark.anyio

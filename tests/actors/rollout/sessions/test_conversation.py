@@ -32,8 +32,6 @@ from runtime.settings.topology import Topology
 from tests.actors.rollout.sessions.generate_functions import RUNS
 from tests.support.any_tokens import AnyTokens
 from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
-from tests.support.rollout import no_worker_is_left as no_worker_is_left  # a fixture
-from tests.support.rollout import router_url as router_url  # a fixture
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 pytestmark = pytest.mark.anyio

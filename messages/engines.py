@@ -1,0 +1,45 @@
+"""The event plane: what becomes of the engines of a rollout actor."""
+
+from enum import StrEnum
+
+from messages.base import Message, Plane, register
+
+
+class EngineState(StrEnum):
+    """What an engine is to its rollout actor. Requests go to one that is current or updating."""
+
+    STARTING = "starting"  # it has to prove that it holds the weights, and the router to take it
+    CURRENT = "current"  # it may be asked
+    UPDATING = "updating"  # it may be asked, and takes newer weights
+    PAUSED = "paused"  # by us, and could not be told to go on
+    RELEASED = "released"  # its memory, to the trainer
+    SUSPECT = "suspect"  # our requests at it make no token
+    GONE = "gone"  # it does not answer, or is not what it was
+
+
+@register
+class EngineStateChanged(Message, kw_only=True, tag="engine_state_changed"):
+    """An engine is in another state, unless an update alone brought that. Only so often for an engine. By rollout."""
+
+    plane = Plane.EVENT
+    topic = "engine.state_changed"
+    instance: str
+    engine: str
+    old: EngineState
+    new: EngineState
+    reason: str
+    version: int  # of the weights that it proved to hold; 0: none
+    num_untold: int = 0  # changes of this engine before this one that were not told, for there were too many
+
+
+@register
+class WeightsRefused(Message, kw_only=True, tag="weights_refused"):
+    """An engine did not take weights, or did not prove to hold them: at once, then more and more seldom. By rollout."""
+
+    plane = Plane.EVENT
+    topic = "weights.refused"
+    version: int
+    instance: str
+    engine: str
+    reason: str
+    num_refusals: int  # of this version by this engine, so far
