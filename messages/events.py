@@ -147,6 +147,14 @@ class TrainerStarted(Message, kw_only=True, tag="trainer_started"):
     start: str = ""  # id of this very start: the event may be stored twice
 
 
+class UntrainedSamples(msgspec.Struct, frozen=True, kw_only=True):
+    """Samples of a prompt group that were in a batch and left no gradient."""
+
+    group_id: int
+    reason: str  # not_finite: their optimizer step was left out
+    samples: tuple[tuple[int, int], ...]  # index and part of each
+
+
 @register
 class BatchTrained(Message, kw_only=True, tag="batch_trained"):
     """One train step is done. Idempotent by step; a replayed step says so. Written by trainer."""
@@ -156,11 +164,13 @@ class BatchTrained(Message, kw_only=True, tag="batch_trained"):
     step: int  # number of the batch, from 0
     incarnation: int
     replay: bool = False
-    num_groups: int
+    num_groups: int  # that left a gradient, like the next two
     num_samples: int
-    num_tokens: int  # prompt and response tokens of the batch
+    num_tokens: int  # prompt and response tokens
     metrics: dict[str, float]  # names of docs/metrics: train/loss, train/grad_norm, perf/train_time, ...
     not_finite: tuple[str, ...] = ()  # names of metrics that were infinite or no number, for which JSON has no word
+    untrained: tuple[UntrainedSamples, ...] = ()  # of the batch, beside those that trained
+    skipped_groups: tuple[int, ...] = ()  # groups of which no sample left a gradient
 
     def __post_init__(self) -> None:
         leave_out_not_finite(self)

@@ -32,7 +32,7 @@ from actors.trainer.models.cuts import export_weights
 from actors.trainer.models.files import write_model
 from actors.trainer.models.publish import NOT_WRITTEN, Published, prune_versions, publish_weights
 from actors.trainer.step.probe import probe, probe_tokens
-from actors.trainer.step.train_step import TrainStep
+from actors.trainer.step.train_step import Trained, TrainStep
 from runtime.files import complete_directory
 from runtime.settings.topology import Topology, answers_are_recorded
 
@@ -107,11 +107,11 @@ class TrainerRank:
         found = checkpoints_in(self._checkpoints)
         return self._lead(_Load(str(found[-1].path))) if found else 0
 
-    def train(self, batch: TrainBatch) -> dict[str, float]:
-        """Train one batch; return its metrics.
+    def train(self, batch: TrainBatch) -> Trained:
+        """Train one batch.
 
         Raises:
-            FloatingPointError: a gradient was not finite; the weights are unusable.
+            FloatingPointError: gradients were not finite more often than train.max_skipped allows.
         """
         if self._ranks.world_size == 1:
             return self._train_step(batch)

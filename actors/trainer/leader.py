@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from actors.trainer.batches.feed import FedBatch, Feed
+from actors.trainer.batches.untrained import NO_GRADIENTS, gradients_of
 from actors.trainer.torch_thread import TorchThread
 from messages import BatchTrained, CheckpointSaved, PayloadsMissing, TrainerStarted, WeightsAnnounced
 from runtime.bus.bus import Bus
@@ -37,6 +38,7 @@ from runtime.settings.topology import EXPORT_DIRECTORY, Topology
 if TYPE_CHECKING:
     from actors.trainer.commands import TrainerRank
     from actors.trainer.models.publish import Published
+    from actors.trainer.step.train_step import Trained
 
 log = structlog.get_logger()
 
@@ -119,13 +121,14 @@ class Leader:
         waited_s = time.perf_counter() - begin
         replay = self.step < self._frontier
         async with self._feed.prefetching(self.step + 1):
-            metrics = await self._train_batch(fed)
+            trained = await self._train_batch(fed)
         self.step += 1
         published = await self._publish() if self.step >= self._frontier else None
+        metrics = trained.metrics if trained else {}
         metrics["perf/train_wait_time"] = waited_s
         metrics["perf/update_weights_time"] = published.took_s if published else 0.0
         metrics["perf/step_time"] = time.perf_counter() - begin
-        await self._bus.publish(self._trained(fed, metrics, replay=replay))
+        await self._bus.publish(self._told(fed, trained, metrics, replay=replay))
         if published is not None:
             await self._announce(published)
         self._feed.settle(self.step)
@@ -154,26 +157,31 @@ class Leader:
             await self._feed.until(lambda seq=seq: history.last_seq >= seq)
             again = ", which is made again as payloads of it are missing"
 
-    async def _train_batch(self, fed: FedBatch) -> dict[str, float]:
+    async def _train_batch(self, fed: FedBatch) -> "Trained | None":
         if fed.batch is None:
             log.warning("batch_has_no_trainable_sample", step=self.step)
-            return {}
+            return None
         begin = time.perf_counter()
-        metrics = await self._torch_thread.run(self._rank.train, fed.batch)
+        trained = await self._torch_thread.run(self._rank.train, fed.batch)
         self.busy_s += time.perf_counter() - begin
-        return metrics
+        return trained
 
-    def _trained(self, fed: FedBatch, metrics: dict[str, float], *, replay: bool) -> BatchTrained:
-        batch = fed.batch
+    def _told(
+        self, fed: FedBatch, trained: "Trained | None", metrics: dict[str, float], *, replay: bool
+    ) -> BatchTrained:
+        gradients = gradients_of(fed.batch, trained.skipped) if fed.batch and trained else NO_GRADIENTS
         metrics["train/num_lost_groups"] = len(fed.lost)
+        metrics["train/num_untrained_samples"] = sum(len(item.samples) for item in gradients.untrained)
         return BatchTrained(
             step=fed.step,
             incarnation=self._incarnation,
             replay=replay,
-            num_groups=len(fed.refs) - len(fed.lost),
-            num_samples=0 if batch is None else len(batch.lengths_B),
-            num_tokens=0 if batch is None else len(batch.tokens_N),
+            num_groups=len(fed.refs) - len(fed.lost) - len(gradients.skipped_groups),
+            num_samples=gradients.num_samples,
+            num_tokens=gradients.num_tokens,
             metrics=metrics,
+            untrained=gradients.untrained,
+            skipped_groups=gradients.skipped_groups,
         )
 
     async def _publish(self) -> "Published":

@@ -6,7 +6,7 @@ from messages import BatchReady, GroupRef
 from runtime.ledger.changes import Batched, Change
 from runtime.ledger.groups import describe, oldest_version
 from runtime.ledger.state import Group, LedgerState, Stage
-from runtime.ledger.steps import Batch, StepChange, StepEvent, TakenBack, advance
+from runtime.ledger.steps import Batch, Settled, StepChange, StepEvent, TakenBack, advance
 
 OVER_SAMPLING_FILTER: Final = "over_sampling_filter"  # reason of groups that lost the selection
 
@@ -54,8 +54,20 @@ def take_step(state: LedgerState, event: StepEvent, seq: int) -> tuple[StepChang
         if isinstance(change, TakenBack):
             _give_back(state, change, seq)
         else:
-            state.trained += sum(state.remove(ref.group_id) is not None for ref in change.groups)
+            _settle(state, change)
     return changes
+
+
+def _settle(state: LedgerState, change: Settled) -> None:
+    for ref in change.groups:
+        if state.remove(ref.group_id) is None:
+            continue
+        if ref.group_id in change.skipped:
+            state.skipped += 1
+        else:
+            state.trained += 1
+    for item in change.untrained:
+        state.untrained[item.reason] = state.untrained.get(item.reason, 0) + len(item.samples)
 
 
 def _give_back(state: LedgerState, change: TakenBack, seq: int) -> None:

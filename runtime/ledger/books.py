@@ -35,8 +35,10 @@ class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
     books: Books
     dropped: dict[str, int]  # by reason
     failed: dict[str, int]
+    untrained: dict[str, int]  # samples of trained batches that left no gradient, by reason
     steps: int  # trained
     trained: tuple[tuple[int, tuple[int, ...]], ...]  # step and its groups, in the order in which they were settled
+    skipped: tuple[tuple[int, tuple[int, ...]], ...]  # step and those of its groups that left no gradient
     round: int  # the open one; number of the next batch
     halted: bool  # its generation is ended
     version: int  # newest announced weights, 0 before the first
@@ -55,6 +57,7 @@ class LedgerReport:
     def __init__(self) -> None:
         self.state = LedgerState()
         self.trained: list[tuple[int, tuple[int, ...]]] = []
+        self.skipped: list[tuple[int, tuple[int, ...]]] = []
         self.first_seq = 0  # of the log; 0 while nothing was read
         self._stalled: Stall | None = None
 
@@ -74,7 +77,13 @@ class LedgerReport:
             return
         for change in fold(self.state, event, seq):
             if isinstance(change, Settled):
-                self.trained.append((change.step, tuple(ref.group_id for ref in change.groups)))
+                self._settle(change)
+
+    def _settle(self, change: Settled) -> None:
+        groups = [ref.group_id for ref in change.groups]
+        self.trained.append((change.step, tuple(group for group in groups if group not in change.skipped)))
+        if skipped := tuple(group for group in groups if group in change.skipped):
+            self.skipped.append((change.step, skipped))
 
     def summary(self, run: str, *, live: bool) -> LedgerSummary:
         """The ledger as of the newest event."""
@@ -86,8 +95,10 @@ class LedgerReport:
             books=state.books(),
             dropped=state.dropped,
             failed=state.failed,
+            untrained=state.untrained,
             steps=state.trained_steps,
             trained=tuple(self.trained),
+            skipped=tuple(self.skipped),
             round=state.round,
             halted=state.halted_round >= state.round,
             version=state.version,
@@ -123,6 +134,7 @@ def lines_of(summary: LedgerSummary) -> Iterator[str]:
     yield f"groups      {sum_line(summary.books)}{warning}"
     for what, tally in (("dropped", summary.dropped), ("failed", summary.failed)):
         yield from (f"            {what}: {count} {reason}" for reason, count in sorted(tally.items()))
+    yield from (f"            {untrained_words(reason, count)}" for reason, count in sorted(summary.untrained.items()))
     yield f"steps       {summary.steps} trained; round {summary.round} is {'halted' if summary.halted else 'open'}"
     yield f"weights     {f'v{summary.version} of step {summary.version_step}' if summary.version else 'none yet'}"
     yield f"checkpoint  {f'of step {summary.checkpoint_step}' if summary.checkpoint_step else 'none yet'}"
@@ -130,6 +142,11 @@ def lines_of(summary: LedgerSummary) -> Iterator[str]:
     if summary.stalled is not None and summary.finished is None:
         yield f"stalled     nothing happened for {duration(summary.stalled.idle_s)}"
         yield from (f"            {name}: {what}" for name, what in summary.stalled.waiting.items())
+
+
+def untrained_words(reason: str, count: int) -> str:
+    """In one line, how many samples of batches left no gradient."""
+    return f"untrained: {count_of(count, 'sample')} {reason}"
 
 
 def stall_words(event: RunStalled) -> str:

@@ -68,9 +68,14 @@ class GroupLife:
                 task = (key_of(event.subject, RolloutRequested) or "").partition(".")[0]
                 return event if task == str(self.group_id) else None
             case BatchTrained():
-                return event if event.step in self._steps else None
+                return self._own_of(event) if event.step in self._steps else None
             case _:
                 return event if implied else None
+
+    def _own_of(self, event: BatchTrained) -> BatchTrained:
+        untrained = tuple(item for item in event.untrained if item.group_id == self.group_id)
+        skipped = tuple(group_id for group_id in event.skipped_groups if group_id == self.group_id)
+        return msgspec.structs.replace(event, untrained=untrained, skipped_groups=skipped)
 
     def _is_settled_by(self, change: Change) -> bool:
         if not isinstance(change, Settled) or not self._is_in(change.groups):

@@ -77,6 +77,7 @@ class Books(msgspec.Struct, frozen=True, kw_only=True):
 
     issued: int
     trained: int
+    skipped: int  # in a batch that was trained, without leaving a gradient
     dropped: int
     failed: int
     pooled: int  # to be issued again, or spare
@@ -85,7 +86,7 @@ class Books(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def closed(self) -> bool:
-        ended = self.trained + self.dropped + self.failed
+        ended = self.trained + self.skipped + self.dropped + self.failed
         return self.issued == ended + self.pooled + self.ready + self.in_flight
 
 
@@ -136,6 +137,8 @@ class LedgerState(Steps, kw_only=True, dict=True):
     next_prompt: int = 0
     groups: dict[int, Group] = {}  # live ones, in order of issue
     trained: int = 0
+    skipped: int = 0  # groups that were in a trained batch and left no gradient
+    untrained: dict[str, int] = {}  # samples that were in a trained batch and left no gradient, by reason
     dropped: dict[str, int] = {}  # by reason
     failed: dict[str, int] = {}
     newest_payload: int = 0  # highest data message that any folded event cites
@@ -184,6 +187,7 @@ class LedgerState(Steps, kw_only=True, dict=True):
         return Books(
             issued=self.next_group,
             trained=self.trained,
+            skipped=self.skipped,
             dropped=sum(self.dropped.values()),
             failed=sum(self.failed.values()),
             pooled=size[Stage.POOLED] + size[Stage.SPARE],

@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-from messages import BatchTrained, CheckpointSaved, GroupRef, PayloadsMissing, TrainerStarted
+from messages import BatchTrained, CheckpointSaved, GroupRef, PayloadsMissing, TrainerStarted, UntrainedSamples
 
 StepEvent = BatchTrained | TrainerStarted | CheckpointSaved | PayloadsMissing
 STEP_EVENTS: Final = (BatchTrained, TrainerStarted, CheckpointSaved, PayloadsMissing)
@@ -25,6 +25,8 @@ class Settled(msgspec.Struct, frozen=True):
 
     step: int
     groups: tuple[GroupRef, ...]
+    skipped: frozenset[int] = frozenset()  # those that left no gradient, by id
+    untrained: tuple[UntrainedSamples, ...] = ()  # samples that left none
 
 
 class TakenBack(msgspec.Struct, frozen=True):
@@ -69,7 +71,7 @@ def advance(steps: Steps, event: StepEvent) -> tuple[StepChange, ...]:
         case BatchTrained():
             if event.step in steps.taken_back:  # by a zombie, in a batch whose loss its successor told of since
                 return ()
-            return _settle(steps, (event.step,))
+            return _settle(steps, (event.step,), event)
         case TrainerStarted():
             steps.trainer_incarnation = max(steps.trainer_incarnation, event.incarnation)
             return _settle(steps, [step for step in steps.batches if step < event.step])
@@ -85,14 +87,16 @@ def advance(steps: Steps, event: StepEvent) -> tuple[StepChange, ...]:
             return _take_back(steps, event)
 
 
-def _settle(steps: Steps, numbers: Iterable[int]) -> tuple[StepChange, ...]:
+def _settle(steps: Steps, numbers: Iterable[int], told: BatchTrained | None = None) -> tuple[StepChange, ...]:
+    """Settle batches. Without a word of what became of their samples, all of them were trained."""
+    skipped, untrained = (frozenset(told.skipped_groups), told.untrained) if told else (frozenset[int](), ())
     settled: list[Settled] = []
     for step in numbers:
         batch = steps.batches.get(step)
         steps.trained_steps = max(steps.trained_steps, step + 1)
         if batch is not None and not batch.trained:  # else trained again after a crash, or below an old checkpoint
             batch.trained = True
-            settled.append(Settled(step, batch.groups))
+            settled.append(Settled(step, batch.groups, skipped, untrained))
     return tuple(settled)
 
 

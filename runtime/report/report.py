@@ -30,6 +30,7 @@ from runtime.report.times import Times
 from runtime.wording import number
 
 ENDS = 5  # steps whose mean is the first and the last reward
+REASONS_UNTRAINED = {"not_finite": "the gradient of their optimizer step was no number, so it was left out"}
 SFT_LOSS = "train/sft_loss"  # a metric of steps on demonstrations alone
 
 
@@ -218,7 +219,12 @@ class Report:
         row |= {"train/num_tokens": event.num_tokens, "weights/version": self.version}
         row |= {f"groups/{name}": count for name, count in msgspec.structs.asdict(self._ledger.books()).items()}
         self._row, self._dropped = row, dict(self._ledger.dropped)
-        return [*notices, Line(self._step_line(row))]
+        return [*notices, Line(self._step_line(row)), *self._untrained(event)]
+
+    def _untrained(self, event: BatchTrained) -> list[Notice]:
+        reasons = sorted({item.reason for item in event.untrained})
+        texts = [f"samples left no gradient: {REASONS_UNTRAINED.get(reason, reason)}" for reason in reasons]
+        return [Line(line) for text in texts for line in self._failures.lines(text)]
 
     def _step_line(self, row: MetricRow) -> str:
         return step_line(

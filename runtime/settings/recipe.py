@@ -14,6 +14,7 @@ Temperature = Annotated[float, msgspec.Meta(gt=0)]
 TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
 RowBytes = Annotated[int, msgspec.Meta(ge=1, le=64 << 20)]
 TopK = Annotated[int, msgspec.Meta(ge=-1)]  # -1: off
+LogRatio = Annotated[float, msgspec.Meta(gt=0, le=80)]
 Beta = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]  # one subject token, one file name
@@ -99,6 +100,7 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     disable_rewards_normalization: bool = False  # use rewards as they are, not centred in their group
     disable_grpo_std_normalization: bool = False  # centre rewards without dividing by their standard deviation
     calculate_per_token_loss: bool = False  # mean of the loss over tokens; else over samples of their means
+    max_log_ratio: LogRatio = 20.0  # nats; log-ratios of losses are cut there: near 88 their gradient is no number
     use_rollout_logprobs: bool = False  # the engines' log-probs are the old policy's: saves a forward pass
 
 
@@ -124,6 +126,8 @@ class TrainConfig(Config, frozen=True, kw_only=True):
     num_epoch: Positive | None = None  # passes over the data; counted in full batches when the run starts
     save_interval: Positive | None = None  # train steps between checkpoints; none: at the end only
     max_tokens_per_gpu: Positive = 9216  # tokens of a micro-batch on a rank; a longer sample sits alone
+    on_nonfinite: Literal["skip", "fail"] = "skip"  # what a gradient that is no number does to its optimizer step
+    max_skipped: Count = 3  # optimizer steps in a row that are left out; one more ends the run
     keep_checkpoints: Positive = 2  # so many newest ones
     save_hf: bool = False  # write the model to hf/ in the run directory at the end
 

@@ -23,6 +23,8 @@ ISSUED_GROUP_BYTES: Final = 128  # its numbers; when it is closed, with as many 
 CITED_PART_BYTES: Final = 16
 PROMPT_PART_BYTES: Final = 4 * MIB  # of a prompt that is stored (runtime/samples/stored_prompts.py)
 BATCHED_GROUP_BYTES: Final = 128  # its reference, and those that a batch passes over
+UNTRAINED_GROUP_BYTES: Final = 128  # of a batch, with a reason
+UNTRAINED_SAMPLE_BYTES: Final = 24  # its index and part
 EVAL_SET_BYTES: Final = 4 * KIB  # its metrics, one for each k of pass@k
 STEP_EVENTS_BYTES: Final = 16 * KIB  # batches, weights, metrics, restarts
 ENGINE_EVENTS_BYTES: Final = 16 * KIB  # an engine's changes of state and refusals: a burst of each kind
@@ -111,6 +113,12 @@ def growing_events(recipe: Recipe) -> tuple[EventSize, ...]:
             key="rollout.rollout_batch_size",
             number=rollout.rollout_batch_size,
             each_bytes=BATCHED_GROUP_BYTES,
+        ),
+        EventSize(
+            events="batch_trained",
+            key="rollout.rollout_batch_size",
+            number=rollout.rollout_batch_size,
+            each_bytes=UNTRAINED_GROUP_BYTES + rollout.n_samples_per_prompt * UNTRAINED_SAMPLE_BYTES,
         ),
         EventSize(events="eval_issued, eval_ended", key="eval", number=len(recipe.eval), each_bytes=EVAL_SET_BYTES),
         *evals,

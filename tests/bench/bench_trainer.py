@@ -54,7 +54,7 @@ def measure(run_dir: Path, num_steps: int, *, profile: bool) -> dict[str, Any]:
         engine = TrainerRank(topology, run_dir)
         built_s = time.perf_counter() - begin
         metrics: list[dict[str, float]] = []
-        train_ms = milliseconds(num_steps, lambda step: metrics.append(engine.train(batches[step])))
+        train_ms = milliseconds(num_steps, lambda step: metrics.append(engine.train(batches[step]).metrics))
         publish_ms = milliseconds(num_steps, lambda step: engine.publish(step + 1, confirmed=step))
         save_ms = milliseconds(5, lambda step: engine.save(step=step + 1, incarnation=1))
         if profile:
@@ -98,6 +98,8 @@ def random_batch(step: int, num_groups: int, group_size: int = 8) -> Any:
         step=step,
         groups_B=np.repeat(np.arange(num_groups), group_size),
         rollouts_B=np.arange(count),
+        indices_B=np.tile(np.arange(group_size), num_groups),
+        parts_B=np.zeros(count, dtype=np.int64),
         rewards_B=(rewards := generator.random(count)),
         raw_rewards_B=rewards,
         truncated_B=np.zeros(count, dtype=np.uint8),

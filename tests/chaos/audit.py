@@ -19,6 +19,7 @@ from messages import (
     Message,
     MessageDeadLettered,
     RunFinished,
+    SampleStatus,
     SegmentsPublished,
     SnapshotTaken,
     TrainerStarted,
@@ -52,6 +53,7 @@ async def audit(
         if killed is not None:
             check_kills(log, killed)
         check_batches(log, run)
+        check_samples(log)
         check_line_of_training(log, run.num_steps)
         check_weights(log)
         check_evaluations(log, run)
@@ -117,10 +119,33 @@ def check_batches(log: Log, run: Run) -> None:
         assert (group.group_id, group.attempt) == (ref.group_id, ref.attempt)
 
 
+def check_samples(log: Log) -> None:
+    """Each sample of a batch that has tokens and a reward left a gradient, or is named among those that left none."""
+    completed = {seq: event for seq, event in log if isinstance(event, GroupCompleted)}
+    batches: dict[int, BatchReady] = {}
+    for seq, event in log:
+        if isinstance(event, BatchReady):
+            batches[event.step] = event
+        if not isinstance(event, BatchTrained) or event.metrics.get("train/num_lost_groups"):
+            continue
+        groups = [completed[ref.event_seq] for ref in batches[event.step].groups]
+        graded = {
+            (group.group_id, sample.index, sample.part)
+            for group in groups
+            for sample in group.samples
+            if sample.reward is not None and sample.segments and sample.status is not SampleStatus.FAILED
+        }
+        named = {(item.group_id, *place) for item in event.untrained for place in item.samples}
+        assert named <= graded, f"{seq}: names samples that are in no batch: {named - graded}"
+        assert event.num_samples == len(graded - named), f"{seq}: {event}"
+        left = {group_id for group_id, _, _ in graded - named}
+        assert set(event.skipped_groups) == {group_id for group_id, _, _ in named} - left, f"{seq}: {event}"
+
+
 def check_line_of_training(log: Log, num_steps: int) -> None:
     """The surviving line has every step once: each trainer goes on where its checkpoint ends, and replays are told."""
     saved, line, frontier, incarnation = {0}, 0, 0, 0
-    sizes: dict[int, tuple[int, int, int]] = {}
+    sizes: dict[int, tuple[object, ...]] = {}
     for seq, event in log:
         match event:
             case TrainerStarted():
@@ -131,7 +156,7 @@ def check_line_of_training(log: Log, num_steps: int) -> None:
             case BatchTrained():
                 assert (event.step, event.incarnation) == (line, incarnation), f"{seq}: {event}"
                 assert event.replay == (event.step < frontier), f"{seq}: {event}"
-                size = (event.num_groups, event.num_samples, event.num_tokens)
+                size = (event.num_groups, event.num_samples, event.num_tokens, event.untrained, event.skipped_groups)
                 assert sizes.setdefault(event.step, size) == size, f"{seq}: replayed with another batch"
                 line, frontier = line + 1, max(frontier, line + 1)
             case CheckpointSaved():
@@ -202,7 +227,7 @@ def check_order_of_the_data(log: Log, state: LedgerState, batch_size: int) -> No
         versions = {version for sample in samples for version in (sample.first_version, sample.last_version)}
         assert {steps[version] for version in versions if version is not None} == {batch.step}
     books = state.books()
-    assert books.issued == books.trained
+    assert books.issued == books.trained + books.skipped
 
 
 async def check_payloads(bus: Bus, log: Log, state: LedgerState) -> None:

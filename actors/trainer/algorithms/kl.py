@@ -1,16 +1,21 @@
 """Estimates of a KL divergence per token. M tokens that train, of one micro-batch."""
 
+import math
 from typing import Final, Literal
 
 import torch
 from torch import Tensor
+
+from actors.trainer.algorithms.log_ratios import bounded
 
 KlEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 
 LOW_VAR_KL_LIMIT: Final = 10.0  # nats
 
 
-def kl_divergence(log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator) -> Tensor:
+def kl_divergence(
+    log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator, *, max_log_ratio: float = math.inf
+) -> Tensor:
     """Estimate KL(policy || reference) per token from the sampled token alone.
 
     Args:
@@ -18,6 +23,7 @@ def kl_divergence(log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimat
         ref_log_probs: [M], of the reference.
         estimator: k1 is unbiased and may be negative; k2 is half its square; k3 is unbiased and never negative;
             low_var_kl is k3 limited to 10 nats.
+        max_log_ratio: nats; where k3 exponentiates the difference it is cut there, as in the policy loss.
 
     Returns:
         [M], nats.
@@ -30,5 +36,6 @@ def kl_divergence(log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimat
         return difference
     if estimator == "k2":
         return difference.square() / 2
+    difference = bounded(difference, max_log_ratio)
     k3 = torch.exp(-difference) - 1 + difference
     return k3 if estimator == "k3" else k3.clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT)

@@ -90,7 +90,7 @@ class _Builder:
         self._step = step
         self._steps_of_versions = steps_of_versions
         self._masking = masking
-        self._samples: list[tuple[int, int, float, float, bool, int]] = []  # group, rollout, rewards, truncated, length
+        self._samples: list[tuple[int, int, int, int, float, float, bool, int]] = []  # in the order of `build`
         self._tokens: list[NDArray[np.int32]] = []
         self._mask: list[NDArray[np.uint8]] = []
         self._log_probs: list[NDArray[np.float32]] = []
@@ -109,17 +109,20 @@ class _Builder:
             self._staleness += [np.full(num_prompt, NOT_SAMPLED, dtype=np.int32), staleness]
         truncated = sample.status is SampleStatus.TRUNCATED
         assert sample.reward is not None
-        self._samples.append((group, rollout, sample.reward, raw_reward(sample), truncated, length))
+        names = group, rollout, sample.index, sample.part
+        self._samples.append((*names, sample.reward, raw_reward(sample), truncated, length))
 
     def build(self) -> TrainBatch | None:
         if not self._samples:
             return None
-        groups, rollouts, rewards, raw_rewards, truncated, lengths = zip(*self._samples, strict=True)
+        groups, rollouts, indices, parts, rewards, raw_rewards, truncated, lengths = zip(*self._samples, strict=True)
         mask = np.concatenate(self._mask).astype(np.uint8)
         return TrainBatch(
             step=self._step,
             groups_B=np.array(groups, dtype=np.int64),
             rollouts_B=np.array(rollouts, dtype=np.int64),
+            indices_B=np.array(indices, dtype=np.int64),
+            parts_B=np.array(parts, dtype=np.int64),
             rewards_B=np.array(rewards, dtype=np.float64),
             raw_rewards_B=np.array(raw_rewards, dtype=np.float64),
             truncated_B=np.array(truncated, dtype=np.uint8),

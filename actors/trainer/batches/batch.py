@@ -22,6 +22,8 @@ class TrainBatch:
     step: int
     groups_B: Ints  # prompt group
     rollouts_B: Ints  # 0 .. R - 1, rising; equal for the parts of one rollout
+    indices_B: Ints  # of the sample in its group
+    parts_B: Ints  # of the sample among those of its index
     rewards_B: NDArray[np.float64]
     raw_rewards_B: NDArray[np.float64]  # before graders shaped them; only shown
     truncated_B: NDArray[np.uint8]  # 1 where the response ran into its limit

@@ -97,6 +97,7 @@ def load_checkpoint(replica: Replica, path: Path) -> int:
     inner["state"].setdefault("common_step", torch.tensor(0.0))  # Megatron does not save a count of zero
     replica.optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["rng"])
+    replica.skipped_in_a_row = state["skipped_in_a_row"]
     return state["step"]
 
 
@@ -105,7 +106,8 @@ def _state(replica: Replica, *, step: int, loading: bool) -> dict[str, Any]:
     _fill_optimizer_state(replica.optimizer)
     model = replica.model.sharded_state_dict()
     optimizer = replica.optimizer.sharded_state_dict(model, is_loading=loading)
-    return {"model": model, "optimizer": optimizer, "rng": torch.get_rng_state(), "step": step}
+    counters = {"step": step, "skipped_in_a_row": replica.skipped_in_a_row}
+    return {"model": model, "optimizer": optimizer, "rng": torch.get_rng_state(), **counters}
 
 
 def _fill_optimizer_state(optimizer: Any) -> None:

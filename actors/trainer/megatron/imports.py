@@ -30,6 +30,7 @@ def _import() -> dict[str, Any]:
         "finalize_model_grads": "distributed",
         "get_megatron_optimizer": "optimizer",
         "OptimizerConfig": "optimizer",
+        "clip_grad_by_total_norm_fp32": "optimizer.clip_grads",
         "get_forward_backward_func": "pipeline_parallel",
         "initialize_rng_tracker": "tensor_parallel.random",
         "model_parallel_cuda_manual_seed": "tensor_parallel.random",
@@ -63,6 +64,7 @@ DistributedDataParallelConfig: Any = _parts["DistributedDataParallelConfig"]
 finalize_model_grads: Any = _parts["finalize_model_grads"]
 get_megatron_optimizer: Any = _parts["get_megatron_optimizer"]
 OptimizerConfig: Any = _parts["OptimizerConfig"]
+clip_grad_by_total_norm_fp32: Any = _parts["clip_grad_by_total_norm_fp32"]
 get_forward_backward_func: Any = _parts["get_forward_backward_func"]
 initialize_rng_tracker: Any = _parts["initialize_rng_tracker"]
 model_parallel_cuda_manual_seed: Any = _parts["model_parallel_cuda_manual_seed"]

@@ -22,6 +22,7 @@ from actors.trainer.megatron.imports import (
     Float16Module,
     OptimizerConfig,
     PackedSeqParams,
+    clip_grad_by_total_norm_fp32,
     finalize_model_grads,
     get_forward_backward_func,
     get_megatron_optimizer,
@@ -72,6 +73,9 @@ class Replica:
             self.optimizer = get_megatron_optimizer(_optimizer_config(topology.optimizer, self.dtype), [self._ddp])
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
+        self._expert_biases = [bias for name, bias in self.model.named_buffers() if name.endswith("expert_bias")]
+        self._biases_before: list[Tensor] = []
+        self.skipped_in_a_row = 0  # optimizer steps without an effect since the last one that had one
 
     def _wrap(self) -> Any:
         inner = Float16Module(self.config, self.model) if self.dtype is torch.bfloat16 else self.model
@@ -104,6 +108,7 @@ class Replica:
             micro_batches: of this replica; each replica has equally many.
             loss: gives a micro-batch's summed loss and its share of the denominator over all replicas.
         """
+        self._biases_before = [bias.clone() for bias in self._expert_biases]  # they move with the gradients
         self._ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._run(micro_batches, loss, forward_only=False)
@@ -127,22 +132,35 @@ class Replica:
         self._run(micro_batches, fill, forward_only=True, temperature=temperature)
 
     def optimizer_step(self, *, learning_rate: float, weight_decay: float) -> float:
-        """Clip and apply the gradients.
+        """Clip and apply the gradients, unless their norm is not finite: then nothing of the model or optimizer moves.
 
         Returns:
-            The norm of the gradient before clipping, over all ranks.
-
-        Raises:
-            FloatingPointError: the norm is not finite; the weights are then unusable.
+            The norm of the gradient before clipping, over all ranks and therefore the same on each.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
             group["weight_decay"] = weight_decay * group["wd_mult"]
-        with quiet():
-            _, norm, _ = self.optimizer.step()
-        if not math.isfinite(norm):
-            raise FloatingPointError(f"the gradient norm is {norm}")
-        return float(norm)
+        with quiet(), torch.no_grad():
+            self.optimizer.prepare_grads()
+            norm = float(self.optimizer.get_grad_norm())
+            if math.isfinite(norm):
+                self._move(norm)
+                self.skipped_in_a_row = 0
+            else:
+                self._leave_out()
+        return norm
+
+    def _move(self, norm: float) -> None:
+        """Megatron's `optimizer.step` after its norm."""
+        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            if parameters := part.get_parameters():
+                clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
+        self.optimizer.step_with_ready_grads()
+
+    def _leave_out(self) -> None:
+        self.skipped_in_a_row += 1
+        for bias, before in zip(self._expert_biases, self._biases_before, strict=True):
+            bias.copy_(before)
 
     def _run(
         self,

@@ -1,8 +1,10 @@
 """One train step: a batch of scored samples becomes a few optimizer steps and the metrics that say how it went."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import numpy as np
 import structlog
@@ -25,12 +27,15 @@ from runtime.settings.topology import Topology
 
 log = structlog.get_logger()
 
+NO_SAMPLES: Final[Ints] = np.empty(0, dtype=np.int64)
+
 
 @dataclass(frozen=True)
 class _OptimizerStep:
     """One optimizer step of this replica."""
 
     number: int  # within the train step
+    samples: Ints  # of the batch, on all replicas
     micro_batches: list[MicroBatch]
     reduction: Reduction  # over the step's samples on all replicas
     share_B: Ints  # the reduction's shares, by sample of the batch
@@ -44,6 +49,13 @@ class _Columns:
     weights_N: Floats32  # of the token's loss in the sum of its optimizer step
     trainer_log_probs_N: Floats32  # before the first optimizer step; filled as forward passes yield them
     ref_log_probs_N: Floats32 | None
+
+
+class Trained(NamedTuple):
+    """What became of a batch."""
+
+    metrics: dict[str, float]  # of the whole batch; complete on rank 0 and on the last pipeline stage
+    skipped: Ints  # samples of the batch whose optimizer step was left out, the same on every rank
 
 
 class TrainStep:
@@ -64,14 +76,12 @@ class TrainStep:
         ref_load = topology.model.ref_load
         self._reference = ReferenceModel(replica, ref_load) if self._algorithm.use_kl_loss else None
 
-    def __call__(self, batch: TrainBatch) -> dict[str, float]:
+    def __call__(self, batch: TrainBatch) -> Trained:
         """Train one batch. A collective of all ranks, which pass the same batch.
 
-        Returns:
-            Metrics by name, of the whole batch; complete on rank 0 and on the last pipeline stage.
-
         Raises:
-            FloatingPointError: a gradient was not finite.
+            FloatingPointError: a gradient was not finite, and train.on_nonfinite or train.max_skipped say that this is
+                the end. Nothing has moved by it.
         """
         begin = time.perf_counter()
         steps = self._plan(batch)
@@ -87,11 +97,13 @@ class TrainStep:
             metrics |= difference_metrics(batch, _micro_batches(steps), columns.trainer_log_probs_N)
             metrics |= sampling_metrics(batch, columns.advantages_N)
             metrics["train/entropy_coef"] = self._entropy_coef(batch.step)
-        metrics["train/grad_norm"] = float(np.mean(norms))
+        skipped = [step.samples for step, norm in zip(steps, norms, strict=True) if not math.isfinite(norm)]
+        metrics["train/num_skipped_steps"] = len(skipped)
+        metrics["train/grad_norm"] = float(np.mean([norm for norm in norms if math.isfinite(norm)] or norms))
         metrics["train/lr-pg_0"] = self._learning_rate(batch.step, steps[-1].number)
         metrics["perf/actor_train_time"] = time.perf_counter() - train_begin
         metrics["perf/train_time"] = time.perf_counter() - begin
-        return metrics
+        return Trained(metrics, np.concatenate([NO_SAMPLES, *skipped]))
 
     def _plan(self, batch: TrainBatch) -> list[_OptimizerStep]:
         replica, packed = self._replica, self._replica.packed
@@ -115,7 +127,7 @@ class TrainStep:
             )
             share_B = np.zeros(len(batch.lengths_B), dtype=np.int64)
             share_B[samples] = reduced.shares
-            steps.append(_OptimizerStep(number, micro_batches, reduced, share_B))
+            steps.append(_OptimizerStep(number, samples, micro_batches, reduced, share_B))
         return steps
 
     def _prepare(self, batch: TrainBatch, steps: list[_OptimizerStep]) -> tuple[_Columns, dict[str, float]]:
@@ -183,20 +195,39 @@ class TrainStep:
             eps_clip=self._algorithm.eps_clip,
             eps_clip_high=self._algorithm.eps_clip_high,
             eps_clip_c=self._algorithm.eps_clip_c,
+            max_log_ratio=self._algorithm.max_log_ratio,
         )
         total = policy.loss - self._entropy_coef(batch.step) * outputs.entropy
         divergence = torch.zeros_like(policy.loss)
         if columns.ref_log_probs_N is not None:
             reference = column(columns.ref_log_probs_N)
-            divergence = kl_divergence(outputs.log_probs, reference, self._algorithm.kl_loss_type)
+            divergence = kl_divergence(
+                outputs.log_probs,
+                reference,
+                self._algorithm.kl_loss_type,
+                max_log_ratio=self._algorithm.max_log_ratio,
+            )
             total = total + self._algorithm.kl_loss_coef * divergence
         terms = torch.stack([total, policy.loss, outputs.entropy, policy.clipped, policy.ppo_kl, divergence])
         return terms @ column(columns.weights_N)
 
     def _optimizer_step(self, train_step: int, number: int) -> float:
-        return self._replica.optimizer_step(
+        """The gradient's norm; one that is not finite has moved nothing."""
+        norm = self._replica.optimizer_step(
             learning_rate=self._learning_rate(train_step, number), weight_decay=self._topology.optimizer.weight_decay
         )
+        if math.isfinite(norm):
+            return norm
+        train, in_a_row = self._topology.train, self._replica.skipped_in_a_row
+        where = f"optimizer step {number} of train step {train_step}: the gradient norm is {norm}"
+        if train.on_nonfinite == "fail":
+            raise FloatingPointError(f'{where}; train.on_nonfinite = "skip" would leave the step out')
+        if in_a_row > train.max_skipped:
+            raise FloatingPointError(
+                f"{where}, {in_a_row} in a row; train.max_skipped = {train.max_skipped} are allowed"
+            )
+        log.warning("optimizer_step_skipped", step=train_step, number=number, grad_norm=norm, in_a_row=in_a_row)
+        return norm
 
     def _learning_rate(self, train_step: int, number: int) -> float:
         per_batch = self._algorithm.num_steps_per_rollout

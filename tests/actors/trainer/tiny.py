@@ -47,14 +47,15 @@ def tiny_topology(model_dir: Path, run_root: Path, **tables: dict[str, Any]) -> 
 def random_batch(step: int = 0, *, num_groups: int = 4, group_size: int = 4, seed: int = 0) -> TrainBatch:
     """Samples of all lengths; some responses have tokens that do not train, some rollouts have two parts."""
     generator = np.random.default_rng(1000 * seed + step)
-    groups, rollouts, rewards, lengths = [], [], [], []
+    groups, rollouts, parts, rewards, lengths = [], [], [], [], []
     columns: dict[str, list[Any]] = {"tokens": [], "mask": [], "log_probs": []}
     for rollout in range(num_groups * group_size):
-        for _part in range(2 if rollout % 5 == 0 else 1):
+        for part in range(2 if rollout % 5 == 0 else 1):
             prompt, response = generator.integers(1, 6), generator.integers(1, 9)
             mask = np.concatenate([np.zeros(prompt), generator.random(response) < 0.8])
             groups.append(rollout // group_size)
             rollouts.append(rollout)
+            parts.append(part)
             rewards.append(float(generator.integers(0, 3)))
             lengths.append(prompt + response)
             columns["tokens"].append(generator.integers(0, VOCAB, prompt + response))
@@ -65,6 +66,8 @@ def random_batch(step: int = 0, *, num_groups: int = 4, group_size: int = 4, see
         step=step,
         groups_B=np.array(groups, dtype=np.int64),
         rollouts_B=np.array(rollouts, dtype=np.int64),
+        indices_B=np.array(rollouts, dtype=np.int64) % group_size,
+        parts_B=np.array(parts, dtype=np.int64),
         rewards_B=np.array(rewards),
         raw_rewards_B=np.array(rewards),
         truncated_B=np.zeros(len(groups), dtype=np.uint8),

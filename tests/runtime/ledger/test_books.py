@@ -1,14 +1,23 @@
 """What is told of a ledger, against books kept by hand."""
 
+import msgspec
 import pytest
 
-from messages import BatchReady, BatchTrained, Message, MessageDeadLettered, PayloadsMissing, RunStalled
+from messages import (
+    BatchReady,
+    BatchTrained,
+    Message,
+    MessageDeadLettered,
+    PayloadsMissing,
+    RunStalled,
+    UntrainedSamples,
+)
 from runtime.ledger.books import LedgerReport, LedgerSummary, lines_of
 from runtime.ledger.fold import Books
 from runtime.ledger.group_life import GroupLife
 from tests.support.log_of_a_run import LOG, THE_END, batch, completed, issued, trained
 
-BOOKS = Books(issued=8, trained=4, dropped=2, failed=1, pooled=0, ready=0, in_flight=1)
+BOOKS = Books(issued=8, trained=4, skipped=0, dropped=2, failed=1, pooled=0, ready=0, in_flight=1)
 
 
 def summary_of(*events: Message, live: bool = False) -> LedgerSummary:
@@ -51,7 +60,7 @@ def test_the_listed_groups_are_as_many_as_the_books_say_after_every_event() -> N
 def test_people_read_the_books_as_a_sum_with_all_reasons() -> None:
     assert list(lines_of(summary_of(*LOG))) == [
         "run         r, not finished (nothing runs it)",
-        "groups      8 issued = 4 trained + 2 dropped + 1 failed + 0 pooled + 0 ready + 1 in flight",
+        "groups      8 issued = 4 trained + 0 skipped + 2 dropped + 1 failed + 0 pooled + 0 ready + 1 in flight",
         "            dropped: 1 too_stale",
         "            dropped: 1 zero_std",
         "            failed: 1 no score",
@@ -60,6 +69,36 @@ def test_people_read_the_books_as_a_sum_with_all_reasons() -> None:
         "checkpoint  of step 2",
         "evaluation  runs after step 2 (weights v3): 1 of 2 items of heldout; none yet",
     ]
+
+
+def skipping(step: int, *group_ids: int, replay: bool = False) -> BatchTrained:
+    """A step of which some groups left no gradient, and of group 1 a sample more."""
+    names = {group_id: ((0, 0),) for group_id in group_ids} | {1: ((2, 0),)}
+    untrained = [
+        UntrainedSamples(group_id=group, reason="not_finite", samples=samples) for group, samples in names.items()
+    ]
+    told = trained(step, replay=replay)
+    return msgspec.structs.replace(told, untrained=tuple(untrained), skipped_groups=group_ids)
+
+
+def test_groups_that_left_no_gradient_are_skipped_and_not_trained() -> None:
+    log = [*LOG[:13], skipping(0, 0), skipping(0, 0, replay=True)]
+    summary = summary_of(*log)
+    assert (summary.books.trained, summary.books.skipped, summary.books.closed) == (1, 1, True)
+    assert (summary.trained, summary.skipped) == (((0, (1,)),), ((0, (0,)),))
+    assert summary.untrained == {"not_finite": 2}  # the step was told twice and counts once
+    lines = list(lines_of(summary))
+    assert "1 trained + 1 skipped" in lines[1]
+    assert "            untrained: 2 samples not_finite" in lines
+
+
+def test_a_life_says_which_samples_of_the_group_left_no_gradient() -> None:
+    log = [*LOG[:13], skipping(0, 0)]
+    (zero,), (one,) = (
+        [event for _, event in life_of(group, *log) if isinstance(event, BatchTrained)] for group in (0, 1)
+    )
+    assert (zero.skipped_groups, [item.samples for item in zero.untrained]) == ((0,), [((0, 0),)])
+    assert (one.skipped_groups, [item.samples for item in one.untrained]) == ((), [((2, 0),)])
 
 
 def test_a_stall_is_told_until_anything_happens() -> None:
@@ -74,7 +113,7 @@ def test_a_stall_is_told_until_anything_happens() -> None:
 def test_an_empty_ledger_is_told_too() -> None:
     assert list(lines_of(summary_of(live=True))) == [
         "run         r, not finished (read from its bus)",
-        "groups      0 issued = 0 trained + 0 dropped + 0 failed + 0 pooled + 0 ready + 0 in flight",
+        "groups      0 issued = 0 trained + 0 skipped + 0 dropped + 0 failed + 0 pooled + 0 ready + 0 in flight",
         "steps       0 trained; round 0 is open",
         "weights     none yet",
         "checkpoint  none yet",

@@ -232,6 +232,7 @@ def test_books_follow_a_group_through_every_end() -> None:
     assert story.report.result(0).groups == {
         "issued": 6,
         "trained": 0,
+        "skipped": 0,
         "dropped": 2,
         "failed": 1,
         "pooled": 1,
@@ -242,7 +243,7 @@ def test_books_follow_a_group_through_every_end() -> None:
     story.complete(3, 1.0, attempt=0)  # a zombie's: its attempt had ended
     assert story.report.result(0).groups["in_flight"] == 2
     assert story.report.books_line().startswith(
-        "6 issued = 0 trained + 2 dropped + 1 failed + 0 pooled + 1 ready + 2 in"
+        "6 issued = 0 trained + 0 skipped + 2 dropped + 1 failed + 0 pooled + 1 ready + 2 in"
     )
 
 
@@ -422,7 +423,8 @@ def test_the_summary_says_where_the_time_went() -> None:
     lines = story.report.summary(story.now)
     assert lines[0].startswith("steps     2 of 4 in 4.2s, first rollout after 1.2 s")
     assert lines[1].startswith("reward    0.750 → 0.750  ▇▇")
-    assert lines[2] == ("groups    2 issued = 2 trained + 0 dropped + 0 failed + 0 pooled + 0 ready + 0 in flight")
+    books = "2 issued = 2 trained + 0 skipped + 0 dropped + 0 failed + 0 pooled + 0 ready + 0 in flight"
+    assert lines[2] == f"groups    {books}"
     parts = "rollout 1.000 s (50%), train 1.000 s (50%), weights 0.500 s (25%)"
     assert lines[3] == f"time      2.000 s a step: {parts}; parts overlap"
 

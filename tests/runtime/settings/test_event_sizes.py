@@ -6,6 +6,7 @@ import pytest
 
 from messages import (
     BatchReady,
+    BatchTrained,
     EvalCompleted,
     EvalEnded,
     EvalIssued,
@@ -17,6 +18,7 @@ from messages import (
     SampleStatus,
     SampleSummary,
     SegmentRef,
+    UntrainedSamples,
     encode,
 )
 from messages.ledger import EvalSetSize
@@ -53,6 +55,21 @@ def worst_cases() -> dict[str, list[Message]]:
             GroupsClosed(incarnation=1, group_ids=(LARGE,) * 8000, outcome="dropped", reason="r"),
         ],
         "batch_ready": [BatchReady(incarnation=1, step=LARGE, groups=refs, passed_over=(LARGE,) * 2000)],
+        "batch_trained": [
+            BatchTrained(
+                step=LARGE,
+                incarnation=1,
+                num_groups=1000,
+                num_samples=LARGE,
+                num_tokens=LARGE,
+                metrics={},
+                untrained=tuple(
+                    UntrainedSamples(group_id=LARGE, reason="not_finite", samples=tuple((9999, 99) for _ in range(4)))
+                    for _ in range(1000)
+                ),
+                skipped_groups=(LARGE,) * 1000,
+            )
+        ],
         "eval_issued": [
             EvalIssued(incarnation=1, step=LARGE, version=LARGE, sets=sizes),
             EvalEnded(incarnation=1, step=LARGE, version=LARGE, metrics=metrics),

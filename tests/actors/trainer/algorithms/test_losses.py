@@ -147,3 +147,25 @@ def test_a_rollout_without_trained_tokens_still_counts_in_the_denominator() -> N
     weights, shares = reduction(np.array([0, 4]), np.array([0, 1]), per_token=False)
     assert np.isfinite(weights).all()
     assert shares.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("ratio", [-150.0, 150.0])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_beyond_the_largest_log_ratio_the_loss_and_its_gradient_are_finite(advantage: float, ratio: float) -> None:
+    """exp(20) is 4.9e8; without the bound exp(150) is infinite in float32 and 0 * inf is no number."""
+    new = torch.tensor([ratio, 0.0], requires_grad=True)
+    loss = policy_loss(new, torch.zeros(2), torch.full((2,), advantage), eps_clip=0.2, max_log_ratio=20.0).loss
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert new.grad is not None
+    assert new.grad.tolist() == [0.0, -advantage]
+
+
+@pytest.mark.parametrize("kind", ["k3", "low_var_kl"])
+def test_a_divergence_beyond_the_largest_log_ratio_has_a_finite_gradient(kind) -> None:
+    new = torch.tensor([-150.0, 150.0, -0.5], requires_grad=True)
+    divergence = kl_divergence(new, torch.zeros(3), kind, max_log_ratio=20.0)
+    divergence.sum().backward()
+    assert divergence.isfinite().all()
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx([0.0, 0.0, 1.0 - math.exp(0.5)])

@@ -29,12 +29,12 @@ def main(directory: Path, rank: int, world: int, port: int) -> None:
 def lead(engine: TrainerRank, directory: Path) -> None:
     """Two train steps, then two again from the checkpoint after the first."""
     engine.resume()
-    results = [engine.train(random_batch(0))]
+    results = [engine.train(random_batch(0)).metrics]
     if not (directory / "checkpoints").exists():
         engine.save(step=1, incarnation=1)
-    results.append(engine.train(random_batch(1)))
+    results.append(engine.train(random_batch(1)).metrics)
     assert engine.resume() == 1
-    results.append(engine.train(random_batch(1)))
+    results.append(engine.train(random_batch(1)).metrics)
     published = engine.publish(1, confirmed=0)
     engine.close()
     assert published.probe is not None

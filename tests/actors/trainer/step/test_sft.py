@@ -66,7 +66,7 @@ def test_training_equals_a_plain_loop(make_topology: MakeTopology, tmp_path: Pat
     adam = torch.optim.AdamW(model.parameters(), lr=topology.optimizer.lr, weight_decay=0.0)
     for batch in map(demonstrations, range(3)):
         loss = plain_loss(model, batch, range(len(batch.lengths_B)), per_token=per_token)
-        assert step(batch)["train/loss"] == pytest.approx(loss.item(), abs=1e-5)
+        assert step(batch).metrics["train/loss"] == pytest.approx(loss.item(), abs=1e-5)
         adam.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), topology.optimizer.clip_grad)
@@ -78,7 +78,7 @@ def test_training_equals_a_plain_loop(make_topology: MakeTopology, tmp_path: Pat
 
 def test_metrics_speak_of_the_loss_and_of_no_policy(make_topology: MakeTopology) -> None:
     topology = topology_of(make_topology, num_steps_per_rollout=2)
-    metrics = TrainStep(topology, Replica(topology, CPU))(demonstrations(0))
+    metrics = TrainStep(topology, Replica(topology, CPU))(demonstrations(0)).metrics
     assert {"train/loss", "train/sft_loss", "train/entropy_loss", "train/grad_norm", "train/lr-pg_0"} <= metrics.keys()
     foreign = ("reward", "advantage", "kl", "clipfrac", "logprob", "log_probs", "staleness")
     assert [name for name in metrics if any(word in name for word in foreign) and "time" not in name] == []
@@ -88,5 +88,5 @@ def test_demonstrations_are_learnt(make_topology: MakeTopology) -> None:
     topology = topology_of(make_topology, calculate_per_token_loss=True)
     step = TrainStep(topology, Replica(topology, CPU))
     batch = demonstrations(0)
-    losses = [step(batch)["train/loss"] for _ in range(8)]
+    losses = [step(batch).metrics["train/loss"] for _ in range(8)]
     assert losses[-1] < losses[0] / 2

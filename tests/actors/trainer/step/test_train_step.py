@@ -34,7 +34,7 @@ def compared(topology: Topology, model: Any, batches: list[TrainBatch], *, refer
     step, replica = trainer(topology)
     reference = ReferenceTrainer(topology, model, reference_model)
     for batch in batches:
-        metrics = step(batch)
+        metrics = step(batch).metrics
         expected = reference.train(batch)
         for name in expected[0]:
             mean = sum(one[name] for one in expected) / len(expected)
@@ -85,8 +85,8 @@ def test_the_divergence_from_a_reference_model_equals_that_of_an_independent_loo
 def test_the_reference_is_the_first_weights_unless_another_is_named(make_topology: MakeTopology) -> None:
     algorithm = {"use_kl_loss": True, "num_steps_per_rollout": 1, "kl_loss_type": "k2"}
     step, _ = trainer(make_topology(algorithm=algorithm))
-    assert step(random_batch(0))["train/kl_loss"] == 0.0
-    assert step(random_batch(1))["train/kl_loss"] > 0.0
+    assert step(random_batch(0)).metrics["train/kl_loss"] == 0.0
+    assert step(random_batch(1)).metrics["train/kl_loss"] > 0.0
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -115,7 +115,7 @@ def test_training_does_not_depend_on_packing(make_topology: MakeTopology, monkey
 
 def trained(topology: Topology) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     step, replica = trainer(topology)
-    metrics = [step(random_batch(number)) for number in range(2)]
+    metrics = [step(random_batch(number)).metrics for number in range(2)]
     return metrics, export_weights(replica.model, replica.hf)
 
 
@@ -149,9 +149,9 @@ def test_the_difference_to_the_engine_is_taken_before_the_first_optimizer_step_f
     topology = make_topology(algorithm=algorithm)
     exact = own_log_probs(topology, random_batch())
     step, _ = trainer(topology)
-    assert step(replace(random_batch(), rollout_log_probs_N=exact))[DIFF] < 1e-6
+    assert step(replace(random_batch(), rollout_log_probs_N=exact)).metrics[DIFF] < 1e-6
     off = exact + np.where(random_batch().loss_mask_N, 0.25, 0).astype(np.float32)
-    metrics = trainer(topology)[0](replace(random_batch(), rollout_log_probs_N=off))
+    metrics = trainer(topology)[0](replace(random_batch(), rollout_log_probs_N=off)).metrics
     assert (metrics[DIFF], metrics[DIFF_MAX]) == pytest.approx((0.25, 0.25), abs=1e-5)
 
 
@@ -163,7 +163,7 @@ def test_the_largest_difference_is_over_tokens_that_the_current_weights_sampled(
     staleness = batch.staleness_N.copy()
     exact[trains[0]] -= 3.0
     staleness[trains[0]] = 1
-    metrics = trainer(topology)[0](replace(batch, rollout_log_probs_N=exact, staleness_N=staleness))
+    metrics = trainer(topology)[0](replace(batch, rollout_log_probs_N=exact, staleness_N=staleness)).metrics
     assert metrics[DIFF_MAX] < 1e-5
     assert metrics[DIFF] == pytest.approx(3.0 / len(trains), rel=1e-3)
     assert metrics["train/stale_token_ratio"] == pytest.approx(1 / len(trains))
@@ -172,7 +172,7 @@ def test_the_largest_difference_is_over_tokens_that_the_current_weights_sampled(
 def test_a_batch_whose_tokens_are_all_masked_trains_without_a_loss(make_topology: MakeTopology) -> None:
     batch = random_batch()
     nothing = replace(batch, loss_mask_N=np.zeros_like(batch.loss_mask_N))
-    metrics = trainer(make_topology())[0](nothing)
+    metrics = trainer(make_topology())[0](nothing).metrics
     assert (metrics["train/loss"], metrics["train/grad_norm"], metrics["rollout/masked_ratio"]) == (0.0, 0.0, 1.0)
 
 
@@ -181,7 +181,7 @@ def test_groups_of_one_train_on_their_rewards_with_a_warning(make_topology: Make
         step, _ = trainer(make_topology(rollout={"n_samples_per_prompt": 1}))
     assert [entry["event"] for entry in logs] == ["rewards_not_normalized"]
     batch = random_batch(group_size=1)
-    metrics = step(batch)
+    metrics = step(batch).metrics
     expected = np.repeat(batch.rewards_B, batch.lengths_B)[batch.loss_mask_N != 0].mean()
     assert metrics["rollout/advantages"] == pytest.approx(expected)
 
@@ -191,32 +191,25 @@ def test_a_batch_in_which_nothing_trains_changes_nothing_but_decay(make_topology
     step, replica = trainer(topology)
     before = {name: weight.clone() for name, weight in export_weights(replica.model, replica.hf).items()}
     batch = random_batch()
-    metrics = step(replace(batch, loss_mask_N=np.zeros_like(batch.loss_mask_N)))
+    metrics = step(replace(batch, loss_mask_N=np.zeros_like(batch.loss_mask_N))).metrics
     assert metrics["train/loss"] == 0.0
     after = export_weights(replica.model, replica.hf)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_gradient_that_is_not_finite_is_an_error(make_topology: MakeTopology) -> None:
-    batch = random_batch()
-    broken = replace(batch, rewards_B=np.full_like(batch.rewards_B, np.nan))
-    with pytest.raises(FloatingPointError, match="gradient norm is nan"):
-        trainer(make_topology())[0](broken)
-
-
 def test_the_learning_rate_follows_optimizer_steps_over_train_steps(make_topology: MakeTopology) -> None:
     step, _ = trainer(make_topology(optimizer={"lr": 1.0, "lr_warmup_iters": 4}))
-    assert [step(random_batch(number))["train/lr-pg_0"] for number in range(3)] == [0.5, 1.0, 1.0]
+    assert [step(random_batch(number)).metrics["train/lr-pg_0"] for number in range(3)] == [0.5, 1.0, 1.0]
 
 
 def test_without_a_clip_the_norm_is_still_reported(make_topology: MakeTopology) -> None:
-    free = trainer(make_topology(optimizer={"clip_grad": 0.0}))[0](random_batch())
-    clipped = trainer(make_topology(optimizer={"clip_grad": 1e9}))[0](random_batch())
+    free = trainer(make_topology(optimizer={"clip_grad": 0.0}))[0](random_batch()).metrics
+    clipped = trainer(make_topology(optimizer={"clip_grad": 1e9}))[0](random_batch()).metrics
     assert free["train/grad_norm"] == pytest.approx(clipped["train/grad_norm"])
 
 
 def test_bfloat16_trains(make_topology: MakeTopology) -> None:
     step, replica = trainer(make_topology(model={"dtype": "bfloat16"}))
-    metrics = [step(replace(random_batch(0), step=number)) for number in range(3)]
+    metrics = [step(replace(random_batch(0), step=number)).metrics for number in range(3)]
     assert all(np.isfinite(list(one.values())).all() for one in metrics)
     assert all(weight.dtype is torch.bfloat16 for weight in export_weights(replica.model, replica.hf).values())

@@ -1,0 +1,51 @@
+"""Samples of a batch that left no gradient, by name."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from actors.trainer.batches.batch import Ints, TrainBatch
+from messages import UntrainedSamples
+
+NOT_FINITE: Final = "not_finite"  # the gradient of their optimizer step
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Which samples of a batch left one, and how large that part is."""
+
+    untrained: tuple[UntrainedSamples, ...]
+    skipped_groups: tuple[int, ...]  # of which none did
+    num_samples: int  # that did
+    num_tokens: int  # of those
+
+
+NO_GRADIENTS: Final = Gradients(untrained=(), skipped_groups=(), num_samples=0, num_tokens=0)
+
+
+def gradients_of(batch: TrainBatch, skipped: Ints) -> Gradients:
+    """Tell the samples that left a gradient from the others.
+
+    Args:
+        batch: as it was trained.
+        skipped: samples of it whose optimizer step was left out.
+    """
+    trained_B = np.ones(len(batch.lengths_B), dtype=bool)
+    trained_B[skipped] = False
+    reasons = {int(sample): NOT_FINITE for sample in skipped}
+    named: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    for sample, reason in sorted(reasons.items()):
+        place = int(batch.indices_B[sample]), int(batch.parts_B[sample])
+        named.setdefault((int(batch.groups_B[sample]), reason), []).append(place)
+    with_gradient = set(batch.groups_B[trained_B].tolist())
+    without = [group for group in dict.fromkeys(batch.groups_B.tolist()) if group not in with_gradient]
+    return Gradients(
+        untrained=tuple(
+            UntrainedSamples(group_id=group, reason=reason, samples=tuple(samples))
+            for (group, reason), samples in named.items()
+        ),
+        skipped_groups=tuple(without),
+        num_samples=int(trained_B.sum()),
+        num_tokens=int(batch.lengths_B[trained_B].sum()),
+    )

@@ -1,0 +1,94 @@
+"""Batches whose gradient is no number, on a real bus: what the log and the books say of them, and replays."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from actors.trainer.megatron import groups as ranks
+from messages import BatchReady, BatchTrained, WeightsAnnounced
+from runtime.bus.bus import Bus
+from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
+from runtime.settings.topology import Topology
+from tests.actors.trainer.hosting import errors_of, of, running, said_until
+from tests.actors.trainer.logs import GROUPS, publish_group
+
+pytestmark = pytest.mark.anyio
+
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def no_ranks_yet(one_rank: None) -> None:
+    """The actor joins on a thread of its own and leaves at its end."""
+    ranks.leave()
+
+
+def topology_of(make_topology: Callable[..., Topology], **train: object) -> Topology:
+    algorithm = {"use_rollout_logprobs": True, "num_steps_per_rollout": 3}  # an optimizer step for each group
+    return make_topology(algorithm=algorithm, train={"num_steps": 3} | train)
+
+
+async def publish_poisoned(bus: Bus, step: int, *groups: int) -> None:
+    """A batch in which the engines' log-probs of some groups are no numbers."""
+    numbers = range(step * GROUPS, (step + 1) * GROUPS)
+    refs = [await publish_group(bus, number, log_prob=NAN if number in groups else None) for number in numbers]
+    await bus.publish(BatchReady(incarnation=1, step=step, groups=tuple(refs)))
+
+
+async def books_of(bus: Bus) -> LedgerState:
+    state = LedgerState()
+    async with bus.read(*LEDGER_EVENTS) as events:
+        async for received in events.so_far():
+            fold(state, received.message, received.seq)
+    return state
+
+
+async def test_samples_without_a_gradient_are_named_and_their_groups_are_skipped_in_the_books(
+    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+) -> None:
+    async with running(topology_of(make_topology), bus, tmp_path / "run"):
+        await publish_poisoned(bus, 0, 1)
+        (trained,) = of(await said_until(bus, BatchTrained), BatchTrained)
+    (untrained,) = trained.untrained
+    assert (untrained.group_id, untrained.reason) == (1, "not_finite")
+    assert untrained.samples == ((0, 0), (1, 0), (2, 0), (3, 0))
+    assert (trained.num_groups, trained.num_samples, trained.skipped_groups) == (2, 8, (1,))
+    assert trained.metrics["train/num_skipped_steps"] == 1
+    assert trained.metrics["train/num_untrained_samples"] == 4
+    assert "train/loss" in trained.not_finite  # JSON has no word for it, and the event is read all the same
+    state = await books_of(bus)
+    assert (state.books().trained, state.books().skipped, state.books().closed) == (2, 1, True)
+    assert state.untrained == {"not_finite": 4}
+
+
+async def test_a_replay_skips_what_was_skipped_before(
+    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+) -> None:
+    topology = topology_of(make_topology)
+    async with running(topology, bus, tmp_path / "run"):
+        await publish_poisoned(bus, 0, 1)
+        await publish_poisoned(bus, 1, 4, 5)
+        before = await said_until(bus, WeightsAnnounced, 3)
+    async with running(topology, bus, tmp_path / "run"):  # there is no checkpoint: both steps are trained again
+        after = (await said_until(bus, WeightsAnnounced, 4))[len(before) :]
+    first, again = of(before, BatchTrained), of(after, BatchTrained)
+    assert [event.replay for event in again] == [True, True]
+    for one, other in zip(first, again, strict=True):
+        assert (one.untrained, one.skipped_groups, one.num_tokens) == (
+            other.untrained,
+            other.skipped_groups,
+            other.num_tokens,
+        )
+    assert of(before, WeightsAnnounced)[-1].checksum == of(after, WeightsAnnounced)[-1].checksum
+    state = await books_of(bus)
+    assert (state.books().trained, state.books().skipped, state.books().closed) == (3, 3, True)
+
+
+async def test_one_skipped_step_too_many_ends_the_trainer_and_says_so(
+    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+) -> None:
+    await publish_poisoned(bus, 0, 1, 2)
+    (error,) = await errors_of(topology_of(make_topology, max_skipped=1), bus, tmp_path / "run")
+    assert isinstance(error, FloatingPointError)
+    assert "2 in a row; train.max_skipped = 1 are allowed" in str(error)
