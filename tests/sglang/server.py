@@ -133,6 +133,7 @@ def start(layout: str, model: Path, directory: Path, *flags: str) -> Server:
     address = f"127.0.0.1:{free_port()}"
     for rank in (0, 1):
         parts = ["--nnodes", "2", "--node-rank", str(rank), "--tp-size", "2", "--dist-init-addr", address]
+        parts += ["--port", str(free_port())] if rank else []  # where it says that it lives, and no more
         _spawn(server, [*command, *parts], {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"})
     return server
 

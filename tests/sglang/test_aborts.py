@@ -1,6 +1,8 @@
 """The contract: requests that are ended early, wherever they are, and what is left of them."""
 
 import uuid
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -83,17 +85,24 @@ async def test_abort_of_a_queued_request(rig: Rig, streamed: bool) -> None:
     assert asked.check("q") == 0
 
 
-@pytest.mark.behaviour("abort of a retracted request: what was streamed of it is its answer")
-async def test_abort_of_a_retracted_request(rig: Rig, streamed: bool) -> None:
-    asked = Asked(rig)
+@asynccontextmanager
+async def halted_while_paused(rig: Rig, asked: Asked, mode: str, streamed: bool) -> AsyncGenerator[None]:
+    """A request of which something is sampled is paused and then halted; the pause ends with the block."""
     await rig.slow_down(SLOW_S)
     async with anyio.create_task_group() as group:
         group.start_soon(asked.ask, request(PROMPT, LONG, rid="a", round=1), streamed)
         await rig.until_tokens(20)
-        await rig.client.pause(rig.server.url, "retract")
+        await rig.client.pause(rig.server.url, mode)
         rig.generator.running.halt(1)
-        await until(lambda: "a" in asked.generated)
+        yield
         await rig.client.proceed(rig.server.url)
+
+
+@pytest.mark.behaviour("abort of a retracted request: what was streamed of it is its answer")
+async def test_abort_of_a_retracted_request(rig: Rig, streamed: bool) -> None:
+    asked = Asked(rig)
+    async with halted_while_paused(rig, asked, "retract", streamed):
+        await until(lambda: "a" in asked.generated)
     assert asked.check("a") >= 10 if streamed else asked.check("a") == 0
     assert len(asked.streams["a"]) == streamed  # it was asked once
 
@@ -101,15 +110,9 @@ async def test_abort_of_a_retracted_request(rig: Rig, streamed: bool) -> None:
 @pytest.mark.behaviour("abort of a request that a pause froze: it ends when the pause does")
 async def test_abort_of_a_frozen_request(rig: Rig, streamed: bool) -> None:
     asked = Asked(rig)
-    await rig.slow_down(SLOW_S)
-    async with anyio.create_task_group() as group:
-        group.start_soon(asked.ask, request(PROMPT, LONG, rid="a", round=1), streamed)
-        await rig.until_tokens(20)
-        await rig.client.pause(rig.server.url, "in_place")
-        rig.generator.running.halt(1)
+    async with halted_while_paused(rig, asked, "in_place", streamed):
         await anyio.sleep(1.5)
         assert "a" not in asked.generated
-        await rig.client.proceed(rig.server.url)
     assert asked.check("a") >= 10
 
 

@@ -1,14 +1,22 @@
 """The contract: what a server refuses is a refusal, and what a server would die of is never sent."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import anyio
 import pytest
 
+from actors.rollout.groups.open_samples import OpenSample, fresh_samples
 from actors.rollout.requests.request import GenerateRequest
+from actors.rollout.requests.served_model import ServedModel
+from actors.rollout.sessions.conversation import Conversation
+from actors.rollout.sglang.answers import segment_of
 from actors.rollout.sglang.body import generate_body
 from actors.rollout.sglang.errors import RequestRefused
 from actors.rollout.sglang.limits import KEPT_OF_INPUT
 from actors.rollout.sglang.memory import EngineMemory
 from actors.rollout.sglang.streams import Stream
+from messages import Int32Array, Prompt, SampleKey, SampleStatus
 from tests.sglang.model import CONTEXT, UNKNOWN, VOCAB_SIZE
 from tests.sglang.rig import Rig, request
 from tests.sglang.wire import recorded
@@ -17,6 +25,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
 
 PROMPT = [3, 4, 5]
 GENERATE = "POST /generate"
+OUTSIDE = VOCAB_SIZE + 70_000
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "streamed"])
@@ -72,7 +81,7 @@ async def test_refused_once(rig: Rig) -> None:
 
 
 @pytest.mark.behaviour("a token id outside the vocabulary is never sent")
-@pytest.mark.parametrize("token", [VOCAB_SIZE, VOCAB_SIZE + 70_000, -1])
+@pytest.mark.parametrize("token", [VOCAB_SIZE, OUTSIDE, -1])
 async def test_token_outside_the_vocabulary_is_never_sent(rig: Rig, streamed: bool, token: int) -> None:
     async with recorded(rig.fleet.router) as wire:
         rig.fleet._target.router = wire.url  # pyright: ignore[reportPrivateUsage]
@@ -81,6 +90,37 @@ async def test_token_outside_the_vocabulary_is_never_sent(rig: Rig, streamed: bo
         (answer,) = (await rig.generate(request([3, VOCAB_SIZE - 1], 8))).answers
         assert len(answer.output_ids) == 8
         assert wire.times_sent(GENERATE) == 1
+
+
+@pytest.mark.behaviour("a token outside the vocabulary that a user's function appends is never sent")
+async def test_appended_token_outside_the_vocabulary_is_never_sent(rig: Rig, contract_model: Path) -> None:
+    prompt = Prompt(data="d", row=0, text="", prompt_ids=Int32Array(PROMPT), label="", rm_type="exact_match")
+
+    async def ask_for_turn(sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
+        ids = PROMPT + sample.prefix + sample.pending
+        (answer,) = (await rig.generate(request(ids, limit, stop=tuple(stop or ())))).answers
+        key = SampleKey(group_id=0, attempt=0, index=0)
+        sample.continue_with(segment_of(answer, key, Int32Array(sample.pending)), SampleStatus.COMPLETED)
+        return False
+
+    async def two_turns(conversation: Conversation) -> None:
+        await conversation.generate(max_new_tokens=8)
+        for outside in (VOCAB_SIZE, OUTSIDE, -1):
+            with pytest.raises(ValueError, match=f"{outside} is no token of the model, which has 64"):
+                conversation.append_ids([5, outside])
+        conversation.append_ids([5, VOCAB_SIZE - 1])
+        await conversation.generate(max_new_tokens=8)
+
+    async with recorded(rig.fleet.router) as wire:
+        rig.fleet._target.router = wire.url  # pyright: ignore[reportPrivateUsage]
+        (sample,) = fresh_samples(1, prompt.prompt_ids)
+        model = ServedModel.read(contract_model)
+        conversation = Conversation(prompt, sample, max_tokens=100, ask=ask_for_turn, model=model)
+        assert await conversation.run(two_turns) is SampleStatus.COMPLETED
+        assert [turn.num_tokens for turn in sample.turns] == [8, 8]
+        assert sample.prefix[8:10] == [5, VOCAB_SIZE - 1]
+        assert wire.times_sent(GENERATE) == 2
+        assert wire.times_sent(f",{OUTSIDE}") == 0
 
 
 @pytest.mark.behaviour("a stop text that cannot be encoded is never sent, nor are more than 32")
