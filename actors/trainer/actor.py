@@ -9,6 +9,7 @@ from anyio.abc import TaskStatus
 from actors.trainer.batches.feed import Feed
 from actors.trainer.batches.history import HISTORY
 from actors.trainer.batches.staleness import Masking
+from actors.trainer.batches.too_long import LengthLimit
 from actors.trainer.leader import Leader
 from actors.trainer.rendezvous import meet, own_rank
 from actors.trainer.torch_thread import TorchThread
@@ -82,7 +83,7 @@ class TrainerActor(Actor):
 
     async def _lead(self, torch_thread: TorchThread, store: Any, task_status: TaskStatus[None]) -> None:
         async with anyio.create_task_group() as group:
-            feed = Feed(self._bus, Masking.of(self._topology.rollout))
+            feed = Feed(self._bus, Masking.of(self._topology.rollout), LengthLimit.of(self._topology))
             group.start_soon(feed.run)  # reads the log while the other thread imports torch and loads the model
             rank = await torch_thread.run(self._build_rank, store)
             try:

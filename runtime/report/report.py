@@ -30,7 +30,10 @@ from runtime.report.times import Times
 from runtime.wording import number
 
 ENDS = 5  # steps whose mean is the first and the last reward
-REASONS_UNTRAINED = {"not_finite": "the gradient of their optimizer step was no number, so it was left out"}
+REASONS_UNTRAINED = {
+    "not_finite": "the gradient of their optimizer step was no number, so it was left out",
+    "too_long": "they are over train.max_tokens_per_gpu",
+}
 SFT_LOSS = "train/sft_loss"  # a metric of steps on demonstrations alone
 
 

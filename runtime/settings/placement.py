@@ -33,6 +33,11 @@ def data_parallel_size(trainer: TrainerConfig) -> int:
     return num_ranks(trainer) // model
 
 
+def max_sample_tokens(topology: Topology) -> int:
+    """Tokens of the longest sample that the ranks which share a sample take together."""
+    return topology.train.max_tokens_per_gpu * topology.trainer.megatron.context_parallel_size
+
+
 def num_engines(engine: EngineConfig) -> int:
     """Engines in a pool."""
     if engine.urls:

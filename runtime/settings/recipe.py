@@ -125,7 +125,8 @@ class TrainConfig(Config, frozen=True, kw_only=True):
     num_steps: Count = 0  # train steps; 0: so many as num_epoch has
     num_epoch: Positive | None = None  # passes over the data; counted in full batches when the run starts
     save_interval: Positive | None = None  # train steps between checkpoints; none: at the end only
-    max_tokens_per_gpu: Positive = 9216  # tokens of a micro-batch on a rank; a longer sample sits alone
+    max_tokens_per_gpu: Positive = 9216  # tokens of a micro-batch on a rank
+    on_too_long: Literal["mask", "fail"] = "mask"  # samples over max_tokens_per_gpu: without a gradient, or an error
     on_nonfinite: Literal["skip", "fail"] = "skip"  # what a gradient that is no number does to its optimizer step
     max_skipped: Count = 3  # optimizer steps in a row that are left out; one more ends the run
     keep_checkpoints: Positive = 2  # so many newest ones

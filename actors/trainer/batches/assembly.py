@@ -1,6 +1,6 @@
 """Completed prompt groups and their payloads become a batch of ragged columns."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from actors.trainer.batches.batch import TrainBatch
 from actors.trainer.batches.staleness import NOT_SAMPLED, Masking, loss_masks, staleness_of
+from actors.trainer.batches.too_long import SamplePlace
 from messages import GroupCompleted, SampleStatus, SampleSummary, Segment, SegmentsPublished
 
 
@@ -17,11 +18,13 @@ class CollectedGroup:
 
     completed: GroupCompleted
     payloads: Mapping[int, SegmentsPublished]  # by sequence in the data stream
+    too_long: frozenset[SamplePlace] = frozenset()  # samples without a payload here
 
 
-def payload_seqs(completed: GroupCompleted) -> list[int]:
-    """Where a group's segments are stored, each sequence once."""
-    return sorted({ref.seq for sample in completed.samples for ref in sample.segments})
+def payload_seqs(completed: GroupCompleted, too_long: Collection[SamplePlace] = ()) -> list[int]:
+    """Where a group's segments are stored, each sequence once, but for samples that are too long."""
+    wanted = (sample for sample in completed.samples if (sample.index, sample.part) not in too_long)
+    return sorted({ref.seq for sample in wanted for ref in sample.segments})
 
 
 def trainable(sample: SampleSummary) -> bool:
@@ -58,7 +61,9 @@ def assemble(
         for sample in sorted(group.completed.samples, key=lambda sample: (sample.index, sample.part)):
             if trainable(sample):
                 rollout = rollouts.setdefault(sample.index, builder.num_rollouts + len(rollouts))
-                builder.add(group.completed.group_id, rollout, sample, list(segments_of(group, sample)))
+                is_long = (sample.index, sample.part) in group.too_long
+                segments = [] if is_long else list(segments_of(group, sample))
+                builder.add(group.completed.group_id, rollout, sample, segments)
         builder.num_rollouts += len(rollouts)
     return builder.build()
 
@@ -90,7 +95,7 @@ class _Builder:
         self._step = step
         self._steps_of_versions = steps_of_versions
         self._masking = masking
-        self._samples: list[tuple[int, int, int, int, float, float, bool, int]] = []  # in the order of `build`
+        self._samples: list[tuple[int, int, int, int, float, float, bool, bool, int]] = []  # in the order of `build`
         self._tokens: list[NDArray[np.int32]] = []
         self._mask: list[NDArray[np.uint8]] = []
         self._log_probs: list[NDArray[np.float32]] = []
@@ -99,7 +104,7 @@ class _Builder:
     def add(self, group: int, rollout: int, sample: SampleSummary, segments: Sequence[Segment]) -> None:
         stalenesses = [staleness_of(segment, self._step, self._steps_of_versions) for segment in segments]
         masks = loss_masks(segments, stalenesses, self._masking)
-        length = 0
+        length = 0 if segments else self._add_nothing()
         for segment, staleness, mask in zip(segments, stalenesses, masks, strict=True):
             num_prompt = len(segment.prompt_ids)
             length += num_prompt + len(segment.response_ids)
@@ -110,12 +115,22 @@ class _Builder:
         truncated = sample.status is SampleStatus.TRUNCATED
         assert sample.reward is not None
         names = group, rollout, sample.index, sample.part
-        self._samples.append((*names, sample.reward, raw_reward(sample), truncated, length))
+        self._samples.append((*names, sample.reward, raw_reward(sample), truncated, not segments, length))
+
+    def _add_nothing(self) -> int:
+        """A token in the place of a sample that is too long: its rollout counts, without a loss."""
+        self._tokens.append(np.zeros(1, dtype=np.int32))
+        self._mask.append(np.zeros(1, dtype=np.uint8))
+        self._log_probs.append(np.zeros(1, dtype=np.float32))
+        self._staleness.append(np.full(1, NOT_SAMPLED, dtype=np.int32))
+        return 1
 
     def build(self) -> TrainBatch | None:
         if not self._samples:
             return None
-        groups, rollouts, indices, parts, rewards, raw_rewards, truncated, lengths = zip(*self._samples, strict=True)
+        groups, rollouts, indices, parts, rewards, raw_rewards, truncated, too_long, lengths = zip(
+            *self._samples, strict=True
+        )
         mask = np.concatenate(self._mask).astype(np.uint8)
         return TrainBatch(
             step=self._step,
@@ -126,6 +141,7 @@ class _Builder:
             rewards_B=np.array(rewards, dtype=np.float64),
             raw_rewards_B=np.array(raw_rewards, dtype=np.float64),
             truncated_B=np.array(truncated, dtype=np.uint8),
+            too_long_B=np.array(too_long, dtype=np.uint8),
             lengths_B=np.array(lengths, dtype=np.int64),
             tokens_N=np.concatenate(self._tokens).astype(np.int32),
             loss_mask_N=mask,

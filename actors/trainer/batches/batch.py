@@ -27,6 +27,7 @@ class TrainBatch:
     rewards_B: NDArray[np.float64]
     raw_rewards_B: NDArray[np.float64]  # before graders shaped them; only shown
     truncated_B: NDArray[np.uint8]  # 1 where the response ran into its limit
+    too_long_B: NDArray[np.uint8]  # 1 where the sample is over a rank's limit: it counts, with one token and no loss
     lengths_B: Ints  # tokens
     tokens_N: NDArray[np.int32]
     loss_mask_N: NDArray[np.uint8]  # 1 where the token trains

@@ -13,6 +13,7 @@ from actors.trainer.batches.assembly import NO_MASKING, CollectedGroup, assemble
 from actors.trainer.batches.batch import TrainBatch
 from actors.trainer.batches.history import HISTORY, History
 from actors.trainer.batches.staleness import Masking
+from actors.trainer.batches.too_long import LengthLimit
 from messages import (
     BatchReady,
     CheckpointRequested,
@@ -33,6 +34,7 @@ from runtime.ledger.fold import FOLD_VERSION
 
 log = structlog.get_logger()
 
+NO_LIMIT: Final = LengthLimit()
 NUM_PREFETCHERS: Final = 8
 MAX_PREFETCHES: Final = 1024  # groups that wait to be fetched ahead; beyond, they are fetched when called for
 EVENT_TIMEOUT_S: Final = 30.0  # for an event that is known to be in the log
@@ -53,11 +55,12 @@ class FedBatch:
 class Feed:
     """Batches by step. Payloads of groups are fetched as the groups complete, before a batch names them."""
 
-    def __init__(self, bus: Bus, masking: Masking = NO_MASKING) -> None:
+    def __init__(self, bus: Bus, masking: Masking = NO_MASKING, limit: LengthLimit = NO_LIMIT) -> None:
         self.history = History()
         self.caught_up = anyio.Event()  # all that was in the log at the start is folded
         self._bus = bus
         self._masking = masking
+        self._limit = limit
         self._changed = anyio.Condition()
         self._payloads: dict[int, dict[int, SegmentsPublished]] = {}  # by log sequence of the group
         self._prefetch: MemoryObjectSendStream[int] | None = None
@@ -139,10 +142,13 @@ class Feed:
 
         Raises:
             ValueError: what was stored contradicts the log.
+            InputError: a sample is too long, which is to be an error.
         """
         await self.until(lambda: step in self.history.batches)
         refs = self.history.batches[step].groups
         groups, lost = await self._collect(refs)
+        for group in groups:
+            self._limit.check(group.completed)
         batch = assemble(step, groups, self.history.steps_of_versions, self._masking)
         missing = tuple(ref for ref in refs if ref in lost)
         return FedBatch(step, refs, batch, missing, next(iter(lost.values()), ""))
@@ -167,7 +173,8 @@ class Feed:
         async def collect(ref: GroupRef) -> None:
             try:
                 completed = await self._completed(ref)
-                collected[ref.event_seq] = CollectedGroup(completed, await self._fetch(ref.event_seq, completed))
+                payloads = await self._fetch(ref.event_seq, completed)
+                collected[ref.event_seq] = CollectedGroup(completed, payloads, self._limit.too_long(completed))
             except PayloadLost as error:
                 lost[ref] = str(error)
 
@@ -191,7 +198,7 @@ class Feed:
     async def _fetch(self, seq: int, completed: GroupCompleted) -> dict[int, SegmentsPublished]:
         if seq not in self._payloads:
             payloads: dict[int, SegmentsPublished] = {}
-            for payload_seq in payload_seqs(completed):
+            for payload_seq in payload_seqs(completed, self._limit.too_long(completed)):
                 payloads[payload_seq] = await self._bus.fetch(SegmentsPublished, payload_seq)
             self._payloads[seq] = payloads
         return self._payloads[seq]

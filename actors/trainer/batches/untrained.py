@@ -9,6 +9,7 @@ from actors.trainer.batches.batch import Ints, TrainBatch
 from messages import UntrainedSamples
 
 NOT_FINITE: Final = "not_finite"  # the gradient of their optimizer step
+TOO_LONG: Final = "too_long"  # for a rank
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,9 @@ def gradients_of(batch: TrainBatch, skipped: Ints) -> Gradients:
         skipped: samples of it whose optimizer step was left out.
     """
     trained_B = np.ones(len(batch.lengths_B), dtype=bool)
-    trained_B[skipped] = False
-    reasons = {int(sample): NOT_FINITE for sample in skipped}
+    too_long = np.flatnonzero(batch.too_long_B)
+    trained_B[skipped] = trained_B[too_long] = False
+    reasons = dict.fromkeys(skipped.tolist(), NOT_FINITE) | dict.fromkeys(too_long.tolist(), TOO_LONG)
     named: dict[tuple[int, str], list[tuple[int, int]]] = {}
     for sample, reason in sorted(reasons.items()):
         place = int(batch.indices_B[sample]), int(batch.parts_B[sample])

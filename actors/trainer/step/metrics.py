@@ -56,10 +56,11 @@ def difference_metrics(
 
 
 def size_metrics(batch: TrainBatch) -> dict[str, float]:
-    """How large the batch is, whoever trains it."""
+    """How large the batch is, whoever trains it; its lengths without samples that are too long."""
+    known_B = batch.too_long_B == 0
     return {
-        "rollout/response_lengths": float(batch.mask_sums_B.mean()),
-        "rollout/total_lengths": float(batch.lengths_B.mean()),
+        "rollout/response_lengths": _mean(batch.mask_sums_B[known_B]),
+        "rollout/total_lengths": _mean(batch.lengths_B[known_B]),
         "train/global_batch_size": float(batch.rollouts_B[-1] + 1),
     }
 
@@ -76,5 +77,5 @@ def sampling_metrics(batch: TrainBatch, advantages_N: Floats32) -> dict[str, flo
     }
 
 
-def _mean(values: NDArray[np.float32]) -> float:
+def _mean(values: NDArray[np.float32 | np.int64]) -> float:
     return float(values.mean()) if len(values) else 0.0

@@ -8,7 +8,8 @@ from runtime.agent.preflight.files import check_paths, paths_of
 from runtime.agent.preflight.findings import Checked, Findings
 from runtime.agent.preflight.machine import check_machine
 from runtime.settings.load import LoadedTopology
-from runtime.settings.placement import home_node
+from runtime.settings.placement import home_node, max_sample_tokens
+from runtime.settings.recipe import max_prompt_len
 from runtime.settings.topology import Topology
 
 
@@ -28,6 +29,7 @@ def check_here(
     topology = loaded.topology
     for problem in not_built(topology):
         findings.add(problem)
+    findings.notes.extend(_long_samples(topology))
     if elsewhere:
         return findings.checked(left_out=tuple(_left_out(topology)))
     here = node or home_node(topology)
@@ -35,6 +37,21 @@ def check_here(
     check_paths(findings)
     check_bus(findings, Asker(node=here, bus_login=loaded.bus_login, fresh=fresh))
     return findings.checked()
+
+
+def _long_samples(topology: Topology) -> Iterator[str]:
+    """Whether the lengths that the recipe allows are over what the trainer's ranks take."""
+    rollout, limit = topology.rollout, max_sample_tokens(topology)
+    longest = (max_prompt_len(rollout) or 0) + rollout.max_response_len
+    longest = min(longest, rollout.max_context_len or longest)
+    if topology.run.only == "rollout" or longest <= limit:
+        return
+    becomes = "trains nothing" if topology.train.on_too_long == "mask" else "ends the run"
+    yield (
+        f"samples may have {longest} tokens (rollout.max_prompt_len, max_response_len, max_context_len), and {limit} "
+        "fit on the trainer's ranks (train.max_tokens_per_gpu x trainer.megatron.context_parallel_size): "
+        f'what is longer {becomes} (train.on_too_long = "{topology.train.on_too_long}")'
+    )
 
 
 def _left_out(topology: Topology) -> Iterator[str]:

@@ -379,6 +379,21 @@ def test_a_misspelt_model_directory_is_not_taken_for_a_hub_name() -> None:
     assert problem.message.startswith("no such directory (looked in ")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ((), False),
+        (("train.max_tokens_per_gpu=10",), True),
+        (("train.max_tokens_per_gpu=10", "run.only='rollout'"), False),
+        (("train.max_tokens_per_gpu=18", "rollout.max_context_len=18"), False),
+    ],
+)
+def test_lengths_that_no_rank_takes_are_told(overrides: tuple[str, ...], told: bool) -> None:
+    """The laptop's recipe allows prompts and responses of over 10 tokens together."""
+    notes = check_here(load_topology(LAPTOP, overrides), elsewhere=True).notes
+    assert any("train.on_too_long" in note for note in notes) is told
+
+
 def test_checking_a_topology_is_quick_and_loads_nothing_heavy() -> None:
     code = (
         "import sys; from pathlib import Path; from runtime.settings.load import load_topology; "

@@ -69,6 +69,23 @@ def test_samples_without_reward_or_tokens_or_that_failed_are_left_out() -> None:
     assert assemble(0, [collected(*samples[:3], segments=segments)], {}) is None
 
 
+def test_a_sample_that_is_too_long_keeps_its_vote_and_brings_no_tokens() -> None:
+    segments = [segment(SampleKey(group_id=5, attempt=0, index=index), [1], [2], ((1, 0, 1),)) for index in range(2)]
+    samples = (summary(0, [(9, 0)], reward=0.5), summary(1, [(12, 0)], reward=1.0))
+    message = SegmentsPublished(group_id=5, attempt=0, lease="lease", segments=tuple(segments))
+    group = CollectedGroup(group_of(5, samples), {9: message}, frozenset({(1, 0)}))
+    batch = assemble(0, [group], {1: 0})
+    assert batch is not None
+    assert (batch.rewards_B.tolist(), batch.rollouts_B.tolist()) == ([0.5, 1.0], [0, 1])
+    assert (batch.too_long_B.tolist(), batch.lengths_B.tolist()) == ([0, 1], [2, 1])
+    assert batch.loss_mask_N.tolist() == [0, 1, 0]
+
+
+def test_a_payload_that_only_samples_too_long_have_is_not_asked_for() -> None:
+    samples = (summary(0, [(9, 0), (12, 0)]), summary(1, [(9, 1)]), summary(1, [(3, 0)], part=1))
+    assert payload_seqs(group_of(5, samples), {(0, 0), (1, 1)}) == [9]
+
+
 def test_a_segment_of_another_sample_is_refused() -> None:
     other = segment(SampleKey(group_id=6, attempt=0, index=0), [1], [2], ((1, 0, 1),))
     with pytest.raises(ValueError, match="belongs to"):

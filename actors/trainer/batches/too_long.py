@@ -1,0 +1,48 @@
+"""Samples that are longer than the ranks that share them may take: found by their lengths alone, before any fetch."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from messages import GroupCompleted, SampleSummary
+from runtime.host.actor import InputError
+from runtime.settings.placement import max_sample_tokens
+from runtime.settings.topology import Topology
+
+SamplePlace = tuple[int, int]  # index and part, in its group
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthLimit:
+    """How long a sample may be, and what becomes of a longer one."""
+
+    max_tokens: int | None = None  # none: any length
+    ends: bool = False  # the run; else the sample is masked
+
+    @classmethod
+    def of(cls, topology: Topology) -> Self:
+        """What the topology asks for."""
+        return cls(max_tokens=max_sample_tokens(topology), ends=topology.train.on_too_long == "fail")
+
+    def too_long(self, completed: GroupCompleted) -> frozenset[SamplePlace]:
+        """The samples of a group that are over the limit."""
+        if self.max_tokens is None:
+            return frozenset()
+        long = (sample for sample in completed.samples if length_of(sample) > self.max_tokens)
+        return frozenset((sample.index, sample.part) for sample in long)
+
+    def check(self, completed: GroupCompleted) -> None:
+        """Raises InputError: a sample is over the limit, and the run is to end then."""
+        if not self.ends:
+            return
+        for index, part in sorted(self.too_long(completed)):
+            sample = next(sample for sample in completed.samples if (sample.index, sample.part) == (index, part))
+            raise InputError(
+                f"sample {index} of group {completed.group_id} has {length_of(sample)} tokens; {self.max_tokens} fit "
+                "(train.max_tokens_per_gpu x trainer.megatron.context_parallel_size): raise it, lower "
+                'rollout.max_response_len, or set train.on_too_long = "mask"'
+            )
+
+
+def length_of(sample: SampleSummary) -> int:
+    """Tokens of prompt and response, as events say it."""
+    return sample.prompt_len + sample.response_len
