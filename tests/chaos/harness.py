@@ -58,13 +58,14 @@ class Log:
         self.pids: dict[str, int] = {}  # newest process of each name
         self.seq = 0  # of the newest event read
         self.trained = 0  # train steps, replayed ones not counted again
+        self.event_s = EVENT_S
         self.finished = False
         self._events = events
         self._process = process
 
     async def until(self, holds: Callable[[Message], bool]) -> Message:
         """Read to the first event of which something holds."""
-        with anyio.fail_after(EVENT_S):
+        with anyio.fail_after(self.event_s):
             while True:
                 received = await self._next()
                 if holds(received.message):
@@ -81,7 +82,7 @@ class Log:
 
     async def pass_over(self, number: int) -> None:
         """Read so many further events."""
-        with anyio.fail_after(EVENT_S):
+        with anyio.fail_after(self.event_s):
             for _ in range(number):
                 await self._next()
 
@@ -125,11 +126,12 @@ class Command:
     def __init__(self, process: anyio.abc.Process, bus: Bus, log: Log) -> None:
         self.bus = bus
         self.log = log
+        self.end_s = END_S
         self._process = process
 
     async def end(self) -> int:
         """Wait for its end; return its exit code."""
-        with anyio.fail_after(END_S):
+        with anyio.fail_after(self.end_s):
             return await self._process.wait()
 
     def send(self, number: signal.Signals) -> None:

@@ -1,0 +1,117 @@
+"""Processes of whole runs on SGLang's own server are killed: each run ends as an undisturbed one does.
+
+That is: its books close, the trained set is that of the data's order, and no engine is left paused.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import anyio
+import psutil
+import pytest
+
+from messages import WeightsAnnounced
+from tests.chaos.audit import audit
+from tests.chaos.harness import EVENTS_PER_STEP, SMALL, Command, Run, moments_of
+from tests.fixtures.nats import eventually
+from tests.sglang.recipe import RECIPE, overrides
+from tests.support.embedded_engine import get
+
+LIMIT_S: Final = 1500
+RESTART_S: Final = 400.0  # of a server, beside other work
+UPDATE_S: Final = 0.3  # an update takes about so long
+NUM_STEPS: Final = 10
+EVERY: Final = 2  # steps between two kills
+
+ENGINE: Final = "engine.policy.0"
+SECOND: Final = "engine.policy.0.1"  # of an engine of two processes
+VICTIMS: Final = {  # the process that the agent started, and whom of it
+    "front end": (ENGINE, False),
+    "scheduler": (ENGINE, True),
+    "second process": (SECOND, False),
+    "second scheduler": (SECOND, True),
+    "router": ("router.policy", False),
+    "rollout": ("rollout", False),
+}
+ONE: Final = ("front end", "scheduler", "router", "rollout")
+TWO_PROCESSES: Final = ("engines.policy.num_processes=2", 'engines.policy.env.SGLANG_CPU_OMP_THREADS_BIND="0|1"')
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(LIMIT_S)]
+
+
+def run_of(directory: Path, num_steps: int, *changes: str) -> Run:
+    """The laptop recipe on SGLang, small."""
+    own = (*overrides(), *changes)
+    return Run(directory, num_steps=num_steps, overrides=own, settings=SMALL, topology=RECIPE)
+
+
+def pid_of(command: Command, victim: str) -> int:
+    """The newest process of a role."""
+    name, scheduler = VICTIMS[victim]
+    pid = command.log.pids[name]
+    if not scheduler:
+        return pid
+    (found,) = [child for child in psutil.Process(pid).children(recursive=True) if "scheduler" in child.cmdline()[0]]
+    return found.pid
+
+
+async def strike(command: Command, victims: Sequence[str], name: str) -> None:
+    """One after another, each at a random moment; a rollout actor while it gives its engine new weights."""
+    moments = moments_of(name)
+    for number, victim in enumerate(victims):
+        await command.log.until_trained(1 + number * EVERY)
+        await command.log.pass_over(moments.randrange(EVENTS_PER_STEP))
+        if victim == "rollout":
+            await command.log.until(lambda event: isinstance(event, WeightsAnnounced))
+            await anyio.sleep(moments.uniform(0.0, UPDATE_S))
+        psutil.Process(pid_of(command, victim)).kill()
+        await command.log.until_restarted(VICTIMS[victim][0])
+
+
+async def check_that_it_is_not_paused(command: Command) -> None:
+    """Ask the engine, between two updates, as everybody may."""
+    words = psutil.Process(command.log.pids[ENGINE]).cmdline()
+    url = f"http://127.0.0.1:{words[words.index('--port') + 1]}"
+    await eventually(lambda: get(f"{url}/ready")[0] == 200, timeout_s=30)
+
+
+async def check_a_run(
+    directory: Path,
+    victims: Sequence[str],
+    name: str,
+    *changes: str,
+    num_steps: int = NUM_STEPS,
+    others_die: bool = False,
+) -> None:
+    run = run_of(directory, num_steps, *changes)
+    async with run.started() as command:
+        command.log.event_s = command.end_s = RESTART_S
+        await strike(command, victims, name)
+        await command.log.until_trained(num_steps - 1)
+        await check_that_it_is_not_paused(command)
+        family = command.family()
+        assert await command.end() == 0
+        await run.gone(family)
+    died = None if others_die else [VICTIMS[victim][0] for victim in victims]
+    books = await audit(run, killed=died)
+    assert books.issued == books.trained
+
+
+@pytest.mark.sglang
+async def test_a_scheduler_and_a_rollout_actor_in_its_update_are_killed(tmp_path: Path) -> None:
+    await check_a_run(tmp_path, ("scheduler", "rollout"), "two kills", num_steps=6)
+
+
+@pytest.mark.sglang_all
+@pytest.mark.parametrize("seed", range(4))
+async def test_front_end_scheduler_router_and_rollout_actor_are_killed(tmp_path: Path, seed: int) -> None:
+    order = moments_of(f"order {seed}").sample(ONE, len(ONE))
+    await check_a_run(tmp_path, order, f"four kills {seed}")
+
+
+@pytest.mark.sglang_all
+async def test_processes_of_an_engine_of_two_are_killed(tmp_path: Path) -> None:
+    victims = ("second process", "scheduler", "front end", "second scheduler")
+    # the engine's other process ends with each of them
+    await check_a_run(tmp_path, victims, "two processes", *TWO_PROCESSES, others_die=True)
