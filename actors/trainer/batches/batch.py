@@ -115,6 +115,16 @@ def make_micro_batch(batch: TrainBatch, samples: Ints, *, packed: bool, multiple
     )
 
 
+def num_positions(lengths_B: Ints, samples: Ints, *, packed: bool, multiple: int = 1) -> int:
+    """Positions of the micro-batch that `make_micro_batch` lays these samples out in, padding included."""
+    if not len(samples):
+        return multiple
+    inputs = np.maximum(lengths_B[samples] - 1, 1)
+    if packed:
+        return _round_up(int(inputs.sum()), multiple)
+    return len(samples) * _round_up(int(inputs.max()), multiple)
+
+
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 

@@ -45,7 +45,7 @@ class TokenOutputs:
     entropy: Tensor
 
 
-TokenLoss = Callable[[MicroBatch, TokenOutputs], tuple[Tensor, int]]  # summed loss, share of the denominator
+TokenLoss = Callable[[MicroBatch, TokenOutputs], Tensor]  # summed over the tokens of a micro-batch
 
 
 class Replica:
@@ -102,11 +102,14 @@ class Replica:
             parameter.copy_(weight)
 
     def backward(self, micro_batches: Sequence[MicroBatch], loss: TokenLoss) -> None:
-        """Set the gradients of the mean loss of one optimizer step.
+        """Set the gradients of the loss of one optimizer step, summed and divided by the positions of all replicas.
+
+        Positions are what Megatron takes the denominator for: it multiplies the auxiliary losses of experts and of
+        further tokens by a micro-batch's positions, so that divided by all of them they are means.
 
         Args:
             micro_batches: of this replica; each replica has equally many.
-            loss: gives a micro-batch's summed loss and its share of the denominator over all replicas.
+            loss: gives a micro-batch's summed loss.
         """
         self._biases_before = [bias.clone() for bias in self._expert_biases]  # they move with the gradients
         self._ddp.zero_grad_buffer()
@@ -125,9 +128,9 @@ class Replica:
             temperature: of the log-probs; none: that of rollout.
         """
 
-        def fill(micro_batch: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, int]:
+        def fill(micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
             column_N[micro_batch.columns_M] = outputs.log_probs.cpu().numpy()
-            return outputs.log_probs.sum(), 0
+            return outputs.log_probs.sum()
 
         self._run(micro_batches, fill, forward_only=True, temperature=temperature)
 
@@ -201,8 +204,8 @@ class Replica:
             temperature=temperature,
             group=parallel_state.get_tensor_model_parallel_group() if shared else None,
         )
-        total, share = loss(micro_batch, TokenOutputs(log_probs, entropy))
-        return total, torch.tensor(share, dtype=torch.int, device=self.device), {}
+        total = loss(micro_batch, TokenOutputs(log_probs, entropy))
+        return total, torch.tensor(micro_batch.tokens.size, dtype=torch.int, device=self.device), {}
 
     def _packing(self, micro_batch: MicroBatch) -> Any:
         if micro_batch.bounds is None:

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from actors.trainer.algorithms.kl import kl_divergence
 from actors.trainer.algorithms.losses import policy_loss, sft_loss
 from actors.trainer.algorithms.reduction import Reduction, reduction
 from actors.trainer.algorithms.schedules import entropy_coef, learning_rate
-from actors.trainer.batches.batch import Floats32, Ints, MicroBatch, TrainBatch, make_micro_batch
+from actors.trainer.batches.batch import Floats32, Ints, MicroBatch, TrainBatch, make_micro_batch, num_positions
 from actors.trainer.batches.plan import plan_micro_batches, split_steps
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
@@ -39,6 +40,7 @@ class _OptimizerStep:
     micro_batches: list[MicroBatch]
     reduction: Reduction  # over the step's samples on all replicas
     share_B: Ints  # the reduction's shares, by sample of the batch
+    positions_per_share: float  # turns the mean over positions that the replica takes into the reduction's
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,12 @@ class TrainStep:
             )
             share_B = np.zeros(len(batch.lengths_B), dtype=np.int64)
             share_B[samples] = reduced.shares
-            steps.append(_OptimizerStep(number, samples, micro_batches, reduced, share_B))
+            positions = sum(
+                num_positions(batch.lengths_B, members, packed=packed, multiple=replica.length_multiple)
+                for members in chain.from_iterable(shared)
+            )
+            scale = positions / max(int(reduced.shares.sum()), 1)
+            steps.append(_OptimizerStep(number, samples, micro_batches, reduced, share_B, scale))
         return steps
 
     def _prepare(self, batch: TrainBatch, steps: list[_OptimizerStep]) -> tuple[_Columns, dict[str, float]]:
@@ -159,14 +166,13 @@ class TrainStep:
         """Set the gradients; return this replica's metric sums and share of the denominator behind them."""
         sums = torch.zeros(len(self._sums) + 1, dtype=torch.float64)
 
-        def loss(micro_batch: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, int]:
+        def loss(micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
             if step.number == 0:
                 columns.trainer_log_probs_N[micro_batch.columns_M] = outputs.log_probs.detach().cpu().numpy()
             terms = self._loss_terms(batch, step, columns, micro_batch, outputs)
-            share = int(step.share_B[micro_batch.samples].sum())
             sums[:-1] += terms.detach().cpu()
-            sums[-1] += share
-            return terms[0], share
+            sums[-1] += int(step.share_B[micro_batch.samples].sum())
+            return terms[0] * step.positions_per_share
 
         self._replica.backward(step.micro_batches, loss)
         return sums

@@ -1,0 +1,145 @@
+"""Losses that Megatron adds by itself keep their scale, whatever the policy loss is divided by."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from actors.trainer.batches.batch import TrainBatch, make_micro_batch, num_positions
+from actors.trainer.batches.plan import plan_micro_batches
+from actors.trainer.megatron import build
+from actors.trainer.megatron import config as megatron_config
+from actors.trainer.megatron import rank_model
+from actors.trainer.megatron.imports import quiet
+from actors.trainer.megatron.rank_model import Replica
+from actors.trainer.step.train_step import TrainStep
+from runtime.settings.topology import Topology
+from tests.actors.trainer.tiny import random_batch
+
+MakeTopology = Callable[..., Topology]
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16, "moe_router_dtype": "fp32"}
+AUXILIARY = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}
+Z_LOSS = {"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": 0.5}
+
+
+def indifferent() -> TrainBatch:
+    """A batch whose rewards are all alike, so that its policy loss has no gradient."""
+    batch = random_batch()
+    return replace(batch, rewards_B=np.ones_like(batch.rewards_B))
+
+
+def experts(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Build the model with experts and Megatron's own first weights: the trainer has no map of theirs yet."""
+    from megatron.core.transformer.moe import moe_utils
+
+    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)  # undefined without TransformerEngine
+    config = partial(megatron_config.TransformerConfig, **EXPERTS, **options)
+    monkeypatch.setattr(megatron_config, "TransformerConfig", config)
+    monkeypatch.setattr(rank_model, "load_weights", lambda *_: None)
+
+
+def gradient(topology: Topology, batch: TrainBatch) -> Tensor:
+    """The gradient of one optimizer step, before it is clipped."""
+    torch.manual_seed(0)
+    replica = Replica(topology, torch.device("cpu"))
+    found: list[Tensor] = []
+    move = replica.optimizer_step
+
+    def look(**arguments: float) -> float:
+        found.append(torch.cat([parameter.main_grad.flatten() for parameter in replica.model.parameters()]).clone())
+        return move(**arguments)
+
+    replica.optimizer_step = look  # pyright: ignore[reportAttributeAccessIssue]
+    TrainStep(topology, replica)(batch)
+    return found[0]
+
+
+def topology_of(make_topology: MakeTopology, *, per_token: bool) -> Topology:
+    algorithm = {"num_steps_per_rollout": 1, "calculate_per_token_loss": per_token}
+    return make_topology(algorithm=algorithm, train={"max_tokens_per_gpu": 50})
+
+
+@pytest.mark.parametrize("options", [AUXILIARY, Z_LOSS], ids=["auxiliary", "z"])
+def test_losses_of_the_router_have_one_scale_in_both_reductions(
+    make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    experts(monkeypatch, **options)
+    batch = indifferent()
+    samples, tokens = (gradient(topology_of(make_topology, per_token=each), batch) for each in (False, True))
+    assert samples.norm() > 1e-4
+    assert torch.equal(samples, tokens)
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["mean of samples", "mean of tokens"])
+def test_a_loss_of_further_tokens_is_a_mean_over_positions(
+    make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch, per_token: bool
+) -> None:
+    """Megatron adds it as a sum over the positions of each micro-batch; here it is the mean square of the logits."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    topology, batch = topology_of(make_topology, per_token=per_token), indifferent()
+    forward = build.GPTModel.forward
+
+    def with_loss(model: Any, *arguments: Any, **options: Any) -> Tensor:
+        model.config.mtp_num_layers = None  # it would want labels
+        logits = forward(model, *arguments, **options)
+        model.config.mtp_num_layers = 1  # so that the schedule sets the loss's scale
+        return MTPLossAutoScaler.apply(logits, logits.square().mean(-1))
+
+    monkeypatch.setattr(build.GPTModel, "forward", with_loss)
+    found = gradient(topology, batch)
+    monkeypatch.undo()
+    assert found.norm() == pytest.approx(expected_norm(topology, batch), rel=1e-4)
+
+
+def expected_norm(topology: Topology, batch: TrainBatch) -> float:
+    """Of the gradient of the mean square of the logits over all positions, by plain autograd."""
+    replica = Replica(topology, torch.device("cpu"))
+    squares: list[Tensor] = []
+    (own,) = plan_micro_batches(
+        batch.lengths_B, np.arange(len(batch.lengths_B)), max_tokens=50, num_replicas=1, packed=False
+    )
+    for samples in own:
+        tokens = torch.from_numpy(make_micro_batch(batch, samples, packed=False).tokens)
+        with quiet():
+            squares.append(replica.model(tokens, None, None).square().mean(-1).flatten())
+    parameters = list(replica.model.parameters())
+    gradients = torch.autograd.grad(torch.cat(squares).mean(), parameters)
+    return torch.cat([part.flatten() for part in gradients]).norm().item()
+
+
+def test_a_skipped_step_leaves_the_bias_of_experts_as_it_was(
+    make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron moves it when gradients are finished, before their norm is known."""
+    experts(
+        monkeypatch,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_load_balancing_type="none",
+    )
+    topology = make_topology(algorithm={"num_steps_per_rollout": 1})
+    replica = Replica(topology, torch.device("cpu"))
+    step = TrainStep(topology, replica)
+    biases = {name: bias for name, bias in replica.model.named_buffers() if name.endswith("expert_bias")}
+    assert len(biases) == 2
+    step(random_batch(0))
+    before = {name: bias.clone() for name, bias in biases.items()}
+    assert all(bias.abs().sum() > 0 for bias in before.values())
+    batch = random_batch(1)
+    assert len(step(replace(batch, rewards_B=np.full_like(batch.rewards_B, np.nan))).skipped)
+    assert all(torch.equal(bias, before[name]) for name, bias in biases.items())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_positions_are_those_of_the_micro_batch(packed: bool, multiple: int) -> None:
+    batch = random_batch()
+    for samples in (np.arange(0), np.arange(1), np.arange(3, 9)):
+        tokens = make_micro_batch(batch, samples, packed=packed, multiple=multiple).tokens
+        assert num_positions(batch.lengths_B, samples, packed=packed, multiple=multiple) == tokens.size
