@@ -103,3 +103,24 @@ class SpillsGiven(Message, kw_only=True, tag="spills_given"):
     group_id: int
     attempt: int
     samples: tuple[SampleSummary, ...]
+
+
+@register
+class KillRequested(Message, kw_only=True, tag="kill_requested"):
+    """Asks a node agent to kill a server of its own that hangs, and so to start it again; answered by KillAnswered."""
+
+    plane = Plane.CALL
+    topic = "kill"
+    process: str
+    pid: int  # that is meant; a process that was started since is left alone
+    reason: str  # for the log and for people
+
+
+@register
+class KillAnswered(Message, kw_only=True, tag="kill_answered"):
+    """Whether that process was there to be killed."""
+
+    plane = Plane.CALL
+    topic = "kill_answered"
+    answers = True
+    killed: bool

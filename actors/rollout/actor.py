@@ -14,7 +14,7 @@ import msgspec
 import structlog
 from anyio.abc import TaskStatus
 
-from actors.rollout.engines.discovery import attend_servers
+from actors.rollout.engines.discovery import attend_servers, kill_server
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.engines.notices import Notices
 from actors.rollout.engines.target import TargetWeights
@@ -32,6 +32,7 @@ from actors.rollout.groups.tools import Tools
 from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.sending import Generator
 from actors.rollout.requests.served_model import ServedModel
+from actors.rollout.requests.watching import Limits, Watchdog
 from actors.rollout.sessions.conversation import Conversation
 from actors.rollout.sessions.functions import find_generate_function
 from actors.rollout.sglang.client import SglangClient
@@ -45,6 +46,8 @@ from messages import (
     GroupAborted,
     GroupCompleted,
     GroupFailed,
+    KillAnswered,
+    KillRequested,
     PromptStored,
     RolloutRequested,
     RoundHalted,
@@ -59,7 +62,7 @@ from messages import (
     WeightsApplied,
     WeightsRefused,
 )
-from runtime.bus.addresses import engine_key
+from runtime.bus.addresses import Address, engine_key
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Delivery
 from runtime.bus.errors import MessageRefused, PayloadLost
@@ -98,6 +101,7 @@ class RolloutActor(Actor):
         SegmentsPublished,
         SpillsGiven,
         PromptStored,
+        KillAnswered,
     )
     writes = (
         SegmentsPublished,
@@ -111,6 +115,7 @@ class RolloutActor(Actor):
         WeightsApplied,
         WeightsRefused,
         EngineStateChanged,
+        KillRequested,
     )
 
     def __init__(self, topology: Topology, bus: Bus, *, pool: str = "policy") -> None:
@@ -155,6 +160,8 @@ class RolloutActor(Actor):
             group.start_soon(tools.generator.running.run)
             group.start_soon(self._follow_log, fleet, tools.generator.running)
             group.start_soon(self._report_versions, fleet)
+            limits = Limits(first_s=pool.first_token_after_s, next_s=pool.next_token_after_s)
+            group.start_soon(Watchdog(fleet, tools.generator.running, limits).run)
             group.start_soon(fleet.notices.run, self._bus)
             group.start_soon(self._spill_long_runs)
             group.start_soon(self._pull_groups, tools)
@@ -191,10 +198,14 @@ class RolloutActor(Actor):
         async with anyio.create_task_group() as group:
             for index, url in enumerate(self._topology.engines[self._pool].urls):
                 group.start_soon(partial(fleet.run_engine, f"external-{index}", url, ours=False))
-            await attend_servers(self._bus, "engine", self._pool, fleet.run_engine)
+
+            async def attend(name: str, address: Address) -> None:
+                await fleet.run_engine(name, address.url, kill=partial(kill_server, self._bus, name, address))
+
+            await attend_servers(self._bus, "engine", self._pool, attend)
 
     async def _watch_router(self, fleet: Fleet) -> None:
-        await attend_servers(self._bus, "router", self._pool, lambda _, url: fleet.run_router(url))
+        await attend_servers(self._bus, "router", self._pool, lambda _, address: fleet.run_router(address.url))
 
     async def _follow_log(self, fleet: Fleet, running: RunningRequests) -> None:
         """Take halts and weights from the log and hand them on: neither is waited for.

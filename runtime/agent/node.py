@@ -8,6 +8,7 @@ import anyio.abc
 import msgspec
 import structlog
 
+from messages import KillAnswered, KillRequested
 from runtime.agent.bus_process import BUS_PROCESS, bus_process
 from runtime.agent.claims.node_claim import NodeClaim, NodeClaimed
 from runtime.agent.claims.run_id import RunMismatch, check_run_id, settle_run_id
@@ -127,7 +128,7 @@ class NodeAgent:
         key = await engine_key(bus.kv)
         for spec in self._plan.processes:
             self._supervision.start(self._with_secrets(spec, incarnation, key))
-        async with anyio.create_task_group() as tasks:
+        async with bus.serve({KillRequested: self._kill}), anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_claim, claim)
             tasks.start_soon(publish_changes, bus, self._plan.node, self._changes_to_tell)
             tasks.start_soon(self.reporting.run, bus)
@@ -136,6 +137,12 @@ class NodeAgent:
             await self._supervision.stop(Stage.ACTOR, Stage.SERVICE)
             await self.reporting.finish()
             tasks.cancel_scope.cancel()
+
+    async def _kill(self, request: KillRequested) -> KillAnswered:
+        """A rollout actor sees that a server makes nothing, which no probe of ours shows."""
+        killed = self._supervision.kill_process(request.process, request.pid, request.reason)
+        log.warning("kill_requested", process=request.process, pid=request.pid, reason=request.reason, killed=killed)
+        return KillAnswered(killed=killed)
 
     async def _keep_claim(self, claim: NodeClaim) -> None:
         try:

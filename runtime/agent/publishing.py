@@ -36,7 +36,7 @@ async def publish_changes(bus: Bus, node: str, changes: AsyncIterable[Change]) -
                 )
                 await _insist(bus.publish, event)
             case Ready() if change.spec.address_key is not None:
-                address = Address(url=f"http://{change.host}:{change.port}")
+                address = Address(url=f"http://{change.host}:{change.port}", agent=bus.name, pid=change.pid)
                 await _insist(bus.kv.put, change.spec.address_key, address)
             case _:
                 pass

@@ -20,6 +20,8 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     """A server's URL. It is written each time the server has started, so a new revision means a new server."""
 
     url: str
+    agent: str = ""  # instance that may be asked to kill it (messages/calls.py); empty: nobody
+    pid: int = 0  # of its process, there
 
 
 def address_filter(role: str, pool: str) -> str:

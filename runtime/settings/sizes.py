@@ -7,7 +7,7 @@ import msgspec
 from runtime.bus.limits import StreamLimits
 from runtime.settings.placement import num_engines
 from runtime.settings.recipe import Recipe, max_prompt_len, over_sampling_batch_size, trains_demonstrations
-from runtime.settings.topology import Topology
+from runtime.settings.topology import EngineConfig, Topology
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -59,7 +59,7 @@ def needed_sizes(recipe: Topology) -> StreamSizes:
     rollout = recipe.rollout
     groups = over_sampling_batch_size(rollout) * (REJECTED if rollout.dynamic_filter else 1)
     open_groups = over_sampling_batch_size(rollout) + rollout.rollout_batch_size * (1 + rollout.max_staleness)
-    engine_bytes = ENGINE_EVENTS_BYTES * sum(num_engines(engine) for engine in recipe.engines.values())
+    engine_bytes = ENGINE_EVENTS_BYTES * sum(_count(engine) for engine in recipe.engines.values())
     group_events_bytes = GROUP_EVENTS_BYTES + rollout.n_samples_per_prompt * SAMPLE_EVENT_BYTES
     return StreamSizes(
         event_bytes=logged_steps(recipe) * (STEP_EVENTS_BYTES + engine_bytes + groups * group_events_bytes),
@@ -158,6 +158,13 @@ def show_bytes(size: int) -> str:
             break
         amount, unit = amount / 1024, larger
     return f"{amount:.0f} {unit}" if amount >= 10 or amount == int(amount) else f"{amount:.1f} {unit}"
+
+
+def _count(engine: EngineConfig) -> int:
+    try:
+        return num_engines(engine)
+    except ValueError:  # unreadable GPUs: refused by a rule of their own
+        return 0
 
 
 def _text_bytes(recipe: Recipe) -> int:

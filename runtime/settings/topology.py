@@ -84,6 +84,8 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     ready_timeout_s: Timeout | None = None  # from an engine's start; none: 1800, embedded ones 120
     update_timeout_s: Timeout = 600.0  # of one weight update, requests that it waits for included
     unresponsive_after_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0  # without an answer to probes it is restarted
+    first_token_after_s: Timeout = 300.0  # without a first token of our requests there it is restarted; SGLang's too
+    next_token_after_s: Timeout = 120.0  # the same between two tokens
     max_total_tokens: Positive | None = None  # key-value slots per engine; none: the engine decides
     weight_transport: Literal["disk", "collective", "ipc"] = "disk"  # of new weights; only "disk" is built
     verify: Verify | None = None  # what engines must prove of new weights; none: always up to 4 GiB, then first

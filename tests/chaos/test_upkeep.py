@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from messages import ActorExited, LogTrimmed
+from messages import ActorExited, EngineState, EngineStateChanged, LogTrimmed
 from tests.chaos.audit import audit, read_all
 from tests.chaos.harness import EVENTS_PER_STEP, Command, Run, moments_of
 
@@ -62,3 +62,25 @@ async def test_servers_that_hang_are_started_again(tmp_path: Path) -> None:
         ended = [event for _, event in await read_all(bus, run) if isinstance(event, ActorExited)]
     silent = {event.actor for event in ended if event.reason == "did not answer for 5 s"}
     assert silent == set(names)
+
+
+async def test_an_engine_that_hangs_is_found_by_the_tokens_that_do_not_come(tmp_path: Path) -> None:
+    """As of a server that goes on answering probes: here its agent asks for too seldom to see anything."""
+    name = "engine.policy.0"
+    limits = ("first_token_after_s=3", "next_token_after_s=2", "unresponsive_after_s=3000")
+    run = Run(tmp_path, num_steps=6, overrides=tuple(f"engines.policy.{limit}" for limit in limits))
+    async with run.started() as command:
+        for steps in (1, 3):
+            await command.log.until_trained(steps)
+            await command.log.pass_over(moments_of(name).randrange(EVENTS_PER_STEP))
+            psutil.Process(command.log.pids[name]).suspend()
+            await command.log.until_restarted(name)
+        await finish(run, command)
+    await audit(run, killed=[name, name])
+    async with run.reopened() as bus:
+        events = [event for _, event in await read_all(bus, run)]
+    reasons = [event.reason for event in events if isinstance(event, ActorExited) and event.actor == name]
+    suspects = [event for event in events if isinstance(event, EngineStateChanged) and event.new is EngineState.SUSPECT]
+    assert reasons[:-1] == [event.reason for event in suspects]  # the last one ended with the run
+    assert len(suspects) == 2
+    assert all("no first token for 3 s" in reason or "no answer within" in reason for reason in reasons[:-1])

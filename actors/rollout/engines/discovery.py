@@ -3,18 +3,27 @@
 from collections.abc import Awaitable, Callable
 
 import anyio
+import structlog
 
+from messages import KillAnswered, KillRequested
 from runtime.bus.addresses import Address, address_filter, server_name
 from runtime.bus.bus import Bus
+from runtime.bus.errors import BusError
+from runtime.retrying import retried
+
+log = structlog.get_logger()
+
+KILL_TIMEOUT_S = 10.0  # for its agent's answer
+KILL_TRIES = 30  # some minutes: the agent may be starting
 
 
-async def attend_servers(bus: Bus, role: str, pool: str, attend: Callable[[str, str], Awaitable[None]]) -> None:
-    """Attend to each server by its name and URL, until its next address; those already there come first. For ever."""
+async def attend_servers(bus: Bus, role: str, pool: str, attend: Callable[[str, Address], Awaitable[None]]) -> None:
+    """Attend to each server, by name, at its newest address; those already there come first. For ever."""
     scopes: dict[str, anyio.CancelScope] = {}
 
-    async def attend_within(scope: anyio.CancelScope, name: str, url: str) -> None:
+    async def attend_within(scope: anyio.CancelScope, name: str, address: Address) -> None:
         with scope:
-            await attend(name, url)
+            await attend(name, address)
 
     async with (
         bus.kv.watch(address_filter(role, pool), Address) as entries,
@@ -26,4 +35,25 @@ async def attend_servers(bus: Bus, role: str, pool: str, attend: Callable[[str, 
             if entry.key in scopes:
                 scopes[entry.key].cancel()
             scope = scopes[entry.key] = anyio.CancelScope()
-            group.start_soon(attend_within, scope, server_name(entry.key), entry.value.url)
+            group.start_soon(attend_within, scope, server_name(entry.key), entry.value)
+
+
+async def kill_server(bus: Bus, name: str, address: Address, reason: str) -> None:
+    """Have a server that hangs killed and started again by the agent that started it, if one did.
+
+    Asked again it does no harm: that very process is killed and no other. Returns when the agent has answered, or has
+    not for long.
+    """
+    if not address.agent:
+        return
+    request = KillRequested(process=name, pid=address.pid, reason=reason)
+    try:
+        answer = await retried(
+            lambda: bus.call(address.agent, request, KillAnswered, timeout_s=KILL_TIMEOUT_S),
+            on=BusError,
+            times=KILL_TRIES,
+        )
+    except BusError as error:
+        log.warning("server_not_killed", process=name, error=str(error))
+    else:
+        log.info("server_killed", process=name, pid=address.pid, was_there=answer.killed)

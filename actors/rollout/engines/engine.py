@@ -1,6 +1,7 @@
 """One engine behind its address: what it is asked and told, by the state that it is in (states.py)."""
 
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import anyio
 import structlog
@@ -11,14 +12,18 @@ from actors.rollout.engines.states import Happening, is_asked, is_told, may_cont
 from actors.rollout.engines.weights.proof import WeightsMismatch
 from actors.rollout.engines.weights.prover import Prover
 from actors.rollout.sglang.client import SglangClient
-from actors.rollout.sglang.errors import EngineError, EngineUnavailable
+from actors.rollout.sglang.errors import EngineError, EngineSilent, EngineUnavailable
 from messages import EngineState, WeightsAnnounced
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
+
 POLL_S = 0.1  # while an engine or the router starts; neither tells when it is up
 REGISTER_TIMEOUT_S = 60.0
 REMOVE_TIMEOUT_S = 5.0
+SUSPECT_LOOK_S = 5.0  # for a sign of life of an engine that showed none
+TINY_PROMPT = (0, 0)
 
 
 class FleetTarget:
@@ -63,7 +68,9 @@ class Engine:
         self.state = EngineState.STARTING
         self.version = 0  # proven; 0: none yet
         self.routed = False  # the router may know it
-        self._ours = ours
+        self.reason = ""  # for its state
+        self.sign_at = 0.0  # of its last sign of life: a token, or that it is asked from now on
+        self.ours = ours
         self._label = ""  # of the proven weights
         self._moving = anyio.Lock()  # in or out of the router, not both at a time
         self._client = client
@@ -84,8 +91,11 @@ class Engine:
 
     async def is_up(self) -> bool:
         """Whether it may be given weights. One that we paused, or an earlier actor before it died, goes on."""
-        ready = self.state is not EngineState.PAUSED and await self._client.ready(self.url)
-        if not ready and not await self._continued():
+        if self.state is EngineState.SUSPECT:
+            return await self._recovered()
+        if await self._client.ready(self.url):
+            self._prover.forget_pause(self.url)
+        elif not await self._continued():
             return False
         if self.state is EngineState.PAUSED:
             self._happened(Happening.CONTINUED, "it goes on")
@@ -108,7 +118,7 @@ class Engine:
                     if not self.is_behind:
                         self._happened(Happening.ADMITTED, f"proved weights {self.version}")
             except EngineError as error:
-                self._note_failure(error)
+                await self._note_failure(error)
                 if self.routed:  # else all versions would wait for its own
                     await self._unregister()
                 raise
@@ -125,13 +135,32 @@ class Engine:
             try:
                 await self._bring_current()
             except EngineError as error:
-                self._note_failure(error)
+                await self._note_failure(error)
                 await self._leave_router()
                 if isinstance(error, WeightsMismatch):
                     await self._prover.clear(self.url)
             else:
                 self._happened(Happening.UPDATED, "")
             await self._target.notify()
+
+    async def doubt(self, reason: str, within_s: float) -> None:
+        """Find out whether it makes tokens. One that does not is asked no more: it is to be killed.
+
+        Args:
+            reason: for the doubt.
+            within_s: seconds for a small request of our own, which nobody else may hold up for ever.
+        """
+        if await answered(within_s, lambda: self._client.is_paused(self.url)):  # by others: we do so in updates
+            await self.check_or_expel()
+            return
+        if await self._moves(within_s):
+            self.sign_at = anyio.current_time()
+            return
+        if self.state is not EngineState.CURRENT:
+            return
+        log.warning("engine_suspect", engine=self.name, url=self.url, reason=reason)
+        self._happened(Happening.STALLED, reason)
+        await self._leave_router()
 
     def reroute(self) -> None:
         """Its router is another: it is asked again once that knows it."""
@@ -160,13 +189,32 @@ class Engine:
 
     async def _continued(self) -> bool:
         """Whether it is ready after we ended a pause that we may end."""
-        if not may_continue(self.state, ours=self._ours):
+        if not may_continue(self.state, ours=self.ours):
             return False
         try:
             await self._prover.proceed(self.url)
         except EngineError:
             return False
         return await self._client.ready(self.url)
+
+    async def _recovered(self) -> bool:
+        if not await self._moves(SUSPECT_LOOK_S):
+            return False
+        self._happened(Happening.MOVED, "it makes tokens")
+        return True
+
+    async def _moves(self, within_s: float) -> bool:
+        """Whether it computes the log-probs of a tiny prompt in time, or at least says that its load has changed."""
+        before = await answered(within_s, lambda: self._client.loads(self.url))
+        with anyio.move_on_after(within_s):
+            try:
+                await self._client.prompt_log_probs(self.url, TINY_PROMPT)
+            except EngineError as error:
+                log.debug("no_sign_of_life", engine=self.name, error=str(error))
+            else:
+                return True
+        after = await answered(within_s, lambda: self._client.loads(self.url))
+        return before is not None and after is not None and before != after
 
     async def _loss(self) -> tuple[Happening, str] | None:
         """Why it is not as it was; None: it answers, holds the weights that it confirmed, the router knows it."""
@@ -183,9 +231,11 @@ class Engine:
             return Happening.REROUTED, "the router does not know it any more"
         return None
 
-    def _note_failure(self, error: EngineError) -> None:
+    async def _note_failure(self, error: EngineError) -> None:
         """Say why it does not work under the newest weights."""
-        if self._prover.is_paused(self.url):
+        if isinstance(error, EngineSilent) and not await self._moves(SUSPECT_LOOK_S):
+            self._happened(Happening.STALLED, str(error))
+        elif self._prover.is_paused(self.url):
             self._happened(Happening.LEFT_PAUSED, str(error))
         elif isinstance(error, EngineUnavailable):
             log.warning("engine_not_admitted", engine=self.name, error=str(error))
@@ -198,6 +248,10 @@ class Engine:
 
     def _happened(self, happening: Happening, reason: str) -> None:
         old, self.state = self.state, next_state(self.state, happening)
+        if old is not self.state:
+            self.reason = reason
+        if self.state is EngineState.CURRENT:
+            self.sign_at = anyio.current_time()
         if is_told(old, self.state):
             log.info("engine_state_changed", engine=self.name, old=old, new=self.state, reason=reason)
             self._notices.changed(self.name, old, self.state, reason, self.version)
@@ -237,3 +291,10 @@ async def wait_until(true: Callable[[], Awaitable[bool]]) -> None:
     """Ask until the answer is yes."""
     while not await true():  # noqa: ASYNC110 - the servers have no way to tell that they are up
         await anyio.sleep(POLL_S)
+
+
+async def answered(within_s: float, ask: Callable[[], Awaitable[T]]) -> T | None:
+    """An answer; None: none in time."""
+    with anyio.move_on_after(within_s):
+        return await ask()
+    return None

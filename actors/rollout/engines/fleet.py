@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import anyio
 import structlog
@@ -14,12 +14,13 @@ from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.prover import Prover
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineUnavailable
-from messages import WeightsAnnounced
+from messages import EngineState, WeightsAnnounced
 from runtime.retrying import Backoff
 
 log = structlog.get_logger()
 
 RETRY = Backoff(max_s=1.0)  # between attempts to admit an engine, without end: it may yet come, or other weights
+Kill = Callable[[str], Awaitable[None]]
 REFUSED_PATIENCE_S = 60.0  # newer weights, or a trainer's restart, may help
 
 
@@ -135,7 +136,7 @@ class Fleet:
                 while self._target.router == url:
                     await self._target.changed.wait()
 
-    async def run_engine(self, name: str, url: str, *, ours: bool = True) -> None:
+    async def run_engine(self, name: str, url: str, *, ours: bool = True, kill: Kill | None = None) -> None:
         """Keep one engine admitted: wait for it, give it the current weights, register it, and again when it is lost.
 
         Runs for ever, in a task that is cancelled when the engine's address changes.
@@ -144,6 +145,7 @@ class Fleet:
             name: of the engine.
             url: where it listens.
             ours: the run started it.
+            kill: have it killed, for a reason, and started again; none: nobody may.
 
         Raises:
             WeightsMismatch, RequestRefused: it has refused the weights for long, and no other engine has taken any.
@@ -166,11 +168,23 @@ class Fleet:
                     raise
                 failures += 1
                 await anyio.sleep(RETRY.pause_s(failures))
-                continue
-            refused_since, failures = math.inf, 0
-            log.info("engine_admitted", engine=name, url=url, weight_version=engine.version)
-            await self.notify()
-            await engine.keep_current()
+            else:
+                refused_since, failures = math.inf, 0
+                log.info("engine_admitted", engine=name, url=url, weight_version=engine.version)
+                await self.notify()
+                await engine.keep_current()
+            if engine.state is EngineState.SUSPECT and kill is not None:
+                await kill(engine.reason)
+
+    def current_engines(self) -> list[Engine]:
+        """Those that may be asked and are to make tokens."""
+        return [engine for engine in self._engines.values() if engine.state is EngineState.CURRENT]
+
+    def note_token(self, label: str) -> None:
+        """A token of a load came: its engine lives."""
+        engine = self._engines.get(self.loads.engine_of(label))
+        if engine is not None:
+            engine.sign_at = anyio.current_time()
 
     async def report_unavailable(self) -> None:
         """A request failed: find out who is not as it was, router or engine, and ask it no more until it is.

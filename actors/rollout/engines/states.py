@@ -22,7 +22,7 @@ class Happening(Enum):
     CONTINUED = "continued"
     RELEASED = "released"
     RESUMED = "resumed"
-    STALLED = "stalled"  # it has requests of ours, and makes no token
+    STALLED = "stalled"  # it has requests of ours, or weights to load, and makes nothing of them
     MOVED = "moved"  # it makes tokens again
     LOST = "lost"
     FOUND = "found"
@@ -42,13 +42,13 @@ _NEXT: Final[dict[Happening, dict[EngineState, EngineState]]] = {
     Happening.CONTINUED: {PAUSED: STARTING},
     Happening.RELEASED: {CURRENT: RELEASED},
     Happening.RESUMED: {RELEASED: STARTING},
-    Happening.STALLED: {CURRENT: SUSPECT},
+    Happening.STALLED: {STARTING: SUSPECT, CURRENT: SUSPECT, UPDATING: SUSPECT},
     Happening.MOVED: {SUSPECT: STARTING},
     Happening.LOST: {state: GONE for state in EngineState},
     Happening.FOUND: {GONE: STARTING},
 }
 # An update, its requests and its look at the engine end by themselves, whatever has become of the engine by then.
-_LATE: Final = {Happening.UPDATED, Happening.REFUSED, Happening.REROUTED, Happening.LEFT_PAUSED, Happening.STALLED}
+_LATE: Final = {Happening.UPDATED, Happening.REFUSED, Happening.REROUTED, Happening.LEFT_PAUSED}
 _UPDATES: Final = {(CURRENT, UPDATING), (UPDATING, CURRENT)}
 
 

@@ -1,6 +1,5 @@
 """Which requests are at the engines, and how they are ended early: by a halt, or for new weights."""
 
-import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -9,9 +8,10 @@ import anyio
 import structlog
 
 from actors.rollout.engines.fleet import Fleet
-from actors.rollout.requests.request import GenerateRequest
+from actors.rollout.requests.request import GenerateRequest, OpenRequest
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError
+from actors.rollout.sglang.streams import Stream
 from runtime.wording import count_of
 
 log = structlog.get_logger()
@@ -35,7 +35,7 @@ class RunningRequests:
         self._halted_round = -1
         self._halt = anyio.Event()  # replaced when it was seen
         self._running: dict[str, GenerateRequest] = {}
-        self._sent_at: dict[str, float] = {}  # seconds of the monotonic clock, oldest first
+        self.open: dict[str, OpenRequest] = {}  # the same, oldest first
         self._request_ended = anyio.Event()  # replaced by a halt that waits for it
         self._halt_listeners: set[HaltListener] = set()
         self._sweep: anyio.Event | None = None  # an abort of everything, which must not meet a new request
@@ -46,17 +46,21 @@ class RunningRequests:
         """Which requests are at the engines, for people; empty when none is."""
         if not self._running:
             return ""
-        oldest_s = time.monotonic() - next(iter(self._sent_at.values()))
+        oldest_s = anyio.current_time() - next(iter(self.open.values())).sent_at
         return f"{count_of(len(self._running), 'request')}, the oldest sent {oldest_s:.0f} s ago"
 
     @contextmanager
-    def entered(self, rid: str, request: GenerateRequest) -> Generator[None]:
-        """Count a request as under way within a block."""
-        self._running[rid], self._sent_at[rid] = request, time.monotonic()
+    def entered(self, rid: str, request: GenerateRequest, stream: Stream | None) -> Generator[OpenRequest]:
+        """Count a request as under way within a block, which ends early when the request is given up."""
+        self._running[rid] = request
+        self.open[rid] = sent = OpenRequest(anyio.current_time(), stream)
         try:
-            yield
+            with anyio.CancelScope() as scope:
+                sent.give_up = scope.cancel
+                yield sent
+            sent.given_up = scope.cancelled_caught
         finally:
-            del self._running[rid], self._sent_at[rid]
+            del self._running[rid], self.open[rid]
             self._request_ended.set()
 
     async def wait_for_sweep(self) -> bool:

@@ -1,9 +1,11 @@
 """What is asked of an engine, and what came of it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from actors.rollout.sglang.answers import Answer
+from actors.rollout.sglang.streams import Stream
 from messages import SamplingParams
 
 
@@ -18,6 +20,19 @@ class GenerateRequest:
     max_new_tokens: int
     min_version: int
     round: int | None  # None: an evaluation, which no halt touches
+
+
+@dataclass
+class OpenRequest:
+    """A request that was sent and is not answered yet."""
+
+    sent_at: float  # seconds of the loop's clock
+    stream: Stream | None  # none: its answer comes whole
+    num_tokens: int = 0  # when it was last looked at
+    token_at: float = 0.0  # when there were more than at the look before
+    engine: str = ""  # that has it; empty: not known before its first token
+    given_up: bool = False  # it is to be sent again elsewhere
+    give_up: Callable[[], None] = lambda: None  # ends the waiting for its answer
 
 
 class Generated(NamedTuple):

@@ -87,13 +87,18 @@ class Generator:
 
     async def _ask(self, rid: str, request: GenerateRequest, stream: Stream | None) -> Generated:
         mark = self.running.interruption_mark()
-        with self.running.entered(rid, request):
+        answers: list[Answer] = []
+        with self.running.entered(rid, request, stream) as sent:
             if stream is not None:
                 answers = [await self._stream(rid, request, stream)]
             else:
                 answers = await self._client.generate(self._fleet.router, self._body(request, rid))
                 answers = [self._model.ended(answer, answer.output_ids, request.params) for answer in answers]
+        if sent.given_up:
+            raise EngineUnavailable(f"{sent.engine or 'the engine that may have it'} makes no token")
         labels = stream.labels if stream is not None else [label for answer in answers for label in labels_of(answer)]
+        for label in labels:
+            self._fleet.note_token(label)
         if not await self._fleet.loads.settled(set(labels)):
             raise TokensUnproven(f"sampled by weights that were not proven: {', '.join(sorted(set(labels)))}")
         if not all(is_recent(answer, request.min_version) for answer in answers):

@@ -10,7 +10,14 @@ import msgspec
 
 from actors.rollout.sglang.answers import Answer
 from actors.rollout.sglang.body import probe_body
-from actors.rollout.sglang.errors import EngineError, EngineFailed, EngineUnavailable, RequestRefused
+from actors.rollout.sglang.errors import (
+    EngineBusy,
+    EngineError,
+    EngineFailed,
+    EngineSilent,
+    EngineUnavailable,
+    RequestRefused,
+)
 from actors.rollout.sglang.events import DONE, events_of
 from actors.rollout.sglang.streams import Stream
 from runtime.secrets import Secret
@@ -61,6 +68,20 @@ class ErrorEvent(msgspec.Struct, frozen=True):
     """An event of a stream that holds no tokens."""
 
     error: StreamedError
+
+
+class Load(msgspec.Struct, frozen=True):
+    """The part of what a scheduler has to do that is used; it changes with every token."""
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    num_used_tokens: int = 0
+
+
+class LoadsAnswer(msgspec.Struct, frozen=True):
+    """Answer of /v1/loads."""
+
+    loads: tuple[Load, ...] = ()
 
 
 class Worker(msgspec.Struct, frozen=True):
@@ -151,6 +172,27 @@ class SglangClient:
         except EngineError:
             return False
         return True
+
+    async def is_paused(self, engine: str) -> bool:
+        """Whether an engine answers that it does not generate now; not when it does not answer at all."""
+        try:
+            await self._send("GET", engine + "/ready", None, ADMIN_TIMEOUT_S)
+        except EngineBusy:
+            return True
+        except EngineError:
+            return False
+        return False
+
+    async def loads(self, engine: str) -> tuple[Load, ...] | None:
+        """What an engine says that it has to do; None: it does not answer.
+
+        SGLang says what its scheduler last wrote down: that of a scheduler that stands still stays as it was.
+        """
+        url = engine + "/v1/loads"
+        try:
+            return _decode(url, await self._send("GET", url, None, ADMIN_TIMEOUT_S), LoadsAnswer).loads
+        except EngineError:
+            return None
 
     async def weight_version(self, engine: str) -> str | None:
         """What an engine calls its weights."""
@@ -249,14 +291,16 @@ class SglangClient:
                 if response.status >= 300:
                     raise _error(url, response.status, _shown(await response.read()))
                 yield response
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except TimeoutError as error:  # some are ClientErrors too
+            raise EngineSilent(f"{url}: no answer within {timeout_s:g} s") from error
+        except aiohttp.ClientError as error:
             raise EngineUnavailable(f"{url}: {error!r}") from error
 
 
 def _error(url: str, code: int, message: str) -> EngineError:
     if code in REFUSALS:
         return RequestRefused(f"{url}: {message}")
-    return (EngineUnavailable if code in PASSING else EngineFailed)(f"{url}: {code} {message}")
+    return (EngineBusy if code in PASSING else EngineFailed)(f"{url}: {code} {message}")
 
 
 def _raise_streamed(url: str, event: bytes) -> None:

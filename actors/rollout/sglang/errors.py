@@ -9,6 +9,14 @@ class EngineUnavailable(EngineError):
     """The engine or the router did not answer, or answered that it cannot now. The request may be sent again."""
 
 
+class EngineBusy(EngineUnavailable):
+    """It answered that it cannot now."""
+
+
+class EngineSilent(EngineUnavailable):
+    """It did not answer in time."""
+
+
 class EngineFailed(EngineUnavailable):
     """It answered with an error or with nonsense. Sent again the request may fare better, but it may be the cause."""
 

@@ -129,6 +129,11 @@ class Stream:
             self.refused = Refused(reason.status_code, reason.message)
 
     @property
+    def last_label(self) -> str:
+        """What the engine called its weights at the last chunk; empty before the first."""
+        return self._label or ""
+
+    @property
     def num_taken(self) -> int:
         """Tokens of the pieces that were taken."""
         return self._taken_tokens

@@ -21,6 +21,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     spec: ProcessSpec
     host: str | None
     port: int | None
+    pid: int
     restarts: int
 
 

@@ -89,6 +89,7 @@ class Supervisor:
         self._port: int | None = None
         self._late = ""  # why it is waited for no longer, if it was not ready
         self._silent = False  # did not answer probes any more
+        self._killed_for = ""  # why somebody had it killed, so that it is started again
         self._began = 0.0  # start of the process, on the loop's clock
 
     async def run(self) -> None:
@@ -125,6 +126,14 @@ class Supervisor:
         self._stop_asked.set()
         if self._child is not None:
             self._child.kill()
+
+    def kill_process(self, pid: int, reason: str) -> bool:
+        """End the process at once if it still is that one, and start it again; whether it was."""
+        if self._child is None or self._child.pid != pid:
+            return False
+        self._killed_for = reason
+        self._child.kill()
+        return True
 
     async def _run_once(self) -> float | None:
         """Run the process once, with those that it is one server with; return the delay before the next start."""
@@ -168,7 +177,7 @@ class Supervisor:
         return self._after_end(child.pid, code)
 
     async def _attend(self, child: Child) -> int:
-        self._child, self._late, self._silent, self._ended_with = child, "", False, ""
+        self._child, self._late, self._silent, self._ended_with, self._killed_for = child, "", False, "", ""
         self._guard.watch(child.pid)
         self._log.forget()
         self._announce(Started(spec=self.spec, pid=child.pid, restarts=self.restarts))
@@ -216,7 +225,7 @@ class Supervisor:
             self._late = str(error) or f"not ready within {self.spec.ready_timeout_s:g} s"
             child.kill()
             return
-        self._announce(Ready(spec=self.spec, host=host, port=self._port, restarts=self.restarts))
+        self._announce(Ready(spec=self.spec, host=host, port=self._port, pid=child.pid, restarts=self.restarts))
         if self.spec.probe is not None:
             await wait_until_silent(self.spec.probe, host or "", self._port or 0, self.spec.unresponsive_after_s)
             self._silent = not self._stop_asked.is_set()
@@ -245,6 +254,8 @@ class Supervisor:
         self._announce(GivenUp(spec=self.spec, exit_code=code, reason=reason, log=path, tail=tail))
 
     def _reason(self, code: int) -> str:
+        if self._killed_for:
+            return self._killed_for
         if self._late:
             return self._late
         if self._silent:
@@ -333,6 +344,18 @@ class Supervision:
         """The run goes forward: refill all restart budgets."""
         for supervisor in self._supervisors.values():
             supervisor.progress()
+
+    def kill_process(self, name: str, pid: int, reason: str) -> bool:
+        """End a server that hangs, as long as it is that very process, and start it again; whether it was.
+
+        Raises:
+            ValueError: no server has that name.
+        """
+        supervisor = self._supervisors.get(name)
+        if supervisor is None or supervisor.spec.stage is not Stage.SERVICE:
+            servers = [each for each, one in self._supervisors.items() if one.spec.stage is Stage.SERVICE]
+            raise ValueError(f"{name!r} is no server of this node; allowed: {', '.join(servers)}")
+        return supervisor.kill_process(pid, reason)
 
     async def stop(self, *stages: Stage) -> None:
         """Stop stages (all, unless some are named), each after the later ones, within STOP_WITHIN_S."""

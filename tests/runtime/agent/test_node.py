@@ -6,16 +6,18 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
 import pytest
 
-from messages import ActorExited, ActorStarted, BatchReady, Message
+from messages import ActorExited, ActorStarted, BatchReady, KillAnswered, KillRequested, Message
 from runtime.agent.node import NodeAgent
 from runtime.agent.node_plan import NodePlan, Outcome, exit_code_of
 from runtime.bus.addresses import Address
 from runtime.bus.bus import Bus
+from runtime.bus.errors import CallRefused
 from runtime.bus.limits import MIB, StreamLimits
 from runtime.bus.nats.server import ServerSettings
 from runtime.report.report import Notice, Report
@@ -227,8 +229,51 @@ async def test_servers_are_found_in_the_kv_where_they_listen_now(tmp_path: Path)
     assert first is not None
     assert first.value is not None
     assert second is not None
-    assert first.value == second.value  # the same port, a new revision
+    assert first.value.url == second.value.url  # the same port, another process
+    assert first.value.pid != second.value.pid
     assert second.revision > first.revision
+
+
+async def test_a_server_is_killed_and_started_again_when_that_is_asked_for_once_for_each_process(
+    tmp_path: Path,
+) -> None:
+    server = ProcessSpec(
+        name="engine.policy.0",
+        command=(sys.executable, "-c", LISTENER, "{port}"),
+        port=PortRequest(),
+        ready=WhenListening(),
+        address_key="address.engine.policy.0",
+        stage=Stage.SERVICE,
+    )
+    go_on = tmp_path / "go_on"
+    running = Running(plan(tmp_path / "r", server, player("1", "--wait", str(go_on))))
+
+    async def kill(bus: Bus, address: Address, **fields: Any) -> KillAnswered:
+        asked = {"process": "engine.policy.0", "pid": address.pid, "reason": "no token for 3 s", **fields}
+        return await bus.call(address.agent, KillRequested(**asked), KillAnswered, timeout_s=5)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(running.run)
+        await running.shown("step 1/3")
+        url = (tmp_path / "r" / "bus.url").read_text().strip()
+        async with (
+            Bus.connect(url, "r", name="test") as bus,
+            bus.kv.watch("address.engine.policy.*", Address) as addresses,
+        ):
+            first = await addresses.next(10)
+            assert first is not None
+            assert first.value is not None
+            os.kill(first.value.pid, signal.SIGSTOP)  # nothing but SIGKILL ends it now
+            assert (await kill(bus, first.value)).killed
+            second = await addresses.next(10)
+            assert second is not None
+            assert second.value is not None
+            assert not (await kill(bus, first.value)).killed  # the one that was meant is gone
+            with pytest.raises(CallRefused, match=r"is no server of this node; allowed: engine\.policy\.0"):
+                await kill(bus, second.value, process="player")
+            os.kill(second.value.pid, 0)
+        go_on.touch()
+    assert "engine.policy.0 ended: no token for 3 s; restarting in 0." in "\n".join(running.lines)
 
 
 async def test_a_resumed_run_counts_what_went_before_and_shows_only_what_is_new(tmp_path: Path) -> None:

@@ -84,6 +84,10 @@ class Updater:
         await self._client.proceed(url)
         self._paused_urls.discard(url)
 
+    def forget_pause(self, url: str) -> None:
+        """It says that it generates: whoever ended the pause, or whichever server that is."""
+        self._paused_urls.discard(url)
+
     async def clear(self, url: str) -> None:
         """Interrupt the training requests of an engine."""
         with anyio.move_on_after(CLEAR_S):

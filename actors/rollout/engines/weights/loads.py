@@ -32,6 +32,10 @@ class Loads:
         self._refused: set[str] = set()
         self._settled = anyio.Event()  # replaced whenever a load has settled
 
+    def engine_of(self, label: str) -> str:
+        """The engine that a label of ours was given out to; empty: it is none."""
+        return label.partition(SEPARATOR)[2].rpartition(f".{self._session}.")[0] if self._is_ours(label) else ""
+
     def begin(self, engine: str, version: int) -> str:
         """A label for a load into an engine. It stays open until it is proven or refused."""
         self._num_begun += 1

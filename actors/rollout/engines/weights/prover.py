@@ -70,6 +70,10 @@ class Prover:
         """Whether we paused an engine and could not have it go on."""
         return self._updater.is_paused(url)
 
+    def forget_pause(self, url: str) -> None:
+        """An engine says that it generates."""
+        self._updater.forget_pause(url)
+
     async def proceed(self, url: str) -> None:
         """End a pause of an engine, if there is one.
 

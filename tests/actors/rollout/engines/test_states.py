@@ -48,10 +48,12 @@ LIVES: dict[str, list[tuple[Happening, EngineState]]] = {
         (Happening.STALLED, SUSPECT),
         (Happening.MOVED, STARTING),
     ],
-    "one that is not doubted while it takes weights": [
+    "one that hangs while it takes weights": [
         (Happening.ADMITTED, CURRENT),
         (Happening.UPDATE_BEGAN, UPDATING),
-        (Happening.STALLED, UPDATING),
+        (Happening.STALLED, SUSPECT),
+        (Happening.UPDATED, SUSPECT),
+        (Happening.LOST, GONE),
     ],
     "one beside the trainer": [
         (Happening.ADMITTED, CURRENT),
@@ -79,6 +81,7 @@ def test_the_life_of_an_engine(life: str) -> None:
         (PAUSED, Happening.ADMITTED),
         (SUSPECT, Happening.ADMITTED),
         (GONE, Happening.ADMITTED),
+        (GONE, Happening.STALLED),
         (CURRENT, Happening.RESUMED),
         (STARTING, Happening.CONTINUED),
     ],
