@@ -22,6 +22,7 @@ OURS: Final = {
     "MKL_NUM_THREADS": "1",
 }
 READY_TIMEOUT_S: Final = {"embedded": 120.0, "sglang": 1800.0}  # a large model is read from a slow disk
+CRASH_WORDS: Final = ("hit an exception",)  # of SGLang's scheduler; its server then kills itself with SIGKILL
 STREAM_INTERVAL: Final = 64  # tokens of a streamed chunk: what the death of an engine costs of a sample at most
 
 
@@ -79,6 +80,7 @@ def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, dev
         ready_timeout_s=engine.ready_timeout_s or READY_TIMEOUT_S[engine.kind],
         probe=AnswersHttp("/ready"),  # needs no turn of the model; 503 while generation is paused
         unresponsive_after_s=engine.unresponsive_after_s,
+        crash_words=CRASH_WORDS,
         address_key=address_key("engine", pool, index),
         stage=Stage.SERVICE,
     )

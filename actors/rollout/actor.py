@@ -38,6 +38,7 @@ from actors.rollout.sessions.functions import find_generate_function
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import RequestRefused
 from messages import (
+    ActorExited,
     EngineStateChanged,
     EvalCompleted,
     EvalEnded,
@@ -102,6 +103,7 @@ class RolloutActor(Actor):
         SpillsGiven,
         PromptStored,
         KillAnswered,
+        ActorExited,
     )
     writes = (
         SegmentsPublished,
@@ -200,7 +202,8 @@ class RolloutActor(Actor):
                 group.start_soon(partial(fleet.run_engine, f"external-{index}", url, ours=False))
 
             async def attend(name: str, address: Address) -> None:
-                await fleet.run_engine(name, address.url, kill=partial(kill_server, self._bus, name, address))
+                kill = partial(kill_server, self._bus, name, address)
+                await fleet.run_engine(name, address.url, pid=address.pid, kill=kill)
 
             await attend_servers(self._bus, "engine", self._pool, attend)
 
@@ -213,7 +216,7 @@ class RolloutActor(Actor):
         At the start only the last target matters.
         """
         target = TargetWeights()
-        async with self._bus.read(RoundHalted, WeightsAnnounced, EvalIssued, EvalEnded) as events:
+        async with self._bus.read(RoundHalted, WeightsAnnounced, EvalIssued, EvalEnded, ActorExited) as events:
             while True:
                 received = await events.next()
                 match received and received.message:
@@ -221,6 +224,8 @@ class RolloutActor(Actor):
                         running.halt(round)
                     case WeightsAnnounced() | EvalIssued() | EvalEnded() as event:
                         target.fold(event)
+                    case ActorExited() as event:
+                        fleet.deaths.note_exit(event)
                     case _:  # unreadable, and the last one for now
                         pass
                 newest = target.newest

@@ -82,6 +82,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     ready_timeout_s: float = 300.0  # from its start; then it is killed and counts as failed
     probe: Probe | None = None  # asked again and again once it is ready
     unresponsive_after_s: float = 60.0  # without an answer to probes; then it is killed and counts as failed
+    crash_words: tuple[str, ...] = ()  # in its output: it ended itself, whatever signal it took for that
     address_key: str | None = None  # the KV key that gets its URL each time it is ready
     stage: Stage = Stage.ACTOR
     critical: bool = True  # whether the run fails when it is given up

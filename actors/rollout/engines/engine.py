@@ -6,6 +6,7 @@ from typing import TypeVar
 import anyio
 import structlog
 
+from actors.rollout.engines.deaths import Deaths
 from actors.rollout.engines.notices import Notices
 from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.engines.states import Happening, is_asked, is_told, may_continue, next_state
@@ -50,6 +51,8 @@ class Engine:
 
     Args:
         ours: the run started it. Another's is not continued when it is paused, unless we paused it.
+        pid: of its process, as its agent says; 0: not known.
+        deaths: told when it is lost while it was asked.
     """
 
     def __init__(
@@ -62,6 +65,8 @@ class Engine:
         *,
         notices: Notices,
         ours: bool = True,
+        pid: int = 0,
+        deaths: Deaths | None = None,
     ) -> None:
         self.name = name
         self.url = url
@@ -69,8 +74,11 @@ class Engine:
         self.version = 0  # proven; 0: none yet
         self.routed = False  # the router may know it
         self.reason = ""  # for its state
+        self.is_apart = False  # for one request alone: the router does not know it
         self.sign_at = 0.0  # of its last sign of life: a token, or that it is asked from now on
         self.ours = ours
+        self.pid = pid
+        self._deaths = deaths or Deaths()
         self._label = ""  # of the proven weights
         self._moving = anyio.Lock()  # in or out of the router, not both at a time
         self._client = client
@@ -109,6 +117,9 @@ class Engine:
         Raises:
             EngineError: it did not take the weights, or the router did not take it.
         """
+        async with self._target.changed:
+            while self.is_apart:
+                await self._target.changed.wait()
         async with self._moving:
             self.version = 0  # it may have begun anew
             try:
@@ -162,10 +173,35 @@ class Engine:
         self._happened(Happening.STALLED, reason)
         await self._leave_router()
 
+    def replaced(self) -> None:
+        """Its server was started again: another Engine stands for that one."""
+        self._happened(Happening.LOST, "it was started again")
+
     def reroute(self) -> None:
         """Its router is another: it is asked again once that knows it."""
         self.routed = False
         self._happened(Happening.REROUTED, "another router")
+
+    async def set_apart(self) -> None:
+        """Have the router send nothing there; what is there goes on."""
+        self.is_apart = True
+        async with self._moving:
+            await self._unregister()
+
+    async def join(self) -> None:
+        """End that; cut off, or if the router does not take it, the next look at it finds it missing there."""
+        self.is_apart = False
+        if self.is_asked:
+            with anyio.move_on_after(REGISTER_TIMEOUT_S, shield=True):
+                async with self._moving:
+                    self.routed = True
+                    await wait_until(self._registered_or_lost)
+        await self._target.notify()
+
+    async def is_dead(self) -> bool:
+        """Look whether it is not what it was."""
+        await self.check_or_expel()
+        return not self.is_asked
 
     async def check_or_expel(self) -> None:
         """Ask an engine no more unless it is as it was."""
@@ -227,6 +263,8 @@ class Engine:
             return Happening.LOST, str(error)
         if label != self._label and not updating and self.state is not EngineState.UPDATING:
             return Happening.LOST, f"calls its weights {label!r}, it proved {self._label!r}"
+        if self.is_apart:
+            return None
         if self._target.router is not None and await self._workers.lacks(self._target.router, self.url):
             return Happening.REROUTED, "the router does not know it any more"
         return None
@@ -250,6 +288,8 @@ class Engine:
         old, self.state = self.state, next_state(self.state, happening)
         if old is not self.state:
             self.reason = reason
+        if is_asked(old) and self.state in (EngineState.GONE, EngineState.SUSPECT):
+            self._deaths.note(self.name)
         if self.state is EngineState.CURRENT:
             self.sign_at = anyio.current_time()
         if is_told(old, self.state):
@@ -259,7 +299,7 @@ class Engine:
     async def _leave_router(self) -> None:
         """Have the router ask it no more either, until it is admitted again."""
         async with self._moving:
-            if not self.is_asked:  # not brought back by then
+            if not self.is_asked and not self.is_apart:  # not brought back by then
                 await self._unregister()
 
     async def _unregister(self) -> None:
@@ -278,6 +318,9 @@ class Engine:
         if self.is_behind:
             return True
         return self._target.router is not None and await self._workers.has(self._target.router, self.url)
+
+    async def _registered_or_lost(self) -> bool:
+        return not self.is_asked or await self._registered_or_behind()
 
     async def _bring_current(self) -> None:
         """Give it the target weights, and again if others are the target by then."""

@@ -3,10 +3,12 @@
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 import anyio
 import structlog
 
+from actors.rollout.engines.deaths import Deaths, was_killed
 from actors.rollout.engines.engine import Engine, FleetTarget, wait_until
 from actors.rollout.engines.notices import Notices
 from actors.rollout.engines.router import RouterWorkers
@@ -24,6 +26,13 @@ Kill = Callable[[str], Awaitable[None]]
 REFUSED_PATIENCE_S = 60.0  # newer weights, or a trainer's restart, may help
 
 
+class Autopsy(NamedTuple):
+    """Of what an engine died."""
+
+    killed: bool  # by somebody outside
+    reason: str
+
+
 class Fleet:
     """Keeps engines current and registered. Generation waits here until the engines it may use are confirmed.
 
@@ -36,6 +45,7 @@ class Fleet:
         self._workers = RouterWorkers(client)
         self._prover = prover
         self.notices = notices or Notices()
+        self.deaths = Deaths()
         self._engines: dict[str, Engine] = {}
         self._target = FleetTarget()
         self._check: anyio.Event | None = None  # of all engines that are asked, under way
@@ -136,7 +146,9 @@ class Fleet:
                 while self._target.router == url:
                     await self._target.changed.wait()
 
-    async def run_engine(self, name: str, url: str, *, ours: bool = True, kill: Kill | None = None) -> None:
+    async def run_engine(
+        self, name: str, url: str, *, ours: bool = True, pid: int = 0, kill: Kill | None = None
+    ) -> None:
         """Keep one engine admitted: wait for it, give it the current weights, register it, and again when it is lost.
 
         Runs for ever, in a task that is cancelled when the engine's address changes.
@@ -145,6 +157,7 @@ class Fleet:
             name: of the engine.
             url: where it listens.
             ours: the run started it.
+            pid: of its process, as its agent says; 0: not known.
             kill: have it killed, for a reason, and started again; none: nobody may.
 
         Raises:
@@ -152,9 +165,18 @@ class Fleet:
         """
         old = self._engines.get(name)
         engine = self._engines[name] = Engine(
-            name, url, self._client, self._prover, self._target, notices=self.notices, ours=ours
+            name,
+            url,
+            self._client,
+            self._prover,
+            self._target,
+            notices=self.notices,
+            deaths=self.deaths,
+            ours=ours,
+            pid=pid,
         )
         if old is not None:
+            old.replaced()
             await old.forget()
         refused_since, failures = math.inf, 0
         while True:
@@ -179,6 +201,22 @@ class Fleet:
     def current_engines(self) -> list[Engine]:
         """Those that may be asked and are to make tokens."""
         return [engine for engine in self._engines.values() if engine.state is EngineState.CURRENT]
+
+    def any_engine(self) -> Engine | None:
+        """One that may be asked, if there is one."""
+        return next(iter(self._admitted()), None)
+
+    async def autopsy(self, engine: Engine) -> Autopsy | None:
+        """Whether an engine that lost a request is dead, and whether somebody killed it; None: it lives.
+
+        Of one that nobody started here, or whose agent says nothing, a kill is not known of.
+        """
+        if not await engine.is_dead():
+            return None
+        exit = await self.deaths.exit_of(engine.name, engine.pid) if engine.pid else None
+        if exit is None:
+            return Autopsy(killed=False, reason=engine.reason)
+        return Autopsy(killed=was_killed(exit), reason=exit.reason)
 
     def note_token(self, label: str) -> None:
         """A token of a load came: its engine lives."""
@@ -209,4 +247,4 @@ class Fleet:
         await self.notify()
 
     def _admitted(self) -> list[Engine]:
-        return [engine for engine in self._engines.values() if engine.is_asked]
+        return [engine for engine in self._engines.values() if engine.is_asked and not engine.is_apart]

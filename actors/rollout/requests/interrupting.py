@@ -42,6 +42,12 @@ class RunningRequests:
         self._num_interruptions = 0  # ever begun
         self._num_interrupting = 0
 
+    async def any_ended(self, within_s: float) -> None:
+        """Wait until some request has ended, or for so long."""
+        self._request_ended = anyio.Event() if self._request_ended.is_set() else self._request_ended
+        with anyio.move_on_after(within_s):
+            await self._request_ended.wait()
+
     def waits_for(self) -> str:
         """Which requests are at the engines, for people; empty when none is."""
         if not self._running:

@@ -22,7 +22,7 @@ class GenerateRequest:
     round: int | None  # None: an evaluation, which no halt touches
 
 
-@dataclass
+@dataclass(eq=False)
 class OpenRequest:
     """A request that was sent and is not answered yet."""
 

@@ -1,15 +1,19 @@
 """Requests to the engines: sent to confirmed ones, and sent again when lost."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
 
 import anyio
 import structlog
 
+from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.requests.interrupting import RunningRequests
+from actors.rollout.requests.poison import Record, Standing
 from actors.rollout.requests.request import Generated, GenerateRequest
 from actors.rollout.requests.served_model import ServedModel
+from actors.rollout.requests.trials import Trials
 from actors.rollout.sglang.answers import NOTHING, Answer, is_aborted, labels_of, oldest_version
 from actors.rollout.sglang.body import generate_body
 from actors.rollout.sglang.client import SglangClient
@@ -24,6 +28,13 @@ MAX_FAILURES = 10  # of engines on one request, before it is taken for the cause
 STREAM_ABOVE = 256  # tokens that a request may get: a shorter one costs less to repeat than to stream
 
 
+class Place(NamedTuple):
+    """Where a request is sent."""
+
+    url: str  # the router's, or an engine's
+    alone_at: Engine | None  # that has nothing else of ours
+
+
 class Generator:
     """Generates through the router; `running` knows what is under way, so that a halt can reach it."""
 
@@ -32,6 +43,8 @@ class Generator:
         self._fleet = fleet
         self._model = model
         self.running = RunningRequests(client, fleet)
+        self._trials = Trials(fleet, self.running)
+        self._records: dict[str, Record] = {}  # by sample, of those whose engines died
 
     async def generate(
         self, request: GenerateRequest, show: Callable[[Stream], None] | None = None
@@ -50,31 +63,89 @@ class Generator:
 
         Raises:
             RequestRefused: the request is wrong, by what the model allows or as the engine says, or engines failed on
-                it too often.
+                it too often or die of it (poison.py).
         """
         self._check(request)
+        sample, generated = sample_of(request.rid), None
+        try:
+            generated = await self._generate(request, sample, show)
+        finally:
+            if generated is None or not generated.cut_short:  # else it comes again, for the rest
+                self._records.pop(sample, None)
+        return generated
+
+    async def _generate(
+        self, request: GenerateRequest, sample: str, show: Callable[[Stream], None] | None
+    ) -> Generated | None:
         tries = failures = 0
-        while await self._fleet.wait_ready(request.min_version, unless=lambda: self.running.halted(request.round)):
-            if await self.running.wait_for_sweep():
-                continue
-            rid = f"{request.rid}-{tries}"
-            tries += 1
-            stream = None
-            if show is not None and request.max_new_tokens > STREAM_ABOVE:
-                stream = Stream(self._fleet.version, self._fleet.loads.trust_from_now_on())
-                show(stream)
-            try:
-                return await self._ask(rid, request, stream)
-            except EngineUnavailable as error:
-                failures += isinstance(error, EngineFailed)
-                log.warning("request_lost", rid=rid, tries=tries, error=str(error))
-                if failures >= MAX_FAILURES:
-                    raise RequestRefused(f"{failures} times in vain, at last: {error}") from error
-            await self._fleet.report_unavailable()
+        while True:
+            async with self._place(request, sample) as place:
+                if place is None:
+                    return None
+                if await self.running.wait_for_sweep():
+                    continue
+                rid = f"{request.rid}-{tries}"
+                tries += 1
+                stream = self._stream_for(request, show)
+                sent_at = anyio.current_time()
+                try:
+                    return await self._ask(rid, request, stream, place)
+                except EngineUnavailable as error:
+                    log.warning("request_lost", rid=rid, tries=tries, error=str(error))
+                    if not await self._note_death(sample, place, stream, sent_at):
+                        failures += isinstance(error, EngineFailed)
+                    if failures >= MAX_FAILURES:
+                        raise RequestRefused(f"{failures} times in vain, at last: {error}") from error
             await anyio.sleep(RESEND.pause_s(failures))
             if stream is not None and (kept := await self._kept(stream, request.min_version)) is not None:
                 return Generated([kept], cut_short=True)
-        return None
+
+    @asynccontextmanager
+    async def _place(self, request: GenerateRequest, sample: str) -> AsyncGenerator[Place | None]:
+        """Where to send a request, once that may be; None: its round was halted before.
+
+        Raises:
+            RequestRefused: engines die of it.
+        """
+
+        def halted() -> bool:
+            return self.running.halted(request.round)
+
+        record = self._records.get(sample, Record())
+        match record.standing:
+            case Standing.POISON:
+                raise RequestRefused(f"engines die of it: {record.alone} that had nothing else to do")
+            case Standing.SUSPECT:
+                async with self._trials.alone(request.min_version, halted) as engine:
+                    yield None if engine is None else Place(engine.url, engine)
+            case Standing.ORDINARY:
+                ready = await self._fleet.wait_ready(request.min_version, unless=halted)
+                yield Place(self._fleet.router, None) if ready else None
+
+    async def _note_death(self, sample: str, place: Place, stream: Stream | None, sent_at: float) -> bool:
+        """Find out whether a request was lost with its engine, and remember that."""
+        record = self._records.get(sample, Record())
+        if place.alone_at is not None:
+            autopsy = await self._fleet.autopsy(place.alone_at)
+            if autopsy is None:
+                return False
+            log.warning("engine_died_of", sample=sample, reason=autopsy.reason, killed=autopsy.killed)
+            record = record.after_death(alone=True, killed=autopsy.killed)
+        else:
+            await self._fleet.report_unavailable()
+            engine = "" if stream is None else self._fleet.loads.engine_of(stream.last_label)
+            if not self._fleet.deaths.any_since(sent_at, engine):
+                return False
+            record = record.after_death(alone=False, killed=False)
+        self._records[sample] = record
+        return True
+
+    def _stream_for(self, request: GenerateRequest, show: Callable[[Stream], None] | None) -> Stream | None:
+        if show is None or request.max_new_tokens <= STREAM_ABOVE:
+            return None
+        stream = Stream(self._fleet.version, self._fleet.loads.trust_from_now_on())
+        show(stream)
+        return stream
 
     async def _kept(self, stream: Stream, min_version: int) -> Answer | None:
         """What a lost request leaves to go on from; None: nothing, so that it may be sent again as it was."""
@@ -85,14 +156,16 @@ class Generator:
             rest = NOTHING
         return rest if rest.output_ids or stream.num_taken else None
 
-    async def _ask(self, rid: str, request: GenerateRequest, stream: Stream | None) -> Generated:
+    async def _ask(self, rid: str, request: GenerateRequest, stream: Stream | None, place: Place) -> Generated:
         mark = self.running.interruption_mark()
         answers: list[Answer] = []
         with self.running.entered(rid, request, stream) as sent:
+            if place.alone_at is not None:
+                sent.engine = place.alone_at.name
             if stream is not None:
-                answers = [await self._stream(rid, request, stream)]
+                answers = [await self._stream(rid, request, stream, place)]
             else:
-                answers = await self._client.generate(self._fleet.router, self._body(request, rid))
+                answers = await self._client.generate(place.url, self._body(request, rid))
                 answers = [self._model.ended(answer, answer.output_ids, request.params) for answer in answers]
         if sent.given_up:
             raise EngineUnavailable(f"{sent.engine or 'the engine that may have it'} makes no token")
@@ -110,9 +183,9 @@ class Generator:
         )
         return Generated(answers, cut_short=interrupted and any(is_aborted(answer) for answer in answers))
 
-    async def _stream(self, rid: str, request: GenerateRequest, stream: Stream) -> Answer:
+    async def _stream(self, rid: str, request: GenerateRequest, stream: Stream, place: Place) -> Answer:
         try:
-            await self._client.stream(self._fleet.router, self._body(request, rid), stream)
+            await self._client.stream(place.url, self._body(request, rid), stream)
         except EngineUnavailable:
             if not stream.ended:  # else nothing is missing but the end of the connection
                 raise
@@ -137,6 +210,11 @@ class Generator:
             self._model.check_stop(request.params.stop)
         except ValueError as error:
             raise RequestRefused(f"not sent: {error}") from error
+
+
+def sample_of(rid: str) -> str:
+    """What all requests of a sample have in common: their ids are LEASE-INDEX-NUMBER."""
+    return rid.rpartition("-")[0] or rid
 
 
 def is_recent(answer: Answer, min_version: int) -> bool:

@@ -72,6 +72,14 @@ class OutputLog:
                 last_words = shortened(printable(_word(entry.get("text"))), MAX_SHOWN)
         return last_words
 
+    def last_with(self, words: tuple[str, ...]) -> str | None:
+        """The newest line that holds one of these, or None."""
+        for line in reversed(self._tail):
+            text = readable(line)
+            if any(word in text for word in words):
+                return shortened(printable(text), MAX_SHOWN)
+        return None
+
     def forget(self) -> None:
         """Begin a new process's tail."""
         self._tail.clear()

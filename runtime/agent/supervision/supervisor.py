@@ -263,7 +263,9 @@ class Supervisor:
         if self._ended_with:
             return f"{self._ended_with}, of the same server, had ended"
         how = describe_exit(code)
-        said = None if code in (-signal.SIGKILL, -signal.SIGTERM) else self._log.why()  # killed: not by what it said
+        said = self._log.why()
+        if code in (-signal.SIGKILL, -signal.SIGTERM):  # killed: not by what it said, unless it says so
+            said = self._log.last_with(self.spec.crash_words)
         return f"{said} ({how})" if said else how
 
     def _choose_port(self) -> int | None:

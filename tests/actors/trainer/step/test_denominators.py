@@ -12,9 +12,8 @@ from torch import Tensor
 
 from actors.trainer.batches.batch import TrainBatch, make_micro_batch, num_positions
 from actors.trainer.batches.plan import plan_micro_batches
-from actors.trainer.megatron import build
+from actors.trainer.megatron import build, rank_model
 from actors.trainer.megatron import config as megatron_config
-from actors.trainer.megatron import rank_model
 from actors.trainer.megatron.imports import quiet
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.train_step import TrainStep

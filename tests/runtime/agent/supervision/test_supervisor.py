@@ -333,3 +333,15 @@ async def test_output_is_kept_as_json_lines(tmp_path: Path) -> None:
     lines = [msgspec.json.decode(line) for line in (tmp_path / "logs" / "talker.jsonl").read_bytes().splitlines()]
     assert {line["event"] for line in lines} == {"said", "output"}
     assert {line.get("text") for line in lines} == {None, "plain red", "no newline at the end"}
+
+
+@pytest.mark.parametrize(("said", "reason"), [("hit an exception", "Scheduler hit an exception"), ("all is well", "")])
+async def test_one_that_kills_itself_says_why(tmp_path: Path, said: str, reason: str) -> None:
+    code = f"import os, signal; print('Scheduler {said}', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    spec = ProcessSpec(name="engine", command=(sys.executable, "-c", code), crash_words=("hit an exception",))
+    async with supervising(tmp_path) as (supervision, changes):
+        supervision.start(spec)
+        await changes.until(lambda: bool(changes.of(Exited)))
+    exited = changes.of(Exited)[0]
+    assert isinstance(exited, Exited)
+    assert exited.reason == (f"{reason} (killed by SIGKILL)" if reason else "killed by SIGKILL")

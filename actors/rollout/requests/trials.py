@@ -1,0 +1,72 @@
+"""Suspects, each sent alone to an engine that has nothing else of ours."""
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+import structlog
+
+from actors.rollout.engines.engine import Engine
+from actors.rollout.engines.fleet import Fleet
+from actors.rollout.requests.interrupting import RunningRequests
+
+log = structlog.get_logger()
+
+
+class Trials:
+    """One suspect at a time. Its engine is set apart until no other suspect waits."""
+
+    def __init__(self, fleet: Fleet, running: RunningRequests) -> None:
+        self._fleet = fleet
+        self._running = running
+        self._turn = anyio.Lock()
+        self._num_waiting = 0
+        self._engine: Engine | None = None  # that is set apart
+
+    @asynccontextmanager
+    async def alone(self, min_version: int, unless: Callable[[], bool]) -> AsyncGenerator[Engine | None]:
+        """An engine for one request alone, within a block; None: `unless` came true first."""
+        self._num_waiting += 1
+        try:
+            await self._turn.acquire()
+        finally:
+            self._num_waiting -= 1
+        try:
+            yield await self._set_apart(min_version, unless)
+        finally:
+            try:
+                if not self._num_waiting or (self._engine is not None and not self._engine.is_asked):
+                    await self._join()
+            finally:
+                self._turn.release()
+
+    async def _set_apart(self, min_version: int, unless: Callable[[], bool]) -> Engine | None:
+        engine = self._engine
+        if engine is not None and engine.is_asked and engine.version >= min_version:
+            return None if unless() else engine
+        await self._join()
+        while await self._fleet.wait_ready(min_version, unless=unless):
+            engine = self._fleet.any_engine()
+            if engine is None:
+                continue
+            self._engine = engine
+            await engine.set_apart()
+            await self._until_alone(engine)
+            if engine.is_asked:
+                log.info("engine_set_apart", engine=engine.name)
+                return engine
+            await self._join()
+        return None
+
+    async def _until_alone(self, engine: Engine) -> None:
+        """Wait for the end of all that may be there; the router sends nothing more."""
+        before = [sent for sent in self._running.open.values() if sent.engine in ("", engine.name)]
+        while engine.is_asked and any(
+            sent in self._running.open.values() and sent.engine in ("", engine.name) for sent in before
+        ):
+            await self._running.any_ended(1.0)
+
+    async def _join(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.join()

@@ -1,0 +1,36 @@
+"""The embedded engine as it is, except that one token in a prompt ends its process a little later.
+
+python -m tests.support.mortal_engine TOKEN ARGUMENTS OF THE ENGINE...
+"""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+
+from actors.rollout.embedded import __main__ as engine
+from actors.rollout.embedded.engine import frontend
+from actors.rollout.embedded.http import serve
+from actors.rollout.embedded.http.api import Job
+
+DIES_AFTER_S = 0.2  # others are there by then
+EXIT_CODE = 7
+
+
+class MortalFrontend(frontend.Frontend):
+    """Dies of a token."""
+
+    @asynccontextmanager
+    async def generation(self, jobs: Sequence[Job]) -> AsyncGenerator[frontend.Generation]:
+        if any(DEADLY in job.request.prompt_ids for job in jobs):
+            await asyncio.sleep(DIES_AFTER_S)
+            os._exit(EXIT_CODE)
+        async with super().generation(jobs) as generation:
+            yield generation
+
+
+if __name__ == "__main__":
+    DEADLY = int(sys.argv.pop(1))
+    serve.Frontend = MortalFrontend
+    sys.exit(engine.main())
