@@ -12,6 +12,7 @@ from actors.rollout.engines.server_arguments import FOREIGN, LAUNCH
 from actors.rollout.sglang.limits import KEPT_OF_INPUT
 from runtime.bus.addresses import address_key
 from runtime.import_path import ROOT
+from runtime.settings.devices import HIDDEN, NVIDIA
 from runtime.settings.placement import gpus_of, num_engines
 from runtime.settings.processes import AnswersHttp, OneServer, PortRequest, ProcessSpec, Stage, WhenListening
 from runtime.settings.topology import EngineConfig, Topology
@@ -66,7 +67,7 @@ def _processes(
 
 
 def _visible(devices: tuple[int, ...]) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
+    return {NVIDIA: ",".join(map(str, devices))} if devices else {}
 
 
 def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, devices: tuple[int, ...]) -> ProcessSpec:
@@ -74,7 +75,7 @@ def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, dev
     return ProcessSpec(
         name=f"engine.{pool}.{index}",
         command=_embedded(topology, engine, index) if embedded else _sglang(topology, engine, index),
-        env={**(OURS if embedded else FOREIGN), **engine.env, **_visible(devices)},
+        env={**(OURS | HIDDEN if embedded else FOREIGN), **engine.env, **_visible(devices)},
         port=PortRequest(),
         ready=WhenListening(),
         ready_timeout_s=engine.ready_timeout_s or READY_TIMEOUT_S[engine.kind],

@@ -7,6 +7,7 @@ from pathlib import Path
 from actors.engine_processes import OURS, engine_specs
 from actors.rollout.engines.server_arguments import LAUNCH
 from runtime.bus.addresses import address_key
+from runtime.settings.devices import HIDDEN, NVIDIA
 from runtime.settings.placement import gpus_of, home_node, num_ranks
 from runtime.settings.processes import AnswersHttp, PortRequest, ProcessSpec, Stage, WhenListening
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
@@ -32,7 +33,7 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
     if topology.run.only != "rollout":
         specs += _trainer(topology, node, run_dir, home=home)
     elif home:
-        specs.append(ProcessSpec(name=STAND_IN, command=_host(run_dir, "trainer"), env=OURS))
+        specs.append(ProcessSpec(name=STAND_IN, command=_host(run_dir, "trainer"), env=OURS | HIDDEN))
     if home:
         shared = {role for roles in topology.share for role in roles}
         alone = [(role,) for role in LIGHT_ACTORS if role not in shared]
@@ -93,8 +94,7 @@ def _trainer(topology: Topology, node: str, run_dir: Path, *, home: bool) -> lis
     specs: list[ProcessSpec] = []
     for rank, device in places:
         env = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", **OURS}
-        if device is not None:
-            env["CUDA_VISIBLE_DEVICES"] = str(device)
+        env |= HIDDEN if device is None else {NVIDIA: str(device)}
         name = "trainer" if world == 1 else f"trainer.{rank}"
         specs.append(ProcessSpec(name=name, command=_host(run_dir, "trainer"), env=env))
     return specs

@@ -9,6 +9,8 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from runtime.settings.devices import HIDDEN
+
 pytest_plugins = [f"tests.fixtures.{file.stem}" for file in sorted(Path(__file__).parent.glob("fixtures/[a-z]*.py"))]
 
 SESSION_MARK = "PHYSARUM_TEST_SESSION"  # in the environment of every process that a test starts, orphans included
@@ -17,7 +19,9 @@ END_S = float(os.environ.get("PHYSARUM_TEST_END_S", "5"))  # a process that was 
 OUTLIVES_A_TEST = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr != "gpu":
+        os.environ.update(HIDDEN)  # what tests compare is computed on the CPU, whatever the machine has
     settings.register_profile("no clock", deadline=None)  # an example takes as long as the machine makes it
     settings.load_profile("no clock")
     os.environ[SESSION_MARK] = uuid.uuid4().hex

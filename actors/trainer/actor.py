@@ -69,7 +69,7 @@ class TrainerActor(Actor):
             Fenced: another trainer started after this one.
             ValueError, OSError: the model cannot be used.
         """
-        with TorchThread() as torch_thread:
+        with TorchThread(self._topology.trainer.device) as torch_thread:
             store = await meet(self._topology, self._bus, self._rank)
             if self._rank == 0:
                 await self._lead(torch_thread, store, task_status)

@@ -1,9 +1,12 @@
 """The one thread that runs torch, beside the event loop."""
 
 import asyncio
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, Self, TypeVar
+
+from runtime.settings.devices import HIDDEN
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -16,7 +19,10 @@ class TorchThread:
     whoever waits for it leaves it running, and closing waits for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        """On the CPU the whole process sees no GPU from here on, whatever the machine has."""
+        if device == "cpu":
+            os.environ.update(HIDDEN)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch", initializer=_enter_thread)
 
     def __enter__(self) -> Self:

@@ -1,9 +1,8 @@
-"""Names of GPUs, their stable order, and which this machine has."""
+"""Names of GPUs, and their stable order. Which this machine has is in devices.py."""
 
 import ipaddress
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import msgspec
 
@@ -76,8 +75,3 @@ def natural_key(name: str) -> tuple[tuple[int, ...], ...]:
     """Order names with numbers in them as a person would: n2 before n10."""
     parts = re.findall(r"\d+|\D", name)
     return tuple((0, int(part)) if part.isdigit() else (1, ord(part)) for part in parts)
-
-
-def gpus_here(devices: Path = Path("/dev")) -> int:
-    """Count the NVIDIA GPUs of this machine by their device files; asks no driver."""
-    return sum(1 for entry in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", entry.name))

@@ -5,6 +5,7 @@ from itertools import groupby
 
 import msgspec
 
+from runtime.settings.devices import NVIDIA
 from runtime.settings.gpus import Gpu, show_gpus
 from runtime.settings.placement import bus_node, data_parallel_size, num_ranks
 from runtime.settings.processes import ProcessSpec
@@ -23,7 +24,6 @@ from runtime.settings.sizes import (
 from runtime.settings.topology import Topology, answers_are_recorded
 
 __all__ = ["Plan", "PlannedNode", "PlannedProcess", "draw", "plan_of", "stream_limits", "stream_sizes"]
-GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 WIDTH = 18  # of a process name
 
 
@@ -91,7 +91,7 @@ def _node(topology: Topology, name: str, specs: Sequence[ProcessSpec]) -> Planne
 
 
 def _process(spec: ProcessSpec) -> PlannedProcess:
-    visible = spec.env.get(GPU_VARIABLE, "")
+    visible = spec.env.get(NVIDIA, "")
     return PlannedProcess(
         name=spec.name,
         gpus=tuple(int(index) for index in visible.split(",")) if visible else (),

@@ -110,3 +110,12 @@ def test_actors_that_share_a_process_are_started_together() -> None:
     assert found["reward+filter"].command[-2:] == ("reward", "filter")
     assert not {"reward", "filter"} & set(found)
     assert {"rollout", "buffer"} <= set(found)
+
+
+def test_what_computes_on_the_cpu_sees_no_gpu_whatever_the_machine_has() -> None:
+    found = specs("laptop.toml", "local")
+    on_cpu = [spec for name, spec in found.items() if name.startswith(("trainer", "engine."))]
+    assert len(on_cpu) >= 2
+    stand_in = specs("laptop.toml", "local", "run.only=rollout")["stand-in"]
+    for spec in (*on_cpu, stand_in):
+        assert (spec.env["CUDA_VISIBLE_DEVICES"], spec.env["HIP_VISIBLE_DEVICES"]) == ("", "")

@@ -16,7 +16,7 @@ _CUDA_TYPES = {
 
 
 def needed() -> bool:
-    """Whether this machine has no GPU that torch can use."""
+    """Whether this process sees no GPU: the machine has none, or the process is to compute on the CPU."""
     return not torch.cuda.is_available()
 
 
@@ -46,10 +46,10 @@ def install() -> None:
     """Replace what Megatron calls in torch.cuda, for the whole process.
 
     Raises:
-        RuntimeError: there is a GPU.
+        RuntimeError: there is a GPU in sight.
     """
     if not needed():
-        raise RuntimeError("the CPU shim is for machines without a GPU")
+        raise RuntimeError("the CPU shim is for processes that see no GPU: set CUDA_VISIBLE_DEVICES to nothing")
     replacements: dict[str, Any] = {
         "Stream": _Stream,
         "current_device": lambda: torch.device("cpu"),

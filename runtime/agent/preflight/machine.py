@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from runtime.agent.preflight.findings import Findings
-from runtime.settings.gpus import gpus_here
+from runtime.settings.devices import gpus_here, handed_out
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
 
 TRAINER: Final = ("torch", "megatron.core", "safetensors")
@@ -57,7 +57,9 @@ def _check_gpus(findings: Findings, node: str) -> None:
         return
     asked, found = topology.nodes[node].gpus, gpus_here()
     if asked > found:
-        findings.problem(f"nodes.{node}.gpus", asked, f"this machine has {found} GPUs")
+        given = handed_out(os.environ)
+        why = "" if given is None else f" for us: {', '.join(given) or 'none'}, by its environment"
+        findings.problem(f"nodes.{node}.gpus", asked, f"this machine has {found} GPUs{why}")
     elif topology.trainer.device == "cuda" and _is_installed("torch") and not _answers(sys.executable, HAS_GPU):
         message = "torch finds no GPU here: its build is for the CPU, or the driver is missing"
         findings.problem("trainer.device", "cuda", message)

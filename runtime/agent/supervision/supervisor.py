@@ -21,6 +21,7 @@ from runtime.bus.addresses import BUS_URL_VARIABLE, ENGINE_KEY_VARIABLE
 from runtime.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_NOT_STARTED
 from runtime.retrying import Backoff
 from runtime.secrets import Secret, split_login
+from runtime.settings.devices import with_own_gpus
 from runtime.settings.processes import NotReady, ProcessSpec, Stage
 from runtime.wording import signal_name
 
@@ -283,7 +284,7 @@ class Supervisor:
 
     def _environment(self) -> dict[str, str]:
         own = {key: self._filled_in(value) for key, value in self.spec.env.items()}
-        return {**self._base_environment, **own}
+        return {**self._base_environment, **with_own_gpus(own, self._base_environment)}
 
     def _filled_in(self, text: str) -> str:
         if self._together is not None:

@@ -27,7 +27,7 @@ def processes(topology: Topology) -> dict[str, list[str]]:
 def gpus(topology: Topology) -> int:
     """GPUs that processes are given."""
     specs = [spec for node in topology.nodes for spec in process_specs(topology, node, Path("r"))]
-    given = [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs if "CUDA_VISIBLE_DEVICES" in spec.env]
+    given = [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs if spec.env.get("CUDA_VISIBLE_DEVICES")]
     return sum(len(devices.split(",")) for devices in given)
 
 

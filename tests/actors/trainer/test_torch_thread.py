@@ -1,0 +1,43 @@
+"""The torch thread: what the process that has one sees of the machine."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from actors.trainer.torch_thread import TorchThread
+
+ROOT = Path(__file__).parents[3]
+ON_A_MACHINE_WITH_A_GPU = """
+import os
+import torch
+torch.cuda.is_available = lambda: os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+import asyncio
+from actors.trainer.torch_thread import TorchThread
+def build():
+    from actors.trainer.megatron import groups
+    from actors.trainer.megatron.imports import parallel_state
+    groups.join(groups.Ranks(), groups.MegatronConfig(), groups.device_of("cpu", groups.Ranks()), seed=1)
+    return torch.distributed.get_backend(), str(torch.cuda.current_device())
+with TorchThread("cpu") as thread:
+    print(*asyncio.run(thread.run(build)))
+"""
+
+
+@pytest.mark.parametrize(("device", "sees"), [("cpu", ""), ("cuda", "3")])
+def test_only_a_rank_on_a_gpu_sees_one(device: str, sees: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "3")
+    with TorchThread(device):
+        assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["HIP_VISIBLE_DEVICES"]) == (sees, sees)
+
+
+def test_a_trainer_on_the_cpu_starts_on_a_machine_with_a_gpu() -> None:
+    """Megatron's calls to CUDA land on the CPU though torch would find a GPU."""
+    environment = {name: value for name, value in os.environ.items() if "VISIBLE_DEVICES" not in name}
+    environment |= {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-W", "ignore", "-c", ON_A_MACHINE_WITH_A_GPU]
+    result = subprocess.run(command, env=environment, capture_output=True, timeout=25, check=False)
+    assert result.stdout.decode().strip() == "gloo cpu", result.stderr.decode()[-2000:]
