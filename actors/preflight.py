@@ -12,7 +12,6 @@ from actors.buffer.prompts.source import training_reader
 from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
 from actors.hooks import check_hooks
 from actors.reward.graders.builtin import find_grader
-from actors.rollout.embedded.model.config import ModelError, read_model
 from actors.rollout.engines.server_arguments import engine_problems
 from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.sglang.limits import KEPT_OF_INPUT
@@ -24,6 +23,7 @@ from runtime.agent.preflight.check import check_here
 from runtime.agent.preflight.findings import Checked
 from runtime.agent.preflight.hub import hub_models
 from runtime.checksums import shapes_in
+from runtime.hf_config import ModelError, read_model
 from runtime.samples.data_files import DataError
 from runtime.samples.dump_files import RUN_FILE, DumpedRun
 from runtime.samples.rows import read_rows

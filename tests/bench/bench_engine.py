@@ -71,7 +71,7 @@ def slots_alone(directory: Path, seconds: float) -> Measured:
     import torch
 
     from actors.rollout.embedded.engine import core, requests
-    from actors.rollout.embedded.model.config import read_model
+    from runtime.hf_config import read_model
 
     torch.set_num_threads(1)
     numbers = iter(range(1_000_000_000))

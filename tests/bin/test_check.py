@@ -133,8 +133,10 @@ REFUSED = {
     "a broken tokenizer": Case(("model.hf_checkpoint=TMP/broken",), "model.hf_checkpoint", "tokenizer.json"),
     "no chat template": Case(("model.hf_checkpoint=TMP/plain",), "data.0.path", "no chat template"),
     "another family": Case(("model.hf_checkpoint=TMP/mixtral",), "model.hf_checkpoint", "model_type 'mixtral'"),
-    "yarn": Case(("model.hf_checkpoint=TMP/yarn",), "model.hf_checkpoint", "rope type 'yarn'"),
-    "a rope of engines alone": Case(("model.hf_checkpoint=TMP/llama3",), "model.hf_checkpoint", "rope type 'llama3'"),
+    "yarn": Case(("model.hf_checkpoint=TMP/yarn",), "model.hf_checkpoint", "rope_type 'yarn'"),
+    "a key that nobody reads": Case(
+        ("model.hf_checkpoint=TMP/scaled",), "model.hf_checkpoint", "logits_scaling is not understood"
+    ),
     "biases": Case(("model.hf_checkpoint=TMP/biased",), "model.hf_checkpoint", "attention_bias is not supported"),
     "weights of another": Case(
         ("model.hf_checkpoint=TMP/other", "model.random_init=false"),
@@ -254,7 +256,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     changes: dict[str, dict[str, object]] = {
         "mixtral": {"model_type": "mixtral"},
         "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        "llama3": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        "scaled": {"logits_scaling": 8.0},
         "biased": {"attention_bias": True},
         "few": {"vocab_size": 8},
         "texts": {"hidden_size": "32"},

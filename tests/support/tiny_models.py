@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from actors.rollout.embedded.model.config import read_model
 from actors.rollout.embedded.model.forward import allocate
+from runtime.hf_config import read_model
 from tests.support.embedded_engine import write_config
 
 EOS: Final = 1

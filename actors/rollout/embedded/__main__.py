@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from actors.rollout.embedded.model.config import MAX_CONTEXT, ModelDescription, ModelError, read_model
 from runtime.bus.addresses import ENGINE_KEY_VARIABLE
 from runtime.checksums import safetensors_files
 from runtime.exit_codes import EXIT_INPUT_ERROR
+from runtime.hf_config import MAX_CONTEXT, ModelDescription, ModelError, read_model
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from actors.trainer.megatron.attention import CoreAttention
 from actors.trainer.megatron.imports import GPTModel, get_gpt_decoder_block_spec, parallel_state
 from actors.trainer.models.config import HfConfig
+from runtime.hf_config import Rope
 
 
 class RmsNorm(nn.RMSNorm):
@@ -37,10 +39,18 @@ def build_model(model: HfConfig, config: Any) -> Any:
         post_process=stage_is_last,
         share_embeddings_and_output_weights=model.tie_word_embeddings,
         position_embedding_type="rope",
-        rotary_base=model.rope_theta,
+        rotary_base=model.rope.theta,
         parallel_output=True,
     )
+    _stretch(built.rotary_pos_emb, model.rope)
     return built.to(config.params_dtype)
+
+
+def _stretch(embedding: Any, rope: Rope) -> None:
+    """Set the frequencies of Llama 3's rope. Megatron's own option for it fixes all of its numbers but one."""
+    if rope.factor != 1.0:
+        frequencies = [rope.stretched(frequency) for frequency in embedding.inv_freq.tolist()]
+        embedding.inv_freq = torch.tensor(frequencies, device=embedding.inv_freq.device)
 
 
 def _layer_spec(config: Any) -> Any:

@@ -6,9 +6,9 @@ from typing import Final, NamedTuple
 
 from actors.rollout.embedded.engine.scheduler import Detokenize, Scheduler
 from actors.rollout.embedded.model import forward as model
-from actors.rollout.embedded.model.config import ModelDescription, ModelError, read_model
 from actors.rollout.embedded.model.forward import Weights
 from actors.rollout.embedded.model.kv_slots import KvSlots
+from runtime.hf_config import ModelDescription, ModelError, read_model
 
 TAGS: Final = frozenset({"kv_cache", "weights", "cuda_graph"})
 

@@ -20,9 +20,9 @@ from actors.rollout.embedded.engine.frontend import Frontend
 from actors.rollout.embedded.engine.thread import TorchThread
 from actors.rollout.embedded.http.api import CallReader, Limits
 from actors.rollout.embedded.http.server import EmbeddedServer, Identity
-from actors.rollout.embedded.model.config import ModelDescription
 from actors.rollout.embedded.model.text import Text
 from actors.rollout.requests.served_model import ServedModel
+from runtime.hf_config import ModelDescription
 from runtime.host.logs import configure_logging
 from runtime.secrets import Secret
 

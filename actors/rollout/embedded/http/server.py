@@ -18,8 +18,8 @@ from actors.rollout.embedded.http import bodies
 from actors.rollout.embedded.http.api import BrokenRequest, CallReader
 from actors.rollout.embedded.http.guard import guard
 from actors.rollout.embedded.http.rendering import Progress, Sent, answer, rendered_text
-from actors.rollout.embedded.model.config import ModelDescription, ModelError
 from actors.rollout.embedded.model.text import Text
+from runtime.hf_config import ModelDescription, ModelError
 from runtime.secrets import Secret
 
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024

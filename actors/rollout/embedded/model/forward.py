@@ -7,7 +7,6 @@ Shapes: N leading dimensions (tokens, or batch x time), H heads, K key-value hea
 """
 
 import hashlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +17,8 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from actors.rollout.embedded.model.config import ModelConfig, ModelError, Rope
 from runtime.checksums import safetensors_files
+from runtime.hf_config import ModelConfig, ModelError, Rope
 
 DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 CHECKSUM_DIGITS: Final = 16
@@ -211,20 +210,12 @@ def rope_table(rope: Rope, head_dim: int, length: int) -> Tensor:
     The sines of the first half are negative, so a rotation is `x * cos + roll(x, D / 2) * sin`.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = _stretched(rope, 1.0 / rope.theta**exponents)
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.factor != 1.0:
+        frequencies = torch.tensor([rope.stretched(frequency) for frequency in frequencies.tolist()])
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     cos, sin = angles.cos(), angles.sin()
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).unsqueeze(2)
-
-
-def _stretched(rope: Rope, frequencies: Tensor) -> Tensor:
-    """Llama 3's rule: long wavelengths are stretched by `factor`, short ones kept, the ones between interpolated."""
-    if rope.factor == 1.0:
-        return frequencies
-    turns = rope.original_max_position * frequencies / (2 * math.pi)  # full turns within the original context
-    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    smooth = smooth.clamp(0.0, 1.0)
-    return frequencies * (smooth + (1.0 - smooth) / rope.factor)
 
 
 def hidden_states(weights: Weights, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:

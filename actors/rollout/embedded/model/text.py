@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from actors.rollout.embedded.model.config import ModelError
+from runtime.hf_config import ModelError
 
 
 class Text:

@@ -11,7 +11,7 @@ from actors.rollout.embedded.engine.core import Core, Settings
 from actors.rollout.embedded.engine.requests import Request, Sampling, Stopping
 from actors.rollout.embedded.engine.scheduler import Report
 from actors.rollout.embedded.engine.thread import EngineStopped, TorchThread
-from actors.rollout.embedded.model.config import ModelError, read_model
+from runtime.hf_config import ModelError, read_model
 from tests.support.embedded_engine import write_config
 
 pytestmark = pytest.mark.anyio

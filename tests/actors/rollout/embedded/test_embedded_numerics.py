@@ -10,8 +10,8 @@ import torch
 from actors.rollout.embedded.engine.requests import Request, Sampling, Span, Stopping
 from actors.rollout.embedded.engine.scheduler import Scheduler
 from actors.rollout.embedded.model import forward as model
-from actors.rollout.embedded.model.config import read_model
 from actors.rollout.embedded.model.kv_slots import KvSlots
+from runtime.hf_config import read_model
 from tests.support.tiny_models import LLAMA, LLAMA3_ROPE, QWEN2, QWEN3, teacher_forced, write_model, write_weights
 
 ATOL = 1e-5  # nats

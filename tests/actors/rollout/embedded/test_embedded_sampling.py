@@ -9,9 +9,9 @@ import torch
 from actors.rollout.embedded.engine.requests import Finish, Request, Sampling, Stopping
 from actors.rollout.embedded.engine.scheduler import Scheduler
 from actors.rollout.embedded.model import forward as model
-from actors.rollout.embedded.model.config import read_model
 from actors.rollout.embedded.model.kv_slots import KvSlots
 from actors.rollout.embedded.model.sampling import draw, draw_truncated, uniforms
+from runtime.hf_config import read_model
 from tests.support.tiny_models import write_model
 
 PROBS = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])

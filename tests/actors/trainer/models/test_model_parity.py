@@ -18,6 +18,7 @@ from actors.trainer.models.sources import mapping_source, random_source
 from runtime.settings.topology import MegatronConfig
 from tests.actors.trainer.hf import write_model
 from tests.actors.trainer.tiny import TINY, VOCAB, random_batch
+from tests.support.tiny_models import LLAMA3_ROPE
 
 KINDS = [(kind, tied) for kind in ("qwen3", "qwen2", "llama") for tied in (False, True)]
 
@@ -38,6 +39,17 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, kind: str, tied: boo
     tokens = torch.randint(0, VOCAB, (3, 17), generator=torch.Generator().manual_seed(0))
     with quiet(), torch.no_grad():
         torch.testing.assert_close(built(tokens, None, None), reference(tokens).logits, rtol=0, atol=1e-4)
+
+
+def test_logits_with_the_rope_of_llama_3_equal_those_of_transformers(tmp_path: Path) -> None:
+    rope = LLAMA3_ROPE["rope_parameters"] | {"original_max_position_embeddings": 32}
+    reference = write_model(tmp_path, "llama", rope_parameters=rope)
+    built, _ = load(tmp_path)
+    tokens = torch.randint(0, VOCAB, (3, 60), generator=torch.Generator().manual_seed(0))
+    with quiet(), torch.no_grad():
+        found = built(tokens, None, None)
+    with torch.no_grad():
+        torch.testing.assert_close(found, reference(tokens).logits, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "tied"), KINDS)
@@ -96,12 +108,15 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2': allowed are qwen3, qwen2, llama"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type 'yarn'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope type 'linear'"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported: qwen3, qwen2, llama"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type 'linear'"),
         ({"attention_bias": True}, "attention_bias is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"hidden_size": None}, "hidden_size"),
+        ({"logits_scaling": 8.0}, "logits_scaling is not understood"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is not understood"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types 'sliding_attention'"),
     ],
 )
 def test_a_model_that_would_train_differently_is_refused(tmp_path: Path, change: dict, message: str) -> None:
@@ -114,4 +129,4 @@ def test_a_model_that_would_train_differently_is_refused(tmp_path: Path, change:
 def test_a_rope_base_under_the_old_key_is_read(tmp_path: Path) -> None:
     config = {key: value for key, value in TINY.items() if key != "rope_parameters"} | {"rope_theta": 5e5}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_hf_config(tmp_path).rope_theta == 5e5
+    assert read_hf_config(tmp_path).rope.theta == 5e5

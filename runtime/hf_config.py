@@ -1,6 +1,11 @@
-"""What the engine needs to know of a model, read from its Hugging Face config.json without torch."""
+"""A model's shape, read from its Hugging Face config.json without torch: for the trainer and for the embedded engine.
+
+What changes the computation and is not understood is refused by its name, so that the two never compute different
+models, and neither another one than the checkpoint's.
+"""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -12,7 +17,23 @@ MAX_CONTEXT: Final = 1 << 20  # tokens; beyond this a config is a mistake rather
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")  # of weights, in Hugging Face's spelling
 
 
-class ModelError(Exception):
+ARCHITECTURES: Final = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+WITHOUT_EFFECT: Final = frozenset(  # on what a decoder computes of tokens: names, tokens, how it is sampled and run
+    (
+        "add_cross_attention attention_dropout attn_implementation bad_words_ids begin_suppress_tokens bos_token_id "
+        "chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample early_stopping embd_pdrop "
+        "exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label is_decoder "
+        "is_encoder_decoder label2id length_penalty max_length max_window_layers min_length model_max_length "
+        "no_repeat_ngram_size num_beams num_return_sequences output_attentions output_hidden_states output_scores "
+        "pad_token_id prefix problem_type repetition_penalty resid_pdrop return_dict return_dict_in_generate "
+        "sep_token_id sliding_window suppress_tokens task_specific_params temperature tie_encoder_decoder "
+        "tokenizer_class top_k top_p torchscript transformers_version typical_p use_cache"
+    ).split()
+)
+NOTES: Final = ("_", "unsloth_")  # beginnings of keys that tools leave
+
+
+class ModelError(ValueError):
     """A model directory cannot be used. The text names the file and what is wrong with it."""
 
 
@@ -24,7 +45,7 @@ class HfConfig(msgspec.Struct, frozen=True):
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    architectures: tuple[str, ...] = ()
+    architectures: tuple[str, ...] | None = None
     model_type: str = ""
     num_key_value_heads: int | None = None
     head_dim: int | None = None
@@ -39,6 +60,8 @@ class HfConfig(msgspec.Struct, frozen=True):
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
     use_sliding_window: bool = False
+    layer_types: tuple[str, ...] | None = None
+    pretraining_tp: int = 1
     eos_token_id: int | tuple[int, ...] | None = None
     initializer_range: float = 0.02
     dtype: str | None = None  # transformers 5
@@ -53,6 +76,19 @@ class Rope(msgspec.Struct, frozen=True):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+
+    def stretched(self, frequency: float) -> float:
+        """Llama 3's rule: long wavelengths are stretched by `factor`, short ones kept, those between interpolated.
+
+        Source:
+            transformers, modeling_rope_utils._compute_llama3_parameters.
+        """
+        if self.factor == 1.0:
+            return frequency
+        turns = self.original_max_position * frequency / (2 * math.pi)  # full turns within the original context
+        smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        smooth = min(max(smooth, 0.0), 1.0)
+        return frequency * (smooth + (1.0 - smooth) / self.factor)
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,14 +130,16 @@ def read_model(directory: Path) -> ModelDescription:
     """Read config.json and, where it exists, generation_config.json.
 
     Raises:
-        ModelError: no directory, no config, or a model that this engine does not compute.
+        ModelError: no directory, no config, or a model that is not computed; says which key is in the way.
     """
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such directory")
     raw = _decode(directory / "config.json", HfConfig)
+    keys = _decode(directory / "config.json", dict[str, Any])
     generation = directory / "generation_config.json"
     eos = _decode(generation, _Eos).eos_token_id if generation.is_file() else None
     try:
+        _refuse_unknown(keys)
         return ModelDescription(
             shape=_shape(raw),
             max_context=raw.max_position_embeddings,
@@ -132,15 +170,12 @@ def _ids(value: int | tuple[int, ...] | None) -> frozenset[int]:
 
 
 def _shape(raw: HfConfig) -> ModelConfig:
-    architecture = raw.architectures[0] if raw.architectures else ""
-    if architecture not in ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"):
-        known = "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
-        raise ValueError(f"architecture {architecture or 'missing'!r} is not supported; supported: {known}")
+    architecture = _architecture(raw)
     _refuse_unsupported(raw)
     qwen2 = architecture == "Qwen2ForCausalLM"
     return ModelConfig(
         architecture=architecture,
-        model_type=raw.model_type,
+        model_type=next(kind for kind, name in ARCHITECTURES.items() if name == architecture),
         vocab_size=raw.vocab_size,
         hidden_size=raw.hidden_size,
         intermediate_size=raw.intermediate_size,
@@ -156,6 +191,28 @@ def _shape(raw: HfConfig) -> ModelConfig:
         mlp_bias=architecture == "LlamaForCausalLM" and raw.mlp_bias,
         qk_norm=architecture == "Qwen3ForCausalLM",
     )
+
+
+def _architecture(raw: HfConfig) -> str:
+    if raw.architectures is None:
+        if raw.model_type not in ARCHITECTURES:
+            raise ValueError(f"model_type {raw.model_type!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        return ARCHITECTURES[raw.model_type]
+    architecture = raw.architectures[0] if raw.architectures else "missing"
+    if architecture not in ARCHITECTURES.values():
+        known = ", ".join(sorted(ARCHITECTURES.values()))
+        raise ValueError(f"architecture {architecture!r} is not supported; supported: {known}")
+    if raw.model_type and ARCHITECTURES.get(raw.model_type) != architecture:
+        raise ValueError(f"model_type {raw.model_type!r} is not that of {architecture}")
+    return architecture
+
+
+def _refuse_unknown(keys: Mapping[str, Any]) -> None:
+    """Refuse keys that say something and that nobody here reads."""
+    for key, value in keys.items():
+        known = key in HfConfig.__struct_fields__ or key in WITHOUT_EFFECT or key.startswith(NOTES)
+        if not known and value is not None and value is not False:
+            raise ValueError(f"{key} is not understood, and may change what the model computes")
 
 
 def _even_head(raw: HfConfig) -> int:
@@ -177,6 +234,14 @@ def _refuse_unsupported(raw: HfConfig) -> None:
         raise ValueError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
     if raw.use_sliding_window:
         raise ValueError("use_sliding_window is not supported")
+    if other := set(raw.layer_types or ()) - {"full_attention"}:
+        raise ValueError(f"layer_types {min(other)!r} is not supported; supported: 'full_attention'")
+    if raw.pretraining_tp != 1:
+        raise ValueError(f"pretraining_tp {raw.pretraining_tp} is not supported; supported: 1")
+
+
+def _rope_kind(parameters: Mapping[str, Any]) -> str:
+    return parameters.get("rope_type", parameters.get("type", "default"))
 
 
 def _rope(raw: HfConfig) -> Rope:
@@ -187,11 +252,14 @@ def _rope(raw: HfConfig) -> Rope:
         raise ValueError(f"rope_theta {theta} is not a positive number")
     if parameters.get("partial_rotary_factor", raw.partial_rotary_factor) != 1.0:
         raise ValueError("partial_rotary_factor other than 1 is not supported")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kinds = [_rope_kind(given) for given in (raw.rope_scaling, raw.rope_parameters) if given]
+    kind = next((kind for kind in kinds if kind != "default"), "default")
     if kind == "default":
         return Rope(theta=theta)
     if kind != "llama3":
         raise ValueError(f"rope_type {kind!r} is not supported; supported: 'default', 'llama3'")
+    if len(set(kinds)) > 1:
+        raise ValueError(f"rope_scaling says {kinds[0]!r} and rope_parameters {kinds[1]!r}: which is meant?")
     try:
         return Rope(
             theta=theta,
