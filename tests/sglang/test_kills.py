@@ -1,8 +1,9 @@
-"""Processes of whole runs on SGLang's own server are killed: each run ends as an undisturbed one does.
+"""Processes of whole runs on SGLang's own server are killed or stopped: each run ends as an undisturbed one does.
 
 That is: its books close, the trained set is that of the data's order, and no engine is left paused.
 """
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -36,6 +37,11 @@ VICTIMS: Final = {  # the process that the agent started, and whom of it
 }
 ONE: Final = ("front end", "scheduler", "router", "rollout")
 TWO_PROCESSES: Final = ("engines.policy.num_processes=2", 'engines.policy.env.SGLANG_CPU_OMP_THREADS_BIND="0|1"')
+SOON: Final = (
+    "engines.policy.unresponsive_after_s=20",
+    "engines.policy.first_token_after_s=20",
+    "engines.policy.next_token_after_s=20",
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(LIMIT_S)]
 
@@ -56,7 +62,7 @@ def pid_of(command: Command, victim: str) -> int:
     return found.pid
 
 
-async def strike(command: Command, victims: Sequence[str], name: str) -> None:
+async def strike(command: Command, victims: Sequence[str], name: str, how: signal.Signals) -> None:
     """One after another, each at a random moment; a rollout actor while it gives its engine new weights."""
     moments = moments_of(name)
     for number, victim in enumerate(victims):
@@ -65,7 +71,7 @@ async def strike(command: Command, victims: Sequence[str], name: str) -> None:
         if victim == "rollout":
             await command.log.until(lambda event: isinstance(event, WeightsAnnounced))
             await anyio.sleep(moments.uniform(0.0, UPDATE_S))
-        psutil.Process(pid_of(command, victim)).kill()
+        psutil.Process(pid_of(command, victim)).send_signal(how)
         await command.log.until_restarted(VICTIMS[victim][0])
 
 
@@ -82,12 +88,13 @@ async def check_a_run(
     name: str,
     *changes: str,
     num_steps: int = NUM_STEPS,
+    how: signal.Signals = signal.SIGKILL,
     others_die: bool = False,
 ) -> None:
     run = run_of(directory, num_steps, *changes)
     async with run.started() as command:
         command.log.event_s = command.end_s = RESTART_S
-        await strike(command, victims, name)
+        await strike(command, victims, name, how)
         await command.log.until_trained(num_steps - 1)
         await check_that_it_is_not_paused(command)
         family = command.family()
@@ -115,3 +122,9 @@ async def test_processes_of_an_engine_of_two_are_killed(tmp_path: Path) -> None:
     victims = ("second process", "scheduler", "front end", "second scheduler")
     # the engine's other process ends with each of them
     await check_a_run(tmp_path, victims, "two processes", *TWO_PROCESSES, others_die=True)
+
+
+@pytest.mark.sglang_all
+async def test_scheduler_front_end_and_router_are_stopped(tmp_path: Path) -> None:
+    """With SIGSTOP: who answers no probe is killed by the node agent, and so is an engine that makes no tokens."""
+    await check_a_run(tmp_path, ("scheduler", "front end", "router"), "stopped", *SOON, how=signal.SIGSTOP)
