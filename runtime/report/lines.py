@@ -94,6 +94,8 @@ def line_of(event: Message) -> str | None:
 
 def _refusal_line(event: WeightsRefused) -> str:
     times = f", {event.num_refusals} times now" if event.num_refusals > 1 else ""
+    if not event.version:  # none was announced yet
+        return f"{event.engine} cannot be used{times}: {event.reason}"
     return f"{event.engine} does not work with weights v{event.version}{times}: {event.reason}"
 
 

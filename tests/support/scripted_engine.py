@@ -55,6 +55,8 @@ class ScriptedEngine:
     num_answered: int = 0  # requests whose answer is on its way whole
     probe_at: asyncio.Event | None = None  # answers to probes wait for it
     fails_to_continue: int = 0  # so many times
+    info: dict[str, Any] = field(default_factory=dict[str, Any])  # what it says of itself, on top
+    aborts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     _broken: bool = False
     _running: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
     _aborted: set[str] = field(default_factory=set[str])
@@ -220,6 +222,7 @@ class ScriptedEngine:
 
     async def _abort(self, request: web.Request) -> web.Response:
         body = await request.json()
+        self.aborts.append(body)
         if self.abort_at is not None:
             await self.abort_at.wait()
         doomed = list(self._running) if body.get("abort_all") else [body.get("rid", "")]
@@ -264,7 +267,12 @@ class ScriptedEngine:
         return web.json_response({"success": True, "message": "", "ranks": [], "per_engine_checksum": self.checksum})
 
     async def _info(self, request: web.Request) -> web.Response:
-        info = {"model_path": MODEL, "is_generation": True, "weight_version": self.version, "dtype": "float32"}
+        info = {
+            "model_path": MODEL,
+            "is_generation": True,
+            "weight_version": self.version,
+            "dtype": "float32",
+        } | self.info
         return web.Response(text=json.dumps(info), content_type="application/json")
 
 

@@ -7,6 +7,7 @@ import anyio
 import structlog
 
 from actors.rollout.engines.deaths import Deaths
+from actors.rollout.engines.external import Wanted, check_server
 from actors.rollout.engines.notices import Notices
 from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.engines.states import Happening, is_asked, is_told, may_continue, next_state
@@ -40,6 +41,12 @@ class FleetTarget:
         """The version that the engines are to hold; 0: none was announced yet."""
         return self.weights.version if self.weights is not None else 0
 
+    async def announced(self) -> None:
+        """Wait until weights were announced."""
+        async with self.changed:
+            while self.weights is None:
+                await self.changed.wait()
+
     async def notify(self) -> None:
         """Let the waiting look again."""
         async with self.changed:
@@ -53,6 +60,7 @@ class Engine:
         ours: the run started it. Another's is not continued when it is paused, unless we paused it.
         pid: of its process, as its agent says; 0: not known.
         deaths: told when it is lost while it was asked.
+        wanted: what it is to serve; none: that is not asked.
     """
 
     def __init__(
@@ -67,6 +75,7 @@ class Engine:
         ours: bool = True,
         pid: int = 0,
         deaths: Deaths | None = None,
+        wanted: Wanted | None = None,
     ) -> None:
         self.name = name
         self.url = url
@@ -79,6 +88,7 @@ class Engine:
         self.ours = ours
         self.pid = pid
         self._deaths = deaths or Deaths()
+        self._wanted = wanted
         self._label = ""  # of the proven weights
         self._moving = anyio.Lock()  # in or out of the router, not both at a time
         self._client = client
@@ -123,6 +133,8 @@ class Engine:
         async with self._moving:
             self.version = 0  # it may have begun anew
             try:
+                await self._check_server()
+                await self._target.announced()  # the router must not know it before, or all would wait for its first
                 while not self.is_asked:
                     await self._bring_current()
                     await self._register()
@@ -232,6 +244,11 @@ class Engine:
         except EngineError:
             return False
         return await self._client.ready(self.url)
+
+    async def _check_server(self) -> None:
+        if self._wanted is not None:
+            says = await self._client.server_info(self.url) | await self._client.model_info(self.url)
+            check_server(self.url, says, self._wanted)
 
     async def _recovered(self) -> bool:
         if not await self._moves(SUSPECT_LOOK_S):

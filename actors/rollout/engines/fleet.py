@@ -10,6 +10,7 @@ import structlog
 
 from actors.rollout.engines.deaths import Deaths, was_killed
 from actors.rollout.engines.engine import Engine, FleetTarget, wait_until
+from actors.rollout.engines.external import Wanted
 from actors.rollout.engines.notices import Notices
 from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.engines.weights.loads import Loads
@@ -65,6 +66,10 @@ class Fleet:
     def engine_urls(self) -> list[str]:
         """All engines whose address is known."""
         return [engine.url for engine in self._engines.values()]
+
+    def is_ours(self, url: str) -> bool:
+        """Whether the run started the engine there: one of others has requests that are not ours."""
+        return all(engine.ours for engine in self._engines.values() if engine.url == url)
 
     @property
     def version(self) -> int:
@@ -147,7 +152,14 @@ class Fleet:
                     await self._target.changed.wait()
 
     async def run_engine(
-        self, name: str, url: str, *, ours: bool = True, pid: int = 0, kill: Kill | None = None
+        self,
+        name: str,
+        url: str,
+        *,
+        ours: bool = True,
+        pid: int = 0,
+        kill: Kill | None = None,
+        wanted: Wanted | None = None,
     ) -> None:
         """Keep one engine admitted: wait for it, give it the current weights, register it, and again when it is lost.
 
@@ -158,6 +170,7 @@ class Fleet:
             url: where it listens.
             ours: the run started it.
             pid: of its process, as its agent says; 0: not known.
+            wanted: what it is to serve; none: that is not asked.
             kill: have it killed, for a reason, and started again; none: nobody may.
 
         Raises:
@@ -174,6 +187,7 @@ class Fleet:
             deaths=self.deaths,
             ours=ours,
             pid=pid,
+            wanted=wanted,
         )
         if old is not None:
             old.replaced()

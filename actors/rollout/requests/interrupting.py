@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import anyio
@@ -107,10 +108,7 @@ class RunningRequests:
         try:
             while True:
                 rids = [rid for rid, request in self._running.items() if request.round is not None]
-                if rids and len(rids) == len(self._running):
-                    await self._abort_at(url, [None])
-                else:
-                    await self._abort_at(url, _engine_rids(rids, self._running))
+                await self._abort_at(url, _engine_rids(rids, self._running), everything=len(rids) == len(self._running))
                 await anyio.sleep(ABORT_AGAIN_S)
         finally:
             self._num_interrupting -= 1
@@ -139,32 +137,35 @@ class RunningRequests:
                     break
 
     async def _abort(self, rids: list[str]) -> None:
-        if len(rids) < len(self._running):
-            await self._abort_everywhere(_engine_rids(rids, self._running))
+        engine_rids, everything = _engine_rids(rids, self._running), len(rids) == len(self._running)
+        if not everything:
+            await self._abort_everywhere(engine_rids, everything=False)
             return
         self._sweep = anyio.Event()
         try:
-            await self._abort_everywhere([None])
+            await self._abort_everywhere(engine_rids, everything=True)
         finally:
             self._sweep.set()
             self._sweep = None
 
-    async def _abort_everywhere(self, rids: list[str | None]) -> None:
+    async def _abort_everywhere(self, rids: list[str], *, everything: bool) -> None:
         async with anyio.create_task_group() as group:
             for url in self._fleet.engine_urls:
-                group.start_soon(self._abort_at, url, rids)
+                group.start_soon(partial(self._abort_at, url, rids, everything=everything))
 
-    async def _abort_at(self, url: str, rids: list[str | None]) -> None:
+    async def _abort_at(self, url: str, rids: list[str], *, everything: bool) -> None:
+        """Abort some of our requests; in one go where they are all that we have, and nobody else has any there."""
+        at_once = bool(rids) and everything and self._fleet.is_ours(url)
         try:
-            for rid in rids:
+            for rid in [None] if at_once else rids:
                 await self._client.abort(url, rid)
         except EngineError as error:
             log.warning("abort_not_sent", url=url, error=str(error))
 
 
-def _engine_rids(rids: list[str], running: dict[str, GenerateRequest]) -> list[str | None]:
+def _engine_rids(rids: list[str], running: dict[str, GenerateRequest]) -> list[str]:
     """The ids under which engines know the requests: a batch names its members <rid>_0, <rid>_1, ..."""
-    found: list[str | None] = []
+    found: list[str] = []
     for rid in rids:
         size = len(running[rid].input_ids)
         found += [rid] if size == 1 else [f"{rid}_{index}" for index in range(size)]

@@ -212,6 +212,11 @@ class SglangClient:
         url = engine + "/server_info"
         return _decode(url, await self._send("GET", url, None, ADMIN_TIMEOUT_S), dict[str, Any])
 
+    async def model_info(self, engine: str) -> dict[str, Any]:
+        """What an engine says of its model."""
+        url = engine + "/model_info"
+        return _decode(url, await self._send("GET", url, None, ADMIN_TIMEOUT_S), dict[str, Any])
+
     async def update_weights(self, engine: str, path: str, label: str, *, flush_cache: bool = True) -> None:
         """Load weights from a directory. The engine waits for its running requests unless it is paused."""
         body = {

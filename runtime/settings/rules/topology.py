@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from runtime.settings.reading.config import Problem
-from runtime.settings.recipe import eval_data
+from runtime.settings.recipe import eval_data, trains_demonstrations
 from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
 
@@ -89,6 +89,9 @@ def _engines(topology: Topology) -> Iterator[Problem]:
     for name, engine in topology.engines.items():
         if name != POLICY:
             yield Problem(key=f"engines.{name}", message=f"no actor uses this pool; allowed: {POLICY}")
+        if trains_demonstrations(topology):
+            message = f'nobody uses this pool with algorithm.loss_type = "{topology.algorithm.loss_type}": remove it'
+            yield Problem(key=f"engines.{name}", message=message)
         yield from _engine(engine, f"engines.{name}")
         yield from _processes(engine, f"engines.{name}")
         yield from _seeds(engine, f"engines.{name}")

@@ -1,12 +1,16 @@
 """The loads of weights into engines, by label, and which of them are proven. Tokens of others are not used."""
 
 import uuid
+from collections import deque
 from collections.abc import Callable, Collection
 from enum import Enum
+from typing import Final
 
 import anyio
 
 from actors.rollout.sglang.labels import SEPARATOR, label_of
+
+KEPT: Final = 256  # proven loads of an engine, which is more updates than a sample spans
 
 
 class Standing(Enum):
@@ -20,7 +24,8 @@ class Standing(Enum):
 class Loads:
     """Labels for loads, each used once, and what became of them.
 
-    Only what is not proven is kept: a label tells by itself that it was given out.
+    What is proven is kept, the newest of each engine. One that is not known any more counts as refused: its tokens are
+    dropped, which costs work and nothing else.
     """
 
     def __init__(self, *, settle_timeout_s: float = 600.0) -> None:
@@ -29,7 +34,8 @@ class Loads:
         self._session = uuid.uuid4().hex[:8]  # labels that another rollout actor gave out are not ours
         self._num_begun = 0
         self._open: set[str] = set()
-        self._refused: set[str] = set()
+        self._proven: dict[str, deque[str]] = {}  # by engine
+        self._num_refused = 0
         self._settled = anyio.Event()  # replaced whenever a load has settled
 
     def engine_of(self, label: str) -> str:
@@ -45,19 +51,20 @@ class Loads:
 
     def prove(self, label: str) -> None:
         """Say that the engine holds what it was to load."""
+        self._proven.setdefault(self.engine_of(label), deque(maxlen=KEPT)).append(label)
         self._settle(label)
 
     def refuse(self, label: str) -> None:
         """Say that it does not, or that nobody will know; nothing if that is settled."""
         if label in self._open:
-            self._refused.add(label)
+            self._num_refused += 1
             self._settle(label)
 
     def standing(self, label: str) -> Standing:
         """What is known of the load that a label names."""
         if label in self._open:
             return Standing.OPEN
-        return Standing.PROVEN if label not in self._refused and self._is_ours(label) else Standing.REFUSED
+        return Standing.PROVEN if label in self._proven.get(self.engine_of(label), ()) else Standing.REFUSED
 
     def is_proven(self, label: str) -> bool:
         """Whether tokens under that label may be used."""
@@ -69,8 +76,8 @@ class Loads:
         A stream names a label with each chunk, and not until its end the labels of all tokens: a load that was refused
         between two chunks would not be seen.
         """
-        num_refused = len(self._refused)
-        return lambda label: len(self._refused) == num_refused and self.is_proven(label)
+        num_refused = self._num_refused
+        return lambda label: self._num_refused == num_refused and self.is_proven(label)
 
     async def settled(self, labels: Collection[str]) -> bool:
         """Wait until none of the loads is open; whether all are proven."""

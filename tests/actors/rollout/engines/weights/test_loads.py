@@ -48,6 +48,18 @@ def test_a_request_trusts_no_label_once_a_load_was_refused_beside_it() -> None:
     assert loads.trust_from_now_on()(before)
 
 
+def test_refusals_without_end_are_not_kept_and_change_nothing_for_others() -> None:
+    """As of an engine that refuses the same weights once a second for hours."""
+    loads = Loads()
+    proven = loads.begin("e", 1)
+    loads.prove(proven)
+    for _ in range(20_000):
+        loads.refuse(label := loads.begin("lazy", 2))
+    assert loads.is_proven(proven)
+    assert loads.standing(label) is Standing.REFUSED
+    assert sum(len(value) for value in vars(loads).values() if isinstance(value, set | dict | list)) <= 1
+
+
 @pytest.mark.parametrize("proven", [True, False])
 async def test_who_waits_is_told(proven: bool) -> None:
     loads, told = Loads(), list[bool]()

@@ -1,0 +1,76 @@
+"""Whether an engine that somebody else runs (engines.<pool>.urls) is what the recipe asks for. Pure."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from actors.rollout.sglang.errors import EngineError
+from actors.rollout.sglang.limits import KEPT_OF_INPUT
+
+
+class WrongEngine(EngineError):
+    """An engine of others does not serve what the recipe asks for."""
+
+
+class Wanted(NamedTuple):
+    """What the recipe asks of a server."""
+
+    vocab_size: int
+    architectures: tuple[str, ...]
+    dtype: str
+    context: int  # tokens of the longest sample; 0: not limited by the recipe
+
+
+class _Model(msgspec.Struct, frozen=True):
+    architectures: tuple[str, ...] = ()
+
+
+def architectures_of(config: bytes) -> tuple[str, ...]:
+    """The architectures that a config.json names.
+
+    Raises:
+        msgspec.DecodeError: it is none.
+    """
+    return msgspec.json.decode(config, type=_Model).architectures
+
+
+def check_server(url: str, says: Mapping[str, Any], wanted: Wanted) -> None:
+    """Compare what a server says of itself; what it does not say is left to the proof of its weights.
+
+    Args:
+        url: of the server.
+        says: /server_info and /model_info together.
+        wanted: by the recipe.
+
+    Raises:
+        WrongEngine: with each key, its value, and what is allowed.
+    """
+    wrong = list(_differences(says, wanted))
+    if wrong:
+        raise WrongEngine(f"{url} does not serve what the recipe asks for: {'; '.join(wrong)}")
+
+
+def _differences(says: Mapping[str, Any], wanted: Wanted) -> Iterator[str]:
+    architectures = says.get("architectures")
+    if architectures and wanted.architectures and tuple(architectures) != wanted.architectures:
+        yield _wrong("architectures", list(architectures), f"{list(wanted.architectures)}, as model.hf_checkpoint has")
+    if says.get("is_generation") is False:
+        yield _wrong("is_generation", False, "true")
+    vocab_size = says.get("vocab_size")
+    if isinstance(vocab_size, int) and vocab_size != wanted.vocab_size:
+        yield _wrong("vocab_size", vocab_size, f"{wanted.vocab_size}, as model.hf_checkpoint has")
+    dtype = says.get("dtype")
+    if dtype not in (None, "auto", wanted.dtype):
+        yield _wrong("dtype", dtype, f"{wanted.dtype}, as model.dtype")
+    dp_size = says.get("dp_size")
+    if dp_size not in (None, 1):
+        yield _wrong("dp_size", dp_size, "1: each replica is an engine with a URL of its own")
+    room = [says[key] for key in ("context_length", "max_total_num_tokens") if isinstance(says.get(key), int)]
+    if wanted.context and room and min(room) < wanted.context + KEPT_OF_INPUT:
+        needed = f"at least rollout.max_context_len = {wanted.context}, and {KEPT_OF_INPUT} that SGLang keeps free"
+        yield _wrong("context_length", min(room), needed)
+
+
+def _wrong(key: str, value: object, allowed: str) -> str:
+    return f"{key} = {value!r}; allowed: {allowed}"
