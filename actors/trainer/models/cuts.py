@@ -1,4 +1,4 @@
-"""Weights cut for this rank and gathered from all: of gate and up projection, joined, each rank has a part of both."""
+"""Weights cut for this rank and gathered from all: of projections that Megatron joins, each rank has a part of both."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from actors.trainer.megatron.imports import parallel_state
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.names import joined_for_megatron, split_for_hf
-from actors.trainer.models.sources import WeightSource
+from actors.trainer.models.sources import Cut, WeightSource
 
 
 @torch.no_grad()
@@ -19,14 +19,13 @@ def load_weights(built: Any, model: HfConfig, source: WeightSource) -> None:
     Args:
         built: the rank's GPTModel.
         model: what it was built from.
-        source: whole tensors by Hugging Face name.
+        source: tensors by Hugging Face name, of which only this rank's parts are asked for.
 
     Raises:
         ValueError: a tensor is missing or has another shape.
     """
     for name, parameter in built.named_parameters():
-        whole = joined_for_megatron(_global_name(name, built), model, source)
-        part = _cut(whole, name, parameter)
+        part = rank_part(_global_name(name, built), model, source, _cut(parameter))
         if part.shape != parameter.shape:
             raise ValueError(f"{name}: the weights have shape {tuple(part.shape)}, the model {tuple(parameter.shape)}")
         parameter.copy_(part)
@@ -63,14 +62,24 @@ def _global_name(name: str, built: Any) -> str:
     return ".".join(parts)
 
 
-def _cut(whole: Tensor, name: str, parameter: Any) -> Tensor:
-    """This rank's part of a whole tensor."""
+def rank_part(name: str, model: HfConfig, source: WeightSource, cut: Cut | None) -> Tensor:
+    """What a tensor-parallel rank has under Megatron's name, read without the rest.
+
+    Args:
+        name: Megatron's, with the layer's number in the whole model.
+        model: its shape.
+        source: of tensors by Hugging Face name.
+        cut: along which dimension of the parameter which rank has its part; none: it has all.
+    """
+    parts = 1 if cut is None else cut.count
+    return joined_for_megatron(name, model, lambda hf_name: source(hf_name, cut), parts=parts)
+
+
+def _cut(parameter: Any) -> Cut | None:
     size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
-        return whole
-    if "linear_fc1" in name:
-        return torch.cat([part.chunk(size)[rank] for part in whole.chunk(2)])
-    return whole.chunk(size, dim=parameter.partition_dim)[rank]
+        return None
+    return Cut(parameter.partition_dim, rank, size)
 
 
 def _joined(name: str, parameter: Any) -> Tensor:

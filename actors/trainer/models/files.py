@@ -3,20 +3,21 @@
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from actors.trainer.models.sources import WeightSource
+from actors.trainer.models.sources import Cut, WeightSource
 from runtime.checksums import SINGLE_FILE
 
 _COPIED = ("config.json", "generation_config.json")
 
 
 def file_source(directory: Path) -> WeightSource:
-    """Weights of a model directory, read from its safetensors files one tensor at a time.
+    """Weights of a model directory, read from its safetensors files one tensor, or the asked part of one, at a time.
 
     Raises:
         ValueError: the directory has no safetensors file.
@@ -31,13 +32,20 @@ def file_source(directory: Path) -> WeightSource:
     else:
         raise ValueError(f"{directory} has neither model.safetensors nor model.safetensors.index.json")
 
-    def read(name: str) -> Tensor:
+    def read(name: str, cut: Cut | None = None) -> Tensor:
         if name not in weight_map:
             raise ValueError(f"{directory} has no tensor {name}")
         with safe_open(directory / weight_map[name], framework="pt") as file:
-            return file.get_tensor(name)
+            return file.get_tensor(name) if cut is None else _part(file.get_slice(name), cut)
 
     return read
+
+
+def _part(whole: Any, cut: Cut) -> Tensor:
+    """Read a part; the rest of the tensor stays on the disk."""
+    size = -(-whole.get_shape()[cut.dim] // cut.count)
+    begin, end = cut.index * size, (cut.index + 1) * size
+    return whole[begin:end] if cut.dim == 0 else whole[:, begin:end]
 
 
 def write_model(

@@ -1,4 +1,4 @@
-"""Weights under Hugging Face's names and under Megatron's, whole on both sides.
+"""Weights under Hugging Face's names and under Megatron's.
 
 A matrix is [out, in] on both sides. Megatron joins the query, key and value projections: for G key-value heads its rows
 are G groups of the query heads that share a key-value head, then the key head, then the value head. It joins gate and
@@ -29,8 +29,15 @@ _LAYER = {
 _GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 
 
-def joined_for_megatron(name: str, model: HfConfig, source: Callable[[str], Tensor]) -> Tensor:
-    """The whole tensor that Megatron has under a name, from those that Hugging Face has."""
+def joined_for_megatron(name: str, model: HfConfig, source: Callable[[str], Tensor], *, parts: int = 1) -> Tensor:
+    """The tensor that Megatron has under a name, from those that Hugging Face has.
+
+    Args:
+        name: Megatron's, with the layer's number in the whole model.
+        model: its shape.
+        source: tensors by Hugging Face name, whole or one of equal parts, as a tensor-parallel rank has them.
+        parts: into how many the source cuts key-value heads.
+    """
     if name == "output_layer.weight" and model.tie_word_embeddings:
         return source("model.embed_tokens.weight")
     if name in _TOP:
@@ -41,9 +48,9 @@ def joined_for_megatron(name: str, model: HfConfig, source: Callable[[str], Tens
     if rest == "mlp.linear_fc1.weight":
         return torch.cat([source(prefix + part) for part in _GATE_UP])
     kind = rest.removeprefix("self_attention.linear_qkv.")
-    groups = model.num_key_value_heads
-    parts = [source(f"{prefix}{projection}.{kind}") for projection in QKV]
-    return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+    groups = model.num_key_value_heads // parts
+    projections = [source(f"{prefix}{projection}.{kind}") for projection in QKV]
+    return torch.cat([projection.unflatten(0, (groups, -1)) for projection in projections], dim=1).flatten(0, 1)
 
 
 def split_for_hf(name: str, model: HfConfig, whole: Tensor) -> list[tuple[str, Tensor]]:

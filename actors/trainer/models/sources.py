@@ -1,7 +1,9 @@
-"""Where whole tensors come from: drawn, or in memory. A directory as a source is in files.py."""
+"""Where tensors come from, whole or one rank's part: drawn, or in memory. A directory as a source is in files.py."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,7 +11,26 @@ from torch import Tensor
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.shapes import hf_shapes
 
-WeightSource = Callable[[str], Tensor]  # from a Hugging Face name to the whole tensor
+
+@dataclass(frozen=True)
+class Cut:
+    """One of equal parts of a tensor."""
+
+    dim: int
+    index: int
+    count: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """That part."""
+        return whole.chunk(self.count, dim=self.dim)[self.index]
+
+
+class WeightSource(Protocol):
+    """Gives tensors by their Hugging Face name."""
+
+    def __call__(self, name: str, cut: Cut | None = None) -> Tensor:
+        """The whole tensor, or a part of it."""
+        ...
 
 
 def random_source(model: HfConfig, seed: int) -> WeightSource:
@@ -19,7 +40,11 @@ def random_source(model: HfConfig, seed: int) -> WeightSource:
     """
     shapes = hf_shapes(model)
 
-    def draw(name: str) -> Tensor:
+    def draw(name: str, cut: Cut | None = None) -> Tensor:
+        whole = draw_whole(name)
+        return whole if cut is None else cut.of(whole)
+
+    def draw_whole(name: str) -> Tensor:
         shape = shapes[name]
         if name.endswith(".bias"):
             return torch.zeros(shape)
@@ -34,4 +59,8 @@ def random_source(model: HfConfig, seed: int) -> WeightSource:
 
 def mapping_source(weights: Mapping[str, Tensor]) -> WeightSource:
     """Weights that are in memory already."""
-    return weights.__getitem__
+
+    def read(name: str, cut: Cut | None = None) -> Tensor:
+        return weights[name] if cut is None else cut.of(weights[name])
+
+    return read
