@@ -22,15 +22,17 @@ TINY = {
     "pipeline": "--steps 2 --warm-up 1 --groups 8 --samples 4 --mode batched",
     "ray": "--groups 20 --latency-groups 4 --tokens 800 --prompt 20 --turns 1",
     "reward": "--dear 4 --cheap 64 --repeats 1",
+    "sglang": "--pairs 1 --groups 2 --response 260",
     "trainer": "--steps 2 --imports 0",
 }
+MARKS = {"sglang": (pytest.mark.sglang_all, pytest.mark.timeout(900))}  # it has a server to start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
 
 def run(*words: str) -> Any:
     done = subprocess.run(
-        [sys.executable, "-m", *words], capture_output=True, text=True, timeout=80, cwd=ROOT, check=False
+        [sys.executable, "-m", *words], capture_output=True, text=True, timeout=800, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
@@ -40,7 +42,7 @@ def test_every_benchmark_has_a_tiny_size() -> None:
     assert sorted(TINY) == sorted(BENCHES)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in TINY])
 def test_a_benchmark_runs_and_prints_json(name: str) -> None:
     assert run(f"tests.bench.bench_{name}", *TINY[name].split())
 
