@@ -45,6 +45,10 @@ kills *args="--minutes 30": setup
 sglang *args: setup setup-sglang
     .venv/bin/python -m pytest -m "sglang or sglang_all" -n 0 tests/sglang tests/test_sglang_lock.py {{ args }}
 
+# the trainer in every parallel layout and form; writes the table in docs/trainer.md
+grid *args: setup
+    PHYSARUM_WRITE_GRID=1 .venv/bin/python -m pytest -m "grid or grid_all" -n 0 tests/grid {{ args }}
+
 # what needs a GPU
 test-gpu: setup
     .venv/bin/python -m pytest -m gpu

@@ -202,7 +202,7 @@ class TrainerRank:
                     self._replica, self._checkpoints, step=command.step, incarnation=command.incarnation
                 )
             case _Export():
-                return export_weights(self._replica.model, self._replica.hf)
+                return export_weights(self._replica.complete_chunks(), self._replica.hf)
             case _Probe():
                 return probe(self._replica, self._probe_tokens)
             case _Stop():

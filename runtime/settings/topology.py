@@ -53,10 +53,29 @@ class MegatronConfig(Config, frozen=True, kw_only=True):
 
     tensor_model_parallel_size: Positive = 1  # ranks that share each layer
     pipeline_model_parallel_size: Positive = 1  # ranks that share the layers' sequence
-    context_parallel_size: Positive = 1  # ranks that share each sample's tokens; only 1 is built
+    context_parallel_size: Positive = 1  # ranks that share each sample's tokens
     expert_model_parallel_size: Positive = 1  # ranks that share the experts; only 1 is built
     expert_tensor_parallel_size: Positive | None = None  # that share each expert; none: tensor_model_parallel_size
     sequence_parallel: bool = False  # split activations between the tensor-parallel ranks too
+    virtual_pipeline_model_parallel_size: Positive | None = None  # stages of each pipeline rank, interleaved; none: 1
+    num_layers_in_first_pipeline_stage: Positive | None = None  # none: as many as in the others
+    num_layers_in_last_pipeline_stage: Positive | None = None
+    recompute_granularity: Literal["selective", "full"] | None = None  # activations computed again in backward passes
+    recompute_method: Literal["uniform", "block"] | None = None  # of "full": groups of layers, or the first of a stage
+    recompute_num_layers: Positive | None = None  # of "full": layers of a group, or how many of a stage
+
+
+class MegatronOptimizerConfig(Config, frozen=True, kw_only=True):
+    """Megatron's own settings of its optimizer; the recipe's are in `optimizer`."""
+
+    use_distributed_optimizer: bool = False  # optimizer state is shared out among the replicas
+
+
+class DdpConfig(Config, frozen=True, kw_only=True):
+    """Megatron's own settings of data parallelism."""
+
+    overlap_grad_reduce: bool = False  # gradients are reduced while the backward pass goes on
+    overlap_param_gather: bool = False  # parameters are gathered while the forward pass goes on
 
 
 class TrainerConfig(Config, frozen=True, kw_only=True):
@@ -65,7 +84,10 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     device: Literal["cuda", "cpu"] = "cuda"  # where the ranks compute
     gpus: Text | None = None  # one rank on each: "n0:0-7,n1:0-7"
     num_processes: Positive = 1  # ranks on the CPU
+    packed: bool | None = None  # sequences behind each other in a row instead of padded; none: on a GPU in bfloat16
     megatron: MegatronConfig = MegatronConfig()
+    optimizer: MegatronOptimizerConfig = MegatronOptimizerConfig()
+    ddp: DdpConfig = DdpConfig()
 
 
 Verify = Literal["always", "first", "never"]  # each load, an engine's first one, none: only its label is asked

@@ -172,10 +172,27 @@ REFUSED = {
     "ranks left over": Case(
         ("trainer.num_processes=3", "trainer.megatron.tensor_model_parallel_size=2"), "trainer.megatron", "3 ranks"
     ),
-    "context parallel": Case(
-        ("trainer.num_processes=2", "trainer.megatron.context_parallel_size=2"),
-        "trainer.megatron.context_parallel_size",
-        "not built yet",
+    "one rank in two stages": Case(
+        ("trainer.megatron.virtual_pipeline_model_parallel_size=2",),
+        "trainer.megatron.virtual_pipeline_model_parallel_size",
+        "needs trainer.megatron.pipeline_model_parallel_size above 1",
+    ),
+    "two ranks interleaved": Case(
+        (
+            "trainer.num_processes=2",
+            "trainer.megatron.pipeline_model_parallel_size=2",
+            "trainer.megatron.virtual_pipeline_model_parallel_size=2",
+        ),
+        "trainer.megatron.virtual_pipeline_model_parallel_size",
+        "gloo mixes up their messages",
+    ),
+    "recomputed how": Case(
+        ("trainer.megatron.recompute_granularity=full",), "trainer.megatron.recompute_method", '"uniform" or "block"'
+    ),
+    "gathered late": Case(
+        ("trainer.ddp.overlap_param_gather=true",),
+        "trainer.ddp.overlap_param_gather",
+        "needs trainer.optimizer.use_distributed_optimizer",
     ),
     "expert parallel": Case(
         ("trainer.num_processes=2", "trainer.megatron.expert_model_parallel_size=2"),

@@ -5,13 +5,15 @@ a number per token: element i describes token i, which the model predicts at pos
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from actors.trainer.batches.context import Context, Ints
+
+WHOLE = Context()
 Floats32 = NDArray[np.float32]
 
 
@@ -67,25 +69,23 @@ class MicroBatch:
     targets_M: Ints  # those tokens
     columns_M: Ints  # where those tokens are in the batch's columns
     samples: Ints  # of the batch, that are in here
-    bounds: NDArray[np.int32] | None = None  # packed: where each sequence begins, and the end
+    bounds: NDArray[np.int32] | None = None  # packed: where each whole sequence begins, and the end
 
 
-def make_micro_batch(batch: TrainBatch, samples: Ints, *, packed: bool, multiple: int = 1) -> MicroBatch:
+def make_micro_batch(
+    batch: TrainBatch, samples: Ints, *, packed: bool, multiple: int = 1, context: Context = WHOLE
+) -> MicroBatch:
     """Lay samples out for a forward pass. The last token of each is only predicted, never read.
 
     Args:
         batch: the whole batch.
-        samples: which of it; none gives one position without loss, so that all replicas run equally often.
+        samples: which of it; none gives positions without loss, so that all replicas run equally often.
         packed: behind each other instead of padded.
-        multiple: the number of positions per row is rounded up to it, as sequence parallelism needs.
+        multiple: of positions that a row must divide by, as sequence and context parallelism need.
+        context: whose part of each sequence it is to be.
     """
     if not len(samples):
-        bounds = np.array([0, multiple], dtype=np.int32) if packed else None
-        nothing = np.empty(0, dtype=np.int64)
-        tokens = np.zeros((1, multiple), dtype=np.int64)
-        return MicroBatch(
-            tokens=tokens, rows_M=nothing, targets_M=nothing, columns_M=nothing, samples=nothing, bounds=bounds
-        )
+        return empty_micro_batch(packed=packed, multiple=multiple, context=context)
     inputs = np.maximum(batch.lengths_B[samples] - 1, 1)
     longest = _round_up(int(inputs.max()), multiple)
     positions = np.arange(longest)
@@ -95,33 +95,76 @@ def make_micro_batch(batch: TrainBatch, samples: Ints, *, packed: bool, multiple
     trains = real & (batch.loss_mask_N[np.where(real, columns + 1, 0)] != 0)
     tokens = np.where(real, batch.tokens_N[columns], 0).astype(np.int64)
     row, position = np.nonzero(trains)
+    lengths = packed_lengths(inputs, multiple, context) if packed else np.full(len(samples), longest)
+    flat = np.zeros(int(lengths.sum()), dtype=np.int64)
+    starts = np.cumsum(lengths) - lengths
+    sequence, place = np.nonzero(real)
+    flat[starts[sequence] + place] = tokens[sequence, place]
     columns_M = columns[row, position] + 1
-    targets_M = batch.tokens_N[columns_M].astype(np.int64)
-    if not packed:
-        rows_M = row * longest + position
-        return MicroBatch(tokens=tokens, rows_M=rows_M, targets_M=targets_M, columns_M=columns_M, samples=samples)
-    offsets = np.concatenate([[0], np.cumsum(inputs)])
-    total = _round_up(int(offsets[-1]), multiple)
-    flat = np.zeros((1, total), dtype=np.int64)
-    flat[0, : offsets[-1]] = tokens[positions < inputs[:, None]]
-    bounds = offsets if total == offsets[-1] else np.append(offsets, total)  # what is padded is a sequence of its own
-    return MicroBatch(
-        tokens=flat,
-        rows_M=offsets[row] + position,
-        targets_M=targets_M,
+    whole = MicroBatch(
+        tokens=flat[None] if packed else flat.reshape(len(samples), -1),
+        rows_M=starts[row] + position,
+        targets_M=batch.tokens_N[columns_M].astype(np.int64),
         columns_M=columns_M,
         samples=samples,
-        bounds=bounds.astype(np.int32),
+        bounds=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32) if packed else None,
+    )
+    return part_of(whole, lengths, context)
+
+
+def empty_micro_batch(*, packed: bool, multiple: int, context: Context) -> MicroBatch:
+    """Positions without loss, for who must run as often as others."""
+    nothing = np.empty(0, dtype=np.int64)
+    return MicroBatch(
+        tokens=np.zeros((1, multiple // context.size), dtype=np.int64),
+        rows_M=nothing,
+        targets_M=nothing,
+        columns_M=nothing,
+        samples=nothing,
+        bounds=np.array([0, multiple], dtype=np.int32) if packed else None,
     )
 
 
-def num_positions(lengths_B: Ints, samples: Ints, *, packed: bool, multiple: int = 1) -> int:
-    """Positions of the micro-batch that `make_micro_batch` lays these samples out in, padding included."""
+def packed_lengths(inputs: Ints, multiple: int, context: Context) -> Ints:
+    """What each sequence takes of a packed row; what the row is padded by is a sequence of its own, the last one."""
+    lengths = -(-inputs // context.multiple) * context.multiple
+    missing = -int(lengths.sum()) % multiple
+    return np.append(lengths, missing) if missing else lengths
+
+
+def part_of(whole: MicroBatch, lengths: Ints, context: Context) -> MicroBatch:
+    """A context-parallel rank's part; the bounds stay those of whole sequences, as Megatron-core expects.
+
+    Args:
+        whole: to be cut.
+        lengths: of its sequences in order, padding included.
+        context: whose part.
+    """
+    if context.size == 1:
+        return whole
+    kept = context.kept(lengths)
+    place = np.full(whole.tokens.size, -1, dtype=np.int64)
+    place[kept] = np.arange(len(kept))
+    own = place[whole.rows_M] >= 0
+    return replace(
+        whole,
+        tokens=whole.tokens.ravel()[kept].reshape(len(whole.tokens), -1),
+        rows_M=place[whole.rows_M[own]],
+        targets_M=whole.targets_M[own],
+        columns_M=whole.columns_M[own],
+    )
+
+
+def num_positions(lengths_B: Ints, samples: Ints, *, packed: bool, multiple: int = 1, context: Context = WHOLE) -> int:
+    """Positions of the micro-batch that `make_micro_batch` lays these samples out in, padding included.
+
+    Those of all context-parallel ranks together.
+    """
     if not len(samples):
         return multiple
     inputs = np.maximum(lengths_B[samples] - 1, 1)
     if packed:
-        return _round_up(int(inputs.sum()), multiple)
+        return int(packed_lengths(inputs, multiple, context).sum())
     return len(samples) * _round_up(int(inputs.max()), multiple)
 
 

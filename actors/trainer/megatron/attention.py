@@ -2,17 +2,46 @@
 
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
+
+from actors.trainer.batches.context import Context, Ints
+from actors.trainer.megatron.imports import PackedSeqParams, parallel_state
+
+
+class _Gather(torch.autograd.Function):
+    """The parts of all ranks of a group behind each other on a new first dimension; gradients are summed back."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group = group
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if gradient.is_cuda:
+            own = torch.empty_like(gradient[0])
+            dist.reduce_scatter(own, list(gradient.contiguous()), group=ctx.group)
+            return own, None
+        whole = gradient.contiguous()  # gloo has no reduce-scatter
+        dist.all_reduce(whole, group=ctx.group)
+        return whole[dist.get_rank(ctx.group)], None
 
 
 class CoreAttention(nn.Module):
     """Causal attention of padded [s, b, heads, d] or packed [t, heads, d] queries; keys, values may have fewer heads.
 
     Padded batches need no padding mask: padding is on the right and its positions carry no loss. Packed batches use
-    torch's variable-length kernel on a GPU and a dense mask on the CPU (cost t * t: for tests).
+    torch's variable-length kernel on a GPU and a dense mask on the CPU (cost t * t: for tests). Of context-parallel
+    ranks each has its part of the queries and gathers all keys and values.
     """
 
     def __init__(
@@ -40,9 +69,16 @@ class CoreAttention(nn.Module):
         packed_seq_params: Any = None,
     ) -> Tensor:
         """Return [s, b, heads * d], or [t, heads * d] when packed."""
+        context = _context()
         if packed_seq_params is None:
-            return self._padded(query, key, value)
-        return self._packed(query, key, value, packed_seq_params).flatten(1)
+            attend = self._padded if context.size == 1 else self._padded_part
+            return attend(query, key, value).flatten(2)
+        lengths: Ints = packed_seq_params.lengths
+        if context.size > 1:
+            return self._packed_part(query, key, value, lengths, context).flatten(1)
+        if query.is_cuda:
+            return self._varlen(query, key, value, lengths, lengths).flatten(1)
+        return self._masked(query, key, value, lengths, torch.arange(query.size(0))).flatten(1)
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, heads, s, d]
@@ -50,21 +86,97 @@ class CoreAttention(nn.Module):
         context = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=self._scale, enable_gqa=grouped
         )
-        return context.permute(2, 0, 1, 3).flatten(2)
+        return context.permute(2, 0, 1, 3)
 
-    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packing: Any) -> Tensor:
-        bounds: Tensor = packing.cu_seqlens_q
-        grouped = key.size(1) != query.size(1)
-        if query.is_cuda:
-            longest: int = packing.max_seqlen_q
-            context = varlen_attn(
-                query, key, value, bounds, bounds, longest, longest,
-                scale=self._scale, window_size=(-1, 0), enable_gqa=grouped,
+    def _padded_part(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Each of the two chunks attends to all that is before its end."""
+        context = _context()
+        whole = query.size(0) * context.size
+        key, value = _gathered(key, value, np.array([whole]))
+        chunk = query.size(0) // 2
+        parts: list[Tensor] = []
+        for index, which in enumerate((context.rank, context.multiple - 1 - context.rank)):
+            part = query[index * chunk : (index + 1) * chunk].permute(1, 2, 0, 3)  # [b, heads, chunk, d]
+            end = (which + 1) * chunk
+            keys, values = (tensor[:end].permute(1, 2, 0, 3) for tensor in (key, value))
+            attended = F.scaled_dot_product_attention(
+                part, keys, values, causal_lower_right(chunk, end), scale=self._scale,
+                enable_gqa=keys.size(1) != part.size(1),
             )  # fmt: skip
-            assert isinstance(context, Tensor)
-            return context
-        segment = torch.bucketize(torch.arange(query.size(0)), bounds[1:], right=True)
-        mask = (segment[:, None] == segment[None, :]).tril()
+            parts.append(attended.permute(2, 0, 1, 3))
+        return torch.cat(parts)
+
+    def _packed_part(self, query: Tensor, key: Tensor, value: Tensor, lengths: Ints, context: Context) -> Tensor:
+        key, value = _gathered(key, value, lengths)
+        if not query.is_cuda:
+            return self._masked(query, key, value, lengths, torch.from_numpy(context.kept(lengths)))
+        out = torch.empty_like(query)
+        chunks, starts = lengths // context.multiple, np.cumsum(lengths) - lengths
+        for index, which in enumerate((context.rank, context.multiple - 1 - context.rank)):
+            rows = _ranges(starts // context.size + index * chunks, chunks).to(query.device)
+            seen = _ranges(starts, (which + 1) * chunks).to(query.device)
+            attended = self._varlen(query[rows], key[seen], value[seen], chunks, (which + 1) * chunks)
+            out = out.index_copy(0, rows, attended)
+        return out
+
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, lengths: Ints, key_lengths: Ints) -> Tensor:
+        """By torch's kernel; a sequence's last query sees its last key."""
+        bounds, key_bounds = (_bounds(each).to(query.device) for each in (lengths, key_lengths))
+        context = varlen_attn(
+            query, key, value, bounds, key_bounds, int(lengths.max()), int(key_lengths.max()),
+            scale=self._scale, window_size=(-1, 0), enable_gqa=key.size(1) != query.size(1),
+        )  # fmt: skip
+        assert isinstance(context, Tensor)
+        return context
+
+    def _masked(self, query: Tensor, key: Tensor, value: Tensor, lengths: Ints, positions: Tensor) -> Tensor:
+        """By a dense mask; positions are those of the queries among all."""
+        segment, everywhere = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)), torch.arange(key.size(0))
+        mask = (segment[positions][:, None] == segment[None, :]) & (positions[:, None] >= everywhere[None, :])
+        grouped = key.size(1) != query.size(1)
         query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, t, d]
         context = F.scaled_dot_product_attention(query, key, value, mask, scale=self._scale, enable_gqa=grouped)
         return context[0].transpose(0, 1)
+
+
+def _bounds(lengths: Ints) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+
+
+def _ranges(starts: Ints, lengths: Ints) -> Tensor:
+    """Positions of stretches, behind each other."""
+    within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return torch.from_numpy(np.repeat(starts, lengths) + within)
+
+
+def packing(bounds: NDArray[np.int32] | None, device: torch.device) -> Any:
+    """Megatron's description of a packed row.
+
+    Args:
+        bounds: where each whole sequence begins, and the end; none: the batch is padded.
+        device: of the row.
+    """
+    if bounds is None:
+        return None
+    on_device = torch.from_numpy(bounds).to(device)
+    lengths = np.diff(bounds).astype(np.int64)
+    longest = int(lengths.max())
+    described = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=on_device, cu_seqlens_kv=on_device, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+    described.lengths = lengths  # for our attention, which then need not ask the device
+    return described
+
+
+def _context() -> Context:
+    """This rank among those that share each sequence."""
+    return Context(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size())
+
+
+def _gathered(key: Tensor, value: Tensor, lengths: Ints) -> tuple[Tensor, Tensor]:
+    """Keys and values of all positions in order; heads may differ in size, not in number."""
+    group, size = parallel_state.get_context_parallel_group(), key.size(-1)
+    both = _Gather.apply(torch.cat([key, value], dim=-1), group)
+    order = torch.from_numpy(_context().order(lengths)).to(key.device)
+    ordered = both.flatten(0, 1)[order]  # pyright: ignore[reportOptionalMemberAccess]
+    return ordered[..., :size], ordered[..., size:]

@@ -19,28 +19,34 @@ class RmsNorm(nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def build_model(model: HfConfig, config: Any) -> Any:
-    """The GPTModel of this rank, weights not yet set.
+def build_chunks(model: HfConfig, config: Any) -> list[Any]:
+    """The parts of the model that this rank has, weights not yet set: one, or its virtual pipeline stages in order.
 
     Args:
         model: what to build.
         config: its TransformerConfig.
 
     Returns:
-        A megatron GPTModel on the CPU or, with CUDA, on the current device, in config.params_dtype.
+        Megatron GPTModels on the CPU or, with CUDA, on the current device, in config.params_dtype.
     """
-    stage_is_last = parallel_state.is_pipeline_last_stage()
+    num_virtual = config.virtual_pipeline_model_parallel_size
+    return [_build(model, config, stage) for stage in (range(num_virtual) if num_virtual else (None,))]
+
+
+def _build(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
+    where = {"ignore_virtual": False, "vp_stage": virtual_stage}
     built = GPTModel(
         config=config,
-        transformer_layer_spec=_layer_spec(config),
+        transformer_layer_spec=_layer_spec(config, virtual_stage),
         vocab_size=model.vocab_size,
         max_sequence_length=model.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=stage_is_last,
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
         share_embeddings_and_output_weights=model.tie_word_embeddings,
         position_embedding_type="rope",
         rotary_base=model.rope.theta,
         parallel_output=True,
+        vp_stage=virtual_stage,
     )
     _stretch(built.rotary_pos_emb, model.rope)
     return built.to(config.params_dtype)
@@ -53,9 +59,11 @@ def _stretch(embedding: Any, rope: Rope) -> None:
         embedding.inv_freq = torch.tensor(frequencies, device=embedding.inv_freq.device)
 
 
-def _layer_spec(config: Any) -> Any:
+def _layer_spec(config: Any, virtual_stage: int | None) -> Any:
     """Megatron's local layer spec with our attention and norms, the package's own point of extension."""
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=virtual_stage
+    )
     for spec in block.layer_specs:
         layer = spec.submodules
         attention = layer.self_attention.submodules

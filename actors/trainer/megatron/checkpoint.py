@@ -27,6 +27,9 @@ from actors.trainer.megatron.imports import (
 from actors.trainer.megatron.rank_model import Replica
 from runtime.files import complete_directory
 
+# of a distributed optimizer's state: readable by any layout, and the only one that this version of Megatron can write
+FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+DISTRIBUTED = "use_distributed_optimizer"
 _NAME = re.compile(r"step-(\d{8})")
 
 
@@ -88,14 +91,19 @@ def load_checkpoint(replica: Replica, path: Path) -> int:
         Train steps that the state contains.
 
     Raises:
+        ValueError: it was saved by the other kind of optimizer.
         Whatever Megatron raises when files are damaged or belong to another model.
     """
+    _check_optimizer(replica, path)
     with quiet():
         state = dist_checkpointing.load(_state(replica, step=0, loading=True), str(path))
-    replica.model.load_state_dict(state["model"])
+    for key, chunk in _named_chunks(replica).items():
+        chunk.load_state_dict(state[key])
     inner = state["optimizer"].get("optimizer", state["optimizer"])  # mixed precision wraps it
-    inner["state"].setdefault("common_step", torch.tensor(0.0))  # Megatron does not save a count of zero
+    if "state" in inner:
+        inner["state"].setdefault("common_step", torch.tensor(0.0))  # Megatron does not save a count of zero
     replica.optimizer.load_state_dict(state["optimizer"])
+    _own_step_counts(replica.optimizer)
     torch.set_rng_state(state["rng"])
     replica.skipped_in_a_row = state["skipped_in_a_row"]
     return state["step"]
@@ -104,10 +112,35 @@ def load_checkpoint(replica: Replica, path: Path) -> int:
 def _state(replica: Replica, *, step: int, loading: bool) -> dict[str, Any]:
     """What is saved, and when loading the shape of it."""
     _fill_optimizer_state(replica.optimizer)
-    model = replica.model.sharded_state_dict()
-    optimizer = replica.optimizer.sharded_state_dict(model, is_loading=loading)
-    counters = {"step": step, "skipped_in_a_row": replica.skipped_in_a_row}
-    return {"model": model, "optimizer": optimizer, "rng": torch.get_rng_state(), **counters}
+    model = {key: chunk.sharded_state_dict() for key, chunk in _named_chunks(replica).items()}
+    optimizer = replica.optimizer.sharded_state_dict(
+        model if len(model) > 1 else model["model"], loading, metadata=FORMAT
+    )
+    plain = {"step": step, "skipped_in_a_row": replica.skipped_in_a_row, DISTRIBUTED: replica.is_distributed}
+    return {**model, "optimizer": optimizer, "rng": torch.get_rng_state(), **plain}
+
+
+def _check_optimizer(replica: Replica, path: Path) -> None:
+    """Megatron's two optimizers keep their settings in different forms, and neither reads the other's."""
+    saved: bool = dist_checkpointing.load_common_state_dict(str(path))[DISTRIBUTED]
+    if saved != replica.is_distributed:
+        raise ValueError(
+            f"{path} was saved with trainer.optimizer.use_distributed_optimizer = {str(saved).lower()}: "
+            f"set it so again; the rest of the layout may change"
+        )
+
+
+def _named_chunks(replica: Replica) -> dict[str, Any]:
+    """The parts of the model by the names that Megatron gives them in checkpoints."""
+    chunks = replica.complete_chunks()
+    return {"model": chunks[0]} if len(chunks) == 1 else {f"model{index}": chunk for index, chunk in enumerate(chunks)}
+
+
+def _own_step_counts(optimizer: Any) -> None:
+    """Megatron loads one tensor as the count of all parameters, and torch's AdamW adds 1 to it for each of them."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for state in part.optimizer.state.values():
+            state["step"] = state["step"].clone()
 
 
 def _fill_optimizer_state(optimizer: Any) -> None:

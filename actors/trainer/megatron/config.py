@@ -42,6 +42,13 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=_above_one(layout.virtual_pipeline_model_parallel_size),
+        num_layers_in_first_pipeline_stage=layout.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=layout.num_layers_in_last_pipeline_stage,
+        context_parallel_size=layout.context_parallel_size,
+        recompute_granularity=layout.recompute_granularity,
+        recompute_method=layout.recompute_method,
+        recompute_num_layers=layout.recompute_num_layers,
         sequence_parallel=layout.sequence_parallel,
         calculate_per_token_loss=True,  # the loss function returns a sum and what to divide it by, for both reductions
         variable_seq_lengths=pipeline > 1,  # micro-batches differ in length
@@ -56,3 +63,8 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
         batch_p2p_comm=False,
         cuda_graph_scope=[],
     )
+
+
+def _above_one(stages: int | None) -> int | None:
+    """A single virtual stage is none: Megatron's interleaved schedule takes two and more."""
+    return stages if stages is not None and stages > 1 else None

@@ -63,6 +63,22 @@ def install() -> None:
         setattr(torch.cuda, name, replacement)
 
 
+def install_random_state(random: Any) -> None:
+    """Have Megatron's recomputation save and restore the CPU's random state instead of a GPU's.
+
+    Args:
+        random: the module megatron.core.tensor_parallel.random.
+    """
+
+    def get(*_args: Any, **_options: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def put(state: torch.Tensor, *_args: Any, **_options: Any) -> None:
+        torch.set_rng_state(state)
+
+    random._get_cuda_rng_state, random._set_cuda_rng_state = get, put
+
+
 class CpuMode(TorchFunctionMode):
     """Sends CUDA devices of torch calls to the CPU, on the thread that entered it."""
 

@@ -45,8 +45,10 @@ def join(ranks: Ranks, layout: MegatronConfig, device: torch.device, *, seed: in
         ValueError: the layout does not divide the ranks.
     """
     tensor, pipeline = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    if ranks.world_size % (tensor * pipeline):
-        raise ValueError(f"{ranks.world_size} ranks do not divide into replicas of {tensor} x {pipeline} ranks")
+    context, virtual = layout.context_parallel_size, layout.virtual_pipeline_model_parallel_size or 1
+    if ranks.world_size % (tensor * pipeline * context):
+        sizes = f"{tensor} x {pipeline} x {context}"
+        raise ValueError(f"{ranks.world_size} ranks do not divide into replicas of {sizes} ranks")
     if dist.is_initialized():
         return
     if device.type == "cuda":
@@ -60,7 +62,9 @@ def join(ranks: Ranks, layout: MegatronConfig, device: torch.device, *, seed: in
         world_size=ranks.world_size,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
-    parallel_state.initialize_model_parallel(tensor, pipeline)
+    parallel_state.initialize_model_parallel(
+        tensor, pipeline, virtual if virtual > 1 else None, context_parallel_size=context
+    )
     initialize_rng_tracker(inference_rng_tracker=device.type == "cpu")  # the CPU has no CUDA generator to keep track of
     torch.manual_seed(seed)
     if device.type == "cuda":
@@ -100,7 +104,8 @@ def _over_replicas(values: torch.Tensor, operation: Any) -> torch.Tensor:
     if dist.get_world_size() == 1:
         return values
     on_device = values.to(torch.cuda.current_device())
-    dist.all_reduce(on_device, op=operation, group=parallel_state.get_data_parallel_group())
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)  # whose ranks have a part of the tokens
+    dist.all_reduce(on_device, op=operation, group=group)
     last = parallel_state.get_pipeline_model_parallel_last_rank()
     dist.broadcast(on_device, src=last, group=parallel_state.get_pipeline_model_parallel_group())
     return on_device.cpu()

@@ -45,9 +45,24 @@ def _import() -> dict[str, Any]:
         cpu.eager_imports() if cpu.needed() else nullcontext(),
         quiet(),
     ):  # four times: TransformerEngine and Apex are missing
-        return {name: getattr(import_module(f"megatron.core.{module}"), name) for name, module in names.items()} | {
+        parts = {name: getattr(import_module(f"megatron.core.{module}"), name) for name, module in names.items()} | {
             module: import_module(f"megatron.core.{module}") for module in ("parallel_state", "dist_checkpointing")
         }
+        optimizer: Any = import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    optimizer._set_main_param_and_optimizer_states = _set_main_states
+    if cpu.needed():
+        cpu.install_random_state(import_module("megatron.core.tensor_parallel.random"))
+    return parts
+
+
+def _set_main_states(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+    """Load what there is of a parameter's optimizer state. Megatron's own asks for the step count of torch's AdamW too,
+    which is not among what is saved by parameter; with fused optimizers it would not be in the state."""
+    group, order = self.model_param_group_index_map[parameter]
+    main = self.optimizer.param_groups[group]["params"][order]
+    destinations = {"param": main, **self.optimizer.state[main]}
+    for name, tensor in tensors.items():
+        destinations[name].copy_(tensor)
 
 
 _parts = _import()

@@ -1,7 +1,7 @@
 """One rank's model, its gradient buffers and its optimizer, driven by Megatron's schedules."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,15 +13,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.trainer.algorithms.log_probs import log_probs_and_entropy
-from actors.trainer.batches.batch import MicroBatch
-from actors.trainer.megatron.build import build_model
+from actors.trainer.batches.batch import MicroBatch, empty_micro_batch
+from actors.trainer.batches.context import Context
+from actors.trainer.megatron.attention import packing
+from actors.trainer.megatron.build import build_chunks
 from actors.trainer.megatron.config import DTYPES, transformer_config
 from actors.trainer.megatron.imports import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     Float16Module,
     OptimizerConfig,
-    PackedSeqParams,
     clip_grad_by_total_norm_fp32,
     finalize_model_grads,
     get_forward_backward_func,
@@ -33,8 +34,7 @@ from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.cuts import load_weights
 from actors.trainer.models.files import file_source
 from actors.trainer.models.sources import WeightSource, random_source
-from runtime.settings import recipe
-from runtime.settings.topology import Topology
+from runtime.settings.topology import Topology, TrainerConfig
 
 
 @dataclass(frozen=True)
@@ -61,44 +61,90 @@ class Replica:
         self.hf: HfConfig = read_hf_config(directory)
         self.device = device
         self.dtype = DTYPES[topology.model.dtype]
-        self.packed = device.type == "cuda" and self.dtype is torch.bfloat16  # where a variable-length kernel exists
+        has_kernel = device.type == "cuda" and self.dtype is torch.bfloat16  # for sequences of several lengths
+        self.packed: bool = has_kernel if topology.trainer.packed is None else topology.trainer.packed
         self._layout = topology.trainer.megatron
         self._temperature = topology.rollout.temperature
         source = random_source(self.hf, topology.run.seed) if topology.model.random_init else file_source(directory)
         with quiet():
             self.config = transformer_config(self.hf, self._layout, dtype=self.dtype, device=device)
-            self.model = build_model(self.hf, self.config)
-            load_weights(self.model, self.hf, source)
-            self._ddp = self._wrap()
-            self.optimizer = get_megatron_optimizer(_optimizer_config(topology.optimizer, self.dtype), [self._ddp])
+            self.chunks = build_chunks(self.hf, self.config)
+            for chunk in self.chunks:
+                load_weights(chunk, self.hf, source)
+            self._ddp = [self._wrap(chunk, topology.trainer) for chunk in self.chunks]
+            self.optimizer = get_megatron_optimizer(_optimizer_config(topology, self.dtype), self._ddp)
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
-        self._expert_biases = [bias for name, bias in self.model.named_buffers() if name.endswith("expert_bias")]
+        if topology.trainer.ddp.overlap_grad_reduce:  # only with the last micro-batch
+            no_sync = [ddp.no_sync for ddp in self._ddp]
+            self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        self.is_distributed = topology.trainer.optimizer.use_distributed_optimizer  # the optimizer's state
+        self._gathers_late = topology.trainer.ddp.overlap_param_gather
+        self._expert_biases = [
+            bias for chunk in self.chunks for name, bias in chunk.named_buffers() if name.endswith("expert_bias")
+        ]
         self._biases_before: list[Tensor] = []
         self.skipped_in_a_row = 0  # optimizer steps without an effect since the last one that had one
 
-    def _wrap(self) -> Any:
-        inner = Float16Module(self.config, self.model) if self.dtype is torch.bfloat16 else self.model
-        return DistributedDataParallel(self.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), inner)
+    def _wrap(self, chunk: Any, trainer: TrainerConfig) -> Any:
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=trainer.optimizer.use_distributed_optimizer,
+            overlap_grad_reduce=trainer.ddp.overlap_grad_reduce,
+            overlap_param_gather=trainer.ddp.overlap_param_gather,
+        )
+        inner = Float16Module(self.config, chunk) if self.dtype is torch.bfloat16 else chunk
+        return DistributedDataParallel(self.config, ddp, inner)
 
     @property
     def length_multiple(self) -> int:
         """What the length of a row must divide by."""
-        return self._layout.tensor_model_parallel_size if self._layout.sequence_parallel else 1
+        return self.context.multiple * (
+            self._layout.tensor_model_parallel_size if self._layout.sequence_parallel else 1
+        )
+
+    @property
+    def context(self) -> Context:
+        """This rank among those that share each sample's tokens."""
+        return Context(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size())
+
+    def num_micro_batches(self, wanted: int) -> int:
+        """How many there must be at least: interleaved stages take a multiple of the number of stages.
+
+        On the CPU at least twice as many: with fewer, the first stages go through all of their forward passes before
+        they take a gradient, and gloo's sends, which wait for their receiver, wait for each other.
+        """
+        if len(self.chunks) == 1:
+            return wanted
+        stages = self._layout.pipeline_model_parallel_size
+        wanted = max(wanted, stages if self.device.type == "cuda" else 2 * stages)
+        return -(-wanted // stages) * stages
+
+    def complete_chunks(self) -> list[Any]:
+        """The parts of the model that this rank has, with no parameter left to be gathered."""
+        if self._gathers_late:
+            for ddp in self._ddp:
+                ddp.start_param_sync(force_sync=True)
+        return self.chunks
+
+    def _parameters(self) -> Iterator[Any]:
+        for chunk in self.complete_chunks():
+            yield from chunk.parameters()
 
     def set_weights(self, source: WeightSource) -> None:
         """Replace the weights, the optimizer's copies included."""
-        load_weights(self.model, self.hf, source)
+        for chunk in self.chunks:
+            load_weights(chunk, self.hf, source)
         self.optimizer.reload_model_params()
 
     def weights_copy(self) -> list[Tensor]:
         """This rank's parameters, to be put back by `restore_weights`."""
-        return [parameter.detach().clone() for parameter in self.model.parameters()]
+        return [parameter.detach().clone() for parameter in self._parameters()]
 
     @torch.no_grad()
     def restore_weights(self, weights: Sequence[Tensor]) -> None:
         """Set this rank's parameters, but not the optimizer's copies of them."""
-        for parameter, weight in zip(self.model.parameters(), weights, strict=True):
+        for parameter, weight in zip(self._parameters(), weights, strict=True):
             parameter.copy_(weight)
 
     def backward(self, micro_batches: Sequence[MicroBatch], loss: TokenLoss) -> None:
@@ -108,11 +154,12 @@ class Replica:
         further tokens by a micro-batch's positions, so that divided by all of them they are means.
 
         Args:
-            micro_batches: of this replica; each replica has equally many.
+            micro_batches: of this replica; each replica has equally many, `num_micro_batches` of them.
             loss: gives a micro-batch's summed loss.
         """
         self._biases_before = [bias.clone() for bias in self._expert_biases]  # they move with the gradients
-        self._ddp.zero_grad_buffer()
+        for ddp in self._ddp:
+            ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._run(micro_batches, loss, forward_only=False)
 
@@ -132,7 +179,9 @@ class Replica:
             column_N[micro_batch.columns_M] = outputs.log_probs.cpu().numpy()
             return outputs.log_probs.sum()
 
-        self._run(micro_batches, fill, forward_only=True, temperature=temperature)
+        missing = self.num_micro_batches(len(micro_batches)) - len(micro_batches)
+        empty = empty_micro_batch(packed=self.packed, multiple=self.length_multiple, context=self.context)
+        self._run([*micro_batches, *([empty] * missing)], fill, forward_only=True, temperature=temperature)
 
     def optimizer_step(self, *, learning_rate: float, weight_decay: float) -> float:
         """Clip and apply the gradients, unless their norm is not finite: then nothing of the model or optimizer moves.
@@ -176,8 +225,8 @@ class Replica:
         with quiet():
             get_forward_backward_func()(
                 forward_step_func=partial(self._forward_step, loss, temperature or self._temperature),
-                data_iterator=iter(micro_batches),
-                model=[self._ddp],
+                data_iterator=[iter(micro_batches) for _ in self._ddp] if len(self._ddp) > 1 else iter(micro_batches),
+                model=self._ddp,
                 num_microbatches=len(micro_batches),
                 seq_length=max(micro_batch.tokens.shape[1] for micro_batch in micro_batches),
                 micro_batch_size=max(micro_batch.tokens.shape[0] for micro_batch in micro_batches),
@@ -189,7 +238,7 @@ class Replica:
     ) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch: MicroBatch = next(micro_batches)
         tokens = torch.from_numpy(micro_batch.tokens).to(self.device)
-        output = model(tokens, None, None, packed_seq_params=self._packing(micro_batch))
+        output = model(tokens, None, None, packed_seq_params=packing(micro_batch.bounds, self.device))
         return output, partial(self._token_loss, loss, temperature, micro_batch)
 
     def _token_loss(
@@ -207,17 +256,9 @@ class Replica:
         total = loss(micro_batch, TokenOutputs(log_probs, entropy))
         return total, torch.tensor(micro_batch.tokens.size, dtype=torch.int, device=self.device), {}
 
-    def _packing(self, micro_batch: MicroBatch) -> Any:
-        if micro_batch.bounds is None:
-            return None
-        bounds = torch.from_numpy(micro_batch.bounds).to(self.device)
-        longest = int(np.diff(micro_batch.bounds).max())
-        return PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
-        )
 
-
-def _optimizer_config(config: recipe.OptimizerConfig, dtype: torch.dtype) -> Any:
+def _optimizer_config(topology: Topology, dtype: torch.dtype) -> Any:
+    config, megatron = topology.optimizer, topology.trainer
     return OptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -229,4 +270,6 @@ def _optimizer_config(config: recipe.OptimizerConfig, dtype: torch.dtype) -> Any
         clip_grad=config.clip_grad or math.inf,  # 0 would also leave the norm uncomputed
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
+        use_distributed_optimizer=megatron.optimizer.use_distributed_optimizer,
+        overlap_param_gather=megatron.ddp.overlap_param_gather,
     )

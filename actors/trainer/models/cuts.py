@@ -1,5 +1,6 @@
 """Weights cut for this rank and gathered from all: of projections that Megatron joins, each rank has a part of both."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,19 +33,24 @@ def load_weights(built: Any, model: HfConfig, source: WeightSource) -> None:
 
 
 @torch.no_grad()
-def export_weights(built: Any, model: HfConfig) -> dict[str, Tensor]:
+def export_weights(chunks: Sequence[Any], model: HfConfig) -> dict[str, Tensor]:
     """Gather the whole model under Hugging Face names. A collective: every rank calls it.
+
+    Args:
+        chunks: the rank's GPTModels.
+        model: what they were built from.
 
     Returns:
         On rank 0 every tensor, on the CPU and contiguous; on other ranks nothing of use.
     """
     stage: dict[str, Tensor] = {}
-    for name, parameter in built.named_parameters():
-        whole = _joined(name, parameter)
-        if name == "output_layer.weight" and model.tie_word_embeddings:
-            continue  # the last pipeline stage's copy of the embedding
-        for hf_name, tensor in split_for_hf(_global_name(name, built), model, whole):
-            stage[hf_name] = tensor.detach().cpu().contiguous()
+    for built in chunks:
+        for name, parameter in built.named_parameters():
+            whole = _joined(name, parameter)
+            if name == "output_layer.weight" and model.tie_word_embeddings:
+                continue  # the last pipeline stage's copy of the embedding
+            for hf_name, tensor in split_for_hf(_global_name(name, built), model, whole):
+                stage[hf_name] = tensor.detach().cpu().contiguous()
     size = parallel_state.get_pipeline_model_parallel_world_size()
     if size == 1:
         return stage

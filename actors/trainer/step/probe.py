@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import torch
 
-from actors.trainer.batches.batch import MicroBatch
+from actors.trainer.batches.batch import MicroBatch, packed_lengths, part_of
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica
 from messages import WeightProbe
@@ -75,7 +75,8 @@ def probe(replica: Replica, token_ids: Sequence[int]) -> WeightProbe:
     Raises:
         FloatingPointError: a log-prob is not finite; the weights are unusable.
     """
-    column = np.zeros(len(token_ids), dtype=np.float32)
+    column = np.full(len(token_ids), -np.inf, dtype=np.float32)  # of context-parallel ranks each fills its part
+    column[0] = 0.0
     replica.fill_log_probs([_micro_batch(replica, token_ids)], column, temperature=1.0)
     column = ranks.max_over_replicas(torch.from_numpy(column)).numpy()
     if not np.isfinite(column).all():
@@ -85,13 +86,18 @@ def probe(replica: Replica, token_ids: Sequence[int]) -> WeightProbe:
 
 def _micro_batch(replica: Replica, token_ids: Sequence[int]) -> MicroBatch:
     """The tokens as one sample, of which all but the first train."""
-    inputs, multiple = len(token_ids) - 1, replica.length_multiple
-    tokens = np.zeros((1, -(-inputs // multiple) * multiple), dtype=np.int64)
+    inputs, positions = len(token_ids) - 1, np.arange(len(token_ids) - 1)
+    lengths = packed_lengths(np.array([inputs]), replica.length_multiple, replica.context)
+    if not replica.packed:
+        lengths = lengths.sum(keepdims=True)
+    tokens = np.zeros((1, int(lengths.sum())), dtype=np.int64)
     tokens[0, :inputs] = token_ids[:-1]
-    positions = np.arange(inputs)
-    bounds = np.unique([0, inputs, tokens.size]).astype(np.int32) if replica.packed else None
-    targets = np.array(token_ids[1:], dtype=np.int64)
-    sole = np.zeros(1, dtype=np.int64)
-    return MicroBatch(
-        tokens=tokens, rows_M=positions, targets_M=targets, columns_M=positions + 1, samples=sole, bounds=bounds
+    whole = MicroBatch(
+        tokens=tokens,
+        rows_M=positions,
+        targets_M=np.array(token_ids[1:], dtype=np.int64),
+        columns_M=positions + 1,
+        samples=np.zeros(1, dtype=np.int64),
+        bounds=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32) if replica.packed else None,
     )
+    return part_of(whole, lengths, replica.context)

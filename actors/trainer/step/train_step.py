@@ -118,9 +118,14 @@ class TrainStep:
                 num_replicas=ranks.data_parallel_size(),
                 packed=packed,
             )
+            missing = replica.num_micro_batches(len(shared[0])) - len(shared[0])
+            shared = [[*members, *([NO_SAMPLES] * missing)] for members in shared]
             own = shared[ranks.data_parallel_rank()]
             micro_batches = [
-                make_micro_batch(batch, members, packed=packed, multiple=replica.length_multiple) for members in own
+                make_micro_batch(
+                    batch, members, packed=packed, multiple=replica.length_multiple, context=replica.context
+                )
+                for members in own
             ]
             reduced = reduction(
                 batch.mask_sums_B[samples],
@@ -130,7 +135,9 @@ class TrainStep:
             share_B = np.zeros(len(batch.lengths_B), dtype=np.int64)
             share_B[samples] = reduced.shares
             positions = sum(
-                num_positions(batch.lengths_B, members, packed=packed, multiple=replica.length_multiple)
+                num_positions(
+                    batch.lengths_B, members, packed=packed, multiple=replica.length_multiple, context=replica.context
+                )
                 for members in chain.from_iterable(shared)
             )
             scale = positions / max(int(reduced.shares.sum()), 1)
@@ -171,7 +178,8 @@ class TrainStep:
                 columns.trainer_log_probs_N[micro_batch.columns_M] = outputs.log_probs.detach().cpu().numpy()
             terms = self._loss_terms(batch, step, columns, micro_batch, outputs)
             sums[:-1] += terms.detach().cpu()
-            sums[-1] += int(step.share_B[micro_batch.samples].sum())
+            if self._replica.context.rank == 0:  # context-parallel ranks have parts of the same samples
+                sums[-1] += int(step.share_B[micro_batch.samples].sum())
             return terms[0] * step.positions_per_share
 
         self._replica.backward(step.micro_batches, loss)

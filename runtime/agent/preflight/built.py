@@ -11,10 +11,8 @@ def not_built(topology: Topology) -> Iterator[Problem]:
     if len(topology.nodes) > 1:
         yield Problem.of("nodes", list(topology.nodes), "a run on several nodes is not built yet; one is")
     layout = topology.trainer.megatron
-    for name in ("context_parallel_size", "expert_model_parallel_size"):
-        size = getattr(layout, name)
-        if size > 1 and topology.run.only != "rollout":
-            yield Problem.of(f"trainer.megatron.{name}", size, "not built yet; 1 is")
+    if (size := layout.expert_model_parallel_size) > 1 and topology.run.only != "rollout":
+        yield Problem.of("trainer.megatron.expert_model_parallel_size", size, "not built yet; 1 is")
     for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
         key = f"engines.{name}"
         if engine.weight_transport != "disk":

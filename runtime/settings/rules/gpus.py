@@ -7,7 +7,7 @@ from runtime.settings.gpus import Gpu, parse_gpus, show_gpus
 from runtime.settings.placement import data_parallel_size, num_ranks
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import Recipe
-from runtime.settings.topology import Topology
+from runtime.settings.topology import MegatronConfig, Topology, TrainerConfig
 
 
 def gpu_problems(topology: Topology) -> Iterator[Problem]:
@@ -80,6 +80,35 @@ def _layout(topology: Topology) -> Iterator[Problem]:
         yield Problem.of(
             "trainer.megatron.sequence_parallel", True, "needs trainer.megatron.tensor_model_parallel_size above 1"
         )
+    yield from _stages(topology.trainer)
+    yield from _recomputation(layout)
+
+
+def _stages(trainer: TrainerConfig) -> Iterator[Problem]:
+    layout = trainer.megatron
+    pipeline, virtual = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size or 1
+    key = "trainer.megatron.virtual_pipeline_model_parallel_size"
+    if virtual > 1 and pipeline == 1:
+        yield Problem.of(key, virtual, "needs trainer.megatron.pipeline_model_parallel_size above 1")
+    if virtual > 1 and pipeline == 2 and trainer.device == "cpu":
+        message = "two pipeline ranks cannot be interleaved on the CPU: gloo mixes up their messages; 4 ranks can"
+        yield Problem.of(key, virtual, message)
+    if trainer.ddp.overlap_param_gather and not trainer.optimizer.use_distributed_optimizer:
+        message = "needs trainer.optimizer.use_distributed_optimizer: parameters are gathered where they are shared out"
+        yield Problem.of("trainer.ddp.overlap_param_gather", True, message)
+    if trainer.ddp.overlap_param_gather and not trainer.ddp.overlap_grad_reduce:
+        yield Problem.of("trainer.ddp.overlap_param_gather", True, "needs trainer.ddp.overlap_grad_reduce")
+
+
+def _recomputation(layout: MegatronConfig) -> Iterator[Problem]:
+    key = "trainer.megatron.recompute_method"
+    full, method, number = layout.recompute_granularity == "full", layout.recompute_method, layout.recompute_num_layers
+    if full and (method is None or number is None):
+        message = 'with recompute_granularity = "full" this and recompute_num_layers are needed: "uniform" or "block"'
+        yield Problem.of(key, method, message)
+    if not full and (method is not None or number is not None):
+        name, value = ("recompute_method", method) if method is not None else ("recompute_num_layers", number)
+        yield Problem.of(f"trainer.megatron.{name}", value, 'is for trainer.megatron.recompute_granularity = "full"')
 
 
 def _samples_per_step(recipe: Recipe) -> int:

@@ -15,7 +15,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def write_model(directory: Path, kind: str = "qwen3", *, tied: bool = False, **changes: Any) -> Any:
+def write_model(directory: Path, kind: str = "qwen3", *, tied: bool = False, noise: float = 0.1, **changes: Any) -> Any:
     """Write a model directory with random weights, norms and biases included; return the model, ready to train."""
     config_type, model_type = MODELS[kind]
     settings = {key: value for key, value in TINY.items() if key != "model_type"} | changes
@@ -26,6 +26,6 @@ def write_model(directory: Path, kind: str = "qwen3", *, tied: bool = False, **c
     model = model_type(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+            parameter.add_(torch.randn_like(parameter) * noise)
     model.save_pretrained(directory)
     return model

@@ -32,12 +32,12 @@ def test_a_resumed_trainer_goes_on_exactly(make_topology: MakeTopology, tmp_path
         train(random_batch(step))
     path = save_checkpoint(replica, tmp_path, step=2, incarnation=1)
     expected = [train(random_batch(step)).metrics["train/loss"] for step in (2, 3)]
-    weights = export_weights(replica.model, replica.hf)
+    weights = export_weights(replica.complete_chunks(), replica.hf)
 
     resumed, train_on = trainer(topology)
     assert load_checkpoint(resumed, path) == 2
     assert [train_on(random_batch(step)).metrics["train/loss"] for step in (2, 3)] == expected
-    for name, weight in export_weights(resumed.model, resumed.hf).items():
+    for name, weight in export_weights(resumed.complete_chunks(), resumed.hf).items():
         assert torch.equal(weight, weights[name]), name
 
 
@@ -126,3 +126,13 @@ def test_an_engine_resumes_from_the_newest_and_begins_at_nought_without(
     again = TrainerRank(topology, tmp_path / "run")
     assert again.resume() == 3
     assert again.train(random_batch(3)).metrics["train/loss"] == expected
+
+
+def test_a_checkpoint_of_the_other_optimizer_is_refused_by_its_setting(
+    make_topology: Callable[..., Topology], tmp_path: Path
+) -> None:
+    replica, _ = trainer(make_topology())
+    path = save_checkpoint(replica, tmp_path, step=1, incarnation=1)
+    other, _ = trainer(make_topology(trainer={"optimizer": {"use_distributed_optimizer": True}}))
+    with pytest.raises(ValueError, match="use_distributed_optimizer = false: set it so again"):
+        load_checkpoint(other, path)

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from actors.trainer.batches.batch import make_micro_batch
-from actors.trainer.megatron.build import build_model
+from actors.trainer.megatron.attention import packing
+from actors.trainer.megatron.build import build_chunks
 from actors.trainer.megatron.config import transformer_config
-from actors.trainer.megatron.imports import PackedSeqParams, quiet
+from actors.trainer.megatron.imports import quiet
 from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.cuts import export_weights, load_weights
 from actors.trainer.models.files import file_source
@@ -27,7 +28,7 @@ def load(directory: Path):
     hf = read_hf_config(directory)
     with quiet():
         config = transformer_config(hf, MegatronConfig(), dtype=torch.float32, device=torch.device("cpu"))
-        built = build_model(hf, config)
+        (built,) = build_chunks(hf, config)
     load_weights(built, hf, file_source(directory))
     return built, hf
 
@@ -56,7 +57,7 @@ def test_logits_with_the_rope_of_llama_3_equal_those_of_transformers(tmp_path: P
 def test_weights_come_back_bit_for_bit(tmp_path: Path, kind: str, tied: bool) -> None:
     reference = write_model(tmp_path, kind, tied=tied).state_dict()
     built, hf = load(tmp_path)
-    exported = export_weights(built, hf)
+    exported = export_weights([built], hf)
     assert {name: tuple(tensor.shape) for name, tensor in exported.items()} == hf_shapes(hf)
     assert all(torch.equal(tensor, reference[name]) for name, tensor in exported.items())
     assert set(reference) - set(exported) == ({"lm_head.weight"} if tied else set())
@@ -69,10 +70,7 @@ def test_packed_sequences_do_not_see_each_other(tmp_path: Path, multiple: int) -
     batch, samples = random_batch(), torch.arange(7).numpy()
     padded = make_micro_batch(batch, samples, packed=False)
     packed = make_micro_batch(batch, samples, packed=True, multiple=multiple)
-    bounds = torch.from_numpy(packed.bounds)
-    layout = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=16, max_seqlen_kv=16
-    )
+    layout = packing(packed.bounds, torch.device("cpu"))
     with quiet(), torch.no_grad():
         of_padded = built(torch.from_numpy(padded.tokens), None, None).flatten(0, 1)[padded.rows_M]
         of_packed = built(torch.from_numpy(packed.tokens), None, None, packed_seq_params=layout)[0][packed.rows_M]
@@ -95,7 +93,7 @@ def test_random_weights_depend_on_the_seed_and_the_name_only(tmp_path: Path) -> 
 def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path)
     built, hf = load(tmp_path)
-    weights = export_weights(built, hf) | {"model.norm.weight": torch.ones(3)}
+    weights = export_weights([built], hf) | {"model.norm.weight": torch.ones(3)}
     with pytest.raises(ValueError, match=r"shape \(3,\)"):
         load_weights(built, hf, mapping_source(weights))
 

@@ -50,7 +50,7 @@ def gradient(topology: Topology, batch: TrainBatch) -> Tensor:
     move = replica.optimizer_step
 
     def look(**arguments: float) -> float:
-        found.append(torch.cat([parameter.main_grad.flatten() for parameter in replica.model.parameters()]).clone())
+        found.append(torch.cat([parameter.main_grad.flatten() for parameter in replica.chunks[0].parameters()]).clone())
         return move(**arguments)
 
     replica.optimizer_step = look  # pyright: ignore[reportAttributeAccessIssue]
@@ -106,8 +106,8 @@ def expected_norm(topology: Topology, batch: TrainBatch) -> float:
     for samples in own:
         tokens = torch.from_numpy(make_micro_batch(batch, samples, packed=False).tokens)
         with quiet():
-            squares.append(replica.model(tokens, None, None).square().mean(-1).flatten())
-    parameters = list(replica.model.parameters())
+            squares.append(replica.chunks[0](tokens, None, None).square().mean(-1).flatten())
+    parameters = list(replica.chunks[0].parameters())
     gradients = torch.autograd.grad(torch.cat(squares).mean(), parameters)
     return torch.cat([part.flatten() for part in gradients]).norm().item()
 
@@ -125,7 +125,7 @@ def test_a_skipped_step_leaves_the_bias_of_experts_as_it_was(
     topology = make_topology(algorithm={"num_steps_per_rollout": 1})
     replica = Replica(topology, torch.device("cpu"))
     step = TrainStep(topology, replica)
-    biases = {name: bias for name, bias in replica.model.named_buffers() if name.endswith("expert_bias")}
+    biases = {name: bias for name, bias in replica.chunks[0].named_buffers() if name.endswith("expert_bias")}
     assert len(biases) == 2
     step(random_batch(0))
     before = {name: bias.clone() for name, bias in biases.items()}

@@ -35,7 +35,7 @@ def poisoned(batch: TrainBatch, *groups: int) -> TrainBatch:
 
 def state_of(replica: Replica) -> list[Tensor]:
     """Weights, the optimizer's copies of them, moments and counts of steps."""
-    found = [parameter.detach().clone() for parameter in replica.model.parameters()]
+    found = [parameter.detach().clone() for parameter in replica.chunks[0].parameters()]
     for part in replica.optimizer.chained_optimizers:
         for parameter in part.get_parameters():
             found.append(parameter.detach().clone())

@@ -1,0 +1,47 @@
+"""Two processes of the trainer's actor meet over the bus. What ranks compute together: tests/grid."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import pytest
+
+from messages import BatchTrained, CheckpointSaved
+from runtime.bus.addresses import BUS_URL_VARIABLE
+from runtime.bus.bus import Bus
+from runtime.settings.topology import Topology, encode_topology
+from tests.actors.trainer.logs import publish_batch
+from tests.fixtures.nats import NatsServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+@pytest.mark.anyio
+async def test_two_processes_of_the_actor_meet_over_the_bus(
+    make_topology: Callable[..., Topology], bus: Bus, nats_server: NatsServer, run_name: str, tmp_path: Path
+) -> None:
+    topology = make_topology(run={"name": run_name}, trainer={"num_processes": 2}, train={"num_steps": 2})
+    (tmp_path / "topology.json").write_bytes(encode_topology(topology))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), BUS_URL_VARIABLE: nats_server.url, "WORLD_SIZE": "2"}
+    command = [sys.executable, "-m", "actors.host", str(tmp_path), "trainer"]
+    ranks = [
+        await anyio.open_process(command, stdout=None, stderr=None, env=environment | {"RANK": str(rank)})
+        for rank in range(2)
+    ]
+    try:
+        for step in range(2):
+            await publish_batch(bus, step)
+        with anyio.fail_after(60):
+            async with bus.read(BatchTrained, CheckpointSaved) as events:
+                said = [(await anext(events)).message for _ in range(3)]
+        assert [type(event).__name__ for event in said] == ["BatchTrained", "BatchTrained", "CheckpointSaved"]
+    finally:
+        for rank in ranks:
+            rank.terminate()
+        with anyio.fail_after(15):
+            codes = [await rank.wait() for rank in ranks]
+    assert codes == [0, 0]

@@ -1,0 +1,70 @@
+"""Faults to plant: each breaks what one kind of layout depends on, so that its row of the grid must fail."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from actors.trainer.batches.context import Context
+from actors.trainer.megatron import attention
+from actors.trainer.megatron.imports import DistributedDataParallel
+from actors.trainer.models import cuts
+
+
+def _nothing(*_args: Any, **_options: Any) -> None:
+    """Instead of what other ranks wait for together, so that none hangs."""
+
+
+def _first_part() -> Any:
+    """Every tensor-parallel rank has the first part of a matrix."""
+    right = cuts._cut
+
+    def cut(*args: Any) -> Any:
+        with mock.patch.object(cuts.parallel_state, "get_tensor_model_parallel_rank", return_value=0):
+            return right(*args)
+
+    return mock.patch.object(cuts, "_cut", cut)
+
+
+def _plain_cut(self: Context, lengths: Any) -> Any:
+    """Stretches instead of a zigzag, which the rotary embedding does not know of."""
+    starts, part = np.cumsum(lengths) - lengths, lengths // self.size
+    ranges = zip((starts + self.rank * part).tolist(), part.tolist(), strict=True)
+    return np.concatenate([np.arange(start, start + size) for start, size in ranges]).astype(np.int64)
+
+
+def _own_gradient(ctx: Any, gradient: Any) -> tuple[Any, None]:
+    """Of keys and values that all ranks used, a rank takes its own gradient alone."""
+    return gradient[ctx.group.rank()], None
+
+
+def _finalize(name: str) -> Any:
+    return mock.patch.object(import_module("megatron.core.distributed.finalize_model_grads"), name, _nothing)
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "replicas' gradients are not reduced": lambda: mock.patch.object(
+        DistributedDataParallel, "finish_grad_sync", _nothing
+    ),
+    "gradients of norms are not reduced": lambda: _finalize("_allreduce_non_tensor_model_parallel_grads"),
+    "the tied embedding's gradients are not reduced": lambda: _finalize("_allreduce_word_embedding_grads"),
+    "every rank has the first part of a matrix": _first_part,
+    "layers are numbered within their stage": lambda: mock.patch.object(cuts, "_global_name", lambda name, _: name),
+    "sequences are cut plainly": lambda: mock.patch.object(Context, "kept", _plain_cut),
+    "keys take their own rank's gradient": lambda: mock.patch.object(
+        attention._Gather, "backward", staticmethod(_own_gradient)
+    ),
+}
+
+
+@contextmanager
+def planted(name: str | None) -> Generator[None]:
+    """With a fault, or without any."""
+    if name is None:
+        yield
+        return
+    with FAULTS[name]():
+        yield

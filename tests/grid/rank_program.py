@@ -1,0 +1,73 @@
+"""One rank for many trainings, one after the other: `rank_program.py DIRECTORY RANK PORT HALF`.
+
+The imports of torch and Megatron-core take longer than a row of the grid does, so a set of processes trains them all:
+the first two steps of each in one set, the others, from the checkpoint, in a fresh one.
+"""
+
+import faulthandler
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from actors.trainer.batches.batch import TrainBatch
+from actors.trainer.commands import TrainerRank
+from actors.trainer.megatron import cpu
+from actors.trainer.megatron.groups import Ranks
+from runtime.settings.topology import decode_topology
+from tests.actors.trainer.tiny import random_batch
+from tests.grid import faults
+
+STUCK_S = 40.0
+STEPS = {"first": (0, 1), "second": (2, 3)}
+
+
+def batch_of(step: int) -> TrainBatch:
+    """The last one is so small that some replicas have nothing to do in it."""
+    return random_batch(step) if step < 3 else random_batch(step, num_groups=1, group_size=2)
+
+
+def main(directory: Path, rank: int, port: int, half: str) -> None:
+    torch.set_num_threads(1)
+    jobs: list[dict[str, Any]] = json.loads((directory / "jobs.json").read_text())
+    everybody = max(job["world"] for job in jobs)
+    store = dist.TCPStore("127.0.0.1", port, everybody, is_master=rank == 0)
+    for number, job in enumerate(jobs):
+        faulthandler.dump_traceback_later(STUCK_S, file=sys.__stderr__)  # so that a hanging row says where
+        if rank < job["world"]:
+            with cpu.CpuMode(), faults.planted(job["fault"]):
+                ranks = Ranks(rank=rank, world_size=job["world"], store=dist.PrefixStore(f"{half} {number}", store))
+                train(directory / job["name"], ranks, "again" if job["reads"] else half)
+            gc.collect()
+
+
+def train(place: Path, ranks: Ranks, half: str) -> None:
+    topology = decode_topology((place / "topology.json").read_bytes())
+    engine = TrainerRank(topology, place, ranks)
+    if ranks.rank:
+        engine.follow()
+        return
+    if half == "again":
+        assert engine.resume() == 2
+        engine.save(step=2, incarnation=2)
+        engine.close()
+        return
+    steps = STEPS[half]
+    assert engine.resume() == steps[0]
+    metrics = [engine.train(batch_of(step)).metrics for step in steps]
+    engine.save(step=steps[-1] + 1, incarnation=1)
+    result: dict[str, Any] = {"metrics": metrics}
+    if half == "second":
+        published = engine.publish(1, confirmed=0)
+        assert published.probe is not None
+        result |= {"weights": str(published.path), "probe": list(published.probe.log_probs)}
+    engine.close()
+    (place / f"{half}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

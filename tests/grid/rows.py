@@ -1,0 +1,152 @@
+"""The rows of the grid: parallel layouts, and how a micro-batch is laid out and computed in each."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+DISTRIBUTED = {"use_distributed_optimizer": True}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks share the work."""
+
+    world: int = 1
+    megatron: dict[str, Any] = field(default_factory=dict[str, Any])
+    optimizer: dict[str, Any] = field(default_factory=dict[str, Any])
+    ddp: dict[str, Any] = field(default_factory=dict[str, Any])
+    num_layers: int = 4
+
+
+def _layout(world: int, *, distributed: bool = False, num_layers: int = 4, **sizes: Any) -> Layout:
+    short = {
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "cp": "context_parallel_size",
+        "sp": "sequence_parallel",
+        "vpp": "virtual_pipeline_model_parallel_size",
+        "first": "num_layers_in_first_pipeline_stage",
+    }
+    megatron = {short[name]: size for name, size in sizes.items()}
+    return Layout(world, megatron, DISTRIBUTED if distributed else {}, {}, num_layers)
+
+
+LAYOUTS = {
+    "1": _layout(1),
+    "1+DO": _layout(1, distributed=True),
+    "TP2": _layout(2, tp=2),
+    "TP2+SP": _layout(2, tp=2, sp=True),
+    "PP2": _layout(2, pp=2),
+    "PP2 uneven": _layout(2, pp=2, first=1),
+    "CP2": _layout(2, cp=2),
+    "DP2": _layout(2),
+    "DP2+DO": _layout(2, distributed=True),
+    "TP2xDP2+DO": _layout(4, tp=2, distributed=True),
+    "TP2+SPxPP2": _layout(4, tp=2, sp=True, pp=2),
+    "PP2xDP2": _layout(4, pp=2),
+    "CP2xTP2": _layout(4, cp=2, tp=2),
+    "CP2xPP2": _layout(4, cp=2, pp=2),
+    "CP2xDP2+DO": _layout(4, cp=2, distributed=True),
+    "DP4+DO": _layout(4, distributed=True),
+    "PP4xVPP2": _layout(4, pp=4, vpp=2, num_layers=8),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training: a layout, a form of the micro-batches, tied or untied, with or without recomputation."""
+
+    layout: str
+    packed: bool = False
+    recompute: bool = False
+    tied: bool = False
+    dtype: str = "float32"
+
+    @property
+    def num_layers(self) -> int:
+        """Of its model."""
+        return self._sizes.num_layers
+
+    @property
+    def world(self) -> int:
+        """Its ranks."""
+        return self._sizes.world
+
+    @property
+    def _sizes(self) -> Layout:
+        return (LAYOUTS | BASELINES)[self.layout]
+
+    @property
+    def baseline(self) -> "Row":
+        """The single rank that it is compared with."""
+        return Row(f"1 of {self.num_layers} layers", tied=self.tied)
+
+    @property
+    def name(self) -> str:
+        """As the table has it."""
+        parts = [self.layout, "packed" if self.packed else "padded", "tied" if self.tied else "untied"]
+        return ", ".join([*parts, *(["recompute"] if self.recompute else []), *(["bf16"] if self.is_half else [])])
+
+    @property
+    def is_half(self) -> bool:
+        """Whether it computes in bfloat16, on float32 main parameters."""
+        return self.dtype == "bfloat16"
+
+    def trainer(self) -> dict[str, Any]:
+        """The table `trainer` of its topology."""
+        layout = self._sizes
+        megatron = layout.megatron | (RECOMPUTE if self.recompute else {})
+        return {
+            "num_processes": layout.world,
+            "packed": self.packed,
+            "megatron": megatron,
+            "optimizer": layout.optimizer,
+            "ddp": layout.ddp,
+        }
+
+
+BASELINES = {f"1 of {number} layers": _layout(1, num_layers=number) for number in (4, 8)}
+
+# every layout once, each form and recomputation with some of them
+FEW = (
+    *(
+        Row(layout, packed=index % 2 == 1, recompute=index % 3 == 0, tied=index % 4 > 1)
+        for index, layout in enumerate(LAYOUTS)
+    ),
+    *(Row(layout, tied=True, dtype="bfloat16") for layout in ("TP2", "DP2+DO", "PP2")),
+)
+ALL = (
+    *(
+        Row(layout, packed, recompute, tied)
+        for layout in LAYOUTS
+        for packed in (False, True)
+        for recompute in (False, True)
+        for tied in (False, True)
+    ),
+    *(row for row in FEW if row.is_half),
+)
+
+# one that must break it, for every kind of sharing; tied where the embedding is what is shared
+FAULTY = (
+    (Row("TP2"), "every rank has the first part of a matrix"),
+    (Row("TP2+SP"), "gradients of norms are not reduced"),
+    (Row("PP2"), "layers are numbered within their stage"),
+    (Row("PP2", tied=True), "the tied embedding's gradients are not reduced"),
+    (Row("CP2"), "sequences are cut plainly"),
+    (Row("CP2", packed=True), "keys take their own rank's gradient"),
+    (Row("DP2"), "replicas' gradients are not reduced"),
+    (Row("DP2+DO"), "replicas' gradients are not reduced"),
+    (Row("TP2xDP2+DO"), "every rank has the first part of a matrix"),
+    (Row("TP2+SPxPP2"), "gradients of norms are not reduced"),
+    (Row("PP2xDP2"), "layers are numbered within their stage"),
+    (Row("CP2xTP2"), "keys take their own rank's gradient"),
+    (Row("CP2xPP2"), "sequences are cut plainly"),
+    (Row("CP2xDP2+DO"), "replicas' gradients are not reduced"),
+    (Row("DP4+DO"), "replicas' gradients are not reduced"),
+    (Row("PP4xVPP2"), "layers are numbered within their stage"),
+    (Row("PP2 uneven"), "layers are numbered within their stage"),
+)
+FEW_FAULTY = tuple(one for one in FAULTY if one[0].world == 2)[:7]
+
+# layouts of which each reads the others' checkpoints
+SAVED = (("1", "TP2", "PP2", "CP2"), ("1+DO", "DP2+DO", "TP2xDP2+DO"))

@@ -1,0 +1,178 @@
+"""Trains rows of the grid, and reads what they left."""
+
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from actors.trainer.megatron.checkpoint import checkpoints_in
+from runtime.settings.topology import Topology, encode_topology
+from tests.actors.trainer.hf import write_model
+from tests.actors.trainer.tiny import tiny_topology
+from tests.grid.rows import Row
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).with_name("rank_program.py")
+MODEL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+MODEL |= {"head_dim": 16, "vocab_size": 96}
+SPREAD = {4: 0.1, 8: 0.06}  # of first weights, by layers: so that rounding alone does not drive two trainings apart
+NOISE = 0.05  # in norms and all else
+
+
+class Outcome(NamedTuple):
+    """What a row's training came to."""
+
+    metrics: list[dict[str, float]]  # of each step
+    probe: list[float]  # log-probs of fixed tokens at the end
+    weights: dict[str, torch.Tensor]  # at the end, by Hugging Face name
+    moments: dict[str, torch.Tensor]  # of the optimizer at the end, by name in the checkpoint
+
+
+class Job(NamedTuple):
+    """A row to train, with a fault in it or none; or the checkpoint of another row to read and write again."""
+
+    row: Row
+    fault: str | None = None
+    reads: Row | None = None
+
+    @property
+    def directory(self) -> str:
+        """Where it is trained."""
+        told = " ".join([self.row.name, self.fault or "", f"reads {self.reads.name}" if self.reads else ""])
+        return "".join(char if char.isalnum() else "-" for char in told.strip())
+
+
+def train(place: Path, jobs: Sequence[Job], *, timeout_s: float) -> None:
+    """Train all jobs, one after the other, their ranks beside each other; each half in processes of its own."""
+    for layers in {job.row.num_layers for job in jobs}:
+        for tied in {job.row.tied for job in jobs}:
+            write_model(
+                _model(place, layers, tied),
+                tied=tied,
+                noise=NOISE,
+                num_hidden_layers=layers,
+                initializer_range=SPREAD[layers],
+                **MODEL,
+            )
+    for job in jobs:
+        directory = place / job.directory
+        directory.mkdir(parents=True)
+        (directory / "topology.json").write_bytes(encode_topology(_topology(place, job.row)))
+    _run(place, [job for job in jobs if job.reads is None], "first", timeout_s)
+    for job in jobs:
+        if job.reads is not None:
+            shutil.copytree(place / Job(job.reads).directory / "checkpoints", place / job.directory / "checkpoints")
+    _run(place, jobs, "second", timeout_s)
+
+
+def copied(place: Path, job: Job) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """All tensors of the checkpoint that a job read, and of the one that it wrote."""
+    read, written = checkpoints_in(place / job.directory / "checkpoints")
+    return _tensors(read.path), _tensors(written.path)
+
+
+def outcome(place: Path, job: Job) -> Outcome:
+    """What a job left."""
+    directory = place / job.directory
+    halves = [json.loads((directory / f"{half}.json").read_text()) for half in ("first", "second")]
+    saved = _tensors(checkpoints_in(directory / "checkpoints")[-1].path)
+    return Outcome(
+        [metrics for half in halves for metrics in half["metrics"]],
+        halves[1]["probe"],
+        load_file(Path(halves[1]["weights"]) / "model.safetensors"),
+        {name: tensor.float() for name, tensor in saved.items() if ".exp_avg" in name},
+    )
+
+
+def _model(place: Path, layers: int, tied: bool) -> Path:
+    return place / f"model-{layers}-{'tied' if tied else 'untied'}"
+
+
+def _topology(place: Path, row: Row) -> Topology:
+    tables: dict[str, Any] = {
+        "model": {"random_init": False, "dtype": row.dtype},
+        "algorithm": {"entropy_coef": 0.05, "use_kl_loss": True, "kl_loss_coef": 0.1, "num_steps_per_rollout": 2},
+        "optimizer": {"lr": 1e-2, "adam_eps": 1e-4},  # at 1e-8 correct code differs by 3e-5
+        "train": {"max_tokens_per_gpu": 40, "num_steps": 4},
+        "trainer": {"device": "cpu", **row.trainer()},
+    }
+    return tiny_topology(_model(place, row.num_layers, row.tied), place, **tables)
+
+
+def _run(place: Path, jobs: Sequence[Job], half: str, timeout_s: float) -> None:
+    described = [
+        {"name": job.directory, "world": job.row.world, "fault": job.fault, "reads": job.reads is not None}
+        for job in jobs
+    ]
+    (place / "jobs.json").write_text(json.dumps(described))
+    world = max(job.row.world for job in jobs)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, str(PROGRAM), str(place)]
+    ranks = [subprocess.Popen([*command, str(rank), str(port), half], env=environment) for rank in range(world)]
+    try:
+        codes = [rank.wait(timeout=timeout_s) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert codes == [0] * world, codes
+
+
+def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, whole, without Megatron-core."""
+    found: dict[str, Any] = {}
+    _load_state_dict(found, FileSystemReader(checkpoint), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return {name: value for name, value in _flat("", found) if isinstance(value, torch.Tensor)}
+
+
+def _flat(prefix: str, values: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(f"{prefix}{name}.", value)
+        else:
+            yield f"{prefix}{name}", value
+
+
+def differences(found: Outcome, expected: Outcome) -> dict[str, float]:
+    """How far a row is from the single rank, by what is compared."""
+
+    def metric(name: str, *, relative: bool = False) -> float:
+        pairs = [(one[name], other[name]) for one, other in zip(found.metrics, expected.metrics, strict=True)]
+        return max(abs(one - other) / (abs(other) if relative else 1.0) for one, other in pairs)
+
+    if found.weights.keys() != expected.weights.keys() or found.moments.keys() != expected.moments.keys():
+        return {"weights": math.inf}
+    return {
+        "loss": metric("train/loss"),
+        "entropy": metric("train/entropy_loss"),
+        "KL": metric("train/kl_loss"),
+        "gradient norm": metric("train/grad_norm", relative=True),
+        "log-probs": max(abs(one - other) for one, other in zip(found.probe, expected.probe, strict=True)),
+        "weights": max(_apart(found.weights[name], expected.weights[name]) for name in expected.weights),
+        "moments": max(_of_largest(found.moments, expected.moments, kind) for kind in (".exp_avg.", ".exp_avg_sq.")),
+    }
+
+
+def _of_largest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], kind: str) -> float:
+    names = [name for name in expected if kind in name]
+    largest = max(float(expected[name].abs().max()) for name in names)
+    return max(_apart(found[name], expected[name]) for name in names) / largest
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.float() - other.float()).abs().max())

@@ -1,0 +1,95 @@
+"""Every parallel layout trains what a single rank trains, and no row of the grid passes with a fault in it."""
+
+import os
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.grid import table
+from tests.grid.rows import ALL, FAULTY, FEW, FEW_FAULTY, SAVED, Row
+from tests.grid.running import Job, copied, differences, outcome, train
+
+TIMEOUT_S = 1800.0
+LIMITS = {
+    "loss": 1e-5,
+    "entropy": 1e-5,
+    "KL": 1e-5,
+    "gradient norm": 2e-5,  # relative
+    "log-probs": 1e-4,
+    "weights": 5e-5,
+    "moments": 1e-5,  # of the largest
+}
+DEEP_LIMIT = 1e-4  # of moments in 8 layers
+HALF_LIMIT = 2e-2  # of loss and entropy in bfloat16 against float32
+WRITES = "PHYSARUM_WRITE_GRID"  # set: the table of this run goes into docs/trainer.md
+
+
+def marked(items: Sequence[Any], few: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    """Those of CI and the others, by their marks."""
+    return [
+        pytest.param(item, id=name, marks=pytest.mark.grid if item in few else pytest.mark.grid_all)
+        for item, name in zip(items, names, strict=True)
+    ]
+
+
+PAIRS = [(one, other) for layouts in SAVED for one in layouts for other in layouts]
+FEW_PAIRS = [("1", "TP2"), ("PP2", "1"), ("1+DO", "DP2+DO"), ("DP2+DO", "1+DO"), ("DP2+DO", "DP2+DO")]
+ROWS = [*ALL, *(row for row in FEW if row not in ALL)]
+pytestmark = pytest.mark.timeout(2 * TIMEOUT_S + 60)
+
+
+@pytest.fixture(scope="module")
+def grid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where everything that this session asks about was trained."""
+    wanted: dict[Job, None] = {}
+    for item in request.session.items:
+        if item.path == Path(__file__) and isinstance(item, pytest.Function):
+            for job in needed(item.callspec.params):
+                wanted[job] = None
+    place = tmp_path_factory.mktemp("grid")
+    jobs = sorted(wanted, key=lambda job: (job.reads is not None, job.row.world))
+    train(place, jobs, timeout_s=TIMEOUT_S)
+    return place
+
+
+def needed(params: dict[str, Any]) -> list[Job]:
+    """The trainings that a test reads."""
+    if row := params.get("row"):
+        return [Job(row.baseline), Job(row)]
+    if faulty := params.get("faulty"):
+        return [Job(faulty[0].baseline), Job(*faulty)]
+    one, other = params["pair"]
+    return [Job(Row(one)), Job(Row(other), reads=Row(one))]
+
+
+@pytest.mark.parametrize("row", marked(ROWS, FEW, [row.name for row in ROWS]))
+def test_a_layout_trains_what_one_rank_trains(grid: Path, row: Row) -> None:
+    found = differences(outcome(grid, Job(row)), outcome(grid, Job(row.baseline)))
+    if os.environ.get(WRITES):
+        table.add(row, found, today=date.today())
+    if row.is_half:
+        assert max(found["loss"], found["entropy"]) <= HALF_LIMIT, found
+    else:
+        limits = LIMITS | ({"moments": DEEP_LIMIT} if row.num_layers == 8 else {})
+        assert {name: value for name, value in found.items() if value > limits[name]} == {}
+
+
+@pytest.mark.parametrize("faulty", marked(FAULTY, FEW_FAULTY, [f"{row.name}: {fault}" for row, fault in FAULTY]))
+def test_a_fault_breaks_its_row(grid: Path, faulty: tuple[Row, str]) -> None:
+    row, _ = faulty
+    found = differences(outcome(grid, Job(*faulty)), outcome(grid, Job(row.baseline)))
+    assert any(value > LIMITS[name] for name, value in found.items()), found
+
+
+@pytest.mark.parametrize("pair", marked(PAIRS, FEW_PAIRS, [f"{one} read by {other}" for one, other in PAIRS]))
+def test_a_checkpoint_is_read_by_another_layout_to_the_bit(grid: Path, pair: tuple[str, str]) -> None:
+    one, other = pair
+    read, written = copied(grid, Job(Row(other), reads=Row(one)))
+    assert read.keys() == written.keys(), read.keys() ^ written.keys()
+    different = [name for name in read if not torch.equal(read[name], written[name])]
+    assert different == []
+    assert any(".exp_avg_sq." in name for name in read)
