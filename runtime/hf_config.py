@@ -122,6 +122,13 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     initializer_range: float
 
 
+class _Kind(msgspec.Struct, frozen=True):
+    """What is looked at before the rest: another kind of model has other keys."""
+
+    architectures: tuple[str, ...] | None = None
+    model_type: str = ""
+
+
 class _Eos(msgspec.Struct, frozen=True):
     eos_token_id: int | tuple[int, ...] | None = None
 
@@ -134,19 +141,23 @@ def read_model(directory: Path) -> ModelDescription:
     """
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such directory")
-    raw = _decode(directory / "config.json", HfConfig)
+    kind = _decode(directory / "config.json", _Kind)
     keys = _decode(directory / "config.json", dict[str, Any])
     generation = directory / "generation_config.json"
     eos = _decode(generation, _Eos).eos_token_id if generation.is_file() else None
     try:
+        architecture = _architecture(kind)
         _refuse_unknown(keys)
+        raw = _decode(directory / "config.json", HfConfig)
         return ModelDescription(
-            shape=_shape(raw),
+            shape=_shape(raw, architecture),
             max_context=raw.max_position_embeddings,
             eos_token_ids=_ids(raw.eos_token_id) | _ids(eos),
             dtype=raw.dtype or raw.torch_dtype or "float32",
             initializer_range=raw.initializer_range,
         )
+    except ModelError:
+        raise
     except ValueError as error:
         raise ModelError(f"{directory / 'config.json'}: {error}") from error
 
@@ -169,8 +180,7 @@ def _ids(value: int | tuple[int, ...] | None) -> frozenset[int]:
     return frozenset((value,) if isinstance(value, int) else value)
 
 
-def _shape(raw: HfConfig) -> ModelConfig:
-    architecture = _architecture(raw)
+def _shape(raw: HfConfig, architecture: str) -> ModelConfig:
     _refuse_unsupported(raw)
     qwen2 = architecture == "Qwen2ForCausalLM"
     return ModelConfig(
@@ -193,7 +203,7 @@ def _shape(raw: HfConfig) -> ModelConfig:
     )
 
 
-def _architecture(raw: HfConfig) -> str:
+def _architecture(raw: _Kind) -> str:
     if raw.architectures is None:
         if raw.model_type not in ARCHITECTURES:
             raise ValueError(f"model_type {raw.model_type!r} is not supported; supported: {', '.join(ARCHITECTURES)}")

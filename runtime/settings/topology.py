@@ -59,7 +59,7 @@ class MegatronConfig(Config, frozen=True, kw_only=True):
     sequence_parallel: bool = False  # split activations between the tensor-parallel ranks too
     virtual_pipeline_model_parallel_size: Positive | None = None  # stages of each pipeline rank, interleaved; none: 1
     num_layers_in_first_pipeline_stage: Positive | None = None  # none: as many as in the others
-    num_layers_in_last_pipeline_stage: Positive | None = None
+    num_layers_in_last_pipeline_stage: Positive | None = None  # the same for the last one
     recompute_granularity: Literal["selective", "full"] | None = None  # activations computed again in backward passes
     recompute_method: Literal["uniform", "block"] | None = None  # of "full": groups of layers, or the first of a stage
     recompute_num_layers: Positive | None = None  # of "full": layers of a group, or how many of a stage

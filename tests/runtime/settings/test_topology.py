@@ -63,7 +63,7 @@ def test_the_check_says_everything_that_is_not_here() -> None:
     assert [line.partition(" (looked in")[0] for line in found] == [
         'engines.policy.weight_transport = "ipc": not built yet; "disk" is',
         'engines.policy.colocate = "trainer": taking turns on GPUs is not built yet',
-        "nodes.n0.gpus = 8: this machine has 0 GPUs",
+        "nodes.n0.gpus = 8: this machine has 0 GPUs for us: none, by its environment",
         'engines.policy.kind = "sglang": SGLang is not installed beside us: name an interpreter that has it with '
         'engines.policy.python; or kind = "embedded", for tiny models',
         'model.hf_checkpoint = "Qwen/Qwen3-4B": no such directory, '
@@ -96,7 +96,7 @@ def test_a_start_refuses_what_it_would_not_do() -> None:
 @pytest.mark.usefixtures("no_gpus")
 def test_gpus_asked_where_none_is_stop_a_start_on_that_node() -> None:
     found = [str(problem) for problem in check_here(load_topology(COLOCATE), node="n0").problems]
-    assert f"{COLOCATE}: nodes.n0.gpus = 8: this machine has 0 GPUs" in found
+    assert f"{COLOCATE}: nodes.n0.gpus = 8: this machine has 0 GPUs for us: none, by its environment" in found
 
 
 def test_gpus_of_a_node_that_has_none_are_refused() -> None:

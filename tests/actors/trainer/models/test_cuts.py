@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.trainer.megatron.build import build_model
+from actors.trainer.megatron.build import build_chunks
 from actors.trainer.megatron.config import transformer_config
 from actors.trainer.megatron.imports import quiet
 from actors.trainer.models import files
@@ -26,7 +26,7 @@ def parameters_of(hf: HfConfig) -> Iterator[tuple[str, int | None]]:
     """Every name of the model, and the dimension along which Megatron cuts it."""
     with quiet():
         config = transformer_config(hf, MegatronConfig(), dtype=torch.float32, device=torch.device("cpu"))
-        built = build_model(hf, config)
+        (built,) = build_chunks(hf, config)
     for name, _ in built.named_parameters():
         yield name, next((dim for end, dim in DIMS.items() if name.endswith(end)), 0)
 
