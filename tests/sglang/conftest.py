@@ -24,10 +24,13 @@ LAYOUTS = [
     pytest.param(TWO_PROCESSES, marks=pytest.mark.sglang_all, id="two-processes"),
 ]
 MATRIX = pytest.StashKey[Matrix]()
+ROW = "row of the matrix"
+HERE = Path(__file__).parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[MATRIX] = Matrix()
+    config.stash[MATRIX] = matrix = Matrix()
+    config.pluginmanager.register(Noting(matrix), "sglang-matrix")
 
 
 @pytest.fixture(scope="session")
@@ -132,6 +135,14 @@ async def rig(make_rig: Any, session_router: Router) -> AsyncGenerator[Rig]:
         yield rig
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `-n 2 --dist loadgroup` one process keeps the servers of the contract, the other one has the rest."""
+    for item in items:
+        if item.path.parent == HERE:
+            kept = "servers" in getattr(item, "fixturenames", ())
+            item.add_marker(pytest.mark.xdist_group("contract" if kept else "runs"))
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     outcome: Any = yield
@@ -139,8 +150,22 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     marker = item.get_closest_marker("behaviour")
     callspec = getattr(item, "callspec", None)
     if marker is not None and callspec is not None and (report.when == "call" or report.failed):
-        server = getattr(item, "funcargs", {}).get("server")
-        item.config.stash[MATRIX].note(marker.args[0], callspec.params["layout"], report.outcome, server)
+        server: Server | None = getattr(item, "funcargs", {}).get("server")
+        version = server.version if server is not None and server.alive and report.passed else ""
+        report.user_properties.append((ROW, [marker.args[0], callspec.params["layout"], version]))
+
+
+class Noting:
+    """Takes what was shown from reports: they also come from other processes."""
+
+    def __init__(self, matrix: Matrix) -> None:
+        self._matrix = matrix
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, value in report.user_properties:
+            if name == ROW and isinstance(value, list) and (report.when == "call" or report.failed):
+                behaviour, layout, version = value
+                self._matrix.note(behaviour, layout, report.outcome, version)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

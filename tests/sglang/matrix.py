@@ -2,38 +2,29 @@
 
 import datetime
 from collections.abc import Callable, Iterable
-from typing import Final, NamedTuple
+from typing import Final
 
-from tests.sglang.server import EMBEDDED, TP1, TWO_PROCESSES, Server
+from tests.sglang.server import EMBEDDED, TP1, TWO_PROCESSES
 
 COLUMNS: Final = (EMBEDDED, TP1, TWO_PROCESSES)
 UNRUN: Final = "–"
-
-
-class Cell(NamedTuple):
-    """How a behaviour was found on one engine."""
-
-    outcome: str  # passed, failed or skipped
-    version: str
-
-    def __str__(self) -> str:
-        return {"passed": "yes"}.get(self.outcome, self.outcome.upper())
+PASSED: Final = "passed"
 
 
 class Matrix:
     """Behaviours by engines."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, dict[str, Cell]] = {}
+        self._rows: dict[str, dict[str, str]] = {}
         self._versions: dict[str, str] = {}
 
-    def note(self, behaviour: str, layout: str, outcome: str, server: Server | None) -> None:
+    def note(self, behaviour: str, layout: str, outcome: str, version: str) -> None:
         """Take the outcome of a test; of several tests of a behaviour the worst counts."""
-        if layout not in self._versions and server is not None and server.alive and outcome == "passed":
-            self._versions[layout] = server.version()
+        if version:
+            self._versions.setdefault(layout, version)
         row = self._rows.setdefault(behaviour, {})
-        if layout not in row or row[layout].outcome == "passed":
-            row[layout] = Cell(outcome, "")
+        if layout not in row or row[layout] == PASSED:
+            row[layout] = outcome
 
     def report(self, write: Callable[[str], None]) -> None:
         """Write it as a table of Markdown, if any test of the contract ran."""
@@ -50,4 +41,11 @@ class Matrix:
         yield f"| behaviour, {today} | {' | '.join(heads)} |"
         yield "|---|" + "---|" * len(COLUMNS)
         for behaviour, row in sorted(self._rows.items()):
-            yield f"| {behaviour} | {' | '.join(str(row.get(name, UNRUN)) for name in COLUMNS)} |"
+            yield f"| {behaviour} | {' | '.join(shown(row.get(name)) for name in COLUMNS)} |"
+
+
+def shown(outcome: str | None) -> str:
+    """What stands in the table for an outcome; none: the test did not run."""
+    if outcome is None:
+        return UNRUN
+    return "yes" if outcome == PASSED else outcome.upper()

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -100,6 +101,7 @@ class Server:
         for process in self.processes:
             process.wait(STOP_S)
 
+    @cached_property
     def version(self) -> str:
         """Of the server's package, as it says itself."""
         info: dict[str, Any] = get(f"{self.url}/server_info")[1]
