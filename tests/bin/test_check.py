@@ -167,7 +167,7 @@ REFUSED = {
     "a layer in halves": Case(
         ("trainer.num_processes=2", "trainer.megatron.pipeline_model_parallel_size=2"),
         "trainer.megatron",
-        "num_hidden_layers = 1 of the model does not divide by 2",
+        "num_hidden_layers = 1 of the model: 1 layer cannot be shared by 2 pipeline stages",
     ),
     "ranks left over": Case(
         ("trainer.num_processes=3", "trainer.megatron.tensor_model_parallel_size=2"), "trainer.megatron", "3 ranks"

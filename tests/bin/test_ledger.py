@@ -28,7 +28,7 @@ from tests.support.log_of_a_run import LOG, THE_END
 ROOT = Path(__file__).parents[2]
 COMMAND = ROOT / "bin" / "ledger.py"
 RUN = "small"
-BOOKS = {"issued": 8, "trained": 4, "dropped": 2, "failed": 1, "pooled": 0, "ready": 0, "in_flight": 1}
+BOOKS = {"issued": 8, "trained": 4, "skipped": 0, "dropped": 2, "failed": 1, "pooled": 0, "ready": 0, "in_flight": 1}
 
 A_FACT = ActorStarted(actor="a", node="n", pid=1, restarts=0)
 
@@ -92,7 +92,7 @@ def test_a_name_under_runs_is_found_and_told_for_people(ended: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:2] == [
         f"run         {RUN}, not finished (nothing runs it)",
-        "groups      8 issued = 4 trained + 2 dropped + 1 failed + 0 pooled + 0 ready + 1 in flight",
+        "groups      8 issued = 4 trained + 0 skipped + 2 dropped + 1 failed + 0 pooled + 0 ready + 1 in flight",
     ]
 
 

@@ -125,7 +125,16 @@ def test_json_puts_one_line_on_standard_output(tmp_path: Path) -> None:
     (line,) = done.stdout.splitlines()
     result = json.loads(line)
     assert (result["run"], result["steps"], result["reward_last"], result["tokens"]) == ("r", 3, 0.5, 36)
-    groups = {"issued": 3, "trained": 3, "dropped": 0, "failed": 0, "pooled": 0, "ready": 0, "in_flight": 0}
+    groups = {
+        "issued": 3,
+        "trained": 3,
+        "skipped": 0,
+        "dropped": 0,
+        "failed": 0,
+        "pooled": 0,
+        "ready": 0,
+        "in_flight": 0,
+    }
     assert result["groups"] == groups
     assert 0 < result["time_to_first_rollout_s"] < result["seconds"] < 45
     assert "step " in done.stderr

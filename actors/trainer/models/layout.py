@@ -2,6 +2,7 @@
 
 from actors.trainer.models.config import HfConfig
 from runtime.settings.topology import MegatronConfig
+from runtime.wording import count_of
 
 
 def check_layout(model: HfConfig, layout: MegatronConfig) -> None:
@@ -33,6 +34,6 @@ def _check_stages(num_layers: int, layout: MegatronConfig) -> None:
     if left < others or (left % others if others else left) or (others and left // others % virtual):
         stages = f"{others} pipeline stages" + (f" of {virtual} virtual ones" if virtual > 1 else "")
         raise ValueError(
-            f"num_hidden_layers = {num_layers} of the model: {left} layers do not divide by {stages}"
+            f"num_hidden_layers = {num_layers} of the model: {count_of(left, 'layer')} cannot be shared by {stages}"
             + (f", {', '.join(named)} taken off" if named else "")
         )

@@ -1,0 +1,53 @@
+"""Which pipeline layouts hold how many layers, as Megatron-core shares them."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from actors.trainer.models.config import HfConfig, read_hf_config
+from actors.trainer.models.layout import check_layout
+from runtime.settings.topology import MegatronConfig
+from tests.actors.trainer.tiny import TINY
+
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+
+
+def layout_of(pipeline: int, virtual: int | None = None, **named: Any) -> MegatronConfig:
+    return MegatronConfig(pipeline_model_parallel_size=pipeline, virtual_pipeline_model_parallel_size=virtual, **named)
+
+
+@pytest.mark.parametrize(
+    ("layers", "layout"),
+    [
+        (4, layout_of(1)),
+        (4, layout_of(2)),
+        (4, layout_of(2, **{FIRST: 1})),
+        (4, layout_of(2, **{FIRST: 1, LAST: 3})),
+        (8, layout_of(4, 2)),
+        (5, layout_of(3, **{LAST: 1})),
+    ],
+)
+def test_layers_that_stages_can_share(layers: int, layout: MegatronConfig, tmp_path: Path) -> None:
+    check_layout(model_of(layers, tmp_path), layout)
+
+
+@pytest.mark.parametrize(
+    ("layers", "layout", "reason"),
+    [
+        (1, layout_of(2), "1 layer cannot be shared by 2 pipeline stages"),
+        (7, layout_of(4, 2), "7 layers cannot be shared by 4 pipeline stages of 2 virtual ones"),
+        (4, layout_of(2, **{FIRST: 1, LAST: 2}), f"{FIRST}, {LAST} taken off"),
+        (4, layout_of(1, **{FIRST: 4}), f"{FIRST} = 4: is for several pipeline stages"),
+        (8, layout_of(4, 2, **{FIRST: 1}), "divides by their virtual stages"),
+    ],
+)
+def test_layers_that_stages_cannot_share(layers: int, layout: MegatronConfig, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=reason):
+        check_layout(model_of(layers, tmp_path), layout)
+
+
+def model_of(layers: int, directory: Path) -> HfConfig:
+    (directory / "config.json").write_bytes(msgspec.json.encode(TINY | {"num_hidden_layers": layers}))
+    return read_hf_config(directory)
