@@ -64,6 +64,8 @@ ACCEPTED = {
             "trainer.num_processes=2",
             "trainer.megatron.tensor_model_parallel_size=2",
             "trainer.megatron.sequence_parallel=true",
+            "trainer.megatron.recompute_granularity=selective",
+            "trainer.optimizer.use_distributed_optimizer=true",
             "model.dtype=bfloat16",
         )
     ),
@@ -92,6 +94,9 @@ ACCEPTED = {
             "train.num_epoch=1",
             "rollout.max_response_len=64",
             "rollout.max_context_len=20",
+            "trainer.num_processes=2",
+            "trainer.megatron.context_parallel_size=2",
+            "trainer.packed=true",
         )
     ),
     "demonstrations": Case((), file=SFT),
