@@ -104,7 +104,7 @@ def load_checkpoint(replica: Replica, path: Path) -> int:
         inner["state"].setdefault("common_step", torch.tensor(0.0))  # Megatron does not save a count of zero
     replica.optimizer.load_state_dict(state["optimizer"])
     _own_step_counts(replica.optimizer)
-    torch.set_rng_state(state["rng"])
+    torch.set_rng_state(state["rng"][dist.get_rank() % len(state["rng"])])
     replica.skipped_in_a_row = state["skipped_in_a_row"]
     return state["step"]
 
@@ -117,7 +117,14 @@ def _state(replica: Replica, *, step: int, loading: bool) -> dict[str, Any]:
         model if len(model) > 1 else model["model"], loading, metadata=FORMAT
     )
     plain = {"step": step, "skipped_in_a_row": replica.skipped_in_a_row, DISTRIBUTED: replica.is_distributed}
-    return {**model, "optimizer": optimizer, "rng": torch.get_rng_state(), **plain}
+    return {**model, "optimizer": optimizer, "rng": _random_states(), **plain}
+
+
+def _random_states() -> list[torch.Tensor]:
+    """Of every rank, on each: Megatron expects ranks to agree about what is saved once."""
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, torch.get_rng_state())
+    return states
 
 
 def _check_optimizer(replica: Replica, path: Path) -> None:
