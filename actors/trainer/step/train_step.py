@@ -23,6 +23,7 @@ from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
 from actors.trainer.step.metrics import SFT_SUMS, SUMS, difference_metrics, reduced_sums, sampling_metrics, size_metrics
 from actors.trainer.step.reference import ReferenceModel
+from runtime.settings.placement import max_sample_tokens
 from runtime.settings.recipe import trains_demonstrations
 from runtime.settings.topology import Topology
 
@@ -114,7 +115,7 @@ class TrainStep:
             shared = plan_micro_batches(
                 batch.lengths_B,
                 samples,
-                max_tokens=self._topology.train.max_tokens_per_gpu,
+                max_tokens=max_sample_tokens(self._topology),
                 num_replicas=ranks.data_parallel_size(),
                 packed=packed,
             )
