@@ -5,6 +5,7 @@ from typing import Any
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 DISTRIBUTED = {"use_distributed_optimizer": True}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,9 @@ class Layout:
     num_layers: int = 4
 
 
-def _layout(world: int, *, distributed: bool = False, num_layers: int = 4, **sizes: Any) -> Layout:
+def _layout(
+    world: int, *, distributed: bool = False, overlap: bool = False, num_layers: int = 4, **sizes: Any
+) -> Layout:
     short = {
         "tp": "tensor_model_parallel_size",
         "pp": "pipeline_model_parallel_size",
@@ -28,7 +31,7 @@ def _layout(world: int, *, distributed: bool = False, num_layers: int = 4, **siz
         "first": "num_layers_in_first_pipeline_stage",
     }
     megatron = {short[name]: size for name, size in sizes.items()}
-    return Layout(world, megatron, DISTRIBUTED if distributed else {}, {}, num_layers)
+    return Layout(world, megatron, DISTRIBUTED if distributed else {}, OVERLAP if overlap else {}, num_layers)
 
 
 LAYOUTS = {
@@ -49,6 +52,7 @@ LAYOUTS = {
     "CP2xDP2+DO": _layout(4, cp=2, distributed=True),
     "DP4+DO": _layout(4, distributed=True),
     "PP4xVPP2": _layout(4, pp=4, vpp=2, num_layers=8),
+    "DP2+DO, overlapped": _layout(2, distributed=True, overlap=True),
 }
 
 
