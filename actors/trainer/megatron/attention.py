@@ -71,8 +71,9 @@ class CoreAttention(nn.Module):
         """Return [s, b, heads * d], or [t, heads * d] when packed."""
         context = _context()
         if packed_seq_params is None:
-            attend = self._padded if context.size == 1 else self._padded_part
-            return attend(query, key, value).flatten(2)
+            if context.size > 1:
+                return self._padded_part(query, key, value, context).flatten(2)
+            return self._padded(query, key, value).flatten(2)
         lengths: Ints = packed_seq_params.lengths
         if context.size > 1:
             return self._packed_part(query, key, value, lengths, context).flatten(1)
@@ -88,11 +89,10 @@ class CoreAttention(nn.Module):
         )
         return context.permute(2, 0, 1, 3)
 
-    def _padded_part(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _padded_part(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         """Each of the two chunks attends to all that is before its end."""
-        context = _context()
         whole = query.size(0) * context.size
-        key, value = _gathered(key, value, np.array([whole]))
+        key, value = _gathered(key, value, np.array([whole]), context)
         chunk = query.size(0) // 2
         parts: list[Tensor] = []
         for index, which in enumerate((context.rank, context.multiple - 1 - context.rank)):
@@ -107,7 +107,7 @@ class CoreAttention(nn.Module):
         return torch.cat(parts)
 
     def _packed_part(self, query: Tensor, key: Tensor, value: Tensor, lengths: Ints, context: Context) -> Tensor:
-        key, value = _gathered(key, value, lengths)
+        key, value = _gathered(key, value, lengths, context)
         if not query.is_cuda:
             return self._masked(query, key, value, lengths, torch.from_numpy(context.kept(lengths)))
         out = torch.empty_like(query)
@@ -173,10 +173,10 @@ def _context() -> Context:
     return Context(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size())
 
 
-def _gathered(key: Tensor, value: Tensor, lengths: Ints) -> tuple[Tensor, Tensor]:
+def _gathered(key: Tensor, value: Tensor, lengths: Ints, context: Context) -> tuple[Tensor, Tensor]:
     """Keys and values of all positions in order; heads may differ in size, not in number."""
     group, size = parallel_state.get_context_parallel_group(), key.size(-1)
     both = _Gather.apply(torch.cat([key, value], dim=-1), group)
-    order = torch.from_numpy(_context().order(lengths)).to(key.device)
+    order = torch.from_numpy(context.order(lengths)).to(key.device)
     ordered = both.flatten(0, 1)[order]  # pyright: ignore[reportOptionalMemberAccess]
     return ordered[..., :size], ordered[..., size:]

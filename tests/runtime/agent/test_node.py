@@ -203,8 +203,9 @@ async def test_a_killed_nats_server_comes_back_on_its_port_and_the_run_goes_on(t
     assert (tmp_path / "r" / "bus.url").read_text() == url
 
 
-async def test_servers_are_found_in_the_kv_where_they_listen_now(tmp_path: Path) -> None:
-    server = ProcessSpec(
+def listening_server() -> ProcessSpec:
+    """A server whose address is on the bus."""
+    return ProcessSpec(
         name="engine.policy.0",
         command=(sys.executable, "-c", LISTENER, "{port}"),
         port=PortRequest(),
@@ -212,8 +213,11 @@ async def test_servers_are_found_in_the_kv_where_they_listen_now(tmp_path: Path)
         address_key="address.engine.policy.0",
         stage=Stage.SERVICE,
     )
+
+
+async def test_servers_are_found_in_the_kv_where_they_listen_now(tmp_path: Path) -> None:
     go_on = tmp_path / "go_on"
-    running = Running(plan(tmp_path / "r", server, player("1", "--wait", str(go_on))))
+    running = Running(plan(tmp_path / "r", listening_server(), player("1", "--wait", str(go_on))))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(running.run)
         await running.shown("step 1/3")
@@ -237,16 +241,8 @@ async def test_servers_are_found_in_the_kv_where_they_listen_now(tmp_path: Path)
 async def test_a_server_is_killed_and_started_again_when_that_is_asked_for_once_for_each_process(
     tmp_path: Path,
 ) -> None:
-    server = ProcessSpec(
-        name="engine.policy.0",
-        command=(sys.executable, "-c", LISTENER, "{port}"),
-        port=PortRequest(),
-        ready=WhenListening(),
-        address_key="address.engine.policy.0",
-        stage=Stage.SERVICE,
-    )
     go_on = tmp_path / "go_on"
-    running = Running(plan(tmp_path / "r", server, player("1", "--wait", str(go_on))))
+    running = Running(plan(tmp_path / "r", listening_server(), player("1", "--wait", str(go_on))))
 
     async def kill(bus: Bus, address: Address, **fields: Any) -> KillAnswered:
         asked = {"process": "engine.policy.0", "pid": address.pid, "reason": "no token for 3 s", **fields}
