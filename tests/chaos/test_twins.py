@@ -50,10 +50,13 @@ async def test_of_two_buffers_one_remains_and_the_run_goes_on(tmp_path: Path) ->
         await command.log.until_trained(3)
         await command.log.pass_over(moments.randrange(EVENTS_PER_STEP))
         first = psutil.Process(command.log.pids["buffer"])
+        trainer = psutil.Process(command.log.pids["trainer"])
+        trainer.suspend()  # or the run may end before the second one is up
         with by_hand(run, "buffer") as second:
             started = await command.log.until(lambda event: isinstance(event, BufferStarted))
             assert isinstance(started, BufferStarted)
             assert started.incarnation == 2
+            trainer.resume()
             ended = await command.log.until(lambda event: isinstance(event, ActorExited))
             assert isinstance(ended, ActorExited)
             assert (ended.actor, ended.exit_code, ended.restart_in_s) == ("buffer", EXIT_FENCED, None)
