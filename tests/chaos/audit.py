@@ -206,7 +206,7 @@ def check_evaluations(log: Log, run: Run) -> None:
 
 
 def _first_answers(log: Log, step: int) -> dict[tuple[str, int], EvalCompleted]:
-    """What counts of each item: a buffer that takes over asks again for what it has not read, and that may come late."""
+    """What counts of each item: a new buffer asks again for what it has not read, which may come late."""
     first: dict[tuple[str, int], EvalCompleted] = {}
     for _, event in log:
         if isinstance(event, EvalCompleted) and event.step == step:
