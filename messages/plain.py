@@ -3,9 +3,9 @@
 A JSON decoder takes integers of any length and lists as deep as its stack; an encoder that meets them later raises.
 """
 
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from operator import attrgetter
 from types import NoneType
 from typing import Any, Final, cast, get_args, get_type_hints
 
@@ -18,6 +18,7 @@ MIN_INT: Final = -(2**63)  # what msgpack holds
 MAX_INT: Final = 2**64 - 1
 _PLAIN: Final = frozenset({str, float, bool, NoneType})
 _LONG: Final = b"0" * 19  # digits of the shortest number that may be out of range
+_Values = Callable[[msgspec.Struct], tuple[Any, ...]]
 _DIGITS: Final = bytes(ord("0") if chr(code).isdigit() else ord(" ") for code in range(128)) + b" " * 128
 
 
@@ -57,16 +58,15 @@ def check_open_fields(message: msgspec.Struct) -> None:
     Raises:
         ValueError: too deep, an integer out of range, or a key that is no string or integer.
     """
-    for name, is_open in _plan(type(message)):
-        value = getattr(message, name)
-        if not value:
-            continue
-        if is_open:
+    open_values, structs = _plan(type(message))
+    for value in open_values(message):
+        if value:
             check_plain(value)
-        elif type(value) is tuple:
+    for value in structs(message):
+        if type(value) is tuple:
             for item in cast("tuple[msgspec.Struct]", value):
                 check_open_fields(item)
-        else:
+        elif value:
             check_open_fields(value)
 
 
@@ -121,22 +121,36 @@ def _integers(value: Any) -> Iterator[int]:
 
 def has_open_fields(struct: type[msgspec.Struct]) -> bool:
     """Whether anything in messages of this type is typed `Any`."""
-    return bool(_plan(struct))
+    return any(_open_fields(struct))
 
 
 @cache
-def _plan(struct: type[msgspec.Struct]) -> tuple[tuple[str, bool], ...]:
-    """The fields to look into: name, and whether it is an open one rather than one of structs with open fields."""
-    found: list[tuple[str, bool]] = []
+def _plan(struct: type[msgspec.Struct]) -> tuple[_Values, _Values]:
+    """What gives the values to look into, all in one call: those of open fields, and structs with such fields."""
+    open_names, struct_names = _open_fields(struct)
+    return _getter(open_names), _getter(struct_names)
+
+
+def _getter(names: tuple[str, ...]) -> _Values:
+    if len(names) == 1:
+        get = attrgetter(names[0])
+        return lambda message: (get(message),)
+    return attrgetter(*names) if names else lambda _: ()
+
+
+@cache
+def _open_fields(struct: type[msgspec.Struct]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the fields typed `Any`, and of those with structs that have such fields."""
+    found: tuple[list[str], list[str]] = ([], [])
     hints = get_type_hints(struct)
     for name in struct.__struct_fields__:
         parts = set(_parts(hints[name]))
         nested = [part for part in parts if isinstance(part, type) and issubclass(part, msgspec.Struct)]
         if Any in parts:
-            found.append((sys.intern(name), True))
-        elif any(_plan(part) for part in nested):
-            found.append((sys.intern(name), False))
-    return tuple(found)
+            found[0].append(name)
+        elif any(has_open_fields(part) for part in nested):
+            found[1].append(name)
+    return tuple(found[0]), tuple(found[1])
 
 
 def _parts(hint: Any) -> Iterator[Any]:

@@ -97,10 +97,13 @@ class _Client(Client):
     """
 
     def _build_message(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: Headers | None) -> Msg:
-        subject = subject.decode(errors="replace").encode()
+        if not subject.isascii():
+            subject = subject.decode(errors="replace").encode()
         return super()._build_message(sid, subject, reply, data, headers)  # pyright: ignore[reportUnknownMemberType]
 
     async def _process_headers(self, headers: bytes | None) -> Headers | None:
+        if not headers:
+            return None
         try:
             return await super()._process_headers(headers)  # pyright: ignore[reportUnknownMemberType]
         except (ValueError, LookupError):
@@ -228,7 +231,7 @@ class Connection:
         size = wire_size(payload, headers)
         if size > self._client.max_payload:
             raise MessageTooLarge(subject, size, self._client.max_payload)
-        if len(subject.encode()) > MAX_SUBJECT_BYTES:
+        if len(subject) > MAX_SUBJECT_BYTES or (not subject.isascii() and len(subject.encode()) > MAX_SUBJECT_BYTES):
             raise MessageTooLarge(subject[:80] + "...", len(subject), MAX_SUBJECT_BYTES)
 
     async def send(self, subject: str, payload: bytes, headers: Headers | None = None, reply: str = "") -> None:
