@@ -14,7 +14,7 @@ from runtime.bus.addresses import address_key
 from runtime.import_path import ROOT
 from runtime.settings.devices import HIDDEN, NVIDIA
 from runtime.settings.placement import gpus_of, num_engines
-from runtime.settings.processes import AnswersHttp, OneServer, PortRequest, ProcessSpec, Stage, WhenListening
+from runtime.settings.processes import AnswersHttp, OneServer, PortRequest, ProcessSpec, Tier, WhenListening
 from runtime.settings.topology import EngineConfig, Topology
 
 OURS: Final = {
@@ -83,7 +83,7 @@ def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, dev
         unresponsive_after_s=engine.unresponsive_after_s,
         crash_words=CRASH_WORDS,
         address_key=address_key("engine", pool, index),
-        stage=Stage.SERVICE,
+        tier=Tier.SERVICE,
     )
 
 

@@ -9,7 +9,7 @@ from actors.rollout.engines.server_arguments import LAUNCH
 from runtime.bus.addresses import address_key
 from runtime.settings.devices import HIDDEN, NVIDIA
 from runtime.settings.placement import gpus_of, home_node, num_ranks
-from runtime.settings.processes import AnswersHttp, PortRequest, ProcessSpec, Stage, WhenListening
+from runtime.settings.processes import AnswersHttp, PortRequest, ProcessSpec, Tier, WhenListening
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
 
 METRICS_HOST = "127.0.0.2"  # the router insists on a port for metrics and fails if it is taken: its own, one host on
@@ -79,7 +79,7 @@ def _router(topology: Topology, pool: str, engine: EngineConfig) -> ProcessSpec:
         probe=AnswersHttp("/liveness"),
         unresponsive_after_s=engine.unresponsive_after_s,
         address_key=address_key("router", pool, 0),
-        stage=Stage.SERVICE,
+        tier=Tier.SERVICE,
     )
 
 

@@ -96,7 +96,7 @@ class SetupError(Exception):
     """The environment could not be made; the message says why and what to do."""
 
 
-class Report:
+class TimedLines:
     """Short lines with the time since the start on stderr; stdout belongs to the command that needed the set-up."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Report:
 
 
 def main(name: str) -> int:
-    report, environment = Report(), ENVIRONMENTS[name]
+    report, environment = TimedLines(), ENVIRONMENTS[name]
     try:
         with only_one(environment, report) as lock_fd, environment.log.open("w") as log:
             Setup(environment, report, log, lock_fd).run()
@@ -124,7 +124,7 @@ def main(name: str) -> int:
 
 
 @contextmanager
-def only_one(environment: Environment, report: Report) -> Generator[int]:
+def only_one(environment: Environment, report: TimedLines) -> Generator[int]:
     """Holds the lock of an environment; waits while another call has it, and says so."""
     with (ROOT / f"{environment.name}.lock").open("a+") as file:
         try:
@@ -153,7 +153,7 @@ def packages_of(text: str) -> dict[str, str]:
 class Setup:
     """One making or update of an environment, under its lock."""
 
-    def __init__(self, environment: Environment, report: Report, log: TextIO, lock_fd: int) -> None:
+    def __init__(self, environment: Environment, report: TimedLines, log: TextIO, lock_fd: int) -> None:
         self._environment = environment
         self._say = report.say
         self._log = log

@@ -37,7 +37,7 @@ class ModelError(ValueError):
     """A model directory cannot be used. The text names the file and what is wrong with it."""
 
 
-class HfConfig(msgspec.Struct, frozen=True):
+class ConfigKeys(msgspec.Struct, frozen=True):
     """The keys of config.json that change what Qwen2, Qwen3 and Llama compute, with the classes' defaults."""
 
     vocab_size: int
@@ -91,7 +91,7 @@ class Rope(msgspec.Struct, frozen=True):
         return frequency * (smooth + (1.0 - smooth) / self.factor)
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """Shape of one decoder-only model. Two models with equal shapes can exchange weights."""
 
     architecture: str
@@ -115,7 +115,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """A model directory: its shape, and what else config.json and generation_config.json say."""
 
-    shape: ModelConfig
+    shape: ModelShape
     max_context: int  # tokens, prompt and response together
     eos_token_ids: frozenset[int]
     dtype: str  # as Hugging Face spells it; of weights that are drawn, not loaded
@@ -148,7 +148,7 @@ def read_model(directory: Path) -> ModelDescription:
     try:
         architecture = _architecture(kind)
         _refuse_unknown(keys)
-        raw = _decode(directory / "config.json", HfConfig)
+        raw = _decode(directory / "config.json", ConfigKeys)
         return ModelDescription(
             shape=_shape(raw, architecture),
             max_context=raw.max_position_embeddings,
@@ -180,10 +180,10 @@ def _ids(value: int | tuple[int, ...] | None) -> frozenset[int]:
     return frozenset((value,) if isinstance(value, int) else value)
 
 
-def _shape(raw: HfConfig, architecture: str) -> ModelConfig:
+def _shape(raw: ConfigKeys, architecture: str) -> ModelShape:
     _refuse_unsupported(raw)
     qwen2 = architecture == "Qwen2ForCausalLM"
-    return ModelConfig(
+    return ModelShape(
         architecture=architecture,
         model_type=next(kind for kind, name in ARCHITECTURES.items() if name == architecture),
         vocab_size=raw.vocab_size,
@@ -220,18 +220,18 @@ def _architecture(raw: _Kind) -> str:
 def _refuse_unknown(keys: Mapping[str, Any]) -> None:
     """Refuse keys that say something and that nobody here reads."""
     for key, value in keys.items():
-        known = key in HfConfig.__struct_fields__ or key in WITHOUT_EFFECT or key.startswith(NOTES)
+        known = key in ConfigKeys.__struct_fields__ or key in WITHOUT_EFFECT or key.startswith(NOTES)
         if not known and value is not None and value is not False:
             raise ValueError(f"{key} is not understood, and may change what the model computes")
 
 
-def _even_head(raw: HfConfig) -> int:
+def _even_head(raw: ConfigKeys) -> int:
     if raw.hidden_size % raw.num_attention_heads:
         raise ValueError(f"hidden_size {raw.hidden_size} does not split into {raw.num_attention_heads} heads")
     return raw.hidden_size // raw.num_attention_heads
 
 
-def _refuse_unsupported(raw: HfConfig) -> None:
+def _refuse_unsupported(raw: ConfigKeys) -> None:
     sizes = (raw.vocab_size, raw.hidden_size, raw.intermediate_size, raw.num_hidden_layers, raw.num_attention_heads)
     if min(sizes) < 1 or raw.num_attention_heads % (raw.num_key_value_heads or 1):
         raise ValueError("sizes must be positive, and num_key_value_heads must divide num_attention_heads")
@@ -254,7 +254,7 @@ def _rope_kind(parameters: Mapping[str, Any]) -> str:
     return parameters.get("rope_type", parameters.get("type", "default"))
 
 
-def _rope(raw: HfConfig) -> Rope:
+def _rope(raw: ConfigKeys) -> Rope:
     """Join the two spellings of rotary parameters: transformers 4 (rope_theta, rope_scaling) and 5."""
     parameters: dict[str, Any] = dict(raw.rope_scaling or {}) | dict(raw.rope_parameters or {})
     theta = float(parameters.get("rope_theta") or raw.rope_theta or 10000.0)

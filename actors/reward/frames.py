@@ -21,13 +21,13 @@ class GraderSpec(msgspec.Struct, frozen=True, kw_only=True):
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """First frame to a process: what it grades with."""
 
-    graders: tuple[GraderSpec, ...] = ()  # resolved before it says Ready; others when first asked for
+    graders: tuple[GraderSpec, ...] = ()  # resolved before it says that it is ready; others when first asked for
     base_dirs: tuple[str, ...] = ()  # where relative plug-in files are looked for
     reward_key: str | None = None  # which value of a dict is the reward
     cpu_s: float | None = None  # processor time of one call
 
 
-class Ready(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):
     """First frame from a process: it can grade, or why not."""
 
     error: str | None = None

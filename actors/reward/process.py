@@ -11,7 +11,7 @@ import anyio
 import anyio.abc
 import msgspec
 
-from actors.reward.frames import FrameBuffer, FrameError, Graded, Hello, Ready, encode_frame
+from actors.reward.frames import FrameBuffer, FrameError, Graded, Hello, WorkerReady, encode_frame
 from actors.reward.keeper import children_of
 from actors.reward.printed import Printed
 from actors.reward.sandbox import Sandbox
@@ -86,11 +86,11 @@ class GraderProcess:
             raise GraderUnusableError(ready.error)
         return process
 
-    async def _greet(self, hello: Hello, timeout_s: float) -> Ready:
+    async def _greet(self, hello: Hello, timeout_s: float) -> WorkerReady:
         try:
             with anyio.fail_after(timeout_s):
                 await self._stdin.send(encode_frame(hello))
-                return msgspec.msgpack.decode(await self._receive_frame(), type=Ready)
+                return msgspec.msgpack.decode(await self._receive_frame(), type=WorkerReady)
         except TimeoutError as error:
             raise GraderStartError(f"a grader process was not ready after {timeout_s:g} s") from error
         except (GraderDiedError, anyio.BrokenResourceError, msgspec.DecodeError) as error:

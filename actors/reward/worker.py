@@ -23,7 +23,7 @@ from actors.reward.frames import (
     Graded,
     GraderSpec,
     Hello,
-    Ready,
+    WorkerReady,
     encode_frame,
     read_frame,
     write_all,
@@ -67,14 +67,14 @@ class Worker:
         self._graders: dict[GraderSpec, Call] = {}
         self._wait = Waiter()
 
-    def check(self) -> Ready:
+    def check(self) -> WorkerReady:
         """Resolve the graders that are known at start."""
         try:
             for spec in self._hello.graders:
                 self._grader(spec)
         except ValueError as error:
-            return Ready(error=str(error))
-        return Ready()
+            return WorkerReady(error=str(error))
+        return WorkerReady()
 
     def answer(self, grade: Grade) -> None:
         """Grade and write one frame per sample, each as soon as it is known: the pool times them one by one."""
@@ -118,7 +118,9 @@ def work(refusal: str | None) -> int:
     if frame is None:
         return EXIT_NO_HELLO
     if refusal is not None:
-        write_all(fd_out, encode_frame(Ready(error=f'reward.sandbox = "isolated": this machine refuses: {refusal}')))
+        write_all(
+            fd_out, encode_frame(WorkerReady(error=f'reward.sandbox = "isolated": this machine refuses: {refusal}'))
+        )
         return EXIT_OK
     signal.signal(signal.SIGXCPU, _end_call)
     worker = Worker(msgspec.msgpack.decode(frame, type=Hello), fd_out)

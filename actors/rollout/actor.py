@@ -33,7 +33,7 @@ from actors.rollout.groups.tools import Tools
 from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.sending import Generator
 from actors.rollout.requests.served_model import ServedModel
-from actors.rollout.requests.watching import Limits, Watchdog
+from actors.rollout.requests.watching import Patience, Watchdog
 from actors.rollout.sessions.conversation import Conversation
 from actors.rollout.sessions.functions import find_generate_function
 from actors.rollout.sglang.client import SglangClient
@@ -163,7 +163,7 @@ class RolloutActor(Actor):
             group.start_soon(tools.generator.running.run)
             group.start_soon(self._follow_log, fleet, tools.generator.running)
             group.start_soon(self._report_versions, fleet)
-            limits = Limits(first_s=pool.first_token_after_s, next_s=pool.next_token_after_s)
+            limits = Patience(first_s=pool.first_token_after_s, next_s=pool.next_token_after_s)
             group.start_soon(Watchdog(fleet, tools.generator.running, limits).run)
             group.start_soon(fleet.notices.run, self._bus)
             group.start_soon(self._spill_long_runs)

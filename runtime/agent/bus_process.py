@@ -9,7 +9,7 @@ from runtime.agent.claims.rundir import BUS_FILE
 from runtime.agent.node_plan import NodePlan
 from runtime.bus.errors import BusUnavailable
 from runtime.bus.nats.server import NoProgress, ServerSettings, server_command, wait_ready, write_config
-from runtime.settings.processes import Greets, NotReady, PortRequest, ProcessSpec, Stage, WhenConfirmed
+from runtime.settings.processes import Greets, NotReady, PortRequest, ProcessSpec, Tier, WhenConfirmed
 
 BUS_PROCESS = "nats-server"
 BUS_STOP_S = 1.5
@@ -39,7 +39,7 @@ def bus_process(plan: NodePlan, server: ServerSettings) -> ProcessSpec:
         ready_timeout_s=math.inf,  # as long as it reads its store
         probe=Greets(),
         unresponsive_after_s=plan.bus_unresponsive_after_s,
-        stage=Stage.BUS,
+        tier=Tier.BUS,
         stop_timeout_s=BUS_STOP_S,
     )
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import structlog
 
 from messages import BatchTrained, Message, RunFailed, RunFinished, TrainerStarted
-from runtime.agent.node_plan import NodePlan, Outcome
+from runtime.agent.node_plan import NodePlan, RunEnd
 from runtime.agent.reporting import Reporting
 from runtime.agent.stalls import StallWatch
 from runtime.bus.bus import Bus
@@ -24,7 +24,7 @@ class Follower:
     """
 
     def __init__(
-        self, plan: NodePlan, reporting: Reporting, *, progress: Callable[[], None], end: Callable[[Outcome], None]
+        self, plan: NodePlan, reporting: Reporting, *, progress: Callable[[], None], end: Callable[[RunEnd], None]
     ) -> None:
         self._plan = plan
         self._reporting = reporting
@@ -57,9 +57,9 @@ class Follower:
             case TrainerStarted(step=step):
                 self._advance(step)
             case RunFinished(steps=steps) if live or steps >= self._plan.num_steps:
-                self._end(Outcome(finished=True))  # an earlier start may have finished with fewer steps to do
+                self._end(RunEnd(finished=True))  # an earlier start may have finished with fewer steps to do
             case RunFailed(reason=reason) if live:
-                self._end(Outcome(finished=False, error=reason))
+                self._end(RunEnd(finished=False, error=reason))
             case _:
                 pass
 

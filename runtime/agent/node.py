@@ -15,7 +15,7 @@ from runtime.agent.claims.run_id import RunMismatch, check_run_id, settle_run_id
 from runtime.agent.claims.rundir import BUS_FILE
 from runtime.agent.display import Show
 from runtime.agent.follow import Follower
-from runtime.agent.node_plan import NodePlan, Outcome
+from runtime.agent.node_plan import NodePlan, RunEnd
 from runtime.agent.publishing import forget_addresses, publish_changes
 from runtime.agent.reporting import Reporting
 from runtime.agent.stalls import StallWatch
@@ -28,7 +28,7 @@ from runtime.bus.limits import BusLimits
 from runtime.exit_codes import EXIT_FENCED
 from runtime.failures import leaves
 from runtime.secrets import Secret, with_login, write_private
-from runtime.settings.processes import ProcessSpec, Stage
+from runtime.settings.processes import ProcessSpec, Tier
 
 log = structlog.get_logger()
 
@@ -55,11 +55,11 @@ class NodeAgent:
         send, receive = anyio.create_memory_object_stream[Change](CHANGES_BOUND)
         self._changes, self._changes_to_tell = send, receive
         self._ending = anyio.Event()
-        self._outcome: Outcome | None = None
+        self._outcome: RunEnd | None = None
         self._bus_url = None if plan.bus_url is None else Secret(with_login(plan.bus_url, plan.bus_login))
         self._bus_ready = anyio.Event()
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RunEnd:
         """Run the node; returns after everything has ended."""
         async with anyio.create_task_group() as showing:
             showing.start_soon(self.reporting.display.run)
@@ -67,7 +67,7 @@ class NodeAgent:
             self.reporting.close()
             await self.reporting.display.close()
             showing.cancel_scope.cancel()
-        return self._outcome or Outcome(finished=False, error="ended without a reason")
+        return self._outcome or RunEnd(finished=False, error="ended without a reason")
 
     async def _run(self) -> None:
         with self._changes, self._changes_to_tell:
@@ -77,9 +77,9 @@ class NodeAgent:
                 try:
                     await self._work()
                 except* BusError as errors:
-                    self._end(Outcome(finished=False, error=f"the bus failed: {leaves(errors)[0]}"))
+                    self._end(RunEnd(finished=False, error=f"the bus failed: {leaves(errors)[0]}"))
                 except* OSError as errors:  # a full disk, for one
-                    self._end(Outcome(finished=False, error=f"the agent failed: {leaves(errors)[0]}"))
+                    self._end(RunEnd(finished=False, error=f"the agent failed: {leaves(errors)[0]}"))
                 await self._supervision.stop()
                 tasks.cancel_scope.cancel()
 
@@ -97,10 +97,10 @@ class NodeAgent:
             try:
                 claim = await self._claimed(bus)
             except NodeClaimed as error:
-                self._end(Outcome(finished=False, error=str(error)))
+                self._end(RunEnd(finished=False, error=str(error)))
                 return
             except RunMismatch as error:
-                self._end(Outcome(finished=False, refused=str(error)))
+                self._end(RunEnd(finished=False, refused=str(error)))
                 return
             try:
                 await self._run_processes(bus, claim)
@@ -134,7 +134,7 @@ class NodeAgent:
             tasks.start_soon(self.reporting.run, bus)
             tasks.start_soon(self._follower.follow, bus, self._watch(bus, tasks))
             await self._ending.wait()
-            await self._supervision.stop(Stage.ACTOR, Stage.SERVICE)
+            await self._supervision.stop(Tier.ACTOR, Tier.SERVICE)
             await self.reporting.finish()
             tasks.cancel_scope.cancel()
 
@@ -148,7 +148,7 @@ class NodeAgent:
         try:
             await claim.keep()
         except NodeClaimed as error:
-            self._end(Outcome(finished=False, error=str(error)))
+            self._end(RunEnd(finished=False, error=str(error)))
 
     async def _obey_signals(self, everything: anyio.CancelScope) -> None:
         """The first signal asks for an orderly end, a second one or a passed deadline cancels everything."""
@@ -161,10 +161,10 @@ class NodeAgent:
                     everything.cancel()
                     return
                 self._show(f"{number.name}: stopping; once more to stop at once")
-                self._end(Outcome(finished=False, stopped_by=number))
+                self._end(RunEnd(finished=False, stopped_by=number))
                 everything.deadline = anyio.current_time() + STOP_DEADLINE_S
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, outcome: RunEnd) -> None:
         """The first reason to end counts, except that a person's wish outdoes what it interrupts."""
         if self._outcome is None or (outcome.stopped_by is not None and not self._outcome.finished):
             self._outcome = outcome
@@ -177,7 +177,7 @@ class NodeAgent:
                 if change.exit_code == EXIT_FENCED:
                     self._show(f"{change.spec.name} is not started again: another process does its work")
                 elif change.spec.critical and not self._ending.is_set():
-                    self._end(Outcome(finished=False, failure=change))
+                    self._end(RunEnd(finished=False, failure=change))
                 return
             case Ready() if change.spec.name == BUS_PROCESS and not self._bus_ready.is_set():
                 login = None if self._plan.server is None else self._plan.server.login
@@ -203,7 +203,7 @@ class NodeAgent:
         plan = self._plan
         if plan.stall_after_s is None:
             return None
-        actors = [name for spec in plan.processes if spec.stage is Stage.ACTOR for name in spec.name.split("+")]
+        actors = [name for spec in plan.processes if spec.tier is Tier.ACTOR for name in spec.name.split("+")]
         watch = StallWatch(bus, plan.stall_after_s, actors)
         tasks.start_soon(watch.run)
         return watch
@@ -219,9 +219,9 @@ class NodeAgent:
     def _with_secrets(self, spec: ProcessSpec, incarnation: int, key: Secret) -> ProcessSpec:
         """Its environment, which only its owner reads. Engines and routers have no use for the bus."""
         env = {"PHYSARUM_PROCESS": spec.name, **spec.env, "PHYSARUM_INCARNATION": str(incarnation)}
-        if spec.stage is Stage.ACTOR and self._bus_url is not None:
+        if spec.tier is Tier.ACTOR and self._bus_url is not None:
             env[BUS_URL_VARIABLE] = self._bus_url.reveal()
-        if spec.stage is Stage.SERVICE:
+        if spec.tier is Tier.SERVICE:
             env[ENGINE_KEY_VARIABLE] = key.reveal()
         return msgspec.structs.replace(spec, env=env)
 

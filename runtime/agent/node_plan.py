@@ -33,7 +33,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     bus_unresponsive_after_s: float = 60.0
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
     """How it ended."""
 
     finished: bool
@@ -43,7 +43,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None  # when no process failed but the bus did
 
 
-def exit_code_of(outcome: Outcome) -> int:
+def exit_code_of(outcome: RunEnd) -> int:
     """0 finished, 1 failed, 2 wrong input, 128 + signal when stopped."""
     if outcome.finished:
         return EXIT_OK

@@ -20,7 +20,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.bus.limits import BusLimits
 from runtime.bus.nats.server import STORED_STREAMS, ServerSettings, server_command, wait_ready, write_config
-from runtime.ledger.archive import History, history, start_state
+from runtime.ledger.archive import RunEvents, history, start_state
 from runtime.ledger.fold import LedgerState
 from runtime.secrets import Login, Secret, with_login
 
@@ -66,7 +66,7 @@ class FoundRun(msgspec.Struct, frozen=True, kw_only=True):
 class OpenedLog(msgspec.Struct, frozen=True, kw_only=True):
     """A log that can be read."""
 
-    events: History
+    events: RunEvents
     begins: LedgerState | None  # the state before the first event, where what came before is lost
     live: bool  # read from the run's bus, so it may still grow
 

@@ -27,7 +27,7 @@ from runtime.agent.claims.rundir import (
 )
 from runtime.agent.display import Show
 from runtime.agent.node import NodeAgent
-from runtime.agent.node_plan import NodePlan, Outcome, exit_code_of
+from runtime.agent.node_plan import NodePlan, RunEnd, exit_code_of
 from runtime.agent.supervision.changes import GivenUp
 from runtime.bus.nats.server import ServerSettings
 from runtime.exit_codes import EXIT_INPUT_ERROR
@@ -183,7 +183,7 @@ def _command_started() -> float:
     return time.time() - age_s
 
 
-def _headline(run: str, outcome: Outcome) -> str:
+def _headline(run: str, outcome: RunEnd) -> str:
     if outcome.finished:
         return f"run {run} finished"
     if outcome.stopped_by is not None:

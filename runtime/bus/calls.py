@@ -64,7 +64,7 @@ async def ask(connection: Connection, run: str, instance: str, request: Message,
     return answer
 
 
-class Server:
+class CallServer:
     """Answers calls to one instance."""
 
     def __init__(
@@ -152,7 +152,7 @@ async def serve(
 ) -> AsyncGenerator[None, None]:
     """Answer calls to an instance for the duration of a block."""
     async with task_group() as group:
-        server = Server(connection, dead_letters, run, handlers, group)
+        server = CallServer(connection, dead_letters, run, handlers, group)
         subjects = {call_subject(run, instance, message_type.topic) for message_type in handlers}
         listeners = [await connection.subscribe(subject, server.on_message) for subject in sorted(subjects)]
         try:

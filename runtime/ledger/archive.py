@@ -136,14 +136,14 @@ async def newest_snapshot(bus: Bus) -> LedgerState | None:
 
 
 @asynccontextmanager
-async def history(bus: Bus, run_dir: Path, *, buries: bool = False) -> "AsyncGenerator[History, None]":
+async def history(bus: Bus, run_dir: Path, *, buries: bool = False) -> "AsyncGenerator[RunEvents, None]":
     """A run's events from the first on, for the duration of a block.
 
     Args:
         buries: whether what cannot be used becomes a dead letter, rather than being passed over.
     """
     async with bus.read(buries=buries, skips=True) as events:
-        yield History(events, run_dir)
+        yield RunEvents(events, run_dir)
 
 
 class ArchivedBefore:
@@ -167,7 +167,7 @@ class ArchivedBefore:
                     yield event
 
 
-class History:
+class RunEvents:
     """A run's events from the first on: those of the archive, then those of the log.
 
     Args:

@@ -6,8 +6,8 @@ from enum import IntEnum
 import msgspec
 
 
-class Stage(IntEnum):
-    """Who depends on whom: a stage is stopped after all later ones."""
+class Tier(IntEnum):
+    """Who depends on whom: a tier is stopped after all later ones."""
 
     BUS = 0
     SERVICE = 1  # engines, router
@@ -84,7 +84,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     unresponsive_after_s: float = 60.0  # without an answer to probes; then it is killed and counts as failed
     crash_words: tuple[str, ...] = ()  # in its output: it ended itself, whatever signal it took for that
     address_key: str | None = None  # the KV key that gets its URL each time it is ready
-    stage: Stage = Stage.ACTOR
+    tier: Tier = Tier.ACTOR
     critical: bool = True  # whether the run fails when it is given up
     max_restarts: int = 10  # without progress of the run in between
     stop_timeout_s: float = 4.0  # from SIGTERM to SIGKILL

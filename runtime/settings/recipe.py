@@ -154,7 +154,7 @@ class EvalConfig(Config, frozen=True, kw_only=True):
     skip_eval_before_train: bool = False  # no evaluation of the weights that training starts from
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class FilledSampling(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling settings with every default filled in."""
 
     temperature: float
@@ -185,10 +185,10 @@ def over_sampling_batch_size(rollout: RolloutConfig) -> int:
     return rollout.over_sampling_batch_size or rollout.rollout_batch_size
 
 
-def rollout_sampling(recipe: Recipe) -> Sampling:
+def rollout_sampling(recipe: Recipe) -> FilledSampling:
     """How training samples are drawn."""
     rollout = recipe.rollout
-    return Sampling(
+    return FilledSampling(
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
@@ -196,10 +196,10 @@ def rollout_sampling(recipe: Recipe) -> Sampling:
     )
 
 
-def eval_sampling(recipe: Recipe, item: EvalConfig) -> Sampling:
+def eval_sampling(recipe: Recipe, item: EvalConfig) -> FilledSampling:
     """How an evaluation set is drawn: its own settings over the rollout's."""
     rollout = recipe.rollout
-    return Sampling(
+    return FilledSampling(
         temperature=rollout.temperature if item.temperature is None else item.temperature,
         top_p=rollout.top_p if item.top_p is None else item.top_p,
         top_k=rollout.top_k if item.top_k is None else item.top_k,

@@ -36,10 +36,9 @@ from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
 from runtime.bus.nats.server import running_server
 from runtime.host.logs import configure_logging
-from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
-from runtime.ledger.fold import Stage as GroupStage
+from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, Stage, fold
 from runtime.settings.load import load_topology
-from runtime.settings.processes import Stage
+from runtime.settings.processes import Tier
 from runtime.settings.topology import Topology, encode_topology
 from tests.bench.long_tail import Clock, Lengths, Mode, Simulation, Trained, Work, tokens_per_s
 from tests.bench.rig import (
@@ -197,7 +196,7 @@ async def running(
     engine += [f"--base-s={clock.base_s}", f"--per-sample-s={clock.per_sample_s}", f"--slots={clock.slots}"]
     engine += [f"--mean={lengths.mean}", f"--sigma={lengths.sigma}", f"--cap={lengths.cap}", f"--seed={lengths.seed}"]
     services = {"engine": engine, "router": [part.format(host="127.0.0.1", port=port) for part in router.command]}
-    actors = {spec.name: list(spec.command) for spec in specs if spec.stage is Stage.ACTOR}
+    actors = {spec.name: list(spec.command) for spec in specs if spec.tier is Tier.ACTOR}
     trainer = [sys.executable, "-m", "tests.bench.zero_trainer", str(run_dir), f"--step-s={plan.work.train_s}"]
     with processes(services, run_dir, bus_url) as served:
         wait_until_200(f"{engine_url}/ready", served["engine"])
@@ -240,7 +239,7 @@ async def watch(bus: Bus, plan: Plan, watched: dict[str, psutil.Process], engine
 
 
 def in_flight(state: LedgerState) -> bool:
-    return any(group.stage is GroupStage.IN_FLIGHT for group in state.groups.values())
+    return any(group.stage is Stage.IN_FLIGHT for group in state.groups.values())
 
 
 class TokenBooks:

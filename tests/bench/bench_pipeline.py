@@ -38,7 +38,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.nats.server import running_server
 from runtime.host.logs import configure_logging
 from runtime.settings.load import load_topology
-from runtime.settings.processes import Stage
+from runtime.settings.processes import Tier
 from runtime.settings.topology import Topology, encode_topology
 from tests.bench.rig import (
     NATS,
@@ -169,7 +169,7 @@ def services(topology: Topology, run_dir: Path, bus_url: str) -> Iterator[Servic
 @contextmanager
 def actors(topology: Topology, run_dir: Path, bus_url: str) -> Iterator[dict[str, psutil.Process]]:
     """The light actors as a run starts them, and the trainer's stand-in."""
-    commands = {spec.name: list(spec.command) for spec in specs_of(topology, run_dir) if spec.stage is Stage.ACTOR}
+    commands = {spec.name: list(spec.command) for spec in specs_of(topology, run_dir) if spec.tier is Tier.ACTOR}
     commands["trainer"] = [sys.executable, "-m", "tests.bench.zero_trainer", str(run_dir)]
     with processes(commands, run_dir, bus_url) as running:
         yield running

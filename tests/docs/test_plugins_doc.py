@@ -118,8 +118,8 @@ def turn_of(text: str, inputs: list[int]) -> Segment:
     )
 
 
-def kept(group_id: int, reward: float, *, response_len: int) -> selection.GroupSummary:
-    return selection.GroupSummary(
+def kept(group_id: int, reward: float, *, response_len: int) -> selection.SelectableGroup:
+    return selection.SelectableGroup(
         group_id=group_id,
         attempt=0,
         round=0,

@@ -22,7 +22,7 @@ class MortalFrontend(frontend.Frontend):
     """Dies of a token."""
 
     @asynccontextmanager
-    async def generation(self, jobs: Sequence[Job]) -> AsyncGenerator[frontend.Generation]:
+    async def generation(self, jobs: Sequence[Job]) -> AsyncGenerator[frontend.GenerateCall]:
         if any(DEADLY in job.request.prompt_ids for job in jobs):
             await asyncio.sleep(DIES_AFTER_S)
             os._exit(EXIT_CODE)

@@ -16,7 +16,7 @@ from runtime.settings.plugins import OWN, is_plugin, load_plugin
 Kind = Literal["over_sampling_filter", "buffer_filter"]
 
 
-class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
+class SelectableGroup(msgspec.Struct, frozen=True, kw_only=True):
     """What a selection sees of a prompt group. The lists run over its samples; those of the pool may be unfinished."""
 
     group_id: int  # rises in the order of issue
@@ -34,7 +34,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     """A question to a user's function: which of these groups, and in which order."""
 
     kind: Kind
-    groups: tuple[GroupSummary, ...]  # first come first
+    groups: tuple[SelectableGroup, ...]  # first come first
     count: int  # over_sampling_filter: at least so many; buffer_filter: at most so many
 
 
@@ -52,9 +52,9 @@ class SelectionError(ValueError):
 Filter = Callable[[Sequence[Group]], list[int]]
 
 
-def summary_of(group: Group) -> GroupSummary:
+def summary_of(group: Group) -> SelectableGroup:
     """What a selection sees of a group."""
-    return GroupSummary(
+    return SelectableGroup(
         group_id=group.group_id,
         attempt=group.attempt,
         round=group.round,
@@ -131,7 +131,7 @@ def chosen_of(selection: Selection, answer: Any) -> Chosen:
     if not isinstance(answer, Iterable) or isinstance(answer, str | bytes | Mapping):
         raise SelectionError(f"returned {cast('object', answer)!r:.200}; expected groups or their ids")
     items = islice(cast("Iterable[Any]", answer), len(selection.groups) + 1)  # a generator may have no end
-    ids = [item.group_id if isinstance(item, GroupSummary) else item for item in items]
+    ids = [item.group_id if isinstance(item, SelectableGroup) else item for item in items]
     offered = {group.group_id for group in selection.groups}
     unknown = [item for item in ids if isinstance(item, bool) or not isinstance(item, int) or item not in offered]
     if unknown:

@@ -9,7 +9,7 @@ from messages.plain import clipped
 from runtime.ledger.fold import Evaluation, Group, LedgerState, Stage
 from runtime.ledger.groups import longest
 from runtime.samples.stored_prompts import cited
-from runtime.settings.recipe import Sampling, eval_sampling, over_sampling_batch_size, rollout_sampling
+from runtime.settings.recipe import FilledSampling, eval_sampling, over_sampling_batch_size, rollout_sampling
 from runtime.settings.topology import Topology
 
 MAX_REASON_CHARS = 1000
@@ -122,7 +122,7 @@ def eval_tasks(
                 )
 
 
-def _params(topology: Topology, sampling: Sampling, prompt: Prompt) -> SamplingParams:
+def _params(topology: Topology, sampling: FilledSampling, prompt: Prompt) -> SamplingParams:
     rollout = topology.rollout
     room = sampling.max_response_len
     if rollout.max_context_len is not None:

@@ -21,7 +21,7 @@ from runtime.settings.recipe import DataConfig, Recipe, eval_data, max_prompt_le
 WORD: Final = 2**64  # seeds and epochs are taken modulo this
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class PromptPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where a prompt number falls: a pass over all prompts, and the position in their fixed list."""
 
     epoch: int
@@ -56,12 +56,12 @@ class PromptSet:
         """The prompt that was or will be issued as this number, counted from 0 over all epochs."""
         return self._prompts[self.place(number).position]
 
-    def place(self, number: int) -> Place:
+    def place(self, number: int) -> PromptPlace:
         """In which epoch a number falls, and on which prompt."""
         return place_of(number, len(self._prompts), shuffle=self._shuffle, seed=self._seed)
 
 
-def place_of(number: int, num_prompts: int, *, shuffle: bool, seed: int) -> Place:
+def place_of(number: int, num_prompts: int, *, shuffle: bool, seed: int) -> PromptPlace:
     """Order of issue, as a pure function; any number of epochs may lie before `number`.
 
     Raises:
@@ -71,7 +71,7 @@ def place_of(number: int, num_prompts: int, *, shuffle: bool, seed: int) -> Plac
         raise ValueError(f"there is no prompt {number} among {num_prompts}")
     epoch, offset = divmod(number, num_prompts)
     position = int(epoch_order(num_prompts, seed, epoch)[offset]) if shuffle else offset
-    return Place(epoch=epoch, position=position)
+    return PromptPlace(epoch=epoch, position=position)
 
 
 @functools.lru_cache(maxsize=4)  # an epoch's end and the next one's start are asked for side by side

@@ -14,7 +14,7 @@ import msgspec
 import structlog
 from anyio import to_thread
 
-from actors.buffer.storage.records import Pair, Record, Records, payloads_of
+from actors.buffer.storage.records import GroupRecord, Pair, Records, payloads_of
 from messages import Plane, SegmentsPublished
 from runtime.bus.bus import Bus
 from runtime.bus.errors import PayloadLost, PayloadUnreadable
@@ -104,11 +104,11 @@ class Recorder:
             await to_thread.run_sync(write_pair, directory, pair.step, groups, told_by)
             log.debug("samples_dumped", step=pair.step, num_groups=len(groups))
 
-    async def _fetch(self, records: Sequence[Record]) -> list[DumpedGroup]:
+    async def _fetch(self, records: Sequence[GroupRecord]) -> list[DumpedGroup]:
         found: dict[int, DumpedGroup] = {}
         limiter = anyio.Semaphore(FETCHED_AT_ONCE)
 
-        async def fetch(place: int, record: Record) -> None:
+        async def fetch(place: int, record: GroupRecord) -> None:
             async with limiter:
                 group = await self._group(record)
             if group is not None:
@@ -119,7 +119,7 @@ class Recorder:
                 tasks.start_soon(fetch, place, record)
         return [found[place] for place in sorted(found)]
 
-    async def _group(self, record: Record) -> DumpedGroup | None:
+    async def _group(self, record: GroupRecord) -> DumpedGroup | None:
         completed, fate = record.completed, record.fate
         if completed is None or not completed.samples:
             return None

@@ -12,7 +12,7 @@ from runtime.ledger.steps import Settled, TakenBack
 from runtime.samples.dumps import Fate
 
 
-class Record(msgspec.Struct, kw_only=True):
+class GroupRecord(msgspec.Struct, kw_only=True):
     """A group that is not in a trained batch yet, or waits to be written."""
 
     group_id: int
@@ -27,11 +27,11 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     """What belongs into the files of a step."""
 
     step: int
-    batch: tuple[Record, ...]
-    given_up: tuple[Record, ...]
+    batch: tuple[GroupRecord, ...]
+    given_up: tuple[GroupRecord, ...]
 
     @property
-    def records(self) -> list[Record]:
+    def records(self) -> list[GroupRecord]:
         return sorted((*self.batch, *self.given_up), key=lambda record: record.group_id)
 
 
@@ -46,8 +46,8 @@ class Records:
         self.next_step = 0  # of the batch that is not made yet
         self._ledger = LedgerState()
         self._first_step: int | None = None  # of the first batch that the log speaks of
-        self._open: dict[int, Record] = {}
-        self._given_up: list[Record] = []  # completed groups that were, since the newest batch
+        self._open: dict[int, GroupRecord] = {}
+        self._given_up: list[GroupRecord] = []  # completed groups that were, since the newest batch
         self._untrained: dict[int, Pair] = {}  # a batch that is not trained may be taken back
 
     def fold(self, event: Message, seq: int) -> Pair | None:
@@ -76,7 +76,7 @@ class Records:
         """Who starts again needs no event before this one."""
         return min((record.issued_seq for record in self._held()), default=self.position + 1)
 
-    def _held(self) -> Iterable[Record]:
+    def _held(self) -> Iterable[GroupRecord]:
         yield from self._open.values()
         yield from self._given_up
         for pair in self._untrained.values():
@@ -87,7 +87,7 @@ class Records:
             case Issued():
                 for group in change.groups:
                     payload_seq = group.payload_seq
-                    record = Record(group_id=group.group_id, issued_seq=seq, payload_seq=payload_seq)
+                    record = GroupRecord(group_id=group.group_id, issued_seq=seq, payload_seq=payload_seq)
                     self._open.setdefault(group.group_id, record)
             case AttemptEnded():
                 self._end(change, seq)

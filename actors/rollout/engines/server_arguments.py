@@ -46,7 +46,7 @@ class Argument(msgspec.Struct, frozen=True):
     choices: tuple[str, ...] | None = None
 
 
-class Server(msgspec.Struct, frozen=True):
+class InstalledServer(msgspec.Struct, frozen=True):
     """An SGLang as it is installed."""
 
     version: str
@@ -75,7 +75,7 @@ def engine_problems(key: str, engine: EngineConfig, *, cache: Path | None = None
             yield Problem.of(f"{key}.sglang.{name}", value, message)
 
 
-def ask(python: str, env: Mapping[str, str], cache: Path) -> Server:
+def ask(python: str, env: Mapping[str, str], cache: Path) -> InstalledServer:
     """Version and arguments of an interpreter's SGLang; asked again when that changed.
 
     Raises:
@@ -85,10 +85,10 @@ def ask(python: str, env: Mapping[str, str], cache: Path) -> Server:
     asked = json.dumps([shutil.which(python), place, changed, sorted(env.items())])
     kept = cache / f"sglang-{version}-{hashlib.sha256(asked.encode()).hexdigest()[:16]}.json"
     try:
-        return msgspec.json.decode(kept.read_bytes(), type=Server)
+        return msgspec.json.decode(kept.read_bytes(), type=InstalledServer)
     except (OSError, msgspec.MsgspecError):
         said = _last_line(_said(python, env, LAUNCH, "describe", timeout_s=DESCRIBE_TIMEOUT_S))
-    server = Server(version=version, arguments=msgspec.convert(said, tuple[Argument, ...]))
+    server = InstalledServer(version=version, arguments=msgspec.convert(said, tuple[Argument, ...]))
     try:
         cache.mkdir(parents=True, exist_ok=True)
         write_atomically(kept, msgspec.json.encode(server))
@@ -124,7 +124,7 @@ def _last_line(said: str) -> Any:
         raise NotAsked(f"it said {said[-200:]!r}") from error
 
 
-def _refusal(server: Server, name: str, value: object) -> str | None:
+def _refusal(server: InstalledServer, name: str, value: object) -> str | None:
     """Why the server would not take an argument, or None."""
     known = {spelling: argument for argument in server.arguments for spelling in argument.names}
     argument = known.get(name)

@@ -20,20 +20,20 @@ class Standing(Enum):
     POISON = "poison"  # it is not sent any more
 
 
-class Record(NamedTuple):
+class DeathRecord(NamedTuple):
     """What engines came to while they had a request."""
 
     deaths: int = 0
     alone: int = 0  # of them, while it was alone there and nobody killed the engine
 
-    def after_death(self, *, alone: bool, killed: bool) -> "Record":
+    def after_death(self, *, alone: bool, killed: bool) -> "DeathRecord":
         """The record after one more engine died.
 
         Args:
             alone: it had nothing else of ours.
             killed: somebody outside ended it.
         """
-        return Record(self.deaths + 1, self.alone + (alone and not killed))
+        return DeathRecord(self.deaths + 1, self.alone + (alone and not killed))
 
     @property
     def standing(self) -> Standing:

@@ -10,7 +10,7 @@ import structlog
 from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.requests.interrupting import RunningRequests
-from actors.rollout.requests.poison import Record, Standing
+from actors.rollout.requests.poison import DeathRecord, Standing
 from actors.rollout.requests.request import Generated, GenerateRequest
 from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.requests.trials import Trials
@@ -28,7 +28,7 @@ MAX_FAILURES = 10  # of engines on one request, before it is taken for the cause
 STREAM_ABOVE = 256  # tokens that a request may get: a shorter one costs less to repeat than to stream
 
 
-class Place(NamedTuple):
+class Destination(NamedTuple):
     """Where a request is sent."""
 
     url: str  # the router's, or an engine's
@@ -44,7 +44,7 @@ class Generator:
         self._model = model
         self.running = RunningRequests(client, fleet)
         self._trials = Trials(fleet, self.running)
-        self._records: dict[str, Record] = {}  # by sample, of those whose engines died
+        self._records: dict[str, DeathRecord] = {}  # by sample, of those whose engines died
 
     async def generate(
         self, request: GenerateRequest, show: Callable[[Stream], None] | None = None
@@ -101,7 +101,7 @@ class Generator:
                 return Generated([kept], cut_short=True)
 
     @asynccontextmanager
-    async def _place(self, request: GenerateRequest, sample: str) -> AsyncGenerator[Place | None]:
+    async def _place(self, request: GenerateRequest, sample: str) -> AsyncGenerator[Destination | None]:
         """Where to send a request, once that may be; None: its round was halted before.
 
         Raises:
@@ -111,20 +111,20 @@ class Generator:
         def halted() -> bool:
             return self.running.halted(request.round)
 
-        record = self._records.get(sample, Record())
+        record = self._records.get(sample, DeathRecord())
         match record.standing:
             case Standing.POISON:
                 raise RequestRefused(f"engines die of it: {record.alone} that had nothing else to do")
             case Standing.SUSPECT:
                 async with self._trials.alone(request.min_version, halted) as engine:
-                    yield None if engine is None else Place(engine.url, engine)
+                    yield None if engine is None else Destination(engine.url, engine)
             case Standing.ORDINARY:
                 ready = await self._fleet.wait_ready(request.min_version, unless=halted)
-                yield Place(self._fleet.router, None) if ready else None
+                yield Destination(self._fleet.router, None) if ready else None
 
-    async def _note_death(self, sample: str, place: Place, stream: Stream | None, sent_at: float) -> bool:
+    async def _note_death(self, sample: str, place: Destination, stream: Stream | None, sent_at: float) -> bool:
         """Find out whether a request was lost with its engine, and remember that."""
-        record = self._records.get(sample, Record())
+        record = self._records.get(sample, DeathRecord())
         if place.alone_at is not None:
             autopsy = await self._fleet.autopsy(place.alone_at)
             if autopsy is None:
@@ -156,7 +156,7 @@ class Generator:
             rest = NOTHING
         return rest if rest.output_ids or stream.num_taken else None
 
-    async def _ask(self, rid: str, request: GenerateRequest, stream: Stream | None, place: Place) -> Generated:
+    async def _ask(self, rid: str, request: GenerateRequest, stream: Stream | None, place: Destination) -> Generated:
         mark = self.running.interruption_mark()
         answers: list[Answer] = []
         with self.running.entered(rid, request, stream) as sent:
@@ -183,7 +183,7 @@ class Generator:
         )
         return Generated(answers, cut_short=interrupted and any(is_aborted(answer) for answer in answers))
 
-    async def _stream(self, rid: str, request: GenerateRequest, stream: Stream, place: Place) -> Answer:
+    async def _stream(self, rid: str, request: GenerateRequest, stream: Stream, place: Destination) -> Answer:
         try:
             await self._client.stream(place.url, self._body(request, rid), stream)
         except EngineUnavailable:

@@ -21,7 +21,7 @@ LOOK_S = 1.0  # between two looks, at most
 LOOKS_PER_LIMIT = 4
 
 
-class Limits(NamedTuple):
+class Patience(NamedTuple):
     """How long an engine may make no token, in seconds."""
 
     first_s: float  # of a request that has none yet
@@ -31,7 +31,7 @@ class Limits(NamedTuple):
 class Watchdog:
     """Finds engines that make nothing of our requests, and gives these up there: they are sent again."""
 
-    def __init__(self, fleet: Fleet, running: RunningRequests, limits: Limits) -> None:
+    def __init__(self, fleet: Fleet, running: RunningRequests, limits: Patience) -> None:
         self._fleet = fleet
         self._running = running
         self._limits = limits
@@ -76,7 +76,7 @@ class Watchdog:
             self._fleet.note_token(stream.last_label)
 
 
-def silence(requests: Iterable[OpenRequest], engine: str, sign_at: float, now: float, limits: Limits) -> str:
+def silence(requests: Iterable[OpenRequest], engine: str, sign_at: float, now: float, limits: Patience) -> str:
     """Why an engine is to be asked for a sign of life; empty: it need not. Pure.
 
     Args:

@@ -84,7 +84,7 @@ class LoadsAnswer(msgspec.Struct, frozen=True):
     loads: tuple[Load, ...] = ()
 
 
-class Worker(msgspec.Struct, frozen=True):
+class RouterWorker(msgspec.Struct, frozen=True):
     """An engine as the router lists it."""
 
     id: str
@@ -95,7 +95,7 @@ class Worker(msgspec.Struct, frozen=True):
 class WorkerList(msgspec.Struct, frozen=True):
     """Answer of the router's GET /workers."""
 
-    workers: list[Worker] = []
+    workers: list[RouterWorker] = []
 
 
 class SglangClient:
@@ -261,7 +261,7 @@ class SglangClient:
         """Have an engine take memory again."""
         await self._post(engine + "/resume_memory_occupation", {"tags": tags}, self._update_timeout_s)
 
-    async def workers(self, router: str) -> list[Worker]:
+    async def workers(self, router: str) -> list[RouterWorker]:
         """The engines that the router knows."""
         url = router + "/workers"
         return _decode(url, await self._send("GET", url, None, ADMIN_TIMEOUT_S), WorkerList).workers
@@ -273,7 +273,7 @@ class SglangClient:
             body["api_key"] = self._key.reveal()
         await self._post(router + "/workers", body, ADMIN_TIMEOUT_S)
 
-    async def remove_worker(self, router: str, worker: Worker) -> None:
+    async def remove_worker(self, router: str, worker: RouterWorker) -> None:
         """Ask the router to forget an engine."""
         await self._send("DELETE", f"{router}/workers/{worker.id}", None, ADMIN_TIMEOUT_S)
 

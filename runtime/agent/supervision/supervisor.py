@@ -22,7 +22,7 @@ from runtime.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_NOT_STARTED
 from runtime.retrying import Backoff
 from runtime.secrets import Secret, split_login
 from runtime.settings.devices import with_own_gpus
-from runtime.settings.processes import NotReady, ProcessSpec, Stage
+from runtime.settings.processes import NotReady, ProcessSpec, Tier
 from runtime.wording import signal_name
 
 BACKOFF = Backoff(first_s=0.1, max_s=10.0)
@@ -30,7 +30,7 @@ LASTING_S = 30.0  # a process that ran for so long did not fail at its start
 DRAIN_S = 1.0  # for the last lines of a process that ended
 PEERS_HOST = "127.0.0.1"  # where the processes of one server meet
 STOP_WITHIN_S = 8.0
-STAGE_RESERVE_S = 1.5  # kept for each stage still to be stopped
+TIER_RESERVE_S = 1.5  # kept for each tier still to be stopped
 
 _LASTING = {EXIT_INPUT_ERROR: "input error", EXIT_FENCED: "fenced: another process took over"}
 
@@ -355,19 +355,19 @@ class Supervision:
             ValueError: no server has that name.
         """
         supervisor = self._supervisors.get(name)
-        if supervisor is None or supervisor.spec.stage is not Stage.SERVICE:
-            servers = [each for each, one in self._supervisors.items() if one.spec.stage is Stage.SERVICE]
+        if supervisor is None or supervisor.spec.tier is not Tier.SERVICE:
+            servers = [each for each, one in self._supervisors.items() if one.spec.tier is Tier.SERVICE]
             raise ValueError(f"{name!r} is no server of this node; allowed: {', '.join(servers)}")
         return supervisor.kill_process(pid, reason)
 
-    async def stop(self, *stages: Stage) -> None:
-        """Stop stages (all, unless some are named), each after the later ones, within STOP_WITHIN_S."""
+    async def stop(self, *tiers: Tier) -> None:
+        """Stop tiers (all, unless some are named), each after the later ones, within STOP_WITHIN_S."""
         ends = anyio.current_time() + STOP_WITHIN_S
-        for stage in sorted(stages or Stage, reverse=True):
-            within_s = ends - anyio.current_time() - STAGE_RESERVE_S * stage
+        for tier in sorted(tiers or Tier, reverse=True):
+            within_s = ends - anyio.current_time() - TIER_RESERVE_S * tier
             async with anyio.create_task_group() as tasks:
                 for supervisor in self._supervisors.values():
-                    if supervisor.spec.stage == stage:
+                    if supervisor.spec.tier == tier:
                         tasks.start_soon(supervisor.stop, max(0.1, within_s))
 
     def kill(self) -> None:

@@ -14,7 +14,7 @@ Origin = Literal["slime", "sglang", "older"]  # slime's own, its own among SGLan
 State = Literal["key", "no", "not yet"]
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FlagAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What became of a flag. Texts are Markdown of docs/.
 
     Raises ValueError unless exactly one of key, no and not_yet is set.
@@ -42,7 +42,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.note or self.no or self.not_yet or ""
 
 
-class Flag(Answer, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Flag(FlagAnswer, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One flag, without its dashes."""
 
     flag: str
@@ -51,7 +51,7 @@ class Flag(Answer, frozen=True, kw_only=True, forbid_unknown_fields=True):
     origin: Origin = OWN
 
 
-class Rule(Answer, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Rule(FlagAnswer, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A family of flags that slime hands on. With `into` the key is a table that takes them by their own names."""
 
     whose: str
@@ -59,15 +59,15 @@ class Rule(Answer, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prefixes: tuple[str, ...] = ()
     into: bool = False
 
-    def answer_for(self, flag: str) -> Answer:
+    def answer_for(self, flag: str) -> FlagAnswer:
         """What became of one flag of the family."""
         if not self.into:
             return self
         name = flag[len(next((prefix for prefix in self.prefixes if flag.startswith(prefix)), "")) :]
-        return Answer(key=f"{self.key}.{name.replace('-', '_')}", note=self.note)
+        return FlagAnswer(key=f"{self.key}.{name.replace('-', '_')}", note=self.note)
 
 
-class Grader(Answer, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Grader(FlagAnswer, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A value of slime's --rm-type; `key` is the rm_type that it has here."""
 
     name: str
@@ -106,7 +106,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
     flag: str  # without dashes, as its owner spells it
     whose: str
-    answer: Answer
+    answer: FlagAnswer
 
 
 @cache

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Final
 
-from runtime.settings.slime.flags import OWN, Answer, Flag, FromSlime, Grader, Ours, Rule, Section, from_slime
+from runtime.settings.slime.flags import OWN, Flag, FlagAnswer, FromSlime, Grader, Ours, Rule, Section, from_slime
 
 HEAD: Final = """# Coming from slime
 
@@ -100,7 +100,7 @@ def _our_row(ours: Ours) -> str:
     return _row("(none)", f"`{ours.key}`", ours.note)
 
 
-def _here(answer: Answer) -> str:
+def _here(answer: FlagAnswer) -> str:
     return answer.state if answer.key is None else f"`{answer.key}`"
 
 

@@ -14,14 +14,14 @@ import pytest
 
 from messages import ActorExited, ActorStarted, BatchReady, KillAnswered, KillRequested, Message
 from runtime.agent.node import NodeAgent
-from runtime.agent.node_plan import NodePlan, Outcome, exit_code_of
+from runtime.agent.node_plan import NodePlan, RunEnd, exit_code_of
 from runtime.bus.addresses import Address
 from runtime.bus.bus import Bus
 from runtime.bus.errors import CallRefused
 from runtime.bus.limits import MIB, StreamLimits
 from runtime.bus.nats.server import ServerSettings
 from runtime.report.report import Notice, Report
-from runtime.settings.processes import PortRequest, ProcessSpec, Stage, WhenListening
+from runtime.settings.processes import PortRequest, ProcessSpec, Tier, WhenListening
 
 pytestmark = pytest.mark.anyio
 
@@ -59,7 +59,7 @@ class Running:
     def __init__(self, node_plan: NodePlan) -> None:
         self.lines: list[str] = []
         self.agent = NodeAgent(node_plan, show=self._show)
-        self.outcome: Outcome | None = None
+        self.outcome: RunEnd | None = None
         self._more = anyio.Event()
 
     def _show(self, text: str) -> None:
@@ -67,7 +67,7 @@ class Running:
         self._more.set()
         self._more = anyio.Event()
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RunEnd:
         with anyio.fail_after(20):
             self.outcome = await self.agent.run()
         return self.outcome
@@ -211,7 +211,7 @@ def listening_server() -> ProcessSpec:
         port=PortRequest(),
         ready=WhenListening(),
         address_key="address.engine.policy.0",
-        stage=Stage.SERVICE,
+        tier=Tier.SERVICE,
     )
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from actors.rollout.embedded.engine.core import Updated
-from actors.rollout.embedded.engine.scheduler import Report
-from actors.rollout.embedded.engine.thread import TorchThread
+from actors.rollout.embedded.engine.scheduler import TokenReport
+from actors.rollout.embedded.engine.thread import EngineThread
 from actors.rollout.embedded.http.api import Job
 from actors.rollout.embedded.http.rendering import Clock, Progress
 
@@ -26,13 +26,13 @@ class Waiting:
         self.progress = Progress(0, None)
         self._changed = changed
 
-    def advance(self, report: Report) -> None:
+    def advance(self, report: TokenReport) -> None:
         """Take a report. Reports that nobody looked at in between merge, so a slow reader costs no memory."""
         self.progress = Progress(report.num_tokens, report.finish, report.spans)
         self._changed.set()
 
 
-class Generation:
+class GenerateCall:
     """The requests of one call under way."""
 
     def __init__(self, jobs: Sequence[Job], started: float) -> None:
@@ -60,7 +60,7 @@ class Generation:
         return Clock(latency_s=time.perf_counter() - self._started, now_s=time.time())
 
 
-class Loads(NamedTuple):
+class EngineLoad(NamedTuple):
     """What the engine is doing."""
 
     num_running: int
@@ -74,7 +74,7 @@ class Frontend:
 
     def __init__(self, *, max_requests: int, version: str) -> None:
         self.version = version
-        self.engine: TorchThread  # set once, before any call
+        self.engine: EngineThread  # set once, before any call
         self.paused = False
         self._max_requests = max_requests  # running, queued and held
         self._num_held = 0
@@ -87,7 +87,7 @@ class Frontend:
         self._drained.set()
         self._update_lock = asyncio.Lock()
 
-    def deliver(self, reports: list[Report]) -> None:
+    def deliver(self, reports: list[TokenReport]) -> None:
         """Hand a step's reports to those who wait for them."""
         for report in reports:
             if report.finish is not None:
@@ -99,7 +99,7 @@ class Frontend:
             self._drained.set()
 
     @asynccontextmanager
-    async def generation(self, jobs: Sequence[Job]) -> AsyncGenerator[Generation]:
+    async def generation(self, jobs: Sequence[Job]) -> AsyncGenerator[GenerateCall]:
         """Submit the jobs of a call once nothing holds it back. Those still unfinished at exit are aborted.
 
         Raises:
@@ -114,7 +114,7 @@ class Frontend:
             await self._pass()
         finally:
             self._num_held -= len(jobs)
-        generation = Generation(jobs, started)
+        generation = GenerateCall(jobs, started)
         self._register(generation.waiting)
         try:
             self.engine.submit([job.request for job in jobs])
@@ -219,11 +219,11 @@ class Frontend:
                 return False
         return await self.engine.call(lambda core: core.scheduler.flush())
 
-    async def loads(self) -> Loads:
+    async def loads(self) -> EngineLoad:
         """Count requests and tokens."""
         num_held = self._num_held
         return await self.engine.call(
-            lambda core: Loads(
+            lambda core: EngineLoad(
                 num_running=len(core.scheduler.slots.requests),
                 num_waiting=len(core.scheduler.waiting) + num_held,
                 num_used_tokens=core.scheduler.slots.num_used_tokens,

@@ -19,7 +19,7 @@ RUNNING_ABORT: Final = Finish(type="abort", message="Aborted")
 Detokenize = Callable[[Sequence[int]], str]
 
 
-class Report(NamedTuple):
+class TokenReport(NamedTuple):
     """A request has this many output tokens now; with `finish` set there will be no more."""
 
     request: Request
@@ -48,7 +48,7 @@ class Scheduler:
         self.num_generated = 0  # tokens, ever
         self.num_steps = 0
         self.detokenize: Detokenize | None = None  # needed by requests with stop texts
-        self._reports: list[Report] = []
+        self._reports: list[TokenReport] = []
 
     @property
     def idle(self) -> bool:
@@ -72,7 +72,7 @@ class Scheduler:
             if admitted:
                 self._take(self.slots.prefill(admitted))
 
-    def take_reports(self) -> list[Report]:
+    def take_reports(self) -> list[TokenReport]:
         """What happened since the last call, in order."""
         reports, self._reports = self._reports, []
         return reports
@@ -170,7 +170,7 @@ class Scheduler:
         length = len(request.output_ids)
         if request.stream_interval and (length == 1 or length % request.stream_interval == 0):
             request.num_reported = length
-            self._reports.append(Report(request, length, None, request.spans_so_far(self.version)))
+            self._reports.append(TokenReport(request, length, None, request.spans_so_far(self.version)))
         return False
 
     def _finish(self, request: Request, token: int) -> Finish | None:
@@ -203,7 +203,7 @@ class Scheduler:
         request.close_span(self.version)
         request.finish = finish
         num_tokens = request.num_reported if finish.queued else len(request.output_ids)
-        self._reports.append(Report(request, num_tokens, finish, _within(request.spans, num_tokens)))
+        self._reports.append(TokenReport(request, num_tokens, finish, _within(request.spans, num_tokens)))
 
 
 def _within(spans: Sequence[Span], num_tokens: int) -> tuple[Span, ...]:

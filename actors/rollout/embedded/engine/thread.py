@@ -11,10 +11,10 @@ import torch
 
 from actors.rollout.embedded.engine.core import Core
 from actors.rollout.embedded.engine.requests import Request
-from actors.rollout.embedded.engine.scheduler import Report
+from actors.rollout.embedded.engine.scheduler import TokenReport
 
 T = TypeVar("T")
-Deliver = Callable[[list[Report]], None]
+Deliver = Callable[[list[TokenReport]], None]
 
 STOP_TIMEOUT_S: Final = 1.0
 
@@ -23,7 +23,7 @@ class EngineStopped(Exception):
     """The torch thread has ended."""
 
 
-class TorchThread:
+class EngineThread:
     """A thread with a core of its own. All methods are for the event loop's thread.
 
     The queue of orders is bounded by its writers: one order for each call in progress, and the frontend bounds those.

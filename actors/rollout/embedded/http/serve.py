@@ -17,7 +17,7 @@ from aiohttp.http_exceptions import BadHttpMessage
 
 from actors.rollout.embedded.engine.core import Core, Settings
 from actors.rollout.embedded.engine.frontend import Frontend
-from actors.rollout.embedded.engine.thread import TorchThread
+from actors.rollout.embedded.engine.thread import EngineThread
 from actors.rollout.embedded.http.api import CallReader, Limits
 from actors.rollout.embedded.http.server import EmbeddedServer, Identity
 from actors.rollout.embedded.model.text import Text
@@ -50,7 +50,7 @@ async def _serve(flags: argparse.Namespace, model: ModelDescription, listener: s
     frontend = Frontend(
         max_requests=flags.max_running_requests + flags.max_queued_requests, version=flags.weight_version
     )
-    engine = TorchThread(partial(_core, flags, model, text), frontend.deliver, partial(_end, ended))
+    engine = EngineThread(partial(_core, flags, model, text), frontend.deliver, partial(_end, ended))
     frontend.engine = engine
     try:
         await engine.start()

@@ -12,7 +12,7 @@ import structlog
 from aiohttp import web
 
 from actors.rollout.embedded.engine.core import EngineRefusal
-from actors.rollout.embedded.engine.frontend import Frontend, Generation, QueueFull, Waiting
+from actors.rollout.embedded.engine.frontend import Frontend, GenerateCall, QueueFull, Waiting
 from actors.rollout.embedded.engine.thread import EngineStopped
 from actors.rollout.embedded.http import bodies
 from actors.rollout.embedded.http.api import BrokenRequest, CallReader
@@ -120,12 +120,12 @@ class EmbeddedServer:
         return _json(answers[0] if call.single else answers)
 
     def _answer(
-        self, waiting: Waiting, generation: Generation, progress: Progress, sent: Sent | None = None
+        self, waiting: Waiting, generation: GenerateCall, progress: Progress, sent: Sent | None = None
     ) -> dict[str, Any]:
         version, clock = self._frontend.version, generation.clock()
         return answer(waiting.job, progress, version=version, clock=clock, text=self._text, sent=sent)
 
-    async def _stream(self, request: web.Request, generation: Generation, single: bool) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, generation: GenerateCall, single: bool) -> web.StreamResponse:
         """Send progress as server-sent events; what happens between two writes merges into the next one."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)

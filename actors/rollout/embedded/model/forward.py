@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from runtime.checksums import safetensors_files
-from runtime.hf_config import ModelConfig, ModelError, Rope
+from runtime.hf_config import ModelError, ModelShape, Rope
 
 DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 CHECKSUM_DIGITS: Final = 16
@@ -68,7 +68,7 @@ class Layer:
 class Weights:
     """One set of weights. `named` are views by Hugging Face name, `dtypes` what the source of each was spelled as."""
 
-    config: ModelConfig
+    config: ModelShape
     embedding: Tensor  # [vocabulary, E]
     head: Tensor  # [vocabulary, E], the embedding itself when tied
     norm: Tensor  # [E]
@@ -100,7 +100,7 @@ def _checksum(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).hexdigest()[:CHECKSUM_DIGITS]
 
 
-def allocate(config: ModelConfig) -> Weights:
+def allocate(config: ModelShape) -> Weights:
     """Make room for a set of weights; its contents are undefined until loaded or drawn."""
     named: dict[str, Tensor] = {}
 
@@ -118,7 +118,7 @@ def allocate(config: ModelConfig) -> Weights:
     return Weights(config=config, embedding=embedding, head=head, norm=norm, layers=layers, named=named)
 
 
-def _allocate_layer(config: ModelConfig, prefix: str, make: Callable[..., Tensor]) -> Layer:
+def _allocate_layer(config: ModelShape, prefix: str, make: Callable[..., Tensor]) -> Layer:
     hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
     wide, narrow = config.num_heads * size, config.num_kv_heads * size
 
@@ -145,7 +145,7 @@ def _allocate_layer(config: ModelConfig, prefix: str, make: Callable[..., Tensor
     )
 
 
-def load(config: ModelConfig, directory: Path) -> Weights:
+def load(config: ModelShape, directory: Path) -> Weights:
     """Read a safetensors checkpoint into new memory.
 
     Raises:
@@ -186,7 +186,7 @@ def _load_file(weights: Weights, file: Path) -> None:
             weights.dtypes[name] = dtype
 
 
-def draw(config: ModelConfig, *, seed: int, std: float, dtype: str) -> Weights:
+def draw(config: ModelShape, *, seed: int, std: float, dtype: str) -> Weights:
     """Draw weights: norms one, biases zero, the rest normal with `std`; rounded to `dtype`, a Hugging Face name."""
     spelled = SAFETENSORS_DTYPE[dtype]
     weights = allocate(config)

@@ -13,7 +13,7 @@ from actors.rollout.sglang.labels import SEPARATOR, label_of
 KEPT: Final = 256  # proven loads of an engine, which is more updates than a sample spans
 
 
-class Standing(Enum):
+class LoadStanding(Enum):
     """What is known of a load."""
 
     OPEN = "open"  # it is being looked at
@@ -60,15 +60,15 @@ class Loads:
             self._num_refused += 1
             self._settle(label)
 
-    def standing(self, label: str) -> Standing:
+    def standing(self, label: str) -> LoadStanding:
         """What is known of the load that a label names."""
         if label in self._open:
-            return Standing.OPEN
-        return Standing.PROVEN if label in self._proven.get(self.engine_of(label), ()) else Standing.REFUSED
+            return LoadStanding.OPEN
+        return LoadStanding.PROVEN if label in self._proven.get(self.engine_of(label), ()) else LoadStanding.REFUSED
 
     def is_proven(self, label: str) -> bool:
         """Whether tokens under that label may be used."""
-        return self.standing(label) is Standing.PROVEN
+        return self.standing(label) is LoadStanding.PROVEN
 
     def trust_from_now_on(self) -> Callable[[str], bool]:
         """Like `is_proven`, for the labels of a request that is sent now, as long as no load is refused meanwhile.

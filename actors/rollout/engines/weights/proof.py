@@ -33,7 +33,7 @@ class WeightsMismatch(EngineError):
     """An engine does not hold what was announced."""
 
 
-class Server(NamedTuple):
+class ServerInfo(NamedTuple):
     """What a server's /server_info says that matters for its weights."""
 
     layout: Layout  # engines of one layout have equal tensors for equal files
@@ -41,10 +41,12 @@ class Server(NamedTuple):
     quantized: bool
 
 
-def server_of(info: Mapping[str, Any]) -> Server:
+def server_of(info: Mapping[str, Any]) -> ServerInfo:
     """Read an answer of /server_info."""
     quantization = info.get("quantization")
-    return Server(tuple(str(info.get(key)) for key in LAYOUT_KEYS), str(info.get("dtype")), quantization is not None)
+    return ServerInfo(
+        tuple(str(info.get(key)) for key in LAYOUT_KEYS), str(info.get("dtype")), quantization is not None
+    )
 
 
 def is_thorough(verify: Verify | None, announced: WeightsAnnounced, *, first: bool) -> bool:
@@ -84,13 +86,13 @@ def probe_difference(probe: WeightProbe, answered: Sequence[float | None]) -> fl
     return sum(math.inf if given is None else abs(expected - given) for expected, given in pairs) / len(pairs)
 
 
-def tolerance_of(server: Server, trainer_dtype: str) -> float:
+def tolerance_of(server: ServerInfo, trainer_dtype: str) -> float:
     """How far log-probs of the same weights may be apart."""
     exact = server.dtype == trainer_dtype == "float32" and not server.quantized
     return TOLERANCE if exact else ROUGH_TOLERANCE
 
 
-def holds_all_digits(server: Server, trainer_dtype: str) -> bool:
+def holds_all_digits(server: ServerInfo, trainer_dtype: str) -> bool:
     """Whether files that differ become tensors that differ there: none of their digits are rounded away."""
     return server.dtype in (trainer_dtype, "float32") and not server.quantized
 
@@ -107,7 +109,7 @@ class KnownChecksums:
     def __init__(self) -> None:
         self._seen: dict[Layout, dict[str, _Seen]] = {}  # by files, oldest first
 
-    def mismatch(self, server: Server, files: str, tensors: str | None, *, all_digits: bool) -> str:
+    def mismatch(self, server: ServerInfo, files: str, tensors: str | None, *, all_digits: bool) -> str:
         """Why an engine cannot hold these files; empty when nothing speaks against it.
 
         Args:
@@ -127,7 +129,7 @@ class KnownChecksums:
             return f"its checksum is {tensors[:12]}, as that of {before.engine} was from other files: it loaded nothing"
         return ""
 
-    def add(self, server: Server, engine: str, files: str, tensors: str) -> None:
+    def add(self, server: ServerInfo, engine: str, files: str, tensors: str) -> None:
         """Note what a proven engine has."""
         seen = self._seen.setdefault(server.layout, {})
         seen.setdefault(files, _Seen(files, tensors, engine))

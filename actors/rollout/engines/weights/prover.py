@@ -8,7 +8,7 @@ from actors.rollout.engines.weights.disk import Updater
 from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.proof import (
     KnownChecksums,
-    Server,
+    ServerInfo,
     WeightsMismatch,
     holds_all_digits,
     is_thorough,
@@ -114,7 +114,7 @@ class Prover:
     async def _check_label(self, engine: str, url: str, label: str) -> None:
         self._refuse_if(engine, label_mismatch(label, await self._client.weight_version(url)))
 
-    def _checksum_mismatch(self, server: Server, announced: WeightsAnnounced, tensors: str | None) -> str:
+    def _checksum_mismatch(self, server: ServerInfo, announced: WeightsAnnounced, tensors: str | None) -> str:
         all_digits = holds_all_digits(server, self._trainer_dtype)
         return self._known.mismatch(server, announced.checksum, tensors, all_digits=all_digits)
 

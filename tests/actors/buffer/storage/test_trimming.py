@@ -43,7 +43,7 @@ from runtime.bus.bus import Bus
 from runtime.failures import leaves
 from runtime.host.actor import InputError
 from runtime.host.hosting import host
-from runtime.ledger.archive import History, archived_events, archived_files
+from runtime.ledger.archive import RunEvents, archived_events, archived_files
 from runtime.ledger.books import LedgerReport
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, Stage, fold
 from runtime.ledger.group_life import GroupLife
@@ -204,7 +204,7 @@ async def said(bus: Bus, run_dir: Path, holds: Callable[[Message], bool]) -> Non
 
 async def history_of(bus: Bus, run_dir: Path) -> list[tuple[int, Message]]:
     async with bus.read(buries=False) as events:
-        return [(received.seq, received.message) async for received in History(events, run_dir).so_far()]
+        return [(received.seq, received.message) async for received in RunEvents(events, run_dir).so_far()]
 
 
 def life_of(group_id: int, log: list[tuple[int, Message]]) -> list[str]:

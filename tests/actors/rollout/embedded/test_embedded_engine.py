@@ -9,8 +9,8 @@ import pytest
 
 from actors.rollout.embedded.engine.core import Core, Settings
 from actors.rollout.embedded.engine.requests import Request, Sampling, Stopping
-from actors.rollout.embedded.engine.scheduler import Report
-from actors.rollout.embedded.engine.thread import EngineStopped, TorchThread
+from actors.rollout.embedded.engine.scheduler import TokenReport
+from actors.rollout.embedded.engine.thread import EngineStopped, EngineThread
 from runtime.hf_config import ModelError, read_model
 from tests.support.embedded_engine import write_config
 
@@ -22,12 +22,12 @@ class Listener:
     """What the engine told the event loop."""
 
     def __init__(self) -> None:
-        self.reports: list[Report] = []
+        self.reports: list[TokenReport] = []
         self.error: BaseException | None = None
         self.ended = anyio.Event()
         self.crashed = anyio.Event()
 
-    def deliver(self, reports: list[Report]) -> None:
+    def deliver(self, reports: list[TokenReport]) -> None:
         self.reports.extend(reports)
         if any(report.finish for report in reports):
             self.ended.set()
@@ -38,9 +38,9 @@ class Listener:
 
 
 @asynccontextmanager
-async def running(build: Callable[[], Core]) -> AsyncIterator[tuple[TorchThread, Listener]]:
+async def running(build: Callable[[], Core]) -> AsyncIterator[tuple[EngineThread, Listener]]:
     listener = Listener()
-    engine = TorchThread(build, listener.deliver, listener.crash)
+    engine = EngineThread(build, listener.deliver, listener.crash)
     try:
         await engine.start()
         with anyio.fail_after(10):

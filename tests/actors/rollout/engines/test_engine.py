@@ -9,7 +9,7 @@ from actors.rollout.engines.engine import Engine, FleetTarget
 from actors.rollout.engines.notices import Notices
 from actors.rollout.engines.weights.proof import WeightsMismatch
 from actors.rollout.engines.weights.prover import Prover
-from actors.rollout.sglang.client import SglangClient, Worker
+from actors.rollout.sglang.client import RouterWorker, SglangClient
 from messages import WeightsAnnounced
 from runtime.bus.background import beside
 from tests.fixtures.nats import eventually
@@ -24,7 +24,7 @@ class NoRouter(SglangClient):
     def __init__(self) -> None:
         pass
 
-    async def workers(self, router: str) -> list[Worker]:
+    async def workers(self, router: str) -> list[RouterWorker]:
         return []
 
     async def add_worker(self, router: str, engine: str) -> None:

@@ -18,7 +18,7 @@ from actors.rollout.engines.fleet import Fleet
 from actors.rollout.engines.weights.disk import Updater
 from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.prover import Prover
-from actors.rollout.requests.poison import Record, Standing
+from actors.rollout.requests.poison import DeathRecord, Standing
 from actors.rollout.requests.request import GenerateRequest
 from actors.rollout.requests.sending import Generator
 from actors.rollout.requests.served_model import ServedModel
@@ -27,7 +27,7 @@ from actors.rollout.sglang.errors import RequestRefused
 from messages import ActorExited, SamplingParams
 from runtime.agent.supervision.changes import Change, Exited, Ready
 from runtime.agent.supervision.supervisor import Supervision
-from runtime.settings.processes import PortRequest, ProcessSpec, Stage, WhenListening
+from runtime.settings.processes import PortRequest, ProcessSpec, Tier, WhenListening
 from tests.support.rollout import announcement
 from tests.support.tiny_models import write_model
 
@@ -37,7 +37,7 @@ NUM_TOKENS = 24
 
 
 def test_records_by_hand() -> None:
-    record = Record()
+    record = DeathRecord()
     standings = [record.standing]
     for alone, killed in [(False, False), (False, False), (True, True), (True, False), (True, False)]:
         record = record.after_death(alone=alone, killed=killed)
@@ -48,7 +48,7 @@ def test_records_by_hand() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans())))
 def test_nothing_is_poison_but_what_two_engines_died_of_alone(deaths: list[tuple[bool, bool]]) -> None:
-    record = Record()
+    record = DeathRecord()
     for alone, killed in deaths:
         record = record.after_death(alone=alone, killed=killed)
     of_it = sum(alone and not killed for alone, killed in deaths)
@@ -136,7 +136,7 @@ def spec(model: Path, index: int) -> ProcessSpec:
         command=(*command, "--port", "{port}", "--load-format", "dummy", "--max-running-requests", "256"),
         port=PortRequest(),
         ready=WhenListening(),
-        stage=Stage.SERVICE,
+        tier=Tier.SERVICE,
         max_restarts=30,
     )
 

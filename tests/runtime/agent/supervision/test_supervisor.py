@@ -22,7 +22,7 @@ from runtime.settings.processes import (
     NotReady,
     PortRequest,
     ProcessSpec,
-    Stage,
+    Tier,
     WhenConfirmed,
     WhenListening,
 )
@@ -236,8 +236,8 @@ async def test_a_process_that_will_not_be_ready_is_killed_at_once_with_the_reaso
 
 async def test_stopping_ends_actors_before_services_before_the_bus_and_kills_the_stubborn(tmp_path: Path) -> None:
     async with supervising(tmp_path) as (supervision, changes):
-        supervision.start(python("bus", SLEEPER, stage=Stage.BUS))
-        supervision.start(python("service", SLEEPER, stage=Stage.SERVICE))
+        supervision.start(python("bus", SLEEPER, tier=Tier.BUS))
+        supervision.start(python("service", SLEEPER, tier=Tier.SERVICE))
         supervision.start(python("actor", STUBBORN, stop_timeout_s=0.5))
         await changes.until(lambda: len(changes.of(Started)) == 3)
         for name in ("bus", "service", "actor"):

@@ -9,14 +9,14 @@ import pytest
 
 from bin import describe_settings
 from runtime.settings.reading.schema import keys_of, type_at
-from runtime.settings.slime.flags import OWN, Answer, Flag, Rule, find_by_rule, find_flag, from_slime
+from runtime.settings.slime.flags import OWN, Flag, FlagAnswer, Rule, find_by_rule, find_flag, from_slime
 from runtime.settings.topology import Topology
 
 DOCS = Path(__file__).resolve().parents[4] / "docs"
 PAGE = (DOCS / "from-slime.md").read_text(encoding="utf-8")
 NUM_FLAGS = 223  # which slime/utils/arguments.py adds or gives another default, at commit 624b824a8 of 2026-08-21
 FLAGS = list(from_slime().flags())
-ANSWERS: list[Answer] = [*FLAGS, *from_slime().rules]
+ANSWERS: list[FlagAnswer] = [*FLAGS, *from_slime().rules]
 KEYS = sorted(
     {answer.key for answer in ANSWERS if answer.key is not None}
     | {ours.key for section in from_slime().sections for ours in section.ours}
@@ -43,7 +43,7 @@ def test_every_key_that_is_named_exists(key: str) -> None:
 @pytest.mark.parametrize(
     "answer", ANSWERS, ids=lambda answer: answer.flag if isinstance(answer, Flag) else answer.whose
 )
-def test_every_flag_has_a_key_or_an_answer(answer: Answer) -> None:
+def test_every_flag_has_a_key_or_an_answer(answer: FlagAnswer) -> None:
     assert answer.remark or answer.state == "key", "a no and a not yet have a reason"
     assert answer.note is None or answer.state == "key"
     assert "|" not in answer.remark, "it is a cell of a table"

@@ -3,7 +3,7 @@
 import anyio
 import pytest
 
-from actors.rollout.engines.weights.loads import Loads, Standing
+from actors.rollout.engines.weights.loads import Loads, LoadStanding
 from actors.rollout.sglang.labels import label_of, version_of
 
 pytestmark = pytest.mark.anyio
@@ -19,11 +19,11 @@ def test_a_load_is_open_until_it_is_proven_or_refused() -> None:
     loads = Loads()
     proven, refused = loads.begin("e", 7), loads.begin("e", 7)
     assert proven != refused
-    assert loads.standing(proven) is loads.standing(refused) is Standing.OPEN
+    assert loads.standing(proven) is loads.standing(refused) is LoadStanding.OPEN
     loads.prove(proven)
     loads.refuse(proven)  # too late
     loads.refuse(refused)
-    assert (loads.standing(proven), loads.standing(refused)) == (Standing.PROVEN, Standing.REFUSED)
+    assert (loads.standing(proven), loads.standing(refused)) == (LoadStanding.PROVEN, LoadStanding.REFUSED)
 
 
 def test_a_label_that_was_not_given_out_here_is_not_proven() -> None:
@@ -33,7 +33,7 @@ def test_a_label_that_was_not_given_out_here_is_not_proven() -> None:
     other.prove(foreign)
     session = ours.split(".")[1]
     for label in ("default", "", "1", "1@", foreign, f"1@e.{session}.2", f"1@e.{session}.0", f"1@e.{session}.x"):
-        assert loads.standing(label) is Standing.REFUSED, label
+        assert loads.standing(label) is LoadStanding.REFUSED, label
 
 
 def test_a_request_trusts_no_label_once_a_load_was_refused_beside_it() -> None:
@@ -56,7 +56,7 @@ def test_refusals_without_end_are_not_kept_and_change_nothing_for_others() -> No
     for _ in range(20_000):
         loads.refuse(label := loads.begin("lazy", 2))
     assert loads.is_proven(proven)
-    assert loads.standing(label) is Standing.REFUSED
+    assert loads.standing(label) is LoadStanding.REFUSED
     assert sum(len(value) for value in vars(loads).values() if isinstance(value, set | dict | list)) <= 1
 
 

@@ -11,7 +11,7 @@ from actors.rollout.engines.weights.proof import (
     NUM_KNOWN,
     SMALL_BYTES,
     KnownChecksums,
-    Server,
+    ServerInfo,
     holds_all_digits,
     is_thorough,
     label_mismatch,
@@ -87,9 +87,9 @@ def test_an_engine_that_says_no_checksum_is_refused(tensors: str | None) -> None
 
 @given(st.lists(st.tuples(st.sampled_from([TP1, TP2]), st.integers(0, 9), st.integers(0, 9)), max_size=60))
 def test_of_engines_that_say_nothing_against_each_other_files_and_checksums_pair_off(
-    loads: list[tuple[Server, int, int]],
+    loads: list[tuple[ServerInfo, int, int]],
 ) -> None:
-    known, kept = KnownChecksums(), set[tuple[Server, int, int]]()
+    known, kept = KnownChecksums(), set[tuple[ServerInfo, int, int]]()
     for server, files, tensors in loads:
         if not known.mismatch(server, str(files), str(tensors), all_digits=True):
             known.add(server, "e", str(files), str(tensors))
