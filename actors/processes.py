@@ -1,7 +1,7 @@
 """Which processes a run has on a node, and how each is started. Pure."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from actors.engine_processes import OURS, engine_specs
@@ -9,7 +9,7 @@ from actors.rollout.engines.server_arguments import LAUNCH
 from runtime.bus.addresses import address_key
 from runtime.settings.devices import HIDDEN, NVIDIA
 from runtime.settings.placement import gpus_of, home_node, num_ranks
-from runtime.settings.processes import AnswersHttp, PortRequest, ProcessSpec, Tier, WhenListening
+from runtime.settings.processes import AnswersHttp, GivesPulse, PortRequest, ProcessSpec, Tier, WhenListening
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
 
 METRICS_HOST = "127.0.0.2"  # the router insists on a port for metrics and fails if it is taken: its own, one host on
@@ -33,22 +33,25 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
     if topology.run.only != "rollout":
         specs += _trainer(topology, node, run_dir, home=home)
     elif home:
-        specs.append(ProcessSpec(name=STAND_IN, command=_host(run_dir, "trainer"), env=OURS | HIDDEN))
+        specs.append(_host(topology, run_dir, STAND_IN, ["trainer"], OURS | HIDDEN))
     if home:
         shared = {role for roles in topology.share for role in roles}
         alone = [(role,) for role in LIGHT_ACTORS if role not in shared]
         idle = {"reward"} if recorded else set[str]()
         together = ([role for role in roles if role not in idle] for roles in (*topology.share, *alone))
-        specs += [_actors(roles, run_dir) for roles in together if roles]
+        specs += [_host(topology, run_dir, "+".join(roles), roles, OURS) for roles in together if roles]
     return specs
 
 
-def _actors(roles: Sequence[str], run_dir: Path) -> ProcessSpec:
-    return ProcessSpec(name="+".join(roles), command=_host(run_dir, *roles), env=OURS)
-
-
-def _host(run_dir: Path, *roles: str) -> tuple[str, ...]:
-    return (sys.executable, "-P", "-m", "actors.host", str(run_dir), *roles)
+def _host(topology: Topology, run_dir: Path, name: str, roles: Sequence[str], env: Mapping[str, str]) -> ProcessSpec:
+    """A process of ours that hosts actors."""
+    return ProcessSpec(
+        name=name,
+        command=(sys.executable, "-P", "-m", "actors.host", str(run_dir), *roles),
+        env=env,
+        probe=GivesPulse(),
+        unresponsive_after_s=topology.run.unresponsive_after_s,
+    )
 
 
 def _router(topology: Topology, pool: str, engine: EngineConfig) -> ProcessSpec:
@@ -96,5 +99,5 @@ def _trainer(topology: Topology, node: str, run_dir: Path, *, home: bool) -> lis
         env = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", **OURS}
         env |= HIDDEN if device is None else {NVIDIA: str(device)}
         name = "trainer" if world == 1 else f"trainer.{rank}"
-        specs.append(ProcessSpec(name=name, command=_host(run_dir, "trainer"), env=env))
+        specs.append(_host(topology, run_dir, name, ["trainer"], env))
     return specs

@@ -19,6 +19,7 @@ from runtime.exit_codes import EXIT_FAILED, EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_
 from runtime.failures import leaves
 from runtime.host.actor import InputError
 from runtime.host.hosting import Hosted, host
+from runtime.host.pulse import give_pulse
 from runtime.settings.reading.config import TopologyError
 
 log = structlog.get_logger()
@@ -65,6 +66,7 @@ def run_process(
     async def main() -> None:
         async with anyio.create_task_group() as group:
             await group.start(_stop_on_signal, group.cancel_scope, on_stop)
+            group.start_soon(give_pulse)
             async with Bus.connect(url, run, name=name, limits=limits) as bus:
                 await host(bus, actors, node=node)
             group.cancel_scope.cancel()

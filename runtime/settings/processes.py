@@ -60,7 +60,12 @@ class Greets(msgspec.Struct, frozen=True):
     """A server that speaks first, as NATS does."""
 
 
-Probe = AnswersHttp | Greets
+class GivesPulse(msgspec.Struct, frozen=True):
+    """A process of ours that gives signs by itself while its event loop runs (runtime/host/pulse.py)."""
+
+
+Question = AnswersHttp | Greets
+Probe = Question | GivesPulse
 
 
 class OneServer(msgspec.Struct, frozen=True):
@@ -80,8 +85,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     port: PortRequest | None = None
     ready: Readiness = WhenStarted()
     ready_timeout_s: float = 300.0  # from its start; then it is killed and counts as failed
-    probe: Probe | None = None  # asked again and again once it is ready
-    unresponsive_after_s: float = 60.0  # without an answer to probes; then it is killed and counts as failed
+    probe: Probe | None = None  # looked at again and again once it is ready
+    unresponsive_after_s: float = 60.0  # without an answer or a sign; then it is killed and counts as failed
     crash_words: tuple[str, ...] = ()  # in its output: it ended itself, whatever signal it took for that
     address_key: str | None = None  # the KV key that gets its URL each time it is ready
     tier: Tier = Tier.ACTOR

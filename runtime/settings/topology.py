@@ -9,6 +9,7 @@ from runtime.settings.recipe import Count, Name, Positive, Recipe, Text, trains_
 
 BusUrl = Annotated[str, msgspec.Meta(pattern=r"^(nats|tls|ws|wss)://[^@]*$")]  # a login is cut out before
 Timeout = Annotated[float, msgspec.Meta(ge=1, le=86_400)]  # seconds, a day at most
+StillFor = Annotated[float, msgspec.Meta(ge=5)]  # seconds; signs come once a second
 Variable = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 LightActor = Literal["rollout", "reward", "filter", "buffer"]
@@ -26,6 +27,7 @@ class RunConfig(Config, frozen=True, kw_only=True):
     only: Literal["rollout", "trainer"] | None = None  # start this half alone; the trainer then trains on a dump
     load: Text | None = None  # that dump: a directory that dump_details of another run has written
     stall_after_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0  # without any event, before an event says who waits
+    unresponsive_after_s: StillFor = 300.0  # an actor whose event loop stands still for so long is started again
 
 
 class BusConfig(Config, frozen=True, kw_only=True):

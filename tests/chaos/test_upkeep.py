@@ -64,6 +64,20 @@ async def test_servers_that_hang_are_started_again(tmp_path: Path) -> None:
     assert silent == set(names)
 
 
+async def test_an_actor_that_stands_still_is_started_again(tmp_path: Path) -> None:
+    run = Run(tmp_path, num_steps=6, overrides=("run.unresponsive_after_s=8",))
+    async with run.started() as command:
+        await command.log.until_trained(2)
+        await command.log.pass_over(moments_of("stopped actor").randrange(EVENTS_PER_STEP))
+        psutil.Process(command.log.pids["rollout"]).suspend()
+        await command.log.until_restarted("rollout")
+        await finish(run, command)
+    await audit(run, killed=["rollout"])
+    async with run.reopened() as bus:
+        ended = [event for _, event in await read_all(bus, run) if isinstance(event, ActorExited)]
+    assert [event.actor for event in ended if event.reason == "event loop stood still for 8 s"] == ["rollout"]
+
+
 async def test_an_engine_that_hangs_is_found_by_the_tokens_that_do_not_come(tmp_path: Path) -> None:
     """As of a server that goes on answering probes: here its agent asks for too seldom to see anything."""
     name = "engine.policy.0"

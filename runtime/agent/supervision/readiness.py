@@ -6,7 +6,7 @@ from runtime.http import status_of
 from runtime.settings.processes import (
     AnswersHttp,
     Greets,
-    Probe,
+    Question,
     Readiness,
     WhenConfirmed,
     WhenListening,
@@ -31,7 +31,7 @@ async def wait_until_ready(readiness: Readiness, pid: int, host: str, port: int)
                 await anyio.sleep(ASK_INTERVAL_S)
 
 
-async def wait_until_silent(probe: Probe, host: str, port: int, limit_s: float) -> None:
+async def wait_until_silent(probe: Question, host: str, port: int, limit_s: float) -> None:
     """Return when a server has not answered for so long.
 
     An answer that is only slow counts: a probe has half the limit. Time in which we ourselves stood still does not.
@@ -48,7 +48,7 @@ async def wait_until_silent(probe: Probe, host: str, port: int, limit_s: float) 
             silent_s += every_s + min(patience_s, anyio.current_time() - began)
 
 
-async def _responds(probe: Probe, host: str, port: int, timeout_s: float) -> bool:
+async def _responds(probe: Question, host: str, port: int, timeout_s: float) -> bool:
     """Whether a server says anything."""
     match probe:
         case AnswersHttp(path):

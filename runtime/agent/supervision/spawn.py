@@ -31,8 +31,15 @@ class Child:
         self.output = output  # file descriptor to read
 
     @classmethod
-    async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> Self:
+    async def start(
+        cls, command: Sequence[str], environment: Mapping[str, str], *, kept_open: Sequence[int] = ()
+    ) -> Self:
         """Start a command.
+
+        Args:
+            command: program and arguments.
+            environment: all of it.
+            kept_open: file descriptors of ours that it has too.
 
         Raises:
             OSError: it cannot be started.
@@ -48,6 +55,7 @@ class Child:
                     stdout=write_end,
                     stderr=write_end,
                     env=environment,
+                    pass_fds=kept_open,
                     start_new_session=True,
                     preexec_fn=_dying_with(os.getpid()),  # between fork and exec: one system call, no lock
                 )

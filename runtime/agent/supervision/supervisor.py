@@ -14,15 +14,17 @@ from runtime.agent.supervision import guardian
 from runtime.agent.supervision.changes import Exited, GivenUp, Listener, Ready, Started
 from runtime.agent.supervision.output import OutputLog
 from runtime.agent.supervision.ports import PortInUse, choose_port
+from runtime.agent.supervision.pulse import Pulse, wait_until_still
 from runtime.agent.supervision.readiness import wait_until_ready, wait_until_silent
 from runtime.agent.supervision.spawn import Child, Guard
 from runtime.agent.supervision.together import Together
 from runtime.bus.addresses import BUS_URL_VARIABLE, ENGINE_KEY_VARIABLE
 from runtime.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_NOT_STARTED
+from runtime.host.pulse import PULSE_VARIABLE
 from runtime.retrying import Backoff
 from runtime.secrets import Secret, split_login
 from runtime.settings.devices import with_own_gpus
-from runtime.settings.processes import NotReady, ProcessSpec, Tier
+from runtime.settings.processes import GivesPulse, NotReady, ProcessSpec, Tier
 from runtime.wording import signal_name
 
 BACKOFF = Backoff(first_s=0.1, max_s=10.0)
@@ -87,6 +89,7 @@ class Supervisor:
         self._stop_asked = anyio.Event()
         self._ended = anyio.Event()
         self._child: Child | None = None
+        self._pulse = Pulse() if isinstance(spec.probe, GivesPulse) else None
         self._port: int | None = None
         self._late = ""  # why it is waited for no longer, if it was not ready
         self._silent = False  # did not answer probes any more
@@ -104,6 +107,8 @@ class Supervisor:
                     with anyio.move_on_after(delay_s):
                         await self._stop_asked.wait()
         finally:
+            if self._pulse is not None:
+                self._pulse.close()
             self._log.close()
             self._ended.set()
 
@@ -165,7 +170,8 @@ class Supervisor:
         self._began = anyio.current_time()
         try:
             self._port = self._choose_port()
-            child = await Child.start(self._command(), self._environment())
+            kept_open = () if self._pulse is None else (self._pulse.given,)
+            child = await Child.start(self._command(), self._environment(), kept_open=kept_open)
         except PortInUse as error:
             if self.restarts == 0:
                 return self._give_up(EXIT_INPUT_ERROR, str(error))
@@ -227,10 +233,16 @@ class Supervisor:
             child.kill()
             return
         self._announce(Ready(spec=self.spec, host=host, port=self._port, pid=child.pid, restarts=self.restarts))
-        if self.spec.probe is not None:
-            await wait_until_silent(self.spec.probe, host or "", self._port or 0, self.spec.unresponsive_after_s)
-            self._silent = not self._stop_asked.is_set()
-            child.kill()  # a stopped or locked process ends by nothing else
+        match self.spec.probe:
+            case None:
+                return
+            case GivesPulse():
+                assert self._pulse is not None
+                await wait_until_still(self._pulse, self.spec.unresponsive_after_s)
+            case probe:
+                await wait_until_silent(probe, host or "", self._port or 0, self.spec.unresponsive_after_s)
+        self._silent = not self._stop_asked.is_set()
+        child.kill()  # a stopped or locked process ends by nothing else
 
     def _after_end(self, pid: int, code: int) -> float | None:
         if self._stop_asked.is_set():
@@ -260,7 +272,8 @@ class Supervisor:
         if self._late:
             return self._late
         if self._silent:
-            return f"did not answer for {self.spec.unresponsive_after_s:g} s"
+            what = "event loop stood still" if self._pulse is not None else "did not answer"
+            return f"{what} for {self.spec.unresponsive_after_s:g} s"
         if self._ended_with:
             return f"{self._ended_with}, of the same server, had ended"
         how = describe_exit(code)
@@ -284,6 +297,8 @@ class Supervisor:
 
     def _environment(self) -> dict[str, str]:
         own = {key: self._filled_in(value) for key, value in self.spec.env.items()}
+        if self._pulse is not None:
+            own[PULSE_VARIABLE] = str(self._pulse.given)
         return {**self._base_environment, **with_own_gpus(own, self._base_environment)}
 
     def _filled_in(self, text: str) -> str:
