@@ -18,19 +18,14 @@ import torch
 import torch.distributed as dist
 
 from actors.trainer.batches.batch import TrainBatch
+from actors.trainer.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in, prune_checkpoints
 from actors.trainer.megatron import groups as ranks
-from actors.trainer.megatron.checkpoint import (
-    Checkpoint,
-    checkpoints_in,
-    load_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
-)
+from actors.trainer.megatron.checkpoint import load_checkpoint, save_checkpoint
 from actors.trainer.megatron.groups import Ranks
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.models.cuts import export_weights
 from actors.trainer.models.files import write_model
-from actors.trainer.models.publish import NOT_WRITTEN, Published, prune_versions, publish_weights
+from actors.trainer.models.publish import NOT_WRITTEN, WEIGHTS, Published, prune_versions, publish_weights
 from actors.trainer.step.probe import probe, probe_tokens
 from actors.trainer.step.train_step import Trained, TrainStep
 from runtime.files import complete_directory
@@ -84,8 +79,8 @@ class TrainerRank:
         self._topology = topology
         self._ranks = rank or Ranks()
         self.run_directory = run_directory
-        self._checkpoints = run_directory / "checkpoints"
-        self._weights = run_directory / "weights"
+        self._checkpoints = run_directory / CHECKPOINTS
+        self._weights = run_directory / WEIGHTS
         self._model_directory = Path(topology.model.hf_checkpoint)
         self._num_commands = 0
         self._stopping = Event()

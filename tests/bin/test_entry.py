@@ -17,7 +17,9 @@ from runtime.settings.load import load_topology
 ROOT = Path(__file__).parents[2]
 LAPTOP = ROOT / "topologies" / "laptop.toml"
 TAKEN = ("actors", "bin", "messages", "runtime", "statistics", "structlog", "yaml")  # ours and others'
-PYTHON_OF = {"ledger": "ledger.py", "replay": "replay.py", "start-topology": "start_topology.py"}
+PYTHON_OF = {
+    "export-hf": "export_hf.py", "ledger": "ledger.py", "replay": "replay.py", "start-topology": "start_topology.py",
+}  # fmt: skip
 
 
 @pytest.fixture

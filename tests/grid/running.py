@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from actors.trainer.megatron.checkpoint import checkpoints_in
+from actors.trainer.checkpoints import checkpoints_in
 from runtime.settings.topology import Topology, encode_topology
 from tests.actors.trainer.hf import write_model
 from tests.actors.trainer.tiny import tiny_topology

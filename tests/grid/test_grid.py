@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from actors.trainer.export import export_run
+from runtime.checksums import SINGLE_FILE
+from runtime.settings.devices import HIDDEN
 from tests.grid import table
 from tests.grid.rows import ALL, FAULTY, FEW, FEW_FAULTY, SAVED, Row
 from tests.grid.running import Job, copied, differences, outcome, train
@@ -76,6 +80,19 @@ def test_a_layout_trains_what_one_rank_trains(grid: Path, row: Row) -> None:
     else:
         limits = LIMITS | ({"moments": DEEP_LIMIT} if row.num_layers == 8 else {})
         assert {name: value for name, value in found.items() if value > limits[name]} == {}
+
+
+@pytest.mark.parametrize("row", marked(ROWS, FEW, [row.name for row in ROWS]))
+def test_one_process_exports_the_checkpoint_of_a_layout(
+    grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: Row
+) -> None:
+    job = Job(row)
+    for name in HIDDEN:
+        monkeypatch.setenv(name, "")
+    assert export_run(grid / job.directory, tmp_path / "hf").told == "checkpoint of step 4"
+    exported, expected = load_file(tmp_path / "hf" / SINGLE_FILE), outcome(grid, job).weights
+    assert exported.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(exported[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("faulty", marked(FAULTY, FEW_FAULTY, [f"{row.name}: {fault}" for row, fault in FAULTY]))

@@ -1,13 +1,11 @@
-"""Checkpoints of model, optimizer and random state, in directories that are either complete or ignored.
+"""Checkpoints of model, optimizer and random state: written and read by all ranks together.
 
-A checkpoint of train step 40 by the third start of the trainer is `0003/step-00000040`: every incarnation writes in a
-directory of its own, so that a predecessor that is not quite dead disturbs nobody. It is written under a name that
-starts with a dot and renamed when all ranks are done. Rank 0 syncs all of it to the disk before that, once.
+One is written under a name that starts with a dot and renamed when all ranks are done. Rank 0 syncs all of it to the
+disk before that, once.
 """
 
-import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
+from actors.trainer.checkpoints import directory_of
 from actors.trainer.megatron.imports import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -30,36 +29,6 @@ from runtime.files import complete_directory
 # of a distributed optimizer's state: readable by any layout, and the only one that this version of Megatron can write
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 DISTRIBUTED = "use_distributed_optimizer"
-_NAME = re.compile(r"step-(\d{8})")
-
-
-@dataclass(frozen=True, order=True)
-class Checkpoint:
-    """A complete checkpoint. The newest has the most train steps; of equals the latest incarnation's."""
-
-    step: int  # train steps that it contains
-    incarnation: int
-    path: Path
-
-
-def checkpoints_in(root: Path) -> list[Checkpoint]:
-    """Complete checkpoints, oldest first."""
-    found: list[Checkpoint] = []
-    for path in root.glob("[0-9]*/step-*"):
-        match = _NAME.fullmatch(path.name)
-        if match and (path / "metadata.json").is_file():  # the last file that Megatron writes
-            found.append(Checkpoint(int(match[1]), int(path.parent.name), path))
-    return sorted(found)
-
-
-def prune_checkpoints(root: Path, keep: int) -> list[Checkpoint]:
-    """Delete all but the newest checkpoints, and what a crash left half written; return those left."""
-    kept = checkpoints_in(root)[-keep:]
-    paths = {checkpoint.path for checkpoint in kept}
-    for path in (*root.glob("[0-9]*/step-*"), *root.glob("[0-9]*/.step-*")):
-        if path not in paths:
-            shutil.rmtree(path, ignore_errors=True)
-    return kept
 
 
 def save_checkpoint(replica: Replica, root: Path, *, step: int, incarnation: int) -> Path:
@@ -68,7 +37,7 @@ def save_checkpoint(replica: Replica, root: Path, *, step: int, incarnation: int
     Returns:
         Its directory. One that is there already is taken as this one.
     """
-    path = root / f"{incarnation:04d}" / f"step-{step:08d}"
+    path = directory_of(root, step=step, incarnation=incarnation)
     if path.exists():
         return path
     unfinished = path.with_name(f".{path.name}")
@@ -97,7 +66,7 @@ def load_checkpoint(replica: Replica, path: Path) -> int:
     _check_optimizer(replica, path)
     with quiet():
         state = dist_checkpointing.load(_state(replica, step=0, loading=True), str(path))
-    for key, chunk in _named_chunks(replica).items():
+    for key, chunk in _named(replica.complete_chunks()).items():
         chunk.load_state_dict(state[key])
     inner = state["optimizer"].get("optimizer", state["optimizer"])  # mixed precision wraps it
     if "state" in inner:
@@ -109,10 +78,24 @@ def load_checkpoint(replica: Replica, path: Path) -> int:
     return state["step"]
 
 
+def load_model(chunks: Sequence[Any], path: Path) -> None:
+    """Set the model alone, whatever layout and optimizer the checkpoint is of. A collective of all ranks.
+
+    Args:
+        chunks: the rank's GPTModels.
+        path: of the checkpoint.
+    """
+    named = _named(chunks)
+    with quiet():
+        state = dist_checkpointing.load({key: chunk.sharded_state_dict() for key, chunk in named.items()}, str(path))
+    for key, chunk in named.items():
+        chunk.load_state_dict(state[key])
+
+
 def _state(replica: Replica, *, step: int, loading: bool) -> dict[str, Any]:
     """What is saved, and when loading the shape of it."""
     _fill_optimizer_state(replica.optimizer)
-    model = {key: chunk.sharded_state_dict() for key, chunk in _named_chunks(replica).items()}
+    model = {key: chunk.sharded_state_dict() for key, chunk in _named(replica.complete_chunks()).items()}
     optimizer = replica.optimizer.sharded_state_dict(
         model if len(model) > 1 else model["model"], loading, metadata=FORMAT
     )
@@ -137,9 +120,8 @@ def _check_optimizer(replica: Replica, path: Path) -> None:
         )
 
 
-def _named_chunks(replica: Replica) -> dict[str, Any]:
+def _named(chunks: Sequence[Any]) -> dict[str, Any]:
     """The parts of the model by the names that Megatron gives them in checkpoints."""
-    chunks = replica.complete_chunks()
     return {"model": chunks[0]} if len(chunks) == 1 else {f"model{index}": chunk for index, chunk in enumerate(chunks)}
 
 

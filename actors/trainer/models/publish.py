@@ -12,9 +12,10 @@ from torch import Tensor
 
 from actors.trainer.models.files import write_model
 from messages import WeightProbe
-from runtime.checksums import SINGLE_FILE, checksums_of
+from runtime.checksums import checksums_of, safetensors_files
 from runtime.files import complete_directory
 
+WEIGHTS: Final = "weights"  # in the run directory
 KEEP_VERSIONS: Final = 2
 _NAME = re.compile(r"v(\d{6,})")
 
@@ -50,9 +51,14 @@ def publish_weights(weights: Mapping[str, Tensor], root: Path, *, version: int, 
     unfinished.mkdir(parents=True)
     write_model(weights, unfinished, model_directory=model_directory)
     checksum = checksums_of(unfinished).total
-    size_bytes = (unfinished / SINGLE_FILE).stat().st_size
+    size_bytes = sum(file.stat().st_size for file in safetensors_files(unfinished))
     complete_directory(unfinished, path)
     return Published(path.resolve(), checksum, size_bytes, time.perf_counter() - begin)
+
+
+def versions_in(root: Path) -> list[tuple[int, Path]]:
+    """Complete versions with their directories, oldest first."""
+    return sorted((int(match[1]), path) for path in root.glob("v*") if (match := _NAME.fullmatch(path.name)))
 
 
 def prune_versions(root: Path, *, confirmed: int) -> None:
@@ -62,7 +68,6 @@ def prune_versions(root: Path, *, confirmed: int) -> None:
         root: where versions lie.
         confirmed: the newest version that an engine holds; 0: none yet.
     """
-    versions = sorted((int(match[1]), path) for path in root.glob("v*") if (match := _NAME.fullmatch(path.name)))
-    for version, path in versions[:-KEEP_VERSIONS]:
+    for version, path in versions_in(root)[:-KEEP_VERSIONS]:
         if version < confirmed:
             shutil.rmtree(path, ignore_errors=True)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from actors.trainer.checkpoints import checkpoints_in, prune_checkpoints
 from actors.trainer.commands import TrainerRank
-from actors.trainer.megatron.checkpoint import checkpoints_in, load_checkpoint, prune_checkpoints, save_checkpoint
+from actors.trainer.megatron.checkpoint import load_checkpoint, save_checkpoint
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.models.cuts import export_weights
 from actors.trainer.step.train_step import TrainStep

@@ -1,0 +1,142 @@
+"""What a run has trained as a Hugging Face directory, written by one process that needs no bus: bin/export-hf."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from actors.trainer.checkpoints import CHECKPOINTS, checkpoints_in
+from runtime.agent.claims.rundir import TOPOLOGY_FILE
+from runtime.files import complete_directory
+from runtime.settings.devices import HIDDEN
+from runtime.settings.topology import MegatronConfig, Topology, decode_topology
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class CannotExport(Exception):
+    """There is nothing to export, or nowhere to; the text says why and what there is."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is exported."""
+
+    told: str  # in words
+    path: Path
+    is_checkpoint: bool  # else published weights, in Hugging Face's format already
+
+
+def export_run(directory: Path, out: Path, *, step: int | None = None) -> Source:
+    """Write the model of a run; `out` appears when it is complete. For a process of its own, which sees no GPU.
+
+    Args:
+        directory: of the run, which may go on meanwhile.
+        out: not there, or empty.
+        step: of the checkpoint; none: the newest one, else the weights that were published last.
+
+    Raises:
+        CannotExport: there is nothing to export, or nowhere to.
+        ValueError, OSError: the model directory or the files cannot be read.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CannotExport(f"--out {out} is there already: name a directory that is not, or is empty")
+    source, topology = find_source(directory, step), _topology(directory)
+    model_directory = Path(topology.model.hf_checkpoint)
+    if not (model_directory / "config.json").is_file():
+        raise CannotExport(f"{model_directory}, the run's model.hf_checkpoint, has no config.json any more")
+    unfinished = out.with_name(f".{out.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        (_write_checkpoint if source.is_checkpoint else _copy_published)(source.path, unfinished, topology)
+        complete_directory(unfinished, out)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return source
+
+
+def find_source(directory: Path, step: int | None) -> Source:
+    """The checkpoint of a step, or the newest one, or else the newest published weights.
+
+    Raises:
+        CannotExport: there is none; says which there are.
+    """
+    found = checkpoints_in(directory / CHECKPOINTS)
+    for checkpoint in reversed(found):
+        if step in (None, checkpoint.step):
+            return Source(f"checkpoint of step {checkpoint.step}", checkpoint.path, is_checkpoint=True)
+    if found:
+        steps = ", ".join(str(checkpoint.step) for checkpoint in found)
+        raise CannotExport(f"{directory} has no checkpoint of step {step}: it has those of {steps}")
+    if step is not None:
+        raise CannotExport(f"{directory} has no checkpoint of step {step}, nor of any other")
+    from actors.trainer.models.publish import WEIGHTS, versions_in  # and with it torch
+
+    versions = versions_in(directory / WEIGHTS)
+    if not versions:
+        raise CannotExport(f"{directory} has neither a checkpoint nor published weights: nothing was saved yet")
+    version, path = versions[-1]
+    return Source(f"published weights of version {version}", path, is_checkpoint=False)
+
+
+def _topology(directory: Path) -> Topology:
+    stored = directory / TOPOLOGY_FILE
+    try:
+        return decode_topology(stored.read_bytes())
+    except FileNotFoundError as error:
+        raise CannotExport(f"{stored} is not there: it says which model the run trained") from error
+    except msgspec.MsgspecError as error:
+        raise CannotExport(
+            f"{stored} cannot be read ({error}): it was edited, or written by another version"
+        ) from error
+
+
+def _write_checkpoint(path: Path, unfinished: Path, topology: Topology) -> None:
+    os.environ.update(HIDDEN)  # before torch looks for GPUs
+    import torch
+
+    from actors.trainer.megatron import cpu
+    from actors.trainer.models.files import write_model
+
+    with cpu.CpuMode():
+        weights = _weights_of(path, topology, torch.device("cpu"))
+        write_model(weights, unfinished, model_directory=Path(topology.model.hf_checkpoint), tokenizer=True)
+
+
+def _weights_of(path: Path, topology: Topology, device: "torch.device") -> "dict[str, Tensor]":
+    """Whole tensors of a checkpoint by Hugging Face name, read by a model on this one rank."""
+    from actors.trainer.megatron import groups
+    from actors.trainer.megatron.build import build_chunks
+    from actors.trainer.megatron.checkpoint import load_model
+    from actors.trainer.megatron.config import DTYPES, transformer_config
+    from actors.trainer.megatron.imports import quiet
+    from actors.trainer.models.config import read_hf_config
+    from actors.trainer.models.cuts import export_weights
+
+    alone = MegatronConfig()
+    groups.join(groups.Ranks(), alone, device, seed=topology.run.seed)
+    model = read_hf_config(Path(topology.model.hf_checkpoint))
+    with quiet():
+        chunks = build_chunks(
+            model, transformer_config(model, alone, dtype=DTYPES[topology.model.dtype], device=device)
+        )
+    load_model(chunks, path)
+    return export_weights(chunks, model)
+
+
+def _copy_published(path: Path, unfinished: Path, topology: Topology) -> None:
+    from actors.trainer.models.files import copy_small_files, set_dtype
+    from runtime.checksums import INDEX_FILE, safetensors_files
+
+    for file in safetensors_files(path):
+        shutil.copyfile(file, unfinished / file.name)
+    if (path / INDEX_FILE).is_file():
+        shutil.copyfile(path / INDEX_FILE, unfinished / INDEX_FILE)
+    copy_small_files(Path(topology.model.hf_checkpoint), unfinished, tokenizer=True)
+    set_dtype(unfinished / "config.json", topology.model.dtype)

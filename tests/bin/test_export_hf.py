@@ -1,0 +1,62 @@
+"""bin/export-hf, as a person calls it. What it writes: tests/actors/trainer/test_export.py."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from actors.trainer.models.config import read_hf_config
+from actors.trainer.models.publish import publish_weights
+from actors.trainer.models.shapes import hf_shapes
+from actors.trainer.models.sources import random_source
+from runtime.settings.topology import encode_topology
+from tests.actors.trainer.tiny import TINY, tiny_topology
+
+COMMAND = Path(__file__).parents[2] / "bin" / "export_hf.py"
+
+
+def export(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", str(COMMAND), *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a run that has published weights."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(TINY))
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    (run / "topology.json").write_bytes(encode_topology(tiny_topology(model, tmp_path / "runs", run={"name": "mine"})))
+    shape = read_hf_config(model)
+    draw = random_source(shape, 0)
+    weights = {name: draw(name) for name in hf_shapes(shape)}
+    publish_weights(weights, run / "weights", version=3, model_directory=model)
+    return tmp_path
+
+
+def test_a_run_is_exported_by_its_name_and_a_second_time_refused(folder: Path) -> None:
+    done = export(folder, "mine", "--out", "hf")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "hf: published weights of version 3 of run mine\n", "")
+    assert {path.name for path in (folder / "hf").iterdir()} == {"config.json", "model.safetensors"}
+    again = export(folder, "mine", "--out", "hf")
+    assert (again.returncode, again.stdout) == (2, "")
+    assert again.stderr == "--out hf is there already: name a directory that is not, or is empty\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("other", "--out", "hf"), "no run 'other'"),
+        (("mine", "--out", "hf", "--step", "7"), "has no checkpoint of step 7, nor of any other"),
+    ],
+)
+def test_a_run_or_step_that_is_not_there_is_wrong_input(folder: Path, arguments: tuple[str, ...], said: str) -> None:
+    done = export(folder, *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (folder / "hf").exists()
