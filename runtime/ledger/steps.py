@@ -54,6 +54,10 @@ class Steps(msgspec.Struct, kw_only=True, dict=True):
         """Whether a batch of this step counts now."""
         return step >= self.round or step in self.taken_back
 
+    def is_replaced(self, incarnation: int) -> bool:
+        """Whether a trainer has a successor, which may have told since that what it trained is lost."""
+        return incarnation < self.trainer_incarnation
+
     def reopen(self, step: int) -> None:
         """Let another batch of a step count, for whoever reads a log without the loss that it is made for."""
         self.taken_back = tuple(sorted({*self.taken_back, step}))
@@ -76,6 +80,8 @@ def advance(steps: Steps, event: StepEvent) -> tuple[StepChange, ...]:
             steps.trainer_incarnation = max(steps.trainer_incarnation, event.incarnation)
             return _settle(steps, [step for step in steps.batches if step < event.step])
         case CheckpointSaved():
+            if steps.is_replaced(event.incarnation):
+                return ()
             steps.checkpoint_step = max(steps.checkpoint_step, event.step)
             contained = [step for step in steps.batches if step < event.oldest_step]
             changes = _settle(steps, contained)

@@ -139,7 +139,7 @@ class History:
         changes = advance(self._steps, event)
         for change in changes:
             self._end(lost_by(change))
-        if isinstance(event, CheckpointSaved):
+        if isinstance(event, CheckpointSaved) and not self._steps.is_replaced(event.incarnation):
             self.settled = max(self.settled, event.oldest_step)
             for step in before.keys() - self.batches.keys():
                 self._forget(ref.group_id for ref in before[step].groups)

@@ -211,7 +211,8 @@ class World:
         if self.random.random() < 0.1:
             self.restart_trainer()
             return
-        self.add(CheckpointSaved(step=self.step, incarnation=1, path="", oldest_step=self.checkpoints[0], took_s=0))
+        oldest = self.checkpoints[0]
+        self.add(CheckpointSaved(step=self.step, incarnation=self.incarnation, path="", oldest_step=oldest, took_s=0))
 
     def restart_buffer(self) -> None:
         """Another buffer folds the newest snapshot and what follows it, or the whole log: to the same state."""

@@ -384,6 +384,17 @@ def test_a_zombie_that_trained_a_batch_before_it_was_taken_back_settles_nothing(
     assert (log.state.books().trained, log.state.taken_back, log.state.trained_steps) == (2, (), 1)
 
 
+def test_a_checkpoint_of_a_zombie_does_not_end_the_step_that_its_successor_needs_again() -> None:
+    log = batched_log()
+    log.add(TrainerStarted(incarnation=2, step=0))
+    log.add(missing(log, 0, 0))
+    before = _without_position(log.state)
+    log.add(saved(1, oldest=1))
+    assert _without_position(log.state) == before
+    assert log.state.taken_back == (0,)
+    assert kinds(log.decide()) == [GroupsIssued]
+
+
 def issued_log(**settings: Any) -> Log:
     """Groups 0, 1 and 2 are in flight, of batches of two."""
     log = Log(over_sampling_batch_size=3, **settings)
