@@ -21,6 +21,7 @@ from actors.rollout.engines.notices import Notices
 from actors.rollout.engines.target import TargetWeights
 from actors.rollout.engines.weights.disk import Updater
 from actors.rollout.engines.weights.loads import Loads
+from actors.rollout.engines.weights.pauses import Pauses
 from actors.rollout.engines.weights.prover import Prover
 from actors.rollout.groups.endings import Ending, Endings
 from actors.rollout.groups.inheritance import Inheritance
@@ -150,7 +151,9 @@ class RolloutActor(Actor):
                 update_timeout_s=pool.update_timeout_s,
                 generate_timeout_s=rollout.generate_timeout_s,
             )
-            updater = Updater(client, rollout.on_weight_update)
+            pauses = Pauses(self._bus.kv, self._pool, pool.urls)
+            await pauses.inherit()
+            updater = Updater(client, rollout.on_weight_update, pauses)
             loads, dtype = Loads(settle_timeout_s=pool.update_timeout_s), self._topology.model.dtype
             prover = Prover(client, updater, loads, verify=pool.verify, trainer_dtype=dtype)
             fleet = Fleet(client, prover, Notices(self._bus.name))

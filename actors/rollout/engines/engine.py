@@ -57,7 +57,7 @@ class Engine:
     """One engine behind its address; a restarted one is another Engine.
 
     Args:
-        ours: the run started it. Another's is not continued when it is paused, unless we paused it.
+        ours: the run started it. Another's is continued only where a rollout actor of the run paused it.
         pid: of its process, as its agent says; 0: not known.
         deaths: told when it is lost while it was asked.
         wanted: what it is to serve; none: that is not asked.
@@ -112,7 +112,7 @@ class Engine:
         if self.state is EngineState.SUSPECT:
             return await self._recovered()
         if await self._client.ready(self.url):
-            self._prover.forget_pause(self.url)
+            await self._prover.forget_pause(self.url)
         elif not await self._continued():
             return False
         if self.state is EngineState.PAUSED:
@@ -237,7 +237,7 @@ class Engine:
 
     async def _continued(self) -> bool:
         """Whether it is ready after we ended a pause that we may end."""
-        if not may_continue(self.state, ours=self.ours):
+        if not may_continue(self.state, ours=self.ours, paused_by_us=self._prover.is_paused(self.url)):
             return False
         try:
             await self._prover.proceed(self.url)

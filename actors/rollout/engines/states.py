@@ -74,11 +74,12 @@ def is_asked(state: EngineState) -> bool:
     return state in (CURRENT, UPDATING)
 
 
-def may_continue(state: EngineState, *, ours: bool) -> bool:
+def may_continue(state: EngineState, *, ours: bool, paused_by_us: bool) -> bool:
     """Whether a pause of it may be ended: one of ours, which is each of an engine that the run started.
 
     Args:
         state: of the engine.
         ours: the run started it, so that nobody but an earlier rollout actor of the run paused it.
+        paused_by_us: it is noted that a rollout actor of the run paused it.
     """
-    return state is PAUSED or (ours and state in (STARTING, GONE))
+    return state is PAUSED or (state in (STARTING, GONE) and (ours or paused_by_us))

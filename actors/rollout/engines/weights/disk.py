@@ -7,6 +7,7 @@ from typing import Final, Literal
 import anyio
 import structlog
 
+from actors.rollout.engines.weights.pauses import Pauses
 from actors.rollout.sglang.client import ADMIN_TIMEOUT_S, SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineUnavailable
 from messages import WeightsAnnounced
@@ -30,13 +31,18 @@ class Updater:
     - abort: training requests are interrupted there, and go on from their tokens under the new weights.
     - retract: they are frozen, and computed anew from their tokens under the new weights.
     - in_place: they are frozen, and go on with the keys and values of the old weights.
+
+    Args:
+        client: for the engines.
+        mode: one of these.
+        pauses: where it keeps whom it has paused; none: in memory.
     """
 
-    def __init__(self, client: SglangClient, mode: Mode) -> None:
+    def __init__(self, client: SglangClient, mode: Mode, pauses: Pauses | None = None) -> None:
         self._client = client
         self._mode = mode
         self._interrupt: Interrupt | None = None
-        self._paused_urls: set[str] = set()
+        self._pauses = Pauses() if pauses is None else pauses
 
     def interrupt_by(self, interrupt: Interrupt) -> None:
         """Say what ends the training requests of an engine, by its URL, for as long as it is not cancelled."""
@@ -72,8 +78,8 @@ class Updater:
                 await look()
 
     def is_paused(self, url: str) -> bool:
-        """Whether we paused an engine and could not have it go on."""
-        return url in self._paused_urls
+        """Whether we paused an engine, or our predecessor did, and it could not be told to go on."""
+        return url in self._pauses
 
     async def proceed(self, url: str) -> None:
         """End a pause of an engine, if there is one.
@@ -82,11 +88,11 @@ class Updater:
             EngineError: it could not be told.
         """
         await self._client.proceed(url)
-        self._paused_urls.discard(url)
+        await self._pauses.end(url)
 
-    def forget_pause(self, url: str) -> None:
+    async def forget_pause(self, url: str) -> None:
         """It says that it generates: whoever ended the pause, or whichever server that is."""
-        self._paused_urls.discard(url)
+        await self._pauses.end(url)
 
     async def clear(self, url: str) -> None:
         """Interrupt the training requests of an engine."""
@@ -106,8 +112,8 @@ class Updater:
 
     @asynccontextmanager
     async def _paused(self, url: str, mode: str) -> AsyncGenerator[None]:
+        await self._pauses.begin(url)  # told or not: its answer may be lost
         try:
-            self._paused_urls.add(url)  # told or not: its answer may be lost
             await self._client.pause(url, mode)
             yield
         finally:

@@ -67,12 +67,12 @@ class Prover:
         return label
 
     def is_paused(self, url: str) -> bool:
-        """Whether we paused an engine and could not have it go on."""
+        """Whether we paused an engine, or our predecessor did, and it could not be told to go on."""
         return self._updater.is_paused(url)
 
-    def forget_pause(self, url: str) -> None:
+    async def forget_pause(self, url: str) -> None:
         """An engine says that it generates."""
-        self._updater.forget_pause(url)
+        await self._updater.forget_pause(url)
 
     async def proceed(self, url: str) -> None:
         """End a pause of an engine, if there is one.

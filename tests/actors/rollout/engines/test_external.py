@@ -1,13 +1,19 @@
 """Engines that others run: compared with the recipe, and told to do nothing to what is not ours."""
 
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
 
 from actors.rollout.engines.external import Wanted, WrongEngine, check_server
-from messages import GroupAborted, RoundHalted, WeightsRefused
+from actors.rollout.engines.weights.pauses import Pauses
+from actors.rollout.sglang.errors import EngineUnavailable
+from messages import GroupAborted, RoundHalted, WeightsApplied, WeightsRefused
 from runtime.bus.bus import Bus
+from runtime.bus.errors import BusUnavailable
+from runtime.bus.kv import Entry, KeyValues
+from runtime.settings.topology import Topology
+from tests.fixtures.nats import eventually
 from tests.support.rollout import announcement, grade, next_event, rollout_actor, task, topology_with, until_applied
 from tests.support.scripted_engine import ScriptedEngine, serving
 
@@ -84,3 +90,71 @@ async def test_a_halt_aborts_by_name_where_others_have_requests(bus: Bus, router
         assert {"abort_all": True} in engine.aborts
     else:
         assert {body["rid"] for body in engine.aborts} == {body["rid"] for body in engine.requests}
+
+
+def in_place(engine: ScriptedEngine) -> Topology:
+    return topology_with(rollout={"on_weight_update": "in_place", "max_staleness": 1}, engines=external(engine))
+
+
+@pytest.mark.anyio
+async def test_one_that_a_dead_actor_has_left_paused_is_continued_by_the_next(bus: Bus, router_url: str) -> None:
+    async with serving(ScriptedEngine(fails_to_continue=1_000_000)) as engine:
+        async with rollout_actor(bus, router_url, [], in_place(engine)):
+            await bus.publish(announcement(1))
+            await eventually(lambda: engine.calls == ["in_place", "update"])
+        assert engine.paused
+        engine.fails_to_continue = 0
+        async with rollout_actor(bus, router_url, [], in_place(engine)):
+            await until_applied(bus, 1)
+    assert engine.calls[2] == "continue"
+
+
+@pytest.mark.anyio
+async def test_one_that_others_paused_is_left_so_by_an_actor_whose_predecessor_paused_it_before(
+    bus: Bus, router_url: str
+) -> None:
+    async with serving(ScriptedEngine()) as engine:
+        async with rollout_actor(bus, router_url, [], in_place(engine)):
+            await bus.publish(announcement(1))
+            await until_applied(bus, 1)
+        assert engine.calls == ["in_place", "update", "continue"]
+        engine.paused = True  # by somebody else
+        async with rollout_actor(bus, router_url, [], in_place(engine)), bus.read(WeightsApplied) as events:
+            assert await events.next(10) is not None  # of the first actor
+            assert await events.next(1) is None
+    assert engine.calls == ["in_place", "update", "continue"]
+
+
+class Bucket:
+    """A run's bucket that can be away."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, list[str]] = {}
+        self.away = False
+
+    async def get(self, key: str, _type: object) -> Entry[list[str]] | None:
+        return Entry(key, self.values[key], 1) if key in self.values else None
+
+    async def put(self, key: str, value: list[str]) -> int:
+        if self.away:
+            raise BusUnavailable("no server")
+        self.values[key] = value
+        return 1
+
+
+@pytest.mark.anyio
+async def test_a_pause_is_noted_before_it_begins_until_it_has_ended() -> None:
+    bucket = Bucket()
+    pauses = Pauses(cast(KeyValues, bucket), "policy", ["http://a", "http://b"])
+    for url in ("http://b", "http://a", "http://ours"):
+        await pauses.begin(url)
+    assert bucket.values == {"paused.policy": ["http://a", "http://b"]}
+    await pauses.end("http://a")
+    bucket.away = True
+    with pytest.raises(EngineUnavailable, match="http://a: is not paused, since that cannot be noted: no server"):
+        await pauses.begin("http://a")
+    assert [url in pauses for url in ("http://a", "http://b", "http://ours")] == [False, True, True]
+    await pauses.end("http://b")
+    later = Pauses(cast(KeyValues, bucket), "policy", ["http://b", "http://c"])
+    await later.inherit()
+    assert [url in later for url in ("http://a", "http://b", "http://c")] == [False, True, False]

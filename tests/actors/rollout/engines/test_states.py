@@ -122,5 +122,6 @@ def test_every_engine_can_come_back(happenings: list[Happening]) -> None:
 
 @pytest.mark.parametrize("state", list(EngineState))
 def test_another_ones_engine_is_continued_only_where_we_paused_it(state: EngineState) -> None:
-    assert may_continue(state, ours=False) == (state is PAUSED)
-    assert may_continue(state, ours=True) == (state in (PAUSED, STARTING, GONE))
+    assert may_continue(state, ours=False, paused_by_us=False) == (state is PAUSED)
+    assert may_continue(state, ours=False, paused_by_us=True) == (state in (PAUSED, STARTING, GONE))
+    assert may_continue(state, ours=True, paused_by_us=False) == (state in (PAUSED, STARTING, GONE))
