@@ -12,6 +12,8 @@ from actors.buffer.prompts.source import training_reader
 from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
 from actors.hooks import check_hooks
 from actors.reward.graders.builtin import find_grader
+from actors.rollout.engines.asking import url_problems
+from actors.rollout.engines.external import Wanted
 from actors.rollout.engines.server_arguments import engine_problems
 from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.sglang.limits import KEPT_OF_INPUT
@@ -62,7 +64,9 @@ def preflight(
         broken = {problem.key for problem in checked.problems}
         found += _with_origin(loaded, _of_dumps(loaded.topology))
         found += _with_origin(loaded, _of_engines(loaded.topology, broken))
-        found += _with_origin(loaded, _of_model(loaded.topology, broken)) if _can_be_read(loaded, broken) else ()
+        if _can_be_read(loaded, broken):
+            found += _with_origin(loaded, _of_urls(loaded.topology, broken))
+            found += _with_origin(loaded, _of_model(loaded.topology, broken))
     return msgspec.structs.replace(checked, problems=(*checked.problems, *found))
 
 
@@ -101,6 +105,19 @@ def _of_engines(topology: Topology, broken: set[str]) -> Iterator[Problem]:
         key = f"engines.{name}"
         if engine.kind == "sglang" and not engine.urls and not broken & {f"{key}.python", f"{key}.kind"}:
             yield from engine_problems(key, engine)
+
+
+def _of_urls(topology: Topology, broken: set[str]) -> Iterator[Problem]:
+    """Engines that run already, and serve something else."""
+    for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
+        key = f"engines.{name}.urls"
+        if not engine.urls or key in broken:
+            continue
+        try:
+            wanted = Wanted.by(topology)
+        except (OSError, ValueError):  # said of the model
+            return
+        yield from url_problems(key, engine.urls, wanted)
 
 
 def _of_model(topology: Topology, broken: set[str]) -> Iterator[Problem]:

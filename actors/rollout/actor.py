@@ -15,7 +15,7 @@ import structlog
 from anyio.abc import TaskStatus
 
 from actors.rollout.engines.discovery import attend_servers, kill_server
-from actors.rollout.engines.external import Wanted, architectures_of
+from actors.rollout.engines.external import Wanted
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.engines.notices import Notices
 from actors.rollout.engines.target import TargetWeights
@@ -204,22 +204,13 @@ class RolloutActor(Actor):
         async with anyio.create_task_group() as group:
             for index, url in enumerate(self._topology.engines[self._pool].urls):
                 name = f"external-{index}"
-                group.start_soon(partial(fleet.run_engine, name, url, ours=False, wanted=self._wanted()))
+                group.start_soon(partial(fleet.run_engine, name, url, ours=False, wanted=Wanted.by(self._topology)))
 
             async def attend(name: str, address: Address) -> None:
                 kill = partial(kill_server, self._bus, name, address)
                 await fleet.run_engine(name, address.url, pid=address.pid, kill=kill)
 
             await attend_servers(self._bus, "engine", self._pool, attend)
-
-    def _wanted(self) -> Wanted:
-        model = self._topology.model
-        return Wanted(
-            vocab_size=self._model.vocab_size,
-            architectures=architectures_of((Path(model.hf_checkpoint) / "config.json").read_bytes()),
-            dtype=model.dtype,
-            context=self._topology.rollout.max_context_len or 0,
-        )
 
     async def _watch_router(self, fleet: Fleet) -> None:
         await attend_servers(self._bus, "router", self._pool, lambda _, address: fleet.run_router(address.url))

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -228,6 +229,14 @@ REFUSED = {
     "nobody's engine": Case(
         ("engines.policy.urls=['http://127.0.0.1:FREE']",), "engines.policy.urls", "no engine answers there"
     ),
+    "no engine at all": Case(
+        ("engines.policy.urls=['http://127.0.0.1:OTHER']",), "engines.policy.urls", "http://127.0.0.1:OTHER/server_info"
+    ),
+    "an engine of another dtype": Case(
+        ("engines.policy.urls=['http://127.0.0.1:BFLOAT']",),
+        "engines.policy.urls",
+        "does not serve what the recipe asks for: dtype = 'bfloat16'; allowed: float32, as model.dtype",
+    ),
     "too many at once": Case(("engines.policy.concurrency=5000",), "engines.policy.concurrency", "at most 4096"),
     "too few tokens": Case(("engines.policy.max_total_tokens=6",), "engines.policy.max_total_tokens", "too small"),
     # bus and run directory
@@ -345,6 +354,29 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             server.kill()
 
 
+@contextmanager
+def saying(**says: object) -> Iterator[str]:
+    """The port of an engine that says this of itself."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(says).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield str(server.server_address[1])
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 @pytest.fixture
 def ports(locked: str) -> Iterator[dict[str, str]]:
     with (
@@ -352,11 +384,12 @@ def ports(locked: str) -> Iterator[dict[str, str]]:
         socket.socket() as free,
         greeting(b'INFO {"server_id": "x", "max_payload": 8388608}\r\n') as plain,
         greeting(b"220 mail.example ESMTP\r\n") as other,
+        saying(dtype="bfloat16") as bfloat,
     ):
         free.bind(("127.0.0.1", 0))  # and does not listen
         known = {"TAKEN": taken, "FREE": free}
         yield {name: str(it.getsockname()[1]) for name, it in known.items()} | {
-            "PLAIN": plain, "OTHER": other, "LOCKED": locked,
+            "PLAIN": plain, "OTHER": other, "LOCKED": locked, "BFLOAT": bfloat,
         }  # fmt: skip
 
 
@@ -378,7 +411,10 @@ def test_what_a_start_refuses_is_refused_by_the_check_with_the_same_words(
     told = capsys.readouterr()
     lines = [line for line in told.err.splitlines() if not line.startswith("note: ")]
     assert told.out == ""
-    assert any(f": {case.key}" in line and case.words in line for line in lines), lines
+    words = case.words
+    for place, port in ports.items():
+        words = words.replace(place, port)
+    assert any(f": {case.key}" in line and words in line for line in lines), lines
     assert main(command) == 2
     assert [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")] == lines
     assert not run_dir.exists()
@@ -393,6 +429,15 @@ def test_what_trains_is_accepted(
     told = capsys.readouterr()
     assert (code, told.err) == (0, "")
     assert told.out == f"{ACCEPTED[name].file}: valid, and a start on this machine would go\n"
+
+
+def test_an_engine_that_serves_what_is_asked_for_is_accepted(
+    things: Path, tmp_path: Path, ports: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with saying(architectures=["Qwen3ForCausalLM"], dtype="float32", dp_size=1, context_length=64) as port:
+        case = Case((f"engines.policy.urls=['http://127.0.0.1:{port}']",))
+        code = main([*arguments(case, things, tmp_path, ports), "--check"])
+    assert (code, capsys.readouterr().err) == (0, "")
 
 
 @pytest.mark.slow
@@ -458,6 +503,9 @@ def test_elsewhere_says_what_it_left_out(capsys: pytest.CaptureFixture[str]) -> 
         "interpreters and what is installed in them; paths (model.hf_checkpoint, data.0.path, eval.0.path, run.dir); "
         "addresses and ports\n"
     )
+    url = "http://127.0.0.1:9"
+    assert main([*words, "--set", f'engines.policy.urls=["{url}"]']) == 0
+    assert capsys.readouterr().out.endswith(f"ports; what the engines that run already serve ({url})\n")
     assert main([str(LAPTOP), "--elsewhere"]) == 2
     assert "--elsewhere goes with --check" in capsys.readouterr().err
 

@@ -6,8 +6,9 @@ from typing import TypeVar
 import anyio
 import structlog
 
+from actors.rollout.engines.asking import check_engine
 from actors.rollout.engines.deaths import Deaths
-from actors.rollout.engines.external import Wanted, check_server
+from actors.rollout.engines.external import Wanted
 from actors.rollout.engines.notices import Notices
 from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.engines.states import Happening, is_asked, is_told, may_continue, next_state
@@ -247,8 +248,7 @@ class Engine:
 
     async def _check_server(self) -> None:
         if self._wanted is not None:
-            says = await self._client.server_info(self.url) | await self._client.model_info(self.url)
-            check_server(self.url, says, self._wanted)
+            await check_engine(self._client, self.url, self._wanted)
 
     async def _recovered(self) -> bool:
         if not await self._moves(SUSPECT_LOOK_S):

@@ -1,12 +1,15 @@
-"""Whether an engine that somebody else runs (engines.<pool>.urls) is what the recipe asks for. Pure."""
+"""Whether an engine that somebody else runs (engines.<pool>.urls) is what the recipe asks for."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
+from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.sglang.errors import EngineError
 from actors.rollout.sglang.limits import KEPT_OF_INPUT
+from runtime.settings.topology import Topology
 
 
 class WrongEngine(EngineError):
@@ -21,17 +24,27 @@ class Wanted(NamedTuple):
     dtype: str
     context: int  # tokens of the longest sample; 0: not limited by the recipe
 
+    @classmethod
+    def by(cls, topology: Topology) -> Self:
+        """What a topology asks for, whose model is a directory.
+
+        Raises:
+            OSError, ValueError: it cannot be read.
+        """
+        directory = Path(topology.model.hf_checkpoint)
+        return cls(
+            vocab_size=ServedModel.read(directory).vocab_size,
+            architectures=_architectures_of((directory / "config.json").read_bytes()),
+            dtype=topology.model.dtype,
+            context=topology.rollout.max_context_len or 0,
+        )
+
 
 class _Model(msgspec.Struct, frozen=True):
     architectures: tuple[str, ...] = ()
 
 
-def architectures_of(config: bytes) -> tuple[str, ...]:
-    """The architectures that a config.json names.
-
-    Raises:
-        msgspec.DecodeError: it is none.
-    """
+def _architectures_of(config: bytes) -> tuple[str, ...]:
     return msgspec.json.decode(config, type=_Model).architectures
 
 

@@ -60,3 +60,6 @@ def _left_out(topology: Topology) -> Iterator[str]:
     yield "interpreters and what is installed in them"
     yield f"paths ({', '.join(paths_of(topology))})"
     yield "addresses and ports"
+    urls = [url for engine in topology.engines.values() for url in engine.urls]
+    if urls:
+        yield f"what the engines that run already serve ({', '.join(urls)})"
