@@ -17,6 +17,7 @@ from actors.rollout.engines.external import Wanted
 from actors.rollout.engines.server_arguments import engine_problems
 from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.sglang.limits import KEPT_OF_INPUT
+from actors.trainer.checkpoints import checkpoint_at
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.layout import check_layout
 from actors.trainer.models.shapes import hf_shapes
@@ -135,6 +136,8 @@ def _of_model(topology: Topology, broken: set[str]) -> Iterator[Problem]:
         yield from _weights(MODEL, model.hf_checkpoint, shape)
     if model.ref_load is not None and "model.ref_load" not in broken:
         yield from _weights("model.ref_load", model.ref_load, shape)
+    if topology.run.only != "rollout":
+        yield from _load(topology, shape)
     yield from _limits(topology, shape)
     yield from _prompts(topology, shape, broken)
 
@@ -166,6 +169,19 @@ def _layout(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
         check_layout(shape, topology.trainer.megatron)
     except ValueError as error:
         yield Problem(key="trainer.megatron", message=str(error))
+
+
+def _load(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
+    """Whether the run can begin from the checkpoint that it names."""
+    trainer = topology.trainer
+    if trainer.load is None:
+        return
+    distributed = None if trainer.finetune else trainer.optimizer.use_distributed_optimizer
+    try:
+        path, saved = checkpoint_at(Path(trainer.load))
+        saved.check(path, shape, dtype=topology.model.dtype, use_distributed_optimizer=distributed)
+    except ValueError as error:
+        yield Problem.of("trainer.load", trainer.load, str(error))
 
 
 def _limits(topology: Topology, shape: HfConfig) -> Iterator[Problem]:

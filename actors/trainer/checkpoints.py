@@ -10,6 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
+from actors.trainer.models.config import HfConfig
+from actors.trainer.models.shapes import hf_shapes
+from runtime.settings.topology import MegatronConfig
+
+RUN_FILE: Final = "run.json"  # in a checkpoint
+METADATA_FILE: Final = "metadata.json"  # in a checkpoint, the last file that Megatron writes
 CHECKPOINTS: Final = "checkpoints"  # in the run directory
 _NAME: Final = re.compile(r"step-(\d{8})")
 
@@ -33,7 +41,7 @@ def checkpoints_in(root: Path) -> list[Checkpoint]:
     found: list[Checkpoint] = []
     for path in root.glob("[0-9]*/step-*"):
         match = _NAME.fullmatch(path.name)
-        if match and (path / "metadata.json").is_file():  # the last file that Megatron writes
+        if match and (path / METADATA_FILE).is_file():
             found.append(Checkpoint(int(match[1]), int(path.parent.name), path))
     return sorted(found)
 
@@ -46,3 +54,67 @@ def prune_checkpoints(root: Path, keep: int) -> list[Checkpoint]:
         if path not in paths:
             shutil.rmtree(path, ignore_errors=True)
     return kept
+
+
+class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint says of itself, for people and for a run that begins from it."""
+
+    run: str  # its name
+    step: int  # train steps that it contains
+    steps_before: int  # train steps of the checkpoint that its run began from
+    incarnation: int
+    dtype: str
+    model: HfConfig
+    num_processes: int
+    megatron: MegatronConfig
+    use_distributed_optimizer: bool
+
+    def check(self, path: Path, shape: HfConfig, *, dtype: str, use_distributed_optimizer: bool | None) -> None:
+        """Refuse a checkpoint that another model cannot begin from.
+
+        Args:
+            path: of the checkpoint.
+            shape: the model.
+            dtype: in which it trains.
+            use_distributed_optimizer: as it is set; none: the weights alone are taken.
+
+        Raises:
+            ValueError: says what is different.
+        """
+        saved, expected = hf_shapes(self.model), hf_shapes(shape)
+        for name in (*expected, *saved):
+            if saved.get(name) != expected.get(name):
+                has = [f"has {list(one[name])}" if name in one else "has none" for one in (saved, expected)]
+                raise ValueError(f"{path} is of another model: of {name} it {has[0]}, and this model {has[1]}")
+        if use_distributed_optimizer is None:
+            return
+        if self.dtype != dtype:
+            raise ValueError(
+                f"{path} was trained in {self.dtype}, and its optimizer's state does not fit model.dtype = {dtype}: "
+                f"set that, or take the weights alone with trainer.finetune = true"
+            )
+        if self.use_distributed_optimizer != use_distributed_optimizer:
+            raise ValueError(
+                f"{path} was saved with trainer.optimizer.use_distributed_optimizer = "
+                f"{str(self.use_distributed_optimizer).lower()}, and the other optimizer does not read its state: "
+                f"set it so, or take the weights alone with trainer.finetune = true"
+            )
+
+
+def checkpoint_at(path: Path) -> tuple[Path, SavedRun]:
+    """The checkpoint in a directory, or the newest one of a run's directory, and what it says of itself.
+
+    Raises:
+        ValueError: there is none that is complete and can be read.
+    """
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such directory")
+    if not (path / METADATA_FILE).is_file():
+        found = checkpoints_in(path / CHECKPOINTS)
+        if not found:
+            raise ValueError(f"{path} is neither a run with a complete checkpoint nor a complete checkpoint")
+        path = found[-1].path
+    try:
+        return path, msgspec.json.decode((path / RUN_FILE).read_bytes(), type=SavedRun)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ValueError(f"{path / RUN_FILE} cannot be read: {error}") from error

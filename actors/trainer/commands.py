@@ -18,9 +18,16 @@ import torch
 import torch.distributed as dist
 
 from actors.trainer.batches.batch import TrainBatch
-from actors.trainer.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in, prune_checkpoints
+from actors.trainer.checkpoints import (
+    CHECKPOINTS,
+    Checkpoint,
+    SavedRun,
+    checkpoint_at,
+    checkpoints_in,
+    prune_checkpoints,
+)
 from actors.trainer.megatron import groups as ranks
-from actors.trainer.megatron.checkpoint import load_checkpoint, save_checkpoint
+from actors.trainer.megatron.checkpoint import begin_from, load_checkpoint, save_checkpoint
 from actors.trainer.megatron.groups import Ranks
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.models.cuts import export_weights
@@ -36,6 +43,10 @@ POLL: Final = timedelta(seconds=2)  # how long a rank waits for a command before
 
 class _Load(msgspec.Struct, tag=True):
     path: str
+
+
+class _Begin(msgspec.Struct, tag=True):
+    path: str  # of another run's checkpoint
 
 
 class _Train(msgspec.Struct, tag=True):
@@ -59,7 +70,7 @@ class _Stop(msgspec.Struct, tag=True):
     pass
 
 
-_Command = _Load | _Train | _Save | _Export | _Probe | _Stop
+_Command = _Load | _Begin | _Train | _Save | _Export | _Probe | _Stop
 
 
 class TrainerRank:
@@ -94,13 +105,24 @@ class TrainerRank:
     # rank 0
 
     def resume(self) -> int:
-        """Load the newest complete checkpoint, if there is one.
+        """Load the newest complete checkpoint, if there is one, else the one that the run is to begin from.
 
         Returns:
-            Train steps that the state contains.
+            Train steps of this run that the state contains.
+
+        Raises:
+            ValueError: trainer.load is no checkpoint that this model can begin from.
         """
         found = checkpoints_in(self._checkpoints)
-        return self._lead(_Load(str(found[-1].path))) if found else 0
+        if found:
+            return self._lead(_Load(str(found[-1].path)))
+        trainer = self._topology.trainer
+        if trainer.load is not None:
+            path, saved = checkpoint_at(Path(trainer.load))
+            distributed = None if trainer.finetune else trainer.optimizer.use_distributed_optimizer
+            saved.check(path, self._replica.hf, dtype=self._topology.model.dtype, use_distributed_optimizer=distributed)
+            self._lead(_Begin(str(path)))
+        return 0
 
     def train(self, batch: TrainBatch) -> Trained:
         """Train one batch.
@@ -190,11 +212,17 @@ class TrainerRank:
         match command:
             case _Load():
                 return load_checkpoint(self._replica, Path(command.path))
+            case _Begin():
+                return begin_from(self._replica, Path(command.path), finetune=self._topology.trainer.finetune)
             case _Train():
                 return self._train_step(_decode_batch(self._broadcast(payload, command.size_bytes)))
             case _Save():
                 return save_checkpoint(
-                    self._replica, self._checkpoints, step=command.step, incarnation=command.incarnation
+                    self._replica,
+                    self._checkpoints,
+                    step=command.step,
+                    incarnation=command.incarnation,
+                    said=self._said(command),
                 )
             case _Export():
                 return export_weights(self._replica.complete_chunks(), self._replica.hf)
@@ -202,6 +230,20 @@ class TrainerRank:
                 return probe(self._replica, self._probe_tokens)
             case _Stop():
                 return None
+
+    def _said(self, command: _Save) -> SavedRun:
+        topology = self._topology
+        return SavedRun(
+            run=topology.run.name,
+            step=command.step,
+            steps_before=self._replica.steps_before,
+            incarnation=command.incarnation,
+            dtype=topology.model.dtype,
+            model=self._replica.hf,
+            num_processes=self._ranks.world_size,
+            megatron=topology.trainer.megatron,
+            use_distributed_optimizer=self._replica.is_distributed,
+        )
 
     def _broadcast(self, payload: bytes, size_bytes: int) -> bytes:
         """Rank 0's bytes, on every rank."""

@@ -100,6 +100,7 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
             for index, item in enumerate(topology.eval)
         ),
         rollout=_functions_found(topology.rollout, finder),
+        trainer=msgspec.structs.replace(topology.trainer, load=finder.optional("trainer.load", topology.trainer.load)),
         reward=_graders_found(topology.reward, finder),
         run=msgspec.structs.replace(
             run,

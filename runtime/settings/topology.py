@@ -87,6 +87,8 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     gpus: Text | None = None  # one rank on each: "n0:0-7,n1:0-7"
     num_processes: Positive = 1  # ranks on the CPU
     packed: bool | None = None  # sequences behind each other in a row instead of padded; none: on a GPU in bfloat16
+    load: Text | None = None  # another run's directory, or a checkpoint's: what a new run begins from; none: the model
+    finetune: bool = False  # of load take the weights alone; else optimizer, schedule and random state too
     megatron: MegatronConfig = MegatronConfig()
     optimizer: MegatronOptimizerConfig = MegatronOptimizerConfig()
     ddp: DdpConfig = DdpConfig()

@@ -19,10 +19,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from actors.trainer.checkpoints import CHECKPOINTS, METADATA_FILE, SavedRun, directory_of
+from actors.trainer.checkpoints import RUN_FILE as SAVED_FILE
+from actors.trainer.models.config import read_hf_config
 from bin.start_topology import main
 from runtime.agent.claims.claim import Claim
 from runtime.agent.claims.run_id import KEY, IdOnBus
@@ -30,6 +34,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.nats.server import server_command, wait_ready
 from runtime.samples.dump_files import RUN_FILE
 from runtime.secrets import Login, Secret, with_login, write_private
+from runtime.settings.topology import MegatronConfig
 from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -169,6 +174,13 @@ REFUSED = {
         ("model.hf_checkpoint=TMP/more",), "model.hf_checkpoint", "its tokens go up to 99, and the model has 16"
     ),
     "a token it has not": Case(("rollout.stop_token_ids=[99]",), "rollout.stop_token_ids", "99 is no token"),
+    # checkpoints of other runs
+    "no run to begin from": Case(("trainer.load=TMP/none",), "trainer.load", "no such directory"),
+    "nothing saved": Case(("trainer.load=TMP/dumped",), "trainer.load", "neither a run with a complete checkpoint"),
+    "a checkpoint of another model": Case(
+        ("trainer.load=TMP/saved", "trainer.finetune=true"), "trainer.load", "tokens.weight it has [8, 64]"
+    ),
+    "weights of nobody": Case(("trainer.finetune=true",), "trainer.finetune", "no effect without trainer.load"),
     # layouts
     "a layer in halves": Case(
         ("trainer.num_processes=2", "trainer.megatron.pipeline_model_parallel_size=2"),
@@ -299,6 +311,21 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name / "config.json").write_text(json.dumps(config | change))
     save_file({"model.embed_tokens.weight": np.zeros((8, 8), np.float32)}, folder / "other/model.safetensors")
     save_file({"model.norm.weight": np.zeros(8, np.float32)}, folder / "holes/model.safetensors")
+    saved = directory_of(folder / "saved" / CHECKPOINTS, step=3, incarnation=1)
+    saved.mkdir(parents=True)
+    (saved / METADATA_FILE).touch()
+    said = SavedRun(
+        run="saved",
+        step=3,
+        steps_before=0,
+        incarnation=1,
+        dtype="float32",
+        model=read_hf_config(folder / "few"),
+        num_processes=1,
+        megatron=MegatronConfig(),
+        use_distributed_optimizer=False,
+    )
+    (saved / SAVED_FILE).write_bytes(msgspec.json.encode(said))
     (folder / "dumped").mkdir()
     (folder / "dumped" / RUN_FILE).write_text('{"run": "somebody", "began": "2026"}')
     return folder

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
-from actors.trainer.checkpoints import directory_of
+from actors.trainer.checkpoints import RUN_FILE, SavedRun, directory_of
 from actors.trainer.megatron.imports import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -31,8 +32,15 @@ FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_ful
 DISTRIBUTED = "use_distributed_optimizer"
 
 
-def save_checkpoint(replica: Replica, root: Path, *, step: int, incarnation: int) -> Path:
+def save_checkpoint(replica: Replica, root: Path, *, step: int, incarnation: int, said: SavedRun | None = None) -> Path:
     """Write a checkpoint. A collective of all ranks.
+
+    Args:
+        replica: what is saved.
+        root: where checkpoints lie.
+        step: train steps that it contains.
+        incarnation: of the trainer.
+        said: what it says of itself.
 
     Returns:
         Its directory. One that is there already is taken as this one.
@@ -49,6 +57,8 @@ def save_checkpoint(replica: Replica, root: Path, *, step: int, incarnation: int
         dist_checkpointing.save(_state(replica, step=step, loading=False), str(unfinished), _SaveInProcess())
     dist.barrier()
     if dist.get_rank() == 0:
+        if said is not None:
+            (unfinished / RUN_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(said)))
         complete_directory(unfinished, path)
     return path
 
@@ -75,7 +85,24 @@ def load_checkpoint(replica: Replica, path: Path) -> int:
     _own_step_counts(replica.optimizer)
     torch.set_rng_state(state["rng"][dist.get_rank() % len(state["rng"])])
     replica.skipped_in_a_row = state["skipped_in_a_row"]
+    replica.steps_before = state["steps_before"]
     return state["step"]
+
+
+def begin_from(replica: Replica, path: Path, *, finetune: bool) -> None:
+    """Begin a run from another one's checkpoint: from all of it, or from its weights. A collective of all ranks.
+
+    Raises:
+        ValueError: it was saved by the other kind of optimizer.
+        Whatever Megatron raises when files are damaged or belong to another model.
+    """
+    if finetune:
+        load_model(replica.complete_chunks(), path)
+        replica.optimizer.reload_model_params()
+        return
+    step = load_checkpoint(replica, path)
+    replica.steps_before += step
+    replica.skipped_in_a_row = 0
 
 
 def load_model(chunks: Sequence[Any], path: Path) -> None:
@@ -99,7 +126,12 @@ def _state(replica: Replica, *, step: int, loading: bool) -> dict[str, Any]:
     optimizer = replica.optimizer.sharded_state_dict(
         model if len(model) > 1 else model["model"], loading, metadata=FORMAT
     )
-    plain = {"step": step, "skipped_in_a_row": replica.skipped_in_a_row, DISTRIBUTED: replica.is_distributed}
+    plain = {
+        "step": step,
+        "steps_before": replica.steps_before,
+        "skipped_in_a_row": replica.skipped_in_a_row,
+        DISTRIBUTED: replica.is_distributed,
+    }
     return {**model, "optimizer": optimizer, "rng": _random_states(), **plain}
 
 

@@ -84,6 +84,7 @@ class Replica:
             bias for chunk in self.chunks for name, bias in chunk.named_buffers() if name.endswith("expert_bias")
         ]
         self._biases_before: list[Tensor] = []
+        self.steps_before = 0  # train steps of the checkpoint that the run began from
         self.skipped_in_a_row = 0  # optimizer steps without an effect since the last one that had one
 
     def _wrap(self, chunk: Any, trainer: TrainerConfig) -> Any:

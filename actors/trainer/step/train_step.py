@@ -246,11 +246,17 @@ class TrainStep:
 
     def _learning_rate(self, train_step: int, number: int) -> float:
         per_batch = self._algorithm.num_steps_per_rollout
-        done = train_step * per_batch + number
-        return learning_rate(self._topology.optimizer, done, num_steps=self._topology.train.num_steps * per_batch)
+        done = (self._replica.steps_before + train_step) * per_batch + number
+        return learning_rate(self._topology.optimizer, done, num_steps=self._planned_steps * per_batch)
+
+    @property
+    def _planned_steps(self) -> int:
+        """Train steps at the run's end, with those of the run that it began from."""
+        return self._replica.steps_before + self._topology.train.num_steps
 
     def _entropy_coef(self, train_step: int) -> float:
-        return entropy_coef(self._algorithm, train_step, num_steps=self._topology.train.num_steps)
+        done = self._replica.steps_before + train_step
+        return entropy_coef(self._algorithm, done, num_steps=self._planned_steps)
 
     def _reduced(self, sums: Sequence[Tensor]) -> dict[str, float]:
         metrics = reduced_sums(self._sums, sums)

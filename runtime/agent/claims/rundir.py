@@ -20,6 +20,7 @@ BUS_FILE = "bus.url"  # where the run's bus is, for people and tools
 HARMLESS = frozenset({"train.num_steps", "train.save_interval", "train.keep_checkpoints", "train.max_tokens_per_gpu"})
 LASTING = ("model", "data", "rollout", "algorithm", "optimizer", "train", "eval", "run.seed", "run.only", "run.load")
 LASTING_OF_REWARD = ("reward.on_failure", "reward.reward_key", "reward.group_rm")
+LASTING_OF_TRAINER = ("trainer.load", "trainer.finetune")
 
 
 class RunRefused(Exception):
@@ -140,7 +141,9 @@ def _accepted_changes(run_dir: Path, before: Topology, after: Topology) -> list[
 def _lasts(key: str) -> bool:
     if key in HARMLESS:
         return False
-    return key.startswith(LASTING_OF_REWARD) or any(key == table or key.startswith(f"{table}.") for table in LASTING)
+    return key.startswith((*LASTING_OF_REWARD, *LASTING_OF_TRAINER)) or any(
+        key == table or key.startswith(f"{table}.") for table in LASTING
+    )
 
 
 def _differences(key: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -31,7 +31,7 @@ EMBEDDED_CONCURRENCY = 4096  # what its command accepts
 
 def topology_problems(topology: Topology) -> Iterator[Problem]:
     """What the tables of a topology ask for and cannot have; of GPUs, see gpus.py."""
-    for rule in (_group_graders, _bus, _sizes, _engines, _shares):
+    for rule in (_group_graders, _bus, _sizes, _engines, _shares, _load):
         yield from rule(topology)
 
 
@@ -147,3 +147,8 @@ def _shares(topology: Topology) -> Iterator[Problem]:
     roles = [role for shared in topology.share for role in shared]
     for role in dict.fromkeys(role for role in roles if roles.count(role) > 1):
         yield Problem.of("share", topology.share, f"{role} is in two processes; each actor may be named once")
+
+
+def _load(topology: Topology) -> Iterator[Problem]:
+    if topology.trainer.finetune and topology.trainer.load is None:
+        yield Problem.of("trainer.finetune", True, "has no effect without trainer.load")
