@@ -51,7 +51,8 @@ class NodeConfig(Config, frozen=True, kw_only=True):
 
 
 class MegatronConfig(Config, frozen=True, kw_only=True):
-    """Parallel layout of the trainer; data parallelism is what is left of the ranks."""
+    """Fields of Megatron's TransformerConfig: the trainer's layout (data parallelism is what is left of the ranks), and
+    how it computes. Why others are no keys: runtime/settings/megatron/answers.toml."""
 
     tensor_model_parallel_size: Positive = 1  # ranks that share each layer
     pipeline_model_parallel_size: Positive = 1  # ranks that share the layers' sequence
@@ -65,12 +66,18 @@ class MegatronConfig(Config, frozen=True, kw_only=True):
     recompute_granularity: Literal["selective", "full"] | None = None  # activations computed again in backward passes
     recompute_method: Literal["uniform", "block"] | None = None  # of "full": groups of layers, or the first of a stage
     recompute_num_layers: Positive | None = None  # of "full": layers of a group, or how many of a stage
+    recompute_modules: tuple[Literal["core_attn", "mlp"], ...] | None = None  # of "selective"; none: core_attn
+    distribute_saved_activations: bool = False  # of "full": what is kept is shared out among tensor-parallel ranks
+    fp32_residual_connection: bool = False  # the residual stream is float32 also in bfloat16
+    disable_bf16_reduced_precision_matmul: bool = False  # products of bfloat16 are summed in float32
+    deallocate_pipeline_outputs: bool = False  # what was sent to the next stage is freed
 
 
 class MegatronOptimizerConfig(Config, frozen=True, kw_only=True):
     """Megatron's own settings of its optimizer; the recipe's are in `optimizer`."""
 
     use_distributed_optimizer: bool = False  # optimizer state is shared out among the replicas
+    apply_wd_to_qk_layernorm: bool = False  # weight decay is of the norms of queries and keys too
 
 
 class DdpConfig(Config, frozen=True, kw_only=True):
@@ -78,6 +85,8 @@ class DdpConfig(Config, frozen=True, kw_only=True):
 
     overlap_grad_reduce: bool = False  # gradients are reduced while the backward pass goes on
     overlap_param_gather: bool = False  # parameters are gathered while the forward pass goes on
+    bucket_size: Positive | None = None  # parameters of a bucket that is reduced at once; none: at least 40 million
+    pad_buckets_for_high_nccl_busbw: bool = False  # buckets are multiples of 65,536 elements
 
 
 class TrainerConfig(Config, frozen=True, kw_only=True):

@@ -71,7 +71,11 @@ ACCEPTED = {
             "trainer.megatron.tensor_model_parallel_size=2",
             "trainer.megatron.sequence_parallel=true",
             "trainer.megatron.recompute_granularity=selective",
+            'trainer.megatron.recompute_modules=["core_attn", "mlp"]',
+            "trainer.megatron.fp32_residual_connection=true",
             "trainer.optimizer.use_distributed_optimizer=true",
+            "trainer.ddp.pad_buckets_for_high_nccl_busbw=true",
+            "trainer.ddp.bucket_size=100000",
             "model.dtype=bfloat16",
         )
     ),

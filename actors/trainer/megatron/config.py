@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import torch
 import torch.nn.functional as F
 
@@ -40,16 +41,7 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        tensor_model_parallel_size=layout.tensor_model_parallel_size,
-        pipeline_model_parallel_size=pipeline,
-        virtual_pipeline_model_parallel_size=_above_one(layout.virtual_pipeline_model_parallel_size),
-        num_layers_in_first_pipeline_stage=layout.num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage=layout.num_layers_in_last_pipeline_stage,
-        context_parallel_size=layout.context_parallel_size,
-        recompute_granularity=layout.recompute_granularity,
-        recompute_method=layout.recompute_method,
-        recompute_num_layers=layout.recompute_num_layers,
-        sequence_parallel=layout.sequence_parallel,
+        **_named(layout),
         calculate_per_token_loss=True,  # the loss function returns a sum and what to divide it by, for both reductions
         variable_seq_lengths=pipeline > 1,  # micro-batches differ in length
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths refuses the default, also for dense models
@@ -65,6 +57,11 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
     )
 
 
-def _above_one(stages: int | None) -> int | None:
-    """A single virtual stage is none: Megatron's interleaved schedule takes two and more."""
-    return stages if stages is not None and stages > 1 else None
+def _named(layout: MegatronConfig) -> dict[str, Any]:
+    """What Megatron knows under the same names."""
+    named = msgspec.structs.asdict(layout)
+    if named["virtual_pipeline_model_parallel_size"] == 1:  # its interleaved schedule takes two and more
+        named["virtual_pipeline_model_parallel_size"] = None
+    if layout.recompute_modules is not None:
+        named["recompute_modules"] = list(layout.recompute_modules)
+    return named

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -91,8 +92,7 @@ class Replica:
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=trainer.optimizer.use_distributed_optimizer,
-            overlap_grad_reduce=trainer.ddp.overlap_grad_reduce,
-            overlap_param_gather=trainer.ddp.overlap_param_gather,
+            **msgspec.structs.asdict(trainer.ddp),
         )
         inner = Float16Module(self.config, chunk) if self.dtype is torch.bfloat16 else chunk
         return DistributedDataParallel(self.config, ddp, inner)
@@ -271,6 +271,6 @@ def _optimizer_config(topology: Topology, dtype: torch.dtype) -> Any:
         clip_grad=config.clip_grad or math.inf,  # 0 would also leave the norm uncomputed
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=megatron.optimizer.use_distributed_optimizer,
         overlap_param_gather=megatron.ddp.overlap_param_gather,
+        **msgspec.structs.asdict(megatron.optimizer),
     )

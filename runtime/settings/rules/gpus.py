@@ -98,6 +98,9 @@ def _stages(trainer: TrainerConfig) -> Iterator[Problem]:
         yield Problem.of("trainer.ddp.overlap_param_gather", True, message)
     if trainer.ddp.overlap_param_gather and not trainer.ddp.overlap_grad_reduce:
         yield Problem.of("trainer.ddp.overlap_param_gather", True, "needs trainer.ddp.overlap_grad_reduce")
+    if trainer.ddp.pad_buckets_for_high_nccl_busbw and not trainer.optimizer.use_distributed_optimizer:
+        message = "needs trainer.optimizer.use_distributed_optimizer: only then are buckets padded"
+        yield Problem.of("trainer.ddp.pad_buckets_for_high_nccl_busbw", True, message)
 
 
 def _recomputation(layout: MegatronConfig) -> Iterator[Problem]:
@@ -109,6 +112,14 @@ def _recomputation(layout: MegatronConfig) -> Iterator[Problem]:
     if not full and (method is not None or number is not None):
         name, value = ("recompute_method", method) if method is not None else ("recompute_num_layers", number)
         yield Problem.of(f"trainer.megatron.{name}", value, 'is for trainer.megatron.recompute_granularity = "full"')
+    if layout.recompute_modules is not None and layout.recompute_granularity != "selective":
+        message = 'is for trainer.megatron.recompute_granularity = "selective"'
+        yield Problem.of("trainer.megatron.recompute_modules", list(layout.recompute_modules), message)
+    if layout.distribute_saved_activations and (not full or layout.sequence_parallel):
+        message = (
+            'is for trainer.megatron.recompute_granularity = "full" without sequence_parallel, which does the same'
+        )
+        yield Problem.of("trainer.megatron.distribute_saved_activations", True, message)
 
 
 def _samples_per_step(recipe: Recipe) -> int:

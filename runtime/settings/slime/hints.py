@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher, get_close_matches
 from typing import Final
 
+from runtime.settings.megatron.fields import megatron_hint
 from runtime.settings.slime.flags import Found, find_by_rule, find_flag, spelled_as_flag
 
 CLOSE: Final = 0.75  # likeness of a name as a whole, where 1 is the same
@@ -31,6 +32,8 @@ def hint(key: str, siblings: Sequence[str], keys: Sequence[str]) -> str | None:
         return f"did you mean {plain}?"
     if elsewhere := [known for known in keys if known.rpartition(".")[2] == plain]:
         return f"did you mean {' or '.join(_beside(known, table) for known in elsewhere)}?"
+    if of_megatron := megatron_hint(key):
+        return of_megatron
     close = [known for known in get_close_matches(plain, siblings, cutoff=CLOSE) if _is_typo(plain, known)]
     return flag_hint(key) or (f"did you mean {close[0]}?" if close else None)
 

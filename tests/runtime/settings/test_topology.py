@@ -200,6 +200,21 @@ def test_rules_of_the_laptop_topology(overrides: tuple[str, ...], key: str, mess
             "trainer.megatron.sequence_parallel",
             "tensor_model_parallel_size above 1",
         ),
+        (
+            ('trainer.megatron.recompute_modules=["mlp"]',),
+            "trainer.megatron.recompute_modules",
+            'is for trainer.megatron.recompute_granularity = "selective"',
+        ),
+        (
+            ("trainer.megatron.distribute_saved_activations=true",),
+            "trainer.megatron.distribute_saved_activations",
+            "without sequence_parallel",
+        ),
+        (
+            ("trainer.ddp.pad_buckets_for_high_nccl_busbw=true", "trainer.optimizer.use_distributed_optimizer=false"),
+            "trainer.ddp.pad_buckets_for_high_nccl_busbw",
+            "needs trainer.optimizer.use_distributed_optimizer",
+        ),
         (("trainer.num_processes=2",), "trainer.num_processes", "one rank each"),
         (("bus.url=nats://x",), "bus.node", "no node starts a server when bus.url"),
         (("bus.node=none",), "bus", "with several nodes"),

@@ -93,7 +93,7 @@ def test_a_flag_of_slime_is_known_in_every_table_and_spelling(name: str, flag: F
         ("engines.policy.sglang_router_ip", "slime's --sglang-router-ip has no key here: each rollout actor has its"),
         ("trainer.tensor_model_parallel_size", "did you mean trainer.megatron.tensor_model_parallel_size?"),
         ("trainer.--tensor-model-parallel-size", "did you mean trainer.megatron.tensor_model_parallel_size?"),
-        ("trainer.megatron.num_layers", "Megatron's --num-layers has no key here: read from the checkpoint's con"),
+        ("trainer.megatron.num_layers", "Megatron-core's num_layers has no key here: read from the model's con"),
         ("model.bf16", 'Megatron\'s --bf16 is model.dtype here ("bfloat16")'),
         ("trainer.moe_router_topk", "Megatron's --moe-router-topk is not built yet: MoE models"),
         ("algorithm.weight_decay", "did you mean optimizer.weight_decay?"),

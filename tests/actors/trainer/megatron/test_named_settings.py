@@ -1,0 +1,71 @@
+"""Settings that have Megatron-core's names reach it, and the table of its fields is that of the installed package."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from actors.trainer.megatron.imports import quiet
+from actors.trainer.megatron.rank_model import Replica
+from actors.trainer.models.cuts import export_weights
+from actors.trainer.step.train_step import TrainStep
+from runtime.settings.megatron.fields import FIELDS, megatron_fields
+from runtime.settings.topology import Topology
+from tests.actors.trainer.tiny import random_batch
+from tests.support.megatron_fields import found, page
+
+MakeTopology = Callable[..., Topology]
+HOW = {
+    "recompute_modules": {
+        "megatron": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+    },
+    "fp32_residual_connection": {"megatron": {"fp32_residual_connection": True}},
+    "disable_bf16_reduced_precision_matmul": {"megatron": {"disable_bf16_reduced_precision_matmul": True}},
+    "deallocate_pipeline_outputs": {"megatron": {"deallocate_pipeline_outputs": True}},
+    "distribute_saved_activations": {
+        "megatron": {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+            "distribute_saved_activations": True,
+        }
+    },
+    "bucket_size": {"ddp": {"overlap_grad_reduce": True, "bucket_size": 1000}},
+    "pad_buckets": {"optimizer": {"use_distributed_optimizer": True}, "ddp": {"pad_buckets_for_high_nccl_busbw": True}},
+}
+
+
+def trained(
+    make_topology: MakeTopology, trainer: Mapping[str, Any], *, steps: int = 2, **tables: Any
+) -> dict[str, Tensor]:
+    """The weights after one train step of so many optimizer steps."""
+    topology = make_topology(trainer=dict(trainer), algorithm={"num_steps_per_rollout": steps}, **tables)
+    replica = Replica(topology, torch.device("cpu"))
+    with quiet():
+        TrainStep(topology, replica)(random_batch(0))
+    return {name: weight.clone() for name, weight in export_weights(replica.complete_chunks(), replica.hf).items()}
+
+
+def test_the_table_of_fields_is_that_of_the_installed_package() -> None:
+    assert FIELDS.read_text(encoding="utf-8") == page(found())
+    assert msgspec.to_builtins(megatron_fields())["megatron"] == found()["megatron"]
+
+
+@pytest.mark.parametrize("trainer", HOW.values(), ids=HOW.keys())
+def test_what_says_only_how_changes_no_weight(make_topology: MakeTopology, trainer: dict[str, Any]) -> None:
+    plain, other = trained(make_topology, {}), trained(make_topology, trainer)
+    for name, weight in plain.items():
+        torch.testing.assert_close(other[name], weight, rtol=0, atol=1e-6)
+
+
+def test_weight_decay_of_the_norms_of_queries_and_keys_is_a_choice(make_topology: MakeTopology) -> None:
+    optimizer = {"weight_decay": 0.5, "lr": 0.01}
+    plain = trained(make_topology, {}, steps=1, optimizer=optimizer)
+    chosen = {"optimizer": {"apply_wd_to_qk_layernorm": True}}
+    decayed = trained(make_topology, chosen, steps=1, optimizer=optimizer)
+    changed = {name for name, weight in plain.items() if not torch.equal(weight, decayed[name])}
+    assert changed
+    assert all("q_norm" in name or "k_norm" in name for name in changed)
