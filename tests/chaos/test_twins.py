@@ -85,8 +85,12 @@ async def test_a_rollout_actor_that_wakes_after_its_ack_wait_changes_nothing(tmp
     """Another one has generated its groups again by then: what it had finished comes too late, and is not counted."""
     run = Run(tmp_path, num_steps=10, overrides=(f"data.0.rm_type={GRADERS}:slowly",))
     async with run.started() as command:
+        await command.log.until(lambda event: isinstance(event, WeightsApplied))
+        trainer = psutil.Process(command.log.pids["trainer"])
+        trainer.suspend()  # or the run may end before the second one is up
         with by_hand(run, "rollout", WORLD_SIZE="2", RANK="1") as second:
             await command.log.until(lambda event: isinstance(event, WeightsApplied) and event.instance == "rollout.1")
+            trainer.resume()
             await command.log.until_trained(2)
             await command.log.pass_over(moments_of("frozen a").randrange(EVENTS_PER_STEP))
             frozen = psutil.Process(command.log.pids["rollout"])
