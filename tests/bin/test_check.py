@@ -465,7 +465,7 @@ def test_what_trains_is_accepted(
 def test_an_engine_that_serves_what_is_asked_for_is_accepted(
     things: Path, tmp_path: Path, ports: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with saying(architectures=["Qwen3ForCausalLM"], dtype="float32", dp_size=1, context_length=64) as port:
+    with saying(architectures=["Qwen3ForCausalLM"], dtype="float32", dp_size=1, max_req_input_len=58) as port:
         case = Case((f"engines.policy.urls=['http://127.0.0.1:{port}']",))
         code = main([*arguments(case, things, tmp_path, ports), "--check"])
     assert (code, capsys.readouterr().err) == (0, "")

@@ -6,9 +6,7 @@ from typing import Any, NamedTuple, Self
 
 import msgspec
 
-from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.sglang.errors import EngineError
-from actors.rollout.sglang.limits import KEPT_OF_INPUT
 from runtime.settings.topology import Topology
 
 
@@ -19,7 +17,6 @@ class WrongEngine(EngineError):
 class Wanted(NamedTuple):
     """What the recipe asks of a server."""
 
-    vocab_size: int
     architectures: tuple[str, ...]
     dtype: str
     context: int  # tokens of the longest sample; 0: not limited by the recipe
@@ -33,7 +30,6 @@ class Wanted(NamedTuple):
         """
         directory = Path(topology.model.hf_checkpoint)
         return cls(
-            vocab_size=ServedModel.read(directory).vocab_size,
             architectures=_architectures_of((directory / "config.json").read_bytes()),
             dtype=topology.model.dtype,
             context=topology.rollout.max_context_len or 0,
@@ -70,19 +66,15 @@ def _differences(says: Mapping[str, Any], wanted: Wanted) -> Iterator[str]:
         yield _wrong("architectures", list(architectures), f"{list(wanted.architectures)}, as model.hf_checkpoint has")
     if says.get("is_generation") is False:
         yield _wrong("is_generation", False, "true")
-    vocab_size = says.get("vocab_size")
-    if isinstance(vocab_size, int) and vocab_size != wanted.vocab_size:
-        yield _wrong("vocab_size", vocab_size, f"{wanted.vocab_size}, as model.hf_checkpoint has")
     dtype = says.get("dtype")
     if dtype not in (None, "auto", wanted.dtype):
         yield _wrong("dtype", dtype, f"{wanted.dtype}, as model.dtype")
     dp_size = says.get("dp_size")
     if dp_size not in (None, 1):
         yield _wrong("dp_size", dp_size, "1: each replica is an engine with a URL of its own")
-    room = [says[key] for key in ("context_length", "max_total_num_tokens") if isinstance(says.get(key), int)]
-    if wanted.context and room and min(room) < wanted.context + KEPT_OF_INPUT:
-        needed = f"at least rollout.max_context_len = {wanted.context}, and {KEPT_OF_INPUT} that SGLang keeps free"
-        yield _wrong("context_length", min(room), needed)
+    room = says.get("max_req_input_len")  # what is left of its context, or of its memory where that is less
+    if isinstance(room, int) and room < wanted.context:
+        yield _wrong("max_req_input_len", room, f"at least rollout.max_context_len = {wanted.context}")
 
 
 def _wrong(key: str, value: object, allowed: str) -> str:

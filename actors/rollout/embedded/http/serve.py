@@ -22,6 +22,7 @@ from actors.rollout.embedded.http.api import CallReader, Limits
 from actors.rollout.embedded.http.server import EmbeddedServer, Identity
 from actors.rollout.embedded.model.text import Text
 from actors.rollout.requests.served_model import ServedModel
+from actors.rollout.sglang.limits import KEPT_OF_INPUT
 from runtime.hf_config import ModelDescription
 from runtime.host.logs import configure_logging
 from runtime.secrets import Secret
@@ -109,6 +110,7 @@ def _server(
         stream_interval=flags.stream_interval,
         random_seed=flags.random_seed,
     )
+    num_slots = flags.max_total_tokens or flags.max_running_requests * flags.context_length
     identity = Identity(
         model=model,
         model_path=str(flags.model_path),
@@ -120,7 +122,8 @@ def _server(
             "random_seed": flags.random_seed,
             "context_length": flags.context_length,
             "max_running_requests": flags.max_running_requests,
-            "max_total_num_tokens": flags.max_total_tokens or flags.max_running_requests * flags.context_length,
+            "max_total_num_tokens": num_slots,
+            "max_req_input_len": min(flags.context_length, num_slots) - KEPT_OF_INPUT,
             "max_queued_requests": flags.max_queued_requests,
             "stream_interval": flags.stream_interval,
             "incremental_streaming_output": flags.incremental_streaming_output,

@@ -183,7 +183,6 @@ class EmbeddedServer:
                 "disaggregation_mode": "null",
                 "model_type": shape.model_type,
                 "architectures": [shape.architecture],
-                "vocab_size": shape.vocab_size,
                 "has_image_understanding": False,
                 "has_audio_understanding": False,
             }

@@ -375,7 +375,7 @@ async def test_information_is_served_under_both_names(client: EngineClient, mode
     assert info["model_path"] == str(model_path)
     assert (info["weight_version"], info["is_generation"]) == ("v0", True)
     server = (await client.get("/server_info")).body
-    assert (server["context_length"], server["max_running_requests"]) == (512, 64)
+    assert (server["context_length"], server["max_running_requests"], server["max_req_input_len"]) == (512, 64, 506)
     assert server["internal_states"] == [{"weight_version": "v0", "paused": False}]
     models = (await client.get("/v1/models")).body
     assert [model["id"] for model in models["data"]] == [str(model_path)]

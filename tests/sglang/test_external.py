@@ -1,0 +1,39 @@
+"""The contract: what a server that others run says of itself is compared with the recipe."""
+
+import re
+from typing import Any, Final
+
+import pytest
+
+from actors.rollout.engines.asking import check_engine
+from actors.rollout.engines.external import Wanted, WrongEngine
+from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.limits import KEPT_OF_INPUT
+from tests.sglang.model import CONTEXT
+from tests.sglang.server import Server
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
+
+LONGEST: Final = CONTEXT - KEPT_OF_INPUT
+RIGHT: Final = Wanted(architectures=("Qwen3ForCausalLM",), dtype="float32", context=LONGEST)
+WRONG: Final[list[tuple[dict[str, Any], str]]] = [
+    (
+        {"architectures": ("LlamaForCausalLM",)},
+        "architectures = ['Qwen3ForCausalLM']; allowed: ['LlamaForCausalLM'], as model.hf_checkpoint has",
+    ),
+    ({"dtype": "bfloat16"}, "dtype = 'float32'; allowed: bfloat16, as model.dtype"),
+    (
+        {"context": LONGEST + 1},
+        f"max_req_input_len = {LONGEST}; allowed: at least rollout.max_context_len = {LONGEST + 1}",
+    ),
+]
+
+
+@pytest.mark.behaviour("a server of others that does not serve what the recipe asks for is refused by key and value")
+async def test_what_it_says_is_compared(client: SglangClient, server: Server) -> None:
+    says = await client.server_info(server.url) | await client.model_info(server.url)
+    assert {"architectures", "is_generation", "dtype", "dp_size", "max_req_input_len"} <= set(says)
+    await check_engine(client, server.url, RIGHT)
+    for changes, message in WRONG:
+        with pytest.raises(WrongEngine, match=re.escape(message)):
+            await check_engine(client, server.url, RIGHT._replace(**changes))
