@@ -136,6 +136,7 @@ class RolloutActor(Actor):
         self._runs: set[GroupRun] = set()  # of training groups
         self._num_pulled = 0  # tasks at work, of training and evaluation
         self._at_work: dict[tuple[int, int], anyio.Event] = {}  # by group and attempt, set when it has ended
+        self._target = TargetWeights()
         self._target_set_at = 0.0
         self._conversations: set[Conversation] = set()
         self._waits: list[Callable[[], str]] = []
@@ -220,7 +221,7 @@ class RolloutActor(Actor):
 
         At the start only the last target matters.
         """
-        target = TargetWeights()
+        target = self._target
         async with self._bus.read(RoundHalted, WeightsAnnounced, EvalIssued, EvalEnded, ActorExited) as events:
             while True:
                 received = await events.next()
@@ -354,6 +355,10 @@ class RolloutActor(Actor):
     async def _run_eval(self, tools: Tools, delivery: Delivery[EvalRequested], slots: Slots, taken: int) -> None:
         task = delivery.message
         async with self._pulled(delivery), released(slots, taken) as release:
+            if task.step <= self._target.evaluated_step:  # asked for again by a buffer that had not read its end
+                log.info("eval_item_left_out", set=task.set, item=task.item, step=task.step)
+                await delivery.ack()
+                return
             try:
                 task = await with_prompt(self._bus, task)
             except PayloadLost as error:

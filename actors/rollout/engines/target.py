@@ -13,6 +13,7 @@ class TargetWeights:
 
     def __init__(self) -> None:
         self.newest: WeightsAnnounced | None = None  # of those that engines may take
+        self.evaluated_step = -1  # the newest step whose evaluation has ended: of none up to it anything is wanted
         self._known_version = 0
         self._held_back: list[WeightsAnnounced] = []  # rising; as many as trainers get ahead of an evaluation
         self._evaluated: dict[int, int] = {}  # step of an evaluation that runs -> its weight version
@@ -27,6 +28,7 @@ class TargetWeights:
                 self._evaluated[event.step] = event.version
             case EvalEnded():
                 self._evaluated.pop(event.step, None)
+                self.evaluated_step = max(self.evaluated_step, event.step)
             case _:
                 pass
         self._let_go()

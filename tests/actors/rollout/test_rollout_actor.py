@@ -9,6 +9,7 @@ from actors.rollout.actor import ACK_WAIT_S
 from messages import (
     BatchTrained,
     EvalCompleted,
+    EvalEnded,
     EvalRequested,
     GroupAborted,
     GroupCompleted,
@@ -267,6 +268,25 @@ async def test_an_evaluation_item_is_scored_and_untouched_by_halts(bus: Bus, rou
     assert isinstance(event, EvalCompleted)
     assert (event.item, event.samples[0].reward, event.samples[0].response_len) == (5, 1.0, 4)
     assert BatchTrained.topic  # the event never enters the training ledger: it has no group
+
+
+async def test_an_item_of_an_evaluation_that_has_ended_is_not_generated_again(bus: Bus, router_url: str) -> None:
+    """A new buffer asks again for what it has not read the end of."""
+    prompt = Prompt(data="e", row=0, text="p", prompt_ids=Int32Array([7]), label="1", rm_type="exact_match")
+    sampling = SamplingParams(max_new_tokens=8)
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology_with()):
+            await bus.publish(EvalEnded(incarnation=1, step=3, version=1, metrics={}))
+            await bus.publish(announcement(2, step=4))
+            await next_event(bus, WeightsApplied)
+            for step in (3, 4):
+                what = {"step": step, "set": "test", "item": step, "version": step - 2}
+                await bus.publish(EvalRequested(**what, prompt=prompt, num_samples=1, sampling=sampling))
+            event, _ = await next_event(bus, EvalCompleted)
+        group.cancel_scope.cancel()
+    assert isinstance(event, EvalCompleted)
+    assert (event.step, event.item, len(engine.requests)) == (4, 4, 1)
 
 
 async def test_an_evaluation_that_everything_waits_for_has_all_slots(bus: Bus, router_url: str) -> None:
