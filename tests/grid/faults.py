@@ -8,6 +8,7 @@ from unittest import mock
 
 import numpy as np
 
+from actors.trainer.algorithms import log_probs
 from actors.trainer.batches.context import Context
 from actors.trainer.megatron import attention
 from actors.trainer.megatron.imports import DistributedDataParallel
@@ -52,6 +53,9 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "gradients of norms are not reduced": lambda: _finalize("_allreduce_non_tensor_model_parallel_grads"),
     "the tied embedding's gradients are not reduced": lambda: _finalize("_allreduce_word_embedding_grads"),
     "every rank has the first part of a matrix": _first_part,
+    "each rank's part of the vocabulary is all of it": lambda: mock.patch.object(
+        log_probs, "_over_vocabulary", lambda own, _: own
+    ),
     "layers are numbered within their stage": lambda: mock.patch.object(cuts, "_global_name", lambda name, _: name),
     "sequences are cut plainly": lambda: mock.patch.object(Context, "kept", _plain_cut),
     "keys take their own rank's gradient": lambda: mock.patch.object(

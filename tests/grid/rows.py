@@ -133,6 +133,7 @@ ALL = (
 # one that must break it, for every kind of sharing; tied where the embedding is what is shared
 FAULTY = (
     (Row("TP2"), "every rank has the first part of a matrix"),
+    (Row("TP2"), "each rank's part of the vocabulary is all of it"),
     (Row("TP2+SP"), "gradients of norms are not reduced"),
     (Row("PP2"), "layers are numbered within their stage"),
     (Row("PP2", tied=True), "the tied embedding's gradients are not reduced"),
@@ -150,7 +151,7 @@ FAULTY = (
     (Row("PP4xVPP2"), "layers are numbered within their stage"),
     (Row("PP2 uneven"), "layers are numbered within their stage"),
 )
-FEW_FAULTY = tuple(one for one in FAULTY if one[0].world == 2)[:7]
+FEW_FAULTY = tuple(one for one in FAULTY if one[0].world == 2)[:8]
 
 # layouts of which each reads the others' checkpoints
 SAVED = (("1", "TP2", "PP2", "CP2"), ("1+DO", "DP2+DO", "TP2xDP2+DO"))

@@ -32,18 +32,15 @@ def grpo_advantages(
     """
     if not normalize:
         return rewards.astype(np.float64)
-    advantages = np.empty(len(rewards))
-    order = np.argsort(groups, kind="stable")
-    bounds = np.flatnonzero(np.diff(groups[order])) + 1
-    for members in np.split(order, bounds):
-        advantages[members] = _normalized(rewards[members], rollouts[members], normalize_std)
-    return advantages
-
-
-def _normalized(rewards: Floats, rollouts: Ints, normalize_std: bool) -> Floats:
-    _, inverse, counts = np.unique(rollouts, return_inverse=True, return_counts=True)
-    votes = np.bincount(inverse, weights=rewards) / counts
-    centred = rewards - votes.mean()
-    if not normalize_std or len(votes) < 2:
+    _, group_of = np.unique(groups, return_inverse=True)
+    _, rollout_of = np.unique(rollouts, return_inverse=True)
+    pairs, vote_of = np.unique(group_of * (rollout_of.max() + 1) + rollout_of, return_inverse=True)
+    votes = np.bincount(vote_of, weights=rewards) / np.bincount(vote_of)
+    voters = pairs // (rollout_of.max() + 1)  # the group of each vote
+    counts = np.bincount(voters)
+    centred = rewards - (np.bincount(voters, weights=votes) / counts)[group_of]
+    if not normalize_std:
         return centred
-    return centred / (votes.std(ddof=1) + STD_EPS)
+    votes -= (np.bincount(voters, weights=votes) / counts)[voters]
+    std = np.sqrt(np.bincount(voters, weights=votes**2) / np.maximum(counts - 1, 1))
+    return np.where(counts > 1, 1.0 / (std + STD_EPS), 1.0)[group_of] * centred

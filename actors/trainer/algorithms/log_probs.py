@@ -1,25 +1,27 @@
-"""Log-probs of given tokens and entropy, over a vocabulary that may be cut between ranks.
+"""Log-probs of given tokens and entropy, from hidden states and an output weight that may be cut between ranks.
 
-T positions, V vocabulary entries of this rank, M positions that are asked for.
+M positions that are asked for, H hidden size, V vocabulary entries of this rank.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 24  # logits in float32 at a time: 64 MB
+CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}  # logits in float32 at a time; on the CPU they are to stay cached
+KEPT_ELEMENTS = 1 << 26  # logits that stay for the backward pass, 256 MB; those beyond are computed again
 
 
 def log_probs_and_entropy(
-    logits_TV: Tensor, rows_M: Tensor, targets_M: Tensor, *, temperature: float = 1.0, group: Any = None
+    hidden_MH: Tensor, weight_VH: Tensor, targets_M: Tensor, *, temperature: float = 1.0, group: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """Natural log-probs of targets and entropies at the given rows, differentiable in the logits.
+    """Natural log-probs of targets and entropies, differentiable in hidden states and weight.
 
     Args:
-        logits_TV: this rank's slice of the vocabulary, any float dtype.
-        rows_M: positions, distinct.
+        hidden_MH: any float dtype.
+        weight_VH: this rank's slice of the vocabulary.
         targets_M: token ids over the whole vocabulary.
         temperature: divides the logits, as it did when the tokens were sampled.
         group: ranks that share the vocabulary, in its order; none: this rank has all of it.
@@ -27,72 +29,141 @@ def log_probs_and_entropy(
     Returns:
         Log-probs [M] and entropies [M], nats, float32.
     """
-    log_probs, entropy = _LogProbsAndEntropy.apply(logits_TV, rows_M, targets_M, temperature, group)  # pyright: ignore
+    keeps = torch.is_grad_enabled()
+    log_probs, entropy = _LogProbsAndEntropy.apply(hidden_MH, weight_VH, targets_M, temperature, group, keeps)  # pyright: ignore
     return log_probs, entropy
 
 
+class _Statistics(NamedTuple):
+    """Of positions, each [M]; with z the logits, less the highest, and e = exp(z)."""
+
+    highest: Tensor  # what z lacks
+    normaliser: Tensor  # sum of e
+    weighted: Tensor  # sum of e z
+    chosen: Tensor  # z of the target, 0 where another rank has it
+    here: Tensor  # 1 where this rank has the target
+
+
 class _LogProbsAndEntropy(torch.autograd.Function):
-    """Both in one pass, in chunks, forward and backward: no float32 copy of all logits, no softmax kept.
+    """From matrix product to log-prob in chunks of positions, forward and backward: no tensor of all logits.
 
     With p the softmax of z: d log p_t / dz = onehot - p, and dH / dz = -p (z - sum p z).
     """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, logits_TV: Tensor, rows_M: Tensor, targets_M: Tensor, temperature: float, group: Any
+        ctx: Any, hidden_MH: Tensor, weight_VH: Tensor, targets_M: Tensor, temperature: float, group: Any, keeps: bool
     ) -> tuple[Tensor, Tensor]:
-        offset = 0 if group is None else dist.get_rank(group) * logits_TV.size(1)
-        parts = [
-            _forward_chunk(logits_TV[rows].float() / temperature, targets - offset, group)
-            for rows, targets in _chunks(logits_TV, rows_M, targets_M)
-        ]
-        log_probs, log_sum, mean = (torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.save_for_backward(logits_TV, rows_M, targets_M - offset, log_sum, mean)
-        ctx.temperature = temperature
-        return log_probs, log_sum - mean
+        own_M = targets_M if group is None else targets_M - dist.get_rank(group) * weight_VH.size(0)
+        own = _Statistics(*hidden_MH.new_empty(len(_Statistics._fields), len(hidden_MH), dtype=torch.float32))
+        ctx.kept, room = {}, KEPT_ELEMENTS if keeps else 0
+        for rows in _chunks(hidden_MH, weight_VH):
+            logits = _logits(hidden_MH[rows], weight_VH, temperature)
+            _measure(logits, own_M[rows], _Statistics(*(column[rows] for column in own)))
+            room -= logits.numel()
+            if room >= 0:
+                ctx.kept[rows.start] = logits
+        whole = _over_vocabulary(own, group)
+        log_sum, mean = whole.normaliser.log(), whole.weighted / whole.normaliser
+        lower = own.highest - whole.highest
+        ctx.save_for_backward(hidden_MH, weight_VH, own_M, own.highest, lower - log_sum, mean - lower)
+        ctx.temperature, ctx.group = temperature, group
+        ctx.set_materialize_grads(False)
+        return whole.chosen - log_sum, log_sum - mean
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor
-    ) -> tuple[Tensor, None, None, None, None]:
-        logits_TV, rows_M, targets_M, log_sum, mean = ctx.saved_tensors
-        gradient = torch.zeros_like(logits_TV)
-        per_token = (targets_M, log_sum, mean, grad_log_probs, grad_entropy)
-        for rows, *columns in _chunks(logits_TV, rows_M, *per_token):
-            scaled = logits_TV[rows].float() / ctx.temperature
-            gradient[rows] = _backward_chunk(scaled, *columns).div_(ctx.temperature).to(gradient.dtype)
-        return gradient, None, None, None, None
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor, Tensor, None, None, None, None]:
+        hidden_MH, weight_VH, own_M, highest, log_scale, mean = ctx.saved_tensors
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(log_scale)
+        of_hidden = torch.empty_like(hidden_MH)
+        of_weight = torch.zeros_like(weight_VH, dtype=torch.float32)
+        for rows in _chunks(hidden_MH, weight_VH):
+            logits = ctx.kept.pop(rows.start, None)
+            if logits is None:
+                logits = _logits(hidden_MH[rows], weight_VH, ctx.temperature).sub_(highest[rows, None])
+            gradient = _gradient(
+                logits,
+                own_M[rows],
+                log_scale[rows],
+                grad_log_probs[rows],
+                None if grad_entropy is None else (grad_entropy[rows], mean[rows]),
+            )
+            gradient = gradient.div_(ctx.temperature).to(hidden_MH.dtype)
+            torch.mm(gradient, weight_VH, out=of_hidden[rows])
+            if gradient.dtype is torch.float32:
+                of_weight.addmm_(gradient.t(), hidden_MH[rows])
+            else:
+                of_weight += gradient.t() @ hidden_MH[rows]
+        if ctx.group is not None:
+            dist.all_reduce(of_hidden, group=ctx.group)
+        return of_hidden, of_weight.to(weight_VH.dtype), None, None, None, None
 
 
-def _chunks(logits_TV: Tensor, *columns_M: Tensor) -> list[tuple[Tensor, ...]]:
-    size = max(CHUNK_ELEMENTS // logits_TV.size(1), 1)
-    return list(zip(*(column.split(size) for column in columns_M), strict=True))
+def _chunks(hidden_MH: Tensor, weight_VH: Tensor) -> Iterator[slice]:
+    """Equal parts of the positions but for the last one."""
+    size = max(CHUNK_ELEMENTS[hidden_MH.device.type] // weight_VH.size(0), 1)
+    count = len(hidden_MH)
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
-def _forward_chunk(logits_MV: Tensor, targets_M: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, log of the normaliser, and mean logit, each [M] over the whole vocabulary."""
-    highest = logits_MV.amax(dim=1)
-    if group is not None:
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    exponentials = (logits_MV - highest[:, None]).exp_()
-    normaliser = exponentials.sum(dim=1)
-    mean = exponentials.mul_(logits_MV).sum(dim=1)
+def _logits(hidden_MH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
+    logits = torch.mm(hidden_MH, weight_VH.t()).float()
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _measure(logits_MV: Tensor, targets_M: Tensor, out: _Statistics) -> None:
+    """Set the statistics of this rank's logits and take the highest from them."""
+    torch.amax(logits_MV, dim=1, out=out.highest)
+    logits_MV.sub_(out.highest[:, None])
+    exponentials = logits_MV.exp()
+    torch.sum(exponentials, dim=1, out=out.normaliser)
+    torch.sum(exponentials.mul_(logits_MV), dim=1, out=out.weighted)
     local, inside = _local(targets_M, logits_MV.size(1))
-    chosen = logits_MV.gather(1, local[:, None])[:, 0] * inside
-    if group is not None:
-        sums = torch.stack([normaliser, mean, chosen])
-        dist.all_reduce(sums, group=group)
-        normaliser, mean, chosen = sums.unbind()
-    log_sum = highest + normaliser.log()
-    return chosen - log_sum, log_sum, mean / normaliser
+    torch.mul(logits_MV.gather(1, local[:, None])[:, 0], inside, out=out.chosen)
+    out.here.copy_(inside)
 
 
-def _backward_chunk(
-    logits_MV: Tensor, targets_M: Tensor, log_sum: Tensor, mean: Tensor, grad_log_probs: Tensor, grad_entropy: Tensor
+def _over_vocabulary(own: _Statistics, group: Any) -> _Statistics:
+    """The statistics of all ranks' logits together."""
+    if group is None:
+        return own
+    highest = own.highest.clone()
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    lower = own.highest - highest
+    scale = lower.exp()
+    weighted = (own.weighted + lower * own.normaliser) * scale
+    sums = torch.stack([own.normaliser * scale, weighted, own.chosen + lower * own.here, own.here])
+    dist.all_reduce(sums, group=group)
+    return _Statistics(highest, *sums)
+
+
+def _gradient(
+    logits_MV: Tensor,
+    targets_M: Tensor,
+    log_scale: Tensor,
+    grad_log_probs: Tensor,
+    entropy: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    probabilities = (logits_MV - log_sum[:, None]).exp_()
-    weight = grad_log_probs[:, None] + grad_entropy[:, None] * (logits_MV - mean[:, None])
-    gradient = probabilities.mul_(weight).neg_()
+    """Of the logits, in their place.
+
+    Args:
+        logits_MV: less the highest of each position.
+        targets_M: as columns of this rank's slice.
+        log_scale: makes probabilities of their exponentials, [M].
+        grad_log_probs: [M].
+        entropy: its gradient and the mean logit, less the highest, each [M]; none: it is in no loss.
+    """
+    scale = -log_scale.exp()
+    if entropy is None:
+        gradient = logits_MV.exp_().mul_((scale * grad_log_probs)[:, None])
+    else:
+        grad_entropy, mean = entropy
+        constant, slope = scale * (grad_log_probs - grad_entropy * mean), scale * grad_entropy
+        weight = torch.addcmul(constant[:, None], logits_MV, slope[:, None])
+        gradient = logits_MV.exp_().mul_(weight)
     local, inside = _local(targets_M, logits_MV.size(1))
     return gradient.scatter_add_(1, local[:, None], (grad_log_probs * inside)[:, None])
 

@@ -6,8 +6,7 @@ import numpy as np
 
 from actors.trainer.batches.batch import Ints, TrainBatch
 
-PADDING_FLOOR: Final = 1024  # tokens of padding in a micro-batch that are always accepted: a further one costs more
-PADDING_RATIO: Final = 0.25  # of a micro-batch
+WEIGHTS_PER_MICRO_BATCH: Final = 1 << 25  # of a layer times a token: what a layer's calls cost on one core of a CPU
 
 
 def split_steps(batch: TrainBatch, num_steps: int) -> list[Ints]:
@@ -22,8 +21,17 @@ def split_steps(batch: TrainBatch, num_steps: int) -> list[Ints]:
     return np.split(np.arange(len(batch.rollouts_B)), bounds)
 
 
+def micro_batch_cost(layer_weights: int) -> int:
+    """What a further micro-batch costs besides its tokens, in tokens: much where the layers are small.
+
+    Args:
+        layer_weights: parameters of one layer.
+    """
+    return -(-WEIGHTS_PER_MICRO_BATCH // layer_weights)
+
+
 def plan_micro_batches(
-    lengths_B: Ints, samples: Ints, *, max_tokens: int, num_replicas: int, packed: bool
+    lengths_B: Ints, samples: Ints, *, max_tokens: int, num_replicas: int, packed: bool, cost: int = 0
 ) -> list[list[Ints]]:
     """Share samples among replicas, in equally many micro-batches each.
 
@@ -33,12 +41,13 @@ def plan_micro_batches(
         max_tokens: per micro-batch, padding included; a longer sample sits alone.
         num_replicas: data-parallel replicas of the model.
         packed: one row of sequences behind each other; else rows of like length, padded.
+        cost: of a micro-batch, in tokens: padding saved by a further one must be more.
 
     Returns:
         For each replica its micro-batches, each the samples in it; empty where there are too few samples.
     """
     order = samples[np.argsort(-lengths_B[samples], kind="stable")]
-    bins = _first_fit(lengths_B, order, max_tokens) if packed else _by_length(lengths_B, order, max_tokens)
+    bins = _first_fit(lengths_B, order, max_tokens) if packed else _by_length(lengths_B, order, max_tokens, cost)
     while len(bins) % num_replicas:
         bins.sort(key=len, reverse=True)
         largest = bins.pop(0)
@@ -48,21 +57,39 @@ def plan_micro_batches(
     return [bins[replica::num_replicas] for replica in range(num_replicas)]
 
 
-def _by_length(lengths_B: Ints, order: Ints, max_tokens: int) -> list[Ints]:
-    """Cut samples, longest first, where the token limit or the padding asks for it."""
-    bins: list[Ints] = []
-    start, tokens = 0, 0
-    longest = int(lengths_B[order[0]])
-    for end, sample in enumerate(order):
-        length = int(lengths_B[sample])
-        padded = (end - start + 1) * longest
-        padding = padded - tokens - length
-        if end > start and (padded > max_tokens or padding > max(PADDING_FLOOR, PADDING_RATIO * padded)):
-            bins.append(order[start:end])
-            start, tokens, longest = end, 0, length
-        tokens += length
-    bins.append(order[start:])
-    return bins
+def _by_length(lengths_B: Ints, order: Ints, max_tokens: int, cost: int) -> list[Ints]:
+    """Cut samples, longest first, so that padded tokens and micro-batches together cost least.
+
+    Samples of one length stay together, up to the token limit.
+    """
+    runs = _runs(lengths_B[order], max_tokens)
+    longest, bounds = lengths_B[order[runs[:-1]]], runs
+    least = np.full(len(bounds), np.iinfo(np.int64).max)
+    least[0] = 0
+    before = np.zeros(len(bounds), dtype=np.int64)
+    for begin, length in enumerate(longest.tolist()):
+        padded = (bounds[begin + 1 :] - bounds[begin]) * length
+        fits = max(int(np.searchsorted(padded, max_tokens, side="right")), 1)  # a longer sample sits alone
+        ends = slice(begin + 1, begin + 1 + fits)
+        costs = least[begin] + cost + padded[:fits]
+        better = costs < least[ends]
+        least[ends] = np.where(better, costs, least[ends])
+        before[ends] = np.where(better, begin, before[ends])
+    cuts = [len(bounds) - 1]
+    while cuts[-1]:
+        cuts.append(int(before[cuts[-1]]))
+    return np.split(order, bounds[cuts[-2:0:-1]])
+
+
+def _runs(lengths: Ints, max_tokens: int) -> Ints:
+    """Where stretches of equal lengths begin, none of more padded tokens than the limit, and the end."""
+    starts = np.flatnonzero(np.diff(lengths, prepend=0))
+    ends = np.append(starts[1:], len(lengths))
+    parts = [
+        np.arange(start, end, max(max_tokens // int(lengths[start]), 1))
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+    ]
+    return np.append(np.concatenate(parts), len(lengths))
 
 
 def _first_fit(lengths_B: Ints, order: Ints, max_tokens: int) -> list[Ints]:

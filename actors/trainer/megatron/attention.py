@@ -1,6 +1,6 @@
 """Attention on torch's kernels, in the form in which Megatron's layers call it."""
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from actors.trainer.batches.context import Context, Ints
 from actors.trainer.megatron.imports import PackedSeqParams, parallel_state
+
+SHORT: Final = 16  # positions up to which torch's kernel for the CPU, made for long sequences, takes longer
 
 
 class _Gather(torch.autograd.Function):
@@ -76,13 +78,15 @@ class CoreAttention(nn.Module):
             return self._padded(query, key, value).flatten(2)
         lengths: Ints = packed_seq_params.lengths
         if context.size > 1:
-            return self._packed_part(query, key, value, lengths, context).flatten(1)
+            return self._packed_part(query, key, value, packed_seq_params, context).flatten(1)
         if query.is_cuda:
             return self._varlen(query, key, value, lengths, lengths).flatten(1)
-        return self._masked(query, key, value, lengths, torch.arange(query.size(0))).flatten(1)
+        return self._masked(query, key, value, packed_seq_params, context).flatten(1)
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, heads, s, d]
+        if query.size(2) <= SHORT and not query.is_cuda:
+            return _short(query, key, value, self._scale).permute(2, 0, 1, 3)
         grouped = key.size(1) != query.size(1)
         context = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=self._scale, enable_gqa=grouped
@@ -106,10 +110,11 @@ class CoreAttention(nn.Module):
             parts.append(attended.permute(2, 0, 1, 3))
         return torch.cat(parts)
 
-    def _packed_part(self, query: Tensor, key: Tensor, value: Tensor, lengths: Ints, context: Context) -> Tensor:
+    def _packed_part(self, query: Tensor, key: Tensor, value: Tensor, packed: Any, context: Context) -> Tensor:
+        lengths: Ints = packed.lengths
         key, value = _gathered(key, value, lengths, context)
         if not query.is_cuda:
-            return self._masked(query, key, value, lengths, torch.from_numpy(context.kept(lengths)))
+            return self._masked(query, key, value, packed, context)
         out = torch.empty_like(query)
         chunks, starts = lengths // context.multiple, np.cumsum(lengths) - lengths
         for index, which in enumerate((context.rank, context.multiple - 1 - context.rank)):
@@ -129,14 +134,32 @@ class CoreAttention(nn.Module):
         assert isinstance(context, Tensor)
         return context
 
-    def _masked(self, query: Tensor, key: Tensor, value: Tensor, lengths: Ints, positions: Tensor) -> Tensor:
-        """By a dense mask; positions are those of the queries among all."""
-        segment, everywhere = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)), torch.arange(key.size(0))
-        mask = (segment[positions][:, None] == segment[None, :]) & (positions[:, None] >= everywhere[None, :])
+    def _masked(self, query: Tensor, key: Tensor, value: Tensor, packed: Any, context: Context) -> Tensor:
+        """By a dense mask, which the first layer makes for all."""
+        if packed.mask is None:
+            packed.mask = _mask(packed.lengths, context)
+        mask: Tensor = packed.mask
         grouped = key.size(1) != query.size(1)
         query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, t, d]
-        context = F.scaled_dot_product_attention(query, key, value, mask, scale=self._scale, enable_gqa=grouped)
-        return context[0].transpose(0, 1)
+        attended = F.scaled_dot_product_attention(query, key, value, mask, scale=self._scale, enable_gqa=grouped)
+        return attended[0].transpose(0, 1)
+
+
+def _mask(lengths: Ints, context: Context) -> Tensor:
+    """Which of all keys each query of this rank sees: those of its sequence up to its own."""
+    segment, everywhere = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)), np.arange(int(lengths.sum()))
+    positions, keys = torch.from_numpy(context.kept(lengths)), torch.from_numpy(everywhere)
+    return (segment[positions][:, None] == segment[None, :]) & (positions[:, None] >= keys[None, :])
+
+
+def _short(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Causal attention of [b, heads, s, d] by its formula; the queries of a group of heads are one matrix."""
+    batch, heads, length, size = query.shape
+    sharing = heads // key.size(1)
+    joined = query.reshape(batch, -1, sharing * length, size) * (size**-0.5 if scale is None else scale)
+    later = torch.ones(length, length, dtype=torch.bool).triu(1).repeat(sharing, 1)
+    scores = (joined @ key.transpose(2, 3)).masked_fill(later, -torch.inf)
+    return (scores.softmax(-1) @ value).reshape(batch, heads, length, size)
 
 
 def _bounds(lengths: Ints) -> Tensor:
@@ -165,6 +188,7 @@ def packing(bounds: NDArray[np.int32] | None, device: torch.device) -> Any:
         qkv_format="thd", cu_seqlens_q=on_device, cu_seqlens_kv=on_device, max_seqlen_q=longest, max_seqlen_kv=longest
     )
     described.lengths = lengths  # for our attention, which then need not ask the device
+    described.mask = None
     return described
 
 

@@ -1,12 +1,14 @@
-"""Megatron's GPTModel for a Hugging Face config, with our attention and norms that know sequence parallelism."""
+"""Megatron's GPTModel for a Hugging Face config, with our attention, head, and norms that know sequence parallelism."""
 
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from actors.trainer.megatron.attention import CoreAttention
-from actors.trainer.megatron.imports import GPTModel, get_gpt_decoder_block_spec, parallel_state
+from actors.trainer.megatron.fused import rms_norm
+from actors.trainer.megatron.head import Model
+from actors.trainer.megatron.imports import get_gpt_decoder_block_spec, parallel_state
 from actors.trainer.models.config import HfConfig
 from runtime.hf_config import Rope
 
@@ -17,6 +19,10 @@ class RmsNorm(nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_options: Any) -> None:
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self._eps)
 
 
 def build_chunks(model: HfConfig, config: Any) -> list[Any]:
@@ -35,7 +41,7 @@ def build_chunks(model: HfConfig, config: Any) -> list[Any]:
 
 def _build(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
     where = {"ignore_virtual": False, "vp_stage": virtual_stage}
-    built = GPTModel(
+    built = Model(
         config=config,
         transformer_layer_spec=_layer_spec(config, virtual_stage),
         vocab_size=model.vocab_size,

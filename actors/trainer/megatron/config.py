@@ -49,7 +49,7 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=True,  # by our own functions
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         batch_p2p_comm=False,

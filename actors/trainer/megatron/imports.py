@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
-from actors.trainer.megatron import cpu
+from actors.trainer.megatron import cpu, fused
 
 
 @contextmanager
@@ -30,8 +30,9 @@ def _import() -> dict[str, Any]:
         "finalize_model_grads": "distributed",
         "get_megatron_optimizer": "optimizer",
         "OptimizerConfig": "optimizer",
-        "clip_grad_by_total_norm_fp32": "optimizer.clip_grads",
         "get_forward_backward_func": "pipeline_parallel",
+        "ColumnParallelLinear": "tensor_parallel",
+        "gather_from_sequence_parallel_region": "tensor_parallel",
         "initialize_rng_tracker": "tensor_parallel.random",
         "model_parallel_cuda_manual_seed": "tensor_parallel.random",
         "TorchDistSaveShardedStrategy": "dist_checkpointing.strategies.torch",
@@ -50,6 +51,10 @@ def _import() -> dict[str, Any]:
         }
         optimizer: Any = import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
     optimizer._set_main_param_and_optimizer_states = _set_main_states
+    rope: Any = import_module("megatron.core.models.common.embeddings.rope_utils")
+    rope._apply_rotary_pos_emb_bshd = fused.rotary(rope._apply_rotary_pos_emb_bshd)
+    activation: Any = import_module("megatron.core.fusions.fused_bias_swiglu")
+    activation.swiglu, activation.swiglu_back = fused.swiglu, fused.swiglu_back  # Megatron's want a compiler
     if cpu.needed():
         cpu.install_random_state(import_module("megatron.core.tensor_parallel.random"))
     return parts
@@ -79,8 +84,9 @@ DistributedDataParallelConfig: Any = _parts["DistributedDataParallelConfig"]
 finalize_model_grads: Any = _parts["finalize_model_grads"]
 get_megatron_optimizer: Any = _parts["get_megatron_optimizer"]
 OptimizerConfig: Any = _parts["OptimizerConfig"]
-clip_grad_by_total_norm_fp32: Any = _parts["clip_grad_by_total_norm_fp32"]
 get_forward_backward_func: Any = _parts["get_forward_backward_func"]
+ColumnParallelLinear: Any = _parts["ColumnParallelLinear"]
+gather_from_sequence_parallel_region: Any = _parts["gather_from_sequence_parallel_region"]
 initialize_rng_tracker: Any = _parts["initialize_rng_tracker"]
 model_parallel_cuda_manual_seed: Any = _parts["model_parallel_cuda_manual_seed"]
 TorchDistSaveShardedStrategy: Any = _parts["TorchDistSaveShardedStrategy"]

@@ -13,18 +13,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.trainer.algorithms.log_probs import log_probs_and_entropy
 from actors.trainer.batches.batch import MicroBatch, empty_micro_batch
 from actors.trainer.batches.context import Context
 from actors.trainer.megatron.attention import packing
 from actors.trainer.megatron.build import build_chunks
 from actors.trainer.megatron.config import DTYPES, transformer_config
+from actors.trainer.megatron.head import Asked
 from actors.trainer.megatron.imports import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     Float16Module,
     OptimizerConfig,
-    clip_grad_by_total_norm_fp32,
     finalize_model_grads,
     get_forward_backward_func,
     get_megatron_optimizer,
@@ -34,6 +33,7 @@ from actors.trainer.megatron.imports import (
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.cuts import load_weights
 from actors.trainer.models.files import file_source
+from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sources import WeightSource, random_source
 from runtime.settings.topology import Topology, TrainerConfig
 
@@ -74,6 +74,8 @@ class Replica:
                 load_weights(chunk, self.hf, source)
             self._ddp = [self._wrap(chunk, topology.trainer) for chunk in self.chunks]
             self.optimizer = get_megatron_optimizer(_optimizer_config(topology, self.dtype), self._ddp)
+        for group in self.optimizer.param_groups:
+            group["fused"] = True  # torch's AdamW in one pass over the weights, also on the CPU
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
         if topology.trainer.ddp.overlap_grad_reduce:  # only with the last micro-batch
@@ -95,7 +97,11 @@ class Replica:
             **msgspec.structs.asdict(trainer.ddp),
         )
         inner = Float16Module(self.config, chunk) if self.dtype is torch.bfloat16 else chunk
-        return DistributedDataParallel(self.config, ddp, inner)
+        wrapped = DistributedDataParallel(self.config, ddp, inner)
+        alone = parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
+        if alone and not trainer.ddp.overlap_grad_reduce:
+            wrapped.finish_grad_sync = _nothing  # Megatron sums over a group of one rank too, and waits for it
+        return wrapped
 
     @property
     def length_multiple(self) -> int:
@@ -108,6 +114,12 @@ class Replica:
     def context(self) -> Context:
         """This rank among those that share each sample's tokens."""
         return Context(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size())
+
+    @property
+    def layer_weights(self) -> int:
+        """Parameters of one layer of the whole model."""
+        shapes = hf_shapes(self.hf).items()
+        return sum(math.prod(shape) for name, shape in shapes if name.startswith("model.layers.0."))
 
     def num_micro_batches(self, wanted: int) -> int:
         """How many there must be at least: interleaved stages take a multiple of the number of stages.
@@ -206,8 +218,10 @@ class Replica:
     def _move(self, norm: float) -> None:
         """Megatron's `optimizer.step` after its norm."""
         for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            if parameters := part.get_parameters():
-                clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
+            factor = part.config.clip_grad / (norm + 1e-6)
+            gradients = [parameter.grad for parameter in part.get_parameters() if parameter.grad is not None]
+            if factor < 1.0 and gradients:
+                torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
         self.optimizer.step_with_ready_grads()
 
     def _leave_out(self) -> None:
@@ -239,23 +253,25 @@ class Replica:
     ) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch: MicroBatch = next(micro_batches)
         tokens = torch.from_numpy(micro_batch.tokens).to(self.device)
-        output = model(tokens, None, None, packed_seq_params=packing(micro_batch.bounds, self.device))
-        return output, partial(self._token_loss, loss, temperature, micro_batch)
-
-    def _token_loss(
-        self, loss: TokenLoss, temperature: float, micro_batch: MicroBatch, logits: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Called by the schedule on the last stage with [b, s, V / TP]."""
-        shared = self._layout.tensor_model_parallel_size > 1
-        log_probs, entropy = log_probs_and_entropy(
-            logits.flatten(0, 1),
+        asked = Asked(
             torch.from_numpy(micro_batch.rows_M).to(self.device),
             torch.from_numpy(micro_batch.targets_M).to(self.device),
-            temperature=temperature,
-            group=parallel_state.get_tensor_model_parallel_group() if shared else None,
+            temperature,
         )
-        total = loss(micro_batch, TokenOutputs(log_probs, entropy))
+        packed = packing(micro_batch.bounds, self.device)
+        output = model(tokens, None, None, labels=asked, packed_seq_params=packed)
+        return output, partial(self._token_loss, loss, micro_batch)
+
+    def _token_loss(
+        self, loss: TokenLoss, micro_batch: MicroBatch, outputs: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Called by the schedule on the last stage with what its head answers."""
+        total = loss(micro_batch, TokenOutputs(*outputs))
         return total, torch.tensor(micro_batch.tokens.size, dtype=torch.int, device=self.device), {}
+
+
+def _nothing(*_args: Any, **_options: Any) -> None:
+    """There is nobody to sum gradients with."""
 
 
 def _optimizer_config(topology: Topology, dtype: torch.dtype) -> Any:

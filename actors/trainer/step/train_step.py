@@ -18,7 +18,7 @@ from actors.trainer.algorithms.losses import policy_loss, sft_loss
 from actors.trainer.algorithms.reduction import Reduction, reduction
 from actors.trainer.algorithms.schedules import entropy_coef, learning_rate
 from actors.trainer.batches.batch import Floats32, Ints, MicroBatch, TrainBatch, make_micro_batch, num_positions
-from actors.trainer.batches.plan import plan_micro_batches, split_steps
+from actors.trainer.batches.plan import micro_batch_cost, plan_micro_batches, split_steps
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
 from actors.trainer.step.metrics import SFT_SUMS, SUMS, difference_metrics, reduced_sums, sampling_metrics, size_metrics
@@ -118,6 +118,7 @@ class TrainStep:
                 max_tokens=max_sample_tokens(self._topology),
                 num_replicas=ranks.data_parallel_size(),
                 packed=packed,
+                cost=micro_batch_cost(replica.layer_weights),
             )
             missing = replica.num_micro_batches(len(shared[0])) - len(shared[0])
             shared = [[*members, *([NO_SAMPLES] * missing)] for members in shared]
@@ -177,11 +178,11 @@ class TrainStep:
         def loss(micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
             if step.number == 0:
                 columns.trainer_log_probs_N[micro_batch.columns_M] = outputs.log_probs.detach().cpu().numpy()
-            terms = self._loss_terms(batch, step, columns, micro_batch, outputs)
-            sums[:-1] += terms.detach().cpu()
+            total, terms = self._loss_terms(batch, step, columns, micro_batch, outputs)
+            sums[:-1] += terms.cpu()
             if self._replica.context.rank == 0:  # context-parallel ranks have parts of the same samples
                 sums[-1] += int(step.share_B[micro_batch.samples].sum())
-            return terms[0] * step.positions_per_share
+            return total * step.positions_per_share
 
         self._replica.backward(step.micro_batches, loss)
         return sums
@@ -193,15 +194,16 @@ class TrainStep:
         columns: _Columns,
         micro_batch: MicroBatch,
         outputs: TokenOutputs,
-    ) -> Tensor:
-        """The metric sums of a micro-batch, the loss first."""
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of a micro-batch, and its metric sums, the loss first, which have no gradient."""
 
         def column(values_N: Floats32) -> Tensor:
             return torch.from_numpy(values_N[micro_batch.columns_M]).to(outputs.log_probs.device)
 
+        weights = column(columns.weights_N)
         if self._demonstrations:
             loss = sft_loss(outputs.log_probs)
-            return torch.stack([loss, loss, outputs.entropy]) @ column(columns.weights_N)
+            return loss @ weights, torch.stack([loss, loss, outputs.entropy]).detach() @ weights
         old = column(batch.rollout_log_probs_N if self._algorithm.use_rollout_logprobs else columns.trainer_log_probs_N)
         policy = policy_loss(
             outputs.log_probs,
@@ -212,7 +214,10 @@ class TrainStep:
             eps_clip_c=self._algorithm.eps_clip_c,
             max_log_ratio=self._algorithm.max_log_ratio,
         )
-        total = policy.loss - self._entropy_coef(batch.step) * outputs.entropy
+        coef = self._entropy_coef(batch.step)
+        total = (
+            policy.loss - coef * outputs.entropy if coef else policy.loss
+        )  # at 0 the head computes no gradient of it
         divergence = torch.zeros_like(policy.loss)
         if columns.ref_log_probs_N is not None:
             reference = column(columns.ref_log_probs_N)
@@ -224,7 +229,7 @@ class TrainStep:
             )
             total = total + self._algorithm.kl_loss_coef * divergence
         terms = torch.stack([total, policy.loss, outputs.entropy, policy.clipped, policy.ppo_kl, divergence])
-        return terms @ column(columns.weights_N)
+        return total @ weights, terms.detach() @ weights
 
     def _optimizer_step(self, train_step: int, number: int) -> float:
         """The gradient's norm; one that is not finite has moved nothing."""

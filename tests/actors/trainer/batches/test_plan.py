@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.trainer.batches.batch import TrainBatch, make_micro_batch
-from actors.trainer.batches.plan import plan_micro_batches, split_steps
+from actors.trainer.batches.plan import micro_batch_cost, plan_micro_batches, split_steps
 from tests.actors.trainer.tiny import random_batch
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40).map(lambda values: np.array(values, dtype=np.int64))
@@ -35,11 +35,28 @@ def test_packing_fills_the_limit() -> None:
     assert sorted(sorted(lengths[members].tolist()) for members in plan) == [[100, 200], [300]]
 
 
-def test_padded_rows_are_of_like_length() -> None:
-    lengths = np.array([1000, 10] * 50)
-    (plan,) = plan_micro_batches(lengths, np.arange(100), max_tokens=1 << 20, num_replicas=1, packed=False)
-    padding = sum(lengths[members].max() * len(members) - lengths[members].sum() for members in plan)
-    assert padding <= 0.25 * (padding + lengths.sum())
+@given(LENGTHS, st.integers(60, 400), st.integers(0, 100))
+def test_padding_and_micro_batches_together_cost_least(lengths: np.ndarray, max_tokens: int, cost: int) -> None:
+    """Against all cuts of the sorted samples into stretches, where a stretch of equal lengths may be cut too."""
+    ordered = np.sort(lengths)[::-1].tolist()
+    best = [0.0]
+    for end in range(1, len(ordered) + 1):
+        sizes = [(begin, (end - begin) * ordered[begin]) for begin in range(end)]
+        best.append(min(best[begin] + cost + size for begin, size in sizes if size <= max_tokens))
+    (plan,) = plan_micro_batches(
+        lengths, np.arange(len(lengths)), max_tokens=max_tokens, num_replicas=1, packed=False, cost=cost
+    )
+    found = sum(cost + int(lengths[members].max()) * len(members) for members in plan)
+    assert found <= best[-1] + cost * len(set(ordered))  # limits also cut between stretches of equal lengths
+    if max_tokens >= sum(ordered[:1]) * len(ordered):
+        assert found == best[-1]
+
+
+def test_a_micro_batch_costs_more_tokens_the_smaller_the_layers_are() -> None:
+    lengths = np.array([100, 100, 90, 90])
+    arguments = {"max_tokens": 1000, "num_replicas": 1, "packed": False}
+    assert len(plan_micro_batches(lengths, np.arange(4), **arguments, cost=micro_batch_cost(1 << 12))[0]) == 1
+    assert len(plan_micro_batches(lengths, np.arange(4), **arguments, cost=micro_batch_cost(1 << 22))[0]) == 2
 
 
 def test_steps_have_equally_many_rollouts_and_keep_parts_together() -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from actors.trainer.batches.batch import TrainBatch, make_micro_batch, num_positions
-from actors.trainer.batches.plan import plan_micro_batches
-from actors.trainer.megatron import build, rank_model
+from actors.trainer.batches.plan import micro_batch_cost, plan_micro_batches
 from actors.trainer.megatron import config as megatron_config
+from actors.trainer.megatron import head, rank_model
 from actors.trainer.megatron.imports import quiet
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.train_step import TrainStep
@@ -82,15 +82,16 @@ def test_a_loss_of_further_tokens_is_a_mean_over_positions(
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
     topology, batch = topology_of(make_topology, per_token=per_token), indifferent()
-    forward = build.GPTModel.forward
+    forward = head.Model.forward
 
-    def with_loss(model: Any, *arguments: Any, **options: Any) -> Tensor:
+    def with_loss(model: Any, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         model.config.mtp_num_layers = None  # it would want labels
-        logits = forward(model, *arguments, **options)
+        logits = forward(model, *arguments, **options | {"labels": None})
+        log_probs, entropy = forward(model, *arguments, **options)
         model.config.mtp_num_layers = 1  # so that the schedule sets the loss's scale
-        return MTPLossAutoScaler.apply(logits, logits.square().mean(-1))
+        return MTPLossAutoScaler.apply(log_probs, logits.square().mean(-1)), entropy
 
-    monkeypatch.setattr(build.GPTModel, "forward", with_loss)
+    monkeypatch.setattr(head.Model, "forward", with_loss)
     found = gradient(topology, batch)
     monkeypatch.undo()
     assert found.norm() == pytest.approx(expected_norm(topology, batch), rel=1e-4)
@@ -101,7 +102,12 @@ def expected_norm(topology: Topology, batch: TrainBatch) -> float:
     replica = Replica(topology, torch.device("cpu"))
     squares: list[Tensor] = []
     (own,) = plan_micro_batches(
-        batch.lengths_B, np.arange(len(batch.lengths_B)), max_tokens=50, num_replicas=1, packed=False
+        batch.lengths_B,
+        np.arange(len(batch.lengths_B)),
+        max_tokens=50,
+        num_replicas=1,
+        packed=False,
+        cost=micro_batch_cost(replica.layer_weights),
     )
     for samples in own:
         tokens = torch.from_numpy(make_micro_batch(batch, samples, packed=False).tokens)

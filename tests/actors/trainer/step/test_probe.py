@@ -56,7 +56,7 @@ def test_a_probe_takes_at_most_half_of_the_context(
 
 
 def expected(path: Path, probe: WeightProbe) -> list[float]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     tokens = torch.tensor([probe.token_ids])
     with torch.inference_mode():
         log_probs = model(tokens).logits[0].log_softmax(-1)
@@ -79,5 +79,5 @@ def test_log_probs_are_those_of_the_files_at_temperature_1(kind: str, tmp_path: 
     for published in (first, second):
         assert published.path is not None
         assert published.probe is not None
-        assert published.probe.log_probs == pytest.approx(expected(published.path, published.probe), abs=2e-5)
+        assert published.probe.log_probs == pytest.approx(expected(published.path, published.probe), abs=2e-5, rel=1e-5)
     assert first.probe != second.probe

@@ -1,0 +1,101 @@
+"""What Megatron computes in many operations, in few: its own fused functions want kernels or a compiler."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class _Rotated(torch.autograd.Function):
+    """Rotary embedding of [s, b, heads, d], whose result lies in memory as attention reads it: [b, heads, s, d]."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(cos, sin)
+        length, batch, heads, size = vectors.shape
+        out = vectors.new_empty(batch, heads, length, size).permute(2, 0, 1, 3)
+        return _rotate(vectors, cos, sin, 1, out)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        cos, sin = ctx.saved_tensors
+        return _rotate(gradient, cos, sin, -1, gradient.new_empty(gradient.shape)), None, None
+
+
+def _rotate(vectors: Tensor, cos: Tensor, sin: Tensor, sign: int, out: Tensor) -> Tensor:
+    """The halves of each vector are the two coordinates of its planes."""
+    torch.mul(vectors, cos, out=out)
+    (first, second), (out_first, out_second) = vectors.chunk(2, -1), out.chunk(2, -1)
+    sin = sin.chunk(2, -1)[0]
+    out_first.addcmul_(second, sin, value=-sign)
+    out_second.addcmul_(first, sin, value=sign)
+    return out
+
+
+def rotary(general: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Megatron's rotary embedding, ours where it is the usual one.
+
+    Args:
+        general: Megatron's own function, `_apply_rotary_pos_emb_bshd`.
+    """
+
+    def apply(
+        t: Tensor,
+        freqs: Tensor,
+        rotary_interleaved: bool = False,
+        multi_latent_attention: bool = False,
+        mscale: float = 1.0,
+    ) -> Tensor:
+        is_usual = t.dim() == 4 and freqs.size(-1) == t.size(-1) and mscale == 1.0
+        if rotary_interleaved or multi_latent_attention or not is_usual:
+            return general(t, freqs, rotary_interleaved, multi_latent_attention, mscale)
+        rotated: Any = _Rotated.apply(t, freqs.cos().to(t.dtype), freqs.sin().to(t.dtype))
+        return rotated
+
+    return apply
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Of float32: autograd would keep and go through every product of the formula."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, weight: Tensor, eps: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        squares = torch.linalg.vector_norm(values, dim=-1, keepdim=True).square_()
+        scale = squares.div_(values.size(-1)).add_(eps).rsqrt_()
+        ctx.save_for_backward(values, weight, scale)
+        return (values * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        values, weight, scale = ctx.saved_tensors
+        normal = values * scale
+        products = gradient * normal
+        along = (products @ weight).div_(values.size(-1))[..., None]
+        of_values = (gradient * weight).addcmul_(normal, along, value=-1).mul_(scale)
+        return of_values, products.flatten(0, -2).sum(0), None
+
+
+def rms_norm(values: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Values over the root of their mean square along the last dimension, times a weight."""
+    if values.dtype is not torch.float32 or values.is_cuda:  # torch has a kernel there, and sums in float32
+        return F.rms_norm(values, weight.shape, weight, eps)
+    normal: Any = _RmsNorm.apply(values, weight, eps)
+    return normal
+
+
+def swiglu(joined: Tensor) -> Tensor:
+    """SwiGLU of gate and value side by side, for Megatron's own autograd function."""
+    gate, value = joined.chunk(2, -1)
+    return F.silu(gate).mul_(value)
+
+
+def swiglu_back(gradient: Tensor, joined: Tensor) -> Tensor:
+    """The gradient of gate and value side by side."""
+    gate, value = joined.chunk(2, -1)
+    out = torch.empty_like(joined)
+    of_gate, of_value = out.chunk(2, -1)
+    torch.mul(gradient, F.silu(gate), out=of_value)
+    torch.ops.aten.silu_backward.grad_input(gradient * value, gate, grad_input=of_gate)
+    return out

@@ -1,0 +1,68 @@
+"""The end of the model: from the hidden states of positions that train to log-probs, without a logit of any other."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from actors.trainer.algorithms.log_probs import log_probs_and_entropy
+from actors.trainer.megatron.imports import ColumnParallelLinear, GPTModel, gather_from_sequence_parallel_region
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of the last pipeline stage, in the place of labels."""
+
+    rows_M: Tensor  # positions, over tokens [b, s] flattened
+    targets_M: Tensor  # token ids
+    temperature: float
+
+
+class Head(ColumnParallelLinear):
+    """Megatron's output layer, whose weight is cut by the vocabulary; its other uses stay what they are."""
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        asked: Asked | None = None,
+    ) -> Any:
+        """Return logits, or log-probs and entropies of what is asked.
+
+        Args:
+            input_: hidden states [s, b, h]; under sequence parallelism this rank's part of s.
+            weight: the output weight; none: the layer's own.
+            runtime_gather_output: Megatron's, of logits.
+            asked: none: logits of all positions.
+        """
+        if asked is None:
+            return super().forward(input_, weight, runtime_gather_output)
+        if self.sequence_parallel:  # the gradient that comes back is whole, so that a rank takes its part of it
+            input_ = gather_from_sequence_parallel_region(
+                input_, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        length, num_rows, _ = input_.shape
+        rows = asked.rows_M if num_rows == 1 else asked.rows_M % length * num_rows + asked.rows_M // length
+        return log_probs_and_entropy(
+            input_.flatten(0, 1).index_select(0, rows),
+            self.weight if weight is None else weight,
+            asked.targets_M,
+            temperature=asked.temperature,
+            group=self.tp_group if self.tp_group.size() > 1 else None,
+        )
+
+
+class Model(GPTModel):
+    """Megatron's GPTModel, which answers what is `Asked` in the place of labels with log-probs and entropies."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.post_process:
+            self.output_layer.__class__ = Head  # GPTModel has no place to name it, and the layer has no state of ours
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Any = None, **options: Any) -> Any:
+        if not isinstance(labels, Asked) or not self.post_process:
+            return super()._postprocess(hidden_states, *args, labels=labels, **options)
+        shared = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        return self.output_layer(hidden_states, shared, asked=labels)
