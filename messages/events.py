@@ -231,7 +231,8 @@ class CheckpointSaved(Message, kw_only=True, tag="checkpoint_saved"):
     incarnation: int
     path: str
     oldest_step: int  # of the oldest checkpoint that can still be loaded
-    took_s: float
+    took_s: float  # from its begin until it was complete; training went on meanwhile
+    pause_s: float = 0.0  # of it, while the state was copied and training stood still
 
 
 class WeightProbe(msgspec.Struct, frozen=True, kw_only=True):

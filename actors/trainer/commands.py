@@ -6,6 +6,7 @@ inside a collective. Every command is then carried out by all ranks together.
 
 import shutil
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -23,13 +24,13 @@ from actors.trainer.checkpoints import (
     Checkpoint,
     SavedRun,
     checkpoint_at,
-    checkpoints_in,
     prune_checkpoints,
 )
 from actors.trainer.megatron import groups as ranks
-from actors.trainer.megatron.checkpoint import begin_from, load_checkpoint, save_checkpoint
+from actors.trainer.megatron.checkpoint import begin_from, begin_save, load_checkpoint
 from actors.trainer.megatron.groups import Ranks
 from actors.trainer.megatron.rank_model import Replica
+from actors.trainer.megatron.saving import Saving
 from actors.trainer.models.cuts import export_weights
 from actors.trainer.models.files import write_model
 from actors.trainer.models.publish import NOT_WRITTEN, WEIGHTS, Published, prune_versions, publish_weights
@@ -58,6 +59,10 @@ class _Save(msgspec.Struct, tag=True):
     incarnation: int
 
 
+class _FinishSave(msgspec.Struct, tag=True):
+    pass
+
+
 class _Export(msgspec.Struct, tag=True):
     pass
 
@@ -70,7 +75,7 @@ class _Stop(msgspec.Struct, tag=True):
     pass
 
 
-_Command = _Load | _Begin | _Train | _Save | _Export | _Probe | _Stop
+_Command = _Load | _Begin | _Train | _Save | _FinishSave | _Export | _Probe | _Stop
 
 
 class TrainerRank:
@@ -95,6 +100,8 @@ class TrainerRank:
         self._model_directory = Path(topology.model.hf_checkpoint)
         self._num_commands = 0
         self._stopping = Event()
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._saving: Saving | None = None
         device = ranks.device_of(topology.trainer.device, self._ranks)
         ranks.join(self._ranks, topology.trainer.megatron, device, seed=topology.run.seed)
         self._replica = Replica(topology, device)
@@ -107,13 +114,15 @@ class TrainerRank:
     def resume(self) -> int:
         """Load the newest complete checkpoint, if there is one, else the one that the run is to begin from.
 
+        What a death has left half written goes.
+
         Returns:
             Train steps of this run that the state contains.
 
         Raises:
             ValueError: trainer.load is no checkpoint that this model can begin from.
         """
-        found = checkpoints_in(self._checkpoints)
+        found = prune_checkpoints(self._checkpoints, self._topology.train.keep_checkpoints)
         if found:
             return self._lead(_Load(str(found[-1].path)))
         trainer = self._topology.trainer
@@ -135,10 +144,27 @@ class TrainerRank:
         encoded = _encode_batch(batch)
         return self._lead(_Train(len(encoded)), encoded)
 
-    def save(self, *, step: int, incarnation: int) -> tuple[Path, list[Checkpoint]]:
-        """Write a checkpoint and delete old ones; return its directory and those that are left, oldest first."""
-        path: Path = self._lead(_Save(step, incarnation))
+    def begin_save(self, *, step: int, incarnation: int) -> Future[None]:
+        """Copy the state and have it written beside what comes next.
+
+        Returns:
+            Done when this rank has written its part. Then `finish_save`, before another one begins.
+        """
+        return self._lead(_Save(step, incarnation)).written
+
+    def finish_save(self) -> tuple[Path, list[Checkpoint]]:
+        """Wait until all ranks have written, give the checkpoint its name and delete old ones.
+
+        Returns:
+            Its directory and the checkpoints that are left, oldest first.
+        """
+        path: Path = self._lead(_FinishSave())
         return path, prune_checkpoints(self._checkpoints, self._topology.train.keep_checkpoints)
+
+    def save(self, *, step: int, incarnation: int) -> tuple[Path, list[Checkpoint]]:
+        """Write a checkpoint while nothing else happens; as `begin_save` and `finish_save`."""
+        self.begin_save(step=step, incarnation=incarnation)
+        return self.finish_save()
 
     def publish(self, version: int, *, confirmed: int) -> Published:
         """Write the weights for engines to take, if there are any, and delete versions that no engine needs.
@@ -171,6 +197,11 @@ class TrainerRank:
     def close(self) -> None:
         """End the other ranks and leave."""
         self._lead(_Stop())
+        self._leave()
+
+    def _leave(self) -> None:
+        """A checkpoint that is not finished is lost: the run ends or begins again from the one before."""
+        self._executor.shutdown(cancel_futures=True)
         ranks.leave()
 
     def _lead(self, command: _Command, payload: bytes = b"") -> Any:
@@ -186,7 +217,7 @@ class TrainerRank:
         while not isinstance(command, _Stop):
             command = self._await_command()
             self._carry_out(command, b"")
-        ranks.leave()
+        self._leave()
 
     def stop_following(self) -> None:
         """End `follow` at its next look for a command; called from another thread."""
@@ -217,13 +248,19 @@ class TrainerRank:
             case _Train():
                 return self._train_step(_decode_batch(self._broadcast(payload, command.size_bytes)))
             case _Save():
-                return save_checkpoint(
+                self._saving = begin_save(
                     self._replica,
                     self._checkpoints,
+                    self._executor,
                     step=command.step,
                     incarnation=command.incarnation,
                     said=self._said(command),
                 )
+                return self._saving
+            case _FinishSave():
+                assert self._saving is not None
+                path, self._saving = self._saving.finish(), None
+                return path
             case _Export():
                 return export_weights(self._replica.complete_chunks(), self._replica.hf)
             case _Probe():

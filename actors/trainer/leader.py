@@ -13,7 +13,9 @@ weights.announced is published, and then, if it is due, a checkpoint is saved an
   does not know, and a buffer that counts their staleness wrongly until the step is trained again. The order costs one
   publish on the way to the engines, about 0.5 ms; all that takes long (export, checksum) is done before both.
 - The checkpoint comes last, since rollout goes on meanwhile. So a checkpoint contains only steps that the log knows,
-  which trainer.started relies on when it says that every batch up to its step is settled.
+  which trainer.started relies on when it says that every batch up to its step is settled. Training goes on while it is
+  written: its state is a copy. checkpoint.saved is published when it is complete on the disk under its name, some steps
+  later perhaps; the ledger forgets what it contains only then. Another one waits for it.
 - Payloads of a batch may be gone. Of a step that nobody trained yet the trainer says which (payloads.missing), and the
   ledger makes that batch again. Of a step that was trained before a crash it trains what is left, and says how many
   groups that leaves out: the ledger has settled them, nobody would make them again.
@@ -21,10 +23,13 @@ weights.announced is published, and then, if it is due, a checkpoint is saved an
   are written over.
 """
 
+import asyncio
 import time
 import uuid
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+import anyio
 import structlog
 
 from actors.trainer.batches.feed import FedBatch, Feed
@@ -70,7 +75,9 @@ class Leader:
         self._rank = rank
         self._frontier = feed.history.frontier
         self._incarnation = feed.history.incarnation + 1
-        self._saved_step = feed.history.saved_step
+        self._saved_step = feed.history.saved_step  # of the newest that was begun
+        self._saved = anyio.Event()  # the checkpoint that was begun last is told of
+        self._saved.set()
         self._waiting: tuple[str, float] | None = None  # for what, since when
         self.step = step
         self.version = feed.history.version
@@ -108,11 +115,12 @@ class Leader:
         The last checkpoint is saved and told by every incarnation that gets here: an earlier one may have died before
         it told of its own, and the run ends with that event, so after the export.
         """
-        while self.step < self._train.num_steps:
-            await self._train_step()
-        if self._train.save_hf:
-            await self._torch_thread.run(self._rank.export, self._run_directory / EXPORT_DIRECTORY)
-        await self._save()
+        async with anyio.create_task_group() as self._writing:
+            while self.step < self._train.num_steps:
+                await self._train_step()
+            if self._train.save_hf:
+                await self._torch_thread.run(self._rank.export, self._run_directory / EXPORT_DIRECTORY)
+            await self._save()
         self._waiting = "nothing: every planned step is trained", time.monotonic()
 
     async def _train_step(self) -> None:
@@ -216,17 +224,29 @@ class Leader:
         return self._saved_step < self._feed.history.requested_step <= self.step
 
     async def _save(self) -> None:
+        """Begin a checkpoint, once the one before is told of."""
+        await self._saved.wait()
         begin = time.perf_counter()
-        path, kept = await self._torch_thread.run(self._rank.save, step=self.step, incarnation=self._incarnation)
+        written = await self._torch_thread.run(self._rank.begin_save, step=self.step, incarnation=self._incarnation)
+        pause_s = time.perf_counter() - begin
+        self.busy_s += pause_s
+        self._saved_step = max(self._saved_step, self.step)
+        self._saved = anyio.Event()
+        self._writing.start_soon(self._finish_save, self.step, written, begin, pause_s)
+
+    async def _finish_save(self, step: int, written: Future[None], begin: float, pause_s: float) -> None:
+        """Tell of a checkpoint when it is complete."""
+        await asyncio.wrap_future(written)
+        path, kept = await self._torch_thread.run(self._rank.finish_save)
         took_s = time.perf_counter() - begin
-        self.busy_s += took_s
         saved = CheckpointSaved(
-            step=self.step,
+            step=step,
             incarnation=self._incarnation,
             path=str(path),
             oldest_step=kept[0].step,
             took_s=took_s,
+            pause_s=pause_s,
         )
         await self._bus.publish(saved)
-        self._saved_step = max(self._saved_step, self.step)
-        log.info("checkpoint_saved", step=self.step, took_s=took_s)
+        self._saved.set()
+        log.info("checkpoint_saved", step=step, took_s=took_s, pause_s=pause_s)

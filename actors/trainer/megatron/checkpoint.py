@@ -1,66 +1,47 @@
 """Checkpoints of model, optimizer and random state: written and read by all ranks together.
 
-One is written under a name that starts with a dot and renamed when all ranks are done. Rank 0 syncs all of it to the
-disk before that, once.
+How one gets onto the disk: saving.py.
 """
 
-import shutil
 from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
-from actors.trainer.checkpoints import RUN_FILE, SavedRun, directory_of
-from actors.trainer.megatron.imports import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    dist_checkpointing,
-    mcore_to_pyt_state_dict,
-    quiet,
-    replace_state_dict_keys_with_sharded_keys,
-)
+from actors.trainer.checkpoints import SavedRun, directory_of
+from actors.trainer.megatron.imports import dist_checkpointing, quiet
 from actors.trainer.megatron.rank_model import Replica
-from runtime.files import complete_directory
+from actors.trainer.megatron.saving import Saving
 
 # of a distributed optimizer's state: readable by any layout, and the only one that this version of Megatron can write
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 DISTRIBUTED = "use_distributed_optimizer"
 
 
-def save_checkpoint(replica: Replica, root: Path, *, step: int, incarnation: int, said: SavedRun | None = None) -> Path:
-    """Write a checkpoint. A collective of all ranks.
+def begin_save(
+    replica: Replica, root: Path, executor: Executor, *, step: int, incarnation: int, said: SavedRun | None = None
+) -> Saving:
+    """Copy the state and begin to write a checkpoint. A collective of all ranks.
 
     Args:
-        replica: what is saved.
+        replica: what is saved; it may train on.
         root: where checkpoints lie.
+        executor: a thread that writes.
         step: train steps that it contains.
         incarnation: of the trainer.
         said: what it says of itself.
-
-    Returns:
-        Its directory. One that is there already is taken as this one.
     """
     path = directory_of(root, step=step, incarnation=incarnation)
-    if path.exists():
-        return path
-    unfinished = path.with_name(f".{path.name}")
-    if dist.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    dist.barrier()
-    with quiet():
-        dist_checkpointing.save(_state(replica, step=step, loading=False), str(unfinished), _SaveInProcess())
-    dist.barrier()
-    if dist.get_rank() == 0:
-        if said is not None:
-            (unfinished / RUN_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(said)))
-        complete_directory(unfinished, path)
-    return path
+    return Saving(_state(replica, step=step, loading=False), path, executor, said=said)
+
+
+def save_checkpoint(replica: Replica, root: Path, *, step: int, incarnation: int) -> Path:
+    """Write a checkpoint while nothing else happens; return its directory. A collective of all ranks."""
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        return begin_save(replica, root, executor, step=step, incarnation=incarnation).finish()
 
 
 def load_checkpoint(replica: Replica, path: Path) -> int:
@@ -176,18 +157,3 @@ def _fill_optimizer_state(optimizer: Any) -> None:
                         "exp_avg": torch.zeros_like(parameter),
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
-
-
-class _SaveInProcess(TorchDistSaveShardedStrategy):
-    """Writes in this process. Megatron's own strategy starts a manager process and forks a writer, for asynchrony that
-    is not used here; both outlive a killed trainer, and forking a process with threads may hang."""
-
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
-        """Called by dist_checkpointing.save on every rank."""
-        flat, _, _ = replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        writer = FileSystemWriter(checkpoint_dir, sync_files=False)
-        planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
-        save_state_dict(mcore_to_pyt_state_dict(flat, False), storage_writer=writer, planner=planner)

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from actors.trainer.batches import feed as feed_module
+from actors.trainer.checkpoints import checkpoints_in
 from actors.trainer.megatron import groups as ranks
+from actors.trainer.megatron.saving import _WritesLater
 from messages import (
     BatchReady,
     BatchTrained,
@@ -48,10 +51,13 @@ async def test_a_run_is_told_from_the_first_weights_to_the_last_checkpoint(
             await publish_batch(bus, step)
         events = await said_until(bus, CheckpointSaved, 2)
     step_events = ["BatchTrained", "WeightsAnnounced"]
-    assert names(events) == [
-        "TrainerStarted", "WeightsAnnounced", *step_events, *step_events, "CheckpointSaved", *step_events, *step_events,
-        "CheckpointSaved",
-    ]  # fmt: skip
+    told = names(events)
+    assert [name for name in told if name != "CheckpointSaved"] == [
+        "TrainerStarted",
+        "WeightsAnnounced",
+        *step_events * 4,
+    ]
+    assert told.index("CheckpointSaved") >= 6  # of step 2, which is told before; training goes on while it is written
     announced = of(events, WeightsAnnounced)
     assert [(event.version, event.step) for event in announced] == [(1, 0), (2, 1), (3, 2), (4, 3), (5, 4)]
     for event in announced[-2:]:
@@ -70,6 +76,31 @@ async def test_a_run_is_told_from_the_first_weights_to_the_last_checkpoint(
     assert trained[0].metrics["train/stale_token_ratio"] == 0.0
     assert {event.metrics["rollout/staleness_max"] for event in trained} == {0.0}  # synchronous
     assert [(event.step, event.oldest_step) for event in of(events, CheckpointSaved)] == [(2, 2), (4, 2)]
+
+
+async def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_told_when_it_is_complete(
+    topology: Topology, bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, write = Event(), _WritesLater.write
+
+    def write_late(writer: _WritesLater) -> None:
+        assert held.wait(30)
+        write(writer)
+
+    monkeypatch.setattr(_WritesLater, "write", write_late)
+    async with running(topology, bus, tmp_path / "run"):
+        for step in range(4):
+            await publish_batch(bus, step)
+        before = await said_until(bus, BatchTrained, 4)
+        assert not of(before, CheckpointSaved)
+        assert checkpoints_in(tmp_path / "run" / "checkpoints") == []
+        held.set()
+        saved = of(await said_until(bus, CheckpointSaved, 2), CheckpointSaved)
+        assert [event.step for event in saved] == [2, 4]  # the second waited for the first
+        assert [str(found.path) for found in checkpoints_in(tmp_path / "run" / "checkpoints")] == [
+            event.path for event in saved
+        ]
+        assert all(0 < event.pause_s < event.took_s for event in saved)
 
 
 async def test_a_trainer_starts_though_the_end_of_the_log_is_unreadable(

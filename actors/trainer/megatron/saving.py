@@ -1,0 +1,147 @@
+"""A checkpoint that is written beside training: copied on the torch thread, written by a thread of each rank.
+
+It is written under a name that starts with a dot and gets its own when all ranks have reported. Each rank syncs what it
+wrote to the disk. A death before the rename leaves a directory that nobody takes for a checkpoint.
+"""
+
+import shutil
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
+
+from actors.trainer.checkpoints import RUN_FILE, SavedRun
+from actors.trainer.megatron.imports import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    dist_checkpointing,
+    mcore_to_pyt_state_dict,
+    quiet,
+    replace_state_dict_keys_with_sharded_keys,
+)
+from runtime.files import complete_directory
+
+WRITE_TIMEOUT_S = 3600.0  # of a rank's files, once rank 0 has written its own
+
+
+class Saving:
+    """One checkpoint on its way. Making and finishing it are collectives of all ranks on their torch threads."""
+
+    def __init__(self, state: dict[str, Any], path: Path, executor: Executor, *, said: SavedRun | None) -> None:
+        """Plan it and copy what this rank writes; from here on the state may change.
+
+        Args:
+            state: what Megatron is to save.
+            path: of the checkpoint. One that is there already is taken as this one.
+            executor: a thread that writes.
+            said: what it says of itself.
+        """
+        self.path = path
+        self._said = said
+        self._unfinished = path.with_name(f".{path.name}")
+        self._is_there = path.exists()
+        self._writer = _WritesLater(self._unfinished, sync_files=True)
+        dist.barrier()  # all have looked before one of them makes it
+        if self._is_there:
+            self.written: Future[None] = Future()
+            self.written.set_result(None)
+            return
+        if dist.get_rank() == 0:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+            self._unfinished.mkdir(parents=True)
+        dist.barrier()
+        with quiet():
+            dist_checkpointing.save(state, str(self._unfinished), _SaveInProcess(self._writer))
+        self.written = executor.submit(self._writer.write)  # this rank's files are on the disk
+
+    def finish(self) -> Path:
+        """Wait for all ranks' files and give the checkpoint its name; return it.
+
+        Raises:
+            OSError: this rank could not write.
+        """
+        self.written.result(WRITE_TIMEOUT_S)
+        if self._is_there:
+            return self.path
+        self._writer.report()
+        if dist.get_rank() == 0:
+            if self._said is not None:
+                (self._unfinished / RUN_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self._said)))
+            complete_directory(self._unfinished, self.path)
+        dist.barrier()
+        return self.path
+
+
+class _WritesLater(FileSystemWriter):
+    """torch's writer, whose files are written from copies once the plan stands, and whose index when all are there."""
+
+    _metadata: Metadata | None = None  # on rank 0
+    _results: list[WriteResult]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Copy what is planned; called when the plan stands."""
+        self._plan, self._copies = plan, _Copies(plan, planner)
+        nothing: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        nothing.set_result([])
+        return nothing
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Called on rank 0 when all ranks have planned."""
+        self._metadata = metadata
+
+    def write(self) -> None:
+        """Write this rank's files; on a thread of its own."""
+        copies: Any = self._copies
+        self._results = super().write_data(self._plan, copies).value()  # not quiet(): filters are of all threads
+        copies.clear()
+
+    def report(self) -> None:
+        """Write the index of all ranks' files. A collective."""
+        results: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(self._results, results)
+        if results is not None:
+            assert self._metadata is not None
+            super().finish(self._metadata, results)
+
+
+class _Copies:
+    """In a planner's place: what it had to say of each item, on the host."""
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self._copies = {item.index: _copied(planner.resolve_data(item)) for item in plan.items}
+
+    def resolve_data(self, item: WriteItem) -> Any:
+        """As of a planner."""
+        return self._copies[item.index]
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._copies.clear()
+
+
+def _copied(data: Any) -> Any:
+    """Bytes are serialized already."""
+    return data.detach().to("cpu", copy=True).contiguous() if isinstance(data, torch.Tensor) else data
+
+
+class _SaveInProcess(TorchDistSaveShardedStrategy):
+    """Writes in this process. Megatron's own asynchronous strategy starts a manager process and forks a writer; both
+    outlive a killed trainer, and forking a process with threads may hang."""
+
+    def __init__(self, writer: FileSystemWriter) -> None:
+        super().__init__("torch_dist", 1)
+        self._file_writer = writer
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        """Called by dist_checkpointing.save on every rank."""
+        flat, _, _ = replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
+        save_state_dict(mcore_to_pyt_state_dict(flat, False), storage_writer=self._file_writer, planner=planner)

@@ -1,0 +1,98 @@
+"""A checkpoint is written beside training, and one that death cut off is not there."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+
+from actors.trainer.checkpoints import checkpoints_in
+from actors.trainer.commands import TrainerRank
+from actors.trainer.megatron.checkpoint import begin_save, load_checkpoint
+from actors.trainer.megatron.rank_model import Replica
+from actors.trainer.models.cuts import export_weights
+from actors.trainer.step.train_step import TrainStep
+from runtime.settings.topology import Topology
+from tests.actors.trainer.tiny import random_batch
+
+MakeTopology = Callable[..., Topology]
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture
+def busy() -> Iterator[tuple[ThreadPoolExecutor, Event]]:
+    """A thread that writes nothing until it is let go."""
+    go = Event()
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        executor.submit(go.wait, TIMEOUT_S)
+        yield executor, go
+        go.set()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_holds_the_state_it_was_begun_with(
+    make_topology: MakeTopology, tmp_path: Path, busy: tuple[ThreadPoolExecutor, Event], dtype: str
+) -> None:
+    topology, (executor, go) = make_topology(model={"dtype": dtype}), busy
+    replica = Replica(topology, torch.device("cpu"))
+    train = TrainStep(topology, replica)
+    train(random_batch(0))
+    saving = begin_save(replica, tmp_path, executor, step=1, incarnation=1)
+    expected = [train(random_batch(step)).metrics["train/loss"] for step in (1, 2)]
+    weights = export_weights(replica.complete_chunks(), replica.hf)
+    assert not saving.written.done()
+    assert checkpoints_in(tmp_path) == []
+    go.set()
+    path = saving.finish()
+    assert [found.path for found in checkpoints_in(tmp_path)] == [path]
+
+    resumed = Replica(topology, torch.device("cpu"))
+    assert load_checkpoint(resumed, path) == 1
+    train_on = TrainStep(topology, resumed)
+    assert [train_on(random_batch(step)).metrics["train/loss"] for step in (1, 2)] == expected
+    for name, weight in export_weights(resumed.complete_chunks(), resumed.hf).items():
+        assert torch.equal(weight, weights[name]), name
+
+
+@pytest.mark.parametrize("window", ["before a file", "between the ranks' files", "before the rename"])
+def test_a_start_takes_the_last_complete_checkpoint_and_clears_the_rest_away(
+    make_topology: MakeTopology, tmp_path: Path, busy: tuple[ThreadPoolExecutor, Event], window: str
+) -> None:
+    topology, (executor, _) = make_topology(), busy
+    dead = TrainerRank(topology, tmp_path / "run")
+    dead.train(random_batch(0))
+    dead.save(step=1, incarnation=1)
+    expected = dead.train(random_batch(1)).metrics["train/loss"]
+    if window == "before a file":
+        dead._executor = executor
+    written = dead.begin_save(step=2, incarnation=1)
+    folder = tmp_path / "run" / "checkpoints" / "0001"
+    torn = folder / ".step-00000002"
+    if window != "before a file":
+        written.result(TIMEOUT_S)
+        assert (torn / "__0_0.distcp").stat().st_size > 0
+    if window == "between the ranks' files":
+        (torn / "__0_0.distcp").rename(torn / "__1_0.distcp")
+    assert torn.is_dir()
+    again = TrainerRank(topology, tmp_path / "run")
+    assert again.resume() == 1
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+    assert again.train(random_batch(1)).metrics["train/loss"] == expected
+
+
+def test_a_file_that_cannot_be_written_fails_the_checkpoint(make_topology: MakeTopology, tmp_path: Path) -> None:
+    rank = TrainerRank(make_topology(), tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "0001").mkdir(parents=True)
+    held = Event()
+    rank._executor.submit(held.wait, TIMEOUT_S)
+    rank.begin_save(step=1, incarnation=1)
+    torn = tmp_path / "run" / "checkpoints" / "0001" / ".step-00000001"
+    for file in torn.iterdir():
+        file.unlink()
+    torn.rmdir()
+    held.set()
+    with pytest.raises(OSError, match="No such file"):
+        rank.finish_save()
+    assert checkpoints_in(tmp_path / "run" / "checkpoints") == []
