@@ -95,9 +95,12 @@ async def api_call(connection: Connection, name: str, request: dict[str, Any] | 
     payload = msgspec.json.encode(request) if request is not None else b""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + connection.limits.publish_timeout_s
-    failures = 0
+    failures, failed = 0, None
     while True:
-        answer = await connection.retry(subject, payload, None, max(0.001, deadline - loop.time()))
+        try:
+            answer = await connection.retry(subject, payload, None, max(0.001, deadline - loop.time()))
+        except BusUnavailable as error:
+            raise failed or error from error  # what it said before says more than a last attempt without time
         error = _envelope_decoder.decode(answer.data).error
         if error is None:
             return cast("dict[str, Any]", msgspec.json.decode(answer.data))

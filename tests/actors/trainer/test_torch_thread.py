@@ -20,7 +20,9 @@ def build():
     from actors.trainer.megatron import groups
     from actors.trainer.megatron.imports import parallel_state
     groups.join(groups.Ranks(), groups.MegatronConfig(), groups.device_of("cpu", groups.Ranks()), seed=1)
-    return torch.distributed.get_backend(), str(torch.cuda.current_device())
+    found = torch.distributed.get_backend(), str(torch.cuda.current_device())
+    groups.leave()  # or gloo's threads are still there when the process ends, which may abort it
+    return found
 with TorchThread("cpu") as thread:
     print(*asyncio.run(thread.run(build)))
 """
