@@ -3,6 +3,7 @@
 from typing import Any, cast
 
 import pytest
+from nats.aio.msg import Msg
 
 from runtime.bus.errors import BusUnavailable
 from runtime.bus.limits import BusLimits
@@ -24,7 +25,7 @@ class _Refuses:
 
     async def retry(self, subject: str, *_request: Any) -> RawMessage:
         if self._answers:
-            return RawMessage(subject, "", self._answers.pop(), {})
+            return Msg(_client=cast("Any", None), subject=subject, data=self._answers.pop())
         raise BusUnavailable(f"{subject}: no answer after 0.001 s")
 
     async def pause(self, *_failure: Any) -> bool:
