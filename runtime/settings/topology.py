@@ -68,7 +68,6 @@ class MegatronConfig(Config, frozen=True, kw_only=True):
     recompute_num_layers: Positive | None = None  # of "full": layers of a group, or how many of a stage
     recompute_modules: tuple[Literal["core_attn", "mlp"], ...] | None = None  # of "selective"; none: core_attn
     distribute_saved_activations: bool = False  # of "full": what is kept is shared out among tensor-parallel ranks
-    fp32_residual_connection: bool = False  # the residual stream is float32 also in bfloat16
     disable_bf16_reduced_precision_matmul: bool = False  # products of bfloat16 are summed in float32
     deallocate_pipeline_outputs: bool = False  # what was sent to the next stage is freed
 

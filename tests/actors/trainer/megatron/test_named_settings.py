@@ -22,7 +22,6 @@ HOW = {
     "recompute_modules": {
         "megatron": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
     },
-    "fp32_residual_connection": {"megatron": {"fp32_residual_connection": True}},
     "disable_bf16_reduced_precision_matmul": {"megatron": {"disable_bf16_reduced_precision_matmul": True}},
     "deallocate_pipeline_outputs": {"megatron": {"deallocate_pipeline_outputs": True}},
     "distribute_saved_activations": {
