@@ -578,7 +578,8 @@ def test_rows_may_name_graders_of_the_topology_and_no_others(
     (tmp_path / "graders.py").write_text(GRADER)
     rows = [{"input": "12", "label": "21", "metadata": {"rm_type": name}} for name in ("mine", "positional_match")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [str(LAPTOP), "--check", "--set", f"data.0.path={tmp_path / 'rows.jsonl'}", "--set", "eval=[]"]
+    changes = (f"data.0.path={tmp_path / 'rows.jsonl'}", "eval=[]", f"run.dir={tmp_path}")
+    command = [str(LAPTOP), "--check", *(part for change in changes for part in ("--set", change))]
     assert main(command) == 2
     assert "no grader 'mine'" in capsys.readouterr().err
     assert main([*command, "--set", f"reward.graders.mine={tmp_path / 'graders.py'}:grade"]) == 0

@@ -41,7 +41,7 @@ def put_into(cache: Path) -> Path:
 
 
 def check(*overrides: str) -> int:
-    given = (f"model.hf_checkpoint={NAME}", *overrides)
+    given = (f"model.hf_checkpoint={NAME}", "run.name=named-in-the-hub", *overrides)  # runs/laptop may be somebody's
     return main([str(LAPTOP), "--check", *(word for item in given for word in ("--set", item))])
 
 
