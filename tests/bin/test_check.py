@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import anyio
 import msgspec
@@ -35,251 +34,21 @@ from runtime.bus.nats.server import server_command, wait_ready
 from runtime.samples.dump_files import RUN_FILE
 from runtime.secrets import Login, Secret, with_login, write_private
 from runtime.settings.topology import MegatronConfig
-from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS
-
-ROOT = Path(__file__).resolve().parents[2]
-LAPTOP = ROOT / "topologies/laptop.toml"
-SFT = ROOT / "topologies/boxed-copy-sft.toml"
-COLOCATE = ROOT / "topologies/colocate-8gpu.toml"
-DISAGGREGATE = ROOT / "topologies/disaggregate-2x8gpu.toml"
-MODEL = ROOT / "topologies/demo/models/reverse-digits"
-BOXED = ROOT / "topologies/demo/models/boxed-copy"
-TINY = (
-    "rollout.rollout_batch_size=2",
-    "algorithm.num_steps_per_rollout=1",
-    "optimizer.lr_warmup_iters=0",
-    "train.num_steps=1",
+from tests.bin.check_cases import (
+    ACCEPTED,
+    COLOCATE,
+    DISAGGREGATE,
+    GENERATES,
+    GRADER,
+    LAPTOP,
+    MODEL,
+    REFUSED,
+    ROOT,
+    SFT,
+    TINY,
+    Case,
 )
-GENERATES = ("rollout.n_samples_per_prompt=2", "eval=[]")
-GRADER = "def grade(sample):\n    return float(len(sample.response))\n\n\ndef two(a, b):\n    return 0\n"
-
-
-class Case(NamedTuple):
-    """A topology, and which key of it is refused with which words; none: it trains a step."""
-
-    overrides: tuple[str, ...]
-    key: str | None = None
-    words: str = ""
-    file: Path = LAPTOP
-
-
-ACCEPTED = {
-    "as shipped": Case(()),
-    "tensor and sequence parallel": Case(
-        (
-            "trainer.num_processes=2",
-            "trainer.megatron.tensor_model_parallel_size=2",
-            "trainer.megatron.sequence_parallel=true",
-            "trainer.megatron.recompute_granularity=selective",
-            'trainer.megatron.recompute_modules=["core_attn", "mlp"]',
-            "trainer.megatron.disable_bf16_reduced_precision_matmul=true",
-            "trainer.optimizer.use_distributed_optimizer=true",
-            "trainer.ddp.pad_buckets_for_high_nccl_busbw=true",
-            "trainer.ddp.bucket_size=100000",
-            "model.dtype=bfloat16",
-        )
-    ),
-    "reference, few slots, shared processes": Case(
-        (
-            "algorithm.use_kl_loss=true",
-            "algorithm.kl_loss_coef=0.1",
-            "engines.policy.concurrency=1",
-            'share=[["rollout", "reward"], ["buffer", "filter"]]',
-        )
-    ),
-    "two engines, own grader, one step off": Case(
-        (
-            "engines.policy.num_engines=2",
-            "data.0.rm_type=TMP/graders.py:grade",
-            "data.0.label_key=none",
-            "rollout.max_staleness=1",
-            "rollout.over_sampling_batch_size=4",
-            "rollout.on_surplus=drop",
-        )
-    ),
-    "Parquet, an epoch, a response cut by the context": Case(
-        (
-            "data.0.path=TMP/rows.parquet",
-            "train.num_steps=0",
-            "train.num_epoch=1",
-            "rollout.max_response_len=64",
-            "rollout.max_context_len=20",
-            "trainer.num_processes=2",
-            "trainer.megatron.context_parallel_size=2",
-            "trainer.packed=true",
-        )
-    ),
-    "demonstrations": Case((), file=SFT),
-    "a bus that is there": Case(
-        ("bus.url=nats://127.0.0.1:LOCKED", "bus.credentials=TMP/right.toml", "run.name=nobodys")
-    ),
-}
-REFUSED = {
-    # what is written
-    "unknown key": Case(("train.num_stepz=1",), "train.num_stepz", "unknown key"),
-    "out of bounds": Case(("rollout.temperature=0",), "rollout.temperature", "allowed: float > 0"),
-    "no tokens left": Case(("rollout.top_k=0",), "rollout.top_k", "at least 1"),
-    "nothing kept": Case(
-        (
-            "rollout.n_samples_per_prompt=1",
-            "algorithm.disable_rewards_normalization=true",
-            "rollout.dynamic_filter=nonzero_std",
-        ),
-        "rollout.n_samples_per_prompt",
-        "drops every group",
-    ),
-    # data and graders
-    "no data file": Case(("data.0.path=TMP/none.jsonl",), "data.0.path", "no such file"),
-    "a row that is no JSON": Case(("data.0.path=TMP/torn.jsonl",), "data.0.path", "torn.jsonl:2"),
-    "no such column": Case(("data.0.input_key=question",), "data.0.path", "no column 'question'"),
-    "no label": Case(("data.0.label_key=none",), "data.0.label_key", "positional_match compares with"),
-    "no grader": Case(("data.0.rm_type=none",), "data.0.path", "no grader: set rm_type"),
-    "a grader that is not built in": Case(("data.0.rm_type=deepscaler",), "data.0.rm_type", "no grader 'deepscaler'"),
-    "a row that names none": Case(("data.0.path=TMP/named.jsonl",), "data.0.path", "no grader 'nonsense'"),
-    "no such function": Case(("data.0.rm_type=TMP/graders.py:grad",), "data.0.rm_type", "did you mean 'grade'"),
-    "a function of two": Case(("data.0.rm_type=TMP/graders.py:two",), "data.0.rm_type", "takes (a, b)"),
-    "no module": Case(("rollout.dynamic_filter=no.such:keep",), "rollout.dynamic_filter", "no module named 'no'"),
-    "every prompt too long": Case(("rollout.max_prompt_len=1",), "data.0.path", "every row is over a limit"),
-    # models
-    "no model": Case(("model.hf_checkpoint=TMP/none",), "model.hf_checkpoint", "no such directory"),
-    "a name of the hub": Case(("model.hf_checkpoint=Qwen/Qwen3-4B",), "model.hf_checkpoint", "HF_HUB_OFFLINE forbids"),
-    "no weights": Case(("model.random_init=false",), "model.hf_checkpoint", "no weights in this directory"),
-    "no tokenizer": Case(("model.hf_checkpoint=TMP/bare",), "model.hf_checkpoint", "no tokenizer"),
-    "a broken tokenizer": Case(("model.hf_checkpoint=TMP/broken",), "model.hf_checkpoint", "tokenizer.json"),
-    "no chat template": Case(("model.hf_checkpoint=TMP/plain",), "data.0.path", "no chat template"),
-    "another family": Case(("model.hf_checkpoint=TMP/mixtral",), "model.hf_checkpoint", "model_type 'mixtral'"),
-    "yarn": Case(("model.hf_checkpoint=TMP/yarn",), "model.hf_checkpoint", "rope_type 'yarn'"),
-    "a key that nobody reads": Case(
-        ("model.hf_checkpoint=TMP/scaled",), "model.hf_checkpoint", "logits_scaling is not understood"
-    ),
-    "biases": Case(("model.hf_checkpoint=TMP/biased",), "model.hf_checkpoint", "attention_bias is not supported"),
-    "weights of another": Case(
-        ("model.hf_checkpoint=TMP/other", "model.random_init=false"),
-        "model.hf_checkpoint",
-        "tokens.weight is [8, 8]",
-    ),
-    "weights with holes": Case(
-        ("model.hf_checkpoint=TMP/holes", "model.random_init=false"),
-        "model.hf_checkpoint",
-        "no tensor model.emb",
-    ),
-    "a config of texts": Case(("model.hf_checkpoint=TMP/texts",), "model.hf_checkpoint", "Expected `int`, got `str`"),
-    "too small a vocabulary": Case(("model.hf_checkpoint=TMP/few",), "model.hf_checkpoint", "the model has 8"),
-    "another reference": Case(
-        ("algorithm.use_kl_loss=true", f"model.ref_load={BOXED}"), "model.ref_load", "no weights in this directory"
-    ),
-    "beyond the model": Case(("rollout.max_context_len=999",), "rollout.max_context_len", "the model ends at 64"),
-    "no room": Case(("rollout.max_response_len=64",), "rollout.max_response_len", "the model ends at 64"),
-    "up to what engines keep free": Case(
-        ("rollout.max_context_len=59",), "rollout.max_context_len", "at most 58: the model ends at 64 tokens"
-    ),
-    "a stop text of no tokens": Case(("rollout.stop=['é']",), "rollout.stop", "tokenizer cannot encode 'é'"),
-    "more tokens than the model": Case(
-        ("model.hf_checkpoint=TMP/more",), "model.hf_checkpoint", "its tokens go up to 99, and the model has 16"
-    ),
-    "a token it has not": Case(("rollout.stop_token_ids=[99]",), "rollout.stop_token_ids", "99 is no token"),
-    # checkpoints of other runs
-    "no run to begin from": Case(("trainer.load=TMP/none",), "trainer.load", "no such directory"),
-    "nothing saved": Case(("trainer.load=TMP/dumped",), "trainer.load", "neither a run with a complete checkpoint"),
-    "a checkpoint of another model": Case(
-        ("trainer.load=TMP/saved", "trainer.finetune=true"), "trainer.load", "tokens.weight it has [8, 64]"
-    ),
-    "weights of nobody": Case(("trainer.finetune=true",), "trainer.finetune", "no effect without trainer.load"),
-    # layouts
-    "a layer in halves": Case(
-        ("trainer.num_processes=2", "trainer.megatron.pipeline_model_parallel_size=2"),
-        "trainer.megatron",
-        "num_hidden_layers = 1 of the model: 1 layer cannot be shared by 2 pipeline stages",
-    ),
-    "ranks left over": Case(
-        ("trainer.num_processes=3", "trainer.megatron.tensor_model_parallel_size=2"), "trainer.megatron", "3 ranks"
-    ),
-    "one rank in two stages": Case(
-        ("trainer.megatron.virtual_pipeline_model_parallel_size=2",),
-        "trainer.megatron.virtual_pipeline_model_parallel_size",
-        "needs trainer.megatron.pipeline_model_parallel_size above 1",
-    ),
-    "two ranks interleaved": Case(
-        (
-            "trainer.num_processes=2",
-            "trainer.megatron.pipeline_model_parallel_size=2",
-            "trainer.megatron.virtual_pipeline_model_parallel_size=2",
-        ),
-        "trainer.megatron.virtual_pipeline_model_parallel_size",
-        "gloo mixes up their messages",
-    ),
-    "recomputed how": Case(
-        ("trainer.megatron.recompute_granularity=full",), "trainer.megatron.recompute_method", '"uniform" or "block"'
-    ),
-    "gathered late": Case(
-        ("trainer.ddp.overlap_param_gather=true",),
-        "trainer.ddp.overlap_param_gather",
-        "needs trainer.optimizer.use_distributed_optimizer",
-    ),
-    "expert parallel": Case(
-        ("trainer.num_processes=2", "trainer.megatron.expert_model_parallel_size=2"),
-        "trainer.megatron.expert_model_parallel_size",
-        "not built yet",
-    ),
-    "two nodes": Case(
-        ("bus.url=nats://127.0.0.1:FREE", "nodes.b.address=10.0.0.2"), "nodes", "several nodes is not built yet"
-    ),
-    # engines
-    "weights by broadcast": Case(
-        ("engines.policy.weight_transport=collective",), "engines.policy.weight_transport", "not built yet"
-    ),
-    "engines in turns": Case((), "engines.policy.colocate", "not built yet", COLOCATE),
-    "machines of GPUs": Case((), "nodes", "several nodes is not built yet", DISAGGREGATE),
-    "GPUs that are not here": Case(("nodes.local.gpus=99",), "nodes.local.gpus", "this machine has"),
-    "SGLang of nobody": Case(("engines.policy.kind=sglang",), "engines.policy.kind", "SGLang is not installed"),
-    "SGLang not in it": Case(
-        ("engines.policy.kind=sglang", f"engines.policy.python={sys.executable}"),
-        "engines.policy.python",
-        "SGLang is not installed in this interpreter",
-    ),
-    "no such interpreter": Case(
-        ("engines.policy.kind=sglang", "engines.policy.python=~/none/bin/python"),
-        "engines.policy.python",
-        "no such interpreter",
-    ),
-    "nobody's engine": Case(
-        ("engines.policy.urls=['http://127.0.0.1:FREE']",), "engines.policy.urls", "no engine answers there"
-    ),
-    "no engine at all": Case(
-        ("engines.policy.urls=['http://127.0.0.1:OTHER']",), "engines.policy.urls", "http://127.0.0.1:OTHER/server_info"
-    ),
-    "an engine of another dtype": Case(
-        ("engines.policy.urls=['http://127.0.0.1:BFLOAT']",),
-        "engines.policy.urls",
-        "does not serve what the recipe asks for: dtype = 'bfloat16'; allowed: float32, as model.dtype",
-    ),
-    "too many at once": Case(("engines.policy.concurrency=5000",), "engines.policy.concurrency", "at most 4096"),
-    "too few tokens": Case(("engines.policy.max_total_tokens=6",), "engines.policy.max_total_tokens", "too small"),
-    # bus and run directory
-    "nobody's bus": Case(("bus.url=nats://127.0.0.1:FREE",), "bus.url", "no server answers there"),
-    "a bus without a log": Case(("bus.url=nats://127.0.0.1:PLAIN",), "bus.url", "runs without JetStream"),
-    "another server": Case(("bus.url=nats://127.0.0.1:OTHER",), "bus.url", "not a NATS server"),
-    "a wrong password in the URL": Case(
-        ("bus.url=nats://me:wrong@127.0.0.1:LOCKED",), "bus.url", "the server does not take this login"
-    ),
-    "a wrong password in a file": Case(
-        ("bus.url=nats://127.0.0.1:LOCKED", "bus.credentials=TMP/wrong.toml"),
-        "bus.credentials",
-        "the server does not take this login",
-    ),
-    "no password": Case(("bus.url=nats://127.0.0.1:LOCKED",), "bus.url", "asks for a login"),
-    "an account without a log": Case(
-        ("bus.url=nats://bare:right@127.0.0.1:LOCKED",), "bus.url", "JetStream not enabled for account"
-    ),
-    "streams of another": Case(
-        ("bus.url=nats://me:right@127.0.0.1:LOCKED",), "bus.url", "on this bus belong to /there on host, not to"
-    ),
-    "a port in use": Case(("bus.port=TAKEN",), "bus.port", "cannot be listened on"),
-    "a file for a directory": Case(("run.dir=TMP/graders.py",), "run.dir", "is a file"),
-    "nowhere to dump": Case(("run.dump_details=TMP/graders.py/x",), "run.dump_details", "is a file"),
-    "dumps of another": Case(("run.dump_details=TMP/dumped",), "run.dump_details", "dumps of another run, somebody"),
-    "no dump": Case(("run.only=trainer", "run.load=TMP/none"), "run.load", "no such directory"),
-}
+from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS
 
 
 @pytest.fixture(scope="module")
@@ -336,14 +105,9 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def greeting(line: bytes) -> Iterator[str]:
-    """The port of a server that says one line to whoever connects."""
-
-    class Greeter(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            self.request.sendall(line)
-
-    with socketserver.TCPServer(("127.0.0.1", 0), Greeter) as server:
+def serving(server: socketserver.TCPServer) -> Iterator[str]:
+    """The port of a server that runs beside the test."""
+    with server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -351,6 +115,18 @@ def greeting(line: bytes) -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
+
+
+@contextmanager
+def greeting(line: bytes) -> Iterator[str]:
+    """The port of a server that says one line to whoever connects."""
+
+    class Greeter(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.sendall(line)
+
+    with serving(socketserver.TCPServer(("127.0.0.1", 0), Greeter)) as port:
+        yield port
 
 
 @pytest.fixture(scope="module")
@@ -398,14 +174,8 @@ def saying(**says: object) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield str(server.server_address[1])
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as port:
+        yield port
 
 
 @pytest.fixture

@@ -53,6 +53,10 @@ LAYOUTS = {
     "DP4+DO": _layout(4, distributed=True),
     "PP4xVPP2": _layout(4, pp=4, vpp=2, num_layers=8),
     "DP2+DO, overlapped": _layout(2, distributed=True, overlap=True),
+    "TP2, saved activations shared out": Layout(
+        2, {"tensor_model_parallel_size": 2, "distribute_saved_activations": True, **RECOMPUTE}
+    ),
+    "PP2, outputs deallocated": Layout(2, {"pipeline_model_parallel_size": 2, "deallocate_pipeline_outputs": True}),
 }
 
 
