@@ -58,6 +58,7 @@ class Engine:
     """One engine behind its address; a restarted one is another Engine.
 
     Args:
+        workers: of the router; one for all engines of a fleet.
         ours: the run started it. Another's is continued only where a rollout actor of the run paused it.
         pid: of its process, as its agent says; 0: not known.
         deaths: told when it is lost while it was asked.
@@ -72,6 +73,7 @@ class Engine:
         prover: Prover,
         target: FleetTarget,
         *,
+        workers: RouterWorkers,
         notices: Notices,
         ours: bool = True,
         pid: int = 0,
@@ -93,7 +95,7 @@ class Engine:
         self._label = ""  # of the proven weights
         self._moving = anyio.Lock()  # in or out of the router, not both at a time
         self._client = client
-        self._workers = RouterWorkers(client)
+        self._workers = workers
         self._prover = prover
         self._target = target
         self._notices = notices

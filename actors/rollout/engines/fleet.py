@@ -183,6 +183,7 @@ class Fleet:
             self._client,
             self._prover,
             self._target,
+            workers=self._workers,
             notices=self.notices,
             deaths=self.deaths,
             ours=ours,

@@ -1,14 +1,24 @@
 """Which engines a router knows: asked, and changed. A router that does not answer is asked again by the caller."""
 
+import time
+from typing import Final
+
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError
 
+ASK_AGAIN_S: Final = 5.0
+
 
 class RouterWorkers:
-    """The engines that routers send requests to."""
+    """The engines that routers send requests to.
+
+    A router answers at once and does what it was asked later, in no order, by the engine's URL: a second removal would
+    remove the engine after it has come back. So each thing is asked once, and again only when it should long be done.
+    """
 
     def __init__(self, client: SglangClient) -> None:
         self._client = client
+        self._asked_at: dict[tuple[str, str], float] = {}  # by router and what was asked
 
     async def answers(self, router: str) -> bool:
         """Whether it says which engines it knows."""
@@ -22,7 +32,7 @@ class RouterWorkers:
         """Whether it knows an engine as healthy; it is asked to take it in where it is missing."""
         try:
             listed = [worker for worker in await self._client.workers(router) if worker.url == engine]
-            if not listed:
+            if not listed and self._may_ask(router, engine):
                 await self._client.add_worker(router, engine)
         except EngineError:
             return False
@@ -40,7 +50,15 @@ class RouterWorkers:
         try:
             found = [worker for worker in await self._client.workers(router) if engine is None or worker.url == engine]
             for worker in found:
-                await self._client.remove_worker(router, worker)
+                self._asked_at.pop((router, worker.url), None)  # it is in: to be asked afresh when it is out
+                if self._may_ask(router, worker.id):
+                    await self._client.remove_worker(router, worker)
         except EngineError:
             return False
         return not found
+
+    def _may_ask(self, router: str, what: str) -> bool:
+        """Whether something was not asked of a router lately; notes that it is now."""
+        now = time.monotonic()
+        self._asked_at = {key: at for key, at in self._asked_at.items() if now - at < ASK_AGAIN_S}
+        return self._asked_at.setdefault((router, what), now) == now

@@ -7,6 +7,7 @@ import pytest
 
 from actors.rollout.engines.engine import Engine, FleetTarget
 from actors.rollout.engines.notices import Notices
+from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.engines.weights.proof import WeightsMismatch
 from actors.rollout.engines.weights.prover import Prover
 from actors.rollout.sglang.client import RouterWorker, SglangClient
@@ -47,7 +48,9 @@ async def test_one_that_refuses_weights_before_it_was_admitted_holds_up_no_other
     """All engines that the router may know count for the version that requests wait for."""
     target = FleetTarget()
     target.weights, target.router = announcement(1), "http://router"
-    engine = Engine("lazy", "http://lazy", NoRouter(), cast(Prover, OnlyFirst()), target, notices=Notices())
+    client = NoRouter()
+    prover = cast(Prover, OnlyFirst())
+    engine = Engine("lazy", "http://lazy", client, prover, target, workers=RouterWorkers(client), notices=Notices())
     async with anyio.create_task_group() as group:
         group.start_soon(until_out, engine, target)
         with pytest.raises(WeightsMismatch):
