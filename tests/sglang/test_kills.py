@@ -41,6 +41,7 @@ SOON: Final = (
     "engines.policy.unresponsive_after_s=20",
     "engines.policy.first_token_after_s=20",
     "engines.policy.next_token_after_s=20",
+    "run.unresponsive_after_s=20",
 )
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(LIMIT_S)]
@@ -125,6 +126,7 @@ async def test_processes_of_an_engine_of_two_are_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.sglang_all
-async def test_scheduler_front_end_and_router_are_stopped(tmp_path: Path) -> None:
-    """With SIGSTOP: who answers no probe is killed by the node agent, and so is an engine that makes no tokens."""
-    await check_a_run(tmp_path, ("scheduler", "front end", "router"), "stopped", *SOON, how=signal.SIGSTOP)
+async def test_scheduler_front_end_router_and_rollout_actor_are_stopped(tmp_path: Path) -> None:
+    """With SIGSTOP: who gives no sign of life is killed by the node agent, and so is an engine that makes no tokens."""
+    victims = ("scheduler", "front end", "router", "rollout")
+    await check_a_run(tmp_path, victims, "stopped", *SOON, how=signal.SIGSTOP)
