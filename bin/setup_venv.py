@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK  # noqa: E402 - of the standard library alone
 from runtime.files import write_atomically  # noqa: E402
+from runtime.settings.devices import HIDDEN  # noqa: E402
 
 CUDA_LOCK = ROOT / "requirements" / "cuda.lock"
 
@@ -311,7 +312,8 @@ class PipProgress:
 @contextmanager
 def process(command: Sequence[str], lock_fd: int) -> Generator[subprocess.Popen[bytes]]:
     """Runs a command that inherits the lock and does not outlive us, whatever ends us."""
-    environment = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "PYTHONHOME"}}
+    kept = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "PYTHONHOME"}}
+    environment = {**kept, **HIDDEN}  # a GPU that is in use, or broken, is none of the set-up's business
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from runtime.secrets import Login, split_login
+from runtime.settings.dtypes import with_default_dtype
 from runtime.settings.halves import half_of
 from runtime.settings.reading.config import Problem, TopologyError
 from runtime.settings.reading.toml import SET, Loaded, convert, load_tables
@@ -41,7 +42,14 @@ def load_topology(path: Path, overrides: Sequence[str] = ()) -> LoadedTopology:
     problems = [*validate(topology), *_two_logins(topology, bus_login)]
     if problems:
         raise TopologyError([msgspec.structs.replace(item, file=loaded.origin(item.key)) for item in problems])
-    return LoadedTopology(topology=_find_paths(topology, loaded), loaded=loaded, bus_login=bus_login)
+    found = LoadedTopology(topology=_find_paths(topology, loaded), loaded=loaded, bus_login=bus_login)
+    return with_topology(found, found.topology)
+
+
+def with_topology(loaded: LoadedTopology, topology: Topology) -> LoadedTopology:
+    """The same with more of its paths known; what follows from them where the recipe does not say it."""
+    named: dict[str, Any] = loaded.loaded.tables.get("model", {})
+    return msgspec.structs.replace(loaded, topology=topology if "dtype" in named else with_default_dtype(topology))
 
 
 def _take_login(loaded: Loaded) -> Login | None:

@@ -26,7 +26,7 @@ class ModelConfig(Config, frozen=True, kw_only=True):
     hf_checkpoint: Text  # config, tokenizer and (unless random_init) weights; of a hub name, its cache comes first
     trust_remote_code: bool = False  # run code that comes with the model: in engines, and to load its tokenizer
     random_init: bool = False  # weights drawn from run.seed; the directory needs config and tokenizer only
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and activations; the optimizer works in float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and activations; on a GPU by default the model's
     ref_load: Text | None = None  # reference model; none: the weights training starts from
 
 

@@ -176,23 +176,7 @@ class Fleet:
         Raises:
             WeightsMismatch, RequestRefused: it has refused the weights for long, and no other engine has taken any.
         """
-        old = self._engines.get(name)
-        engine = self._engines[name] = Engine(
-            name,
-            url,
-            self._client,
-            self._prover,
-            self._target,
-            workers=self._workers,
-            notices=self.notices,
-            deaths=self.deaths,
-            ours=ours,
-            pid=pid,
-            wanted=wanted,
-        )
-        if old is not None:
-            old.replaced()
-            await old.forget()
+        engine = await self._replace(name, url, ours=ours, pid=pid, wanted=wanted)
         refused_since, failures = math.inf, 0
         while True:
             await wait_until(engine.is_up)
@@ -212,6 +196,27 @@ class Fleet:
                 await engine.keep_current()
             if engine.state is EngineState.SUSPECT and kill is not None:
                 await kill(engine.reason)
+
+    async def _replace(self, name: str, url: str, *, ours: bool, pid: int, wanted: Wanted | None) -> Engine:
+        """A new engine in the place of the one of that name, which the router forgets."""
+        old = self._engines.get(name)
+        engine = self._engines[name] = Engine(
+            name,
+            url,
+            self._client,
+            self._prover,
+            self._target,
+            workers=self._workers,
+            notices=self.notices,
+            deaths=self.deaths,
+            ours=ours,
+            pid=pid,
+            wanted=wanted,
+        )
+        if old is not None:
+            old.replaced()
+            await old.forget()
+        return engine
 
     def current_engines(self) -> list[Engine]:
         """Those that may be asked and are to make tokens."""

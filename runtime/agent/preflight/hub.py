@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
-from runtime.settings.load import LoadedTopology, places
+from runtime.settings.load import LoadedTopology, places, with_topology
 from runtime.settings.sizes import show_bytes
 from runtime.wording import show
 
@@ -117,7 +117,7 @@ def _with_paths(
             paths[model.key.partition(".")[2]] = str(path)
             tell(f"{model.key} = {show(model.name)}: {how}, {path}")
     whole = msgspec.structs.replace(loaded.topology.model, **paths)
-    return msgspec.structs.replace(loaded, topology=msgspec.structs.replace(loaded.topology, model=whole))
+    return with_topology(loaded, msgspec.structs.replace(loaded.topology, model=whole))
 
 
 def _patterns(model: HubModel) -> list[str]:
