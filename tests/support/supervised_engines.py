@@ -1,0 +1,91 @@
+"""Engines under supervision as a node agent has them, and a rollout actor's generator over them."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anyio
+import anyio.abc
+
+from actors.rollout.engines.fleet import Fleet
+from actors.rollout.engines.weights.disk import Updater
+from actors.rollout.engines.weights.loads import Loads
+from actors.rollout.engines.weights.prover import Prover
+from actors.rollout.requests.sending import Generator
+from actors.rollout.requests.served_model import ServedModel
+from actors.rollout.sglang.client import SglangClient
+from messages import ActorExited
+from runtime.agent.supervision.changes import Change, Exited, Ready
+from runtime.agent.supervision.supervisor import Supervision
+from runtime.settings.processes import ProcessSpec
+from tests.support.rollout import announcement
+
+
+class Engines:
+    """What became of the engines, for a fleet that follows them."""
+
+    def __init__(self, fleet: Fleet, group: anyio.abc.TaskGroup) -> None:
+        self.num_deaths = 0
+        self.pids: dict[str, int] = {}
+        self._fleet = fleet
+        self._group = group
+        self._scopes: dict[str, anyio.CancelScope] = {}
+
+    def __call__(self, change: Change) -> None:
+        name = change.spec.name
+        match change:
+            case Ready():
+                if name in self._scopes:
+                    self._scopes[name].cancel()
+                self.pids[name] = change.pid
+                self._group.start_soon(self._run, name, f"http://{change.host}:{change.port}", change.pid)
+            case Exited():
+                self.num_deaths += change.restart_in_s is not None
+                how: dict[str, Any] = {"exit_code": change.exit_code, "reason": change.reason}
+                self._fleet.deaths.note_exit(ActorExited(actor=name, node="local", pid=change.pid, **how))
+            case _:
+                pass
+
+    async def _run(self, name: str, url: str, pid: int) -> None:
+        with anyio.CancelScope() as scope:
+            self._scopes[name] = scope
+            await self._fleet.run_engine(name, url, pid=pid)
+
+
+@asynccontextmanager
+async def generating(
+    directory: Path, router: str, model: Path, specs: Sequence[ProcessSpec], *, start_s: float, believed: Path
+) -> AsyncGenerator[tuple[Generator, Engines]]:
+    """A generator over engines that are started again when they die.
+
+    Args:
+        directory: for their output.
+        router: URL of one that knows none of them.
+        model: that they serve.
+        specs: of the engines.
+        start_s: an engine takes at most so long to start.
+        believed: what the generator takes the model for.
+    """
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        client = SglangClient(session)
+        updater = Updater(client, "drain")
+        fleet = Fleet(client, Prover(client, updater, Loads(), verify="never", trainer_dtype="float32"))
+        generator = Generator(client, fleet, ServedModel.read(believed))
+        async with anyio.create_task_group() as group:
+            engines = Engines(fleet, group)
+            supervision = Supervision(directory, environment={}, listener=engines)
+            await group.start(supervision.run)
+            for spec in specs:
+                supervision.start(spec)
+            group.start_soon(fleet.run_router, router)
+            group.start_soon(generator.running.run)
+            await fleet.set_target(announcement(1, path=str(model)))
+            with anyio.fail_after(start_s):
+                await fleet.next_version(0)
+            try:
+                yield generator, engines
+            finally:
+                await supervision.stop()
+                group.cancel_scope.cancel()
