@@ -7,7 +7,7 @@ inside a collective. Every command is then carried out by all ranks together.
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
@@ -31,9 +31,17 @@ from actors.trainer.megatron.checkpoint import begin_from, begin_save, load_chec
 from actors.trainer.megatron.groups import Ranks
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.megatron.saving import Saving
-from actors.trainer.models.cuts import export_weights
-from actors.trainer.models.files import write_model
-from actors.trainer.models.publish import NOT_WRITTEN, WEIGHTS, Published, prune_versions, publish_weights
+from actors.trainer.models.files import copy_small_files, set_dtype
+from actors.trainer.models.gathering import own_parts
+from actors.trainer.models.handover import Handover
+from actors.trainer.models.publish import (
+    NOT_WRITTEN,
+    WEIGHTS,
+    Published,
+    begin_version,
+    complete_version,
+    prune_versions,
+)
 from actors.trainer.step.probe import probe, probe_tokens
 from actors.trainer.step.train_step import Trained, TrainStep
 from runtime.files import complete_directory
@@ -64,7 +72,7 @@ class _FinishSave(msgspec.Struct, tag=True):
 
 
 class _Export(msgspec.Struct, tag=True):
-    pass
+    directory: str
 
 
 class _Probe(msgspec.Struct, tag=True):
@@ -177,20 +185,22 @@ class TrainerRank:
         """
         if answers_are_recorded(self._topology):
             return NOT_WRITTEN
-        published = publish_weights(
-            self._lead(_Export()), self._weights, version=version, model_directory=self._model_directory
-        )
-        prune_versions(self._weights, confirmed=confirmed)
         begin = time.perf_counter()
+        unfinished = begin_version(self._weights, version)
+        checksum = self._lead(_Export(str(unfinished)))
+        path, size_bytes = complete_version(unfinished, model_directory=self._model_directory)
+        prune_versions(self._weights, confirmed=confirmed)
         probed = self._lead(_Probe())
-        return replace(published, probe=probed, took_s=published.took_s + time.perf_counter() - begin)
+        return Published(path, checksum, size_bytes, time.perf_counter() - begin, probed)
 
     def export(self, directory: Path) -> None:
         """Write a Hugging Face model directory that stands on its own, in the place of one that is there."""
         unfinished = directory.with_name(f".{directory.name}")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        write_model(self._lead(_Export()), unfinished, model_directory=self._model_directory, tokenizer=True)
+        self._lead(_Export(str(unfinished)))
+        copy_small_files(self._model_directory, unfinished, tokenizer=True)
+        set_dtype(unfinished / "config.json", self._topology.model.dtype)
         shutil.rmtree(directory, ignore_errors=True)
         complete_directory(unfinished, directory)
 
@@ -262,11 +272,17 @@ class TrainerRank:
                 path, self._saving = self._saving.finish(), None
                 return path
             case _Export():
-                return export_weights(self._replica.complete_chunks(), self._replica.hf)
+                return self._handover(Path(command.directory)).finish()
             case _Probe():
                 return probe(self._replica, self._probe_tokens)
             case _Stop():
                 return None
+
+    def _handover(self, directory: Path) -> Handover:
+        replica = self._replica
+        parts = own_parts(replica.complete_chunks(), replica.hf)
+        bucket_bytes = self._topology.trainer.export_bucket_bytes
+        return Handover(parts, replica.hf, directory, device=replica.device, bucket_bytes=bucket_bytes)
 
     def _said(self, command: _Save) -> SavedRun:
         topology = self._topology

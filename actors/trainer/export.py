@@ -16,7 +16,6 @@ from runtime.settings.topology import MegatronConfig, Topology, decode_topology
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
 
 class CannotExport(Exception):
@@ -102,22 +101,22 @@ def _write_checkpoint(path: Path, unfinished: Path, topology: Topology) -> None:
     import torch
 
     from actors.trainer.megatron import cpu
-    from actors.trainer.models.files import write_model
 
     with cpu.CpuMode():
-        weights = _weights_of(path, topology, torch.device("cpu"))
-        write_model(weights, unfinished, model_directory=Path(topology.model.hf_checkpoint), tokenizer=True)
+        _write_weights(path, unfinished, topology, torch.device("cpu"))
+    _copy_small_files(unfinished, topology)
 
 
-def _weights_of(path: Path, topology: Topology, device: "torch.device") -> "dict[str, Tensor]":
-    """Whole tensors of a checkpoint by Hugging Face name, read by a model on this one rank."""
+def _write_weights(path: Path, unfinished: Path, topology: Topology, device: "torch.device") -> None:
+    """Those of a checkpoint, read by a model on this one rank."""
     from actors.trainer.megatron import groups
     from actors.trainer.megatron.build import build_chunks
     from actors.trainer.megatron.checkpoint import load_model
     from actors.trainer.megatron.config import DTYPES, transformer_config
     from actors.trainer.megatron.imports import quiet
     from actors.trainer.models.config import read_hf_config
-    from actors.trainer.models.cuts import export_weights
+    from actors.trainer.models.gathering import own_parts
+    from actors.trainer.models.handover import Handover
 
     alone = MegatronConfig()
     groups.join(groups.Ranks(), alone, device, seed=topology.run.seed)
@@ -127,16 +126,22 @@ def _weights_of(path: Path, topology: Topology, device: "torch.device") -> "dict
             model, transformer_config(model, alone, dtype=DTYPES[topology.model.dtype], device=device)
         )
     load_model(chunks, path)
-    return export_weights(chunks, model)
+    parts, bucket_bytes = own_parts(chunks, model), topology.trainer.export_bucket_bytes
+    Handover(parts, model, unfinished, device=device, bucket_bytes=bucket_bytes).finish()
 
 
 def _copy_published(path: Path, unfinished: Path, topology: Topology) -> None:
-    from actors.trainer.models.files import copy_small_files, set_dtype
     from runtime.checksums import INDEX_FILE, safetensors_files
 
     for file in safetensors_files(path):
         shutil.copyfile(file, unfinished / file.name)
     if (path / INDEX_FILE).is_file():
         shutil.copyfile(path / INDEX_FILE, unfinished / INDEX_FILE)
+    _copy_small_files(unfinished, topology)
+
+
+def _copy_small_files(unfinished: Path, topology: Topology) -> None:
+    from actors.trainer.models.files import copy_small_files, set_dtype
+
     copy_small_files(Path(topology.model.hf_checkpoint), unfinished, tokenizer=True)
     set_dtype(unfinished / "config.json", topology.model.dtype)

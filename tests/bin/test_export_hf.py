@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from actors.trainer.models.config import read_hf_config
-from actors.trainer.models.publish import publish_weights
+from actors.trainer.models.files import write_model
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sources import random_source
 from runtime.settings.topology import encode_topology
@@ -34,7 +34,8 @@ def folder(tmp_path: Path) -> Path:
     shape = read_hf_config(model)
     draw = random_source(shape, 0)
     weights = {name: draw(name) for name in hf_shapes(shape)}
-    publish_weights(weights, run / "weights", version=3, model_directory=model)
+    (run / "weights" / "v000003").mkdir(parents=True)
+    write_model(weights, run / "weights" / "v000003", model_directory=model)
     return tmp_path
 
 

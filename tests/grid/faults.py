@@ -21,13 +21,13 @@ def _nothing(*_args: Any, **_options: Any) -> None:
 
 def _first_part() -> Any:
     """Every tensor-parallel rank has the first part of a matrix."""
-    right = cuts._cut
+    right = cuts.cut_of
 
     def cut(*args: Any) -> Any:
         with mock.patch.object(cuts.parallel_state, "get_tensor_model_parallel_rank", return_value=0):
             return right(*args)
 
-    return mock.patch.object(cuts, "_cut", cut)
+    return mock.patch.object(cuts, "cut_of", cut)
 
 
 def _plain_cut(self: Context, lengths: Any) -> Any:
@@ -56,7 +56,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "each rank's part of the vocabulary is all of it": lambda: mock.patch.object(
         log_probs, "_over_vocabulary", lambda own, _: own
     ),
-    "layers are numbered within their stage": lambda: mock.patch.object(cuts, "_global_name", lambda name, _: name),
+    "layers are numbered within their stage": lambda: mock.patch.object(cuts, "global_name", lambda name, _: name),
     "sequences are cut plainly": lambda: mock.patch.object(Context, "kept", _plain_cut),
     "keys take their own rank's gradient": lambda: mock.patch.object(
         attention._Gather, "backward", staticmethod(_own_gradient)

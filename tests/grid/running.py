@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from actors.trainer.checkpoints import checkpoints_in
+from runtime.checksums import safetensors_files
 from runtime.settings.topology import Topology, encode_topology
 from tests.actors.trainer.hf import write_model
 from tests.actors.trainer.tiny import tiny_topology
@@ -91,9 +92,14 @@ def outcome(place: Path, job: Job) -> Outcome:
     return Outcome(
         [metrics for half in halves for metrics in half["metrics"]],
         halves[1]["probe"],
-        load_file(Path(halves[1]["weights"]) / "model.safetensors"),
+        published(Path(halves[1]["weights"])),
         {name: tensor.float() for name, tensor in saved.items() if ".exp_avg" in name},
     )
+
+
+def published(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a version; each pipeline stage has written files of its own."""
+    return {name: tensor for file in safetensors_files(directory) for name, tensor in load_file(file).items()}
 
 
 def _model(place: Path, layers: int, tied: bool) -> Path:

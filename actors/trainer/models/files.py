@@ -1,19 +1,18 @@
 """Model directories in Hugging Face's format: read one tensor at a time, and written."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from actors.trainer.models.shards import write_weights
 from actors.trainer.models.sources import Cut, WeightSource
 from runtime.checksums import INDEX_FILE, SINGLE_FILE
 
-SHARD_BYTES: Final = 5_000_000_000  # of tensors in a file
 _COPIED = ("config.json", "generation_config.json")
 
 
@@ -48,22 +47,16 @@ def _part(whole: Any, cut: Cut) -> Tensor:
     return whole[begin:end] if cut.dim == 0 else whole[:, begin:end]
 
 
-def write_model(
-    weights: Mapping[str, Tensor], directory: Path, *, model_directory: Path, tokenizer: bool = False
-) -> None:
-    """Write a Hugging Face model directory.
+def write_model(weights: Mapping[str, Tensor], directory: Path, *, model_directory: Path) -> None:
+    """Write a Hugging Face model directory of tensors that are in memory.
 
     Args:
         weights: whole tensors by name.
         directory: exists.
         model_directory: where the configuration is copied from.
-        tokenizer: copy all other small files too and have config.json say the dtype that is written, so that the
-            directory stands on its own.
     """
-    _write_weights(weights, directory)
-    copy_small_files(model_directory, directory, tokenizer=tokenizer)
-    if tokenizer:
-        set_dtype(directory / "config.json", str(next(iter(weights.values())).dtype).removeprefix("torch."))
+    write_weights(weights, directory)
+    copy_small_files(model_directory, directory, tokenizer=False)
 
 
 def copy_small_files(model_directory: Path, directory: Path, *, tokenizer: bool) -> None:
@@ -79,29 +72,3 @@ def set_dtype(config: Path, dtype: str) -> None:
     values: dict[str, Any] = msgspec.json.decode(config.read_bytes())
     keys = [key for key in ("dtype", "torch_dtype") if key in values] or ["torch_dtype"]  # the newer and the older name
     config.write_bytes(msgspec.json.format(msgspec.json.encode(values | dict.fromkeys(keys, dtype)), indent=2) + b"\n")
-
-
-def _write_weights(weights: Mapping[str, Tensor], directory: Path) -> None:
-    """One file, or shards and their index."""
-    shards = list(_shards(weights))
-    files = [SINGLE_FILE]
-    if len(shards) > 1:
-        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-        size = sum(tensor.nbytes for tensor in weights.values())
-        places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        index = {"metadata": {"total_size": size}, "weight_map": places}
-        (directory / INDEX_FILE).write_bytes(msgspec.json.encode(index))
-    for file, shard in zip(files, shards, strict=True):
-        save_file(shard, directory / file, metadata={"format": "pt"})
-
-
-def _shards(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The tensors in their order, as many at a time as fit; a larger one alone."""
-    shard, size = dict[str, Tensor](), 0
-    for name, tensor in weights.items():
-        if shard and size + tensor.nbytes > SHARD_BYTES:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += tensor.nbytes
-    yield shard

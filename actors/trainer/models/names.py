@@ -53,8 +53,15 @@ def joined_for_megatron(name: str, model: HfConfig, source: Callable[[str], Tens
     return torch.cat([projection.unflatten(0, (groups, -1)) for projection in projections], dim=1).flatten(0, 1)
 
 
-def split_for_hf(name: str, model: HfConfig, whole: Tensor) -> list[tuple[str, Tensor]]:
-    """The tensors that Hugging Face has, by name, of the whole one that Megatron has."""
+def split_for_hf(name: str, model: HfConfig, whole: Tensor, *, parts: int = 1) -> list[tuple[str, Tensor]]:
+    """The tensors that Hugging Face has, by name, of the one that Megatron has.
+
+    Args:
+        name: Megatron's, with the layer's number in the whole model.
+        model: its shape.
+        whole: the tensor, or one of equal parts, as a tensor-parallel rank has it: then it yields parts.
+        parts: into how many key-value heads are cut.
+    """
     if name in _TOP:
         return [(_TOP[name], whole)]
     prefix, rest = _layer_prefix(name)
@@ -65,8 +72,8 @@ def split_for_hf(name: str, model: HfConfig, whole: Tensor) -> list[tuple[str, T
     kind = rest.removeprefix("self_attention.linear_qkv.")
     groups, size = model.num_key_value_heads, model.head_dim
     query = model.num_attention_heads // groups * size
-    parts = whole.unflatten(0, (groups, query + 2 * size)).split([query, size, size], dim=1)
-    return [(f"{prefix}{to}.{kind}", part.flatten(0, 1)) for to, part in zip(QKV, parts, strict=True)]
+    heads = whole.unflatten(0, (groups // parts, query + 2 * size)).split([query, size, size], dim=1)
+    return [(f"{prefix}{to}.{kind}", own.flatten(0, 1)) for to, own in zip(QKV, heads, strict=True)]
 
 
 def _layer_prefix(name: str) -> tuple[str, str]:

@@ -2,17 +2,13 @@
 
 import re
 import shutil
-import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from torch import Tensor
-
-from actors.trainer.models.files import write_model
+from actors.trainer.models.files import copy_small_files
 from messages import WeightProbe
-from runtime.checksums import checksums_of, safetensors_files
+from runtime.checksums import safetensors_files
 from runtime.files import complete_directory
 
 WEIGHTS: Final = "weights"  # in the run directory
@@ -27,33 +23,40 @@ class Published:
     path: Path | None  # none: not written
     checksum: str
     size_bytes: int
-    took_s: float  # to write it, from the model's tensors on
-    probe: WeightProbe | None = None  # added by who has the model
+    took_s: float  # to gather, write and probe it
+    probe: WeightProbe | None = None
 
 
 NOT_WRITTEN: Final = Published(path=None, checksum="", size_bytes=0, took_s=0.0)
 
 
-def publish_weights(weights: Mapping[str, Tensor], root: Path, *, version: int, model_directory: Path) -> Published:
-    """Write a version; it appears under its name when it is complete.
+def begin_version(root: Path, version: int) -> Path:
+    """A directory to write a version into; what a crash before the announcement left under its name is gone.
 
     Args:
-        weights: whole tensors by Hugging Face name, contiguous, on the CPU.
         root: where versions lie.
-        version: one that was never announced; what lies there from a crash before the announcement is replaced.
-        model_directory: where config.json is copied from.
+        version: one that was never announced.
     """
-    begin = time.perf_counter()
     path = root / f"v{version:06d}"
     unfinished = root / f".{path.name}"
     for leftover in (unfinished, path):
         shutil.rmtree(leftover, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    write_model(weights, unfinished, model_directory=model_directory)
-    checksum = checksums_of(unfinished).total
+    return unfinished
+
+
+def complete_version(unfinished: Path, *, model_directory: Path) -> tuple[Path, int]:
+    """Give a version whose weights are written its name; return its place, and bytes of its files of weights.
+
+    Args:
+        unfinished: as `begin_version` made it.
+        model_directory: where config.json is copied from.
+    """
+    copy_small_files(model_directory, unfinished, tokenizer=False)
     size_bytes = sum(file.stat().st_size for file in safetensors_files(unfinished))
+    path = unfinished.with_name(unfinished.name.removeprefix("."))
     complete_directory(unfinished, path)
-    return Published(path.resolve(), checksum, size_bytes, time.perf_counter() - begin)
+    return path.resolve(), size_bytes
 
 
 def versions_in(root: Path) -> list[tuple[int, Path]]:

@@ -1,11 +1,14 @@
 """Models of transformers, the independent implementation that the trainer's are compared with."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from actors.trainer.models.config import HfConfig
+from actors.trainer.models.gathering import own_parts, whole_tensors
 from tests.actors.trainer.tiny import TINY
 
 MODELS: dict[str, tuple[Any, Any]] = {
@@ -29,3 +32,9 @@ def write_model(directory: Path, kind: str = "qwen3", *, tied: bool = False, noi
             parameter.add_(torch.randn_like(parameter) * noise)
     model.save_pretrained(directory)
     return model
+
+
+def whole_weights(chunks: Sequence[Any], hf: HfConfig) -> dict[str, torch.Tensor]:
+    """The weights of a single rank by Hugging Face name, some of them its own tensors."""
+    tensors = whole_tensors(own_parts(chunks, hf), hf, torch.device("cpu"))
+    return {entry.name: tensor for entry, tensor in tensors if tensor is not None}

@@ -11,8 +11,8 @@ import torch
 
 from actors.trainer.checkpoints import CHECKPOINTS, RUN_FILE, SavedRun, checkpoint_at
 from actors.trainer.commands import TrainerRank
-from actors.trainer.models.cuts import export_weights
 from runtime.settings.topology import Topology
+from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.tiny import TINY, random_batch
 
 MakeTopology = Callable[..., Topology]
@@ -28,7 +28,7 @@ def train(rank: TrainerRank, steps: range, *, first: int = 0) -> list[dict[str, 
 
 
 def weights_of(rank: TrainerRank) -> dict[str, torch.Tensor]:
-    found = export_weights(rank._replica.complete_chunks(), rank._replica.hf)
+    found = whole_weights(rank._replica.complete_chunks(), rank._replica.hf)
     return {name: tensor.clone() for name, tensor in found.items()}
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from actors.trainer.commands import TrainerRank
 from actors.trainer.export import CannotExport, export_run
-from actors.trainer.models import files
+from actors.trainer.models import shards as shards_module
 from actors.trainer.models.files import file_source
 from actors.trainer.models.shapes import hf_shapes
 from runtime.settings.topology import Topology, encode_topology
@@ -101,7 +101,7 @@ def test_large_weights_are_split_into_shards_with_an_index(
 ) -> None:
     engine = make_run()
     engine.save(step=0, incarnation=1)
-    monkeypatch.setattr(files, "SHARD_BYTES", 8000)
+    monkeypatch.setattr(shards_module, "SHARD_BYTES", 8000)
     out = tmp_path / "out"
     export_run(tmp_path / "run", out)
     shards = sorted(out.glob("*.safetensors"))

@@ -12,9 +12,9 @@ from actors.trainer.checkpoints import checkpoints_in, prune_checkpoints
 from actors.trainer.commands import TrainerRank
 from actors.trainer.megatron.checkpoint import load_checkpoint, save_checkpoint
 from actors.trainer.megatron.rank_model import Replica
-from actors.trainer.models.cuts import export_weights
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
+from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.tiny import random_batch
 
 MakeTopology = Callable[..., Topology]
@@ -33,12 +33,12 @@ def test_a_resumed_trainer_goes_on_exactly(make_topology: MakeTopology, tmp_path
         train(random_batch(step))
     path = save_checkpoint(replica, tmp_path, step=2, incarnation=1)
     expected = [train(random_batch(step)).metrics["train/loss"] for step in (2, 3)]
-    weights = export_weights(replica.complete_chunks(), replica.hf)
+    weights = whole_weights(replica.complete_chunks(), replica.hf)
 
     resumed, train_on = trainer(topology)
     assert load_checkpoint(resumed, path) == 2
     assert [train_on(random_batch(step)).metrics["train/loss"] for step in (2, 3)] == expected
-    for name, weight in export_weights(resumed.complete_chunks(), resumed.hf).items():
+    for name, weight in whole_weights(resumed.complete_chunks(), resumed.hf).items():
         assert torch.equal(weight, weights[name]), name
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from actors.trainer.megatron.imports import quiet
 from actors.trainer.megatron.rank_model import Replica
-from actors.trainer.models.cuts import export_weights
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.megatron.fields import FIELDS, megatron_fields
 from runtime.settings.topology import Topology
+from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.tiny import random_batch
 from tests.support.megatron_fields import found, page
 
@@ -45,7 +45,7 @@ def trained(
     replica = Replica(topology, torch.device("cpu"))
     with quiet():
         TrainStep(topology, replica)(random_batch(0))
-    return {name: weight.clone() for name, weight in export_weights(replica.complete_chunks(), replica.hf).items()}
+    return {name: weight.clone() for name, weight in whole_weights(replica.complete_chunks(), replica.hf).items()}
 
 
 def test_the_table_of_fields_is_that_of_the_installed_package() -> None:

@@ -12,9 +12,9 @@ from actors.trainer.checkpoints import checkpoints_in
 from actors.trainer.commands import TrainerRank
 from actors.trainer.megatron.checkpoint import begin_save, load_checkpoint
 from actors.trainer.megatron.rank_model import Replica
-from actors.trainer.models.cuts import export_weights
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
+from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.tiny import random_batch
 
 MakeTopology = Callable[..., Topology]
@@ -41,7 +41,7 @@ def test_a_checkpoint_holds_the_state_it_was_begun_with(
     train(random_batch(0))
     saving = begin_save(replica, tmp_path, executor, step=1, incarnation=1)
     expected = [train(random_batch(step)).metrics["train/loss"] for step in (1, 2)]
-    weights = export_weights(replica.complete_chunks(), replica.hf)
+    weights = whole_weights(replica.complete_chunks(), replica.hf)
     assert not saving.written.done()
     assert checkpoints_in(tmp_path) == []
     go.set()
@@ -52,7 +52,7 @@ def test_a_checkpoint_holds_the_state_it_was_begun_with(
     assert load_checkpoint(resumed, path) == 1
     train_on = TrainStep(topology, resumed)
     assert [train_on(random_batch(step)).metrics["train/loss"] for step in (1, 2)] == expected
-    for name, weight in export_weights(resumed.complete_chunks(), resumed.hf).items():
+    for name, weight in whole_weights(resumed.complete_chunks(), resumed.hf).items():
         assert torch.equal(weight, weights[name]), name
 
 

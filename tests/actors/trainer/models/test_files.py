@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from actors.trainer.commands import TrainerRank
-from actors.trainer.models.publish import prune_versions, publish_weights
+from actors.trainer.models.publish import begin_version, complete_version, prune_versions
+from actors.trainer.models.shards import write_weights
 from actors.trainer.models.sources import random_source
-from runtime.checksums import checksums_of
 from runtime.settings.topology import Topology
 from tests.actors.trainer.tiny import TINY, random_batch
 
@@ -24,21 +24,26 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "weights"
 
 
-def test_a_version_holds_weights_configuration_and_their_checksum(root: Path, model_dir: Path) -> None:
-    published = publish_weights(WEIGHTS, root, version=7, model_directory=model_dir)
-    assert published.path == root / "v000007"
-    assert published.checksum == checksums_of(published.path).total
-    assert published.size_bytes == (published.path / "model.safetensors").stat().st_size
-    assert json.loads((published.path / "config.json").read_text()) == TINY
-    assert torch.equal(load_file(published.path / "model.safetensors")["a"], WEIGHTS["a"])
+def write_version(root: Path, version: int, model_dir: Path) -> tuple[Path, int]:
+    unfinished = begin_version(root, version)
+    write_weights(WEIGHTS, unfinished)
+    return complete_version(unfinished, model_directory=model_dir)
+
+
+def test_a_version_holds_weights_and_configuration(root: Path, model_dir: Path) -> None:
+    path, size_bytes = write_version(root, 7, model_dir)
+    assert path == root / "v000007"
+    assert size_bytes == (path / "model.safetensors").stat().st_size
+    assert json.loads((path / "config.json").read_text()) == TINY
+    assert torch.equal(load_file(path / "model.safetensors")["a"], WEIGHTS["a"])
 
 
 def test_what_a_crash_left_under_a_version_is_written_over(root: Path, model_dir: Path) -> None:
     for name in ("v000001", ".v000001"):
         (root / name).mkdir(parents=True)
         (root / name / "model.safetensors").write_bytes(b"half")
-    published = publish_weights(WEIGHTS, root, version=1, model_directory=model_dir)
-    assert len(load_file(published.path / "model.safetensors")) == 2
+    path, _ = write_version(root, 1, model_dir)
+    assert len(load_file(path / "model.safetensors")) == 2
     assert [path.name for path in root.iterdir()] == ["v000001"]
 
 
@@ -47,8 +52,7 @@ def test_a_version_is_synced_to_the_disk_before_it_is_there(
 ) -> None:
     synced: list[str] = []
     monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
-    path = publish_weights(WEIGHTS, root, version=7, model_directory=model_dir).path
-    assert path is not None
+    path, _ = write_version(root, 7, model_dir)
     unfinished = {str(root / f".{path.name}" / file.name) for file in path.iterdir()}
     assert unfinished < set(synced)
     assert synced[-1] == str(root)

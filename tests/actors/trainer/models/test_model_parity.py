@@ -12,12 +12,12 @@ from actors.trainer.megatron.build import build_chunks
 from actors.trainer.megatron.config import transformer_config
 from actors.trainer.megatron.imports import quiet
 from actors.trainer.models.config import read_hf_config
-from actors.trainer.models.cuts import export_weights, load_weights
+from actors.trainer.models.cuts import load_weights
 from actors.trainer.models.files import file_source
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sources import mapping_source, random_source
 from runtime.settings.topology import MegatronConfig
-from tests.actors.trainer.hf import write_model
+from tests.actors.trainer.hf import whole_weights, write_model
 from tests.actors.trainer.tiny import TINY, VOCAB, random_batch
 from tests.support.tiny_models import LLAMA3_ROPE
 
@@ -57,7 +57,7 @@ def test_logits_with_the_rope_of_llama_3_equal_those_of_transformers(tmp_path: P
 def test_weights_come_back_bit_for_bit(tmp_path: Path, kind: str, tied: bool) -> None:
     reference = write_model(tmp_path, kind, tied=tied).state_dict()
     built, hf = load(tmp_path)
-    exported = export_weights([built], hf)
+    exported = whole_weights([built], hf)
     assert {name: tuple(tensor.shape) for name, tensor in exported.items()} == hf_shapes(hf)
     assert all(torch.equal(tensor, reference[name]) for name, tensor in exported.items())
     assert set(reference) - set(exported) == ({"lm_head.weight"} if tied else set())
@@ -93,7 +93,7 @@ def test_random_weights_depend_on_the_seed_and_the_name_only(tmp_path: Path) -> 
 def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path)
     built, hf = load(tmp_path)
-    weights = export_weights([built], hf) | {"model.norm.weight": torch.ones(3)}
+    weights = whole_weights([built], hf) | {"model.norm.weight": torch.ones(3)}
     with pytest.raises(ValueError, match=r"shape \(3,\)"):
         load_weights(built, hf, mapping_source(weights))
 

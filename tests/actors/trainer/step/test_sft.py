@@ -11,10 +11,9 @@ from torch.nn.functional import cross_entropy
 from actors.trainer.algorithms.losses import sft_loss
 from actors.trainer.batches.batch import TrainBatch
 from actors.trainer.megatron.rank_model import Replica
-from actors.trainer.models.cuts import export_weights
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
-from tests.actors.trainer.hf import write_model
+from tests.actors.trainer.hf import whole_weights, write_model
 from tests.actors.trainer.tiny import random_batch
 
 MakeTopology = Callable[..., Topology]
@@ -73,7 +72,7 @@ def test_training_equals_a_plain_loop(make_topology: MakeTopology, tmp_path: Pat
         torch.nn.utils.clip_grad_norm_(model.parameters(), topology.optimizer.clip_grad)
         adam.step()
     state = model.state_dict()
-    for name, weight in export_weights(replica.complete_chunks(), replica.hf).items():
+    for name, weight in whole_weights(replica.complete_chunks(), replica.hf).items():
         torch.testing.assert_close(weight, state[name], rtol=0, atol=2e-4)
 
 

@@ -12,11 +12,10 @@ import torch
 
 from actors.trainer.batches.batch import TrainBatch
 from actors.trainer.megatron.rank_model import Replica
-from actors.trainer.models.cuts import export_weights
 from actors.trainer.step.metrics import DIFF, DIFF_MAX
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
-from tests.actors.trainer.hf import write_model
+from tests.actors.trainer.hf import whole_weights, write_model
 from tests.actors.trainer.step.reference import ReferenceTrainer
 from tests.actors.trainer.tiny import random_batch
 
@@ -40,7 +39,7 @@ def compared(topology: Topology, model: Any, batches: list[TrainBatch], *, refer
             mean = sum(one[name] for one in expected) / len(expected)
             assert metrics[f"train/{name}"] == pytest.approx(mean, abs=1e-4), name
     state = model.state_dict()
-    for name, weight in export_weights(replica.complete_chunks(), replica.hf).items():
+    for name, weight in whole_weights(replica.complete_chunks(), replica.hf).items():
         torch.testing.assert_close(weight, state[name], rtol=0, atol=2e-4)
 
 
@@ -116,7 +115,7 @@ def test_training_does_not_depend_on_packing(make_topology: MakeTopology, monkey
 def trained(topology: Topology) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     step, replica = trainer(topology)
     metrics = [step(random_batch(number)).metrics for number in range(2)]
-    return metrics, export_weights(replica.complete_chunks(), replica.hf)
+    return metrics, whole_weights(replica.complete_chunks(), replica.hf)
 
 
 def assert_same(one: tuple, other: tuple) -> None:
@@ -189,11 +188,11 @@ def test_groups_of_one_train_on_their_rewards_with_a_warning(make_topology: Make
 def test_a_batch_in_which_nothing_trains_changes_nothing_but_decay(make_topology: MakeTopology) -> None:
     topology = make_topology(optimizer={"weight_decay": 0.0})
     step, replica = trainer(topology)
-    before = {name: weight.clone() for name, weight in export_weights(replica.complete_chunks(), replica.hf).items()}
+    before = {name: weight.clone() for name, weight in whole_weights(replica.complete_chunks(), replica.hf).items()}
     batch = random_batch()
     metrics = step(replace(batch, loss_mask_N=np.zeros_like(batch.loss_mask_N))).metrics
     assert metrics["train/loss"] == 0.0
-    after = export_weights(replica.complete_chunks(), replica.hf)
+    after = whole_weights(replica.complete_chunks(), replica.hf)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -213,5 +212,5 @@ def test_bfloat16_trains(make_topology: MakeTopology) -> None:
     metrics = [step(replace(random_batch(0), step=number)).metrics for number in range(3)]
     assert all(np.isfinite(list(one.values())).all() for one in metrics)
     assert all(
-        weight.dtype is torch.bfloat16 for weight in export_weights(replica.complete_chunks(), replica.hf).values()
+        weight.dtype is torch.bfloat16 for weight in whole_weights(replica.complete_chunks(), replica.hf).values()
     )

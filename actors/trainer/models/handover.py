@@ -1,0 +1,121 @@
+"""The current weights on their way from all ranks to the files of a directory: shards, and the index of rank 0."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from actors.trainer.models.config import HfConfig
+from actors.trainer.models.gathering import Bucket, Part, buckets, first_rank, whole_entries, whole_tensors
+from actors.trainer.models.shards import Shard, ShardWriter, bytes_of, cut_into_shards, named, write_index
+from runtime.checksums import combined
+
+T = TypeVar("T")
+
+WRITE_TIMEOUT_S = 3600.0  # of a bucket
+
+
+class _Share(NamedTuple):
+    """What a rank has written."""
+
+    shards: Sequence[Shard]
+    checksums: dict[str, str]  # by tensor
+    error: str  # why it could not; empty: it could
+
+
+class Handover:
+    """Weights that are being written. Made, driven and finished by all ranks together, on their torch threads.
+
+    The first rank of each pipeline stage writes its stage's tensors on a thread of its own. Two buckets are in memory
+    at a time: one that is written, one that is filled.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], model: HfConfig, directory: Path, *, device: torch.device, bucket_bytes: int
+    ) -> None:
+        """Plan the files.
+
+        Args:
+            parts: what this rank has of the model; must not change until `finish`.
+            model: the whole one.
+            directory: exists, and is the same for all ranks.
+            device: of this rank.
+            bucket_bytes: of tensors that are gathered before they are written; a larger tensor alone is one bucket.
+        """
+        self._directory = directory
+        entries = whole_entries(parts, model) if dist.get_rank() == first_rank() else []
+        cut = cut_into_shards(entries)
+        counts = _told(len(cut))
+        self._shards = named(cut, before=sum(counts[: dist.get_rank()]), total=sum(counts))
+        self._buckets = buckets(whole_tensors(parts, model, device), bucket_bytes)
+        self._bucket_bytes = bucket_bytes
+        self._writer = _Writer(ShardWriter(directory, self._shards))
+
+    def finish(self) -> str:
+        """Gather and write what is left; rank 0 then writes the index.
+
+        Returns:
+            The checksum of all tensors.
+
+        Raises:
+            OSError: a rank could not write; says which.
+        """
+        for bucket in self._buckets:
+            self._writer.hand_over(bucket, wait=sum(tensor.nbytes for _, tensor in bucket) > self._bucket_bytes)
+        shares = _told(self._writer.close(self._shards))
+        errors = [f"rank {rank}: {share.error}" for rank, share in enumerate(shares) if share.error]
+        if errors:
+            raise OSError(f"weights could not be written to {self._directory}: {'; '.join(errors)}")
+        if dist.get_rank() == 0:
+            write_index(self._directory, [shard for share in shares for shard in share.shards])
+        return combined({name: checksum for share in shares for name, checksum in share.checksums.items()}).total
+
+
+class _Writer:
+    """A thread that writes a bucket while the next one is gathered."""
+
+    def __init__(self, files: ShardWriter) -> None:
+        self._files = files
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
+        self._writing: Future[None] | None = None
+        self._error = ""
+
+    def hand_over(self, bucket: Bucket, *, wait: bool = False) -> None:
+        """Have a bucket written, once the one before is. What comes after a failure is dropped."""
+        self._wait()
+        if bucket and not self._error:
+            data = [(name, bytes_of(tensor)) for name, tensor in bucket]  # from the GPU on this thread
+            self._writing = self._executor.submit(self._write, data)
+            del data
+        if wait:
+            self._wait()
+
+    def close(self, shards: Sequence[Shard]) -> _Share:
+        """Wait until all is written and say what was."""
+        self._wait()
+        self._executor.shutdown()
+        self._files.close()
+        return _Share(shards, self._files.checksums, self._error)
+
+    def _wait(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            try:
+                writing.result(WRITE_TIMEOUT_S)
+            except (OSError, TimeoutError) as error:
+                self._error = f"{type(error).__name__}: {error}"
+
+    def _write(self, data: list[tuple[str, memoryview]]) -> None:
+        while data:
+            self._files.write(*data.pop(0))
+
+
+def _told(value: T) -> list[T]:
+    """What each rank says, on all of them."""
+    values: list[T] = [value] * dist.get_world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
