@@ -102,6 +102,7 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     calculate_per_token_loss: bool = False  # mean of the loss over tokens; else over samples of their means
     max_log_ratio: LogRatio = 20.0  # nats; log-ratios of losses are cut there: near 88 their gradient is no number
     use_rollout_logprobs: bool = False  # the engines' log-probs are the old policy's: saves a forward pass
+    get_mismatch_metrics: bool = False  # do it, and measure the distance on all samples, not on the first step's
 
 
 class OptimizerConfig(Config, frozen=True, kw_only=True):

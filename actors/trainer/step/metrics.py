@@ -41,18 +41,17 @@ def difference_metrics(
 ) -> dict[str, float]:
     """How far the engines' log-probs are from those of the weights that this train step began with.
 
-    The mean covers all tokens that train; the maximum only those that these very weights sampled, where anything
-    but rounding means that engine and trainer compute different models. A collective of all replicas.
+    The mean covers all tokens of these micro-batches that train; the maximum only those that these very weights
+    sampled, where anything but rounding means that engine and trainer compute different models. A collective of all
+    replicas.
     """
     where = np.concatenate([micro_batch.columns_M for micro_batch in micro_batches])
     difference = np.abs(trainer_log_probs_N[where] - batch.rollout_log_probs_N[where])
     current = batch.staleness_N[where] == 0
-    sums = ranks.sum_over_replicas(
-        torch.tensor([difference.sum(), len(where), current.sum()], dtype=torch.float64)
-    ).tolist()
+    sums = ranks.sum_over_replicas(torch.tensor([difference.sum(), len(where)], dtype=torch.float64)).tolist()
     largest = ranks.max_over_replicas(torch.tensor(difference[current].max(initial=0.0), dtype=torch.float64))
     count = max(sums[1], 1.0)
-    return {DIFF: sums[0] / count, DIFF_MAX: largest.item(), "train/stale_token_ratio": 1.0 - sums[2] / count}
+    return {DIFF: sums[0] / count, DIFF_MAX: largest.item()}
 
 
 def size_metrics(batch: TrainBatch) -> dict[str, float]:
@@ -73,9 +72,10 @@ def sampling_metrics(batch: TrainBatch, advantages_N: Floats32) -> dict[str, flo
         "rollout/advantages": _mean(advantages_N[mask]),
         "rollout/rollout_log_probs": _mean(batch.rollout_log_probs_N[mask]),
         "rollout/truncated": float(batch.truncated_B.mean()),
+        "train/stale_token_ratio": _mean(batch.staleness_N[mask] != 0),
         **staleness_metrics(batch),
     }
 
 
-def _mean(values: NDArray[np.float32 | np.int64]) -> float:
+def _mean(values: NDArray[np.float32 | np.int64 | np.bool_]) -> float:
     return float(values.mean()) if len(values) else 0.0

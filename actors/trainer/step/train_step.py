@@ -74,6 +74,9 @@ class TrainStep:
         self._topology = topology
         self._algorithm = topology.algorithm
         self._demonstrations = trains_demonstrations(topology)
+        self._measures_all = not self._demonstrations and (
+            self._algorithm.get_mismatch_metrics or not self._algorithm.use_rollout_logprobs
+        )  # the trainer's log-probs before the first optimizer step, also of what later ones train
         self._sums = SFT_SUMS if self._demonstrations else SUMS
         self._normalize = _normalizes_rewards(topology)
         ref_load = topology.model.ref_load
@@ -97,7 +100,8 @@ class TrainStep:
             norms.append(self._optimizer_step(batch.step, step.number))
         metrics |= self._reduced(sums) | size_metrics(batch)
         if not self._demonstrations:
-            metrics |= difference_metrics(batch, _micro_batches(steps), columns.trainer_log_probs_N)
+            measured = _micro_batches(steps if self._measures_all else steps[:1])
+            metrics |= difference_metrics(batch, measured, columns.trainer_log_probs_N)
             metrics |= sampling_metrics(batch, columns.advantages_N)
             metrics["train/entropy_coef"] = self._entropy_coef(batch.step)
         skipped = [step.samples for step, norm in zip(steps, norms, strict=True) if not math.isfinite(norm)]
@@ -158,7 +162,7 @@ class TrainStep:
         begin = time.perf_counter()
         trainer_log_probs_N = np.zeros_like(batch.rollout_log_probs_N)
         later = _micro_batches(steps[1:])
-        if later and not self._demonstrations:  # the first step's own forward pass yields its log-probs for nothing
+        if later and self._measures_all:  # the first step's own forward pass yields its log-probs for nothing
             self._replica.fill_log_probs(later, trainer_log_probs_N)
         metrics = {"perf/log_probs_time": time.perf_counter() - begin}
         begin = time.perf_counter()

@@ -140,17 +140,30 @@ def own_log_probs(topology: Topology, batch: TrainBatch) -> np.ndarray:
     return column
 
 
-@pytest.mark.parametrize("use_rollout_logprobs", [False, True])
+@pytest.mark.parametrize("algorithm", [{}, {"use_rollout_logprobs": True, "get_mismatch_metrics": True}])
 def test_the_difference_to_the_engine_is_taken_before_the_first_optimizer_step_for_all_samples(
-    make_topology: MakeTopology, use_rollout_logprobs: bool
+    make_topology: MakeTopology, algorithm: dict[str, Any]
 ) -> None:
-    algorithm = {"num_steps_per_rollout": 4, "use_rollout_logprobs": use_rollout_logprobs}
-    topology = make_topology(algorithm=algorithm)
+    topology = make_topology(algorithm={"num_steps_per_rollout": 4, **algorithm})
     exact = own_log_probs(topology, random_batch())
     step, _ = trainer(topology)
     assert step(replace(random_batch(), rollout_log_probs_N=exact)).metrics[DIFF] < 1e-6
     off = exact + np.where(random_batch().loss_mask_N, 0.25, 0).astype(np.float32)
     metrics = trainer(topology)[0](replace(random_batch(), rollout_log_probs_N=off)).metrics
+    assert (metrics[DIFF], metrics[DIFF_MAX]) == pytest.approx((0.25, 0.25), abs=1e-5)
+
+
+def test_the_engines_log_probs_for_the_old_ones_save_a_forward_pass(
+    make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The difference is then that of the first optimizer step's samples, which is measured for nothing."""
+    topology = make_topology(algorithm={"num_steps_per_rollout": 4, "use_rollout_logprobs": True})
+    batch, (step, _) = random_batch(), trainer(topology)
+    first = np.concatenate([micro_batch.columns_M for micro_batch in step._plan(batch)[0].micro_batches])
+    off = own_log_probs(topology, batch)
+    off[first] += 0.25
+    monkeypatch.setattr(step._replica, "fill_log_probs", lambda *_: pytest.fail("a forward pass more"))
+    metrics = step(replace(batch, rollout_log_probs_N=off)).metrics
     assert (metrics[DIFF], metrics[DIFF_MAX]) == pytest.approx((0.25, 0.25), abs=1e-5)
 
 
