@@ -26,7 +26,7 @@ from runtime.agent.preflight.check import check_here
 from runtime.agent.preflight.findings import Checked
 from runtime.agent.preflight.hub import hub_models
 from runtime.checksums import shapes_in
-from runtime.hf_config import ModelError, read_model
+from runtime.hf_config import ModelError, read_dense_model
 from runtime.samples.data_files import DataError
 from runtime.samples.dump_files import RUN_FILE, DumpedRun
 from runtime.samples.rows import read_rows
@@ -128,7 +128,7 @@ def _of_model(topology: Topology, broken: set[str]) -> Iterator[Problem]:
         shape = read_hf_config(Path(model.hf_checkpoint))
         if topology.run.only != "rollout":
             yield from _layout(topology, shape)
-        _ = [read_model(Path(model.hf_checkpoint)) for _ in _embedded(topology)]
+        _ = [read_dense_model(Path(model.hf_checkpoint)) for _ in _embedded(topology)]
     except (OSError, ValueError, ModelError) as error:
         yield Problem.of(MODEL, model.hf_checkpoint, str(error))
         return

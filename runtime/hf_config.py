@@ -11,21 +11,31 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from runtime.hf_experts import EXPERT_KEYS, Experts, Glm4MoeKeys, Qwen3MoeKeys
+
 MAX_CONTEXT: Final = 1 << 20  # tokens; beyond this a config is a mistake rather than a tiny model
 
 
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")  # of weights, in Hugging Face's spelling
 
 
-ARCHITECTURES: Final = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+ARCHITECTURES: Final = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+}
+WITH_QK_NORM: Final = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 WITHOUT_EFFECT: Final = frozenset(  # on what a decoder computes of tokens: names, tokens, how it is sampled and run
     (
         "add_cross_attention attention_dropout attn_implementation bad_words_ids begin_suppress_tokens bos_token_id "
         "chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample early_stopping embd_pdrop "
         "exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label is_decoder "
         "is_encoder_decoder label2id length_penalty max_length max_window_layers min_length model_max_length "
-        "no_repeat_ngram_size num_beams num_return_sequences output_attentions output_hidden_states output_scores "
-        "pad_token_id prefix problem_type repetition_penalty resid_pdrop return_dict return_dict_in_generate "
+        "no_repeat_ngram_size num_beams num_return_sequences output_attentions output_hidden_states "
+        "output_router_logits output_scores pad_token_id prefix problem_type repetition_penalty "
+        "resid_pdrop return_dict return_dict_in_generate "
         "sep_token_id sliding_window suppress_tokens task_specific_params temperature tie_encoder_decoder "
         "tokenizer_class top_k top_p torchscript transformers_version typical_p use_cache"
     ).split()
@@ -38,7 +48,7 @@ class ModelError(ValueError):
 
 
 class ConfigKeys(msgspec.Struct, frozen=True):
-    """The keys of config.json that change what Qwen2, Qwen3 and Llama compute, with the classes' defaults."""
+    """The keys of config.json that change what all of these models compute, with the classes' defaults."""
 
     vocab_size: int
     hidden_size: int
@@ -50,12 +60,12 @@ class ConfigKeys(msgspec.Struct, frozen=True):
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: float | None = None  # 1e-6, or 1e-5 of GLM-4-MoE
     max_position_embeddings: int = 2048
     rope_theta: float | None = None  # transformers 4
     rope_scaling: dict[str, Any] | None = None  # transformers 4
     rope_parameters: dict[str, Any] | None = None  # transformers 5
-    partial_rotary_factor: float = 1.0
+    partial_rotary_factor: float | None = None  # 1, or 0.5 of GLM-4-MoE
     attention_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
@@ -69,9 +79,10 @@ class ConfigKeys(msgspec.Struct, frozen=True):
 
 
 class Rope(msgspec.Struct, frozen=True):
-    """Rotary embedding: the base, and Llama 3's stretching of low frequencies if there is any."""
+    """Rotary embedding: the base, the share of a head that is rotated, and Llama 3's stretching of low frequencies."""
 
     theta: float = 10000.0
+    share: float = 1.0  # from the front of each head
     factor: float = 1.0  # 1 = no stretching
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -110,6 +121,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     output_bias: bool  # on the attention's output projection
     mlp_bias: bool
     qk_norm: bool
+    experts: Experts | None = None  # none: every layer has one MLP
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,10 +159,12 @@ def read_model(directory: Path) -> ModelDescription:
     eos = _decode(generation, _Eos).eos_token_id if generation.is_file() else None
     try:
         architecture = _architecture(kind)
-        _refuse_unknown(keys)
+        _refuse_unknown(keys, architecture)
         raw = _decode(directory / "config.json", ConfigKeys)
+        of_experts = EXPERT_KEYS.get(architecture)
+        experts = None if of_experts is None else _decode(directory / "config.json", of_experts)
         return ModelDescription(
-            shape=_shape(raw, architecture),
+            shape=_shape(raw, architecture, experts),
             max_context=raw.max_position_embeddings,
             eos_token_ids=_ids(raw.eos_token_id) | _ids(eos),
             dtype=raw.dtype or raw.torch_dtype or "float32",
@@ -160,6 +174,21 @@ def read_model(directory: Path) -> ModelDescription:
         raise
     except ValueError as error:
         raise ModelError(f"{directory / 'config.json'}: {error}") from error
+
+
+def read_dense_model(directory: Path) -> ModelDescription:
+    """Read what the embedded engine computes.
+
+    Raises:
+        ModelError: as `read_model`, or the model has experts.
+    """
+    model = read_model(directory)
+    if model.shape.experts is not None:
+        raise ModelError(
+            f"{directory / 'config.json'}: the embedded engine has no mixture of experts "
+            f"({model.shape.architecture} with {model.shape.experts.num_experts} experts): SGLang has"
+        )
+    return model
 
 
 T = TypeVar("T")
@@ -180,8 +209,9 @@ def _ids(value: int | tuple[int, ...] | None) -> frozenset[int]:
     return frozenset((value,) if isinstance(value, int) else value)
 
 
-def _shape(raw: ConfigKeys, architecture: str) -> ModelShape:
+def _shape(raw: ConfigKeys, architecture: str, of_experts: Qwen3MoeKeys | Glm4MoeKeys | None) -> ModelShape:
     _refuse_unsupported(raw)
+    glm = isinstance(of_experts, Glm4MoeKeys)
     qwen2 = architecture == "Qwen2ForCausalLM"
     return ModelShape(
         architecture=architecture,
@@ -193,13 +223,14 @@ def _shape(raw: ConfigKeys, architecture: str) -> ModelShape:
         num_heads=raw.num_attention_heads,
         num_kv_heads=raw.num_key_value_heads or raw.num_attention_heads,
         head_dim=raw.head_dim or (128 if architecture == "Qwen3ForCausalLM" else _even_head(raw)),
-        rms_norm_eps=raw.rms_norm_eps,
-        rope=_rope(raw),
+        rms_norm_eps=(1e-5 if glm else 1e-6) if raw.rms_norm_eps is None else raw.rms_norm_eps,
+        rope=_rope(raw, share=0.5 if glm else 1.0),
         tie_word_embeddings=raw.tie_word_embeddings,
         qkv_bias=qwen2 or raw.attention_bias,
-        output_bias=not qwen2 and raw.attention_bias,
+        output_bias=not (qwen2 or glm) and raw.attention_bias,
         mlp_bias=architecture == "LlamaForCausalLM" and raw.mlp_bias,
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=of_experts.use_qk_norm if isinstance(of_experts, Glm4MoeKeys) else architecture in WITH_QK_NORM,
+        experts=None if of_experts is None else of_experts.read(),
     )
 
 
@@ -217,10 +248,12 @@ def _architecture(raw: _Kind) -> str:
     return architecture
 
 
-def _refuse_unknown(keys: Mapping[str, Any]) -> None:
+def _refuse_unknown(keys: Mapping[str, Any], architecture: str) -> None:
     """Refuse keys that say something and that nobody here reads."""
+    of_experts = EXPERT_KEYS.get(architecture)
+    read = {*ConfigKeys.__struct_fields__, *(() if of_experts is None else of_experts.__struct_fields__)}
     for key, value in keys.items():
-        known = key in ConfigKeys.__struct_fields__ or key in WITHOUT_EFFECT or key.startswith(NOTES)
+        known = key in read or key in WITHOUT_EFFECT or key.startswith(NOTES)
         if not known and value is not None and value is not False:
             raise ValueError(f"{key} is not understood, and may change what the model computes")
 
@@ -254,19 +287,26 @@ def _rope_kind(parameters: Mapping[str, Any]) -> str:
     return parameters.get("rope_type", parameters.get("type", "default"))
 
 
-def _rope(raw: ConfigKeys) -> Rope:
-    """Join the two spellings of rotary parameters: transformers 4 (rope_theta, rope_scaling) and 5."""
+def _rope(raw: ConfigKeys, *, share: float) -> Rope:
+    """Join the two spellings of rotary parameters: transformers 4 (rope_theta, rope_scaling) and 5.
+
+    Args:
+        raw: the keys.
+        share: of a head that models of this architecture rotate, where nothing else is said.
+    """
     parameters: dict[str, Any] = dict(raw.rope_scaling or {}) | dict(raw.rope_parameters or {})
     theta = float(parameters.get("rope_theta") or raw.rope_theta or 10000.0)
     if not (math.isfinite(theta) and theta > 0):
         raise ValueError(f"rope_theta {theta} is not a positive number")
-    if parameters.get("partial_rotary_factor", raw.partial_rotary_factor) != 1.0:
+    given = parameters.get("partial_rotary_factor", raw.partial_rotary_factor)
+    if share == 1.0 and given not in (None, 1.0):
         raise ValueError("partial_rotary_factor other than 1 is not supported")
+    share = share if given is None else float(given)
     kinds = [_rope_kind(given) for given in (raw.rope_scaling, raw.rope_parameters) if given]
     kind = next((kind for kind in kinds if kind != "default"), "default")
     if kind == "default":
-        return Rope(theta=theta)
-    if kind != "llama3":
+        return Rope(theta=theta, share=share)
+    if kind != "llama3" or share != 1.0:
         raise ValueError(f"rope_type {kind!r} is not supported; supported: 'default', 'llama3'")
     if len(set(kinds)) > 1:
         raise ValueError(f"rope_scaling says {kinds[0]!r} and rope_parameters {kinds[1]!r}: which is meant?")

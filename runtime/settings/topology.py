@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from runtime.settings.reading.config import Config
-from runtime.settings.recipe import Count, Name, Positive, Recipe, Text, trains_demonstrations
+from runtime.settings.recipe import Count, Name, NonNegative, Positive, Recipe, Text, trains_demonstrations
 
 BusUrl = Annotated[str, msgspec.Meta(pattern=r"^(nats|tls|ws|wss)://[^@]*$")]  # a login is cut out before
 Timeout = Annotated[float, msgspec.Meta(ge=1, le=86_400)]  # seconds, a day at most
@@ -57,7 +57,7 @@ class MegatronConfig(Config, frozen=True, kw_only=True):
     tensor_model_parallel_size: Positive = 1  # ranks that share each layer
     pipeline_model_parallel_size: Positive = 1  # ranks that share the layers' sequence
     context_parallel_size: Positive = 1  # ranks that share each sample's tokens
-    expert_model_parallel_size: Positive = 1  # ranks that share the experts; only 1 is built
+    expert_model_parallel_size: Positive = 1  # ranks that share the experts
     expert_tensor_parallel_size: Positive | None = None  # that share each expert; none: tensor_model_parallel_size
     sequence_parallel: bool = False  # split activations between the tensor-parallel ranks too
     virtual_pipeline_model_parallel_size: Positive | None = None  # stages of each pipeline rank, interleaved; none: 1
@@ -70,6 +70,11 @@ class MegatronConfig(Config, frozen=True, kw_only=True):
     distribute_saved_activations: bool = False  # of "full": what is kept is shared out among tensor-parallel ranks
     disable_bf16_reduced_precision_matmul: bool = False  # products of bfloat16 are summed in float32
     deallocate_pipeline_outputs: bool = False  # what was sent to the next stage is freed
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"  # how tokens reach the ranks of experts
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = "aux_loss"  # of a micro-batch, a row
+    moe_aux_loss_coeff: NonNegative = 0.0  # weight of that loss; 0: none
+    moe_z_loss_coeff: NonNegative | None = None  # weight of the router's squared log-sum; none: no such loss
+    moe_router_bias_update_rate: NonNegative = 0.0  # step of experts' biases towards equal use; 0: they stay
 
 
 class MegatronOptimizerConfig(Config, frozen=True, kw_only=True):

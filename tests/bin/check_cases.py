@@ -185,8 +185,17 @@ REFUSED = {
     ),
     "expert parallel": Case(
         ("trainer.num_processes=2", "trainer.megatron.expert_model_parallel_size=2"),
-        "trainer.megatron.expert_model_parallel_size",
-        "not built yet",
+        "trainer.megatron",
+        "the model has no experts to share out",
+    ),
+    "tokens gathered in a pipeline": Case(
+        (
+            "trainer.num_processes=2",
+            "trainer.megatron.pipeline_model_parallel_size=2",
+            "trainer.megatron.moe_token_dispatcher_type=allgather",
+        ),
+        "trainer.megatron.moe_token_dispatcher_type",
+        "micro-batches of a pipeline differ in length",
     ),
     "two nodes": Case(
         ("bus.url=nats://127.0.0.1:FREE", "nodes.b.address=10.0.0.2"), "nodes", "several nodes is not built yet"

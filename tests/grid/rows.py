@@ -5,6 +5,7 @@ from typing import Any
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 DISTRIBUTED = {"use_distributed_optimizer": True}
+NAMES = {"qwen3_moe": "Qwen3-MoE", "glm4_moe": "GLM-4-MoE"}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
@@ -29,6 +30,9 @@ def _layout(
         "sp": "sequence_parallel",
         "vpp": "virtual_pipeline_model_parallel_size",
         "first": "num_layers_in_first_pipeline_stage",
+        "ep": "expert_model_parallel_size",
+        "etp": "expert_tensor_parallel_size",
+        "dispatcher": "moe_token_dispatcher_type",
     }
     megatron = {short[name]: size for name, size in sizes.items()}
     return Layout(world, megatron, DISTRIBUTED if distributed else {}, OVERLAP if overlap else {}, num_layers)
@@ -59,6 +63,16 @@ LAYOUTS = {
     "PP2, outputs deallocated": Layout(2, {"pipeline_model_parallel_size": 2, "deallocate_pipeline_outputs": True}),
 }
 
+LAYOUTS_OF_EXPERTS = {
+    "EP2": _layout(2, ep=2),
+    "EP2xTP2+SP": _layout(2, ep=2, tp=2, sp=True, etp=1),
+    "EP2xTP2+SP, each expert on two": _layout(4, ep=2, tp=2, sp=True, etp=2),
+    "EP2xDP2+DO": _layout(4, ep=2, distributed=True),
+    "EP2xPP2": _layout(4, ep=2, pp=2),
+    "EP2xCP2": _layout(2, ep=2, cp=2),
+    "EP2xCP2, gathered": _layout(2, ep=2, cp=2, dispatcher="allgather"),
+}
+
 
 @dataclass(frozen=True)
 class Row:
@@ -69,6 +83,7 @@ class Row:
     recompute: bool = False
     tied: bool = False
     dtype: str = "float32"
+    kind: str = "qwen3"  # of model
 
     @property
     def num_layers(self) -> int:
@@ -82,17 +97,18 @@ class Row:
 
     @property
     def _sizes(self) -> Layout:
-        return (LAYOUTS | BASELINES)[self.layout]
+        return (LAYOUTS | LAYOUTS_OF_EXPERTS | BASELINES)[self.layout]
 
     @property
     def baseline(self) -> "Row":
         """The single rank that it is compared with."""
-        return Row(f"1 of {self.num_layers} layers", tied=self.tied)
+        return Row(f"1 of {self.num_layers} layers", tied=self.tied, kind=self.kind)
 
     @property
     def name(self) -> str:
         """As the table has it."""
         parts = [self.layout, "packed" if self.packed else "padded", "tied" if self.tied else "untied"]
+        parts += [NAMES[self.kind]] if self.kind in NAMES else []
         return ", ".join([*parts, *(["recompute"] if self.recompute else []), *(["bf16"] if self.is_half else [])])
 
     @property
@@ -104,6 +120,8 @@ class Row:
         """The table `trainer` of its topology."""
         layout = self._sizes
         megatron = layout.megatron | (RECOMPUTE if self.recompute else {})
+        if self.kind == "glm4_moe":
+            megatron = megatron | {"moe_router_bias_update_rate": 1e-2}
         return {
             "num_processes": layout.world,
             "packed": self.packed,
@@ -123,7 +141,13 @@ FEW = (
     ),
     *(Row(layout, tied=True, dtype="bfloat16") for layout in ("TP2", "DP2+DO", "PP2")),
 )
+EXPERTS = tuple(
+    Row(layout, packed=index % 2 == 1, recompute=index % 3 == 1, kind=kind)
+    for index, layout in enumerate(LAYOUTS_OF_EXPERTS)
+    for kind in ("qwen3_moe",)
+)
 ALL = (
+    *EXPERTS,
     *(
         Row(layout, packed, recompute, tied)
         for layout in LAYOUTS

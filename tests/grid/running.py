@@ -57,16 +57,16 @@ class Job(NamedTuple):
 
 def train(place: Path, jobs: Sequence[Job], *, timeout_s: float) -> None:
     """Train all jobs, one after the other, their ranks beside each other; each half in processes of its own."""
-    for layers in {job.row.num_layers for job in jobs}:
-        for tied in {job.row.tied for job in jobs}:
-            write_model(
-                _model(place, layers, tied),
-                tied=tied,
-                noise=NOISE,
-                num_hidden_layers=layers,
-                initializer_range=SPREAD[layers],
-                **MODEL,
-            )
+    for kind, layers, tied in {(job.row.kind, job.row.num_layers, job.row.tied) for job in jobs}:
+        write_model(
+            _model(place, kind, layers, tied),
+            kind,
+            tied=tied,
+            noise=NOISE,
+            num_hidden_layers=layers,
+            initializer_range=SPREAD[layers],
+            **MODEL,
+        )
     for job in jobs:
         directory = place / job.directory
         directory.mkdir(parents=True)
@@ -102,8 +102,8 @@ def published(directory: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in safetensors_files(directory) for name, tensor in load_file(file).items()}
 
 
-def _model(place: Path, layers: int, tied: bool) -> Path:
-    return place / f"model-{layers}-{'tied' if tied else 'untied'}"
+def _model(place: Path, kind: str, layers: int, tied: bool) -> Path:
+    return place / f"{kind}-{layers}-{'tied' if tied else 'untied'}"
 
 
 def _topology(place: Path, row: Row) -> Topology:
@@ -114,7 +114,7 @@ def _topology(place: Path, row: Row) -> Topology:
         "train": {"max_tokens_per_gpu": 40, "num_steps": 4},
         "trainer": {"device": "cpu", **row.trainer()},
     }
-    return tiny_topology(_model(place, row.num_layers, row.tied), place, **tables)
+    return tiny_topology(_model(place, row.kind, row.num_layers, row.tied), place, **tables)
 
 
 def _run(place: Path, jobs: Sequence[Job], half: str, timeout_s: float) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from runtime.bus.addresses import ENGINE_KEY_VARIABLE
 from runtime.checksums import safetensors_files
 from runtime.exit_codes import EXIT_INPUT_ERROR
-from runtime.hf_config import MAX_CONTEXT, ModelDescription, ModelError, read_model
+from runtime.hf_config import MAX_CONTEXT, ModelDescription, ModelError, read_dense_model
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     flags.key = os.environ.pop(ENGINE_KEY_VARIABLE, None)  # not an argument: every user reads command lines
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: no pool of threads
     try:
-        description = read_model(flags.model_path)
+        description = read_dense_model(flags.model_path)
         flags.context_length = _context_length(flags, description)
         if flags.load_format == "auto":
             safetensors_files(flags.model_path)

@@ -51,11 +51,20 @@ def _build(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
         share_embeddings_and_output_weights=model.tie_word_embeddings,
         position_embedding_type="rope",
         rotary_base=model.rope.theta,
+        rotary_percent=model.rope.share,
         parallel_output=True,
         vp_stage=virtual_stage,
     )
     _stretch(built.rotary_pos_emb, model.rope)
-    return built.to(config.params_dtype)
+    built.to(config.params_dtype)
+    for _, bias in expert_biases(built):
+        bias.data = bias.data.float()  # Megatron keeps them so
+    return built
+
+
+def expert_biases(built: Any) -> list[tuple[str, Tensor]]:
+    """The biases of experts in a router's choice, which no gradient moves, by Megatron's names."""
+    return [(name, buffer) for name, buffer in built.named_buffers() if name.endswith("router.expert_bias")]
 
 
 def _stretch(embedding: Any, rope: Rope) -> None:

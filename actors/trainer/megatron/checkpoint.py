@@ -17,7 +17,11 @@ from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.megatron.saving import Saving
 
 # of a distributed optimizer's state: readable by any layout, and the only one that this version of Megatron can write
-FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+FORMAT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,  # experts that are shared out have an optimizer of their own
+}
 DISTRIBUTED = "use_distributed_optimizer"
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from actors.trainer.megatron.imports import TransformerConfig
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.layout import check_layout
+from runtime.hf_experts import Experts
 from runtime.settings.topology import MegatronConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -42,9 +43,9 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         **_named(layout),
+        **_experts(model.experts),
         calculate_per_token_loss=True,  # the loss function returns a sum and what to divide it by, for both reductions
         variable_seq_lengths=pipeline > 1,  # micro-batches differ in length
-        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths refuses the default, also for dense models
         use_cpu_initialization=device.type == "cpu",
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
@@ -55,6 +56,23 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
         batch_p2p_comm=False,
         cuda_graph_scope=[],
     )
+
+
+def _experts(experts: Experts | None) -> dict[str, Any]:
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.num_experts,
+        "moe_layer_freq": [int(has) for has in experts.layers],
+        "moe_ffn_hidden_size": experts.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": experts.shared_intermediate_size or None,
+        "moe_router_topk": experts.num_experts_per_tok,
+        "moe_router_score_function": experts.score,
+        "moe_router_pre_softmax": not experts.norm_topk_prob,  # a softmax of the chosen alone sums to one
+        "moe_router_topk_scaling_factor": experts.routed_scaling_factor,
+        "moe_router_enable_expert_bias": experts.has_bias,
+        "moe_router_dtype": "fp32",
+    }
 
 
 def _named(layout: MegatronConfig) -> dict[str, Any]:

@@ -79,6 +79,12 @@ def install_random_state(random: Any) -> None:
     random._get_cuda_rng_state, random._set_cuda_rng_state = get, put
 
 
+def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """In the place of a function of Megatron's that acts on what is on a GPU alone; numbers of tokens are wanted as
+    numpy's."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 class CpuMode(TorchFunctionMode):
     """Sends CUDA devices of torch calls to the CPU, on the thread that entered it."""
 

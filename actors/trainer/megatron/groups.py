@@ -63,7 +63,12 @@ def join(ranks: Ranks, layout: MegatronConfig, device: torch.device, *, seed: in
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
     parallel_state.initialize_model_parallel(
-        tensor, pipeline, virtual if virtual > 1 else None, context_parallel_size=context
+        tensor,
+        pipeline,
+        virtual if virtual > 1 else None,
+        context_parallel_size=context,
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
     )
     initialize_rng_tracker(inference_rng_tracker=device.type == "cpu")  # the CPU has no CUDA generator to keep track of
     torch.manual_seed(seed)

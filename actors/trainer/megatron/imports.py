@@ -39,6 +39,8 @@ def _import() -> dict[str, Any]:
         "MCoreSavePlanner": "dist_checkpointing.strategies.torch",
         "mcore_to_pyt_state_dict": "dist_checkpointing.strategies.torch",
         "_replace_state_dict_keys_with_sharded_keys": "dist_checkpointing.strategies.torch",
+        "MoELayer": "transformer.moe.moe_layer",
+        "TopKRouter": "transformer.moe.router",
     }
     if cpu.needed():
         cpu.install()
@@ -55,7 +57,12 @@ def _import() -> dict[str, Any]:
     rope._apply_rotary_pos_emb_bshd = fused.rotary(rope._apply_rotary_pos_emb_bshd)
     activation: Any = import_module("megatron.core.fusions.fused_bias_swiglu")
     activation.swiglu, activation.swiglu_back = fused.swiglu, fused.swiglu_back  # Megatron's want a compiler
+    experts: Any = import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(experts, "te_general_gemm"):
+        experts.te_general_gemm = None  # looked at, and undefined without TransformerEngine
     if cpu.needed():
+        dispatcher: Any = import_module("megatron.core.transformer.moe.token_dispatcher")
+        dispatcher.maybe_move_tensor_to_cpu = cpu.on_host
         cpu.install_random_state(import_module("megatron.core.tensor_parallel.random"))
     return parts
 
@@ -92,4 +99,6 @@ model_parallel_cuda_manual_seed: Any = _parts["model_parallel_cuda_manual_seed"]
 TorchDistSaveShardedStrategy: Any = _parts["TorchDistSaveShardedStrategy"]
 MCoreSavePlanner: Any = _parts["MCoreSavePlanner"]
 mcore_to_pyt_state_dict: Any = _parts["mcore_to_pyt_state_dict"]
+MoELayer: Any = _parts["MoELayer"]
+TopKRouter: Any = _parts["TopKRouter"]
 replace_state_dict_keys_with_sharded_keys: Any = _parts["_replace_state_dict_keys_with_sharded_keys"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from actors.trainer.batches.batch import MicroBatch, empty_micro_batch
 from actors.trainer.batches.context import Context
 from actors.trainer.megatron.attention import packing
-from actors.trainer.megatron.build import build_chunks
+from actors.trainer.megatron.build import build_chunks, expert_biases
 from actors.trainer.megatron.config import DTYPES, transformer_config
 from actors.trainer.megatron.head import Asked
 from actors.trainer.megatron.imports import (
@@ -31,7 +31,7 @@ from actors.trainer.megatron.imports import (
     quiet,
 )
 from actors.trainer.models.config import HfConfig, read_hf_config
-from actors.trainer.models.cuts import load_weights
+from actors.trainer.models.cuts import load_weights, tensors_of
 from actors.trainer.models.files import file_source
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sources import WeightSource, random_source
@@ -72,7 +72,10 @@ class Replica:
             self.chunks = build_chunks(self.hf, self.config)
             for chunk in self.chunks:
                 load_weights(chunk, self.hf, source)
+            biases = [bias.clone() for bias in self._expert_biases]
             self._ddp = [self._wrap(chunk, topology.trainer) for chunk in self.chunks]
+            for bias, before in zip(self._expert_biases, biases, strict=True):
+                bias.data = before  # bfloat16's wrapper rounds them
             self.optimizer = get_megatron_optimizer(_optimizer_config(topology, self.dtype), self._ddp)
         for group in self.optimizer.param_groups:
             group["fused"] = True  # torch's AdamW in one pass over the weights, also on the CPU
@@ -83,9 +86,6 @@ class Replica:
             self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.is_distributed = topology.trainer.optimizer.use_distributed_optimizer  # the optimizer's state
         self._gathers_late = topology.trainer.ddp.overlap_param_gather
-        self._expert_biases = [
-            bias for chunk in self.chunks for name, bias in chunk.named_buffers() if name.endswith("expert_bias")
-        ]
         self._biases_before: list[Tensor] = []
         self.steps_before = 0  # train steps of the checkpoint that the run began from
         self.skipped_in_a_row = 0  # optimizer steps without an effect since the last one that had one
@@ -98,7 +98,10 @@ class Replica:
         )
         inner = Float16Module(self.config, chunk) if self.dtype is torch.bfloat16 else chunk
         wrapped = DistributedDataParallel(self.config, ddp, inner)
-        alone = parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
+        alone = (
+            parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
+            and parallel_state.get_expert_data_parallel_group().size() == 1
+        )
         if alone and not trainer.ddp.overlap_grad_reduce:
             wrapped.finish_grad_sync = _nothing  # Megatron sums over a group of one rank too, and waits for it
         return wrapped
@@ -117,9 +120,14 @@ class Replica:
 
     @property
     def layer_weights(self) -> int:
-        """Parameters of one layer of the whole model."""
+        """Parameters of the whole model's last layer that a token goes through."""
+        prefix, experts = f"model.layers.{self.hf.num_hidden_layers - 1}.", self.hf.experts
+        unused = range(experts.num_experts_per_tok, experts.num_experts) if experts is not None else ()
+        skipped = tuple(f"{prefix}mlp.experts.{number}." for number in unused)
         shapes = hf_shapes(self.hf).items()
-        return sum(math.prod(shape) for name, shape in shapes if name.startswith("model.layers.0."))
+        return sum(
+            math.prod(shape) for name, shape in shapes if name.startswith(prefix) and not name.startswith(skipped)
+        )
 
     def num_micro_batches(self, wanted: int) -> int:
         """How many there must be at least: interleaved stages take a multiple of the number of stages.
@@ -140,9 +148,14 @@ class Replica:
                 ddp.start_param_sync(force_sync=True)
         return self.chunks
 
-    def _parameters(self) -> Iterator[Any]:
+    @property
+    def _expert_biases(self) -> list[Tensor]:
+        return [bias for chunk in self.chunks for _, bias in expert_biases(chunk)]
+
+    def _weights(self) -> Iterator[Any]:
+        """This rank's parameters, and biases of experts."""
         for chunk in self.complete_chunks():
-            yield from chunk.parameters()
+            yield from (tensor for _, tensor in tensors_of(chunk))
 
     def set_weights(self, source: WeightSource) -> None:
         """Replace the weights, the optimizer's copies included."""
@@ -151,14 +164,14 @@ class Replica:
         self.optimizer.reload_model_params()
 
     def weights_copy(self) -> list[Tensor]:
-        """This rank's parameters, to be put back by `restore_weights`."""
-        return [parameter.detach().clone() for parameter in self._parameters()]
+        """This rank's weights, to be put back by `restore_weights`."""
+        return [weight.detach().clone() for weight in self._weights()]
 
     @torch.no_grad()
     def restore_weights(self, weights: Sequence[Tensor]) -> None:
-        """Set this rank's parameters, but not the optimizer's copies of them."""
-        for parameter, weight in zip(self._parameters(), weights, strict=True):
-            parameter.copy_(weight)
+        """Set this rank's weights, but not the optimizer's copies of them."""
+        for weight, kept in zip(self._weights(), weights, strict=True):
+            weight.copy_(kept)
 
     def backward(self, micro_batches: Sequence[MicroBatch], loss: TokenLoss) -> None:
         """Set the gradients of the loss of one optimizer step, summed and divided by the positions of all replicas.

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.hf_config import ModelError, Rope, read_model
+from runtime.hf_experts import Experts
 
 
 @dataclass(frozen=True, kw_only=True)
 class HfConfig:
-    """The shape of a dense decoder, in Hugging Face's words."""
+    """The shape of a decoder, in Hugging Face's words."""
 
     model_type: str
     vocab_size: int
@@ -23,16 +24,13 @@ class HfConfig:
     rope: Rope
     tie_word_embeddings: bool
     initializer_range: float
+    has_qkv_bias: bool  # the query, key and value projections add one
+    has_qk_norm: bool  # queries and keys are normalised per head
+    experts: Experts | None = None
 
-    @property
-    def has_qkv_bias(self) -> bool:
-        """Whether the query, key and value projections add a bias."""
-        return self.model_type == "qwen2"
-
-    @property
-    def has_qk_norm(self) -> bool:
-        """Whether queries and keys are normalised per head."""
-        return self.model_type == "qwen3"
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts in the place of one MLP."""
+        return self.experts is not None and self.experts.layers[layer]
 
 
 def read_hf_config(directory: Path) -> HfConfig:
@@ -60,4 +58,7 @@ def read_hf_config(directory: Path) -> HfConfig:
         rope=shape.rope,
         tie_word_embeddings=shape.tie_word_embeddings,
         initializer_range=model.initializer_range,
+        has_qkv_bias=shape.qkv_bias,
+        has_qk_norm=shape.qk_norm,
+        experts=shape.experts,
     )

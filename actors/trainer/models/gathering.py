@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actors.trainer.megatron.imports import parallel_state
 from actors.trainer.models.config import HfConfig
-from actors.trainer.models.cuts import cut_of, global_name
+from actors.trainer.models.cuts import cut_of, global_name, is_of_expert, names_of, tensors_of
 from actors.trainer.models.names import split_for_hf
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.shards import Entry, entry_of
@@ -40,18 +40,22 @@ def own_parts(chunks: Sequence[Any], model: HfConfig) -> list[Part]:
         model: what they were built from.
     """
     return [
-        _part(global_name(name, built), parameter)
+        _part(global_name(name, built), tensor, model)
         for built in chunks
-        for name, parameter in built.named_parameters()
+        for name, tensor in tensors_of(built)
         if not (name == "output_layer.weight" and model.tie_word_embeddings)  # a copy on the last pipeline stage
     ]
 
 
-def _part(name: str, parameter: Any) -> Part:
-    """Expert-parallel ranks have other experts under one name: their place is here, with their group and names."""
-    cut = cut_of(parameter)
+def _part(name: str, tensor: Any, model: HfConfig) -> Part:
+    """Expert-parallel ranks have other experts under one name."""
+    cut = cut_of(name, tensor)
     dim, count = (0, 1) if cut is None else (cut.dim, cut.count)
-    return Part((name,), parameter.data, dim, count, parallel_state.get_tensor_model_parallel_group())
+    ranks = range(parallel_state.get_expert_model_parallel_world_size())
+    group = parallel_state.get_tensor_model_parallel_group()
+    if is_of_expert(name):
+        group = parallel_state.get_expert_tensor_and_model_parallel_group()
+    return Part(names_of(name, model, *ranks), tensor.data, dim, count, group)
 
 
 def first_rank() -> int:

@@ -1,6 +1,7 @@
 """Which parallel layouts can hold a model. What is not built at all is refused before a start."""
 
 from actors.trainer.models.config import HfConfig
+from runtime.hf_experts import Experts
 from runtime.settings.topology import MegatronConfig
 from runtime.wording import count_of
 
@@ -12,11 +13,38 @@ def check_layout(model: HfConfig, layout: MegatronConfig) -> None:
         ValueError: says which size, and what would fit.
     """
     tensor = layout.tensor_model_parallel_size
-    divisible = {"num_key_value_heads": tensor, "vocab_size": tensor, "intermediate_size": tensor}
-    for name, size in divisible.items():
-        if getattr(model, name) % size:
-            raise ValueError(f"{name} = {getattr(model, name)} of the model does not divide by {size} ranks")
+    sizes = {"num_key_value_heads": model.num_key_value_heads, "vocab_size": model.vocab_size}
+    if model.experts is None or not all(model.experts.layers):
+        sizes["intermediate_size"] = model.intermediate_size
+    for name, size in sizes.items():
+        _check_divides(name, size, tensor)
+    _check_experts(model.experts, layout)
     _check_stages(model.num_hidden_layers, layout)
+
+
+def _check_divides(name: str, size: int, ranks: int) -> None:
+    if size % ranks:
+        raise ValueError(f"{name} = {size} of the model does not divide by {ranks} ranks")
+
+
+def _check_experts(experts: Experts | None, layout: MegatronConfig) -> None:
+    """As Megatron-core shares experts out, and gathers their gradients."""
+    ranks, tensor = layout.expert_model_parallel_size, layout.tensor_model_parallel_size
+    of_each = layout.expert_tensor_parallel_size or tensor
+    if experts is None:
+        if ranks > 1:
+            raise ValueError(f"expert_model_parallel_size = {ranks}: the model has no experts to share out")
+        return
+    _check_divides("the number of experts,", experts.num_experts, ranks)
+    _check_divides("moe_intermediate_size", experts.moe_intermediate_size, of_each)
+    _check_divides("the size of the shared expert,", experts.shared_intermediate_size, tensor)
+    if tensor > 1 and not layout.sequence_parallel:
+        raise ValueError("sequence_parallel = false: experts with tensor parallelism want it on")
+    if of_each != tensor and ranks == 1:
+        raise ValueError(
+            f"expert_tensor_parallel_size = {of_each}: other than tensor_model_parallel_size = {tensor} it wants "
+            f"expert_model_parallel_size above 1: Megatron-core would not sum the experts' gradients"
+        )
 
 
 def _check_stages(num_layers: int, layout: MegatronConfig) -> None:

@@ -2,10 +2,12 @@
 
 A matrix is [out, in] on both sides. Megatron joins the query, key and value projections: for G key-value heads its rows
 are G groups of the query heads that share a key-value head, then the key head, then the value head. It joins gate and
-up projection one below the other.
+up projection one below the other. Experts are numbered through in both.
 """
 
+import re
 from collections.abc import Callable
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -24,9 +26,13 @@ _LAYER = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
 }
-_GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+_GATE_UP = ("gate_proj.weight", "up_proj.weight")
+_MLP: Final = re.compile(  # the layer's one, an expert, or the expert that every token goes through
+    r"mlp\.(?:experts\.local_(?P<expert>experts\.\d+)\.|(?P<shared>shared_experts)\.)?linear_fc(?P<half>[12])\.weight"
+)
 
 
 def joined_for_megatron(name: str, model: HfConfig, source: Callable[[str], Tensor], *, parts: int = 1) -> Tensor:
@@ -45,7 +51,10 @@ def joined_for_megatron(name: str, model: HfConfig, source: Callable[[str], Tens
     prefix, rest = _layer_prefix(name)
     if rest in _LAYER:
         return source(prefix + _LAYER[rest])
-    if rest == "mlp.linear_fc1.weight":
+    if match := _MLP.fullmatch(rest):
+        prefix = _mlp_prefix(prefix, match)
+        if match["half"] == "2":
+            return source(f"{prefix}down_proj.weight")
         return torch.cat([source(prefix + part) for part in _GATE_UP])
     kind = rest.removeprefix("self_attention.linear_qkv.")
     groups = model.num_key_value_heads // parts
@@ -67,7 +76,10 @@ def split_for_hf(name: str, model: HfConfig, whole: Tensor, *, parts: int = 1) -
     prefix, rest = _layer_prefix(name)
     if rest in _LAYER:
         return [(prefix + _LAYER[rest], whole)]
-    if rest == "mlp.linear_fc1.weight":
+    if match := _MLP.fullmatch(rest):
+        prefix = _mlp_prefix(prefix, match)
+        if match["half"] == "2":
+            return [(f"{prefix}down_proj.weight", whole)]
         return [(prefix + part, tensor) for part, tensor in zip(_GATE_UP, whole.chunk(2), strict=True)]
     kind = rest.removeprefix("self_attention.linear_qkv.")
     groups, size = model.num_key_value_heads, model.head_dim
@@ -79,3 +91,8 @@ def split_for_hf(name: str, model: HfConfig, whole: Tensor, *, parts: int = 1) -
 def _layer_prefix(name: str) -> tuple[str, str]:
     _, _, layer, rest = name.split(".", 3)
     return f"model.layers.{layer}.", rest
+
+
+def _mlp_prefix(prefix: str, match: re.Match[str]) -> str:
+    part = match["expert"] or match["shared"]
+    return f"{prefix}mlp.{part}." if part else f"{prefix}mlp."

@@ -46,7 +46,7 @@ def random_source(model: HfConfig, seed: int) -> WeightSource:
 
     def draw_whole(name: str) -> Tensor:
         shape = shapes[name]
-        if name.endswith(".bias"):
+        if name.endswith("bias"):
             return torch.zeros(shape)
         if len(shape) == 1:
             return torch.ones(shape)

@@ -10,9 +10,6 @@ def not_built(topology: Topology) -> Iterator[Problem]:
     """Every key that asks for what is not built."""
     if len(topology.nodes) > 1:
         yield Problem.of("nodes", list(topology.nodes), "a run on several nodes is not built yet; one is")
-    layout = topology.trainer.megatron
-    if (size := layout.expert_model_parallel_size) > 1 and topology.run.only != "rollout":
-        yield Problem.of("trainer.megatron.expert_model_parallel_size", size, "not built yet; 1 is")
     for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
         key = f"engines.{name}"
         if engine.weight_transport != "disk":

@@ -80,8 +80,23 @@ def _layout(topology: Topology) -> Iterator[Problem]:
         yield Problem.of(
             "trainer.megatron.sequence_parallel", True, "needs trainer.megatron.tensor_model_parallel_size above 1"
         )
+    yield from _dispatcher(layout)
     yield from _stages(topology.trainer)
     yield from _recomputation(layout)
+
+
+def _dispatcher(layout: MegatronConfig) -> Iterator[Problem]:
+    """What gathers the tokens of several ranks wants equally many on each."""
+    tensor = layout.tensor_model_parallel_size
+    if layout.moe_token_dispatcher_type != "allgather":
+        return
+    key = "trainer.megatron.moe_token_dispatcher_type"
+    if layout.pipeline_model_parallel_size > 1:
+        yield Problem.of(key, "allgather", 'micro-batches of a pipeline differ in length: "alltoall" takes them')
+    sharing = layout.expert_model_parallel_size * (layout.expert_tensor_parallel_size or tensor)
+    if sharing > tensor * layout.context_parallel_size:
+        message = 'replicas that share experts have micro-batches of different lengths: "alltoall" takes them'
+        yield Problem.of(key, "allgather", message)
 
 
 def _stages(trainer: TrainerConfig) -> Iterator[Problem]:

@@ -26,6 +26,25 @@ TINY = {
     "initializer_range": 0.2,  # ten times the usual: else a tiny model predicts all tokens alike
 }
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
+}
+
+
+def config_of(kind: str, **changes: Any) -> dict[str, Any]:
+    """A tiny model's config.json, of a model with experts."""
+    return TINY | {"model_type": kind} | EXPERTS[kind] | changes
+
 
 def tiny_topology(model_dir: Path, run_root: Path, **tables: dict[str, Any]) -> Topology:
     base: dict[str, Any] = {

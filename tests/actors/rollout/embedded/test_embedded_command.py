@@ -36,7 +36,7 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM' is not supported; supported: Llama"),
+        ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM' is not supported; supported: Glm4Moe"),
         ({"architectures": []}, "'missing' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
@@ -55,6 +55,14 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
 def test_a_model_it_cannot_compute_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     write_config(tmp_path, **changes)
     assert message in refused("--model-path", str(tmp_path), "--port", "0", *DUMMY)
+
+
+def test_a_model_with_experts_is_refused(tmp_path: Path) -> None:
+    write_config(
+        tmp_path, architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2
+    )
+    line = refused("--model-path", str(tmp_path), "--port", "0")
+    assert "the embedded engine has no mixture of experts (Qwen3MoeForCausalLM with 4 experts)" in line
 
 
 def test_missing_weights_are_refused(tmp_path: Path) -> None:

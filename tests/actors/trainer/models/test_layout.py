@@ -9,7 +9,7 @@ import pytest
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.layout import check_layout
 from runtime.settings.topology import MegatronConfig
-from tests.actors.trainer.tiny import TINY
+from tests.actors.trainer.tiny import TINY, config_of
 
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
@@ -46,6 +46,32 @@ def test_layers_that_stages_can_share(layers: int, layout: MegatronConfig, tmp_p
 def test_layers_that_stages_cannot_share(layers: int, layout: MegatronConfig, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=reason):
         check_layout(model_of(layers, tmp_path), layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        ({"expert_model_parallel_size": 3}, "the number of experts, = 4 of the model does not divide by 3"),
+        ({"tensor_model_parallel_size": 2}, "experts with tensor parallelism want it on"),
+        (
+            {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 5},
+            "moe_intermediate_size = 24 of the model does not divide by 5",
+        ),
+        (
+            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True},
+            "would not sum the experts' gradients",
+        ),
+    ],
+)
+def test_ranks_that_cannot_share_experts(layout: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config_of("qwen3_moe")))
+    with pytest.raises(ValueError, match=reason):
+        check_layout(read_hf_config(tmp_path), MegatronConfig(**layout))
+
+
+def test_ranks_cannot_share_the_experts_of_a_model_without_any(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no experts to share out"):
+        check_layout(model_of(2, tmp_path), MegatronConfig(expert_model_parallel_size=2))
 
 
 def model_of(layers: int, directory: Path) -> HfConfig:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from actors.trainer.batches.batch import make_micro_batch
 from actors.trainer.megatron.attention import packing
@@ -18,10 +19,11 @@ from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sources import mapping_source, random_source
 from runtime.settings.topology import MegatronConfig
 from tests.actors.trainer.hf import whole_weights, write_model
-from tests.actors.trainer.tiny import TINY, VOCAB, random_batch
+from tests.actors.trainer.tiny import TINY, VOCAB, config_of, random_batch
 from tests.support.tiny_models import LLAMA3_ROPE
 
-KINDS = [(kind, tied) for kind in ("qwen3", "qwen2", "llama") for tied in (False, True)]
+KINDS = [(kind, tied) for kind in ("qwen3", "qwen2", "llama", "qwen3_moe") for tied in (False, True)]
+KINDS += [("glm4_moe", False)]
 
 
 def load(directory: Path):
@@ -55,12 +57,13 @@ def test_logits_with_the_rope_of_llama_3_equal_those_of_transformers(tmp_path: P
 
 @pytest.mark.parametrize(("kind", "tied"), KINDS)
 def test_weights_come_back_bit_for_bit(tmp_path: Path, kind: str, tied: bool) -> None:
-    reference = write_model(tmp_path, kind, tied=tied).state_dict()
+    write_model(tmp_path, kind, tied=tied)
+    reference = load_file(tmp_path / "model.safetensors")
     built, hf = load(tmp_path)
     exported = whole_weights([built], hf)
     assert {name: tuple(tensor.shape) for name, tensor in exported.items()} == hf_shapes(hf)
     assert all(torch.equal(tensor, reference[name]) for name, tensor in exported.items())
-    assert set(reference) - set(exported) == ({"lm_head.weight"} if tied else set())
+    assert set(reference) == set(exported)
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
@@ -114,6 +117,13 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
         ({"hidden_size": None}, "hidden_size"),
         ({"logits_scaling": 8.0}, "logits_scaling is not understood"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is not understood"),
+        ({"num_experts": 4}, "num_experts is not understood"),
+        (config_of("qwen3_moe", n_group=2), "n_group is not understood"),
+        (config_of("qwen3_moe", num_experts_per_tok=5), "num_experts_per_tok 5 is not supported"),
+        (config_of("qwen3_moe", mlp_only_layers=[0, 1]), "none of its layers has experts"),
+        (config_of("qwen3_moe", attention_bias=True), "attention_bias is not supported"),
+        (config_of("glm4_moe", n_group=2), "n_group 2 is not supported; supported: 1"),
+        (config_of("glm4_moe", norm_topk_prob=False), "norm_topk_prob false is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types 'sliding_attention'"),
     ],
 )

@@ -1,8 +1,9 @@
 """Losses that Megatron adds by itself keep their scale, whatever the policy loss is divided by."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,34 +13,22 @@ from torch import Tensor
 
 from actors.trainer.batches.batch import TrainBatch, make_micro_batch, num_positions
 from actors.trainer.batches.plan import micro_batch_cost, plan_micro_batches
-from actors.trainer.megatron import config as megatron_config
-from actors.trainer.megatron import head, rank_model
+from actors.trainer.megatron import head
 from actors.trainer.megatron.imports import quiet
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
-from tests.actors.trainer.tiny import random_batch
+from tests.actors.trainer.tiny import config_of, random_batch
 
 MakeTopology = Callable[..., Topology]
-EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16, "moe_router_dtype": "fp32"}
-AUXILIARY = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}
-Z_LOSS = {"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": 0.5}
+AUXILIARY = {"moe_aux_loss_coeff": 0.5}
+Z_LOSS = {"moe_z_loss_coeff": 0.5}
 
 
 def indifferent() -> TrainBatch:
     """A batch whose rewards are all alike, so that its policy loss has no gradient."""
     batch = random_batch()
     return replace(batch, rewards_B=np.ones_like(batch.rewards_B))
-
-
-def experts(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-    """Build the model with experts and Megatron's own first weights: the trainer has no map of theirs yet."""
-    from megatron.core.transformer.moe import moe_utils
-
-    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)  # undefined without TransformerEngine
-    config = partial(megatron_config.TransformerConfig, **EXPERTS, **options)
-    monkeypatch.setattr(megatron_config, "TransformerConfig", config)
-    monkeypatch.setattr(rank_model, "load_weights", lambda *_: None)
 
 
 def gradient(topology: Topology, batch: TrainBatch) -> Tensor:
@@ -58,19 +47,24 @@ def gradient(topology: Topology, batch: TrainBatch) -> Tensor:
     return found[0]
 
 
-def topology_of(make_topology: MakeTopology, *, per_token: bool) -> Topology:
+def topology_of(make_topology: MakeTopology, *, per_token: bool, **megatron: Any) -> Topology:
     algorithm = {"num_steps_per_rollout": 1, "calculate_per_token_loss": per_token}
-    return make_topology(algorithm=algorithm, train={"max_tokens_per_gpu": 50})
+    trainer = {"megatron": megatron}
+    return make_topology(algorithm=algorithm, train={"max_tokens_per_gpu": 50}, trainer=trainer)
 
 
 @pytest.mark.parametrize("options", [AUXILIARY, Z_LOSS], ids=["auxiliary", "z"])
 def test_losses_of_the_router_have_one_scale_in_both_reductions(
-    make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    make_topology: MakeTopology, model_dir: Path, options: dict[str, Any]
 ) -> None:
-    experts(monkeypatch, **options)
+    (model_dir / "config.json").write_text(json.dumps(config_of("qwen3_moe")))
     batch = indifferent()
-    samples, tokens = (gradient(topology_of(make_topology, per_token=each), batch) for each in (False, True))
+    samples, tokens, without = (
+        gradient(topology_of(make_topology, per_token=each, **named), batch)
+        for each, named in ((False, options), (True, options), (True, {}))
+    )
     assert samples.norm() > 1e-4
+    assert without.norm() == 0
     assert torch.equal(samples, tokens)
 
 
@@ -118,17 +112,11 @@ def expected_norm(topology: Topology, batch: TrainBatch) -> float:
     return torch.cat([part.flatten() for part in gradients]).norm().item()
 
 
-def test_a_skipped_step_leaves_the_bias_of_experts_as_it_was(
-    make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_skipped_step_leaves_the_bias_of_experts_as_it_was(make_topology: MakeTopology, model_dir: Path) -> None:
     """Megatron moves it when gradients are finished, before their norm is known."""
-    experts(
-        monkeypatch,
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        moe_router_load_balancing_type="none",
-    )
-    topology = make_topology(algorithm={"num_steps_per_rollout": 1})
+    (model_dir / "config.json").write_text(json.dumps(config_of("glm4_moe", first_k_dense_replace=0)))
+    megatron = {"moe_router_bias_update_rate": 1e-3}
+    topology = make_topology(algorithm={"num_steps_per_rollout": 1}, trainer={"megatron": megatron})
     replica = Replica(topology, torch.device("cpu"))
     step = TrainStep(topology, replica)
     biases = {name: bias for name, bias in replica.chunks[0].named_buffers() if name.endswith("expert_bias")}

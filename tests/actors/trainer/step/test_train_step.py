@@ -15,7 +15,7 @@ from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.metrics import DIFF, DIFF_MAX
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
-from tests.actors.trainer.hf import whole_weights, write_model
+from tests.actors.trainer.hf import state_of, whole_weights, write_model
 from tests.actors.trainer.step.reference import ReferenceTrainer
 from tests.actors.trainer.tiny import random_batch
 
@@ -38,7 +38,7 @@ def compared(topology: Topology, model: Any, batches: list[TrainBatch], *, refer
         for name in expected[0]:
             mean = sum(one[name] for one in expected) / len(expected)
             assert metrics[f"train/{name}"] == pytest.approx(mean, abs=1e-4), name
-    state = model.state_dict()
+    state = state_of(model)
     for name, weight in whole_weights(replica.complete_chunks(), replica.hf).items():
         torch.testing.assert_close(weight, state[name], rtol=0, atol=2e-4)
 
@@ -64,6 +64,18 @@ def test_training_equals_an_independent_loop(
         model={"hf_checkpoint": str(directory), "random_init": False},
         algorithm={"num_steps_per_rollout": 2} | algorithm,
         rollout={"temperature": 0.8},
+    )
+    compared(topology, model, [random_batch(step) for step in range(2)])
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
+def test_training_of_experts_equals_an_independent_loop(make_topology: MakeTopology, tmp_path: Path, kind: str) -> None:
+    directory = tmp_path / "hf"
+    model = write_model(directory, kind, initializer_range=0.1)
+    topology = make_topology(
+        model={"hf_checkpoint": str(directory), "random_init": False},
+        optimizer={"adam_eps": 1e-4},
+        algorithm={"entropy_coef": 0.1},
     )
     compared(topology, model, [random_batch(step) for step in range(2)])
 

@@ -1,0 +1,123 @@
+"""The mixture of experts of a model, read from the keys of its config.json: Qwen3-MoE's and GLM-4-MoE's."""
+
+from typing import Final
+
+import msgspec
+
+
+class Experts(msgspec.Struct, frozen=True, kw_only=True):
+    """Which layers have experts, and how a token's are chosen and weighed."""
+
+    layers: tuple[bool, ...]  # of each layer whether it has experts, in the place of one MLP
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    score: str  # "softmax" or "sigmoid" of the router's logits
+    has_bias: bool  # a bias of each expert that counts in the choice alone
+    norm_topk_prob: bool  # the chosen experts' weights sum to one
+    routed_scaling_factor: float = 1.0
+    shared_intermediate_size: int = 0  # of the expert that every token goes through; 0: there is none
+
+
+class Qwen3MoeKeys(msgspec.Struct, frozen=True):
+    """Keys of Qwen3-MoE beside those of Qwen3, with the class's defaults."""
+
+    num_hidden_layers: int
+    moe_intermediate_size: int = 768
+    num_experts: int | None = None
+    num_local_experts: int | None = None  # another name of the same
+    num_experts_per_tok: int = 8
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] | None = None
+    router_aux_loss_coef: float | None = None  # of a loss that transformers adds; trainer.megatron says ours
+
+    def read(self) -> Experts:
+        """As transformers, Qwen3MoeDecoderLayer and Qwen3MoeTopKRouter.
+
+        Raises:
+            ValueError: says which key is in the way.
+        """
+        if self.decoder_sparse_step < 1:
+            raise ValueError(f"decoder_sparse_step {self.decoder_sparse_step} is not positive")
+        dense = self.mlp_only_layers or ()
+        layers = tuple(
+            index not in dense and (index + 1) % self.decoder_sparse_step == 0
+            for index in range(self.num_hidden_layers)
+        )
+        return _checked(
+            Experts(
+                layers=layers,
+                num_experts=self.num_experts or self.num_local_experts or 128,
+                num_experts_per_tok=self.num_experts_per_tok,
+                moe_intermediate_size=self.moe_intermediate_size,
+                score="softmax",
+                has_bias=False,
+                norm_topk_prob=self.norm_topk_prob,
+            )
+        )
+
+
+class Glm4MoeKeys(msgspec.Struct, frozen=True):
+    """Keys of GLM-4-MoE beside those of Qwen3, with the class's defaults."""
+
+    num_hidden_layers: int
+    moe_intermediate_size: int = 1408
+    n_routed_experts: int | None = None
+    num_local_experts: int | None = None  # another name of the same
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 8
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    first_k_dense_replace: int = 1
+    use_qk_norm: bool = False
+    router_aux_loss_coef: float | None = None
+    num_nextn_predict_layers: int | None = None  # further layers, which a forward pass does not go through
+    num_mtp_layers: int | None = None  # another name of the same
+
+    def read(self) -> Experts:
+        """As transformers, Glm4MoeTopkRouter and Glm4MoeMoE.
+
+        Raises:
+            ValueError: says which key is in the way.
+        """
+        for key in ("n_group", "topk_group"):
+            if (value := getattr(self, key)) != 1:
+                raise ValueError(f"{key} {value} is not supported; supported: 1")
+        if not self.norm_topk_prob:
+            raise ValueError("norm_topk_prob false is not supported of a router with sigmoids")
+        layers = tuple(index >= self.first_k_dense_replace for index in range(self.num_hidden_layers))
+        return _checked(
+            Experts(
+                layers=layers,
+                num_experts=self.n_routed_experts or self.num_local_experts or 128,
+                num_experts_per_tok=self.num_experts_per_tok,
+                moe_intermediate_size=self.moe_intermediate_size,
+                score="sigmoid",
+                has_bias=True,
+                norm_topk_prob=self.norm_topk_prob,
+                routed_scaling_factor=self.routed_scaling_factor,
+                shared_intermediate_size=self.n_shared_experts * self.moe_intermediate_size,
+            )
+        )
+
+
+EXPERT_KEYS: Final[dict[str, type[Qwen3MoeKeys] | type[Glm4MoeKeys]]] = {
+    "Qwen3MoeForCausalLM": Qwen3MoeKeys,
+    "Glm4MoeForCausalLM": Glm4MoeKeys,
+}
+
+
+def _checked(experts: Experts) -> Experts:
+    if not 1 < experts.num_experts_per_tok <= experts.num_experts:
+        raise ValueError(
+            f"num_experts_per_tok {experts.num_experts_per_tok} is not supported; "
+            f"supported: 2 to the number of experts, {experts.num_experts}"
+        )
+    if experts.moe_intermediate_size < 1:
+        raise ValueError(f"moe_intermediate_size {experts.moe_intermediate_size} is not positive")
+    if not any(experts.layers):
+        raise ValueError("none of its layers has experts: that is a dense model, of another model_type")
+    return experts
