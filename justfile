@@ -47,7 +47,7 @@ sglang *args: setup setup-sglang
 
 # the trainer in every parallel layout and form; writes the table in docs/trainer.md
 grid *args: setup
-    PHYSARUM_WRITE_GRID=1 .venv/bin/python -m pytest -m "grid or grid_all" -n 0 tests/grid {{ args }}
+    PHYSARUM_WRITE_GRID=1 .venv/bin/python -m pytest -m "grid or grid_all" -n 0 tests/grid tests/chaos/test_ranks.py {{ args }}
 
 # what needs a GPU
 test-gpu: setup

@@ -14,7 +14,7 @@ from runtime.bus.addresses import address_key
 from runtime.import_path import ROOT
 from runtime.settings.devices import HIDDEN, NVIDIA
 from runtime.settings.placement import gpus_of, num_engines
-from runtime.settings.processes import AnswersHttp, OneServer, PortRequest, ProcessSpec, Tier, WhenListening
+from runtime.settings.processes import AnswersHttp, PartOf, PortRequest, ProcessSpec, Tier, WhenListening
 from runtime.settings.topology import EngineConfig, Topology
 
 OURS: Final = {
@@ -60,7 +60,7 @@ def _processes(
             env={**whole.env, **_visible(devices[rank * share : (rank + 1) * share])},
             probe=whole.probe if rank == 0 else AnswersHttp("/health"),
             address_key=whole.address_key if rank == 0 else None,
-            one_server=OneServer(whole.name, number),
+            part_of=PartOf(whole.name, number),
         )
         for rank in range(number)
     ]

@@ -4,12 +4,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from actors.engine_processes import OURS, engine_specs
 from actors.rollout.engines.server_arguments import LAUNCH
 from runtime.bus.addresses import address_key
 from runtime.settings.devices import HIDDEN, NVIDIA
 from runtime.settings.placement import gpus_of, home_node, num_ranks
-from runtime.settings.processes import AnswersHttp, GivesPulse, PortRequest, ProcessSpec, Tier, WhenListening
+from runtime.settings.processes import AnswersHttp, GivesPulse, PartOf, PortRequest, ProcessSpec, Tier, WhenListening
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
 
 METRICS_HOST = "127.0.0.2"  # the router insists on a port for metrics and fails if it is taken: its own, one host on
@@ -100,4 +102,7 @@ def _trainer(topology: Topology, node: str, run_dir: Path, *, home: bool) -> lis
         env |= HIDDEN if device is None else {NVIDIA: str(device)}
         name = "trainer" if world == 1 else f"trainer.{rank}"
         specs.append(_host(topology, run_dir, name, ["trainer"], env))
-    return specs
+    if world == 1:
+        return specs
+    whole = PartOf("trainer", len(specs))  # a rank alone has nobody to compute with: all begin again
+    return [msgspec.structs.replace(spec, part_of=whole) for spec in specs]

@@ -52,15 +52,16 @@ async def meet(topology: Topology, bus: Bus, rank: int) -> Any:
         await bus.kv.put(KEY, Address(url=f"tcp://{host}:{store.port}"))
         return store
     with anyio.fail_after(JOIN_TIMEOUT_S):  # rank 0 may be restarted: then the address is another
-        return await retried(lambda: _join(bus, world), on=(RuntimeError, _NoAddress), times=FOR_EVER)
+        return await retried(lambda: _join(bus, world), on=(OSError, RuntimeError, _NoAddress), times=FOR_EVER)
 
 
 async def _join(bus: Bus, world: int) -> Any:
-    """Raises RuntimeError (torch's DistError) if nobody listens at rank 0's last address, or no store."""
+    """Raises OSError if nobody listens at rank 0's last address, RuntimeError (torch's DistError) if no store does."""
     entry = await bus.kv.get(KEY, Address)
     if entry is None or entry.value is None:
         raise _NoAddress
     host, _, port = entry.value.url.removeprefix("tcp://").rpartition(":")
+    await (await anyio.connect_tcp(host, int(port))).aclose()  # an earlier one's: torch would wait for CONNECT_TIMEOUT
     return await anyio.to_thread.run_sync(_make_store, host, int(port), world, False)
 
 

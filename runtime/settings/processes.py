@@ -68,8 +68,11 @@ Question = AnswersHttp | Greets
 Probe = Question | GivesPulse
 
 
-class OneServer(msgspec.Struct, frozen=True):
-    """Several processes that are one server: started, and started again, together; "{peers}" is where they meet."""
+class PartOf(msgspec.Struct, frozen=True):
+    """What several processes are parts of, a server or a trainer: they are started, and started again, together.
+
+    "{peers}" in their commands and environments is where they may meet.
+    """
 
     name: str
     num_processes: int
@@ -81,7 +84,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # of the process and of its log
     command: tuple[str, ...]
     env: Mapping[str, str] = {}  # added to the agent's
-    one_server: OneServer | None = None  # that it is a part of
+    part_of: PartOf | None = None
     port: PortRequest | None = None
     ready: Readiness = WhenStarted()
     ready_timeout_s: float = 300.0  # from its start; then it is killed and counts as failed

@@ -160,7 +160,7 @@ def check_line_of_training(log: Log, num_steps: int) -> None:
                 assert sizes.setdefault(event.step, size) == size, f"{seq}: replayed with another batch"
                 line, frontier = line + 1, max(frontier, line + 1)
             case CheckpointSaved():
-                assert event.step == line, f"{seq}: {event}"
+                assert event.step <= line, f"{seq}: {event}"  # training goes on while it is written
                 saved.add(event.step)
             case _:
                 pass

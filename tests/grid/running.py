@@ -7,15 +7,12 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from actors.trainer.checkpoints import checkpoints_in
 from runtime.checksums import safetensors_files
@@ -23,6 +20,7 @@ from runtime.settings.topology import Topology, encode_topology
 from tests.actors.trainer.hf import write_model
 from tests.actors.trainer.tiny import tiny_topology
 from tests.grid.rows import Row
+from tests.support.checkpoint_tensors import tensors_of
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("rank_program.py")
@@ -81,14 +79,14 @@ def train(place: Path, jobs: Sequence[Job], *, timeout_s: float) -> None:
 def copied(place: Path, job: Job) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """All tensors of the checkpoint that a job read, and of the one that it wrote."""
     read, written = checkpoints_in(place / job.directory / "checkpoints")
-    return _tensors(read.path), _tensors(written.path)
+    return tensors_of(read.path), tensors_of(written.path)
 
 
 def outcome(place: Path, job: Job) -> Outcome:
     """What a job left."""
     directory = place / job.directory
     halves = [json.loads((directory / f"{half}.json").read_text()) for half in ("first", "second")]
-    saved = _tensors(checkpoints_in(directory / "checkpoints")[-1].path)
+    saved = tensors_of(checkpoints_in(directory / "checkpoints")[-1].path)
     return Outcome(
         [metrics for half in halves for metrics in half["metrics"]],
         halves[1]["probe"],
@@ -137,21 +135,6 @@ def _run(place: Path, jobs: Sequence[Job], half: str, timeout_s: float) -> None:
             rank.kill()
             rank.wait()
     assert codes == [0] * world, codes
-
-
-def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, whole, without Megatron-core."""
-    found: dict[str, Any] = {}
-    _load_state_dict(found, FileSystemReader(checkpoint), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    return {name: value for name, value in _flat("", found) if isinstance(value, torch.Tensor)}
-
-
-def _flat(prefix: str, values: dict[str, Any]) -> Iterable[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(f"{prefix}{name}.", value)
-        else:
-            yield f"{prefix}{name}", value
 
 
 def differences(found: Outcome, expected: Outcome) -> dict[str, float]:

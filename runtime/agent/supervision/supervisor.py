@@ -77,7 +77,7 @@ class Supervisor:
     ) -> None:
         self.spec = spec
         self._together = together
-        self._ended_with = ""  # the process of the same server that ended before
+        self._ended_with = ""  # the other part of the same whole that ended before
         if together is not None:
             together.join(spec.name, self._end_with)
         self.restarts = 0
@@ -142,7 +142,7 @@ class Supervisor:
         return True
 
     async def _run_once(self) -> float | None:
-        """Run the process once, with those that it is one server with; return the delay before the next start."""
+        """Run the process once, with the other parts of its whole; return the delay before the next start."""
         if self._together is None:
             return await self._run_alone()
         async with anyio.create_task_group() as tasks:
@@ -161,7 +161,7 @@ class Supervisor:
         scope.cancel()
 
     def _end_with(self, other: str) -> None:
-        """Another process of the same server has ended."""
+        """Another part of the same whole has ended."""
         if self._child is not None:
             self._ended_with = other
             self._child.kill()
@@ -274,8 +274,8 @@ class Supervisor:
         if self._silent:
             what = "event loop stood still" if self._pulse is not None else "did not answer"
             return f"{what} for {self.spec.unresponsive_after_s:g} s"
-        if self._ended_with:
-            return f"{self._ended_with}, of the same server, had ended"
+        if self._ended_with and self.spec.part_of is not None:
+            return f"{self._ended_with}, another part of {self.spec.part_of.name}, had ended"
         how = describe_exit(code)
         said = self._log.why()
         if code in (-signal.SIGKILL, -signal.SIGTERM):  # killed: not by what it said, unless it says so
@@ -322,7 +322,7 @@ class Supervision:
         self._listener = listener
         self._guard = Guard(self._mark, sys.executable)
         self._supervisors: dict[str, Supervisor] = {}
-        self._servers: dict[str, Together] = {}  # of several processes
+        self._wholes: dict[str, Together] = {}  # of several processes
         guardian.kill(f"@{run_dir.resolve()}")  # what an earlier agent left when its guardian died with it
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -344,8 +344,8 @@ class Supervision:
         """
         if spec.name in self._supervisors:
             raise ValueError(f"two processes are called {spec.name}")
-        one = spec.one_server
-        together = None if one is None else self._servers.setdefault(one.name, Together(one.num_processes))
+        whole = spec.part_of
+        together = None if whole is None else self._wholes.setdefault(whole.name, Together(whole.num_processes))
         log = OutputLog(self._log_dir / f"{spec.name}.jsonl", spec.name, hidden=_secrets_of(spec))
         supervisor = Supervisor(
             spec,

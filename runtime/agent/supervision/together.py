@@ -1,4 +1,4 @@
-"""Processes that are one server: started together, on an address that all know, and ended together."""
+"""Processes that are parts of one server or trainer: started together, with an address to meet at, ended together."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from runtime.agent.supervision.ports import free_port
 
 
 class Together:
-    """Where the supervisors of one server's processes wait for each other.
+    """Where the supervisors of the parts of a whole wait for each other.
 
     A process that is started again would not find the others as it left them: when one ends, all are killed, and none
     is started before all have ended.

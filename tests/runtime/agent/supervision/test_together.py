@@ -1,4 +1,4 @@
-"""Processes that are one server start, and start again, together."""
+"""Processes that are parts of one whole start, and start again, together."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from runtime.agent.supervision.changes import Exited, Started
-from runtime.settings.processes import OneServer, ProcessSpec
+from runtime.settings.processes import PartOf, ProcessSpec
 from tests.fixtures.nats import eventually
 from tests.runtime.agent.supervision.test_supervisor import SLEEPER, said, supervising
 
@@ -20,7 +20,7 @@ MEETS = "import sys; print('meets at', sys.argv[1], flush=True); " + SLEEPER
 
 def part(name: str, number: int = 2, **settings: object) -> ProcessSpec:
     command = (sys.executable, "-c", MEETS, "{peers}")
-    return ProcessSpec(name=name, command=command, one_server=OneServer("engine", number), **settings)  # type: ignore[arg-type]
+    return ProcessSpec(name=name, command=command, part_of=PartOf("engine", number), **settings)  # type: ignore[arg-type]
 
 
 def meetings(run_dir: Path, name: str) -> list[str]:
@@ -56,7 +56,7 @@ async def test_when_one_dies_all_are_started_again_once_all_have_ended(tmp_path:
         ends = [change for change in changes.of(Exited) if isinstance(change, Exited)]
         assert {end.spec.name: end.reason for end in ends} == {
             names[killed]: "killed by SIGKILL",
-            names[1 - killed]: f"{names[killed]}, of the same server, had ended",
+            names[1 - killed]: f"{names[killed]}, another part of engine, had ended",
         }
         order = [type(change) for change in changes.all if isinstance(change, Started | Exited)]
         assert order == [Started, Started, Exited, Exited, Started, Started]
