@@ -17,7 +17,7 @@ from actors.rollout.engines.external import Wanted
 from actors.rollout.engines.server_arguments import engine_problems
 from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.sglang.limits import KEPT_OF_INPUT
-from actors.trainer.checkpoints import checkpoint_at
+from actors.trainer.checkpoints import beginning_of
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.layout import check_layout
 from actors.trainer.models.shapes import hf_shapes
@@ -173,15 +173,10 @@ def _layout(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
 
 def _load(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
     """Whether the run can begin from the checkpoint that it names."""
-    trainer = topology.trainer
-    if trainer.load is None:
-        return
-    distributed = None if trainer.finetune else trainer.optimizer.use_distributed_optimizer
     try:
-        path, saved = checkpoint_at(Path(trainer.load))
-        saved.check(path, shape, dtype=topology.model.dtype, use_distributed_optimizer=distributed)
+        beginning_of(topology, shape)
     except ValueError as error:
-        yield Problem.of("trainer.load", trainer.load, str(error))
+        yield Problem.of("trainer.load", topology.trainer.load, str(error))
 
 
 def _limits(topology: Topology, shape: HfConfig) -> Iterator[Problem]:

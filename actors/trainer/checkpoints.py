@@ -14,7 +14,7 @@ import msgspec
 
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.shapes import hf_shapes
-from runtime.settings.topology import MegatronConfig
+from runtime.settings.topology import MegatronConfig, Topology
 
 RUN_FILE: Final = "run.json"  # in a checkpoint
 METADATA_FILE: Final = "metadata.json"  # in a checkpoint, the last file that Megatron writes
@@ -99,6 +99,25 @@ class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
                 f"{str(self.use_distributed_optimizer).lower()}, and the other optimizer does not read its state: "
                 f"set it so, or take the weights alone with trainer.finetune = true"
             )
+
+
+def beginning_of(topology: Topology, shape: HfConfig) -> Path | None:
+    """The checkpoint that a run without one of its own begins from; none: it begins from the model's weights.
+
+    Args:
+        topology: of the run.
+        shape: its model.
+
+    Raises:
+        ValueError: trainer.load names nothing that the model can begin from; says why.
+    """
+    trainer = topology.trainer
+    if trainer.load is None:
+        return None
+    path, saved = checkpoint_at(Path(trainer.load))
+    distributed = None if trainer.finetune else trainer.optimizer.use_distributed_optimizer
+    saved.check(path, shape, dtype=topology.model.dtype, use_distributed_optimizer=distributed)
+    return path
 
 
 def checkpoint_at(path: Path) -> tuple[Path, SavedRun]:

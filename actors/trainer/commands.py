@@ -23,7 +23,7 @@ from actors.trainer.checkpoints import (
     CHECKPOINTS,
     Checkpoint,
     SavedRun,
-    checkpoint_at,
+    beginning_of,
     prune_checkpoints,
 )
 from actors.trainer.megatron import groups as ranks
@@ -133,11 +133,8 @@ class TrainerRank:
         found = prune_checkpoints(self._checkpoints, self._topology.train.keep_checkpoints)
         if found:
             return self._lead(_Load(str(found[-1].path)))
-        trainer = self._topology.trainer
-        if trainer.load is not None:
-            path, saved = checkpoint_at(Path(trainer.load))
-            distributed = None if trainer.finetune else trainer.optimizer.use_distributed_optimizer
-            saved.check(path, self._replica.hf, dtype=self._topology.model.dtype, use_distributed_optimizer=distributed)
+        path = beginning_of(self._topology, self._replica.hf)
+        if path is not None:
             self._lead(_Begin(str(path)))
         return 0
 
