@@ -49,6 +49,7 @@ sglang *args: setup setup-sglang
 grid *args: setup
     PHYSARUM_WRITE_GRID=1 .venv/bin/python -m pytest -m "grid or grid_all" -n 0 tests/grid tests/chaos/test_ranks.py {{ args }}
 
-# what needs a GPU
-test-gpu: setup
-    .venv/bin/python -m pytest -m gpu
+# what needs a GPU: one JSON; PHYSARUM_PYTHON names an interpreter with a CUDA torch, where there is no .venv
+test-gpu *args:
+    [ -n "${PHYSARUM_PYTHON:-}" ] || bin/setup
+    "${PHYSARUM_PYTHON:-.venv/bin/python}" -m tests.gpu {{ args }}

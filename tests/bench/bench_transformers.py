@@ -155,26 +155,28 @@ CASES: dict[str, Callable[[Path, argparse.Namespace], Case]] = {
 }
 
 
-def ragged_batch(step: int, vocabulary: int, trained: float) -> Any:
-    """16 samples of 64 to 192 tokens, 2,048 together; the last of each train."""
+def ragged_batch(
+    step: int, vocabulary: int, trained: float, *, pairs: int = 8, shortest: int = 64, longest: int = 192
+) -> Any:
+    """Samples of 64 to 192 tokens, 128 on average; the last tokens of each train."""
     import numpy as np
 
     from actors.trainer.batches.batch import TrainBatch
 
     generator = np.random.default_rng(step)
-    half = generator.integers(64, 193, 8)
-    lengths = generator.permutation(np.concatenate([half, 256 - half]))
+    half = generator.integers(shortest, longest + 1, pairs)
+    lengths, count = generator.permutation(np.concatenate([half, shortest + longest - half])), 2 * pairs
     mask = np.concatenate([np.arange(length) >= round(length * (1 - trained)) for length in lengths])
     return TrainBatch(
         step=step,
-        groups_B=np.repeat(np.arange(4), 4),
-        rollouts_B=np.arange(16),
-        indices_B=np.tile(np.arange(4), 4),
-        parts_B=np.zeros(16, dtype=np.int64),
-        rewards_B=(rewards := generator.random(16)),
+        groups_B=np.arange(count) // 4,
+        rollouts_B=np.arange(count),
+        indices_B=np.arange(count) % 4,
+        parts_B=np.zeros(count, dtype=np.int64),
+        rewards_B=(rewards := generator.random(count)),
         raw_rewards_B=rewards,
-        truncated_B=np.zeros(16, dtype=np.uint8),
-        too_long_B=np.zeros(16, dtype=np.uint8),
+        truncated_B=np.zeros(count, dtype=np.uint8),
+        too_long_B=np.zeros(count, dtype=np.uint8),
         lengths_B=lengths,
         tokens_N=generator.integers(0, vocabulary, len(mask)).astype(np.int32),
         loss_mask_N=mask.astype(np.uint8),
@@ -183,8 +185,8 @@ def ragged_batch(step: int, vocabulary: int, trained: float) -> Any:
     )
 
 
-def plain_loop(topology: Any, width: int) -> Callable[[Any], None]:
-    """A train step as one writes it with transformers and torch alone."""
+def plain_loop(topology: Any, width: int, device: str = "cpu") -> Callable[[Any], None]:
+    """A train step as one writes it with transformers and torch alone; in bfloat16 by autocast, on float32 weights."""
     import numpy as np
     import torch
     import transformers
@@ -192,7 +194,9 @@ def plain_loop(topology: Any, width: int) -> Callable[[Any], None]:
     from actors.trainer.algorithms.advantages import grpo_advantages
 
     config = transformers.AutoConfig.from_pretrained(topology.model.hf_checkpoint, attn_implementation="sdpa")
-    model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config).to(device)
+    half = torch.autocast(device, torch.bfloat16, enabled=topology.model.dtype == "bfloat16")
+    most = topology.train.max_tokens_per_gpu
     settings, clip = topology.optimizer, topology.algorithm
     betas = (settings.adam_beta1, settings.adam_beta2)
     adam = torch.optim.AdamW(
@@ -205,13 +209,17 @@ def plain_loop(topology: Any, width: int) -> Callable[[Any], None]:
         for samples in np.array_split(np.arange(len(batch.lengths_B)), clip.num_steps_per_rollout):
             adam.zero_grad()
             num_tokens = int(batch.mask_sums_B[samples].sum())
-            for members in buckets(batch.lengths_B, samples, width):
+            for members in buckets(batch.lengths_B, samples, width, most):
                 tokens, picked, columns = padded(batch, members)
-                logits = model(tokens[:, :-1], use_cache=False).logits[picked]
+                old, gain = (
+                    torch.from_numpy(values)[columns].to(device)
+                    for values in (batch.rollout_log_probs_N, batch.spread(advantages))
+                )
+                tokens, picked = tokens.to(device), picked.to(device)
+                with half:
+                    logits = model(tokens[:, :-1], use_cache=False).logits[picked].float()
                 spread = (logits / topology.rollout.temperature).log_softmax(-1)
                 log_probs = spread.gather(1, tokens[:, 1:][picked][:, None])[:, 0]
-                old = torch.from_numpy(batch.rollout_log_probs_N)[columns]
-                gain = torch.from_numpy(batch.spread(advantages))[columns]
                 ratio = (log_probs - old).exp()
                 loss = -torch.minimum(ratio * gain, ratio.clamp(1 - clip.eps_clip, high) * gain)
                 (loss.sum() / num_tokens).backward()
@@ -225,12 +233,14 @@ def plain_loop(topology: Any, width: int) -> Callable[[Any], None]:
     return without_shim
 
 
-def buckets(lengths: Any, samples: Any, width: int) -> Sequence[Any]:
-    """Samples whose lengths, cut down to a multiple of the width, are equal."""
+def buckets(lengths: Any, samples: Any, width: int, most: int) -> Sequence[Any]:
+    """Samples whose lengths, cut down to a multiple of the width, are equal; of so many tokens at most, padded."""
     import numpy as np
 
     which = lengths[samples] // width
-    return [samples[which == one] for one in np.unique(which)]
+    alike = [samples[which == one] for one in np.unique(which)]
+    parts = [-(-len(members) * int(lengths[members].max()) // most) for members in alike]
+    return [part for members, number in zip(alike, parts, strict=True) for part in np.array_split(members, number)]
 
 
 def padded(batch: Any, members: Any) -> tuple[Any, Any, Any]:

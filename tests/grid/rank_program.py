@@ -8,6 +8,7 @@ import faulthandler
 import gc
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def main(directory: Path, rank: int, port: int, half: str) -> None:
     for number, job in enumerate(jobs):
         faulthandler.dump_traceback_later(STUCK_S, file=sys.__stderr__)  # so that a hanging row says where
         if rank < job["world"]:
-            with cpu.CpuMode(), faults.planted(job["fault"]):
+            with cpu.CpuMode() if cpu.needed() else nullcontext(), faults.planted(job["fault"]):
                 ranks = Ranks(rank=rank, world_size=job["world"], store=dist.PrefixStore(f"{half} {number}", store))
                 train(directory / job["name"], ranks, "again" if job["reads"] else half)
             gc.collect()

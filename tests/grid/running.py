@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from actors.trainer.checkpoints import checkpoints_in
 from runtime.checksums import safetensors_files
+from runtime.settings.devices import HIDDEN
 from runtime.settings.topology import Topology, encode_topology
 from tests.actors.trainer.hf import write_model
 from tests.actors.trainer.tiny import tiny_topology
@@ -53,7 +54,7 @@ class Job(NamedTuple):
         return "".join(char if char.isalnum() else "-" for char in told.strip())
 
 
-def train(place: Path, jobs: Sequence[Job], *, timeout_s: float) -> None:
+def train(place: Path, jobs: Sequence[Job], *, timeout_s: float, device: str = "cpu") -> None:
     """Train all jobs, one after the other, their ranks beside each other; each half in processes of its own."""
     for kind, layers, tied in {(job.row.kind, job.row.num_layers, job.row.tied) for job in jobs}:
         write_model(
@@ -68,12 +69,12 @@ def train(place: Path, jobs: Sequence[Job], *, timeout_s: float) -> None:
     for job in jobs:
         directory = place / job.directory
         directory.mkdir(parents=True)
-        (directory / "topology.json").write_bytes(encode_topology(_topology(place, job.row)))
-    _run(place, [job for job in jobs if job.reads is None], "first", timeout_s)
+        (directory / "topology.json").write_bytes(encode_topology(_topology(place, job.row, device)))
+    _run(place, [job for job in jobs if job.reads is None], "first", timeout_s, device)
     for job in jobs:
         if job.reads is not None:
             shutil.copytree(place / Job(job.reads).directory / "checkpoints", place / job.directory / "checkpoints")
-    _run(place, jobs, "second", timeout_s)
+    _run(place, jobs, "second", timeout_s, device)
 
 
 def copied(place: Path, job: Job) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -104,18 +105,18 @@ def _model(place: Path, kind: str, layers: int, tied: bool) -> Path:
     return place / f"{kind}-{layers}-{'tied' if tied else 'untied'}"
 
 
-def _topology(place: Path, row: Row) -> Topology:
+def _topology(place: Path, row: Row, device: str) -> Topology:
     tables: dict[str, Any] = {
         "model": {"random_init": False, "dtype": row.dtype},
         "algorithm": {"entropy_coef": 0.05, "use_kl_loss": True, "kl_loss_coef": 0.1, "num_steps_per_rollout": 2},
         "optimizer": {"lr": 1e-2, "adam_eps": 1e-4},  # at 1e-8 correct code differs by 3e-5
         "train": {"max_tokens_per_gpu": 40, "num_steps": 4},
-        "trainer": {"device": "cpu", **row.trainer()},
+        "trainer": {"device": device, **row.trainer()},
     }
     return tiny_topology(_model(place, row.kind, row.num_layers, row.tied), place, **tables)
 
 
-def _run(place: Path, jobs: Sequence[Job], half: str, timeout_s: float) -> None:
+def _run(place: Path, jobs: Sequence[Job], half: str, timeout_s: float, device: str) -> None:
     described = [
         {"name": job.directory, "world": job.row.world, "fault": job.fault, "reads": job.reads is not None}
         for job in jobs
@@ -126,6 +127,8 @@ def _run(place: Path, jobs: Sequence[Job], half: str, timeout_s: float) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    if device == "cpu":
+        environment |= HIDDEN
     command = [sys.executable, str(PROGRAM), str(place)]
     ranks = [subprocess.Popen([*command, str(rank), str(port), half], env=environment) for rank in range(world)]
     try:

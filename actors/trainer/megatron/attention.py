@@ -1,5 +1,6 @@
 """Attention on torch's kernels, in the form in which Megatron's layers call it."""
 
+import inspect
 from typing import Any, Final
 
 import numpy as np
@@ -15,6 +16,7 @@ from actors.trainer.batches.context import Context, Ints
 from actors.trainer.megatron.imports import PackedSeqParams, parallel_state
 
 SHORT: Final = 16  # positions up to which torch's kernel for the CPU, made for long sequences, takes longer
+SHARES_HEADS: Final = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11's kernel does not
 
 
 class _Gather(torch.autograd.Function):
@@ -42,8 +44,8 @@ class CoreAttention(nn.Module):
     """Causal attention of padded [s, b, heads, d] or packed [t, heads, d] queries; keys, values may have fewer heads.
 
     Padded batches need no padding mask: padding is on the right and its positions carry no loss. Packed batches use
-    torch's variable-length kernel on a GPU and a dense mask on the CPU (cost t * t: for tests). Of context-parallel
-    ranks each has its part of the queries and gathers all keys and values.
+    torch's variable-length kernel on a GPU in bfloat16, and else a dense mask (cost t * t: for tests). Of
+    context-parallel ranks each has its part of the queries and gathers all keys and values.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class CoreAttention(nn.Module):
         lengths: Ints = packed_seq_params.lengths
         if context.size > 1:
             return self._packed_part(query, key, value, packed_seq_params, context).flatten(1)
-        if query.is_cuda:
+        if _has_kernel(query):
             return self._varlen(query, key, value, lengths, lengths).flatten(1)
         return self._masked(query, key, value, packed_seq_params, context).flatten(1)
 
@@ -113,7 +115,7 @@ class CoreAttention(nn.Module):
     def _packed_part(self, query: Tensor, key: Tensor, value: Tensor, packed: Any, context: Context) -> Tensor:
         lengths: Ints = packed.lengths
         key, value = _gathered(key, value, lengths, context)
-        if not query.is_cuda:
+        if not _has_kernel(query):
             return self._masked(query, key, value, packed, context)
         out = torch.empty_like(query)
         chunks, starts = lengths // context.multiple, np.cumsum(lengths) - lengths
@@ -127,9 +129,13 @@ class CoreAttention(nn.Module):
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, lengths: Ints, key_lengths: Ints) -> Tensor:
         """By torch's kernel; a sequence's last query sees its last key."""
         bounds, key_bounds = (_bounds(each).to(query.device) for each in (lengths, key_lengths))
+        sharing = query.size(1) // key.size(1)
+        if sharing > 1 and not SHARES_HEADS:
+            key, value = (tensor.repeat_interleave(sharing, dim=1) for tensor in (key, value))
+        sharing_told: dict[str, Any] = {"enable_gqa": sharing > 1} if SHARES_HEADS else {}
         context = varlen_attn(
             query, key, value, bounds, key_bounds, int(lengths.max()), int(key_lengths.max()),
-            scale=self._scale, window_size=(-1, 0), enable_gqa=key.size(1) != query.size(1),
+            scale=self._scale, window_size=(-1, 0), **sharing_told,
         )  # fmt: skip
         assert isinstance(context, Tensor)
         return context
@@ -137,12 +143,17 @@ class CoreAttention(nn.Module):
     def _masked(self, query: Tensor, key: Tensor, value: Tensor, packed: Any, context: Context) -> Tensor:
         """By a dense mask, which the first layer makes for all."""
         if packed.mask is None:
-            packed.mask = _mask(packed.lengths, context)
+            packed.mask = _mask(packed.lengths, context).to(query.device)
         mask: Tensor = packed.mask
         grouped = key.size(1) != query.size(1)
         query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, t, d]
         attended = F.scaled_dot_product_attention(query, key, value, mask, scale=self._scale, enable_gqa=grouped)
         return attended[0].transpose(0, 1)
+
+
+def _has_kernel(query: Tensor) -> bool:
+    """Whether torch has a kernel for sequences of several lengths."""
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
 
 def _mask(lengths: Ints, context: Context) -> Tensor:

@@ -1,0 +1,87 @@
+"""What `just test-gpu` does on a GPU, tiny and on the CPU: its functions work, though they show nothing of a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors.trainer.megatron import cpu
+from actors.trainer.models.config import read_hf_config
+from runtime.settings.devices import HIDDEN
+from tests.gpu import speed
+from tests.gpu.__main__ import SECTIONS, function_of
+from tests.gpu.attention import attention
+from tests.gpu.model import operations, peak_of, work
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(500)
+def test_all_that_only_a_gpu_can_show(tmp_path: Path) -> None:
+    done = command(tmp_path, {})
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def command(tmp_path: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "tests.gpu", "--out", str(tmp_path / "gpu.json")]
+    return subprocess.run(
+        words, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=490, check=False
+    )
+
+
+def test_without_a_gpu_it_fails_and_says_so(tmp_path: Path) -> None:
+    done = command(tmp_path, HIDDEN)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "no GPU: torch of this interpreter finds none, and nothing was tested\n",
+    )
+    assert not (tmp_path / "gpu.json").exists()
+
+
+def test_every_section_has_its_function() -> None:
+    assert all(callable(function_of(name)) for name in SECTIONS)
+
+
+def test_attention_of_packed_rows_is_that_of_sequences_one_by_one() -> None:
+    torch.set_num_threads(1)
+    with cpu.CpuMode():
+        found = attention("cpu", tiny=True)
+    assert found.problems == []
+    assert json.dumps(found.numbers)
+
+
+def test_speed_and_recomputation_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "STEPS", 2)
+    monkeypatch.setattr(speed, "WIDTHS", (16,))
+    torch.set_num_threads(1)
+    found, again = speed.speed("cpu", tiny=True), speed.recompute("cpu", tiny=True)
+    assert (found.problems, again.problems) == ([], [])
+    assert found.numbers["sides"]["ours"]["operations_per_s"] > 0
+    assert {name: one["loss"] for name, one in again.numbers.items()}.keys() == {"none", "selective", "full"}
+    assert json.dumps([found.numbers, again.numbers])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", ["layouts", "laptop"])
+@pytest.mark.timeout(240)
+def test_a_section_of_several_processes_answers(section: str) -> None:
+    found = function_of(section)("cpu", tiny=True)
+    assert found.problems == []
+    assert json.dumps(found.numbers)
+
+
+def test_operations_of_a_step_by_hand(tmp_path: Path) -> None:
+    model = read_hf_config(Path(work(tmp_path, "cpu", tiny=True, steps=1).topology.model.hf_checkpoint))
+    layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64  # query, key and value, output, three of the MLP
+    weights = 2 * 2 * layer * 3  # 2 a weight, 2 layers, 3 tokens
+    attention = 2 * (2 + 2) * 32 * (1 + 2 + 3)  # 2 layers; scores and values; pairs of positions
+    head = 2 * 32 * 96 * 2  # 2 trained tokens
+    assert operations(model, [3], 2) == 3 * (weights + attention + head)
+    assert peak_of("NVIDIA H100 PCIe") == 756e12
+    assert peak_of("NVIDIA H200") == 989e12
+    assert peak_of("another") is None
