@@ -7,7 +7,7 @@ inside a collective. Every command is then carried out by all ranks together.
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
@@ -29,11 +29,11 @@ from actors.trainer.checkpoints import (
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.checkpoint import begin_from, begin_save, load_checkpoint
 from actors.trainer.megatron.groups import Ranks
-from actors.trainer.megatron.rank_model import Replica
+from actors.trainer.megatron.rank_model import Replica, nothing
 from actors.trainer.megatron.saving import Saving
 from actors.trainer.models.files import copy_small_files, set_dtype
 from actors.trainer.models.gathering import own_parts
-from actors.trainer.models.handover import Handover
+from actors.trainer.models.handover import Handover, copied
 from actors.trainer.models.publish import (
     NOT_WRITTEN,
     WEIGHTS,
@@ -44,6 +44,7 @@ from actors.trainer.models.publish import (
 )
 from actors.trainer.step.probe import probe, probe_tokens
 from actors.trainer.step.train_step import Trained, TrainStep
+from messages import WeightProbe
 from runtime.files import complete_directory
 from runtime.settings.topology import Topology, answers_are_recorded
 
@@ -73,6 +74,15 @@ class _FinishSave(msgspec.Struct, tag=True):
 
 class _Export(msgspec.Struct, tag=True):
     directory: str
+    copy: bool = False  # and go on; else it is complete when the command is
+
+
+class _AdvanceExport(msgspec.Struct, tag=True):
+    pass
+
+
+class _FinishExport(msgspec.Struct, tag=True):
+    pass
 
 
 class _Probe(msgspec.Struct, tag=True):
@@ -83,7 +93,16 @@ class _Stop(msgspec.Struct, tag=True):
     pass
 
 
-_Command = _Load | _Begin | _Train | _Save | _FinishSave | _Export | _Probe | _Stop
+@dataclass(frozen=True)
+class Unpublished:
+    """A version that is not written yet."""
+
+    path: Path
+    probe: WeightProbe
+    pause_s: float  # that training stood still
+
+
+_Command = _Load | _Begin | _Train | _Save | _FinishSave | _Export | _AdvanceExport | _FinishExport | _Probe | _Stop
 
 
 class TrainerRank:
@@ -110,6 +129,7 @@ class TrainerRank:
         self._stopping = Event()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Saving | None = None
+        self._handover: Handover | None = None
         device = ranks.device_of(topology.trainer.device, self._ranks)
         ranks.join(self._ranks, topology.trainer.megatron, device, seed=topology.run.seed)
         self._replica = Replica(topology, device)
@@ -184,11 +204,36 @@ class TrainerRank:
             return NOT_WRITTEN
         begin = time.perf_counter()
         unfinished = begin_version(self._weights, version)
-        checksum = self._lead(_Export(str(unfinished)))
-        path, size_bytes = complete_version(unfinished, model_directory=self._model_directory)
-        prune_versions(self._weights, confirmed=confirmed)
+        self._lead(_Export(str(unfinished)))
         probed = self._lead(_Probe())
-        return Published(path, checksum, size_bytes, time.perf_counter() - begin, probed)
+        return self._published(Unpublished(unfinished, probed, 0.0), confirmed, begin)
+
+    def begin_publish(self, version: int) -> Unpublished:
+        """Copy the weights, of which `finish_publish` makes a version while training goes on. One at a time."""
+        begin = time.perf_counter()
+        unfinished = begin_version(self._weights, version)
+        self._lead(_Export(str(unfinished), copy=True))
+        return Unpublished(unfinished, self._lead(_Probe()), time.perf_counter() - begin)
+
+    def advance_publish(self) -> tuple[bool, Future[None] | None]:
+        """Gather another bucket, unless one is still being written.
+
+        Returns:
+            Whether there is more; and that bucket, as far as this rank writes one.
+        """
+        has_more: bool = self._lead(_AdvanceExport())
+        assert self._handover is not None
+        return has_more, self._handover.writing
+
+    def finish_publish(self, begun: Unpublished, *, confirmed: int) -> Published:
+        """Gather and write what is left; as `publish`. What the copy took is in its time."""
+        return self._published(begun, confirmed, time.perf_counter() - begun.pause_s)
+
+    def _published(self, begun: Unpublished, confirmed: int, begin: float) -> Published:
+        checksum: str = self._lead(_FinishExport())
+        path, size_bytes = complete_version(begun.path, model_directory=self._model_directory)
+        prune_versions(self._weights, confirmed=confirmed)
+        return Published(path, checksum, size_bytes, time.perf_counter() - begin, begun.probe)
 
     def export(self, directory: Path) -> None:
         """Write a Hugging Face model directory that stands on its own, in the place of one that is there."""
@@ -196,6 +241,7 @@ class TrainerRank:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         self._lead(_Export(str(unfinished)))
+        self._lead(_FinishExport())
         copy_small_files(self._model_directory, unfinished, tokenizer=True)
         set_dtype(unfinished / "config.json", self._topology.model.dtype)
         shutil.rmtree(directory, ignore_errors=True)
@@ -269,17 +315,35 @@ class TrainerRank:
                 path, self._saving = self._saving.finish(), None
                 return path
             case _Export():
-                return self._handover(Path(command.directory)).finish()
+                self._handover = self._begin_export(command)
+                return None
+            case _AdvanceExport():
+                assert self._handover is not None
+                return self._handover.advance()
+            case _FinishExport():
+                assert self._handover is not None
+                handover, self._handover = self._handover, None
+                self._replica.between = nothing
+                return handover.finish()
             case _Probe():
                 return probe(self._replica, self._probe_tokens)
             case _Stop():
                 return None
 
-    def _handover(self, directory: Path) -> Handover:
+    def _begin_export(self, command: _Export) -> Handover:
         replica = self._replica
         parts = own_parts(replica.complete_chunks(), replica.hf)
         bucket_bytes = self._topology.trainer.export_bucket_bytes
-        return Handover(parts, replica.hf, directory, device=replica.device, bucket_bytes=bucket_bytes)
+        handover = Handover(
+            copied(parts) if command.copy else parts,
+            replica.hf,
+            Path(command.directory),
+            device=replica.device,
+            bucket_bytes=bucket_bytes,
+        )
+        if command.copy:
+            replica.between = handover.advance
+        return handover
 
     def _said(self, command: _Save) -> SavedRun:
         topology = self._topology

@@ -12,6 +12,8 @@ weights.announced is published, and then, if it is due, a checkpoint is saved an
 - Were the announcement first, a crash in between would leave engines that sample with weights of a step which the log
   does not know, and a buffer that counts their staleness wrongly until the step is trained again. The order costs one
   publish on the way to the engines, about 0.5 ms; all that takes long (export, checksum) is done before both.
+- With trainer.handover = "copy" the weights are copied instead, and training goes on: they are written, and announced,
+  while later steps train. The next version waits for that. A crash in between is the one above.
 - The checkpoint comes last, since rollout goes on meanwhile. So a checkpoint contains only steps that the log knows,
   which trainer.started relies on when it says that every batch up to its step is settled. Training goes on while it is
   written: its state is a copy. checkpoint.saved is published when it is complete on the disk under its name, some steps
@@ -27,6 +29,7 @@ import asyncio
 import time
 import uuid
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import anyio
@@ -38,10 +41,10 @@ from actors.trainer.torch_thread import TorchThread
 from messages import BatchTrained, CheckpointSaved, PayloadsMissing, TrainerStarted, WeightsAnnounced
 from runtime.bus.bus import Bus
 from runtime.host.actor import InputError
-from runtime.settings.topology import EXPORT_DIRECTORY, Topology
+from runtime.settings.topology import EXPORT_DIRECTORY, Topology, answers_are_recorded
 
 if TYPE_CHECKING:
-    from actors.trainer.commands import TrainerRank
+    from actors.trainer.commands import TrainerRank, Unpublished
     from actors.trainer.models.publish import Published
     from actors.trainer.step.train_step import Trained
 
@@ -68,6 +71,7 @@ class Leader:
             InputError: steps after it were trained, and the log does not hold their batches any more.
         """
         self._train = topology.train
+        self._copies = topology.trainer.handover == "copy" and not answers_are_recorded(topology)
         self._run_directory = rank.run_directory
         self._bus = bus
         self._feed = feed
@@ -78,6 +82,8 @@ class Leader:
         self._saved_step = feed.history.saved_step  # of the newest that was begun
         self._saved = anyio.Event()  # the checkpoint that was begun last is told of
         self._saved.set()
+        self._announced = anyio.Event()  # the version that was begun last
+        self._announced.set()
         self._waiting: tuple[str, float] | None = None  # for what, since when
         self.step = step
         self.version = feed.history.version
@@ -118,6 +124,7 @@ class Leader:
         async with anyio.create_task_group() as self._writing:
             while self.step < self._train.num_steps:
                 await self._train_step()
+            await self._announced.wait()
             if self._train.save_hf:
                 await self._torch_thread.run(self._rank.export, self._run_directory / EXPORT_DIRECTORY)
             await self._save()
@@ -131,14 +138,21 @@ class Leader:
         async with self._feed.prefetching(self.step + 1):
             trained = await self._train_batch(fed)
         self.step += 1
-        published = await self._publish() if self.step >= self._frontier else None
+        published, begun = None, None
+        if self.step >= self._frontier:
+            if self._copies:
+                begun = await self._begin_publish()
+            else:
+                published = await self._publish()
         metrics = trained.metrics if trained else {}
         metrics["perf/train_wait_time"] = waited_s
-        metrics["perf/update_weights_time"] = published.took_s if published else 0.0
+        metrics["perf/update_weights_time"] = published.took_s if published else begun.pause_s if begun else 0.0
         metrics["perf/step_time"] = time.perf_counter() - begin
         await self._bus.publish(self._told(fed, trained, metrics, replay=replay))
         if published is not None:
             await self._announce(published)
+        if begun is not None:
+            self._writing.start_soon(self._finish_publish, begun, self.step)
         self._feed.settle(self.step)
         if self._checkpoint_is_due():
             await self._save()
@@ -200,10 +214,32 @@ class Leader:
         self.busy_s += published.took_s
         return published
 
-    async def _announce(self, published: "Published") -> None:
+    async def _begin_publish(self) -> "Unpublished":
+        """Copy the weights for the next version, once the one before is announced."""
+        await self._announced.wait()
+        self._announced = anyio.Event()
+        self.version += 1
+        begun = await self._torch_thread.run(self._rank.begin_publish, self.version)
+        self.busy_s += begun.pause_s
+        return begun
+
+    async def _finish_publish(self, begun: "Unpublished", step: int) -> None:
+        """Make a version of a copy, and announce it. On the torch thread buckets and train steps take turns."""
+        has_more = True
+        while has_more:
+            has_more, writing = await self._torch_thread.run(self._rank.advance_publish)
+            if writing is not None:
+                with suppress(OSError):  # which is told of at the end
+                    await asyncio.wrap_future(writing)
+        confirmed = self._feed.history.confirmed
+        await self._announce(await self._torch_thread.run(self._rank.finish_publish, begun, confirmed=confirmed), step)
+        self._announced.set()
+
+    async def _announce(self, published: "Published", step: int | None = None) -> None:
+        step = self.step if step is None else step
         announced = WeightsAnnounced(
             version=self.version,
-            step=self.step,
+            step=step,
             incarnation=self._incarnation,
             path=str(published.path or ""),
             checksum=published.checksum,
@@ -213,7 +249,7 @@ class Leader:
             no_probe="" if published.probe else "samples are recorded: no engine takes the weights",
         )
         await self._bus.publish(announced)
-        log.info("weights_announced", weight_version=self.version, step=self.step, took_s=published.took_s)
+        log.info("weights_announced", weight_version=self.version, step=step, took_s=published.took_s)
 
     def _checkpoint_is_due(self) -> bool:
         interval = self._train.save_interval

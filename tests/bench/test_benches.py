@@ -25,6 +25,7 @@ TINY = {
     "sglang": "--pairs 1 --groups 2 --response 260",
     "trainer": "--steps 2 --imports 0",
     "transformers": "--case laptop --runs 1 --steps 1",
+    "weights": "--small --runs 1",
 }
 MARKS = {"sglang": (pytest.mark.sglang_all, pytest.mark.timeout(900))}  # it has a server to start
 

@@ -59,11 +59,17 @@ def train(place: Path, ranks: Ranks, half: str) -> None:
         return
     steps = STEPS[half]
     assert engine.resume() == steps[0]
-    metrics = [engine.train(batch_of(step)).metrics for step in steps]
+    metrics = [engine.train(batch_of(steps[0])).metrics]
+    same = [engine.publish(1, confirmed=0).checksum] if half == "second" else []
+    begun = engine.begin_publish(2) if half == "second" else None
+    metrics.append(engine.train(batch_of(steps[1])).metrics)  # beside the second export of the same weights
+    if begun is not None:
+        same.append(engine.finish_publish(begun, confirmed=0).checksum)
+    assert len(set(same)) <= 1, "training went on, and a copy of the weights changed"
     engine.save(step=steps[-1] + 1, incarnation=1)
     result: dict[str, Any] = {"metrics": metrics}
     if half == "second":
-        published = engine.publish(1, confirmed=0)
+        published = engine.publish(3, confirmed=0)
         assert published.probe is not None
         result |= {"weights": str(published.path), "probe": list(published.probe.log_probs)}
     engine.close()

@@ -111,7 +111,7 @@ def _topology(place: Path, row: Row, device: str) -> Topology:
         "algorithm": {"entropy_coef": 0.05, "use_kl_loss": True, "kl_loss_coef": 0.1, "num_steps_per_rollout": 2},
         "optimizer": {"lr": 1e-2, "adam_eps": 1e-4},  # at 1e-8 correct code differs by 3e-5
         "train": {"max_tokens_per_gpu": 40, "num_steps": 4},
-        "trainer": {"device": device, **row.trainer()},
+        "trainer": {"device": device, "export_bucket_bytes": 20_000, **row.trainer()},
     }
     return tiny_topology(_model(place, row.kind, row.num_layers, row.tied), place, **tables)
 

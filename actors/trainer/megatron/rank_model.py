@@ -87,6 +87,7 @@ class Replica:
         self.is_distributed = topology.trainer.optimizer.use_distributed_optimizer  # the optimizer's state
         self._gathers_late = topology.trainer.ddp.overlap_param_gather
         self._biases_before: list[Tensor] = []
+        self.between: Callable[[], object] = nothing  # called before each micro-batch of a stage, by all of its ranks
         self.steps_before = 0  # train steps of the checkpoint that the run began from
         self.skipped_in_a_row = 0  # optimizer steps without an effect since the last one that had one
 
@@ -103,7 +104,7 @@ class Replica:
             and parallel_state.get_expert_data_parallel_group().size() == 1
         )
         if alone and not trainer.ddp.overlap_grad_reduce:
-            wrapped.finish_grad_sync = _nothing  # Megatron sums over a group of one rank too, and waits for it
+            wrapped.finish_grad_sync = nothing  # Megatron sums over a group of one rank too, and waits for it
         return wrapped
 
     @property
@@ -264,6 +265,7 @@ class Replica:
     def _forward_step(
         self, loss: TokenLoss, temperature: float, micro_batches: Any, model: Any
     ) -> tuple[Tensor, Callable[..., Any]]:
+        self.between()
         micro_batch: MicroBatch = next(micro_batches)
         tokens = torch.from_numpy(micro_batch.tokens).to(self.device)
         asked = Asked(
@@ -283,8 +285,8 @@ class Replica:
         return total, torch.tensor(micro_batch.tokens.size, dtype=torch.int, device=self.device), {}
 
 
-def _nothing(*_args: Any, **_options: Any) -> None:
-    """There is nobody to sum gradients with."""
+def nothing(*_args: Any, **_options: Any) -> None:
+    """Instead of a call that has nothing to do here."""
 
 
 def _optimizer_config(topology: Topology, dtype: torch.dtype) -> Any:

@@ -1,6 +1,6 @@
 """The current weights on their way from all ranks to the files of a directory: shards, and the index of rank 0."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -8,8 +8,9 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from actors.trainer.megatron.memory import host_copy
 from actors.trainer.models.config import HfConfig
-from actors.trainer.models.gathering import Bucket, Part, buckets, first_rank, whole_entries, whole_tensors
+from actors.trainer.models.gathering import Bucket, Part, buckets, first_rank, stage_group, whole_entries, whole_tensors
 from actors.trainer.models.shards import Shard, ShardWriter, bytes_of, cut_into_shards, named, write_index
 from runtime.checksums import combined
 
@@ -34,12 +35,13 @@ class Handover:
     """
 
     def __init__(
-        self, parts: Sequence[Part], model: HfConfig, directory: Path, *, device: torch.device, bucket_bytes: int
+        self, parts: list[Part], model: HfConfig, directory: Path, *, device: torch.device, bucket_bytes: int
     ) -> None:
         """Plan the files.
 
         Args:
-            parts: what this rank has of the model; must not change until `finish`.
+            parts: what this rank has of the model; the tensors must not change until `finish`, and the list is emptied
+                as they are gathered.
             model: the whole one.
             directory: exists, and is the same for all ranks.
             device: of this rank.
@@ -50,9 +52,36 @@ class Handover:
         cut = cut_into_shards(entries)
         counts = _told(len(cut))
         self._shards = named(cut, before=sum(counts[: dist.get_rank()]), total=sum(counts))
-        self._buckets = buckets(whole_tensors(parts, model, device), bucket_bytes)
-        self._bucket_bytes = bucket_bytes
+        self._buckets = buckets(whole_tensors(_taken(parts), model, device), bucket_bytes)
+        self._bucket_bytes, self._device = bucket_bytes, device
+        self._has_more = True
         self._writer = _Writer(ShardWriter(directory, self._shards))
+
+    def advance(self) -> bool:
+        """Gather the next bucket, if the stage's writer has nothing to do. All ranks of the stage call it.
+
+        Returns:
+            Whether there may be more.
+        """
+        if self._has_more and self._all_are_free():
+            bucket = next(self._buckets, None)
+            self._has_more = bucket is not None
+            self._writer.hand_over(bucket or [])
+        return self._has_more
+
+    def _all_are_free(self) -> bool:
+        """Whether the rank that writes has done so; the same on all ranks of the stage."""
+        group, free = stage_group(), self._writer.is_free
+        if dist.get_world_size(group) == 1:
+            return free
+        flag = torch.tensor(int(free), dtype=torch.int32, device=self._device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+        return bool(flag.item())
+
+    @property
+    def writing(self) -> "Future[None] | None":
+        """Of the bucket that this rank writes now."""
+        return self._writer.writing
 
     def finish(self) -> str:
         """Gather and write what is left; rank 0 then writes the index.
@@ -80,15 +109,20 @@ class _Writer:
     def __init__(self, files: ShardWriter) -> None:
         self._files = files
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
-        self._writing: Future[None] | None = None
+        self.writing: Future[None] | None = None
         self._error = ""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing is being written."""
+        return self.writing is None or self.writing.done()
 
     def hand_over(self, bucket: Bucket, *, wait: bool = False) -> None:
         """Have a bucket written, once the one before is. What comes after a failure is dropped."""
         self._wait()
         if bucket and not self._error:
             data = [(name, bytes_of(tensor)) for name, tensor in bucket]  # from the GPU on this thread
-            self._writing = self._executor.submit(self._write, data)
+            self.writing = self._executor.submit(self._write, data)
             del data
         if wait:
             self._wait()
@@ -101,7 +135,7 @@ class _Writer:
         return _Share(shards, self._files.checksums, self._error)
 
     def _wait(self) -> None:
-        writing, self._writing = self._writing, None
+        writing, self.writing = self.writing, None
         if writing is not None:
             try:
                 writing.result(WRITE_TIMEOUT_S)
@@ -111,6 +145,18 @@ class _Writer:
     def _write(self, data: list[tuple[str, memoryview]]) -> None:
         while data:
             self._files.write(*data.pop(0))
+
+
+def copied(parts: Iterable[Part]) -> list[Part]:
+    """Parts whose tensors are this host's, so that those of the model may change."""
+    return [part._replace(tensor=host_copy(part.tensor)) for part in parts]
+
+
+def _taken(parts: list[Part]) -> Iterator[Part]:
+    """The parts, which are held here no longer than they are needed."""
+    parts.reverse()
+    while parts:
+        yield parts.pop()
 
 
 def _told(value: T) -> list[T]:

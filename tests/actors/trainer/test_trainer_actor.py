@@ -7,9 +7,13 @@ from threading import Event
 import pytest
 
 from actors.trainer.batches import feed as feed_module
+from actors.trainer.batches.batch import TrainBatch
 from actors.trainer.checkpoints import checkpoints_in
+from actors.trainer.commands import TrainerRank
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.saving import _WritesLater
+from actors.trainer.models.shards import ShardWriter
+from actors.trainer.step.train_step import Trained
 from messages import (
     BatchReady,
     BatchTrained,
@@ -101,6 +105,37 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_told_whe
             event.path for event in saved
         ]
         assert all(0 < event.pause_s < event.took_s for event in saved)
+
+
+async def test_training_goes_on_while_a_copy_of_the_weights_is_written(
+    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second, train, write = Event(), TrainerRank.train, ShardWriter.write
+
+    def train_and_say(rank: TrainerRank, batch: TrainBatch) -> Trained:
+        trained = train(rank, batch)
+        if batch.step == 1:
+            second.set()
+        return trained
+
+    def write_late(writer: ShardWriter, name: str, data: memoryview) -> None:
+        assert "v000002" not in str(writer._directory) or second.wait(20)
+        write(writer, name, data)
+
+    monkeypatch.setattr(TrainerRank, "train", train_and_say)
+    topology = make_topology(train={"num_steps": 3}, trainer={"handover": "copy", "export_bucket_bytes": 2000})
+    async with running(topology, bus, tmp_path / "run"):
+        await said_until(bus, WeightsAnnounced)
+        monkeypatch.setattr(ShardWriter, "write", write_late)
+        for step in range(3):
+            await publish_batch(bus, step)
+        events = await said_until(bus, CheckpointSaved)
+    announced = of(events, WeightsAnnounced)
+    assert [(event.version, event.step) for event in announced] == [(1, 0), (2, 1), (3, 2), (4, 3)]
+    for event in announced[-2:]:
+        assert checksums_of(Path(event.path)).total == event.checksum
+    assert len({event.checksum for event in announced}) == 4
+    assert names(events)[-2:] == ["WeightsAnnounced", "CheckpointSaved"]
 
 
 async def test_a_trainer_starts_though_the_end_of_the_log_is_unreadable(
