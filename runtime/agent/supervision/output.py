@@ -31,12 +31,22 @@ class OutputLog:
     """
 
     def __init__(
-        self, path: Path, actor: str, *, max_bytes: int = MAX_FILE_BYTES, hidden: Sequence[Secret] = ()
+        self,
+        path: Path,
+        actor: str,
+        *,
+        max_bytes: int = MAX_FILE_BYTES,
+        hidden: Sequence[Secret] = (),
+        crash_words: Sequence[str] = (),
     ) -> None:
         """Open the log.
 
         Args:
+            path: of the file.
+            actor: whose output it is.
+            max_bytes: of the file, before it is put aside.
             hidden: secrets that the process knows; they are cut out of what it prints.
+            crash_words: a line with one of these tells of a crash; what follows it may be long.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
@@ -47,6 +57,8 @@ class OutputLog:
         self._size_bytes = self._file.tell()
         self._lines = LineCutter(MAX_LINE_BYTES, words=[secret.reveal().encode() for secret in hidden])
         self._tail: deque[bytes] = deque(maxlen=TAIL_LINES)
+        self._crash_words = [word.encode() for word in crash_words]
+        self._crash: bytes | None = None  # the newest line that told of one
 
     def feed(self, data: bytes) -> None:
         """Take what was read from the process."""
@@ -72,17 +84,14 @@ class OutputLog:
                 last_words = shortened(printable(_word(entry.get("text"))), MAX_SHOWN)
         return last_words
 
-    def last_with(self, words: tuple[str, ...]) -> str | None:
-        """The newest line that holds one of these, or None."""
-        for line in reversed(self._tail):
-            text = readable(line)
-            if any(word in text for word in words):
-                return shortened(printable(text), MAX_SHOWN)
-        return None
+    def crash(self) -> str | None:
+        """The newest line that told of a crash, or None."""
+        return None if self._crash is None else shortened(printable(readable(self._crash)), MAX_SHOWN)
 
     def forget(self) -> None:
         """Begin a new process's tail."""
         self._tail.clear()
+        self._crash = None
 
     def close(self) -> None:
         self._file.close()
@@ -91,6 +100,9 @@ class OutputLog:
         if not lines:
             return
         self._tail.extend(lines)
+        for line in lines:
+            if any(word in line for word in self._crash_words):
+                self._crash = line
         try:
             self._file.write(b"".join(line + b"\n" for line in lines))
             self._size_bytes += sum(len(line) + 1 for line in lines)

@@ -279,7 +279,7 @@ class Supervisor:
         how = describe_exit(code)
         said = self._log.why()
         if code in (-signal.SIGKILL, -signal.SIGTERM):  # killed: not by what it said, unless it says so
-            said = self._log.last_with(self.spec.crash_words)
+            said = self._log.crash()
         return f"{said} ({how})" if said else how
 
     def _choose_port(self) -> int | None:
@@ -346,7 +346,8 @@ class Supervision:
             raise ValueError(f"two processes are called {spec.name}")
         whole = spec.part_of
         together = None if whole is None else self._wholes.setdefault(whole.name, Together(whole.num_processes))
-        log = OutputLog(self._log_dir / f"{spec.name}.jsonl", spec.name, hidden=_secrets_of(spec))
+        path = self._log_dir / f"{spec.name}.jsonl"
+        log = OutputLog(path, spec.name, hidden=_secrets_of(spec), crash_words=spec.crash_words)
         supervisor = Supervisor(
             spec,
             log=log,

@@ -337,7 +337,9 @@ async def test_output_is_kept_as_json_lines(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("said", "reason"), [("hit an exception", "Scheduler hit an exception"), ("all is well", "")])
 async def test_one_that_kills_itself_says_why(tmp_path: Path, said: str, reason: str) -> None:
-    code = f"import os, signal; print('Scheduler {said}', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    """What it says of it may be a long traceback: SGLang's has 88 lines on the CPU."""
+    lines = f"print('Scheduler {said}'); print('  File\\n' * 500, flush=True)"
+    code = f"import os, signal; {lines}; os.kill(os.getpid(), signal.SIGKILL)"
     spec = ProcessSpec(name="engine", command=(sys.executable, "-c", code), crash_words=("hit an exception",))
     async with supervising(tmp_path) as (supervision, changes):
         supervision.start(spec)
