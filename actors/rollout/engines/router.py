@@ -1,6 +1,7 @@
 """Which engines a router knows: asked, and changed. A router that does not answer is asked again by the caller."""
 
 import time
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from actors.rollout.sglang.client import SglangClient
@@ -32,8 +33,8 @@ class RouterWorkers:
         """Whether it knows an engine as healthy; it is asked to take it in where it is missing."""
         try:
             listed = [worker for worker in await self._client.workers(router) if worker.url == engine]
-            if not listed and self._may_ask(router, engine):
-                await self._client.add_worker(router, engine)
+            if not listed:
+                await self._once(router, engine, lambda: self._client.add_worker(router, engine))
         except EngineError:
             return False
         return any(worker.is_healthy for worker in listed)
@@ -51,14 +52,20 @@ class RouterWorkers:
             found = [worker for worker in await self._client.workers(router) if engine is None or worker.url == engine]
             for worker in found:
                 self._asked_at.pop((router, worker.url), None)  # it is in: to be asked afresh when it is out
-                if self._may_ask(router, worker.id):
-                    await self._client.remove_worker(router, worker)
+                await self._once(router, worker.id, lambda worker=worker: self._client.remove_worker(router, worker))
         except EngineError:
             return False
         return not found
 
-    def _may_ask(self, router: str, what: str) -> bool:
-        """Whether something was not asked of a router lately; notes that it is now."""
+    async def _once(self, router: str, what: str, ask: Callable[[], Awaitable[None]]) -> None:
+        """Ask something of a router, unless that was asked of it lately and it took it."""
         now = time.monotonic()
         self._asked_at = {key: at for key, at in self._asked_at.items() if now - at < ASK_AGAIN_S}
-        return self._asked_at.setdefault((router, what), now) == now
+        if (router, what) in self._asked_at:
+            return
+        self._asked_at[router, what] = now
+        try:
+            await ask()
+        except EngineError:
+            self._asked_at.pop((router, what), None)
+            raise

@@ -5,6 +5,7 @@ import pytest
 from actors.rollout.engines import router as router_module
 from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.sglang.client import RouterWorker, SglangClient
+from actors.rollout.sglang.errors import EngineUnavailable
 
 pytestmark = pytest.mark.anyio
 
@@ -18,12 +19,15 @@ class LateRouter(SglangClient):
     def __init__(self) -> None:
         self.listed: list[RouterWorker] = []
         self.asked: list[str] = []
+        self.is_away = False
 
     async def workers(self, router: str) -> list[RouterWorker]:
         return self.listed
 
     async def add_worker(self, router: str, engine: str) -> None:
         self.asked.append(f"add {engine}")
+        if self.is_away:
+            raise EngineUnavailable("no router")
 
     async def remove_worker(self, router: str, worker: RouterWorker) -> None:
         self.asked.append(f"remove {worker.id}")
@@ -57,4 +61,12 @@ async def test_what_a_router_forgot_to_do_is_asked_again(monkeypatch: pytest.Mon
     workers = RouterWorkers(late)
     monkeypatch.setattr(router_module, "ASK_AGAIN_S", 0.0)
     assert [await workers.has(ROUTER, ENGINE) for _ in range(2)] == [False, False]
+    assert late.asked == [f"add {ENGINE}"] * 2
+
+
+async def test_what_a_router_did_not_take_is_asked_again_at_once() -> None:
+    late = LateRouter()
+    workers = RouterWorkers(late)
+    for late.is_away in (True, False, False):
+        assert not await workers.has(ROUTER, ENGINE)
     assert late.asked == [f"add {ENGINE}"] * 2
