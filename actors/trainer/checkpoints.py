@@ -8,7 +8,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -19,7 +19,10 @@ from runtime.settings.topology import MegatronConfig, Topology
 RUN_FILE: Final = "run.json"  # in a checkpoint
 METADATA_FILE: Final = "metadata.json"  # in a checkpoint, the last file that Megatron writes
 CHECKPOINTS: Final = "checkpoints"  # in the run directory
+TRACKER: Final = "latest_checkpointed_iteration.txt"  # of Megatron-LM, beside its checkpoints
+BACKEND: Final = "torch_dist"  # the format of ours, and the only one of Megatron-LM's that is read
 _NAME: Final = re.compile(r"step-(\d{8})")
+_MEGATRON_LM: Final = re.compile(r"iter_\d{7,}|release")
 
 
 @dataclass(frozen=True, order=True)
@@ -61,6 +64,7 @@ class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str  # its name
     step: int  # train steps that it contains
+    frontier: int  # train steps that the run's log knew of then: more, while lost ones are trained again
     steps_before: int  # train steps of the checkpoint that its run began from
     incarnation: int
     dtype: str
@@ -101,7 +105,14 @@ class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-def beginning_of(topology: Topology, shape: HfConfig) -> Path | None:
+class Beginning(NamedTuple):
+    """A checkpoint that a run can begin from."""
+
+    path: Path
+    of_megatron_lm: bool = False  # else of a run of ours
+
+
+def beginning_of(topology: Topology, shape: HfConfig) -> Beginning | None:
     """The checkpoint that a run without one of its own begins from; none: it begins from the model's weights.
 
     Args:
@@ -114,9 +125,40 @@ def beginning_of(topology: Topology, shape: HfConfig) -> Path | None:
     trainer = topology.trainer
     if trainer.load is None:
         return None
+    if (path := megatron_lm_checkpoint_at(Path(trainer.load))) is not None:
+        if not trainer.finetune and not trainer.optimizer.use_distributed_optimizer:
+            raise ValueError(
+                f"{path} is Megatron-LM's, whose optimizer is read with trainer.optimizer.use_distributed_optimizer = "
+                f"true; its weights alone with trainer.finetune = true"
+            )
+        return Beginning(path, of_megatron_lm=True)
     path, saved = checkpoint_at(Path(trainer.load))
     distributed = None if trainer.finetune else trainer.optimizer.use_distributed_optimizer
     saved.check(path, shape, dtype=topology.model.dtype, use_distributed_optimizer=distributed)
+    return Beginning(path)
+
+
+def megatron_lm_checkpoint_at(path: Path) -> Path | None:
+    """The checkpoint of Megatron-LM in a directory, or the newest in a directory of several; none: it is not one.
+
+    Raises:
+        ValueError: it is one that cannot be read; says why.
+    """
+    tracker = path / TRACKER
+    if tracker.is_file():
+        told = tracker.read_text().strip()
+        if not told.isdigit() and told != "release":
+            raise ValueError(f"{tracker} says {told!r}, which is no iteration")
+        path /= f"iter_{int(told):07d}" if told.isdigit() else told
+    elif not _MEGATRON_LM.fullmatch(path.name):
+        return None
+    if not (path / METADATA_FILE).is_file():
+        if any(path.glob("mp_rank_*")):
+            raise ValueError(f"{path} is in Megatron-LM's format torch, cut for its ranks: save it as {BACKEND}")
+        raise ValueError(f"{path} is no complete checkpoint of Megatron-LM: it has no {METADATA_FILE}")
+    backend = msgspec.json.decode((path / METADATA_FILE).read_bytes()).get("sharded_backend")
+    if backend != BACKEND:
+        raise ValueError(f"{path} is in Megatron-LM's format {backend}, and only {BACKEND} is read")
     return path
 
 

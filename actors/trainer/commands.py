@@ -29,6 +29,7 @@ from actors.trainer.checkpoints import (
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.checkpoint import begin_from, begin_save, load_checkpoint
 from actors.trainer.megatron.groups import Ranks
+from actors.trainer.megatron.megatron_lm import begin_from_megatron_lm
 from actors.trainer.megatron.rank_model import Replica, nothing
 from actors.trainer.megatron.saving import Saving
 from actors.trainer.models.files import copy_small_files, set_dtype
@@ -57,6 +58,7 @@ class _Load(msgspec.Struct, tag=True):
 
 class _Begin(msgspec.Struct, tag=True):
     path: str  # of another run's checkpoint
+    of_megatron_lm: bool
 
 
 class _Train(msgspec.Struct, tag=True):
@@ -66,6 +68,7 @@ class _Train(msgspec.Struct, tag=True):
 class _Save(msgspec.Struct, tag=True):
     step: int
     incarnation: int
+    frontier: int
 
 
 class _FinishSave(msgspec.Struct, tag=True):
@@ -153,9 +156,9 @@ class TrainerRank:
         found = prune_checkpoints(self._checkpoints, self._topology.train.keep_checkpoints)
         if found:
             return self._lead(_Load(str(found[-1].path)))
-        path = beginning_of(self._topology, self._replica.hf)
-        if path is not None:
-            self._lead(_Begin(str(path)))
+        beginning = beginning_of(self._topology, self._replica.hf)
+        if beginning is not None:
+            self._lead(_Begin(str(beginning.path), beginning.of_megatron_lm))
         return 0
 
     def train(self, batch: TrainBatch) -> Trained:
@@ -169,13 +172,18 @@ class TrainerRank:
         encoded = _encode_batch(batch)
         return self._lead(_Train(len(encoded)), encoded)
 
-    def begin_save(self, *, step: int, incarnation: int) -> Future[None]:
+    def begin_save(self, *, step: int, incarnation: int, frontier: int = 0) -> Future[None]:
         """Copy the state and have it written beside what comes next.
+
+        Args:
+            step: train steps that it contains.
+            incarnation: of the trainer.
+            frontier: train steps that the log knows of, if those are more.
 
         Returns:
             Done when this rank has written its part. Then `finish_save`, before another one begins.
         """
-        return self._lead(_Save(step, incarnation)).written
+        return self._lead(_Save(step, incarnation, max(step, frontier))).written
 
     def finish_save(self) -> tuple[Path, list[Checkpoint]]:
         """Wait until all ranks have written, give the checkpoint its name and delete old ones.
@@ -297,7 +305,8 @@ class TrainerRank:
             case _Load():
                 return load_checkpoint(self._replica, Path(command.path))
             case _Begin():
-                return begin_from(self._replica, Path(command.path), finetune=self._topology.trainer.finetune)
+                begin = begin_from_megatron_lm if command.of_megatron_lm else begin_from
+                return begin(self._replica, Path(command.path), finetune=self._topology.trainer.finetune)
             case _Train():
                 return self._train_step(_decode_batch(self._broadcast(payload, command.size_bytes)))
             case _Save():
@@ -350,6 +359,7 @@ class TrainerRank:
         return SavedRun(
             run=topology.run.name,
             step=command.step,
+            frontier=command.frontier,
             steps_before=self._replica.steps_before,
             incarnation=command.incarnation,
             dtype=topology.model.dtype,

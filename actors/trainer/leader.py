@@ -263,7 +263,9 @@ class Leader:
         """Begin a checkpoint, once the one before is told of."""
         await self._saved.wait()
         begin = time.perf_counter()
-        written = await self._torch_thread.run(self._rank.begin_save, step=self.step, incarnation=self._incarnation)
+        written = await self._torch_thread.run(
+            self._rank.begin_save, step=self.step, incarnation=self._incarnation, frontier=self._frontier
+        )
         pause_s = time.perf_counter() - begin
         self.busy_s += pause_s
         self._saved_step = max(self._saved_step, self.step)

@@ -100,7 +100,7 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     gpus: Text | None = None  # one rank on each: "n0:0-7,n1:0-7"
     num_processes: Positive = 1  # ranks on the CPU
     packed: bool | None = None  # sequences behind each other in a row instead of padded; none: on a GPU in bfloat16
-    load: Text | None = None  # another run's directory, or a checkpoint's: what a new run begins from; none: the model
+    load: Text | None = None  # what a new run begins from, another one's directory or Megatron-LM's; none: the model
     finetune: bool = False  # of load take the weights alone; else optimizer, schedule and random state too
     handover: Literal["stream", "copy"] = "stream"  # of new weights: training waits, or goes on beside a copy of them
     export_bucket_bytes: Positive = 512 << 20  # of weights that are gathered before they are written

@@ -90,6 +90,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     said = SavedRun(
         run="saved",
         step=3,
+        frontier=3,
         steps_before=0,
         incarnation=1,
         dtype="float32",

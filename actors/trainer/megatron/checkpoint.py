@@ -61,13 +61,13 @@ def load_checkpoint(replica: Replica, path: Path) -> int:
     _check_optimizer(replica, path)
     with quiet():
         state = dist_checkpointing.load(_state(replica, step=0, loading=True), str(path))
-    for key, chunk in _named(replica.complete_chunks()).items():
+    for key, chunk in named_chunks(replica.complete_chunks()).items():
         chunk.load_state_dict(state[key])
     inner = state["optimizer"].get("optimizer", state["optimizer"])  # mixed precision wraps it
     if "state" in inner:
         inner["state"].setdefault("common_step", torch.tensor(0.0))  # Megatron does not save a count of zero
     replica.optimizer.load_state_dict(state["optimizer"])
-    _own_step_counts(replica.optimizer)
+    own_step_counts(replica.optimizer)
     torch.set_rng_state(state["rng"][dist.get_rank() % len(state["rng"])])
     replica.skipped_in_a_row = state["skipped_in_a_row"]
     replica.steps_before = state["steps_before"]
@@ -97,7 +97,7 @@ def load_model(chunks: Sequence[Any], path: Path) -> None:
         chunks: the rank's GPTModels.
         path: of the checkpoint.
     """
-    named = _named(chunks)
+    named = named_chunks(chunks)
     with quiet():
         state = dist_checkpointing.load({key: chunk.sharded_state_dict() for key, chunk in named.items()}, str(path))
     for key, chunk in named.items():
@@ -106,8 +106,8 @@ def load_model(chunks: Sequence[Any], path: Path) -> None:
 
 def _state(replica: Replica, *, step: int, loading: bool) -> dict[str, Any]:
     """What is saved, and when loading the shape of it."""
-    _fill_optimizer_state(replica.optimizer)
-    model = {key: chunk.sharded_state_dict() for key, chunk in _named(replica.complete_chunks()).items()}
+    fill_optimizer_state(replica.optimizer)
+    model = {key: chunk.sharded_state_dict() for key, chunk in named_chunks(replica.complete_chunks()).items()}
     optimizer = replica.optimizer.sharded_state_dict(
         model if len(model) > 1 else model["model"], loading, metadata=FORMAT
     )
@@ -137,19 +137,19 @@ def _check_optimizer(replica: Replica, path: Path) -> None:
         )
 
 
-def _named(chunks: Sequence[Any]) -> dict[str, Any]:
+def named_chunks(chunks: Sequence[Any]) -> dict[str, Any]:
     """The parts of the model by the names that Megatron gives them in checkpoints."""
     return {"model": chunks[0]} if len(chunks) == 1 else {f"model{index}": chunk for index, chunk in enumerate(chunks)}
 
 
-def _own_step_counts(optimizer: Any) -> None:
+def own_step_counts(optimizer: Any) -> None:
     """Megatron loads one tensor as the count of all parameters, and torch's AdamW adds 1 to it for each of them."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for state in part.optimizer.state.values():
             state["step"] = state["step"].clone()
 
 
-def _fill_optimizer_state(optimizer: Any) -> None:
+def fill_optimizer_state(optimizer: Any) -> None:
     """Give torch's AdamW the state it makes at its first step: Megatron expects fused optimizers that start with it."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = part.optimizer

@@ -36,6 +36,7 @@ def _import() -> dict[str, Any]:
         "initialize_rng_tracker": "tensor_parallel.random",
         "model_parallel_cuda_manual_seed": "tensor_parallel.random",
         "TorchDistSaveShardedStrategy": "dist_checkpointing.strategies.torch",
+        "TorchCommonLoadStrategy": "dist_checkpointing.strategies.common",
         "MCoreSavePlanner": "dist_checkpointing.strategies.torch",
         "mcore_to_pyt_state_dict": "dist_checkpointing.strategies.torch",
         "_replace_state_dict_keys_with_sharded_keys": "dist_checkpointing.strategies.torch",
@@ -97,6 +98,7 @@ gather_from_sequence_parallel_region: Any = _parts["gather_from_sequence_paralle
 initialize_rng_tracker: Any = _parts["initialize_rng_tracker"]
 model_parallel_cuda_manual_seed: Any = _parts["model_parallel_cuda_manual_seed"]
 TorchDistSaveShardedStrategy: Any = _parts["TorchDistSaveShardedStrategy"]
+TorchCommonLoadStrategy: Any = _parts["TorchCommonLoadStrategy"]
 MCoreSavePlanner: Any = _parts["MCoreSavePlanner"]
 mcore_to_pyt_state_dict: Any = _parts["mcore_to_pyt_state_dict"]
 MoELayer: Any = _parts["MoELayer"]

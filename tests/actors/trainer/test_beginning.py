@@ -76,7 +76,7 @@ def test_what_a_run_began_from_is_kept_over_its_own_checkpoints(
     assert resumed.resume() == 1
     assert train(resumed, range(3, 4), first=2) == expected[1:]
     _, saved = checkpoint_at(tmp_path / "new")
-    assert (saved.run, saved.step, saved.steps_before) == ("new", 1, 2)
+    assert (saved.run, saved.step, saved.frontier, saved.steps_before) == ("new", 1, 1, 2)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of Megatron's distributed optimizer

@@ -1,0 +1,150 @@
+"""Checkpoints of Megatron-LM in its format torch_dist: their weights, and their optimizer if any layout can read it.
+
+Its saving code puts the model's tensors under the names of GPTModel, stacked over layers or one by one, the optimizer's
+under `optimizer.state.<what>.<name>`, and everything else into `common.pt`.
+"""
+
+import pickle
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from actors.trainer.megatron.checkpoint import FORMAT, fill_optimizer_state, named_chunks, own_step_counts
+from actors.trainer.megatron.imports import TorchCommonLoadStrategy, dist_checkpointing, quiet
+from actors.trainer.megatron.rank_model import Replica
+
+ALIKE: Final = {  # where TransformerEngine's layers have their norms, and where Megatron's local ones do
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+EMBEDDING: Final = "embedding.word_embeddings.weight"
+OF_OPTIMIZER: Final = "optimizer."
+READABLE: Final = "fully_reshardable"
+FINETUNE: Final = "take the weights alone with trainer.finetune = true"
+
+
+def begin_from_megatron_lm(replica: Replica, path: Path, *, finetune: bool) -> None:
+    """Begin a run from a checkpoint of Megatron-LM, or from its weights. A collective of all ranks.
+
+    The steps of the run begin at nought: Megatron-LM's iterations are none of its train steps.
+
+    Raises:
+        ValueError: it is of another model, or its optimizer's state cannot be read; says why.
+    """
+    with quiet():
+        saved: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(path))
+    one_by_one = any(name.startswith("decoder.layers.0.") for name in saved)
+    model = {
+        key: _tensors(chunk.sharded_state_dict(metadata={"non_homogeneous_layers": one_by_one}))
+        for key, chunk in named_chunks(replica.complete_chunks()).items()
+    }
+    _take_names(model, saved)
+    _check(model, saved, path)
+    if finetune:
+        with quiet():
+            state = dist_checkpointing.load(model, str(path), common_strategy=_Nothing())
+        _set_model(replica, state)
+        replica.optimizer.reload_model_params()
+        return
+    steps = _check_optimizer(replica, saved, path)
+    fill_optimizer_state(replica.optimizer)
+    optimizer = replica.optimizer.sharded_state_dict(
+        model if len(model) > 1 else model["model"], is_loading=True, metadata=FORMAT
+    )
+    with quiet():
+        state = dist_checkpointing.load({**model, "optimizer": optimizer}, str(path))
+    _set_model(replica, state)
+    own = replica.optimizer.state_dict()["optimizer"]["param_groups"]  # the recipe's, not those of the other training
+    state["optimizer"]["optimizer"]["param_groups"] = [{**group, "step": steps} for group in own]
+    replica.optimizer.load_state_dict(state["optimizer"])
+    own_step_counts(replica.optimizer)
+
+
+class _Nothing(TorchCommonLoadStrategy):
+    """Of what is no tensor, nothing: it holds objects of programs that are not here."""
+
+    def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
+        """Called by dist_checkpointing.load."""
+        del checkpoint_dir
+        return {}
+
+
+def _set_model(replica: Replica, state: Mapping[str, Any]) -> None:
+    for key, chunk in named_chunks(replica.chunks).items():
+        chunk.load_state_dict(dict.fromkeys(chunk.state_dict()) | state[key])  # what is no tensor is nothing
+
+
+def _tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """Without the states of layers that are no tensors: those of TransformerEngine's are of fp8."""
+    return {name: leaf for name, leaf in state.items() if not name.endswith("._extra_state")}
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Megatron's descriptions of tensors, some of which stand for several."""
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from _leaves(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _leaves(each)
+    elif hasattr(value, "key"):
+        yield value
+
+
+def _take_names(model: dict[str, Any], saved: Collection[str]) -> None:
+    """Ask for norms by the names that the checkpoint has."""
+    for leaf in _leaves(model):
+        for engine, local in ALIKE.items():
+            if leaf.key not in saved and engine in leaf.key:
+                leaf.key = leaf.key.replace(engine, local)
+
+
+def _check(model: dict[str, Any], saved: Mapping[str, Any], path: Path) -> None:
+    """Refuse another model: of all ranks alike, as each has a part of it."""
+    wanted: dict[str, tuple[tuple[int, ...], bool]] = {}
+    for leaf in _leaves(model):
+        for part in _leaves(leaf.build()) if hasattr(leaf, "build") else [leaf]:
+            wanted[part.key] = (tuple(part.global_shape), part.allow_shape_mismatch)
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, wanted)
+    for name, (shape, may_be_padded) in {name: one for each in everywhere for name, one in each.items()}.items():
+        if name not in saved:
+            raise ValueError(f"{path} is of another model: it has no {name}")
+        found = tuple(saved[name].global_shape)
+        padded = may_be_padded and found[0] >= shape[0] and found[1:] == shape[1:]  # rows of the vocabulary
+        if found != shape and not padded:
+            raise ValueError(f"{path} is of another model: {name} is {list(found)} there, and {list(shape)} here")
+    known = {name for each in everywhere for name in each}
+    if more := [name for name in saved if name not in known and not name.startswith(OF_OPTIMIZER)]:
+        raise ValueError(f"{path} is of another model: it has {more[0]}, and this model has not")
+
+
+def _check_optimizer(replica: Replica, saved: Mapping[str, Any], path: Path) -> int:
+    """How many steps the optimizer has made.
+
+    Raises:
+        ValueError: its state cannot be read here; says why.
+    """
+    if len(getattr(replica.optimizer, "chained_optimizers", [None])) > 1:
+        raise ValueError(f"{path}: the optimizer of a model with experts is not read from Megatron-LM; {FINETUNE}")
+    if saved[EMBEDDING].dtype != replica.dtype:
+        raise ValueError(f"{path} was trained in {saved[EMBEDDING].dtype}, and here is {replica.dtype}; {FINETUNE}")
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(path))
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path / 'common.pt'} holds objects of a program that is not here; {FINETUNE}") from error
+    if "optimizer" not in common:
+        raise ValueError(f"{path} was saved without its optimizer; {FINETUNE}")
+    kind = common["optimizer"].get("param_state_sharding_type")
+    if kind != READABLE:
+        told = "by another optimizer than the distributed one" if kind is None else f"as {kind}"
+        raise ValueError(
+            f"{path} has its optimizer's state {told}, which other layouts cannot read, only {READABLE} "
+            f"(Megatron-LM's --use-distributed-optimizer and --dist-ckpt-optim-fully-reshardable); {FINETUNE}"
+        )
+    steps = {group.get("step") for group in common["optimizer"]["optimizer"]["param_groups"]}
+    if len(steps) != 1 or None in steps:
+        raise ValueError(f"{path} does not say how many steps its optimizer has made; {FINETUNE}")
+    return int(steps.pop())
