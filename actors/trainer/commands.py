@@ -88,6 +88,14 @@ class _FinishExport(msgspec.Struct, tag=True):
     pass
 
 
+class _Offload(msgspec.Struct, tag=True):
+    pass
+
+
+class _Onload(msgspec.Struct, tag=True):
+    pass
+
+
 class _Probe(msgspec.Struct, tag=True):
     pass
 
@@ -105,7 +113,20 @@ class Unpublished:
     pause_s: float  # that training stood still
 
 
-_Command = _Load | _Begin | _Train | _Save | _FinishSave | _Export | _AdvanceExport | _FinishExport | _Probe | _Stop
+_Command = (
+    _Load
+    | _Begin
+    | _Train
+    | _Save
+    | _FinishSave
+    | _Export
+    | _AdvanceExport
+    | _FinishExport
+    | _Offload
+    | _Onload
+    | _Probe
+    | _Stop
+)
 
 
 class TrainerRank:
@@ -255,6 +276,18 @@ class TrainerRank:
         shutil.rmtree(directory, ignore_errors=True)
         complete_directory(unfinished, directory)
 
+    def offload(self) -> int:
+        """Free what only training needs, until `onload`: gradient buffers, main parameters, optimizer state.
+
+        Returns:
+            Bytes of this rank that went to the host.
+        """
+        return self._lead(_Offload())
+
+    def onload(self) -> None:
+        """Take it back; before that there is no train step and no checkpoint."""
+        self._lead(_Onload())
+
     def close(self) -> None:
         """End the other ranks and leave."""
         self._lead(_Stop())
@@ -334,6 +367,10 @@ class TrainerRank:
                 handover, self._handover = self._handover, None
                 self._replica.between = nothing
                 return handover.finish()
+            case _Offload():
+                return self._replica.offload(self.run_directory)
+            case _Onload():
+                return self._replica.onload()
             case _Probe():
                 return probe(self._replica, self._probe_tokens)
             case _Stop():

@@ -1,10 +1,107 @@
-"""Memory of the host for what is on the device."""
+"""What a rank can do without while it does not train: on the host meanwhile, and its memory free."""
 
+import ctypes
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+
+from actors.trainer.megatron.imports import quiet
 
 
 def host_copy(tensor: Tensor) -> Tensor:
     """A tensor of a GPU in memory that the GPU reads and writes by itself; of the CPU a copy."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
     return copy.copy_(tensor)
+
+
+class Offloaded:
+    """Gradient buffers, main parameters and optimizer state that are off the device.
+
+    Tensors keep their places: their storages are emptied, and filled again by `onload`. Gradients are not kept, since
+    each optimizer step begins with none.
+    """
+
+    def __init__(self, ddp: Sequence[Any], optimizer: Any, folder: Path) -> None:
+        """Move them away.
+
+        Args:
+            ddp: Megatron's wrappers of the rank's model.
+            optimizer: Megatron's.
+            folder: on the CPU, where the file is that is their host.
+        """
+        with quiet():
+            optimizer.zero_grad()  # gradients of main parameters
+        weights = {parameter.untyped_storage().data_ptr() for wrapped in ddp for parameter in wrapped.parameters()}
+        self._gradients = _storages(buffer.grad_data for wrapped in ddp for buffer in _buffers(wrapped))
+        kept = _storages(_optimizer_tensors(optimizer))
+        self._kept = [storage for storage in kept if storage.data_ptr() not in weights]
+        self.size_bytes = sum(storage.nbytes() for storage in (*self._gradients, *self._kept))
+        self._sizes = [storage.nbytes() for storage in (*self._gradients, *self._kept)]
+        self._host = _host_of(self._kept, folder)
+        for storage, host in zip(self._kept, self._host, strict=True):
+            host.copy_(_bytes_of(storage))
+        for storage in (*self._gradients, *self._kept):
+            storage.resize_(0)
+        give_back()
+
+    @property
+    def storages(self) -> list[UntypedStorage]:
+        """All that were emptied."""
+        return [*self._gradients, *self._kept]
+
+    def onload(self) -> None:
+        """Bring them back; of gradients, room for them."""
+        for storage, size in zip(self.storages, self._sizes, strict=True):
+            storage.resize_(size)
+        for storage in self._gradients:
+            _bytes_of(storage).zero_()
+        for storage, host in zip(self._kept, self._host, strict=True):
+            _bytes_of(storage).copy_(host)
+        self._host = []
+
+
+def _buffers(wrapped: Any) -> list[Any]:
+    return [*wrapped.buffers, *wrapped.expert_parallel_buffers]
+
+
+def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
+    """Main parameters, which in float32 are the model's own, and what the optimizer keeps of each."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    """Each once: tensors are views of a few."""
+    return list({storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}.values())
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _host_of(storages: Sequence[UntypedStorage], folder: Path) -> list[Tensor]:
+    """Room for the storages: pinned memory for those of a GPU, else a file, which is mapped and has no name."""
+    sizes = [storage.nbytes() for storage in storages]
+    if storages and storages[0].device.type == "cuda":
+        return [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.truncate(max(sum(sizes), 1))
+        mapped = torch.from_numpy(np.memmap(file, dtype=np.uint8, mode="r+"))
+    return list(mapped[: sum(sizes)].split(sizes))
+
+
+def give_back() -> None:
+    """Free memory goes back to the system, or to the other users of the GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps what was freed in small pieces
+    if trim is not None:
+        trim(0)

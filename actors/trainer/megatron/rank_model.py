@@ -30,6 +30,7 @@ from actors.trainer.megatron.imports import (
     parallel_state,
     quiet,
 )
+from actors.trainer.megatron.memory import Offloaded, host_copy
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.cuts import load_weights, tensors_of
 from actors.trainer.models.files import file_source
@@ -87,6 +88,7 @@ class Replica:
         self.is_distributed = topology.trainer.optimizer.use_distributed_optimizer  # the optimizer's state
         self._gathers_late = topology.trainer.ddp.overlap_param_gather
         self._biases_before: list[Tensor] = []
+        self.offloaded: Offloaded | None = None
         self.between: Callable[[], object] = nothing  # called before each micro-batch of a stage, by all of its ranks
         self.steps_before = 0  # train steps of the checkpoint that the run began from
         self.skipped_in_a_row = 0  # optimizer steps without an effect since the last one that had one
@@ -165,14 +167,35 @@ class Replica:
         self.optimizer.reload_model_params()
 
     def weights_copy(self) -> list[Tensor]:
-        """This rank's weights, to be put back by `restore_weights`."""
-        return [weight.detach().clone() for weight in self._weights()]
+        """This rank's weights, on the host, to be put in their place by `exchange_weights`."""
+        return [host_copy(weight.detach()) for weight in self._weights()]
 
     @torch.no_grad()
-    def restore_weights(self, weights: Sequence[Tensor]) -> None:
-        """Set this rank's weights, but not the optimizer's copies of them."""
-        for weight, kept in zip(self._weights(), weights, strict=True):
-            weight.copy_(kept)
+    def exchange_weights(self, weights: Sequence[Tensor]) -> None:
+        """Set this rank's weights, but not the optimizer's copies of them, and have what they were in `weights`."""
+        for weight, other in zip(self._weights(), weights, strict=True):
+            before = weight.clone()
+            weight.copy_(other)
+            other.copy_(before)
+
+    def offload(self, folder: Path) -> int:
+        """Move gradient buffers, main parameters and optimizer state to the host, until `onload`; the weights stay.
+
+        Args:
+            folder: for what is the host on the CPU: a file, gone when the process is.
+
+        Returns:
+            Bytes that are free now.
+        """
+        assert self.offloaded is None
+        self.offloaded = Offloaded(self._ddp, self.optimizer, folder)
+        return self.offloaded.size_bytes
+
+    def onload(self) -> None:
+        """Bring back what `offload` moved away: then a train step, a checkpoint or `set_weights` is possible again."""
+        assert self.offloaded is not None
+        self.offloaded.onload()
+        self.offloaded = None
 
     def backward(self, micro_batches: Sequence[MicroBatch], loss: TokenLoss) -> None:
         """Set the gradients of the loss of one optimizer step, summed and divided by the positions of all replicas.
@@ -187,7 +210,8 @@ class Replica:
         self._biases_before = [bias.clone() for bias in self._expert_biases]  # they move with the gradients
         for ddp in self._ddp:
             ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        with quiet():
+            self.optimizer.zero_grad()
         self._run(micro_batches, loss, forward_only=False)
 
     @torch.no_grad()

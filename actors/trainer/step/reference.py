@@ -11,7 +11,10 @@ from actors.trainer.models.files import file_source
 
 
 class ReferenceModel:
-    """A second set of weights of this rank, put into the replica's place where its log-probs are wanted."""
+    """A second set of weights of this rank, on the host: for its log-probs it and the replica's change places.
+
+    So beside the model there is one such set, and of a GPU's memory a parameter at a time.
+    """
 
     def __init__(self, replica: Replica, ref_load: str | None) -> None:
         """Take the weights, so it is made before a checkpoint is loaded.
@@ -26,17 +29,14 @@ class ReferenceModel:
         self._replica = replica
         self._weights = replica.weights_copy()
         if ref_load is not None:
-            initial = self._weights
             replica.set_weights(file_source(Path(ref_load)))
-            self._weights = replica.weights_copy()
-            replica.restore_weights(initial)
+            replica.exchange_weights(self._weights)
             replica.optimizer.reload_model_params()
 
     def log_probs(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> Floats32:
         """Of the tokens of the batch that train and lie in these micro-batches. A collective of all ranks."""
         column = np.zeros_like(batch.rollout_log_probs_N)
-        policy = self._replica.weights_copy()
-        self._replica.restore_weights(self._weights)
+        self._replica.exchange_weights(self._weights)
         self._replica.fill_log_probs(micro_batches, column)
-        self._replica.restore_weights(policy)
+        self._replica.exchange_weights(self._weights)
         return column

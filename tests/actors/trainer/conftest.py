@@ -1,5 +1,6 @@
 """What tests of the trainer share: torch on the CPU as the only rank, and a tiny model's directory."""
 
+import ctypes
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,3 +41,9 @@ def make_topology(model_dir: Path, tmp_path: Path) -> Callable[..., Topology]:
         return tiny_topology(model_dir, tmp_path, **tables)
 
     return make
+
+
+@pytest.fixture
+def plain_malloc() -> None:
+    """Memory of tensors is given back when they go, so that what is measured is theirs."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
