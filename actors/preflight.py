@@ -128,6 +128,7 @@ def _of_model(topology: Topology, broken: set[str]) -> Iterator[Problem]:
         shape = read_hf_config(Path(model.hf_checkpoint))
         if topology.run.only != "rollout":
             yield from _layout(topology, shape)
+            yield from _replay(topology, shape)
         _ = [read_dense_model(Path(model.hf_checkpoint)) for _ in _embedded(topology)]
     except (OSError, ValueError, ModelError) as error:
         yield Problem.of(MODEL, model.hf_checkpoint, str(error))
@@ -162,6 +163,12 @@ def _weights(key: str, directory: str, shape: HfConfig) -> Iterator[Problem]:
             message = f"{name} is {list(found[name])} in its weights, and {list(expected)} in the model of {MODEL}"
             yield Problem.of(key, directory, message)
             return
+
+
+def _replay(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
+    for name in ("use_routing_replay", "use_rollout_routing_replay"):
+        if getattr(topology.algorithm, name) and shape.experts is None:
+            yield Problem.of(f"algorithm.{name}", True, "the model has no experts, and so no router")
 
 
 def _layout(topology: Topology, shape: HfConfig) -> Iterator[Problem]:

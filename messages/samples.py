@@ -48,8 +48,12 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     rollout_log_probs: Float32Array  # [T], natural log, under the policy and temperature that sampled
     weight_spans: tuple[WeightSpan, ...]  # in order, without gaps, covering [0, T)
     text: str = ""  # response_ids as text
+    routed_experts: Int32Array | None = None  # [(P + T) * E]: of each token that is read E of all layers; -1: not known
 
     def __post_init__(self) -> None:
+        routed, num_tokens = self.routed_experts, len(self.prompt_ids) + len(self.response_ids)
+        if routed is not None and (not num_tokens or len(routed) % num_tokens):
+            raise ValueError(f"routed_experts has {len(routed)} numbers for {num_tokens} tokens")
         lengths = {len(self.response_ids), len(self.loss_mask), len(self.rollout_log_probs)}
         if len(lengths) != 1:
             raise ValueError(f"response_ids, loss_mask, rollout_log_probs differ in length: {sorted(lengths)}")

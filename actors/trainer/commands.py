@@ -417,11 +417,15 @@ class TrainerRank:
 
 def _encode_batch(batch: TrainBatch) -> bytes:
     columns = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "step"}
-    arrays = {name: (array.dtype.str, array.tobytes()) for name, array in columns.items()}
+    arrays = {
+        name: (array.dtype.str, array.shape, array.tobytes()) for name, array in columns.items() if array is not None
+    }
     return msgspec.msgpack.encode((batch.step, arrays))
 
 
 def _decode_batch(data: bytes) -> TrainBatch:
-    step, arrays = msgspec.msgpack.decode(data, type=tuple[int, dict[str, tuple[str, bytes]]])
-    columns: dict[str, Any] = {name: np.frombuffer(raw, dtype=dtype) for name, (dtype, raw) in arrays.items()}
+    step, arrays = msgspec.msgpack.decode(data, type=tuple[int, dict[str, tuple[str, tuple[int, ...], bytes]]])
+    columns: dict[str, Any] = {
+        name: np.frombuffer(raw, dtype=dtype).reshape(shape) for name, (dtype, shape, raw) in arrays.items()
+    }
     return TrainBatch(step=step, **columns)

@@ -9,6 +9,7 @@ whole or not at all, the lines last. Line i and row i of the columns are the sam
     prompt_ids, prompt_offsets [s + 1]   tokens of all segments behind each other, and where each begins
     response_ids, loss_mask, rollout_log_probs, response_offsets [s + 1]
     weight_spans [k, 3], span_offsets [s + 1]   version, start, end within the segment's response
+    routed_experts, routed_offsets [s + 1]      of each token the experts of all layers; not there where none were told
     told_by [2]                          log sequence and Unix microseconds of the event that closed the pair
 """
 
@@ -145,7 +146,7 @@ def read_pair(directory: Path, step: int) -> tuple[DumpedGroup, ...]:
     """
     samples, path = read_lines(directory, step), columns_path(directory, step)
     check_columns(directory, step, len(samples))
-    columns = _load(path, [*_KEYS, "sample_offsets", "segment_attempt", *_ARRAYS, *_OFFSETS])
+    columns = _load(path, [*_KEYS, "sample_offsets", "segment_attempt", *_ARRAYS, *_OFFSETS], may_lack=_ROUTED)
     for number, sample in enumerate(samples):
         key = tuple(int(columns[name][number]) for name in _KEYS)
         if key != (sample.group_id, sample.attempt, sample.index, sample.part):
@@ -165,6 +166,7 @@ def read_pair(directory: Path, step: int) -> tuple[DumpedGroup, ...]:
 
 _ARRAYS: Final = ("prompt_ids", "response_ids", "loss_mask", "rollout_log_probs", "weight_spans")
 _OFFSETS: Final = ("prompt_offsets", "response_offsets", "span_offsets")
+_ROUTED: Final = ("routed_experts", "routed_offsets")
 
 
 def _columns(groups: Sequence[DumpedGroup]) -> dict[str, NDArray[Any]]:
@@ -184,24 +186,32 @@ def _columns(groups: Sequence[DumpedGroup]) -> dict[str, NDArray[Any]]:
         "rollout_log_probs": _joined([segment.rollout_log_probs for segment in segments], np.float32),
         "span_offsets": _offsets([len(segment.weight_spans) for segment in segments]),
         "weight_spans": np.array(spans, dtype=np.int64).reshape(-1, 3),
+        **_routed(segments),
     }
+
+
+def _routed(segments: Sequence[Segment]) -> dict[str, NDArray[Any]]:
+    told = [() if segment.routed_experts is None else segment.routed_experts for segment in segments]
+    if not any(map(len, told)):
+        return {}
+    return {"routed_experts": _joined(told, np.int32), "routed_offsets": _offsets([len(routed) for routed in told])}
 
 
 def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
-def _joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+def _joined(arrays: Sequence[Any], dtype: Any) -> NDArray[Any]:
     return np.concatenate([np.asarray(array) for array in arrays]).astype(dtype) if arrays else np.zeros(0, dtype)
 
 
-def _load(path: Path, names: Sequence[str]) -> Columns:
+def _load(path: Path, names: Sequence[str], may_lack: Sequence[str] = ()) -> Columns:
     try:
         with (
             path.open("rb") as opened,
             np.load(opened, allow_pickle=False) as file,
         ):  # np.load forgets to close a torn file
-            return {name: file[name] for name in names}
+            return {name: file[name] for name in (*names, *(name for name in may_lack if name in file))}
     except FileNotFoundError as error:
         raise DumpError(f"{path}: no such file") from error
     except KeyError as error:
@@ -231,4 +241,12 @@ def _segments_of(sample: DumpedSample, number: int, columns: Columns) -> Iterato
                 for version, start, end in columns["weight_spans"][spans]
             ),
             text=text,
+            routed_experts=_routed_of(at, columns),
         )
+
+
+def _routed_of(segment: int, columns: Columns) -> Int32Array | None:
+    if "routed_offsets" not in columns:
+        return None
+    begin, end = (int(bound) for bound in columns["routed_offsets"][segment : segment + 2])
+    return Int32Array(columns["routed_experts"][begin:end]) if end > begin else None

@@ -101,6 +101,8 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     disable_grpo_std_normalization: bool = False  # centre rewards without dividing by their standard deviation
     calculate_per_token_loss: bool = False  # mean of the loss over tokens; else over samples of their means
     max_log_ratio: LogRatio = 20.0  # nats; log-ratios of losses are cut there: near 88 their gradient is no number
+    use_routing_replay: bool = False  # tokens train with the experts that they had for the old log-probs
+    use_rollout_routing_replay: bool = False  # with those of the engine, which for now a dump must tell
     use_rollout_logprobs: bool = False  # the engines' log-probs are the old policy's: saves a forward pass
     get_mismatch_metrics: bool = False  # do it, and measure the distance on all samples, not on the first step's
 
@@ -179,6 +181,11 @@ class Recipe(Config, frozen=True, kw_only=True):
 def trains_demonstrations(recipe: Recipe) -> bool:
     """Whether the data holds the samples that are trained, so that nothing is generated and nothing graded."""
     return recipe.algorithm.loss_type == "sft_loss"
+
+
+def replays_experts(algorithm: AlgorithmConfig) -> bool:
+    """Whether tokens are trained with the experts that they had before: the engine's, or of the old log-probs."""
+    return algorithm.use_routing_replay or algorithm.use_rollout_routing_replay
 
 
 def over_sampling_batch_size(rollout: RolloutConfig) -> int:

@@ -188,6 +188,12 @@ REFUSED = {
         "trainer.megatron",
         "the model has no experts to share out",
     ),
+    "experts kept": Case(("algorithm.use_routing_replay=true",), "algorithm.use_routing_replay", "has no experts"),
+    "experts of the engine": Case(
+        ("algorithm.use_rollout_routing_replay=true",),
+        "algorithm.use_rollout_routing_replay",
+        "engines are not asked for experts yet",
+    ),
     "tokens gathered in a pipeline": Case(
         (
             "trainer.num_processes=2",

@@ -11,7 +11,7 @@ import numpy as np
 
 from actors.trainer.algorithms import log_probs
 from actors.trainer.batches.context import Context
-from actors.trainer.megatron import attention
+from actors.trainer.megatron import attention, router
 from actors.trainer.megatron.imports import DistributedDataParallel
 from actors.trainer.models import cuts
 
@@ -29,6 +29,11 @@ def _first_part() -> Any:
         return None if found is None else replace(found, index=0)
 
     return mock.patch.object(cuts, "cut_of", cut)
+
+
+def _first_experts() -> Any:
+    right = cuts.names_of
+    return mock.patch.object(cuts, "names_of", lambda name, model, *_: right(name, model, 0))
 
 
 def _plain_cut(self: Context, lengths: Any) -> Any:
@@ -58,6 +63,13 @@ FAULTS: dict[str, Callable[[], Any]] = {
         log_probs, "_over_vocabulary", lambda own, _: own
     ),
     "layers are numbered within their stage": lambda: mock.patch.object(cuts, "global_name", lambda name, _: name),
+    "every rank has the first experts": _first_experts,
+    "routers choose anew": lambda: mock.patch.object(
+        router.Router, "taken", lambda self, scores, chosen: (scores.gather(1, chosen), chosen)
+    ),
+    "biases of experts count padding": lambda: mock.patch.object(
+        router, "in_order", lambda values, **_: values.new_ones(1).expand(1)
+    ),
     "sequences are cut plainly": lambda: mock.patch.object(Context, "kept", _plain_cut),
     "keys take their own rank's gradient": lambda: mock.patch.object(
         attention._Gather, "backward", staticmethod(_own_gradient)

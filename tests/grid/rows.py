@@ -67,6 +67,7 @@ LAYOUTS_OF_EXPERTS = {
     "EP2": _layout(2, ep=2),
     "EP2xTP2+SP": _layout(2, ep=2, tp=2, sp=True, etp=1),
     "EP2xTP2+SP, each expert on two": _layout(4, ep=2, tp=2, sp=True, etp=2),
+    "EP2+DO": _layout(2, ep=2, distributed=True),
     "EP2xDP2+DO": _layout(4, ep=2, distributed=True),
     "EP2xPP2": _layout(4, ep=2, pp=2),
     "EP2xCP2": _layout(2, ep=2, cp=2),
@@ -84,6 +85,7 @@ class Row:
     tied: bool = False
     dtype: str = "float32"
     kind: str = "qwen3"  # of model
+    replay: bool = False  # of the experts of a pass before
 
     @property
     def num_layers(self) -> int:
@@ -102,13 +104,14 @@ class Row:
     @property
     def baseline(self) -> "Row":
         """The single rank that it is compared with."""
-        return Row(f"1 of {self.num_layers} layers", tied=self.tied, kind=self.kind)
+        return Row(f"1 of {self.num_layers} layers", tied=self.tied, kind=self.kind, replay=self.replay)
 
     @property
     def name(self) -> str:
         """As the table has it."""
         parts = [self.layout, "packed" if self.packed else "padded", "tied" if self.tied else "untied"]
         parts += [NAMES[self.kind]] if self.kind in NAMES else []
+        parts += ["replay"] if self.replay else []
         return ", ".join([*parts, *(["recompute"] if self.recompute else []), *(["bf16"] if self.is_half else [])])
 
     @property
@@ -141,11 +144,16 @@ FEW = (
     ),
     *(Row(layout, tied=True, dtype="bfloat16") for layout in ("TP2", "DP2+DO", "PP2")),
 )
-EXPERTS = tuple(
-    Row(layout, packed=index % 2 == 1, recompute=index % 3 == 1, kind=kind)
-    for index, layout in enumerate(LAYOUTS_OF_EXPERTS)
-    for kind in ("qwen3_moe",)
+# replay in all rows but one
+EXPERTS = (
+    Row("EP2", kind="qwen3_moe"),
+    *(
+        Row(layout, packed=index % 2 == 1, recompute=index % 3 == 1, kind=kind, replay=True)
+        for index, layout in enumerate(LAYOUTS_OF_EXPERTS)
+        for kind in ("qwen3_moe", "glm4_moe")
+    ),
 )
+FEW += EXPERTS[0], *(EXPERTS[1 + 2 * index + index % 2] for index in range(len(LAYOUTS_OF_EXPERTS)))
 ALL = (
     *EXPERTS,
     *(
@@ -178,8 +186,25 @@ FAULTY = (
     (Row("DP4+DO"), "replicas' gradients are not reduced"),
     (Row("PP4xVPP2"), "layers are numbered within their stage"),
     (Row("PP2 uneven"), "layers are numbered within their stage"),
+    (Row("EP2", kind="qwen3_moe"), "every rank has the first experts"),
+    (Row("EP2", kind="qwen3_moe", replay=True), "routers choose anew"),
+    (Row("EP2", kind="glm4_moe", replay=True), "biases of experts count padding"),
+    (Row("EP2xTP2+SP", kind="qwen3_moe", replay=True), "gradients of norms are not reduced"),
+    (Row("EP2xTP2+SP, each expert on two", kind="qwen3_moe", replay=True), "every rank has the first part of a matrix"),
+    (Row("EP2xDP2+DO", kind="qwen3_moe", replay=True), "replicas' gradients are not reduced"),
+    (Row("EP2xPP2", kind="qwen3_moe", replay=True), "layers are numbered within their stage"),
+    (Row("EP2xCP2", kind="qwen3_moe", replay=True), "keys take their own rank's gradient"),
+    (Row("EP2xCP2, gathered", kind="qwen3_moe", replay=True), "sequences are cut plainly"),
 )
-FEW_FAULTY = tuple(one for one in FAULTY if one[0].world == 2)[:8]
+FEW_FAULTY = (
+    *tuple(one for one in FAULTY if one[0].world == 2)[:8],
+    *(one for one in FAULTY if one[0].layout == "EP2"),
+)
 
-# layouts of which each reads the others' checkpoints
-SAVED = (("1", "TP2", "PP2", "CP2"), ("1+DO", "DP2+DO", "TP2xDP2+DO"))
+# layouts of which each reads the others' checkpoints, by kind of model
+SAVED = (
+    ("qwen3", ("1", "TP2", "PP2", "CP2")),
+    ("qwen3", ("1+DO", "DP2+DO", "TP2xDP2+DO")),
+    ("qwen3_moe", ("1", "TP2+SP", "PP2", "EP2")),
+    ("qwen3_moe", ("1+DO", "DP2+DO", "EP2+DO")),
+)

@@ -108,7 +108,13 @@ def _model(place: Path, kind: str, layers: int, tied: bool) -> Path:
 def _topology(place: Path, row: Row, device: str) -> Topology:
     tables: dict[str, Any] = {
         "model": {"random_init": False, "dtype": row.dtype},
-        "algorithm": {"entropy_coef": 0.05, "use_kl_loss": True, "kl_loss_coef": 0.1, "num_steps_per_rollout": 2},
+        "algorithm": {
+            "entropy_coef": 0.05,
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.1,
+            "num_steps_per_rollout": 2,
+            "use_routing_replay": row.replay,
+        },
         "optimizer": {"lr": 1e-2, "adam_eps": 1e-4},  # at 1e-8 correct code differs by 3e-5
         "train": {"max_tokens_per_gpu": 40, "num_steps": 4},
         "trainer": {"device": device, "export_bucket_bytes": 20_000, **row.trainer()},

@@ -40,8 +40,10 @@ def marked(items: Sequence[Any], few: Sequence[Any], names: Sequence[str]) -> li
     ]
 
 
-PAIRS = [(one, other) for layouts in SAVED for one in layouts for other in layouts]
-FEW_PAIRS = [("1", "TP2"), ("PP2", "1"), ("1+DO", "DP2+DO"), ("DP2+DO", "1+DO"), ("DP2+DO", "DP2+DO")]
+PAIRS = [(kind, one, other) for kind, layouts in SAVED for one in layouts for other in layouts]
+FEW_PAIRS = [("qwen3", "1", "TP2"), ("qwen3", "PP2", "1"), ("qwen3", "1+DO", "DP2+DO"), ("qwen3", "DP2+DO", "1+DO")]
+FEW_PAIRS += [("qwen3", "DP2+DO", "DP2+DO"), ("qwen3_moe", "EP2", "1"), ("qwen3_moe", "1", "EP2")]
+FEW_PAIRS += [("qwen3_moe", "EP2", "EP2"), ("qwen3_moe", "EP2+DO", "1+DO")]
 ROWS = [*ALL, *(row for row in FEW if row not in ALL)]
 pytestmark = pytest.mark.timeout(2 * TIMEOUT_S + 60)
 
@@ -66,8 +68,14 @@ def needed(params: dict[str, Any]) -> list[Job]:
         return [Job(row.baseline), Job(row)]
     if faulty := params.get("faulty"):
         return [Job(faulty[0].baseline), Job(*faulty)]
-    one, other = params["pair"]
-    return [Job(Row(one)), Job(Row(other), reads=Row(one))]
+    one, other = pair_of(params["pair"])
+    return [Job(one), Job(other, reads=one)]
+
+
+def pair_of(names: tuple[str, str, str]) -> tuple[Row, Row]:
+    """Who wrote a checkpoint, and who reads it."""
+    kind, one, other = names
+    return Row(one, kind=kind), Row(other, kind=kind)
 
 
 @pytest.mark.parametrize("row", marked(ROWS, FEW, [row.name for row in ROWS]))
@@ -102,10 +110,12 @@ def test_a_fault_breaks_its_row(grid: Path, faulty: tuple[Row, str]) -> None:
     assert any(value > LIMITS[name] for name, value in found.items()), found
 
 
-@pytest.mark.parametrize("pair", marked(PAIRS, FEW_PAIRS, [f"{one} read by {other}" for one, other in PAIRS]))
-def test_a_checkpoint_is_read_by_another_layout_to_the_bit(grid: Path, pair: tuple[str, str]) -> None:
-    one, other = pair
-    read, written = copied(grid, Job(Row(other), reads=Row(one)))
+@pytest.mark.parametrize(
+    "pair", marked(PAIRS, FEW_PAIRS, [f"{one} read by {other}, {kind}" for kind, one, other in PAIRS])
+)
+def test_a_checkpoint_is_read_by_another_layout_to_the_bit(grid: Path, pair: tuple[str, str, str]) -> None:
+    one, other = pair_of(pair)
+    read, written = copied(grid, Job(other, reads=one))
     assert read.keys() == written.keys(), read.keys() ^ written.keys()
     different = [name for name in read if not torch.equal(read[name], written[name])]
     assert different == []

@@ -18,6 +18,7 @@ import msgspec
 from messages import (
     DecodeError,
     Float32Array,
+    Int32Array,
     Message,
     Segment,
     SnapshotTaken,
@@ -101,11 +102,17 @@ def _segment() -> Segment:
     fields: dict[str, Any] = {
         name: example(hint)
         for name, hint in typing.get_type_hints(Segment).items()
-        if name in Segment.__struct_fields__ and name not in ("loss_mask", "rollout_log_probs", "weight_spans")
+        if name in Segment.__struct_fields__
+        and name not in ("loss_mask", "rollout_log_probs", "weight_spans", "routed_experts")
     }
+    routed = Int32Array([0] * 2 * (len(fields["prompt_ids"]) + 3))
     spans = (WeightSpan(version=1, start=0, end=3),)
     return Segment(
-        **fields, loss_mask=UInt8Array([1, 1, 0]), rollout_log_probs=Float32Array([-1, -2, -3]), weight_spans=spans
+        **fields,
+        loss_mask=UInt8Array([1, 1, 0]),
+        rollout_log_probs=Float32Array([-1, -2, -3]),
+        weight_spans=spans,
+        routed_experts=routed,
     )
 
 

@@ -100,6 +100,9 @@ class _Builder:
         self._mask: list[NDArray[np.uint8]] = []
         self._log_probs: list[NDArray[np.float32]] = []
         self._staleness: list[NDArray[np.int32]] = []
+        self._experts: list[
+            tuple[int, NDArray[np.int32] | None]
+        ] = []  # tokens, and the experts of each if they are told
 
     def add(self, group: int, rollout: int, sample: SampleSummary, segments: Sequence[Segment]) -> None:
         stalenesses = [staleness_of(segment, self._step, self._steps_of_versions) for segment in segments]
@@ -112,6 +115,7 @@ class _Builder:
             self._mask += [np.zeros(num_prompt, dtype=np.uint8), mask]
             self._log_probs += [np.zeros(num_prompt, dtype=np.float32), segment.rollout_log_probs]
             self._staleness += [np.full(num_prompt, NOT_SAMPLED, dtype=np.int32), staleness]
+            self._experts.append((num_prompt + len(segment.response_ids), segment.routed_experts))
         truncated = sample.status is SampleStatus.TRUNCATED
         assert sample.reward is not None
         names = group, rollout, sample.index, sample.part
@@ -123,6 +127,7 @@ class _Builder:
         self._mask.append(np.zeros(1, dtype=np.uint8))
         self._log_probs.append(np.zeros(1, dtype=np.float32))
         self._staleness.append(np.full(1, NOT_SAMPLED, dtype=np.int32))
+        self._experts.append((1, None))
         return 1
 
     def build(self) -> TrainBatch | None:
@@ -147,4 +152,27 @@ class _Builder:
             loss_mask_N=mask,
             rollout_log_probs_N=np.concatenate(self._log_probs).astype(np.float32) * mask,
             staleness_N=np.concatenate(self._staleness),
+            routed_experts_N=self._routed_experts(),
+        )
+
+    def _routed_experts(self) -> NDArray[np.int32] | None:
+        """Of all tokens, if they are told of any.
+
+        Raises:
+            ValueError: of some tokens more experts are told than of others.
+        """
+        told = [routed.reshape(num_tokens, -1) for num_tokens, routed in self._experts if routed is not None]
+        if not told:
+            return None
+        widths = {routed.shape[1] for routed in told}
+        if len(widths) > 1:
+            raise ValueError(
+                f"step {self._step}: tokens have {sorted(widths)} routed experts: of one model all have as many"
+            )
+        (width,) = widths
+        return np.concatenate(
+            [
+                np.full((num_tokens, width), -1, dtype=np.int32) if routed is None else routed.reshape(num_tokens, -1)
+                for num_tokens, routed in self._experts
+            ]
         )

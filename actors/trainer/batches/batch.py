@@ -5,8 +5,9 @@ a number per token: element i describes token i, which the model predicts at pos
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,9 +36,10 @@ class TrainBatch:
     loss_mask_N: NDArray[np.uint8]  # 1 where the token trains
     rollout_log_probs_N: Floats32  # of the policy that sampled; 0 where the token does not train
     staleness_N: NDArray[np.int32]  # train steps; 0: sampled by the weights that this step starts from; -1: not sampled
+    routed_experts_N: NDArray[np.int32] | None = None  # [N, E]: of tokens that are read E of all layers; -1: not known
 
     def __post_init__(self) -> None:
-        lengths = {name: len(getattr(self, name)) for name in vars(self) if name != "step"}
+        lengths = {name: len(values) for name, values in vars(self).items() if name != "step" and values is not None}
         for suffix, size in (("_B", len(self.lengths_B)), ("_N", int(self.lengths_B.sum()))):
             wrong = {name: length for name, length in lengths.items() if name.endswith(suffix) and length != size}
             if wrong:
@@ -69,7 +71,10 @@ class MicroBatch:
     targets_M: Ints  # those tokens
     columns_M: Ints  # where those tokens are in the batch's columns
     samples: Ints  # of the batch, that are in here
+    sources: Ints  # like tokens: where the token that is read is in the batch's columns; -1: there is padding
     bounds: NDArray[np.int32] | None = None  # packed: where each whole sequence begins, and the end
+    experts: dict[int, Any] = field(default_factory=dict[int, Any])  # by layer, of an earlier forward pass
+    routed_experts: NDArray[np.int32] | None = None  # [b, s, E], of all layers, as the engine chose; -1: not known
 
 
 def make_micro_batch(
@@ -100,6 +105,8 @@ def make_micro_batch(
     starts = np.cumsum(lengths) - lengths
     sequence, place = np.nonzero(real)
     flat[starts[sequence] + place] = tokens[sequence, place]
+    sources = np.full_like(flat, -1)
+    sources[starts[sequence] + place] = columns[sequence, place]
     columns_M = columns[row, position] + 1
     whole = MicroBatch(
         tokens=flat[None] if packed else flat.reshape(len(samples), -1),
@@ -107,6 +114,7 @@ def make_micro_batch(
         targets_M=batch.tokens_N[columns_M].astype(np.int64),
         columns_M=columns_M,
         samples=samples,
+        sources=sources[None] if packed else sources.reshape(len(samples), -1),
         bounds=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32) if packed else None,
     )
     return part_of(whole, lengths, context)
@@ -121,6 +129,7 @@ def empty_micro_batch(*, packed: bool, multiple: int, context: Context) -> Micro
         targets_M=nothing,
         columns_M=nothing,
         samples=nothing,
+        sources=np.full((1, multiple // context.size), -1),
         bounds=np.array([0, multiple], dtype=np.int32) if packed else None,
     )
 
@@ -149,6 +158,7 @@ def part_of(whole: MicroBatch, lengths: Ints, context: Context) -> MicroBatch:
     return replace(
         whole,
         tokens=whole.tokens.ravel()[kept].reshape(len(whole.tokens), -1),
+        sources=whole.sources.ravel()[kept].reshape(len(whole.tokens), -1),
         rows_M=place[whole.rows_M[own]],
         targets_M=whole.targets_M[own],
         columns_M=whole.columns_M[own],

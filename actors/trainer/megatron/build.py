@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from actors.trainer.megatron.attention import CoreAttention
 from actors.trainer.megatron.fused import rms_norm
 from actors.trainer.megatron.head import Model
-from actors.trainer.megatron.imports import get_gpt_decoder_block_spec, parallel_state
+from actors.trainer.megatron.imports import MoELayer, get_gpt_decoder_block_spec, parallel_state
+from actors.trainer.megatron.router import Router
 from actors.trainer.models.config import HfConfig
 from runtime.hf_config import Rope
 
@@ -84,6 +85,8 @@ def _layer_spec(config: Any, virtual_stage: int | None) -> Any:
         attention = layer.self_attention.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
         attention.core_attention = CoreAttention
+        if layer.mlp.module is MoELayer:
+            layer.mlp.submodules.router = Router
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RmsNorm
     block.layer_norm = RmsNorm

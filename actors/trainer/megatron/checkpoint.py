@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 
 from actors.trainer.checkpoints import SavedRun, directory_of
-from actors.trainer.megatron.imports import dist_checkpointing, quiet
+from actors.trainer.megatron.imports import (
+    dict_list_map_inplace,
+    dist_checkpointing,
+    extract_sharded_base,
+    merge,
+    quiet,
+)
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.megatron.saving import Saving
 
@@ -55,19 +61,17 @@ def load_checkpoint(replica: Replica, path: Path) -> int:
         Train steps that the state contains.
 
     Raises:
-        ValueError: it was saved by the other kind of optimizer.
+        ValueError: it was saved by the other kind of optimizer, or by an earlier version.
         Whatever Megatron raises when files are damaged or belong to another model.
     """
     _check_optimizer(replica, path)
     with quiet():
-        state = dist_checkpointing.load(_state(replica, step=0, loading=True), str(path))
+        wanted = _state(replica, step=0, loading=True)
+        settings = _settings(replica)
+        state = dist_checkpointing.load(wanted, str(path))
     for key, chunk in named_chunks(replica.complete_chunks()).items():
         chunk.load_state_dict(state[key])
-    inner = state["optimizer"].get("optimizer", state["optimizer"])  # mixed precision wraps it
-    if "state" in inner:
-        inner["state"].setdefault("common_step", torch.tensor(0.0))  # Megatron does not save a count of zero
-    replica.optimizer.load_state_dict(state["optimizer"])
-    own_step_counts(replica.optimizer)
+    _load_optimizer(replica.optimizer, merge(settings, state["optimizer"]), state["optimizer_steps"])
     torch.set_rng_state(state["rng"][dist.get_rank() % len(state["rng"])])
     replica.skipped_in_a_row = state["skipped_in_a_row"]
     replica.steps_before = state["steps_before"]
@@ -105,19 +109,57 @@ def load_model(chunks: Sequence[Any], path: Path) -> None:
 
 
 def _state(replica: Replica, *, step: int, loading: bool) -> dict[str, Any]:
-    """What is saved, and when loading the shape of it."""
+    """What is saved, and when loading the shape of it: of the optimizer its tensors and how many steps it has made.
+
+    Its settings are the run's, and their form is that of a layout: experts that are shared out have an optimizer of
+    their own, and Megatron would not read them where they are not.
+    """
     fill_optimizer_state(replica.optimizer)
     model = {key: chunk.sharded_state_dict() for key, chunk in named_chunks(replica.complete_chunks()).items()}
-    optimizer = replica.optimizer.sharded_state_dict(
-        model if len(model) > 1 else model["model"], loading, metadata=FORMAT
-    )
+    optimizer, _ = extract_sharded_base(_optimizer_state(replica, model, loading=loading))
     plain = {
+        "optimizer_steps": _optimizer_steps(replica.optimizer),
         "step": step,
         "steps_before": replica.steps_before,
         "skipped_in_a_row": replica.skipped_in_a_row,
         DISTRIBUTED: replica.is_distributed,
     }
     return {**model, "optimizer": optimizer, "rng": _random_states(), **plain}
+
+
+def _optimizer_state(replica: Replica, model: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+    of_chunks = model if len(model) > 1 else model["model"]
+    return replica.optimizer.sharded_state_dict(of_chunks, loading, metadata=FORMAT)
+
+
+def _settings(replica: Replica) -> dict[str, Any]:
+    """What Megatron wants to load of an optimizer beside its tensors."""
+    model = {key: chunk.sharded_state_dict() for key, chunk in named_chunks(replica.complete_chunks()).items()}
+    _, settings = extract_sharded_base(_optimizer_state(replica, model, loading=True))
+    return dict_list_map_inplace(lambda value: value.unwrap() if hasattr(value, "unwrap") else value, settings)
+
+
+def _optimizer_steps(optimizer: Any) -> float:
+    counts = [float(state["step"]) for part in _parts(optimizer) for state in part.optimizer.state.values()]
+    return max(counts, default=0.0)
+
+
+def _load_optimizer(optimizer: Any, state: dict[Any, Any], steps: float) -> None:
+    parts = _parts(optimizer)
+    for index in range(len(parts)):
+        of_part = state if len(parts) == 1 else state[index]
+        inner = of_part.get("optimizer", of_part)  # mixed precision wraps it
+        if "state" in inner:
+            inner["state"]["common_step"] = torch.tensor(steps)
+        for group in inner["param_groups"]:
+            group["step"] = steps
+    optimizer.load_state_dict(state)
+    own_step_counts(optimizer)
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """The optimizers of which one consists."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def _random_states() -> list[torch.Tensor]:
@@ -129,7 +171,10 @@ def _random_states() -> list[torch.Tensor]:
 
 def _check_optimizer(replica: Replica, path: Path) -> None:
     """Megatron's two optimizers keep their settings in different forms, and neither reads the other's."""
-    saved: bool = dist_checkpointing.load_common_state_dict(str(path))[DISTRIBUTED]
+    plain = dist_checkpointing.load_common_state_dict(str(path))
+    if "optimizer_steps" not in plain:
+        raise ValueError(f"{path} was written by an earlier version of the trainer, and is no longer read")
+    saved: bool = plain[DISTRIBUTED]
     if saved != replica.is_distributed:
         raise ValueError(
             f"{path} was saved with trainer.optimizer.use_distributed_optimizer = {str(saved).lower()}: "
@@ -144,14 +189,14 @@ def named_chunks(chunks: Sequence[Any]) -> dict[str, Any]:
 
 def own_step_counts(optimizer: Any) -> None:
     """Megatron loads one tensor as the count of all parameters, and torch's AdamW adds 1 to it for each of them."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in _parts(optimizer):
         for state in part.optimizer.state.values():
             state["step"] = state["step"].clone()
 
 
 def fill_optimizer_state(optimizer: Any) -> None:
     """Give torch's AdamW the state it makes at its first step: Megatron expects fused optimizers that start with it."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in _parts(optimizer):
         inner = part.optimizer
         for group in inner.param_groups:
             for parameter in group["params"]:

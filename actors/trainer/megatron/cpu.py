@@ -1,10 +1,12 @@
 """What lets unmodified Megatron-core train without a GPU: its calls to CUDA land on the CPU."""
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 # Megatron's optimizers and gradient clipper compare the strings that Tensor.type() returns.
@@ -83,6 +85,68 @@ def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
     """In the place of a function of Megatron's that acts on what is on a GPU alone; numbers of tokens are wanted as
     numpy's."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+class _Gather(torch.autograd.Function):
+    """Parts of different sizes behind each other, of which gloo knows nothing; gradients are summed back."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group, ctx.sizes = group, sizes
+        return _gathered(part, group, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _summed_part(gradient, ctx.group, ctx.sizes), None, None
+
+
+class _SumParts(torch.autograd.Function):
+    """Of a sum over ranks each takes its part; gradients are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group, ctx.sizes = group, sizes
+        return _summed_part(whole, group, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _gathered(gradient, ctx.group, ctx.sizes), None, None
+
+
+def _gathered(part: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
+    padded = part.new_zeros(max(sizes), *part.shape[1:])
+    padded[: len(part)] = part
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([whole[:size] for whole, size in zip(parts, sizes, strict=True)])
+
+
+def _summed_part(whole: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
+    total = whole.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total.split(list(sizes))[dist.get_rank(group)]
+
+
+def gather(general: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Megatron's gather_from_sequence_parallel_region, ours where sizes are given."""
+
+    def apply(input_: Tensor, *args: Any, output_split_sizes: Sequence[int] | None = None, **options: Any) -> Any:
+        if output_split_sizes is None:
+            return general(input_, *args, **options)
+        return _Gather.apply(input_, options["group"], output_split_sizes)
+
+    return apply
+
+
+def sum_parts(general: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Megatron's reduce_scatter_to_sequence_parallel_region, ours where sizes are given."""
+
+    def apply(input_: Tensor, *args: Any, input_split_sizes: Sequence[int] | None = None, **options: Any) -> Any:
+        if input_split_sizes is None:
+            return general(input_, *args, **options)
+        return _SumParts.apply(input_, options["group"], input_split_sizes)
+
+    return apply
 
 
 class CpuMode(TorchFunctionMode):

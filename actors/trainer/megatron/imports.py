@@ -40,6 +40,9 @@ def _import() -> dict[str, Any]:
         "MCoreSavePlanner": "dist_checkpointing.strategies.torch",
         "mcore_to_pyt_state_dict": "dist_checkpointing.strategies.torch",
         "_replace_state_dict_keys_with_sharded_keys": "dist_checkpointing.strategies.torch",
+        "extract_sharded_base": "dist_checkpointing.utils",
+        "dict_list_map_inplace": "dist_checkpointing.dict_utils",
+        "merge": "dist_checkpointing.dict_utils",
         "MoELayer": "transformer.moe.moe_layer",
         "TopKRouter": "transformer.moe.router",
     }
@@ -64,6 +67,9 @@ def _import() -> dict[str, Any]:
     if cpu.needed():
         dispatcher: Any = import_module("megatron.core.transformer.moe.token_dispatcher")
         dispatcher.maybe_move_tensor_to_cpu = cpu.on_host
+        for name, replaced in (("gather_from", cpu.gather), ("reduce_scatter_to", cpu.sum_parts)):
+            name = f"{name}_sequence_parallel_region"
+            setattr(dispatcher, name, replaced(getattr(dispatcher, name)))
         cpu.install_random_state(import_module("megatron.core.tensor_parallel.random"))
     return parts
 
@@ -101,6 +107,9 @@ TorchDistSaveShardedStrategy: Any = _parts["TorchDistSaveShardedStrategy"]
 TorchCommonLoadStrategy: Any = _parts["TorchCommonLoadStrategy"]
 MCoreSavePlanner: Any = _parts["MCoreSavePlanner"]
 mcore_to_pyt_state_dict: Any = _parts["mcore_to_pyt_state_dict"]
+extract_sharded_base: Any = _parts["extract_sharded_base"]
+dict_list_map_inplace: Any = _parts["dict_list_map_inplace"]
+merge: Any = _parts["merge"]
 MoELayer: Any = _parts["MoELayer"]
 TopKRouter: Any = _parts["TopKRouter"]
 replace_state_dict_keys_with_sharded_keys: Any = _parts["_replace_state_dict_keys_with_sharded_keys"]

@@ -31,11 +31,13 @@ from actors.trainer.megatron.imports import (
     quiet,
 )
 from actors.trainer.megatron.memory import Offloaded, host_copy
+from actors.trainer.megatron.router import Routers
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.cuts import load_weights, tensors_of
 from actors.trainer.models.files import file_source
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sources import WeightSource, random_source
+from runtime.settings.recipe import replays_experts
 from runtime.settings.topology import Topology, TrainerConfig
 
 
@@ -87,6 +89,8 @@ class Replica:
             self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.is_distributed = topology.trainer.optimizer.use_distributed_optimizer  # the optimizer's state
         self._gathers_late = topology.trainer.ddp.overlap_param_gather
+        self._routers = Routers(self.chunks, sequence_parallel=self._layout.sequence_parallel, device=device)
+        self._replays_experts = replays_experts(topology.algorithm)
         self._biases_before: list[Tensor] = []
         self.offloaded: Offloaded | None = None
         self.between: Callable[[], object] = nothing  # called before each micro-batch of a stage, by all of its ranks
@@ -207,16 +211,22 @@ class Replica:
             micro_batches: of this replica; each replica has equally many, `num_micro_batches` of them.
             loss: gives a micro-batch's summed loss.
         """
+        self._routers.begin()
         self._biases_before = [bias.clone() for bias in self._expert_biases]  # they move with the gradients
         for ddp in self._ddp:
             ddp.zero_grad_buffer()
         with quiet():
             self.optimizer.zero_grad()
-        self._run(micro_batches, loss, forward_only=False)
+        self._run(micro_batches, loss, self._routers.train)
 
     @torch.no_grad()
     def fill_log_probs(
-        self, micro_batches: Sequence[MicroBatch], column_N: NDArray[np.float32], *, temperature: float | None = None
+        self,
+        micro_batches: Sequence[MicroBatch],
+        column_N: NDArray[np.float32],
+        *,
+        temperature: float | None = None,
+        is_policy: bool = False,
     ) -> None:
         """Write the current weights' log-probs of the tokens that train into a column; on the last stage only.
 
@@ -224,6 +234,7 @@ class Replica:
             micro_batches: of this replica; each replica has equally many.
             column_N: one number per token.
             temperature: of the log-probs; none: that of rollout.
+            is_policy: of the policy that is to be trained, whose choice of experts is kept where that is asked for.
         """
 
         def fill(micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
@@ -232,7 +243,8 @@ class Replica:
 
         missing = self.num_micro_batches(len(micro_batches)) - len(micro_batches)
         empty = empty_micro_batch(packed=self.packed, multiple=self.length_multiple, context=self.context)
-        self._run([*micro_batches, *([empty] * missing)], fill, forward_only=True, temperature=temperature)
+        route = self._routers.keep if is_policy and self._replays_experts else self._routers.look
+        self._run([*micro_batches, *([empty] * missing)], fill, route, temperature=temperature, forward_only=True)
 
     def optimizer_step(self, *, learning_rate: float, weight_decay: float) -> float:
         """Clip and apply the gradients, unless their norm is not finite: then nothing of the model or optimizer moves.
@@ -271,13 +283,14 @@ class Replica:
         self,
         micro_batches: Sequence[MicroBatch],
         loss: TokenLoss,
+        route: Callable[[MicroBatch], None],
         *,
-        forward_only: bool,
+        forward_only: bool = False,
         temperature: float | None = None,
     ) -> None:
         with quiet():
             get_forward_backward_func()(
-                forward_step_func=partial(self._forward_step, loss, temperature or self._temperature),
+                forward_step_func=partial(self._forward_step, loss, route, temperature or self._temperature),
                 data_iterator=[iter(micro_batches) for _ in self._ddp] if len(self._ddp) > 1 else iter(micro_batches),
                 model=self._ddp,
                 num_microbatches=len(micro_batches),
@@ -287,10 +300,16 @@ class Replica:
             )
 
     def _forward_step(
-        self, loss: TokenLoss, temperature: float, micro_batches: Any, model: Any
+        self,
+        loss: TokenLoss,
+        route: Callable[[MicroBatch], None],
+        temperature: float,
+        micro_batches: Any,
+        model: Any,
     ) -> tuple[Tensor, Callable[..., Any]]:
         self.between()
         micro_batch: MicroBatch = next(micro_batches)
+        route(micro_batch)
         tokens = torch.from_numpy(micro_batch.tokens).to(self.device)
         asked = Asked(
             torch.from_numpy(micro_batch.rows_M).to(self.device),

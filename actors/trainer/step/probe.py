@@ -98,6 +98,7 @@ def _micro_batch(replica: Replica, token_ids: Sequence[int]) -> MicroBatch:
         targets_M=np.array(token_ids[1:], dtype=np.int64),
         columns_M=positions + 1,
         samples=np.zeros(1, dtype=np.int64),
+        sources=np.where(np.arange(tokens.shape[1]) < inputs, np.arange(tokens.shape[1]), -1)[None],
         bounds=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32) if replica.packed else None,
     )
     return part_of(whole, lengths, replica.context)

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Final, NamedTuple
 
@@ -24,7 +24,7 @@ from actors.trainer.megatron.rank_model import Replica, TokenOutputs
 from actors.trainer.step.metrics import SFT_SUMS, SUMS, difference_metrics, reduced_sums, sampling_metrics, size_metrics
 from actors.trainer.step.reference import ReferenceModel
 from runtime.settings.placement import max_sample_tokens
-from runtime.settings.recipe import trains_demonstrations
+from runtime.settings.recipe import replays_experts, trains_demonstrations
 from runtime.settings.topology import Topology
 
 log = structlog.get_logger()
@@ -77,6 +77,7 @@ class TrainStep:
         self._measures_all = not self._demonstrations and (
             self._algorithm.get_mismatch_metrics or not self._algorithm.use_rollout_logprobs
         )  # the trainer's log-probs before the first optimizer step, also of what later ones train
+        self._replays_experts = not self._demonstrations and replays_experts(self._algorithm)
         self._sums = SFT_SUMS if self._demonstrations else SUMS
         self._normalize = _normalizes_rewards(topology)
         ref_load = topology.model.ref_load
@@ -128,8 +129,11 @@ class TrainStep:
             shared = [[*members, *([NO_SAMPLES] * missing)] for members in shared]
             own = shared[ranks.data_parallel_rank()]
             micro_batches = [
-                make_micro_batch(
-                    batch, members, packed=packed, multiple=replica.length_multiple, context=replica.context
+                self._with_experts(
+                    batch,
+                    make_micro_batch(
+                        batch, members, packed=packed, multiple=replica.length_multiple, context=replica.context
+                    ),
                 )
                 for members in own
             ]
@@ -150,6 +154,25 @@ class TrainStep:
             steps.append(_OptimizerStep(number, samples, micro_batches, reduced, share_B, scale))
         return steps
 
+    def _with_experts(self, batch: TrainBatch, micro_batch: MicroBatch) -> MicroBatch:
+        """With those that the engine had, where they are asked for.
+
+        Raises:
+            ValueError: they are not there, or of another model.
+        """
+        if not self._algorithm.use_rollout_routing_replay:
+            return micro_batch
+        model, routed = self._replica.hf, batch.routed_experts_N
+        expected = model.num_hidden_layers * (model.experts.num_experts_per_tok if model.experts is not None else 0)
+        if routed is None or routed.shape[1] != expected:
+            told = "none" if routed is None else routed.shape[1]
+            raise ValueError(
+                f"step {batch.step}: algorithm.use_rollout_routing_replay wants {expected} routed experts "
+                f"of each token, those of all layers, and samples tell {told}"
+            )
+        known = np.where((micro_batch.sources < 0)[..., None], -1, routed[micro_batch.sources])
+        return replace(micro_batch, routed_experts=known)
+
     def _prepare(self, batch: TrainBatch, steps: list[_OptimizerStep]) -> tuple[_Columns, dict[str, float]]:
         """Compute what the loss needs besides the policy's own forward pass, and say how long that took."""
         advantages = grpo_advantages(
@@ -162,8 +185,8 @@ class TrainStep:
         begin = time.perf_counter()
         trainer_log_probs_N = np.zeros_like(batch.rollout_log_probs_N)
         later = _micro_batches(steps[1:])
-        if later and self._measures_all:  # the first step's own forward pass yields its log-probs for nothing
-            self._replica.fill_log_probs(later, trainer_log_probs_N)
+        if later and (self._measures_all or self._replays_experts):  # the first step's own pass yields them for nothing
+            self._replica.fill_log_probs(later, trainer_log_probs_N, is_policy=True)
         metrics = {"perf/log_probs_time": time.perf_counter() - begin}
         begin = time.perf_counter()
         ref_log_probs_N = None

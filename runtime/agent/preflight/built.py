@@ -10,6 +10,11 @@ def not_built(topology: Topology) -> Iterator[Problem]:
     """Every key that asks for what is not built."""
     if len(topology.nodes) > 1:
         yield Problem.of("nodes", list(topology.nodes), "a run on several nodes is not built yet; one is")
+    if topology.algorithm.use_rollout_routing_replay and not answers_are_recorded(topology):
+        message = (
+            'engines are not asked for experts yet: it trains on a dump that tells them, with run.only = "trainer"'
+        )
+        yield Problem.of("algorithm.use_rollout_routing_replay", True, message)
     for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
         key = f"engines.{name}"
         if engine.weight_transport != "disk":

@@ -140,8 +140,9 @@ def _demonstrations(recipe: Recipe) -> Iterator[Problem]:
     if rollout.on_surplus != "train":
         message = f"would leave demonstrations out {why}, which no weights have sampled"
         yield Problem.of("rollout.on_surplus", rollout.on_surplus, message)
-    for key, value in (("use_kl_loss", algorithm.use_kl_loss), ("entropy_coef", algorithm.entropy_coef)):
-        if value:
+    without_effect = ("use_kl_loss", "entropy_coef", "use_routing_replay", "use_rollout_routing_replay")
+    for key in without_effect:
+        if value := getattr(algorithm, key):
             yield Problem.of(f"algorithm.{key}", value, f"has no effect {why}")
     for index, item in enumerate(recipe.eval):
         message = f"no engine runs {why}: evaluate the exported model (train.save_hf) in a run with engines"

@@ -55,7 +55,8 @@ END: Final = """
 | `weight_versions` | `weight_spans`: which version sampled which tokens |
 | `reward` | `reward`, and `score` with all that the grader answered |
 | `status` | the same five values |
-| `teacher_log_probs`, `rollout_routed_experts` | columns, each a data message of its own |
+| `teacher_log_probs` | a column, a data message of its own |
+| `rollout_routed_experts` | `routed_experts` of its segments |
 """
 
 
