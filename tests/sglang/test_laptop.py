@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, Final
 
 import pytest
 
-from tests.sglang.recipe import RECIPE, overrides
+from tests.sglang.recipe import DEMO, RECIPE, overrides
 from tests.sglang.server import ROOT
 
 NUM_STEPS: Final = 12
@@ -20,6 +21,35 @@ CLOSE: Final = 1e-4  # natural log, of tokens of staleness 0
 LIMIT_S: Final = 900
 LONG_LIMIT_S: Final = 1800
 
+FEW_STEPS: Final = 4
+
+EXPERTS: Final[dict[str, dict[str, Any]]] = {  # what makes the recipe's model one of experts
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 0,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": True,
+    },
+}
 WIDE: Final = {"engines.policy.concurrency": 256}
 
 Rows = list[dict[str, Any]]
@@ -74,6 +104,20 @@ def test_the_recipe_learns_on_sglang_with_partial_rollout_and_a_step_of_stalenes
     groups = dict(result["groups"])
     assert groups.pop("issued") == sum(groups.values())
     assert max(row["rollout/staleness_max"] for row in rows) >= 1
+
+
+@pytest.mark.sglang_all
+@pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.parametrize("kind", list(EXPERTS))
+def test_a_mixture_of_experts_shared_out_over_two_ranks_agrees_with_sglang(tmp_path: Path, kind: str) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(DEMO / "models/reverse-digits", model)
+    config = json.loads((model / "config.json").read_text()) | EXPERTS[kind]
+    (model / "config.json").write_text(json.dumps(config))
+    shared_out = {"trainer.num_processes": 2, "trainer.megatron.expert_model_parallel_size": 2}
+    result, rows = run(tmp_path, FEW_STEPS, LIMIT_S, **{"model.hf_checkpoint": model}, **shared_out)
+    assert result["groups"]["issued"] == FEW_STEPS * BATCH
+    assert all(row["train/grad_norm"] > 0 for row in rows)
 
 
 def check_learnt(result: dict[str, Any]) -> None:
