@@ -4,6 +4,7 @@ from typing import Final
 
 import numpy as np
 
+from actors.trainer.batches.balance import shared_out
 from actors.trainer.batches.batch import Ints, TrainBatch
 
 WEIGHTS_PER_MICRO_BATCH: Final = 1 << 25  # of a layer times a token: what a layer's calls cost on one core of a CPU
@@ -30,8 +31,25 @@ def micro_batch_cost(layer_weights: int) -> int:
     return -(-WEIGHTS_PER_MICRO_BATCH // layer_weights)
 
 
+def attention_cost(query_size: int, layer_weights: int) -> float:
+    """What a position costs that a token may see, in tokens: scores and values, of half the positions before the end.
+
+    Args:
+        query_size: numbers of a token's queries in a layer, of all heads.
+        layer_weights: parameters of one layer.
+    """
+    return query_size / layer_weights
+
+
 def plan_micro_batches(
-    lengths_B: Ints, samples: Ints, *, max_tokens: int, num_replicas: int, packed: bool, cost: int = 0
+    lengths_B: Ints,
+    samples: Ints,
+    *,
+    max_tokens: int,
+    num_replicas: int,
+    packed: bool,
+    cost: int = 0,
+    attention: float = 0.0,
 ) -> list[list[Ints]]:
     """Share samples among replicas, in equally many micro-batches each.
 
@@ -42,9 +60,11 @@ def plan_micro_batches(
         num_replicas: data-parallel replicas of the model.
         packed: one row of sequences behind each other; else rows of like length, padded.
         cost: of a micro-batch, in tokens: padding saved by a further one must be more.
+        attention: what each position costs that a token may see, in tokens.
 
     Returns:
-        For each replica its micro-batches, each the samples in it; empty where there are too few samples.
+        For each replica its micro-batches, each the samples in it; empty where there are too few samples. Replicas have
+        about equally much to compute.
     """
     order = samples[np.argsort(-lengths_B[samples], kind="stable")]
     bins = _first_fit(lengths_B, order, max_tokens) if packed else _by_length(lengths_B, order, max_tokens, cost)
@@ -54,7 +74,15 @@ def plan_micro_batches(
         half = (len(largest) + 1) // 2
         bins += [largest[:half], largest[half:]]
     bins.sort(key=lambda members: -int(lengths_B[members].sum()))
-    return [bins[replica::num_replicas] for replica in range(num_replicas)]
+    costs = [_operations(lengths_B[members], attention, packed=packed) for members in bins]
+    return [[bins[index] for index in sorted(share)] for share in shared_out(costs, num_replicas)]
+
+
+def _operations(lengths: Ints, attention: float, *, packed: bool) -> float:
+    """What a micro-batch computes, in tokens; of padded rows with their padding."""
+    if not packed and len(lengths):
+        lengths = np.full_like(lengths, lengths.max())
+    return float((lengths + attention * lengths**2).sum())
 
 
 def _by_length(lengths_B: Ints, order: Ints, max_tokens: int, cost: int) -> list[Ints]:

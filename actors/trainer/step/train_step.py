@@ -17,8 +17,8 @@ from actors.trainer.algorithms.kl import kl_divergence
 from actors.trainer.algorithms.losses import policy_loss, sft_loss
 from actors.trainer.algorithms.reduction import Reduction, reduction
 from actors.trainer.algorithms.schedules import entropy_coef, learning_rate
-from actors.trainer.batches.batch import Floats32, Ints, MicroBatch, TrainBatch, make_micro_batch, num_positions
-from actors.trainer.batches.plan import micro_batch_cost, plan_micro_batches, split_steps
+from actors.trainer.batches.batch import Ints, MicroBatch, TrainBatch, make_micro_batch, num_positions
+from actors.trainer.batches.plan import attention_cost, micro_batch_cost, plan_micro_batches, split_steps
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
 from actors.trainer.step.metrics import SFT_SUMS, SUMS, difference_metrics, reduced_sums, sampling_metrics, size_metrics
@@ -46,12 +46,13 @@ class _OptimizerStep:
 
 @dataclass(frozen=True)
 class _Columns:
-    """Numbers per token of the batch, on the host."""
+    """Numbers per token of the batch, on the device: they are brought there once, and picked from there."""
 
-    advantages_N: Floats32
-    weights_N: Floats32  # of the token's loss in the sum of its optimizer step
-    trainer_log_probs_N: Floats32  # before the first optimizer step; filled as forward passes yield them
-    ref_log_probs_N: Floats32 | None
+    advantages_N: Tensor
+    weights_N: Tensor  # of the token's loss in the sum of its optimizer step
+    rollout_log_probs_N: Tensor
+    trainer_log_probs_N: Tensor  # before the first optimizer step; filled as forward passes yield them
+    ref_log_probs_N: Tensor | None
 
 
 class Trained(NamedTuple):
@@ -102,8 +103,8 @@ class TrainStep:
         metrics |= self._reduced(sums) | size_metrics(batch)
         if not self._demonstrations:
             measured = _micro_batches(steps if self._measures_all else steps[:1])
-            metrics |= difference_metrics(batch, measured, columns.trainer_log_probs_N)
-            metrics |= sampling_metrics(batch, columns.advantages_N)
+            metrics |= difference_metrics(batch, measured, columns.trainer_log_probs_N.cpu().numpy())
+            metrics |= sampling_metrics(batch, columns.advantages_N.cpu().numpy())
             metrics["train/entropy_coef"] = self._entropy_coef(batch.step)
         skipped = [step.samples for step, norm in zip(steps, norms, strict=True) if not math.isfinite(norm)]
         metrics["train/num_skipped_steps"] = len(skipped)
@@ -124,6 +125,7 @@ class TrainStep:
                 num_replicas=ranks.data_parallel_size(),
                 packed=packed,
                 cost=micro_batch_cost(replica.layer_weights),
+                attention=attention_cost(replica.hf.num_attention_heads * replica.hf.head_dim, replica.layer_weights),
             )
             missing = replica.num_micro_batches(len(shared[0])) - len(shared[0])
             shared = [[*members, *([NO_SAMPLES] * missing)] for members in shared]
@@ -194,63 +196,64 @@ class TrainStep:
             ref_log_probs_N = self._reference.log_probs(batch, _micro_batches(steps))
             metrics["perf/ref_log_probs_time"] = time.perf_counter() - begin
         weights_B = np.concatenate([step.reduction.token_weights for step in steps])
-        return _Columns(
-            batch.spread(advantages), batch.spread(weights_B), trainer_log_probs_N, ref_log_probs_N
-        ), metrics
+        device = self._replica.device
+        advantages_N, weights_N, rollout_N, trainer_N = (
+            torch.tensor(values_N, device=device)
+            for values_N in (
+                batch.spread(advantages),
+                batch.spread(weights_B),
+                batch.rollout_log_probs_N,
+                trainer_log_probs_N,
+            )
+        )
+        ref_N = None if ref_log_probs_N is None else torch.tensor(ref_log_probs_N, device=device)
+        return _Columns(advantages_N, weights_N, rollout_N, trainer_N, ref_N), metrics
 
     def _backward(self, batch: TrainBatch, step: _OptimizerStep, columns: _Columns) -> Tensor:
         """Set the gradients; return this replica's metric sums and share of the denominator behind them."""
-        sums = torch.zeros(len(self._sums) + 1, dtype=torch.float64)
+        sums = torch.zeros(len(self._sums) + 1, dtype=torch.float64, device=self._replica.device)
 
         def loss(micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
+            where_M = torch.from_numpy(micro_batch.columns_M).to(self._replica.device)
             if step.number == 0:
-                columns.trainer_log_probs_N[micro_batch.columns_M] = outputs.log_probs.detach().cpu().numpy()
-            total, terms = self._loss_terms(batch, step, columns, micro_batch, outputs)
-            sums[:-1] += terms.cpu()
+                columns.trainer_log_probs_N[where_M] = outputs.log_probs.detach()
+            total, terms = self._loss_terms(batch.step, columns, where_M, outputs)
+            sums[:-1] += terms
             if self._replica.context.rank == 0:  # context-parallel ranks have parts of the same samples
                 sums[-1] += int(step.share_B[micro_batch.samples].sum())
             return total * step.positions_per_share
 
         self._replica.backward(step.micro_batches, loss)
-        return sums
+        return sums.cpu()
 
     def _loss_terms(
-        self,
-        batch: TrainBatch,
-        step: _OptimizerStep,
-        columns: _Columns,
-        micro_batch: MicroBatch,
-        outputs: TokenOutputs,
+        self, train_step: int, columns: _Columns, where_M: Tensor, outputs: TokenOutputs
     ) -> tuple[Tensor, Tensor]:
         """The loss of a micro-batch, and its metric sums, the loss first, which have no gradient."""
-
-        def column(values_N: Floats32) -> Tensor:
-            return torch.from_numpy(values_N[micro_batch.columns_M]).to(outputs.log_probs.device)
-
-        weights = column(columns.weights_N)
+        weights = columns.weights_N[where_M]
         if self._demonstrations:
             loss = sft_loss(outputs.log_probs)
             return loss @ weights, torch.stack([loss, loss, outputs.entropy]).detach() @ weights
-        old = column(batch.rollout_log_probs_N if self._algorithm.use_rollout_logprobs else columns.trainer_log_probs_N)
+        of_rollout = self._algorithm.use_rollout_logprobs
+        old = columns.rollout_log_probs_N if of_rollout else columns.trainer_log_probs_N
         policy = policy_loss(
             outputs.log_probs,
-            old,
-            column(columns.advantages_N),
+            old[where_M],
+            columns.advantages_N[where_M],
             eps_clip=self._algorithm.eps_clip,
             eps_clip_high=self._algorithm.eps_clip_high,
             eps_clip_c=self._algorithm.eps_clip_c,
             max_log_ratio=self._algorithm.max_log_ratio,
         )
-        coef = self._entropy_coef(batch.step)
+        coef = self._entropy_coef(train_step)
         total = (
             policy.loss - coef * outputs.entropy if coef else policy.loss
         )  # at 0 the head computes no gradient of it
         divergence = torch.zeros_like(policy.loss)
         if columns.ref_log_probs_N is not None:
-            reference = column(columns.ref_log_probs_N)
             divergence = kl_divergence(
                 outputs.log_probs,
-                reference,
+                columns.ref_log_probs_N[where_M],
                 self._algorithm.kl_loss_type,
                 max_log_ratio=self._algorithm.max_log_ratio,
             )

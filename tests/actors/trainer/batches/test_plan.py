@@ -59,6 +59,20 @@ def test_a_micro_batch_costs_more_tokens_the_smaller_the_layers_are() -> None:
     assert len(plan_micro_batches(lengths, np.arange(4), **arguments, cost=micro_batch_cost(1 << 22))[0]) == 2
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_replicas_have_about_equally_much_to_compute(packed: bool) -> None:
+    """Dealt in turn by their tokens, the first replica would have the longer one of each two micro-batches."""
+    lengths = np.array([400, 300, 200, 100])
+    plan = plan_micro_batches(lengths, np.arange(4), max_tokens=400, num_replicas=2, packed=False)
+    assert sorted(sum(int(lengths[members].sum()) for members in own) for own in plan) == [500, 500]
+    rows = np.array([1000, *[100] * 10, *[500] * 2])  # a thousand positions see more than ten times a hundred
+    plan = plan_micro_batches(rows, np.arange(13), max_tokens=1000, num_replicas=1, packed=packed, attention=1e-3)
+    assert sum(len(members) for members in plan[0]) == 13
+    two = plan_micro_batches(rows, np.arange(13), max_tokens=1000, num_replicas=2, packed=packed, attention=1e-3)
+    costs = [sum(float((rows[members] + 1e-3 * rows[members] ** 2).sum()) for members in own) for own in two]
+    assert max(costs) - min(costs) <= 1000  # 2,000 for the long row, 1,500 for two, 1,100 for ten
+
+
 def test_steps_have_equally_many_rollouts_and_keep_parts_together() -> None:
     batch = random_batch()
     steps = split_steps(batch, 2)
