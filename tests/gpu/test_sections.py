@@ -55,15 +55,18 @@ def test_attention_of_packed_rows_is_that_of_sequences_one_by_one() -> None:
     assert json.dumps(found.numbers)
 
 
-def test_speed_and_recomputation_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_recomputation_and_offload_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "STEPS", 2)
     monkeypatch.setattr(speed, "WIDTHS", (16,))
     torch.set_num_threads(1)
     found, again = speed.speed("cpu", tiny=True), speed.recompute("cpu", tiny=True)
-    assert (found.problems, again.problems) == ([], [])
+    moved = speed.offload("cpu", tiny=True)
+    assert (found.problems, again.problems, moved.problems) == ([], [], [])
+    assert moved.numbers["bytes"] > 0
+    assert moved.numbers["loss_apart"] == 0
     assert found.numbers["sides"]["ours"]["operations_per_s"] > 0
     assert {name: one["loss"] for name, one in again.numbers.items()}.keys() == {"none", "selective", "full"}
-    assert json.dumps([found.numbers, again.numbers])
+    assert json.dumps([found.numbers, again.numbers, moved.numbers])
 
 
 @pytest.mark.slow
