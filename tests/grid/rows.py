@@ -153,7 +153,11 @@ EXPERTS = (
         for kind in ("qwen3_moe", "glm4_moe")
     ),
 )
-FEW += EXPERTS[0], *(EXPERTS[1 + 2 * index + index % 2] for index in range(len(LAYOUTS_OF_EXPERTS)))
+FEW += tuple(  # those of two ranks, and one model of each kind
+    row
+    for row in EXPERTS
+    if (row.layout, row.kind) in (("EP2", "glm4_moe"), ("EP2xTP2+SP", "qwen3_moe"), ("EP2xCP2", "qwen3_moe"))
+)
 ALL = (
     *EXPERTS,
     *(
@@ -198,7 +202,7 @@ FAULTY = (
 )
 FEW_FAULTY = (
     *tuple(one for one in FAULTY if one[0].world == 2)[:8],
-    *(one for one in FAULTY if one[0].layout == "EP2"),
+    *(one for one in FAULTY if one[1] == "routers choose anew"),
 )
 
 # layouts of which each reads the others' checkpoints, by kind of model

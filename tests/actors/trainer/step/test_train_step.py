@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import structlog
 import torch
+from safetensors.torch import load_file
 
 from actors.trainer.batches.batch import TrainBatch
 from actors.trainer.megatron.rank_model import Replica
@@ -230,6 +231,24 @@ def test_without_a_clip_the_norm_is_still_reported(make_topology: MakeTopology) 
     free = trainer(make_topology(optimizer={"clip_grad": 0.0}))[0](random_batch()).metrics
     clipped = trainer(make_topology(optimizer={"clip_grad": 1e9}))[0](random_batch()).metrics
     assert free["train/grad_norm"] == pytest.approx(clipped["train/grad_norm"])
+
+
+def test_biases_of_experts_stay_float32_in_bfloat16(make_topology: MakeTopology, tmp_path: Path) -> None:
+    """Each step moves them by less than bfloat16 can tell."""
+    write_model(tmp_path / "hf", "glm4_moe", noise=3.0)
+    step, replica = trainer(
+        make_topology(
+            model={"hf_checkpoint": str(tmp_path / "hf"), "random_init": False, "dtype": "bfloat16"},
+            trainer={"megatron": {"moe_router_bias_update_rate": 1e-3}},
+        )
+    )
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    first = load_file(tmp_path / "hf" / "model.safetensors")[name]
+    assert torch.equal(whole_weights(replica.complete_chunks(), replica.hf)[name], first)
+    step(random_batch())
+    moved = whole_weights(replica.complete_chunks(), replica.hf)[name] - first
+    assert moved.abs().sum() > 0
+    torch.testing.assert_close(moved, (moved / 1e-3).round() * 1e-3, rtol=0, atol=1e-5)
 
 
 def test_bfloat16_trains(make_topology: MakeTopology) -> None:
