@@ -357,7 +357,8 @@ class TrainerRank:
                 path, self._saving = self._saving.finish(), None
                 return path
             case _Export():
-                self._handover = self._begin_export(command)
+                with self._replica.memory.phase("export"):
+                    self._handover = self._begin_export(command)
                 return None
             case _AdvanceExport():
                 assert self._handover is not None
@@ -366,7 +367,8 @@ class TrainerRank:
                 assert self._handover is not None
                 handover, self._handover = self._handover, None
                 self._replica.between = nothing
-                return handover.finish()
+                with self._replica.memory.phase("export"):
+                    return handover.finish()
             case _Offload():
                 return self._replica.offload(self.run_directory)
             case _Onload():

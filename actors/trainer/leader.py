@@ -88,6 +88,7 @@ class Leader:
         self.step = step
         self.version = feed.history.version
         self.busy_s = 0.0  # of torch work
+        self._fetch_s = 0.0  # that the last batch took once it was there: payloads from the bus, and laying them out
         self._check_batches()
 
     def _check_batches(self) -> None:
@@ -133,7 +134,7 @@ class Leader:
     async def _train_step(self) -> None:
         begin = time.perf_counter()
         fed = await self._next_batch()
-        waited_s = time.perf_counter() - begin
+        waited_s = time.perf_counter() - begin - self._fetch_s
         replay = self.step < self._frontier
         async with self._feed.prefetching(self.step + 1):
             trained = await self._train_batch(fed)
@@ -145,7 +146,7 @@ class Leader:
             else:
                 published = await self._publish()
         metrics = trained.metrics if trained else {}
-        metrics["perf/train_wait_time"] = waited_s
+        metrics["perf/train_wait_time"], metrics["perf/fetch_time"] = waited_s, self._fetch_s
         metrics["perf/update_weights_time"] = published.took_s if published else begun.pause_s if begun else 0.0
         metrics["perf/step_time"] = time.perf_counter() - begin
         await self._bus.publish(self._told(fed, trained, metrics, replay=replay))
@@ -167,7 +168,9 @@ class Leader:
             if self._checkpoint_is_asked_for():
                 await self._save()
                 continue
+            begin = time.perf_counter()
             fed = await self._feed.batch(self.step)
+            self._fetch_s = time.perf_counter() - begin
             if not fed.lost:
                 return fed
             log.warning("payloads_missing", step=self.step, num_groups=len(fed.lost), reason=fed.reason)

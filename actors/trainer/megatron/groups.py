@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,8 @@ import torch.distributed as dist
 from actors.trainer.megatron import cpu
 from actors.trainer.megatron.imports import initialize_rng_tracker, model_parallel_cuda_manual_seed, parallel_state
 from runtime.settings.topology import MegatronConfig
+
+T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT_S = 600.0
 
@@ -114,6 +116,14 @@ def _over_replicas(values: torch.Tensor, operation: Any) -> torch.Tensor:
     last = parallel_state.get_pipeline_model_parallel_last_rank()
     dist.broadcast(on_device, src=last, group=parallel_state.get_pipeline_model_parallel_group())
     return on_device.cpu()
+
+
+def told(value: T) -> list[T]:
+    """What each rank says, on all of them."""
+    values: list[T] = [value] * dist.get_world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 def leave() -> None:

@@ -2,9 +2,11 @@
 
 import ctypes
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from threading import Event, Thread
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -12,11 +14,60 @@ from torch import Tensor, UntypedStorage
 
 from actors.trainer.megatron.imports import quiet
 
+_PERIOD_S: Final = 0.02  # between looks at a host's memory
+
 
 def host_copy(tensor: Tensor) -> Tensor:
     """A tensor of a GPU in memory that the GPU reads and writes by itself; of the CPU a copy."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
     return copy.copy_(tensor)
+
+
+class PeakMemory:
+    """The most memory that this rank had in each phase: of its GPU, or of the host what no file backs."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Nothing is measured yet."""
+        self._device = device
+        self._peaks: dict[str, int] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Measure what happens in the block."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            yield
+            self._add(name, torch.cuda.max_memory_allocated(self._device))
+            return
+        end = Event()
+        watcher = Thread(target=self._watch, args=(name, end), name="memory")
+        watcher.start()
+        try:
+            yield
+        finally:
+            end.set()
+            watcher.join()
+
+    def _watch(self, name: str, end: Event) -> None:
+        while not end.wait(_PERIOD_S):
+            self._add(name, anonymous_bytes())
+        self._add(name, anonymous_bytes())
+
+    def _add(self, name: str, size: int) -> None:
+        self._peaks[name] = max(size, self._peaks.get(name, 0))
+
+    def take(self) -> dict[str, int]:
+        """Bytes by phase since the last call."""
+        taken, self._peaks = self._peaks, {}
+        return taken
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 class Offloaded:

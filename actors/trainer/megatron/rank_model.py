@@ -30,7 +30,7 @@ from actors.trainer.megatron.imports import (
     parallel_state,
     quiet,
 )
-from actors.trainer.megatron.memory import Offloaded, host_copy
+from actors.trainer.megatron.memory import Offloaded, PeakMemory, host_copy
 from actors.trainer.megatron.router import Routers
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.cuts import load_weights, tensors_of
@@ -92,6 +92,7 @@ class Replica:
         self._routers = Routers(self.chunks, sequence_parallel=self._layout.sequence_parallel, device=device)
         self._replays_experts = replays_experts(topology.algorithm)
         self._biases_before: list[Tensor] = []
+        self.memory = PeakMemory(device)
         self.offloaded: Offloaded | None = None
         self.between: Callable[[], object] = nothing  # called before each micro-batch of a stage, by all of its ranks
         self.steps_before = 0  # train steps of the checkpoint that the run began from

@@ -3,18 +3,17 @@
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from actors.trainer.megatron.groups import told
 from actors.trainer.megatron.memory import host_copy
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.gathering import Bucket, Part, buckets, first_rank, stage_group, whole_entries, whole_tensors
 from actors.trainer.models.shards import Shard, ShardWriter, bytes_of, cut_into_shards, named, write_index
 from runtime.checksums import combined
-
-T = TypeVar("T")
 
 WRITE_TIMEOUT_S = 3600.0  # of a bucket
 
@@ -50,7 +49,7 @@ class Handover:
         self._directory = directory
         entries = whole_entries(parts, model) if dist.get_rank() == first_rank() else []
         cut = cut_into_shards(entries)
-        counts = _told(len(cut))
+        counts = told(len(cut))
         self._shards = named(cut, before=sum(counts[: dist.get_rank()]), total=sum(counts))
         self._buckets = buckets(whole_tensors(_taken(parts), model, device), bucket_bytes)
         self._bucket_bytes, self._device = bucket_bytes, device
@@ -94,7 +93,7 @@ class Handover:
         """
         for bucket in self._buckets:
             self._writer.hand_over(bucket, wait=sum(tensor.nbytes for _, tensor in bucket) > self._bucket_bytes)
-        shares = _told(self._writer.close(self._shards))
+        shares = told(self._writer.close(self._shards))
         errors = [f"rank {rank}: {share.error}" for rank, share in enumerate(shares) if share.error]
         if errors:
             raise OSError(f"weights could not be written to {self._directory}: {'; '.join(errors)}")
@@ -157,11 +156,3 @@ def _taken(parts: list[Part]) -> Iterator[Part]:
     parts.reverse()
     while parts:
         yield parts.pop()
-
-
-def _told(value: T) -> list[T]:
-    """What each rank says, on all of them."""
-    values: list[T] = [value] * dist.get_world_size()
-    if len(values) > 1:
-        dist.all_gather_object(values, value)
-    return values

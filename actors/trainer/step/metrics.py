@@ -1,15 +1,18 @@
 """Metrics of a train step: of its batch, of its losses, and of how far engines and trainer are apart."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.trainer.batches.batch import Floats32, MicroBatch, TrainBatch
 from actors.trainer.batches.staleness import staleness_metrics
 from actors.trainer.megatron import groups as ranks
+from actors.trainer.models.config import HfConfig
+from actors.trainer.models.flops import peak_flops, train_flops
 
 SUMS = (  # reduced like the loss
     "train/loss",
@@ -75,6 +78,26 @@ def sampling_metrics(batch: TrainBatch, advantages_N: Floats32) -> dict[str, flo
         "train/stale_token_ratio": _mean(batch.staleness_N[mask] != 0),
         **staleness_metrics(batch),
     }
+
+
+def memory_metrics(peaks: Mapping[str, int]) -> dict[str, float]:
+    """The most memory that each rank had, by phase. A collective of all ranks."""
+    return {
+        f"perf/peak_bytes/{phase}/rank_{rank}": float(size)
+        for rank, own in enumerate(ranks.told(peaks))
+        for phase, size in own.items()
+    }
+
+
+def speed_metrics(model: HfConfig, lengths: Sequence[int], seconds: float, device: torch.device) -> dict[str, float]:
+    """Of the optimizer steps: tokens, and floating-point operations of a rank, and as a share of what its GPU can."""
+    metrics = {"perf/actor_train_tok_per_s": sum(lengths) / seconds}
+    per_rank = train_flops(model, lengths) / seconds / dist.get_world_size()
+    metrics["perf/actor_train_tflops"] = per_rank / 1e12
+    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if peak is not None:
+        metrics["perf/mfu"] = per_rank / peak
+    return metrics
 
 
 def _mean(values: NDArray[np.float32 | np.int64 | np.bool_]) -> float:

@@ -1,7 +1,6 @@
 """One train step: a batch of scored samples becomes a few optimizer steps and the metrics that say how it went."""
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -21,7 +20,17 @@ from actors.trainer.batches.batch import Ints, MicroBatch, TrainBatch, make_micr
 from actors.trainer.batches.plan import attention_cost, micro_batch_cost, plan_micro_batches, split_steps
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
-from actors.trainer.step.metrics import SFT_SUMS, SUMS, difference_metrics, reduced_sums, sampling_metrics, size_metrics
+from actors.trainer.step.laps import Laps
+from actors.trainer.step.metrics import (
+    SFT_SUMS,
+    SUMS,
+    difference_metrics,
+    memory_metrics,
+    reduced_sums,
+    sampling_metrics,
+    size_metrics,
+    speed_metrics,
+)
 from actors.trainer.step.reference import ReferenceModel
 from runtime.settings.placement import max_sample_tokens
 from runtime.settings.recipe import replays_experts, trains_demonstrations
@@ -91,15 +100,22 @@ class TrainStep:
             FloatingPointError: a gradient was not finite, and train.on_nonfinite or train.max_skipped say that this is
                 the end. Nothing has moved by it.
         """
-        begin = time.perf_counter()
+        laps, memory = Laps(), self._replica.memory
         steps = self._plan(batch)
-        columns, metrics = self._prepare(batch, steps)
-        train_begin = time.perf_counter()
+        laps.lap("perf/plan_time")
+        with memory.phase("prepare"):
+            columns = self._prepare(batch, steps, laps)
+        before = laps.total
         sums: list[Tensor] = []
         norms: list[float] = []
-        for step in steps:
-            sums.append(self._backward(batch, step, columns))
-            norms.append(self._optimizer_step(batch.step, step.number))
+        with memory.phase("train"):
+            for step in steps:
+                sums.append(self._backward(batch, step, columns))
+                laps.lap("perf/forward_backward_time")
+                norms.append(self._optimizer_step(batch.step, step.number))
+                laps.lap("perf/optimizer_time")
+        metrics = speed_metrics(self._replica.hf, batch.lengths_B.tolist(), laps.total - before, self._replica.device)
+        metrics |= memory_metrics(memory.take())
         metrics |= self._reduced(sums) | size_metrics(batch)
         if not self._demonstrations:
             measured = _micro_batches(steps if self._measures_all else steps[:1])
@@ -110,8 +126,8 @@ class TrainStep:
         metrics["train/num_skipped_steps"] = len(skipped)
         metrics["train/grad_norm"] = float(np.mean([norm for norm in norms if math.isfinite(norm)] or norms))
         metrics["train/lr-pg_0"] = self._learning_rate(batch.step, steps[-1].number)
-        metrics["perf/actor_train_time"] = time.perf_counter() - train_begin
-        metrics["perf/train_time"] = time.perf_counter() - begin
+        laps.lap("perf/metrics_time")
+        metrics |= laps.metrics() | {"perf/actor_train_time": laps.total - before, "perf/train_time": laps.total}
         return Trained(metrics, np.concatenate([NO_SAMPLES, *skipped]))
 
     def _plan(self, batch: TrainBatch) -> list[_OptimizerStep]:
@@ -175,8 +191,8 @@ class TrainStep:
         known = np.where((micro_batch.sources < 0)[..., None], -1, routed[micro_batch.sources])
         return replace(micro_batch, routed_experts=known)
 
-    def _prepare(self, batch: TrainBatch, steps: list[_OptimizerStep]) -> tuple[_Columns, dict[str, float]]:
-        """Compute what the loss needs besides the policy's own forward pass, and say how long that took."""
+    def _prepare(self, batch: TrainBatch, steps: list[_OptimizerStep], laps: Laps) -> _Columns:
+        """Compute what the loss needs besides the policy's own forward pass."""
         advantages = grpo_advantages(
             batch.rewards_B,
             batch.groups_B,
@@ -184,17 +200,16 @@ class TrainStep:
             normalize=self._normalize,
             normalize_std=not self._algorithm.disable_grpo_std_normalization,
         )
-        begin = time.perf_counter()
+        laps.lap("perf/plan_time")
         trainer_log_probs_N = np.zeros_like(batch.rollout_log_probs_N)
         later = _micro_batches(steps[1:])
         if later and (self._measures_all or self._replays_experts):  # the first step's own pass yields them for nothing
             self._replica.fill_log_probs(later, trainer_log_probs_N, is_policy=True)
-        metrics = {"perf/log_probs_time": time.perf_counter() - begin}
-        begin = time.perf_counter()
+        laps.lap("perf/log_probs_time")
         ref_log_probs_N = None
         if self._reference is not None:
             ref_log_probs_N = self._reference.log_probs(batch, _micro_batches(steps))
-            metrics["perf/ref_log_probs_time"] = time.perf_counter() - begin
+            laps.lap("perf/ref_log_probs_time")
         weights_B = np.concatenate([step.reduction.token_weights for step in steps])
         device = self._replica.device
         advantages_N, weights_N, rollout_N, trainer_N = (
@@ -207,7 +222,8 @@ class TrainStep:
             )
         )
         ref_N = None if ref_log_probs_N is None else torch.tensor(ref_log_probs_N, device=device)
-        return _Columns(advantages_N, weights_N, rollout_N, trainer_N, ref_N), metrics
+        laps.lap("perf/plan_time")
+        return _Columns(advantages_N, weights_N, rollout_N, trainer_N, ref_N)
 
     def _backward(self, batch: TrainBatch, step: _OptimizerStep, columns: _Columns) -> Tensor:
         """Set the gradients; return this replica's metric sums and share of the denominator behind them."""

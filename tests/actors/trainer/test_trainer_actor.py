@@ -1,5 +1,6 @@
 """The trainer on a real bus: what it says, in which order, and what a restarted one does."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
@@ -31,6 +32,7 @@ from runtime.host.actor import InputError
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hosting import errors_of, names, of, running, said_until
 from tests.actors.trainer.logs import GROUPS, completed, publish_batch
+from tests.actors.trainer.tiny import TINY
 
 pytestmark = pytest.mark.anyio
 
@@ -105,6 +107,23 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_told_whe
             event.path for event in saved
         ]
         assert all(0 < event.pause_s < event.took_s for event in saved)
+
+
+async def test_the_parts_of_a_step_sum_to_it(
+    make_topology: Callable[..., Topology], model_dir: Path, bus: Bus, tmp_path: Path
+) -> None:
+    large = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 8192}
+    (model_dir / "config.json").write_text(json.dumps(TINY | large))
+    topology = make_topology(train={"num_steps": 3})
+    async with running(topology, bus, tmp_path / "run"):
+        for step in range(3):
+            await publish_batch(bus, step)
+        trained = of(await said_until(bus, BatchTrained, 3), BatchTrained)
+    parts = ("train_wait", "fetch", "train", "update_weights")
+    shares = [
+        sum(event.metrics[f"perf/{part}_time"] for part in parts) / event.metrics["perf/step_time"] for event in trained
+    ]
+    assert all(0.98 <= share <= 1.0 for share in shares), shares
 
 
 async def test_training_goes_on_while_a_copy_of_the_weights_is_written(

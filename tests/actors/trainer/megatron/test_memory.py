@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -10,12 +11,13 @@ import torch
 
 from actors.trainer.batches.batch import make_micro_batch
 from actors.trainer.commands import TrainerRank
+from actors.trainer.megatron.memory import PeakMemory, anonymous_bytes, give_back
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.reference import ReferenceModel
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import whole_weights
-from tests.actors.trainer.measured import Peak, anonymous
+from tests.actors.trainer.measured import Peak
 from tests.actors.trainer.tiny import TINY, random_batch
 
 MakeTopology = Callable[..., Topology]
@@ -60,12 +62,12 @@ def test_memory_falls_by_what_is_offloaded(
     train(random_batch())
     parameters = sum(parameter.numel() for chunk in replica.chunks for parameter in chunk.parameters())
     for _ in range(2):
-        before = anonymous()
+        before = anonymous_bytes()
         size = replica.offload(tmp_path)
         assert size >= parameters * (12 if dtype == "float32" else 16)  # gradients, two moments, main parameters
-        assert before - anonymous() >= 0.9 * size
+        assert before - anonymous_bytes() >= 0.9 * size
         replica.onload()
-    assert anonymous() - before <= 0.1 * size
+    assert anonymous_bytes() - before <= 0.1 * size
     assert list(tmp_path.glob("tmp*")) == []
 
 
@@ -97,3 +99,27 @@ def test_log_probs_of_the_reference_take_no_third_set_of_weights(
     assert peak.bytes < 0.75 * sum(weight.nbytes for weight in weights)
     after = [parameter for chunk in replica.chunks for parameter in chunk.parameters()]
     assert all(torch.equal(one, other) for one, other in zip(weights, after, strict=True))
+
+
+def test_peaks_are_by_phase_and_rank(make_topology: MakeTopology, tmp_path: Path) -> None:
+    rank = TrainerRank(make_topology(algorithm={"use_kl_loss": True}), tmp_path)
+    metrics = rank.train(random_batch(0)).metrics
+    phases = {name.split("/")[2]: size for name, size in metrics.items() if name.startswith("perf/peak_bytes/")}
+    assert phases.keys() == {"prepare", "train"}
+    assert all(0.5 < size / anonymous_bytes() < 1.1 for size in phases.values())
+    rank.publish(1, confirmed=0)
+    assert "perf/peak_bytes/export/rank_0" in rank.train(random_batch(1)).metrics
+
+
+def test_a_peak_is_seen_within_its_phase() -> None:
+    memory = PeakMemory(torch.device("cpu"))
+    give_back()  # else memory that earlier tests had is used again unseen
+    with memory.phase("small"):
+        pass
+    with memory.phase("large"):
+        held = torch.ones(64 << 20, dtype=torch.uint8)
+        Event().wait(0.1)
+        del held
+    peaks = memory.take()
+    assert peaks["large"] - peaks["small"] > 0.9 * (64 << 20)
+    assert memory.take() == {}

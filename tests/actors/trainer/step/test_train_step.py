@@ -258,3 +258,14 @@ def test_bfloat16_trains(make_topology: MakeTopology) -> None:
     assert all(
         weight.dtype is torch.bfloat16 for weight in whole_weights(replica.complete_chunks(), replica.hf).values()
     )
+
+
+def test_the_parts_of_training_sum_to_it(make_topology: Callable[..., Topology]) -> None:
+    topology = make_topology(algorithm={"use_kl_loss": True})
+    metrics = TrainStep(topology, Replica(topology, torch.device("cpu")))(random_batch()).metrics
+    parts = ("plan", "log_probs", "ref_log_probs", "forward_backward", "optimizer", "metrics")
+    times = [metrics[f"perf/{part}_time"] for part in parts]
+    assert all(took > 0 for took in times)
+    assert sum(times) == pytest.approx(metrics["perf/train_time"], rel=0.001)
+    assert metrics["perf/actor_train_tok_per_s"] > 0
+    assert metrics["perf/actor_train_tflops"] > 0
