@@ -44,6 +44,7 @@ from actors.trainer.models.publish import (
     prune_versions,
 )
 from actors.trainer.step.probe import probe, probe_tokens
+from actors.trainer.step.profile import profiled
 from actors.trainer.step.train_step import Trained, TrainStep
 from messages import WeightProbe
 from runtime.files import complete_directory
@@ -189,7 +190,7 @@ class TrainerRank:
             FloatingPointError: gradients were not finite more often than train.max_skipped allows.
         """
         if self._ranks.world_size == 1:
-            return self._train_step(batch)
+            return self._train(batch)
         encoded = _encode_batch(batch)
         return self._lead(_Train(len(encoded)), encoded)
 
@@ -341,7 +342,7 @@ class TrainerRank:
                 begin = begin_from_megatron_lm if command.of_megatron_lm else begin_from
                 return begin(self._replica, Path(command.path), finetune=self._topology.trainer.finetune)
             case _Train():
-                return self._train_step(_decode_batch(self._broadcast(payload, command.size_bytes)))
+                return self._train(_decode_batch(self._broadcast(payload, command.size_bytes)))
             case _Save():
                 self._saving = begin_save(
                     self._replica,
@@ -377,6 +378,11 @@ class TrainerRank:
                 return probe(self._replica, self._probe_tokens)
             case _Stop():
                 return None
+
+    def _train(self, batch: TrainBatch) -> Trained:
+        config, rank, device = self._topology.trainer.profile, self._ranks.rank, self._replica.device
+        with profiled(config, self.run_directory, step=batch.step, rank=rank, device=device):
+            return self._train_step(batch)
 
     def _begin_export(self, command: _Export) -> Handover:
         replica = self._replica

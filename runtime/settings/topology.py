@@ -93,6 +93,13 @@ class DdpConfig(Config, frozen=True, kw_only=True):
     pad_buckets_for_high_nccl_busbw: bool = False  # buckets are multiples of 65,536 elements
 
 
+class ProfileConfig(Config, frozen=True, kw_only=True):
+    """Where the time of chosen train steps goes, in files of the run directory, `profiles/`."""
+
+    steps: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()  # train steps to profile, counted from 0
+    memory_snapshot: bool = False  # on a GPU also its allocations, for torch's memory viewer
+
+
 class TrainerConfig(Config, frozen=True, kw_only=True):
     """The trainer's ranks: one per GPU, or num_processes on the CPU."""
 
@@ -104,6 +111,7 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     finetune: bool = False  # of load take the weights alone; else optimizer, schedule and random state too
     handover: Literal["stream", "copy"] = "stream"  # of new weights: training waits, or goes on beside a copy of them
     export_bucket_bytes: Positive = 512 << 20  # of weights that are gathered before they are written
+    profile: ProfileConfig = ProfileConfig()
     megatron: MegatronConfig = MegatronConfig()
     optimizer: MegatronOptimizerConfig = MegatronOptimizerConfig()
     ddp: DdpConfig = DdpConfig()
