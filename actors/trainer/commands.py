@@ -7,14 +7,13 @@ inside a collective. Every command is then carried out by all ranks together.
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -27,10 +26,11 @@ from actors.trainer.checkpoints import (
     prune_checkpoints,
 )
 from actors.trainer.megatron import groups as ranks
+from actors.trainer.megatron.build import nothing
 from actors.trainer.megatron.checkpoint import begin_from, begin_save, load_checkpoint
 from actors.trainer.megatron.groups import Ranks
 from actors.trainer.megatron.megatron_lm import begin_from_megatron_lm
-from actors.trainer.megatron.rank_model import Replica, nothing
+from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.megatron.saving import Saving
 from actors.trainer.models.files import copy_small_files, set_dtype
 from actors.trainer.models.gathering import own_parts
@@ -43,6 +43,23 @@ from actors.trainer.models.publish import (
     complete_version,
     prune_versions,
 )
+from actors.trainer.orders import (
+    AdvanceExport,
+    Begin,
+    Export,
+    FinishExport,
+    FinishSave,
+    Load,
+    Offload,
+    Onload,
+    Order,
+    Probe,
+    Save,
+    Stop,
+    Train,
+    decode_batch,
+    encode_batch,
+)
 from actors.trainer.step.probe import probe, probe_tokens
 from actors.trainer.step.profile import profiled
 from actors.trainer.step.train_step import Trained, TrainStep
@@ -53,58 +70,6 @@ from runtime.settings.topology import Topology, answers_are_recorded
 POLL: Final = timedelta(seconds=2)  # how long a rank waits for a command before it looks again
 
 
-class _Load(msgspec.Struct, tag=True):
-    path: str
-
-
-class _Begin(msgspec.Struct, tag=True):
-    path: str  # of another run's checkpoint
-    of_megatron_lm: bool
-
-
-class _Train(msgspec.Struct, tag=True):
-    size_bytes: int  # of the batch, which follows by broadcast
-
-
-class _Save(msgspec.Struct, tag=True):
-    step: int
-    incarnation: int
-    frontier: int
-
-
-class _FinishSave(msgspec.Struct, tag=True):
-    pass
-
-
-class _Export(msgspec.Struct, tag=True):
-    directory: str
-    copy: bool = False  # and go on; else it is complete when the command is
-
-
-class _AdvanceExport(msgspec.Struct, tag=True):
-    pass
-
-
-class _FinishExport(msgspec.Struct, tag=True):
-    pass
-
-
-class _Offload(msgspec.Struct, tag=True):
-    pass
-
-
-class _Onload(msgspec.Struct, tag=True):
-    pass
-
-
-class _Probe(msgspec.Struct, tag=True):
-    pass
-
-
-class _Stop(msgspec.Struct, tag=True):
-    pass
-
-
 @dataclass(frozen=True)
 class Unpublished:
     """A version that is not written yet."""
@@ -112,22 +77,6 @@ class Unpublished:
     path: Path
     probe: WeightProbe
     pause_s: float  # that training stood still
-
-
-_Command = (
-    _Load
-    | _Begin
-    | _Train
-    | _Save
-    | _FinishSave
-    | _Export
-    | _AdvanceExport
-    | _FinishExport
-    | _Offload
-    | _Onload
-    | _Probe
-    | _Stop
-)
 
 
 class TrainerRank:
@@ -177,10 +126,10 @@ class TrainerRank:
         """
         found = prune_checkpoints(self._checkpoints, self._topology.train.keep_checkpoints)
         if found:
-            return self._lead(_Load(str(found[-1].path)))
+            return self._lead(Load(str(found[-1].path)))
         beginning = beginning_of(self._topology, self._replica.hf)
         if beginning is not None:
-            self._lead(_Begin(str(beginning.path), beginning.of_megatron_lm))
+            self._lead(Begin(str(beginning.path), beginning.of_megatron_lm))
         return 0
 
     def train(self, batch: TrainBatch) -> Trained:
@@ -191,8 +140,8 @@ class TrainerRank:
         """
         if self._ranks.world_size == 1:
             return self._train(batch)
-        encoded = _encode_batch(batch)
-        return self._lead(_Train(len(encoded)), encoded)
+        encoded = encode_batch(batch)
+        return self._lead(Train(len(encoded)), encoded)
 
     def begin_save(self, *, step: int, incarnation: int, frontier: int = 0) -> Future[None]:
         """Copy the state and have it written beside what comes next.
@@ -205,7 +154,7 @@ class TrainerRank:
         Returns:
             Done when this rank has written its part. Then `finish_save`, before another one begins.
         """
-        return self._lead(_Save(step, incarnation, max(step, frontier))).written
+        return self._lead(Save(step, incarnation, max(step, frontier))).written
 
     def finish_save(self) -> tuple[Path, list[Checkpoint]]:
         """Wait until all ranks have written, give the checkpoint its name and delete old ones.
@@ -213,7 +162,7 @@ class TrainerRank:
         Returns:
             Its directory and the checkpoints that are left, oldest first.
         """
-        path: Path = self._lead(_FinishSave())
+        path: Path = self._lead(FinishSave())
         return path, prune_checkpoints(self._checkpoints, self._topology.train.keep_checkpoints)
 
     def save(self, *, step: int, incarnation: int) -> tuple[Path, list[Checkpoint]]:
@@ -234,16 +183,16 @@ class TrainerRank:
             return NOT_WRITTEN
         begin = time.perf_counter()
         unfinished = begin_version(self._weights, version)
-        self._lead(_Export(str(unfinished)))
-        probed = self._lead(_Probe())
+        self._lead(Export(str(unfinished)))
+        probed = self._lead(Probe())
         return self._published(Unpublished(unfinished, probed, 0.0), confirmed, begin)
 
     def begin_publish(self, version: int) -> Unpublished:
         """Copy the weights, of which `finish_publish` makes a version while training goes on. One at a time."""
         begin = time.perf_counter()
         unfinished = begin_version(self._weights, version)
-        self._lead(_Export(str(unfinished), copy=True))
-        return Unpublished(unfinished, self._lead(_Probe()), time.perf_counter() - begin)
+        self._lead(Export(str(unfinished), copy=True))
+        return Unpublished(unfinished, self._lead(Probe()), time.perf_counter() - begin)
 
     def advance_publish(self) -> tuple[bool, Future[None] | None]:
         """Gather another bucket, unless one is still being written.
@@ -251,7 +200,7 @@ class TrainerRank:
         Returns:
             Whether there is more; and that bucket, as far as this rank writes one.
         """
-        has_more: bool = self._lead(_AdvanceExport())
+        has_more: bool = self._lead(AdvanceExport())
         assert self._handover is not None
         return has_more, self._handover.writing
 
@@ -260,7 +209,7 @@ class TrainerRank:
         return self._published(begun, confirmed, time.perf_counter() - begun.pause_s)
 
     def _published(self, begun: Unpublished, confirmed: int, begin: float) -> Published:
-        checksum: str = self._lead(_FinishExport())
+        checksum: str = self._lead(FinishExport())
         path, size_bytes = complete_version(begun.path, model_directory=self._model_directory)
         prune_versions(self._weights, confirmed=confirmed)
         return Published(path, checksum, size_bytes, time.perf_counter() - begin, begun.probe)
@@ -270,8 +219,8 @@ class TrainerRank:
         unfinished = directory.with_name(f".{directory.name}")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        self._lead(_Export(str(unfinished)))
-        self._lead(_FinishExport())
+        self._lead(Export(str(unfinished)))
+        self._lead(FinishExport())
         copy_small_files(self._model_directory, unfinished, tokenizer=True)
         set_dtype(unfinished / "config.json", self._topology.model.dtype)
         shutil.rmtree(directory, ignore_errors=True)
@@ -283,15 +232,15 @@ class TrainerRank:
         Returns:
             Bytes of this rank that went to the host.
         """
-        return self._lead(_Offload())
+        return self._lead(Offload())
 
     def onload(self) -> None:
         """Take it back; before that there is no train step and no checkpoint."""
-        self._lead(_Onload())
+        self._lead(Onload())
 
     def close(self) -> None:
         """End the other ranks and leave."""
-        self._lead(_Stop())
+        self._lead(Stop())
         self._leave()
 
     def _leave(self) -> None:
@@ -299,7 +248,7 @@ class TrainerRank:
         self._executor.shutdown(cancel_futures=True)
         ranks.leave()
 
-    def _lead(self, command: _Command, payload: bytes = b"") -> Any:
+    def _lead(self, command: Order, payload: bytes = b"") -> Any:
         if self._ranks.world_size > 1:
             self._ranks.store.set(self._next_key(), msgspec.msgpack.encode(command))
         return self._carry_out(command, payload)
@@ -308,8 +257,8 @@ class TrainerRank:
 
     def follow(self) -> None:
         """Carry out rank 0's commands until it, or `stop_following`, says stop."""
-        command: _Command = _Load("")
-        while not isinstance(command, _Stop):
+        command: Order = Load("")
+        while not isinstance(command, Stop):
             command = self._await_command()
             self._carry_out(command, b"")
         self._leave()
@@ -318,15 +267,15 @@ class TrainerRank:
         """End `follow` at its next look for a command; called from another thread."""
         self._stopping.set()
 
-    def _await_command(self) -> _Command:
+    def _await_command(self) -> Order:
         key, store = self._next_key(), self._ranks.store
         while not self._stopping.is_set():
             try:
                 store.wait([key], POLL)
             except dist.DistStoreError:  # timed out; a lost rank 0 is a DistNetworkError
                 continue
-            return msgspec.msgpack.decode(store.get(key), type=_Command)
-        return _Stop()
+            return msgspec.msgpack.decode(store.get(key), type=Order)
+        return Stop()
 
     # all ranks
 
@@ -334,16 +283,16 @@ class TrainerRank:
         self._num_commands += 1
         return f"command/{self._num_commands}"
 
-    def _carry_out(self, command: _Command, payload: bytes) -> Any:
+    def _carry_out(self, command: Order, payload: bytes) -> Any:
         match command:
-            case _Load():
+            case Load():
                 return load_checkpoint(self._replica, Path(command.path))
-            case _Begin():
+            case Begin():
                 begin = begin_from_megatron_lm if command.of_megatron_lm else begin_from
                 return begin(self._replica, Path(command.path), finetune=self._topology.trainer.finetune)
-            case _Train():
-                return self._train(_decode_batch(self._broadcast(payload, command.size_bytes)))
-            case _Save():
+            case Train():
+                return self._train(decode_batch(self._broadcast(payload, command.size_bytes)))
+            case Save():
                 self._saving = begin_save(
                     self._replica,
                     self._checkpoints,
@@ -353,30 +302,30 @@ class TrainerRank:
                     said=self._said(command),
                 )
                 return self._saving
-            case _FinishSave():
+            case FinishSave():
                 assert self._saving is not None
                 path, self._saving = self._saving.finish(), None
                 return path
-            case _Export():
+            case Export():
                 with self._replica.memory.phase("export"):
                     self._handover = self._begin_export(command)
                 return None
-            case _AdvanceExport():
+            case AdvanceExport():
                 assert self._handover is not None
                 return self._handover.advance()
-            case _FinishExport():
+            case FinishExport():
                 assert self._handover is not None
                 handover, self._handover = self._handover, None
                 self._replica.between = nothing
                 with self._replica.memory.phase("export"):
                     return handover.finish()
-            case _Offload():
+            case Offload():
                 return self._replica.offload(self.run_directory)
-            case _Onload():
+            case Onload():
                 return self._replica.onload()
-            case _Probe():
+            case Probe():
                 return probe(self._replica, self._probe_tokens)
-            case _Stop():
+            case Stop():
                 return None
 
     def _train(self, batch: TrainBatch) -> Trained:
@@ -384,7 +333,7 @@ class TrainerRank:
         with profiled(config, self.run_directory, step=batch.step, rank=rank, device=device):
             return self._train_step(batch)
 
-    def _begin_export(self, command: _Export) -> Handover:
+    def _begin_export(self, command: Export) -> Handover:
         replica = self._replica
         parts = own_parts(replica.complete_chunks(), replica.hf)
         bucket_bytes = self._topology.trainer.export_bucket_bytes
@@ -399,7 +348,7 @@ class TrainerRank:
             replica.between = handover.advance
         return handover
 
-    def _said(self, command: _Save) -> SavedRun:
+    def _said(self, command: Save) -> SavedRun:
         topology = self._topology
         return SavedRun(
             run=topology.run.name,
@@ -421,19 +370,3 @@ class TrainerRank:
             shared.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
         dist.broadcast(shared, src=0)
         return shared.cpu().numpy().tobytes()
-
-
-def _encode_batch(batch: TrainBatch) -> bytes:
-    columns = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "step"}
-    arrays = {
-        name: (array.dtype.str, array.shape, array.tobytes()) for name, array in columns.items() if array is not None
-    }
-    return msgspec.msgpack.encode((batch.step, arrays))
-
-
-def _decode_batch(data: bytes) -> TrainBatch:
-    step, arrays = msgspec.msgpack.decode(data, type=tuple[int, dict[str, tuple[str, tuple[int, ...], bytes]]])
-    columns: dict[str, Any] = {
-        name: np.frombuffer(raw, dtype=dtype).reshape(shape) for name, (dtype, shape, raw) in arrays.items()
-    }
-    return TrainBatch(step=step, **columns)

@@ -2,16 +2,25 @@
 
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from actors.trainer.megatron.attention import CoreAttention
 from actors.trainer.megatron.fused import rms_norm
 from actors.trainer.megatron.head import Model
-from actors.trainer.megatron.imports import MoELayer, get_gpt_decoder_block_spec, parallel_state
+from actors.trainer.megatron.imports import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    Float16Module,
+    MoELayer,
+    get_gpt_decoder_block_spec,
+    parallel_state,
+)
 from actors.trainer.megatron.router import Router
 from actors.trainer.models.config import HfConfig
 from runtime.hf_config import Rope
+from runtime.settings.topology import TrainerConfig
 
 
 class RmsNorm(nn.RMSNorm):
@@ -91,3 +100,25 @@ def _layer_spec(config: Any, virtual_stage: int | None) -> Any:
             attention.q_layernorm = attention.k_layernorm = RmsNorm
     block.layer_norm = RmsNorm
     return block
+
+
+def with_gradients(chunk: Any, config: Any, trainer: TrainerConfig) -> Any:
+    """A part of the model behind Megatron's wrapper, which has its gradients and sums them over replicas."""
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=trainer.optimizer.use_distributed_optimizer,
+        **msgspec.structs.asdict(trainer.ddp),
+    )
+    inner = Float16Module(config, chunk) if config.params_dtype is torch.bfloat16 else chunk
+    wrapped = DistributedDataParallel(config, ddp, inner)
+    alone = (
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
+        and parallel_state.get_expert_data_parallel_group().size() == 1
+    )
+    if alone and not trainer.ddp.overlap_grad_reduce:
+        wrapped.finish_grad_sync = nothing  # Megatron sums over a group of one rank too, and waits for it
+    return wrapped
+
+
+def nothing(*_args: Any, **_options: Any) -> None:
+    """Instead of a call that has nothing to do here."""

@@ -1,16 +1,17 @@
-"""The Megatron config that means the same as a Hugging Face one."""
+"""Megatron's configs: of a model, which means the same as a Hugging Face one, and of the optimizer."""
 
+import math
 from typing import Any
 
 import msgspec
 import torch
 import torch.nn.functional as F
 
-from actors.trainer.megatron.imports import TransformerConfig
+from actors.trainer.megatron.imports import OptimizerConfig, TransformerConfig
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.layout import check_layout
 from runtime.hf_experts import Experts
-from runtime.settings.topology import MegatronConfig
+from runtime.settings.topology import MegatronConfig, Topology
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -83,3 +84,22 @@ def _named(layout: MegatronConfig) -> dict[str, Any]:
     if layout.recompute_modules is not None:
         named["recompute_modules"] = list(layout.recompute_modules)
     return named
+
+
+def optimizer_config(topology: Topology, dtype: torch.dtype) -> Any:
+    """Megatron's settings of the optimizer, from the recipe's."""
+    config, megatron = topology.optimizer, topology.trainer
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_eps=config.adam_eps,
+        clip_grad=config.clip_grad or math.inf,  # 0 would also leave the norm uncomputed
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        overlap_param_gather=megatron.ddp.overlap_param_gather,
+        **msgspec.structs.asdict(megatron.optimizer),
+    )

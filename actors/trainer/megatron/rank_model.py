@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,14 +15,10 @@ from torch import Tensor
 from actors.trainer.batches.batch import MicroBatch, empty_micro_batch
 from actors.trainer.batches.context import Context
 from actors.trainer.megatron.attention import packing
-from actors.trainer.megatron.build import build_chunks, expert_biases
-from actors.trainer.megatron.config import DTYPES, transformer_config
+from actors.trainer.megatron.build import build_chunks, expert_biases, nothing, with_gradients
+from actors.trainer.megatron.config import DTYPES, optimizer_config, transformer_config
 from actors.trainer.megatron.head import Asked
 from actors.trainer.megatron.imports import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    Float16Module,
-    OptimizerConfig,
     finalize_model_grads,
     get_forward_backward_func,
     get_megatron_optimizer,
@@ -38,7 +33,7 @@ from actors.trainer.models.files import file_source
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sources import WeightSource, random_source
 from runtime.settings.recipe import replays_experts
-from runtime.settings.topology import Topology, TrainerConfig
+from runtime.settings.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -76,10 +71,10 @@ class Replica:
             for chunk in self.chunks:
                 load_weights(chunk, self.hf, source)
             biases = [bias.clone() for bias in self._expert_biases]
-            self._ddp = [self._wrap(chunk, topology.trainer) for chunk in self.chunks]
+            self._ddp = [with_gradients(chunk, self.config, topology.trainer) for chunk in self.chunks]
             for bias, before in zip(self._expert_biases, biases, strict=True):
                 bias.data = before  # bfloat16's wrapper rounds them
-            self.optimizer = get_megatron_optimizer(_optimizer_config(topology, self.dtype), self._ddp)
+            self.optimizer = get_megatron_optimizer(optimizer_config(topology, self.dtype), self._ddp)
         for group in self.optimizer.param_groups:
             group["fused"] = True  # torch's AdamW in one pass over the weights, also on the CPU
         self.config.finalize_model_grads_func = finalize_model_grads
@@ -97,22 +92,6 @@ class Replica:
         self.between: Callable[[], object] = nothing  # called before each micro-batch of a stage, by all of its ranks
         self.steps_before = 0  # train steps of the checkpoint that the run began from
         self.skipped_in_a_row = 0  # optimizer steps without an effect since the last one that had one
-
-    def _wrap(self, chunk: Any, trainer: TrainerConfig) -> Any:
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=trainer.optimizer.use_distributed_optimizer,
-            **msgspec.structs.asdict(trainer.ddp),
-        )
-        inner = Float16Module(self.config, chunk) if self.dtype is torch.bfloat16 else chunk
-        wrapped = DistributedDataParallel(self.config, ddp, inner)
-        alone = (
-            parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
-            and parallel_state.get_expert_data_parallel_group().size() == 1
-        )
-        if alone and not trainer.ddp.overlap_grad_reduce:
-            wrapped.finish_grad_sync = nothing  # Megatron sums over a group of one rank too, and waits for it
-        return wrapped
 
     @property
     def length_multiple(self) -> int:
@@ -327,25 +306,3 @@ class Replica:
         """Called by the schedule on the last stage with what its head answers."""
         total = loss(micro_batch, TokenOutputs(*outputs))
         return total, torch.tensor(micro_batch.tokens.size, dtype=torch.int, device=self.device), {}
-
-
-def nothing(*_args: Any, **_options: Any) -> None:
-    """Instead of a call that has nothing to do here."""
-
-
-def _optimizer_config(topology: Topology, dtype: torch.dtype) -> Any:
-    config, megatron = topology.optimizer, topology.trainer
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=config.lr,
-        min_lr=config.min_lr,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.adam_beta1,
-        adam_beta2=config.adam_beta2,
-        adam_eps=config.adam_eps,
-        clip_grad=config.clip_grad or math.inf,  # 0 would also leave the norm uncomputed
-        bf16=dtype is torch.bfloat16,
-        params_dtype=dtype,
-        overlap_param_gather=megatron.ddp.overlap_param_gather,
-        **msgspec.structs.asdict(megatron.optimizer),
-    )

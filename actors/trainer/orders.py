@@ -1,0 +1,94 @@
+"""What rank 0 tells the other ranks of the trainer to do, and a batch on its way to them."""
+
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from actors.trainer.batches.batch import TrainBatch
+
+
+class Load(msgspec.Struct, tag=True):
+    """Take the state of a checkpoint of this run."""
+
+    path: str
+
+
+class Begin(msgspec.Struct, tag=True):
+    """Begin from another run's checkpoint."""
+
+    path: str  # of another run's checkpoint
+    of_megatron_lm: bool
+
+
+class Train(msgspec.Struct, tag=True):
+    """Train a batch."""
+
+    size_bytes: int  # of the batch, which follows by broadcast
+
+
+class Save(msgspec.Struct, tag=True):
+    """Begin a checkpoint."""
+
+    step: int
+    incarnation: int
+    frontier: int
+
+
+class FinishSave(msgspec.Struct, tag=True):
+    """Give the checkpoint that was begun its name."""
+
+
+class Export(msgspec.Struct, tag=True):
+    """Begin to write the weights."""
+
+    directory: str
+    copy: bool = False  # of a copy, so that training can go on
+
+
+class AdvanceExport(msgspec.Struct, tag=True):
+    """Gather another bucket of them."""
+
+
+class FinishExport(msgspec.Struct, tag=True):
+    """Gather and write what is left."""
+
+
+class Offload(msgspec.Struct, tag=True):
+    """Free what only training needs."""
+
+
+class Onload(msgspec.Struct, tag=True):
+    """Take it back."""
+
+
+class Probe(msgspec.Struct, tag=True):
+    """Compute the log-probs of the probe."""
+
+
+class Stop(msgspec.Struct, tag=True):
+    """Leave."""
+
+
+Order = (
+    Load | Begin | Train | Save | FinishSave | Export | AdvanceExport | FinishExport | Offload | Onload | Probe | Stop
+)
+
+
+def encode_batch(batch: TrainBatch) -> bytes:
+    """A batch as rank 0 broadcasts it."""
+    columns = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "step"}
+    arrays = {
+        name: (array.dtype.str, array.shape, array.tobytes()) for name, array in columns.items() if array is not None
+    }
+    return msgspec.msgpack.encode((batch.step, arrays))
+
+
+def decode_batch(data: bytes) -> TrainBatch:
+    """The batch again."""
+    step, arrays = msgspec.msgpack.decode(data, type=tuple[int, dict[str, tuple[str, tuple[int, ...], bytes]]])
+    columns: dict[str, Any] = {
+        name: np.frombuffer(raw, dtype=dtype).reshape(shape) for name, (dtype, shape, raw) in arrays.items()
+    }
+    return TrainBatch(step=step, **columns)
