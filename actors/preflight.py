@@ -12,7 +12,6 @@ from actors.buffer.prompts.source import training_reader
 from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
 from actors.hooks import check_hooks
 from actors.reward.graders.builtin import find_grader
-from actors.rollout.engines.asking import url_problems
 from actors.rollout.engines.external import Wanted
 from actors.rollout.engines.server_arguments import engine_problems
 from actors.rollout.requests.served_model import ServedModel
@@ -118,6 +117,8 @@ def _of_urls(topology: Topology, broken: set[str]) -> Iterator[Problem]:
             wanted = Wanted.by(topology)
         except (OSError, ValueError):  # said of the model
             return
+        from actors.rollout.engines.asking import url_problems  # and an HTTP client, which most runs do without
+
         yield from url_problems(key, engine.urls, wanted)
 
 

@@ -73,14 +73,13 @@ class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
     megatron: MegatronConfig
     use_distributed_optimizer: bool
 
-    def check(self, path: Path, shape: HfConfig, *, dtype: str, use_distributed_optimizer: bool | None) -> None:
+    def check(self, path: Path, shape: HfConfig, *, dtype: str | None) -> None:
         """Refuse a checkpoint that another model cannot begin from.
 
         Args:
             path: of the checkpoint.
             shape: the model.
-            dtype: in which it trains.
-            use_distributed_optimizer: as it is set; none: the weights alone are taken.
+            dtype: in which it trains; none: the weights alone are taken.
 
         Raises:
             ValueError: says what is different.
@@ -90,18 +89,10 @@ class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
             if saved.get(name) != expected.get(name):
                 has = [f"has {list(one[name])}" if name in one else "has none" for one in (saved, expected)]
                 raise ValueError(f"{path} is of another model: of {name} it {has[0]}, and this model {has[1]}")
-        if use_distributed_optimizer is None:
-            return
-        if self.dtype != dtype:
+        if dtype not in (None, self.dtype):
             raise ValueError(
                 f"{path} was trained in {self.dtype}, and its optimizer's state does not fit model.dtype = {dtype}: "
                 f"set that, or take the weights alone with trainer.finetune = true"
-            )
-        if self.use_distributed_optimizer != use_distributed_optimizer:
-            raise ValueError(
-                f"{path} was saved with trainer.optimizer.use_distributed_optimizer = "
-                f"{str(self.use_distributed_optimizer).lower()}, and the other optimizer does not read its state: "
-                f"set it so, or take the weights alone with trainer.finetune = true"
             )
 
 
@@ -133,8 +124,7 @@ def beginning_of(topology: Topology, shape: HfConfig) -> Beginning | None:
             )
         return Beginning(path, of_megatron_lm=True)
     path, saved = checkpoint_at(Path(trainer.load))
-    distributed = None if trainer.finetune else trainer.optimizer.use_distributed_optimizer
-    saved.check(path, shape, dtype=topology.model.dtype, use_distributed_optimizer=distributed)
+    saved.check(path, shape, dtype=None if trainer.finetune else topology.model.dtype)
     return Beginning(path)
 
 

@@ -17,7 +17,13 @@ from tests.bin.package_index import PackageIndex, serve_index
 from tests.support.cpu import interpreter_starts
 
 ROOT = Path(__file__).parent.parent.parent
-LIGHT = ("runtime/__init__.py", "runtime/exit_codes.py", "runtime/files.py")
+LIGHT = (
+    "runtime/__init__.py",
+    "runtime/exit_codes.py",
+    "runtime/files.py",
+    "runtime/settings/__init__.py",
+    "runtime/settings/devices.py",
+)
 COMMAND = """import mould, sys
 print("mould", mould.version, *sys.argv[1:])
 raise SystemExit(7)

@@ -207,8 +207,6 @@ FEW_FAULTY = (
 
 # layouts of which each reads the others' checkpoints, by kind of model
 SAVED = (
-    ("qwen3", ("1", "TP2", "PP2", "CP2")),
-    ("qwen3", ("1+DO", "DP2+DO", "TP2xDP2+DO")),
-    ("qwen3_moe", ("1", "TP2+SP", "PP2", "EP2")),
-    ("qwen3_moe", ("1+DO", "DP2+DO", "EP2+DO")),
+    ("qwen3", ("1", "TP2", "PP2", "CP2", "1+DO", "DP2+DO", "TP2xDP2+DO")),
+    ("qwen3_moe", ("1", "TP2+SP", "PP2", "EP2", "1+DO", "DP2+DO", "EP2+DO")),
 )

@@ -41,8 +41,9 @@ def marked(items: Sequence[Any], few: Sequence[Any], names: Sequence[str]) -> li
 
 
 PAIRS = [(kind, one, other) for kind, layouts in SAVED for one in layouts for other in layouts]
-FEW_PAIRS = [("qwen3", "1", "TP2"), ("qwen3", "PP2", "1"), ("qwen3", "1+DO", "DP2+DO"), ("qwen3", "DP2+DO", "1+DO")]
+FEW_PAIRS = [("qwen3", "1", "TP2"), ("qwen3", "PP2", "1"), ("qwen3", "TP2", "DP2+DO"), ("qwen3", "DP2+DO", "PP2")]
 FEW_PAIRS += [("qwen3", "DP2+DO", "DP2+DO"), ("qwen3_moe", "EP2", "1")]
+MAIN = "optimizer.state.param."  # main parameters: the other optimizer has none in float32
 ROWS = [*ALL, *(row for row in FEW if row not in ALL)]
 pytestmark = pytest.mark.timeout(2 * TIMEOUT_S + 60)
 
@@ -114,8 +115,15 @@ def test_a_fault_breaks_its_row(grid: Path, faulty: tuple[Row, str]) -> None:
 )
 def test_a_checkpoint_is_read_by_another_layout_to_the_bit(grid: Path, pair: tuple[str, str, str]) -> None:
     one, other = pair_of(pair)
-    read, written = copied(grid, Job(other, reads=one))
+    read, written = map(without_main_parameters, copied(grid, Job(other, reads=one)))
     assert read.keys() == written.keys(), read.keys() ^ written.keys()
     different = [name for name in read if not torch.equal(read[name], written[name])]
     assert different == []
     assert any(".exp_avg_sq." in name for name in read)
+
+
+def without_main_parameters(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """They are the model's weights."""
+    main = {name: tensor for name, tensor in tensors.items() if name.startswith(MAIN)}
+    assert all(torch.equal(tensor, tensors[name.removeprefix(MAIN)]) for name, tensor in main.items())
+    return {name: tensor for name, tensor in tensors.items() if name not in main}

@@ -3,7 +3,7 @@
 How one gets onto the disk: saving.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ FORMAT = {
     "chained_optim_avoid_prefix": True,  # experts that are shared out have an optimizer of their own
 }
 DISTRIBUTED = "use_distributed_optimizer"
+MAIN_PARAMETERS = {True: "optimizer.state.param.", False: "optimizer.state.fp32_param."}  # by whether it is distributed
 
 
 def begin_save(
@@ -61,14 +62,17 @@ def load_checkpoint(replica: Replica, path: Path) -> int:
         Train steps that the state contains.
 
     Raises:
-        ValueError: it was saved by the other kind of optimizer, or by an earlier version.
+        ValueError: it was saved by an earlier version.
         Whatever Megatron raises when files are damaged or belong to another model.
     """
-    _check_optimizer(replica, path)
+    saved = _saved_distributed(path)
     with quiet():
         wanted = _state(replica, step=0, loading=True)
         settings = _settings(replica)
+        optimizer = wanted.pop("optimizer")
+        _take_main_parameters(optimizer, replica, saved)
         state = dist_checkpointing.load(wanted, str(path))
+        state |= dist_checkpointing.load({"optimizer": optimizer}, str(path))  # which may ask for the model's, too
     for key, chunk in named_chunks(replica.complete_chunks()).items():
         chunk.load_state_dict(state[key])
     _load_optimizer(replica.optimizer, merge(settings, state["optimizer"]), state["optimizer_steps"])
@@ -82,7 +86,7 @@ def begin_from(replica: Replica, path: Path, *, finetune: bool) -> None:
     """Begin a run from another one's checkpoint: from all of it, or from its weights. A collective of all ranks.
 
     Raises:
-        ValueError: it was saved by the other kind of optimizer.
+        ValueError: it was saved by an earlier version.
         Whatever Megatron raises when files are damaged or belong to another model.
     """
     if finetune:
@@ -169,17 +173,36 @@ def _random_states() -> list[torch.Tensor]:
     return states
 
 
-def _check_optimizer(replica: Replica, path: Path) -> None:
-    """Megatron's two optimizers keep their settings in different forms, and neither reads the other's."""
+def _saved_distributed(path: Path) -> bool:
+    """Whether a checkpoint is of the distributed optimizer."""
     plain = dist_checkpointing.load_common_state_dict(str(path))
     if "optimizer_steps" not in plain:
         raise ValueError(f"{path} was written by an earlier version of the trainer, and is no longer read")
-    saved: bool = plain[DISTRIBUTED]
-    if saved != replica.is_distributed:
-        raise ValueError(
-            f"{path} was saved with trainer.optimizer.use_distributed_optimizer = {str(saved).lower()}: "
-            f"set it so again; the rest of the layout may change"
-        )
+    return plain[DISTRIBUTED]
+
+
+def _take_main_parameters(optimizer: Any, replica: Replica, saved: bool) -> None:
+    """Ask for main parameters by the names that the checkpoint's kind of optimizer gives them.
+
+    The optimizer that is not distributed has none in float32: the model's are the same.
+    """
+    own = MAIN_PARAMETERS[replica.is_distributed]
+    theirs = "" if not saved and replica.dtype is torch.float32 else MAIN_PARAMETERS[saved]
+    for leaf in leaves(optimizer):
+        if leaf.key.startswith(own):
+            leaf.key = theirs + leaf.key.removeprefix(own)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Megatron's descriptions of tensors, some of which stand for several."""
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from leaves(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from leaves(each)
+    elif hasattr(value, "key"):
+        yield value
 
 
 def named_chunks(chunks: Sequence[Any]) -> dict[str, Any]:

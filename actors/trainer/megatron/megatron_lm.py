@@ -5,13 +5,13 @@ under `optimizer.state.<what>.<name>`, and everything else into `common.pt`.
 """
 
 import pickle
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
 
-from actors.trainer.megatron.checkpoint import FORMAT, fill_optimizer_state, named_chunks, own_step_counts
+from actors.trainer.megatron.checkpoint import FORMAT, fill_optimizer_state, leaves, named_chunks, own_step_counts
 from actors.trainer.megatron.imports import TorchCommonLoadStrategy, dist_checkpointing, quiet
 from actors.trainer.megatron.rank_model import Replica
 
@@ -81,21 +81,9 @@ def _tensors(state: dict[str, Any]) -> dict[str, Any]:
     return {name: leaf for name, leaf in state.items() if not name.endswith("._extra_state")}
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Megatron's descriptions of tensors, some of which stand for several."""
-    if isinstance(value, dict):
-        for each in value.values():
-            yield from _leaves(each)
-    elif isinstance(value, list):
-        for each in value:
-            yield from _leaves(each)
-    elif hasattr(value, "key"):
-        yield value
-
-
 def _take_names(model: dict[str, Any], saved: Collection[str]) -> None:
     """Ask for norms by the names that the checkpoint has."""
-    for leaf in _leaves(model):
+    for leaf in leaves(model):
         for engine, local in ALIKE.items():
             if leaf.key not in saved and engine in leaf.key:
                 leaf.key = leaf.key.replace(engine, local)
@@ -104,8 +92,8 @@ def _take_names(model: dict[str, Any], saved: Collection[str]) -> None:
 def _check(model: dict[str, Any], saved: Mapping[str, Any], path: Path) -> None:
     """Refuse another model: of all ranks alike, as each has a part of it."""
     wanted: dict[str, tuple[tuple[int, ...], bool]] = {}
-    for leaf in _leaves(model):
-        for part in _leaves(leaf.build()) if hasattr(leaf, "build") else [leaf]:
+    for leaf in leaves(model):
+        for part in leaves(leaf.build()) if hasattr(leaf, "build") else [leaf]:
             wanted[part.key] = (tuple(part.global_shape), part.allow_shape_mismatch)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, wanted)

@@ -127,7 +127,6 @@ def test_what_no_run_can_begin_from_is_refused(
     refused(tmp_path / "nowhere", "nowhere: no such directory")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "neither a run with a complete checkpoint nor a complete checkpoint")
-    refused(tmp_path / "other", "use_distributed_optimizer = false, and the other", trainer=DISTRIBUTED)
     refused(tmp_path / "other", "trained in float32, .* model.dtype = bfloat16", model={"dtype": "bfloat16"})
     (model_dir / "config.json").write_bytes(msgspec.json.encode(TINY | {"hidden_size": 24}))
     says = r"of another model: of model\.embed_tokens\.weight it has \[32, 16\], and this model has \[32, 24\]"

@@ -16,6 +16,7 @@ from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.tiny import random_batch
+from tests.support.checkpoint_tensors import tensors_of
 
 MakeTopology = Callable[..., Topology]
 
@@ -129,11 +130,29 @@ def test_an_engine_resumes_from_the_newest_and_begins_at_nought_without(
     assert again.train(random_batch(3)).metrics["train/loss"] == expected
 
 
-def test_a_checkpoint_of_the_other_optimizer_is_refused_by_its_setting(
-    make_topology: Callable[..., Topology], tmp_path: Path
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_the_other_optimizer_goes_on_from_a_checkpoint(
+    make_topology: MakeTopology, tmp_path: Path, dtype: str, distributed: bool
 ) -> None:
-    replica, _ = trainer(make_topology())
-    path = save_checkpoint(replica, tmp_path, step=1, incarnation=1)
-    other, _ = trainer(make_topology(trainer={"optimizer": {"use_distributed_optimizer": True}}))
-    with pytest.raises(ValueError, match="use_distributed_optimizer = false: set it so again"):
-        load_checkpoint(other, path)
+    """The distributed optimizer and the other have main parameters under other names, or none."""
+
+    def made(use_distributed_optimizer: bool) -> tuple[Replica, TrainStep]:
+        table = {"optimizer": {"use_distributed_optimizer": use_distributed_optimizer}}
+        return trainer(make_topology(model={"dtype": dtype}, trainer=table))
+
+    replica, train = made(distributed)
+    for step in range(2):
+        train(random_batch(step))
+    first = save_checkpoint(replica, tmp_path / "first", step=2, incarnation=1)
+    other, train_on = made(not distributed)
+    assert load_checkpoint(other, first) == 2
+    back, _ = made(distributed)
+    load_checkpoint(back, save_checkpoint(other, tmp_path / "other", step=2, incarnation=1))
+    saved = tensors_of(first)
+    returned = tensors_of(save_checkpoint(back, tmp_path / "back", step=2, incarnation=1))
+    assert saved.keys() == returned.keys()
+    assert all(torch.equal(tensor, returned[name]) for name, tensor in saved.items())
+    for step in (2, 3):
+        loss = train(random_batch(step)).metrics["train/loss"]
+        assert train_on(random_batch(step)).metrics["train/loss"] == pytest.approx(loss, abs=1e-6)

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from actors.trainer.commands import TrainerRank
-from actors.trainer.megatron.checkpoint import FORMAT, fill_optimizer_state
+from actors.trainer.megatron.checkpoint import FORMAT, fill_optimizer_state, leaves
 from actors.trainer.megatron.config import transformer_config
 from actors.trainer.megatron.imports import GPTModel, dist_checkpointing, quiet
-from actors.trainer.megatron.megatron_lm import ALIKE, _leaves
+from actors.trainer.megatron.megatron_lm import ALIKE
 from actors.trainer.megatron.saving import _SaveInProcess
 from actors.trainer.models.config import read_hf_config
 from runtime.settings.topology import MegatronConfig, Topology
@@ -104,7 +104,7 @@ def mapped(name: str, hf: dict[str, Tensor]) -> Tensor:
 def described(model: Any, *, local: bool = False, stacked: bool = True) -> dict[str, Any]:
     """The model as Megatron-LM saves it: of TransformerEngine's layers, or of the local ones."""
     state: dict[str, Any] = model.sharded_state_dict(metadata={"non_homogeneous_layers": not stacked})
-    for leaf in _leaves(state):
+    for leaf in leaves(state):
         for engine, own in ALIKE.items() if local else ():
             leaf.key = leaf.key.replace(engine, own)
     if not local:
