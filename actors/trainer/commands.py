@@ -110,6 +110,8 @@ class TrainerRank:
         self._train_step = TrainStep(topology, self._replica)
         hf = self._replica.hf
         self._probe_tokens = probe_tokens(topology, hf.vocab_size, hf.max_position_embeddings)
+        if topology.trainer.optimizer.optimizer_cpu_offload:
+            self._replica.rest(run_directory)
 
     # rank 0
 
@@ -286,21 +288,17 @@ class TrainerRank:
     def _carry_out(self, command: Order, payload: bytes) -> Any:
         match command:
             case Load():
-                return load_checkpoint(self._replica, Path(command.path))
+                with self._replica.optimizer_at_hand():
+                    return load_checkpoint(self._replica, Path(command.path))
             case Begin():
                 begin = begin_from_megatron_lm if command.of_megatron_lm else begin_from
-                return begin(self._replica, Path(command.path), finetune=self._topology.trainer.finetune)
+                with self._replica.optimizer_at_hand():
+                    return begin(self._replica, Path(command.path), finetune=self._topology.trainer.finetune)
             case Train():
                 return self._train(decode_batch(self._broadcast(payload, command.size_bytes)))
             case Save():
-                self._saving = begin_save(
-                    self._replica,
-                    self._checkpoints,
-                    self._executor,
-                    step=command.step,
-                    incarnation=command.incarnation,
-                    said=self._said(command),
-                )
+                with self._replica.optimizer_at_hand():
+                    self._saving = self._begin_save(command)
                 return self._saving
             case FinishSave():
                 assert self._saving is not None
@@ -332,6 +330,16 @@ class TrainerRank:
         config, rank, device = self._topology.trainer.profile, self._ranks.rank, self._replica.device
         with profiled(config, self.run_directory, step=batch.step, rank=rank, device=device):
             return self._train_step(batch)
+
+    def _begin_save(self, command: Save) -> Saving:
+        return begin_save(
+            self._replica,
+            self._checkpoints,
+            self._executor,
+            step=command.step,
+            incarnation=command.incarnation,
+            said=self._said(command),
+        )
 
     def _begin_export(self, command: Export) -> Handover:
         replica = self._replica

@@ -81,6 +81,7 @@ class MegatronOptimizerConfig(Config, frozen=True, kw_only=True):
     """Megatron's own settings of its optimizer; the recipe's are in `optimizer`."""
 
     use_distributed_optimizer: bool = False  # optimizer state is shared out among the replicas
+    optimizer_cpu_offload: bool = False  # between optimizer steps the optimizer's state is on the host
     apply_wd_to_qk_layernorm: bool = False  # weight decay is of the norms of queries and keys too
 
 

@@ -89,6 +89,10 @@ def _named(layout: MegatronConfig) -> dict[str, Any]:
 def optimizer_config(topology: Topology, dtype: torch.dtype) -> Any:
     """Megatron's settings of the optimizer, from the recipe's."""
     config, megatron = topology.optimizer, topology.trainer
+    named = msgspec.structs.asdict(megatron.optimizer)
+    del named[
+        "optimizer_cpu_offload"
+    ]  # Megatron's needs GPUs, and gradients in another place: the state is ours to move
     return OptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -101,5 +105,5 @@ def optimizer_config(topology: Topology, dtype: torch.dtype) -> Any:
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         overlap_param_gather=megatron.ddp.overlap_param_gather,
-        **msgspec.structs.asdict(megatron.optimizer),
+        **named,
     )

@@ -71,24 +71,26 @@ def anonymous_bytes() -> int:
 
 
 class Offloaded:
-    """Gradient buffers, main parameters and optimizer state that are off the device.
+    """Main parameters, optimizer state and gradient buffers that are off the device.
 
     Tensors keep their places: their storages are emptied, and filled again by `onload`. Gradients are not kept, since
     each optimizer step begins with none.
     """
 
-    def __init__(self, ddp: Sequence[Any], optimizer: Any, folder: Path) -> None:
+    def __init__(self, ddp: Sequence[Any], optimizer: Any, folder: Path, *, gradients: bool = True) -> None:
         """Move them away.
 
         Args:
             ddp: Megatron's wrappers of the rank's model.
             optimizer: Megatron's.
             folder: on the CPU, where the file is that is their host.
+            gradients: the buffers of gradients, too.
         """
         with quiet():
             optimizer.zero_grad()  # gradients of main parameters
         weights = {parameter.untyped_storage().data_ptr() for wrapped in ddp for parameter in wrapped.parameters()}
-        self._gradients = _storages(buffer.grad_data for wrapped in ddp for buffer in _buffers(wrapped))
+        buffers = [buffer for wrapped in ddp for buffer in _buffers(wrapped)] if gradients else []
+        self._gradients = _storages(buffer.grad_data for buffer in buffers)
         kept = _storages(_optimizer_tensors(optimizer))
         self._kept = [storage for storage in kept if storage.data_ptr() not in weights]
         self.size_bytes = sum(storage.nbytes() for storage in (*self._gradients, *self._kept))

@@ -1,7 +1,8 @@
 """One rank's model, its gradient buffers and its optimizer, driven by Megatron's schedules."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -89,6 +90,8 @@ class Replica:
         self._biases_before: list[Tensor] = []
         self.memory = PeakMemory(device)
         self.offloaded: Offloaded | None = None
+        self._rests_at: Path | None = None  # the optimizer's state, between optimizer steps
+        self._resting: Offloaded | None = None
         self.between: Callable[[], object] = nothing  # called before each micro-batch of a stage, by all of its ranks
         self.steps_before = 0  # train steps of the checkpoint that the run began from
         self.skipped_in_a_row = 0  # optimizer steps without an effect since the last one that had one
@@ -181,6 +184,26 @@ class Replica:
         self.offloaded.onload()
         self.offloaded = None
 
+    def rest(self, folder: Path) -> None:
+        """Have the optimizer's state on the host from now on, but where it is at hand.
+
+        Args:
+            folder: as for `offload`.
+        """
+        self._rests_at = folder
+        with self.optimizer_at_hand():
+            pass
+
+    @contextmanager
+    def optimizer_at_hand(self) -> Generator[None]:
+        """In the block the optimizer's state is with the model, wherever it is else."""
+        if self._resting is not None:
+            self._resting.onload()
+            self._resting = None
+        yield
+        if self._rests_at is not None:
+            self._resting = Offloaded(self._ddp, self.optimizer, self._rests_at, gradients=False)
+
     def backward(self, micro_batches: Sequence[MicroBatch], loss: TokenLoss) -> None:
         """Set the gradients of the loss of one optimizer step, summed and divided by the positions of all replicas.
 
@@ -235,7 +258,7 @@ class Replica:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
             group["weight_decay"] = weight_decay * group["wd_mult"]
-        with quiet(), torch.no_grad():
+        with quiet(), torch.no_grad(), self.optimizer_at_hand():
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
             if math.isfinite(norm):

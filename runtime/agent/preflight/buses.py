@@ -11,7 +11,6 @@ from runtime.agent.preflight.findings import Findings
 from runtime.bus.errors import BusError, BusRefused
 from runtime.bus.limits import BusLimits
 from runtime.bus.nats.greeting import greeting_of
-from runtime.host.logs import silenced
 from runtime.secrets import Login, read_login, with_login
 from runtime.settings.placement import home_node
 from runtime.settings.sizes import needed_sizes, show_bytes
@@ -74,6 +73,8 @@ def _refused_by(url: str, *, has_login: bool, topology: Topology) -> str | None:
 
 def _ask(findings: Findings, url: str, asker: Asker) -> None:
     import anyio  # like nats-py below: few topologies need it, and a check is quick
+
+    from runtime.host.logs import silenced
 
     credentials = findings.topology.bus.credentials
     login = asker.bus_login if credentials is None else read_login(Path(credentials))

@@ -54,6 +54,41 @@ def test_a_step_after_onload_is_bit_equal(
 
 
 @pytest.mark.parametrize(("dtype", "distributed"), FORMS)
+def test_an_optimizer_that_rests_on_the_host_makes_the_same_steps(
+    make_topology: MakeTopology, tmp_path: Path, dtype: str, distributed: bool
+) -> None:
+    found: list[tuple[list[float], dict[str, torch.Tensor]]] = []
+    for offloads in (False, True):
+        optimizer = {"use_distributed_optimizer": distributed, "optimizer_cpu_offload": offloads}
+        topology = make_topology(model={"dtype": dtype}, trainer={"optimizer": optimizer})
+        run = tmp_path / str(offloads)
+        run.mkdir()
+        rank = TrainerRank(topology, run)
+        losses = [rank.train(random_batch(step)).metrics["train/loss"] for step in range(2)]
+        rank.save(step=2, incarnation=1)
+        resumed = TrainerRank(topology, run)
+        assert resumed.resume() == 2
+        losses += [resumed.train(random_batch(step)).metrics["train/loss"] for step in (2, 3)]
+        assert_is_away(resumed._replica, away=offloads)
+        assert resumed.offload() > 0
+        resumed.onload()
+        losses.append(resumed.train(random_batch(4)).metrics["train/loss"])
+        found.append((losses, whole_weights(resumed._replica.complete_chunks(), resumed._replica.hf)))
+    assert found[0][0] == found[1][0]
+    assert [name for name, weight in found[0][1].items() if not torch.equal(weight, found[1][1][name])] == []
+
+
+def assert_is_away(replica: Replica, *, away: bool) -> None:
+    """Of moments no byte is there, or all are."""
+    inner = replica.optimizer
+    while not hasattr(inner, "state") or not isinstance(inner, torch.optim.Optimizer):
+        inner = inner.optimizer
+    moments = [state["exp_avg"] for state in inner.state.values()]
+    assert moments
+    assert all((moment.untyped_storage().nbytes() == 0) == away for moment in moments)
+
+
+@pytest.mark.parametrize(("dtype", "distributed"), FORMS)
 def test_memory_falls_by_what_is_offloaded(
     make_topology: MakeTopology, model_dir: Path, tmp_path: Path, dtype: str, distributed: bool
 ) -> None:
