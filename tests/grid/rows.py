@@ -1,6 +1,6 @@
 """The rows of the grid: parallel layouts, and how a micro-batch is laid out and computed in each."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -105,6 +105,11 @@ class Row:
     def baseline(self) -> "Row":
         """The single rank that it is compared with."""
         return Row(f"1 of {self.num_layers} layers", tied=self.tied, kind=self.kind, replay=self.replay)
+
+    @property
+    def half_baseline(self) -> "Row":
+        """The single rank that computes in bfloat16, too."""
+        return replace(self.baseline, dtype="bfloat16")
 
     @property
     def name(self) -> str:
