@@ -21,12 +21,16 @@ class _Stored(msgspec.Struct, frozen=True):
     torch_dtype: str | None = None
 
 
-def with_default_dtype(topology: Topology) -> Topology:
+def with_default_dtype(topology: Topology, device: str) -> Topology:
     """The topology of a recipe without model.dtype, once its model directory is known.
 
     A config.json that is missing or cannot be read changes nothing: it is complained of where the model is read.
+
+    Args:
+        topology: of the recipe, or of the half of it that is run.
+        device: of the trainer in the whole recipe: engines of a run without a trainer make samples for it.
     """
-    if topology.trainer.device != "cuda":
+    if device != "cuda":
         return topology
     try:
         stored = msgspec.json.decode((Path(topology.model.hf_checkpoint) / "config.json").read_bytes(), type=_Stored)

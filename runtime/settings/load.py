@@ -14,7 +14,7 @@ from runtime.settings.reading.toml import SET, Loaded, convert, load_tables
 from runtime.settings.recipe import RolloutConfig
 from runtime.settings.rules.validate import validate
 from runtime.settings.slices import split_slice
-from runtime.settings.topology import RewardConfig, Topology
+from runtime.settings.topology import RewardConfig, Topology, TrainerConfig
 
 
 class LoadedTopology(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,8 +48,10 @@ def load_topology(path: Path, overrides: Sequence[str] = ()) -> LoadedTopology:
 
 def with_topology(loaded: LoadedTopology, topology: Topology) -> LoadedTopology:
     """The same with more of its paths known; what follows from them where the recipe does not say it."""
-    named: dict[str, Any] = loaded.loaded.tables.get("model", {})
-    return msgspec.structs.replace(loaded, topology=topology if "dtype" in named else with_default_dtype(topology))
+    tables = loaded.loaded.tables
+    if "dtype" not in tables.get("model", {}):
+        topology = with_default_dtype(topology, tables.get("trainer", {}).get("device", TrainerConfig().device))
+    return msgspec.structs.replace(loaded, topology=topology)
 
 
 def _take_login(loaded: Loaded) -> Login | None:

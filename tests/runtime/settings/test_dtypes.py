@@ -52,3 +52,8 @@ def test_a_model_of_the_hub_is_known_once_it_is_found(tmp_path: Path, monkeypatc
     loaded = load_topology(LAPTOP, changes)
     assert loaded.topology.model.dtype == "float32"
     assert hub.with_cached(loaded, lambda _: None).topology.model.dtype == "bfloat16"
+
+
+def test_a_run_without_its_trainer_has_the_dtype_of_the_whole(tmp_path: Path) -> None:
+    write_config(tmp_path, dtype="bfloat16")
+    assert dtype_of(tmp_path, 'run.only="rollout"', f"run.dump_details={str(tmp_path / 'dump')!r}") == "bfloat16"
