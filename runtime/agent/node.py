@@ -34,6 +34,7 @@ log = structlog.get_logger()
 
 CHANGES_BOUND = 1000  # of processes, waiting to be told
 STOP_DEADLINE_S = 9.5  # from the wish to stop to the kill of all
+TELL_TIMEOUT_S = 1.0  # for the last changes of processes
 RELEASE_TIMEOUT_S = 1.0
 BUS_LIMITS = BusLimits(drain_timeout_s=1.0)  # at the end the server may be gone before
 
@@ -54,6 +55,7 @@ class NodeAgent:
         self._follower = Follower(plan, self.reporting, progress=self._supervision.progress, end=self._end)
         send, receive = anyio.create_memory_object_stream[Change](CHANGES_BOUND)
         self._changes, self._changes_to_tell = send, receive
+        self._told = anyio.Event()
         self._ending = anyio.Event()
         self._outcome: RunEnd | None = None
         self._bus_url = None if plan.bus_url is None else Secret(with_login(plan.bus_url, plan.bus_login))
@@ -130,13 +132,20 @@ class NodeAgent:
             self._supervision.start(self._with_secrets(spec, incarnation, key))
         async with bus.serve({KillRequested: self._kill}), anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_claim, claim)
-            tasks.start_soon(publish_changes, bus, self._plan.node, self._changes_to_tell)
+            tasks.start_soon(self._tell_changes, bus)
             tasks.start_soon(self.reporting.run, bus)
             tasks.start_soon(self._follower.follow, bus, self._watch(bus, tasks))
             await self._ending.wait()
             await self._supervision.stop(Tier.ACTOR, Tier.SERVICE)
+            self._changes.close()
+            with anyio.move_on_after(TELL_TIMEOUT_S):
+                await self._told.wait()
             await self.reporting.finish()
             tasks.cancel_scope.cancel()
+
+    async def _tell_changes(self, bus: Bus) -> None:
+        await publish_changes(bus, self._plan.node, self._changes_to_tell)
+        self._told.set()
 
     async def _kill(self, request: KillRequested) -> KillAnswered:
         """A rollout actor sees that a server makes nothing, which no probe of ours shows."""
@@ -186,7 +195,9 @@ class NodeAgent:
                 pass
         try:
             self._changes.send_nowait(change)
-        except (anyio.WouldBlock, anyio.ClosedResourceError, anyio.BrokenResourceError):
+        except anyio.ClosedResourceError:  # the bus itself ends: nobody can be told
+            return
+        except (anyio.WouldBlock, anyio.BrokenResourceError):
             log.warning("change_not_told", process=change.spec.name)
 
     def _found_bus(self, url: Secret) -> None:

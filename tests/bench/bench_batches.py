@@ -38,20 +38,20 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     from actors.trainer.batches.assembly import assemble
-    from actors.trainer.commands import _decode_batch, _encode_batch
+    from actors.trainer.orders import decode_batch, encode_batch
 
     groups = [collected(number, args) for number in range(args.groups)]
     batch = assemble(0, groups, {1: 0})
     assert batch is not None
-    encoded = _encode_batch(batch)
+    encoded = encode_batch(batch)
     return rounded(
         {
             "tokens": len(batch.tokens_N),
             "bytes": len(encoded),
             "put_together_s": least(lambda: assemble(0, groups, {1: 0}), args.times),
-            "packed_s": least(lambda: _encode_batch(batch), args.times),
+            "packed_s": least(lambda: encode_batch(batch), args.times),
             "sent_s": lead(len(encoded), args),
-            "unpacked_s": least(lambda: _decode_batch(encoded), args.times),
+            "unpacked_s": least(lambda: decode_batch(encoded), args.times),
         }
     )
 

@@ -7,21 +7,20 @@ knows: here it is made to take the model for a larger one, as it would any reque
 from pathlib import Path
 from typing import Final
 
-import anyio
 import pytest
 
 from actors.engine_processes import CRASH_WORDS
 from actors.rollout.requests.request import GenerateRequest
-from actors.rollout.sglang.errors import RequestRefused
 from runtime.settings.processes import PortRequest, ProcessSpec, Tier, WhenListening
 from tests.sglang.rig import request
 from tests.sglang.router import Router
 from tests.sglang.server import CPU_FLAGS, SGLANG_START_S, sglang_environment, sglang_python
-from tests.support.supervised_engines import generating
+from tests.support.supervised_engines import check_that_one_fails_alone, generating
 from tests.support.tiny_models import write_model
 
 OUTSIDE: Final = 60_000
 NUM_REQUESTS: Final = 16
+DEADLY: Final = 5  # of them
 NUM_TOKENS: Final = 64
 ADDED: Final = ("PYTHONPATH", "SGLANG_USE_CPU_ENGINE", "OMP_NUM_THREADS")
 
@@ -56,27 +55,8 @@ def asked(number: int, *, deadly: bool) -> GenerateRequest:
 async def test_a_request_that_kills_the_server_fails_alone(tmp_path: Path, session_router: Router) -> None:
     served = write_model(tmp_path / "served", tokenizer=True)
     believed = write_model(tmp_path / "believed", tokenizer=True, vocab_size=OUTSIDE + 1)
-    completed: list[int] = []
-    refused: dict[int, str] = {}
-
+    requests = [asked(number, deadly=number == DEADLY) for number in range(NUM_REQUESTS)]
     async with generating(
         tmp_path, session_router.url, served, [spec(served)], start_s=SGLANG_START_S, believed=believed
     ) as (generator, engines):
-
-        async def ask(number: int) -> None:
-            try:
-                generated = await generator.generate(asked(number, deadly=number == 5))
-            except RequestRefused as error:
-                refused[number] = str(error)
-            else:
-                assert generated is not None
-                assert len(generated.answers[0].output_ids) == NUM_TOKENS
-                completed.append(number)
-
-        async with anyio.create_task_group() as group:
-            for number in range(NUM_REQUESTS):
-                group.start_soon(ask, number)
-        deaths = engines.num_deaths
-    assert refused == {5: "engines die of it: 2 that had nothing else to do"}
-    assert sorted(completed) == [number for number in range(NUM_REQUESTS) if number != 5]
-    assert deaths == 4  # two with others, two alone
+        await check_that_one_fails_alone(generator, engines, requests, DEADLY)

@@ -13,9 +13,11 @@ from actors.rollout.engines.fleet import Fleet
 from actors.rollout.engines.weights.disk import Updater
 from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.prover import Prover
+from actors.rollout.requests.request import GenerateRequest
 from actors.rollout.requests.sending import Generator
 from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.errors import RequestRefused
 from messages import ActorExited
 from runtime.agent.supervision.changes import Change, Exited, Ready
 from runtime.agent.supervision.supervisor import Supervision
@@ -89,3 +91,29 @@ async def generating(
             finally:
                 await supervision.stop()
                 group.cancel_scope.cancel()
+
+
+async def check_that_one_fails_alone(
+    generator: Generator, engines: Engines, requests: Sequence[GenerateRequest], deadly: int
+) -> None:
+    """Send requests at once, of which one kills engines: it is refused after four deaths, the others are whole."""
+    completed: list[int] = []
+    refused: dict[int, str] = {}
+
+    async def ask(number: int) -> None:
+        request = requests[number]
+        try:
+            generated = await generator.generate(request)
+        except RequestRefused as error:
+            refused[number] = str(error)
+        else:
+            assert generated is not None
+            assert len(generated.answers[0].output_ids) == request.max_new_tokens
+            completed.append(number)
+
+    async with anyio.create_task_group() as group:
+        for number in range(len(requests)):
+            group.start_soon(ask, number)
+    assert refused == {deadly: "engines die of it: 2 that had nothing else to do"}
+    assert sorted(completed) == [number for number in range(len(requests)) if number != deadly]
+    assert engines.num_deaths == 4  # two with others, two alone

@@ -77,7 +77,15 @@ class Offloaded:
     each optimizer step begins with none.
     """
 
-    def __init__(self, ddp: Sequence[Any], optimizer: Any, folder: Path, *, gradients: bool = True) -> None:
+    def __init__(
+        self,
+        ddp: Sequence[Any],
+        optimizer: Any,
+        folder: Path,
+        *,
+        gradients: bool = True,
+        before: "Offloaded | None" = None,
+    ) -> None:
         """Move them away.
 
         Args:
@@ -85,6 +93,7 @@ class Offloaded:
             optimizer: Megatron's.
             folder: on the CPU, where the file is that is their host.
             gradients: the buffers of gradients, too.
+            before: an earlier one that is back: its room on the host is taken again, where it fits.
         """
         with quiet():
             optimizer.zero_grad()  # gradients of main parameters
@@ -95,7 +104,9 @@ class Offloaded:
         self._kept = [storage for storage in kept if storage.data_ptr() not in weights]
         self.size_bytes = sum(storage.nbytes() for storage in (*self._gradients, *self._kept))
         self._sizes = [storage.nbytes() for storage in (*self._gradients, *self._kept)]
-        self._host = _host_of(self._kept, folder)
+        room = [] if before is None else before._host  # making it, pinned above all, takes longer than to copy
+        fits = [host.nbytes for host in room] == [storage.nbytes() for storage in self._kept]
+        self._host = room if fits else _host_of(self._kept, folder)
         for storage, host in zip(self._kept, self._host, strict=True):
             host.copy_(_bytes_of(storage))
         for storage in (*self._gradients, *self._kept):
@@ -115,7 +126,6 @@ class Offloaded:
             _bytes_of(storage).zero_()
         for storage, host in zip(self._kept, self._host, strict=True):
             _bytes_of(storage).copy_(host)
-        self._host = []
 
 
 def _buffers(wrapped: Any) -> list[Any]:

@@ -197,12 +197,12 @@ class Replica:
     @contextmanager
     def optimizer_at_hand(self) -> Generator[None]:
         """In the block the optimizer's state is with the model, wherever it is else."""
-        if self._resting is not None:
-            self._resting.onload()
-            self._resting = None
+        rested, self._resting = self._resting, None
+        if rested is not None:
+            rested.onload()
         yield
         if self._rests_at is not None:
-            self._resting = Offloaded(self._ddp, self.optimizer, self._rests_at, gradients=False)
+            self._resting = Offloaded(self._ddp, self.optimizer, self._rests_at, gradients=False, before=rested)
 
     def backward(self, micro_batches: Sequence[MicroBatch], loss: TokenLoss) -> None:
         """Set the gradients of the loss of one optimizer step, summed and divided by the positions of all replicas.

@@ -116,6 +116,21 @@ async def test_a_run_ends_when_the_log_says_that_it_is_finished(tmp_path: Path) 
     assert "player" in [event.actor for event in events if isinstance(event, ActorExited)]
 
 
+async def test_the_last_exits_are_told_on_a_slow_bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent ended before it had told what it had stopped: one of many runs lacked its last event."""
+    publish = Bus.publish
+
+    async def slowly(bus: Bus, message: Message, **options: Any) -> Any:
+        if isinstance(message, ActorExited):
+            await anyio.sleep(0.3)
+        return await publish(bus, message, **options)
+
+    monkeypatch.setattr(Bus, "publish", slowly)
+    assert (await Running(plan(tmp_path / "r", player("3"))).run()).finished
+    exits = [event for event in await events_of(tmp_path / "r") if isinstance(event, ActorExited)]
+    assert [(event.actor, event.reason) for event in exits] == [("player", "stopped")]
+
+
 async def test_what_cannot_be_shown_does_not_end_a_run(tmp_path: Path) -> None:
     """A group without samples and a batch without groups ended the agent, as an error in a line would."""
     running = Running(plan(tmp_path / "r", player("3", "--odd")))

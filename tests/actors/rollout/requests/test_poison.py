@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,10 +10,9 @@ from hypothesis import strategies as st
 from actors.rollout.engines.deaths import was_killed
 from actors.rollout.requests.poison import DeathRecord, Standing
 from actors.rollout.requests.request import GenerateRequest
-from actors.rollout.sglang.errors import RequestRefused
 from messages import ActorExited, SamplingParams
 from runtime.settings.processes import PortRequest, ProcessSpec, Tier, WhenListening
-from tests.support.supervised_engines import generating
+from tests.support.supervised_engines import check_that_one_fails_alone, generating
 from tests.support.tiny_models import write_model
 
 DEADLY = 63
@@ -84,28 +82,11 @@ def request(number: int, prompt: list[int]) -> GenerateRequest:
 @pytest.mark.anyio
 @pytest.mark.timeout(300)
 async def test_one_request_that_kills_engines_fails_and_255_complete(tmp_path: Path, router_url: str) -> None:
-    completed: list[int] = []
-    refused: dict[int, str] = {}
-
     model = write_model(tmp_path / "model")
     specs = [spec(model, index) for index in range(2)]
+    requests = [
+        request(number, [DEADLY if number == 100 else 1, 1 + number % 60, 1 + number // 60])
+        for number in range(NUM_REQUESTS)
+    ]
     async with generating(tmp_path, router_url, model, specs, start_s=60, believed=model) as (generator, engines):
-
-        async def ask(number: int) -> None:
-            prompt = [DEADLY if number == 100 else 1, 1 + number % 60, 1 + number // 60]
-            try:
-                generated = await generator.generate(request(number, prompt))
-            except RequestRefused as error:
-                refused[number] = str(error)
-            else:
-                assert generated is not None
-                assert len(generated.answers[0].output_ids) == NUM_TOKENS
-                completed.append(number)
-
-        async with anyio.create_task_group() as group:
-            for number in range(NUM_REQUESTS):
-                group.start_soon(ask, number)
-        deaths = engines.num_deaths
-    assert refused == {100: "engines die of it: 2 that had nothing else to do"}
-    assert sorted(completed) == [number for number in range(NUM_REQUESTS) if number != 100]
-    assert deaths == 4  # two with others, two alone
+        await check_that_one_fails_alone(generator, engines, requests, 100)
