@@ -11,8 +11,8 @@ import numpy as np
 
 from actors.trainer.algorithms import log_probs
 from actors.trainer.batches.context import Context
-from actors.trainer.megatron import attention, router
 from actors.trainer.megatron.imports import DistributedDataParallel
+from actors.trainer.megatron.layers import attention, router
 from actors.trainer.models import cuts
 
 

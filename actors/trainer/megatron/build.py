@@ -6,9 +6,6 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from actors.trainer.megatron.attention import CoreAttention
-from actors.trainer.megatron.fused import rms_norm
-from actors.trainer.megatron.head import Model
 from actors.trainer.megatron.imports import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -17,7 +14,10 @@ from actors.trainer.megatron.imports import (
     get_gpt_decoder_block_spec,
     parallel_state,
 )
-from actors.trainer.megatron.router import Router
+from actors.trainer.megatron.layers.attention import CoreAttention
+from actors.trainer.megatron.layers.fused import rms_norm
+from actors.trainer.megatron.layers.head import Model
+from actors.trainer.megatron.layers.router import Router
 from actors.trainer.models.config import HfConfig
 from runtime.hf_config import Rope
 from runtime.settings.topology import TrainerConfig

@@ -6,7 +6,8 @@ from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
-from actors.trainer.megatron import cpu, fused
+from actors.trainer.megatron import cpu
+from actors.trainer.megatron.layers import fused
 
 
 @contextmanager

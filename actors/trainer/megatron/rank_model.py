@@ -15,10 +15,8 @@ from torch import Tensor
 
 from actors.trainer.batches.batch import MicroBatch, empty_micro_batch
 from actors.trainer.batches.context import Context
-from actors.trainer.megatron.attention import packing
 from actors.trainer.megatron.build import build_chunks, expert_biases, nothing, with_gradients
 from actors.trainer.megatron.config import DTYPES, optimizer_config, transformer_config
-from actors.trainer.megatron.head import Asked
 from actors.trainer.megatron.imports import (
     finalize_model_grads,
     get_forward_backward_func,
@@ -26,8 +24,10 @@ from actors.trainer.megatron.imports import (
     parallel_state,
     quiet,
 )
+from actors.trainer.megatron.layers.attention import packing
+from actors.trainer.megatron.layers.head import Asked
+from actors.trainer.megatron.layers.router import Routers
 from actors.trainer.megatron.memory import Offloaded, PeakMemory, host_copy
-from actors.trainer.megatron.router import Routers
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.cuts import load_weights, tensors_of
 from actors.trainer.models.files import file_source

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from actors.trainer.batches.batch import TrainBatch, make_micro_batch, num_positions
 from actors.trainer.batches.plan import micro_batch_cost, plan_micro_batches
-from actors.trainer.megatron import head
 from actors.trainer.megatron.imports import quiet
+from actors.trainer.megatron.layers import head
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.trainer.megatron import fused
-from actors.trainer.megatron.attention import _short
+from actors.trainer.megatron.layers import fused
+from actors.trainer.megatron.layers.attention import _short
 
 ANGLES = torch.rand(5, 1, 1, 4, generator=torch.Generator().manual_seed(1)).repeat(1, 1, 1, 2) * 3
 
