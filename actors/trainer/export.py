@@ -100,10 +100,7 @@ def _write_checkpoint(path: Path, unfinished: Path, topology: Topology) -> None:
     os.environ.update(HIDDEN)  # before torch looks for GPUs
     import torch
 
-    from actors.trainer.megatron import cpu
-
-    with cpu.CpuMode():
-        _write_weights(path, unfinished, topology, torch.device("cpu"))
+    _write_weights(path, unfinished, topology, torch.device("cpu"))
     _copy_small_files(unfinished, topology)
 
 

@@ -15,7 +15,7 @@ T = TypeVar("T")
 class TorchThread:
     """Runs calls one after another on a thread of its own, which it keeps for as long as it is open.
 
-    Torch has state per thread: the CPU shim, the current device, autograd. A call cannot be interrupted; cancelling
+    Torch has state per thread: the current device, autograd. A call cannot be interrupted; cancelling
     whoever waits for it leaves it running, and closing waits for it.
     """
 
@@ -47,4 +47,3 @@ def _enter_thread() -> None:
 
     if cpu.needed():
         torch.set_num_threads(1)  # a second one made tiny models 10 to 200 times slower on a busy machine
-        cpu.CpuMode().__enter__()

@@ -87,7 +87,6 @@ def be_rank(place: Path, name: str, rank: int, port: int) -> dict[str, float]:
     import torch.distributed as dist
 
     from actors.trainer.commands import TrainerRank
-    from actors.trainer.megatron import cpu
     from actors.trainer.megatron.groups import Ranks
     from actors.trainer.megatron.memory import anonymous_bytes, give_back
     from runtime.settings.topology import Topology
@@ -103,21 +102,20 @@ def be_rank(place: Path, name: str, rank: int, port: int) -> dict[str, float]:
     }
     store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
     imported = anonymous_bytes()
-    with cpu.CpuMode():
-        ranks = Ranks(rank=rank, world_size=world, store=store)
-        engine = TrainerRank(msgspec.convert(tables, Topology), place, ranks)
-        if rank:
-            engine.follow()
-            return {}
-        engine.train(ragged_batch(0, vocabulary, 0.5))
-        metrics = engine.train(ragged_batch(1, vocabulary, 0.5)).metrics
-        give_back()
-        found = {"at rest": anonymous_bytes()}
-        engine.offload()
-        give_back()
-        found["offloaded"] = anonymous_bytes()
-        engine.onload()
-        engine.close()
+    ranks = Ranks(rank=rank, world_size=world, store=store)
+    engine = TrainerRank(msgspec.convert(tables, Topology), place, ranks)
+    if rank:
+        engine.follow()
+        return {}
+    engine.train(ragged_batch(0, vocabulary, 0.5))
+    metrics = engine.train(ragged_batch(1, vocabulary, 0.5)).metrics
+    give_back()
+    found = {"at rest": anonymous_bytes()}
+    engine.offload()
+    give_back()
+    found["offloaded"] = anonymous_bytes()
+    engine.onload()
+    engine.close()
     for phase in ("prepare", "train"):
         peaks = [size for key, size in metrics.items() if key.startswith(f"perf/peak_bytes/{phase}/")]
         found[phase] = max(peaks, default=imported)

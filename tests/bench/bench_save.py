@@ -1,7 +1,7 @@
 """Train steps beside which a checkpoint is written, against steps by themselves. Prints JSON.
 
-Run: python -m tests.bench.bench_save. One rank, in turns; seconds on the clock. Steps beside a save are those that begin
-while its files are written, so the last of each may end after them. What training waits for the copy is `pause_s`.
+Run: python -m tests.bench.bench_save. One rank, in turns; seconds on the clock. Steps beside a save are those that
+begin while its files are written, so the last of each may end after them. `pause_s`: training waits for the copy.
 """
 
 import argparse
@@ -38,7 +38,6 @@ def measure(place: Path, args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from actors.trainer.commands import TrainerRank
-    from actors.trainer.megatron import cpu
     from runtime.settings.topology import Topology
 
     torch.set_num_threads(1)
@@ -53,20 +52,19 @@ def measure(place: Path, args: argparse.Namespace) -> dict[str, Any]:
     pauses: list[float] = []
     written: list[float] = []
     batch = ragged_batch(0, VOCABULARY, 0.5, pairs=args.pairs)
-    with cpu.CpuMode():
-        engine = TrainerRank(msgspec.convert(tables, Topology), place)
-        engine.train(batch)
-        for run in range(args.runs):
-            alone.append(_seconds(lambda: engine.train(batch)))
-            begin = time.perf_counter()
-            saving = engine.begin_save(step=run + 1, incarnation=1)
-            pauses.append(time.perf_counter() - begin)
-            while not saving.done():
-                beside.append(_seconds(lambda: engine.train(batch)))
-            saved, _ = engine.finish_save()
-            written.append(time.perf_counter() - begin)
-            size = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
-        engine.close()
+    engine = TrainerRank(msgspec.convert(tables, Topology), place)
+    engine.train(batch)
+    for run in range(args.runs):
+        alone.append(_seconds(lambda: engine.train(batch)))
+        begin = time.perf_counter()
+        saving = engine.begin_save(step=run + 1, incarnation=1)
+        pauses.append(time.perf_counter() - begin)
+        while not saving.done():
+            beside.append(_seconds(lambda: engine.train(batch)))
+        saved, _ = engine.finish_save()
+        written.append(time.perf_counter() - begin)
+        size = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
+    engine.close()
     return {
         "megabytes": size / 1e6,
         "step_alone_s": _spread(alone),

@@ -43,23 +43,21 @@ def measure(run_dir: Path, num_steps: int, *, profile: bool) -> dict[str, Any]:
     import torch
 
     from actors.trainer.commands import TrainerRank
-    from actors.trainer.megatron import cpu
     from runtime.settings.load import load_topology
 
     torch.set_num_threads(1)
     topology = load_topology(TOPOLOGY).topology
     batches = [random_batch(step, topology.rollout.rollout_batch_size) for step in range(num_steps)]
-    with cpu.CpuMode():
-        begin = time.perf_counter()
-        engine = TrainerRank(topology, run_dir)
-        built_s = time.perf_counter() - begin
-        metrics: list[dict[str, float]] = []
-        train_ms = milliseconds(num_steps, lambda step: metrics.append(engine.train(batches[step]).metrics))
-        publish_ms = milliseconds(num_steps, lambda step: engine.publish(step + 1, confirmed=step))
-        save_ms = milliseconds(5, lambda step: engine.save(step=step + 1, incarnation=1))
-        if profile:
-            print_profile(lambda: [engine.train(batch) for batch in batches])
-        engine.close()
+    begin = time.perf_counter()
+    engine = TrainerRank(topology, run_dir)
+    built_s = time.perf_counter() - begin
+    metrics: list[dict[str, float]] = []
+    train_ms = milliseconds(num_steps, lambda step: metrics.append(engine.train(batches[step]).metrics))
+    publish_ms = milliseconds(num_steps, lambda step: engine.publish(step + 1, confirmed=step))
+    save_ms = milliseconds(5, lambda step: engine.save(step=step + 1, incarnation=1))
+    if profile:
+        print_profile(lambda: [engine.train(batch) for batch in batches])
+    engine.close()
     forward_ms = [1e3 * one["perf/log_probs_time"] for one in metrics]
     return {
         "build_s": round(built_s, 3),

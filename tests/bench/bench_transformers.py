@@ -62,11 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     import torch
 
-    from actors.trainer.megatron import cpu
-
     torch.set_num_threads(1)
-    with cpu.CpuMode():  # as in the trainer; the loop leaves it
-        print(json.dumps({name: measure(name, args) for name in args.case or CASES}, indent=2))
+    print(json.dumps({name: measure(name, args) for name in args.case or CASES}, indent=2))
     return 0
 
 
@@ -226,11 +223,7 @@ def plain_loop(topology: Any, width: int, device: str = "cpu") -> Callable[[Any]
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad)
             adam.step()
 
-    def without_shim(batch: Any) -> None:
-        with torch._C.DisableTorchFunction():
-            train(batch)
-
-    return without_shim
+    return train
 
 
 def buckets(lengths: Any, samples: Any, width: int, most: int) -> Sequence[Any]:

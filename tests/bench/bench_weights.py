@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure(place: Path, shape: dict[str, Any], num_runs: int) -> dict[str, Any]:
     import torch
 
-    from actors.trainer.megatron import cpu, groups
+    from actors.trainer.megatron import groups
     from actors.trainer.megatron.build import build_chunks
     from actors.trainer.megatron.config import transformer_config
     from actors.trainer.megatron.imports import quiet
@@ -48,7 +48,7 @@ def measure(place: Path, shape: dict[str, Any], num_runs: int) -> dict[str, Any]
     torch.set_num_threads(1)
     (place / "config.json").write_text(json.dumps(TINY | shape))
     hf, device = read_hf_config(place), torch.device("cpu")
-    with cpu.CpuMode(), quiet():
+    with quiet():
         groups.join(groups.Ranks(), MegatronConfig(), device, seed=1)
         chunks = build_chunks(hf, transformer_config(hf, MegatronConfig(), dtype=torch.float32, device=device))
 

@@ -2,14 +2,12 @@
 
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from actors.trainer.commands import TrainerRank
-from actors.trainer.megatron import cpu
 from actors.trainer.models.config import read_hf_config
 from tests.bench.bench_transformers import plain_loop
 from tests.gpu.measured import Measured, forget_peak, peak_bytes, seconds, used_bytes
@@ -62,7 +60,7 @@ def recompute(device: str, *, tiny: bool = False) -> Measured:
 
 def offload(device: str, *, tiny: bool = False) -> Measured:
     """Seconds and bytes off the device and back, and what a step after it differs by from one without."""
-    with tempfile.TemporaryDirectory() as folder, cpu.CpuMode() if cpu.needed() else nullcontext():
+    with tempfile.TemporaryDirectory() as folder:
         asked = work(Path(folder), device, tiny=tiny, steps=2)
         losses: list[float] = []
         numbers: dict[str, Any] = {}
@@ -89,10 +87,9 @@ def offload(device: str, *, tiny: bool = False) -> Measured:
 
 def _ours(asked: Work, run: Path, device: str) -> dict[str, Any]:
     forget_peak(device)
-    with cpu.CpuMode() if cpu.needed() else nullcontext():
-        engine = TrainerRank(asked.topology, run)
-        found = _timed(lambda batch: engine.train(batch).metrics["train/loss"], asked, device)
-        engine.close()
+    engine = TrainerRank(asked.topology, run)
+    found = _timed(lambda batch: engine.train(batch).metrics["train/loss"], asked, device)
+    engine.close()
     return found
 
 

@@ -8,7 +8,6 @@ import faulthandler
 import gc
 import json
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch.distributed as dist
 
 from actors.trainer.batches.batch import TrainBatch
 from actors.trainer.commands import TrainerRank
-from actors.trainer.megatron import cpu
 from actors.trainer.megatron.groups import Ranks
 from runtime.settings.topology import decode_topology
 from tests.actors.trainer.tiny import random_batch
@@ -40,7 +38,7 @@ def main(directory: Path, rank: int, port: int, half: str) -> None:
     for number, job in enumerate(jobs):
         faulthandler.dump_traceback_later(STUCK_S, file=sys.__stderr__)  # so that a hanging row says where
         if rank < job["world"]:
-            with cpu.CpuMode() if cpu.needed() else nullcontext(), faults.planted(job["fault"]):
+            with faults.planted(job["fault"]):
                 ranks = Ranks(rank=rank, world_size=job["world"], store=dist.PrefixStore(f"{half} {number}", store))
                 train(directory / job["name"], ranks, "again" if job["reads"] else half)
             gc.collect()

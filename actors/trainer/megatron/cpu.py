@@ -1,13 +1,13 @@
 """What lets unmodified Megatron-core train without a GPU: its calls to CUDA land on the CPU."""
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 # Megatron's optimizers and gradient clipper compare the strings that Tensor.type() returns.
 _CUDA_TYPES = {
@@ -15,6 +15,9 @@ _CUDA_TYPES = {
     "torch.HalfTensor": "torch.cuda.HalfTensor",
     "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
 }
+# Makers of tensors that are told of a device by name.
+_NEW = ("arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros")
+_LIKE = ("empty_like", "full_like", "ones_like", "zeros_like")
 
 
 def needed() -> bool:
@@ -45,7 +48,9 @@ class _Stream:
 
 
 def install() -> None:
-    """Replace what Megatron calls in torch.cuda, for the whole process.
+    """Replace what Megatron calls of CUDA, for the whole process.
+
+    Not with a TorchFunctionMode, which would look at every call of torch: that took a tenth of a small model's step.
 
     Raises:
         RuntimeError: there is a GPU in sight.
@@ -63,6 +68,44 @@ def install() -> None:
     }
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)
+    with torch.device("cpu"):
+        torch.empty(0)  # such a block knows makers of tensors by identity, from its first use on: of torch's own
+    for name in (*_NEW, *_LIKE):
+        setattr(torch, name, _on_the_cpu(getattr(torch, name)))
+    methods = {"cuda": _itself, "record_stream": lambda *_: None, "type": _type_on_a_gpu(Tensor.type)}
+    for name, method in methods.items():
+        setattr(Tensor, name, method)
+
+
+def _on_the_cpu(maker: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A maker of tensors that takes a CUDA device for the CPU, which has no pinned memory without one."""
+
+    @wraps(maker)
+    def make(*args: Any, **options: Any) -> Tensor:
+        if _is_cuda(options.get("device")):
+            options["device"] = "cpu"
+        options.pop("pin_memory", None)
+        return maker(*args, **options)
+
+    return make
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, int) or (isinstance(device, str) and device.startswith("cuda"))
+
+
+def _itself(tensor: Tensor, *_args: Any, **_options: Any) -> Tensor:
+    return tensor
+
+
+def _type_on_a_gpu(of: Callable[..., Any]) -> Callable[..., Any]:
+    def name(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        found = of(tensor, *args, **options)
+        return _CUDA_TYPES.get(found, found) if isinstance(found, str) else found
+
+    return name
 
 
 def install_random_state(random: Any) -> None:
@@ -147,34 +190,6 @@ def sum_parts(general: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return _SumParts.apply(input_, options["group"], input_split_sizes)
 
     return apply
-
-
-class CpuMode(TorchFunctionMode):
-    """Sends CUDA devices of torch calls to the CPU, on the thread that entered it."""
-
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not kwargs:
-            if func is torch.Tensor.type and len(args) == 1:
-                name = func(*args)
-                return _CUDA_TYPES.get(name, name)
-            if func is torch.Tensor.cuda:
-                return args[0]
-            if func is torch.Tensor.record_stream:
-                return None
-            return func(*args)
-        if "device" in kwargs and _is_cuda(kwargs["device"]):
-            kwargs = {**kwargs, "device": "cpu"}
-        if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
-        return args[0] if func is torch.Tensor.cuda else func(*args, **kwargs)
-
-
-def _is_cuda(device: Any) -> bool:
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    return isinstance(device, int) or (isinstance(device, str) and device.startswith("cuda"))
 
 
 @contextmanager

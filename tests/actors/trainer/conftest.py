@@ -2,26 +2,23 @@
 
 import ctypes
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from actors.trainer.megatron import cpu
 from actors.trainer.megatron import groups as ranks
 from runtime.settings.topology import MegatronConfig, Topology
 from tests.actors.trainer.tiny import TINY, tiny_topology
 
 
 @pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
+def one_rank() -> None:
     """This thread as the only rank."""
     torch.set_num_threads(1)
-    with cpu.CpuMode():
-        ranks.join(ranks.Ranks(), MegatronConfig(), torch.device("cpu"), seed=1)
-        yield
+    ranks.join(ranks.Ranks(), MegatronConfig(), torch.device("cpu"), seed=1)
 
 
 @pytest.fixture
