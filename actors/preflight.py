@@ -19,7 +19,7 @@ from actors.rollout.sglang.limits import KEPT_OF_INPUT
 from actors.trainer.checkpoints import beginning_of
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.layout import check_layout
-from actors.trainer.models.shapes import hf_shapes
+from actors.trainer.models.shapes import copies_of, hf_shapes
 from messages import Prompt
 from runtime.agent.preflight.check import check_here
 from runtime.agent.preflight.findings import Checked
@@ -126,7 +126,7 @@ def _of_model(topology: Topology, broken: set[str]) -> Iterator[Problem]:
     """What the model's directory and the prompts for it are refused for; `broken` keys are known to be unusable."""
     model = topology.model
     try:
-        shape = read_hf_config(Path(model.hf_checkpoint))
+        shape = read_hf_config(Path(model.hf_checkpoint), topology.trainer.megatron.mtp_num_layers)
         if topology.run.only != "rollout":
             yield from _layout(topology, shape)
             yield from _replay(topology, shape)
@@ -156,14 +156,22 @@ def _weights(key: str, directory: str, shape: HfConfig) -> Iterator[Problem]:
     except (OSError, ValueError) as error:
         yield Problem.of(key, directory, str(error))
         return
+    copies = {copy for name in hf_shapes(shape) for copy in copies_of(name, shape)}  # which are not read
     for name, expected in hf_shapes(shape).items():
+        if name in copies:
+            continue
         if name not in found:
-            yield Problem.of(key, directory, f"no tensor {name} in its weights")
+            yield Problem.of(key, directory, f"no tensor {name} in its weights{_why(name, shape)}")
             return
         if found[name] != expected:
             message = f"{name} is {list(found[name])} in its weights, and {list(expected)} in the model of {MODEL}"
             yield Problem.of(key, directory, message)
             return
+
+
+def _why(name: str, shape: HfConfig) -> str:
+    further = name.startswith(f"model.layers.{shape.num_hidden_layers}.")
+    return ": trainer.megatron.mtp_num_layers = 1 trains a layer that these lack" if further else ""
 
 
 def _replay(topology: Topology, shape: HfConfig) -> Iterator[Problem]:

@@ -132,6 +132,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: frozenset[int]
     dtype: str  # as Hugging Face spells it; of weights that are drawn, not loaded
     initializer_range: float
+    num_mtp_layers: int = 0  # for further tokens, which a forward pass does not go through
 
 
 class _Kind(msgspec.Struct, frozen=True):
@@ -169,6 +170,7 @@ def read_model(directory: Path) -> ModelDescription:
             eos_token_ids=_ids(raw.eos_token_id) | _ids(eos),
             dtype=raw.dtype or raw.torch_dtype or "float32",
             initializer_range=raw.initializer_range,
+            num_mtp_layers=experts.num_further_layers if isinstance(experts, Glm4MoeKeys) else 0,
         )
     except ModelError:
         raise

@@ -77,6 +77,11 @@ class Glm4MoeKeys(msgspec.Struct, frozen=True):
     num_nextn_predict_layers: int | None = None  # further layers, which a forward pass does not go through
     num_mtp_layers: int | None = None  # another name of the same
 
+    @property
+    def num_further_layers(self) -> int:
+        """Layers behind the last one, for the tokens after the next."""
+        return self.num_nextn_predict_layers or self.num_mtp_layers or 0
+
     def read(self) -> Experts:
         """As transformers, Glm4MoeTopkRouter and Glm4MoeMoE.
 

@@ -115,9 +115,9 @@ def _write_weights(path: Path, unfinished: Path, topology: Topology, device: "to
     from actors.trainer.models.gathering import own_parts
     from actors.trainer.models.handover import Handover
 
-    alone = MegatronConfig()
+    alone = MegatronConfig(mtp_num_layers=topology.trainer.megatron.mtp_num_layers)
     groups.join(groups.Ranks(), alone, device, seed=topology.run.seed)
-    model = read_hf_config(Path(topology.model.hf_checkpoint))
+    model = read_hf_config(Path(topology.model.hf_checkpoint), alone.mtp_num_layers)
     with quiet():
         chunks = build_chunks(
             model, transformer_config(model, alone, dtype=DTYPES[topology.model.dtype], device=device)

@@ -205,7 +205,7 @@ def _draw(topology: Topology, directory: Path) -> None:
     from actors.trainer.models.sources import random_source
 
     model_directory = Path(topology.model.hf_checkpoint)
-    model = read_hf_config(model_directory)
+    model = read_hf_config(model_directory, topology.trainer.megatron.mtp_num_layers)
     draw, dtype = random_source(model, topology.run.seed), DTYPES[topology.model.dtype]
     unfinished = directory.with_name(f".{directory.name}")
     shutil.rmtree(unfinished, ignore_errors=True)

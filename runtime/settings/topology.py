@@ -75,6 +75,8 @@ class MegatronConfig(Config, frozen=True, kw_only=True):
     moe_aux_loss_coeff: NonNegative = 0.0  # weight of that loss; 0: none
     moe_z_loss_coeff: NonNegative | None = None  # weight of the router's squared log-sum; none: no such loss
     moe_router_bias_update_rate: NonNegative = 0.0  # step of experts' biases towards equal use; 0: they stay
+    mtp_num_layers: Positive | None = None  # layers that predict the token after the next one, and train; none: none
+    mtp_loss_scaling_factor: NonNegative = 0.2  # weight of the loss of that layer
 
 
 class MegatronOptimizerConfig(Config, frozen=True, kw_only=True):

@@ -183,6 +183,9 @@ REFUSED = {
         "trainer.ddp.overlap_param_gather",
         "needs trainer.optimizer.use_distributed_optimizer",
     ),
+    "a further layer of no model": Case(
+        ("trainer.megatron.mtp_num_layers=1",), "model.hf_checkpoint", "the model has 0 layers for further tokens"
+    ),
     "expert parallel": Case(
         ("trainer.num_processes=2", "trainer.megatron.expert_model_parallel_size=2"),
         "trainer.megatron",

@@ -10,10 +10,13 @@ from unittest import mock
 import numpy as np
 
 from actors.trainer.algorithms import log_probs
+from actors.trainer.batches import ahead
 from actors.trainer.batches.context import Context
+from actors.trainer.megatron.groups import data_parallel_rank
 from actors.trainer.megatron.imports import DistributedDataParallel
 from actors.trainer.megatron.layers import attention, router
 from actors.trainer.models import cuts
+from actors.trainer.step import train_step
 
 
 def _nothing(*_args: Any, **_options: Any) -> None:
@@ -52,6 +55,20 @@ def _finalize(name: str) -> Any:
     return mock.patch.object(import_module("megatron.core.distributed.finalize_model_grads"), name, _nothing)
 
 
+def _own_count() -> Any:
+    """Of about the samples that are a replica's own."""
+    right = train_step.num_ahead
+    return mock.patch.object(
+        train_step, "num_ahead", lambda batch, samples: right(batch, samples[data_parallel_rank() :: 2])
+    )
+
+
+def _next_of_part(batch: Any, micro_batch: Any) -> Any:
+    """The tokens of a part, which is no stretch of its sequence, moved by one."""
+    right = ahead.with_ahead(batch, micro_batch)
+    return replace(right, ahead=replace(right.ahead, tokens=np.roll(micro_batch.tokens, -1, axis=1)))
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "replicas' gradients are not reduced": lambda: mock.patch.object(
         DistributedDataParallel, "finish_grad_sync", _nothing
@@ -70,6 +87,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "biases of experts count padding": lambda: mock.patch.object(
         router, "in_order", lambda values, **_: values.new_ones(1).expand(1)
     ),
+    "tokens of a further layer are counted by replica": _own_count,
+    "a further layer reads its rank's next token": lambda: mock.patch.object(train_step, "with_ahead", _next_of_part),
     "sequences are cut plainly": lambda: mock.patch.object(Context, "kept", _plain_cut),
     "keys take their own rank's gradient": lambda: mock.patch.object(
         attention._Gather, "backward", staticmethod(_own_gradient)

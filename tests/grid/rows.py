@@ -86,6 +86,7 @@ class Row:
     dtype: str = "float32"
     kind: str = "qwen3"  # of model
     replay: bool = False  # of the experts of a pass before
+    further: bool = False  # with a layer for the token after the next one
 
     @property
     def num_layers(self) -> int:
@@ -104,7 +105,9 @@ class Row:
     @property
     def baseline(self) -> "Row":
         """The single rank that it is compared with."""
-        return Row(f"1 of {self.num_layers} layers", tied=self.tied, kind=self.kind, replay=self.replay)
+        return Row(
+            f"1 of {self.num_layers} layers", tied=self.tied, kind=self.kind, replay=self.replay, further=self.further
+        )
 
     @property
     def half_baseline(self) -> "Row":
@@ -117,6 +120,7 @@ class Row:
         parts = [self.layout, "packed" if self.packed else "padded", "tied" if self.tied else "untied"]
         parts += [NAMES[self.kind]] if self.kind in NAMES else []
         parts += ["replay"] if self.replay else []
+        parts += ["MTP"] if self.further else []
         return ", ".join([*parts, *(["recompute"] if self.recompute else []), *(["bf16"] if self.is_half else [])])
 
     @property
@@ -130,6 +134,8 @@ class Row:
         megatron = layout.megatron | (RECOMPUTE if self.recompute else {})
         if self.kind == "glm4_moe":
             megatron = megatron | {"moe_router_bias_update_rate": 1e-2}
+        if self.further:
+            megatron = megatron | {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.2}
         return {
             "num_processes": layout.world,
             "packed": self.packed,
@@ -158,13 +164,28 @@ EXPERTS = (
         for kind in ("qwen3_moe", "glm4_moe")
     ),
 )
-FEW += tuple(  # those of two ranks, and one model of each kind
-    row
-    for row in EXPERTS
-    if (row.layout, row.kind) in (("EP2", "glm4_moe"), ("EP2xTP2+SP", "qwen3_moe"), ("EP2xCP2", "qwen3_moe"))
+# a further layer, in each kind of layout that has one
+FURTHER = tuple(
+    Row(layout, packed=packed, recompute=recompute, kind="glm4_moe", replay=True, further=True)
+    for layout, packed, recompute in (
+        ("1", True, True),
+        ("TP2+SP", False, True),
+        ("CP2", True, False),
+        ("DP2", False, False),
+        ("DP2+DO, overlapped", True, False),
+        ("EP2", False, False),
+        ("EP2xTP2+SP", True, True),
+        ("EP2xDP2+DO", False, False),
+        ("EP2xCP2", True, False),
+    )
 )
+FEW += tuple(  # those of two ranks, and one model of each kind
+    row for row in EXPERTS if (row.layout, row.kind) in (("EP2xTP2+SP", "qwen3_moe"), ("EP2xCP2", "qwen3_moe"))
+)
+FEW += tuple(row for row in FURTHER if row.layout == "EP2")
 ALL = (
     *EXPERTS,
+    *FURTHER,
     *(
         Row(layout, packed, recompute, tied)
         for layout in LAYOUTS
@@ -204,6 +225,8 @@ FAULTY = (
     (Row("EP2xPP2", kind="qwen3_moe", replay=True), "layers are numbered within their stage"),
     (Row("EP2xCP2", kind="qwen3_moe", replay=True), "keys take their own rank's gradient"),
     (Row("EP2xCP2, gathered", kind="qwen3_moe", replay=True), "sequences are cut plainly"),
+    (FURTHER[5], "tokens of a further layer are counted by replica"),
+    (FURTHER[2], "a further layer reads its rank's next token"),
 )
 FEW_FAULTY = (
     *tuple(one for one in FAULTY if one[0].world == 2)[:8],

@@ -74,12 +74,12 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor, Tensor, None, None, None, None]:
+    ) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         hidden_MH, weight_VH, own_M, highest, log_scale, mean = ctx.saved_tensors
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_scale)
         of_hidden = torch.empty_like(hidden_MH)
-        of_weight = torch.zeros_like(weight_VH, dtype=torch.float32)
+        of_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows in _chunks(hidden_MH, weight_VH):
             logits = ctx.kept.pop(rows.start, None)
             if logits is None:
@@ -93,13 +93,15 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             )
             gradient = gradient.div_(ctx.temperature).to(hidden_MH.dtype)
             torch.mm(gradient, weight_VH, out=of_hidden[rows])
+            if of_weight is None:
+                continue
             if gradient.dtype is torch.float32:
                 of_weight.addmm_(gradient.t(), hidden_MH[rows])
             else:
                 of_weight += gradient.t() @ hidden_MH[rows]
         if ctx.group is not None:
             dist.all_reduce(of_hidden, group=ctx.group)
-        return of_hidden, of_weight.to(weight_VH.dtype), None, None, None, None
+        return of_hidden, None if of_weight is None else of_weight.to(weight_VH.dtype), None, None, None, None
 
 
 def _chunks(hidden_MH: Tensor, weight_VH: Tensor) -> Iterator[slice]:

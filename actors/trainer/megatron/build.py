@@ -12,9 +12,11 @@ from actors.trainer.megatron.imports import (
     Float16Module,
     MoELayer,
     get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
     parallel_state,
 )
 from actors.trainer.megatron.layers.attention import CoreAttention
+from actors.trainer.megatron.layers.further import FurtherLayer
 from actors.trainer.megatron.layers.fused import rms_norm
 from actors.trainer.megatron.layers.head import Model
 from actors.trainer.megatron.layers.router import Router
@@ -51,9 +53,11 @@ def build_chunks(model: HfConfig, config: Any) -> list[Any]:
 
 def _build(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
     where = {"ignore_virtual": False, "vp_stage": virtual_stage}
+    layers = _layer_spec(config, virtual_stage)
     built = Model(
         config=config,
-        transformer_layer_spec=_layer_spec(config, virtual_stage),
+        transformer_layer_spec=layers,
+        mtp_block_spec=_further_layer_spec(config, layers, virtual_stage),
         vocab_size=model.vocab_size,
         max_sequence_length=model.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**where),
@@ -99,6 +103,17 @@ def _layer_spec(config: Any, virtual_stage: int | None) -> Any:
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RmsNorm
     block.layer_norm = RmsNorm
+    return block
+
+
+def _further_layer_spec(config: Any, layers: Any, virtual_stage: int | None) -> Any:
+    """The layer for the token after the next one, whose inside is like the last of `layers`; none: there is no such."""
+    if not config.mtp_num_layers:
+        return None
+    block = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False, vp_stage=virtual_stage)
+    for spec in block.layer_specs:
+        spec.module = FurtherLayer
+        spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = RmsNorm
     return block
 
 

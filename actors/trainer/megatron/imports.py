@@ -46,6 +46,9 @@ def _import() -> dict[str, Any]:
         "merge": "dist_checkpointing.dict_utils",
         "MoELayer": "transformer.moe.moe_layer",
         "TopKRouter": "transformer.moe.router",
+        "MultiTokenPredictionLayer": "transformer.multi_token_prediction",
+        "get_gpt_mtp_block_spec": "models.gpt.gpt_layer_specs",
+        "checkpoint": "tensor_parallel",
     }
     if cpu.needed():
         cpu.install()
@@ -113,4 +116,7 @@ dict_list_map_inplace: Any = _parts["dict_list_map_inplace"]
 merge: Any = _parts["merge"]
 MoELayer: Any = _parts["MoELayer"]
 TopKRouter: Any = _parts["TopKRouter"]
+MultiTokenPredictionLayer: Any = _parts["MultiTokenPredictionLayer"]
+get_gpt_mtp_block_spec: Any = _parts["get_gpt_mtp_block_spec"]
+recomputed: Any = _parts["checkpoint"]
 replace_state_dict_keys_with_sharded_keys: Any = _parts["_replace_state_dict_keys_with_sharded_keys"]

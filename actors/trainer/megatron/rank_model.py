@@ -25,7 +25,7 @@ from actors.trainer.megatron.imports import (
     quiet,
 )
 from actors.trainer.megatron.layers.attention import packing
-from actors.trainer.megatron.layers.head import Asked
+from actors.trainer.megatron.layers.head import Asked, AskedAhead
 from actors.trainer.megatron.layers.router import Routers
 from actors.trainer.megatron.memory import Offloaded, PeakMemory, host_copy
 from actors.trainer.models.config import HfConfig, read_hf_config
@@ -43,6 +43,7 @@ class TokenOutputs:
 
     log_probs: Tensor
     entropy: Tensor
+    ahead: Tensor | None = None  # log-probs [A] of the tokens after the next ones, by the further layer
 
 
 TokenLoss = Callable[[MicroBatch, TokenOutputs], Tensor]  # summed over the tokens of a micro-batch
@@ -58,7 +59,7 @@ class Replica:
             ValueError, OSError: the model directory cannot be used; says why.
         """
         directory = Path(topology.model.hf_checkpoint)
-        self.hf: HfConfig = read_hf_config(directory)
+        self.hf: HfConfig = read_hf_config(directory, topology.trainer.megatron.mtp_num_layers)
         self.device = device
         self.dtype = DTYPES[topology.model.dtype]
         has_kernel = device.type == "cuda" and self.dtype is torch.bfloat16  # for sequences of several lengths
@@ -318,13 +319,22 @@ class Replica:
             torch.from_numpy(micro_batch.rows_M).to(self.device),
             torch.from_numpy(micro_batch.targets_M).to(self.device),
             temperature,
+            self._asked_ahead(micro_batch),
         )
         packed = packing(micro_batch.bounds, self.device)
         output = model(tokens, None, None, labels=asked, packed_seq_params=packed)
         return output, partial(self._token_loss, loss, micro_batch)
 
+    def _asked_ahead(self, micro_batch: MicroBatch) -> AskedAhead | None:
+        ahead = micro_batch.ahead
+        if ahead is None:
+            return None
+        return AskedAhead(
+            *(torch.from_numpy(each).to(self.device) for each in (ahead.tokens, ahead.rows_A, ahead.targets_A))
+        )
+
     def _token_loss(
-        self, loss: TokenLoss, micro_batch: MicroBatch, outputs: tuple[Tensor, Tensor]
+        self, loss: TokenLoss, micro_batch: MicroBatch, outputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Called by the schedule on the last stage with what its head answers."""
         total = loss(micro_batch, TokenOutputs(*outputs))

@@ -27,20 +27,30 @@ class HfConfig:
     has_qkv_bias: bool  # the query, key and value projections add one
     has_qk_norm: bool  # queries and keys are normalised per head
     experts: Experts | None = None
+    num_mtp_layers: int = 0  # for further tokens, behind the others, like the last of them inside; 0 or 1
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts in the place of one MLP."""
-        return self.experts is not None and self.experts.layers[layer]
+        return self.experts is not None and self.experts.layers[min(layer, self.num_hidden_layers - 1)]
 
 
-def read_hf_config(directory: Path) -> HfConfig:
+def read_hf_config(directory: Path, mtp_num_layers: int | None = None) -> HfConfig:
     """Read config.json of a model directory.
+
+    Args:
+        directory: of the model.
+        mtp_num_layers: layers for further tokens that are to be trained; none: those that it may have are left out.
 
     Raises:
         ModelError, a ValueError: not a model that the trainer can build exactly; says which key is in the way.
     """
     model = read_model(directory)
     shape = model.shape
+    if mtp_num_layers and mtp_num_layers != model.num_mtp_layers:
+        raise ModelError(
+            f"{directory / 'config.json'}: trainer.megatron.mtp_num_layers = {mtp_num_layers}, and the model has "
+            f"{model.num_mtp_layers} layers for further tokens (num_nextn_predict_layers)"
+        )
     for key, asked in {"attention_bias": shape.output_bias, "mlp_bias": shape.mlp_bias}.items():
         if asked:
             raise ModelError(f"{directory / 'config.json'}: {key} is not supported by the trainer")
@@ -61,4 +71,5 @@ def read_hf_config(directory: Path) -> HfConfig:
         has_qkv_bias=shape.qkv_bias,
         has_qk_norm=shape.qk_norm,
         experts=shape.experts,
+        num_mtp_layers=mtp_num_layers or 0,
     )

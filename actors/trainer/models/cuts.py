@@ -59,6 +59,9 @@ def global_name(name: str, built: Any) -> str:
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(built.decoder.layers[int(parts[2])].layer_number - 1)
+    if parts[0] == "mtp":  # behind the decoder's, which a layer of it is like inside
+        inside = parts[4:] if parts[3] == "transformer_layer" else parts[3:]
+        parts = ["decoder", "layers", str(built.config.num_layers + int(parts[2])), *inside]
     return ".".join(parts)
 
 

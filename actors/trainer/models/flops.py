@@ -33,7 +33,7 @@ def _weights_of_a_token(model: HfConfig) -> float:
     share = model.experts.num_experts_per_tok / model.experts.num_experts if model.experts else 0.0
     count = float(model.vocab_size * model.hidden_size)  # the head's
     for name, shape in hf_shapes(model).items():
-        if len(shape) == 2 and name.startswith("model.layers."):
+        if len(shape) == 2 and name.startswith("model.layers.") and not name.endswith("embed_tokens.weight"):
             count += shape[0] * shape[1] * (share if ".experts." in name else 1.0)
     return count
 

@@ -16,6 +16,8 @@ def check_layout(model: HfConfig, layout: MegatronConfig) -> None:
     sizes = {"num_key_value_heads": model.num_key_value_heads, "vocab_size": model.vocab_size}
     if model.experts is None or not all(model.experts.layers):
         sizes["intermediate_size"] = model.intermediate_size
+    if model.num_mtp_layers:
+        sizes["hidden_size"] = model.hidden_size  # what is projected for the further layer
     for name, size in sizes.items():
         _check_divides(name, size, tensor)
     _check_experts(model.experts, layout)

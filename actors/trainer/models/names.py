@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from actors.trainer.models.config import HfConfig
-from actors.trainer.models.shapes import QKV
+from actors.trainer.models.shapes import QKV, copies_of
 
 _TOP = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -28,6 +28,10 @@ _LAYER = {
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "mlp.router.weight": "mlp.gate.weight",
     "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+    "enorm.weight": "enorm.weight",  # of the layer for further tokens, as the next three
+    "hnorm.weight": "hnorm.weight",
+    "eh_proj.weight": "eh_proj.weight",
+    "final_layernorm.weight": "shared_head.norm.weight",
 }
 _GATE_UP = ("gate_proj.weight", "up_proj.weight")
 _MLP: Final = re.compile(  # the layer's one, an expert, or the expert that every token goes through
@@ -72,7 +76,7 @@ def split_for_hf(name: str, model: HfConfig, whole: Tensor, *, parts: int = 1) -
         parts: into how many key-value heads are cut.
     """
     if name in _TOP:
-        return [(_TOP[name], whole)]
+        return [(hf_name, whole) for hf_name in (_TOP[name], *copies_of(_TOP[name], model))]
     prefix, rest = _layer_prefix(name)
     if rest in _LAYER:
         return [(prefix + _LAYER[rest], whole)]

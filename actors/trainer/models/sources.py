@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from actors.trainer.models.config import HfConfig
-from actors.trainer.models.shapes import hf_shapes
+from actors.trainer.models.shapes import copies_of, hf_shapes
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,10 @@ def random_source(model: HfConfig, seed: int) -> WeightSource:
     Each tensor has its own generator, so that the values depend on neither the parallel layout nor the order of asking.
     """
     shapes = hf_shapes(model)
+    copied = {copy: name for name in shapes for copy in copies_of(name, model)}
 
     def draw(name: str, cut: Cut | None = None) -> Tensor:
-        whole = draw_whole(name)
+        whole = draw_whole(copied.get(name, name))
         return whole if cut is None else cut.of(whole)
 
     def draw_whole(name: str) -> Tensor:

@@ -23,6 +23,7 @@ SUMS = (  # reduced like the loss
     "train/kl_loss",
 )
 SFT_SUMS = ("train/loss", "train/sft_loss", "train/entropy_loss")
+MTP_LOSS = "train/mtp_loss"  # a mean of its own
 DIFF = "train/train_rollout_logprob_abs_diff"
 DIFF_MAX = "train/train_rollout_logprob_abs_diff_max"
 

@@ -16,12 +16,14 @@ from actors.trainer.algorithms.kl import kl_divergence
 from actors.trainer.algorithms.losses import policy_loss, sft_loss
 from actors.trainer.algorithms.reduction import Reduction, reduction
 from actors.trainer.algorithms.schedules import entropy_coef, learning_rate
+from actors.trainer.batches.ahead import num_ahead, with_ahead
 from actors.trainer.batches.batch import Ints, MicroBatch, TrainBatch, make_micro_batch, num_positions
 from actors.trainer.batches.plan import attention_cost, micro_batch_cost, plan_micro_batches, split_steps
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
 from actors.trainer.step.laps import Laps
 from actors.trainer.step.metrics import (
+    MTP_LOSS,
     SFT_SUMS,
     SUMS,
     difference_metrics,
@@ -51,6 +53,7 @@ class _OptimizerStep:
     reduction: Reduction  # over the step's samples on all replicas
     share_B: Ints  # the reduction's shares, by sample of the batch
     positions_per_share: float  # turns the mean over positions that the replica takes into the reduction's
+    shares_per_ahead: float  # turns the reduction into the mean over tokens that a further layer predicts
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ class TrainStep:
             self._algorithm.get_mismatch_metrics or not self._algorithm.use_rollout_logprobs
         )  # the trainer's log-probs before the first optimizer step, also of what later ones train
         self._replays_experts = not self._demonstrations and replays_experts(self._algorithm)
-        self._sums = SFT_SUMS if self._demonstrations else SUMS
+        self._has_further_layer = replica.hf.num_mtp_layers > 0
+        self._sums = (SFT_SUMS if self._demonstrations else SUMS) + ((MTP_LOSS,) if self._has_further_layer else ())
         self._normalize = _normalizes_rewards(topology)
         ref_load = topology.model.ref_load
         self._reference = ReferenceModel(replica, ref_load) if self._algorithm.use_kl_loss else None
@@ -147,7 +151,7 @@ class TrainStep:
             shared = [[*members, *([NO_SAMPLES] * missing)] for members in shared]
             own = shared[ranks.data_parallel_rank()]
             micro_batches = [
-                self._with_experts(
+                self._with_more(
                     batch,
                     make_micro_batch(
                         batch, members, packed=packed, multiple=replica.length_multiple, context=replica.context
@@ -168,9 +172,15 @@ class TrainStep:
                 )
                 for members in chain.from_iterable(shared)
             )
-            scale = positions / max(int(reduced.shares.sum()), 1)
-            steps.append(_OptimizerStep(number, samples, micro_batches, reduced, share_B, scale))
+            shares = max(int(reduced.shares.sum()), 1)
+            ahead = shares / max(num_ahead(batch, samples), 1) if self._has_further_layer else 0.0
+            steps.append(_OptimizerStep(number, samples, micro_batches, reduced, share_B, positions / shares, ahead))
         return steps
+
+    def _with_more(self, batch: TrainBatch, micro_batch: MicroBatch) -> MicroBatch:
+        """With what routers and a further layer take."""
+        micro_batch = self._with_experts(batch, micro_batch)
+        return with_ahead(batch, micro_batch) if self._has_further_layer else micro_batch
 
     def _with_experts(self, batch: TrainBatch, micro_batch: MicroBatch) -> MicroBatch:
         """With those that the engine had, where they are asked for.
@@ -234,6 +244,10 @@ class TrainStep:
             if step.number == 0:
                 columns.trainer_log_probs_N[where_M] = outputs.log_probs.detach()
             total, terms = self._loss_terms(batch.step, columns, where_M, outputs)
+            if outputs.ahead is not None:
+                ahead = -outputs.ahead.sum() * step.shares_per_ahead
+                total = total + self._topology.trainer.megatron.mtp_loss_scaling_factor * ahead
+                terms = torch.cat([terms, ahead.detach()[None]])
             sums[:-1] += terms
             if self._replica.context.rank == 0:  # context-parallel ranks have parts of the same samples
                 sums[-1] += int(step.share_B[micro_batch.samples].sum())

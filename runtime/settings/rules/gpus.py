@@ -83,6 +83,7 @@ def _layout(topology: Topology) -> Iterator[Problem]:
     yield from _dispatcher(layout)
     yield from _stages(topology.trainer)
     yield from _recomputation(layout)
+    yield from _further_tokens(layout)
 
 
 def _dispatcher(layout: MegatronConfig) -> Iterator[Problem]:
@@ -135,6 +136,15 @@ def _recomputation(layout: MegatronConfig) -> Iterator[Problem]:
             'is for trainer.megatron.recompute_granularity = "full" without sequence_parallel, which does the same'
         )
         yield Problem.of("trainer.megatron.distribute_saved_activations", True, message)
+
+
+def _further_tokens(layout: MegatronConfig) -> Iterator[Problem]:
+    key, number = "trainer.megatron.mtp_num_layers", layout.mtp_num_layers or 0
+    if number > 1:
+        yield Problem.of(key, number, "one layer for further tokens is all that is trained: 1, or unset")
+    if number and layout.pipeline_model_parallel_size > 1:
+        message = "needs trainer.megatron.pipeline_model_parallel_size = 1: the last stage would need the embedding too"
+        yield Problem.of(key, number, message)
 
 
 def _samples_per_step(recipe: Recipe) -> int:

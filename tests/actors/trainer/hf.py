@@ -1,5 +1,6 @@
 """Models of transformers, the independent implementation that the trainer's are compared with."""
 
+import json
 import tempfile
 from collections.abc import Sequence
 from copy import deepcopy
@@ -8,10 +9,11 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.gathering import own_parts, whole_tensors
+from runtime.checksums import SINGLE_FILE
 from tests.actors.trainer.tiny import EXPERTS, TINY
 
 MODELS: dict[str, tuple[Any, Any]] = {
@@ -46,6 +48,27 @@ def write_model(directory: Path, kind: str = "qwen3", *, tied: bool = False, noi
             parameter.add_(torch.randn_like(parameter) * noise)
     model.save_pretrained(directory)
     return model
+
+
+def write_further_model(directory: Path, *, num_hidden_layers: int = 2, noise: float = 0.1, **changes: Any) -> Any:
+    """Write a GLM-4-MoE with a layer for further tokens, laid out as those that are published; return its parts.
+
+    Returns:
+        A model of transformers with one layer more than its decoder has, and the tensors that it has no place for.
+    """
+    layers = {"num_hidden_layers": num_hidden_layers + 1}
+    model = write_model(directory, "glm4_moe", noise=noise, **layers, **changes)
+    state, hidden = load_file(directory / SINGLE_FILE), model.config.hidden_size
+    own = {f"{name}.weight": 1 + torch.randn(hidden) * noise for name in ("enorm", "hnorm", "shared_head.norm")}
+    own["eh_proj.weight"] = torch.randn(hidden, 2 * hidden) * model.config.initializer_range
+    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    more = own | {name: state[of].clone() for name, of in copies.items()}
+    state |= {f"model.layers.{num_hidden_layers}.{name}": tensor for name, tensor in more.items()}
+    save_file(state, directory / SINGLE_FILE, metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"num_hidden_layers": num_hidden_layers, "num_nextn_predict_layers": 1}
+    (directory / "config.json").write_text(json.dumps(config))
+    return model, own
 
 
 def whole_weights(chunks: Sequence[Any], hf: HfConfig) -> dict[str, torch.Tensor]:

@@ -3,10 +3,20 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from actors.trainer.algorithms.log_probs import log_probs_and_entropy
 from actors.trainer.megatron.imports import ColumnParallelLinear, GPTModel, gather_from_sequence_parallel_region
+
+
+@dataclass(frozen=True)
+class AskedAhead:
+    """What is asked of the layer for the token after the next one."""
+
+    tokens: Tensor  # [b, s], behind those that are read
+    rows_A: Tensor  # as rows_M
+    targets_A: Tensor
 
 
 @dataclass(frozen=True)
@@ -16,6 +26,7 @@ class Asked:
     rows_M: Tensor  # positions, over tokens [b, s] flattened
     targets_M: Tensor  # token ids
     temperature: float
+    ahead: AskedAhead | None = None
 
 
 class Head(ColumnParallelLinear):
@@ -54,7 +65,11 @@ class Head(ColumnParallelLinear):
 
 
 class Model(GPTModel):
-    """Megatron's GPTModel, which answers what is `Asked` in the place of labels with log-probs and entropies."""
+    """Megatron's GPTModel, which answers what is `Asked` in the place of labels: log-probs and entropies.
+
+    Where it is asked of the tokens after the next ones, their log-probs come third, and are the business of the further
+    layer alone: hidden states, embedding and output weight get no gradient of them, as in slime.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -65,4 +80,14 @@ class Model(GPTModel):
         if not isinstance(labels, Asked) or not self.post_process:
             return super()._postprocess(hidden_states, *args, labels=labels, **options)
         shared = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        return self.output_layer(hidden_states, shared, asked=labels)
+        answer = self.output_layer(hidden_states, shared, asked=labels)
+        if labels.ahead is None:
+            return answer
+        with torch.no_grad():
+            embedded = self.embedding(input_ids=labels.ahead.tokens, position_ids=None)
+        further = self.mtp.layers[0](
+            hidden_states.detach(), embedded, options["rotary_pos_emb"], options["packed_seq_params"]
+        )
+        asked = Asked(labels.ahead.rows_A, labels.ahead.targets_A, temperature=1.0)
+        weight = self.output_layer.weight if shared is None else shared
+        return (*answer, self.output_layer(further, weight.detach(), asked=asked)[0])

@@ -124,6 +124,7 @@ class Routers:
         return {
             router.layer: routed_T[:, router.layer * router.topk : (router.layer + 1) * router.topk]
             for router in self._routers
+            if router.layer < router.config.num_layers  # engines tell nothing of a further layer
         }
 
     def look(self, micro_batch: MicroBatch) -> None:

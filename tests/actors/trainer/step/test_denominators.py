@@ -12,9 +12,6 @@ import torch
 from torch import Tensor
 
 from actors.trainer.batches.batch import TrainBatch, make_micro_batch, num_positions
-from actors.trainer.batches.plan import micro_batch_cost, plan_micro_batches
-from actors.trainer.megatron.imports import quiet
-from actors.trainer.megatron.layers import head
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
@@ -66,50 +63,6 @@ def test_losses_of_the_router_have_one_scale_in_both_reductions(
     assert samples.norm() > 1e-4
     assert without.norm() == 0
     assert torch.equal(samples, tokens)
-
-
-@pytest.mark.parametrize("per_token", [False, True], ids=["mean of samples", "mean of tokens"])
-def test_a_loss_of_further_tokens_is_a_mean_over_positions(
-    make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch, per_token: bool
-) -> None:
-    """Megatron adds it as a sum over the positions of each micro-batch; here it is the mean square of the logits."""
-    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
-
-    topology, batch = topology_of(make_topology, per_token=per_token), indifferent()
-    forward = head.Model.forward
-
-    def with_loss(model: Any, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        model.config.mtp_num_layers = None  # it would want labels
-        logits = forward(model, *arguments, **options | {"labels": None})
-        log_probs, entropy = forward(model, *arguments, **options)
-        model.config.mtp_num_layers = 1  # so that the schedule sets the loss's scale
-        return MTPLossAutoScaler.apply(log_probs, logits.square().mean(-1)), entropy
-
-    monkeypatch.setattr(head.Model, "forward", with_loss)
-    found = gradient(topology, batch)
-    monkeypatch.undo()
-    assert found.norm() == pytest.approx(expected_norm(topology, batch), rel=1e-4)
-
-
-def expected_norm(topology: Topology, batch: TrainBatch) -> float:
-    """Of the gradient of the mean square of the logits over all positions, by plain autograd."""
-    replica = Replica(topology, torch.device("cpu"))
-    squares: list[Tensor] = []
-    (own,) = plan_micro_batches(
-        batch.lengths_B,
-        np.arange(len(batch.lengths_B)),
-        max_tokens=50,
-        num_replicas=1,
-        packed=False,
-        cost=micro_batch_cost(replica.layer_weights),
-    )
-    for samples in own:
-        tokens = torch.from_numpy(make_micro_batch(batch, samples, packed=False).tokens)
-        with quiet():
-            squares.append(replica.chunks[0](tokens, None, None).square().mean(-1).flatten())
-    parameters = list(replica.chunks[0].parameters())
-    gradients = torch.autograd.grad(torch.cat(squares).mean(), parameters)
-    return torch.cat([part.flatten() for part in gradients]).norm().item()
 
 
 def test_a_skipped_step_leaves_the_bias_of_experts_as_it_was(make_topology: MakeTopology, model_dir: Path) -> None:

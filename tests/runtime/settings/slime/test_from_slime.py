@@ -68,6 +68,7 @@ def test_flags_that_go_into_a_table_have_a_key_there(rule: Rule) -> None:
 
 def test_all_keys_of_megatrons_layout_are_flags_of_megatron() -> None:
     keys = {rule.answer_for(name).key or "" for rule in from_slime().rules for name in rule.names}
+    keys |= {flag.key or "" for flag in FLAGS}
     named = {key.removeprefix("trainer.megatron.") for key in keys if key.startswith("trainer.megatron.")}
     without_a_flag = {"deallocate_pipeline_outputs"}  # Megatron-LM always does it
     assert named == set(type_at(Topology, ["trainer", "megatron"]).__struct_fields__) - without_a_flag
