@@ -4,14 +4,15 @@ What changes the computation and is not understood is refused by its name, so th
 models, and neither another one than the checkpoint's.
 """
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
 
-from runtime.hf_experts import EXPERT_KEYS, Experts, Glm4MoeKeys, Qwen3MoeKeys
+from runtime.hf_experts import EXPERT_KEYS, ExpertKeys, Experts, Glm4MoeKeys
+from runtime.hf_latent import LATENT_KEYS, DeepseekV3Attention, Latent
+from runtime.hf_rope import Rope, RopeKeys, read_rope
 
 MAX_CONTEXT: Final = 1 << 20  # tokens; beyond this a config is a mistake rather than a tiny model
 
@@ -25,6 +26,7 @@ ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 WITH_QK_NORM: Final = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 WITHOUT_EFFECT: Final = frozenset(  # on what a decoder computes of tokens: names, tokens, how it is sampled and run
@@ -47,7 +49,7 @@ class ModelError(ValueError):
     """A model directory cannot be used. The text names the file and what is wrong with it."""
 
 
-class ConfigKeys(msgspec.Struct, frozen=True):
+class ConfigKeys(RopeKeys, frozen=True, kw_only=True):
     """The keys of config.json that change what all of these models compute, with the classes' defaults."""
 
     vocab_size: int
@@ -62,10 +64,6 @@ class ConfigKeys(msgspec.Struct, frozen=True):
     hidden_act: str = "silu"
     rms_norm_eps: float | None = None  # 1e-6, or 1e-5 of GLM-4-MoE
     max_position_embeddings: int = 2048
-    rope_theta: float | None = None  # transformers 4
-    rope_scaling: dict[str, Any] | None = None  # transformers 4
-    rope_parameters: dict[str, Any] | None = None  # transformers 5
-    partial_rotary_factor: float | None = None  # 1, or 0.5 of GLM-4-MoE
     attention_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
@@ -76,30 +74,6 @@ class ConfigKeys(msgspec.Struct, frozen=True):
     initializer_range: float = 0.02
     dtype: str | None = None  # transformers 5
     torch_dtype: str | None = None  # transformers 4
-
-
-class Rope(msgspec.Struct, frozen=True):
-    """Rotary embedding: the base, the share of a head that is rotated, and Llama 3's stretching of low frequencies."""
-
-    theta: float = 10000.0
-    share: float = 1.0  # from the front of each head
-    factor: float = 1.0  # 1 = no stretching
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-
-    def stretched(self, frequency: float) -> float:
-        """Llama 3's rule: long wavelengths are stretched by `factor`, short ones kept, those between interpolated.
-
-        Source:
-            transformers, modeling_rope_utils._compute_llama3_parameters.
-        """
-        if self.factor == 1.0:
-            return frequency
-        turns = self.original_max_position * frequency / (2 * math.pi)  # full turns within the original context
-        smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        smooth = min(max(smooth, 0.0), 1.0)
-        return frequency * (smooth + (1.0 - smooth) / self.factor)
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +96,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     mlp_bias: bool
     qk_norm: bool
     experts: Experts | None = None  # none: every layer has one MLP
+    latent: Latent | None = None  # multi-latent attention; none: queries, keys and values are projected at once
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,10 +137,11 @@ def read_model(directory: Path) -> ModelDescription:
         architecture = _architecture(kind)
         _refuse_unknown(keys, architecture)
         raw = _decode(directory / "config.json", ConfigKeys)
-        of_experts = EXPERT_KEYS.get(architecture)
+        of_experts, of_latent = EXPERT_KEYS.get(architecture), LATENT_KEYS.get(architecture)
         experts = None if of_experts is None else _decode(directory / "config.json", of_experts)
+        latent = None if of_latent is None else _decode(directory / "config.json", of_latent)
         return ModelDescription(
-            shape=_shape(raw, architecture, experts),
+            shape=_shape(raw, architecture, experts, latent),
             max_context=raw.max_position_embeddings,
             eos_token_ids=_ids(raw.eos_token_id) | _ids(eos),
             dtype=raw.dtype or raw.torch_dtype or "float32",
@@ -182,9 +158,14 @@ def read_dense_model(directory: Path) -> ModelDescription:
     """Read what the embedded engine computes.
 
     Raises:
-        ModelError: as `read_model`, or the model has experts.
+        ModelError: as `read_model`, or the model has experts or multi-latent attention.
     """
     model = read_model(directory)
+    if model.shape.latent is not None:
+        raise ModelError(
+            f"{directory / 'config.json'}: the embedded engine has no multi-latent attention "
+            f"({model.shape.architecture}): SGLang has"
+        )
     if model.shape.experts is not None:
         raise ModelError(
             f"{directory / 'config.json'}: the embedded engine has no mixture of experts "
@@ -211,8 +192,11 @@ def _ids(value: int | tuple[int, ...] | None) -> frozenset[int]:
     return frozenset((value,) if isinstance(value, int) else value)
 
 
-def _shape(raw: ConfigKeys, architecture: str, of_experts: Qwen3MoeKeys | Glm4MoeKeys | None) -> ModelShape:
+def _shape(
+    raw: ConfigKeys, architecture: str, of_experts: ExpertKeys | None, of_latent: DeepseekV3Attention | None
+) -> ModelShape:
     _refuse_unsupported(raw)
+    latent = None if of_latent is None else of_latent.read()
     glm = isinstance(of_experts, Glm4MoeKeys)
     qwen2 = architecture == "Qwen2ForCausalLM"
     return ModelShape(
@@ -224,15 +208,16 @@ def _shape(raw: ConfigKeys, architecture: str, of_experts: Qwen3MoeKeys | Glm4Mo
         num_layers=raw.num_hidden_layers,
         num_heads=raw.num_attention_heads,
         num_kv_heads=raw.num_key_value_heads or raw.num_attention_heads,
-        head_dim=raw.head_dim or (128 if architecture == "Qwen3ForCausalLM" else _even_head(raw)),
+        head_dim=_head_dim(raw, architecture) if latent is None else latent.head_dim,
         rms_norm_eps=(1e-5 if glm else 1e-6) if raw.rms_norm_eps is None else raw.rms_norm_eps,
-        rope=_rope(raw, share=0.5 if glm else 1.0),
+        rope=read_rope(raw, share=0.5 if glm else 1.0, stretching="llama3" if latent is None else "yarn"),
         tie_word_embeddings=raw.tie_word_embeddings,
         qkv_bias=qwen2 or raw.attention_bias,
         output_bias=not (qwen2 or glm) and raw.attention_bias,
         mlp_bias=architecture == "LlamaForCausalLM" and raw.mlp_bias,
         qk_norm=of_experts.use_qk_norm if isinstance(of_experts, Glm4MoeKeys) else architecture in WITH_QK_NORM,
         experts=None if of_experts is None else of_experts.read(),
+        latent=latent,
     )
 
 
@@ -252,15 +237,17 @@ def _architecture(raw: _Kind) -> str:
 
 def _refuse_unknown(keys: Mapping[str, Any], architecture: str) -> None:
     """Refuse keys that say something and that nobody here reads."""
-    of_experts = EXPERT_KEYS.get(architecture)
-    read = {*ConfigKeys.__struct_fields__, *(() if of_experts is None else of_experts.__struct_fields__)}
+    further = (EXPERT_KEYS.get(architecture), LATENT_KEYS.get(architecture))
+    read = {*ConfigKeys.__struct_fields__, *(key for keys in further if keys for key in keys.__struct_fields__)}
     for key, value in keys.items():
         known = key in read or key in WITHOUT_EFFECT or key.startswith(NOTES)
         if not known and value is not None and value is not False:
             raise ValueError(f"{key} is not understood, and may change what the model computes")
 
 
-def _even_head(raw: ConfigKeys) -> int:
+def _head_dim(raw: ConfigKeys, architecture: str) -> int:
+    if raw.head_dim or architecture == "Qwen3ForCausalLM":
+        return raw.head_dim or 128
     if raw.hidden_size % raw.num_attention_heads:
         raise ValueError(f"hidden_size {raw.hidden_size} does not split into {raw.num_attention_heads} heads")
     return raw.hidden_size // raw.num_attention_heads
@@ -283,42 +270,3 @@ def _refuse_unsupported(raw: ConfigKeys) -> None:
         raise ValueError(f"layer_types {min(other)!r} is not supported; supported: 'full_attention'")
     if raw.pretraining_tp != 1:
         raise ValueError(f"pretraining_tp {raw.pretraining_tp} is not supported; supported: 1")
-
-
-def _rope_kind(parameters: Mapping[str, Any]) -> str:
-    return parameters.get("rope_type", parameters.get("type", "default"))
-
-
-def _rope(raw: ConfigKeys, *, share: float) -> Rope:
-    """Join the two spellings of rotary parameters: transformers 4 (rope_theta, rope_scaling) and 5.
-
-    Args:
-        raw: the keys.
-        share: of a head that models of this architecture rotate, where nothing else is said.
-    """
-    parameters: dict[str, Any] = dict(raw.rope_scaling or {}) | dict(raw.rope_parameters or {})
-    theta = float(parameters.get("rope_theta") or raw.rope_theta or 10000.0)
-    if not (math.isfinite(theta) and theta > 0):
-        raise ValueError(f"rope_theta {theta} is not a positive number")
-    given = parameters.get("partial_rotary_factor", raw.partial_rotary_factor)
-    if share == 1.0 and given not in (None, 1.0):
-        raise ValueError("partial_rotary_factor other than 1 is not supported")
-    share = share if given is None else float(given)
-    kinds = [_rope_kind(given) for given in (raw.rope_scaling, raw.rope_parameters) if given]
-    kind = next((kind for kind in kinds if kind != "default"), "default")
-    if kind == "default":
-        return Rope(theta=theta, share=share)
-    if kind != "llama3" or share != 1.0:
-        raise ValueError(f"rope_type {kind!r} is not supported; supported: 'default', 'llama3'")
-    if len(set(kinds)) > 1:
-        raise ValueError(f"rope_scaling says {kinds[0]!r} and rope_parameters {kinds[1]!r}: which is meant?")
-    try:
-        return Rope(
-            theta=theta,
-            factor=float(parameters["factor"]),
-            low_freq_factor=float(parameters["low_freq_factor"]),
-            high_freq_factor=float(parameters["high_freq_factor"]),
-            original_max_position=int(parameters["original_max_position_embeddings"]),
-        )
-    except KeyError as error:
-        raise ValueError(f"rope_type 'llama3' lacks {error}") from error

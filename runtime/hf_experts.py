@@ -1,4 +1,4 @@
-"""The mixture of experts of a model, read from the keys of its config.json: Qwen3-MoE's and GLM-4-MoE's."""
+"""The mixture of experts of a model, read from the keys of its config.json: Qwen3-MoE's, GLM-4-MoE's, DeepSeek-V3's."""
 
 from typing import Final
 
@@ -17,6 +17,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     norm_topk_prob: bool  # the chosen experts' weights sum to one
     routed_scaling_factor: float = 1.0
     shared_intermediate_size: int = 0  # of the expert that every token goes through; 0: there is none
+    num_groups: int | None = None  # of experts; none: a token's experts are chosen among all
+    num_groups_per_tok: int | None = None  # those with the largest sums of two scores, of whose experts it is chosen
 
 
 class Qwen3MoeKeys(msgspec.Struct, frozen=True):
@@ -109,9 +111,92 @@ class Glm4MoeKeys(msgspec.Struct, frozen=True):
         )
 
 
-EXPERT_KEYS: Final[dict[str, type[Qwen3MoeKeys] | type[Glm4MoeKeys]]] = {
+class DeepseekV3Keys(msgspec.Struct, frozen=True):
+    """Keys of DeepSeek-V3 beside those of Qwen3 and of its attention, with the class's defaults."""
+
+    num_hidden_layers: int
+    moe_intermediate_size: int = 2048
+    n_routed_experts: int | None = None
+    num_local_experts: int | None = None  # another name of the same
+    n_shared_experts: int | None = 1
+    num_experts_per_tok: int = 8
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 2.5
+    n_group: int | None = 8
+    topk_group: int | None = 4
+    first_k_dense_replace: int = 3
+    moe_layer_freq: int = 1
+    scoring_func: str = "sigmoid"
+    topk_method: str = "noaux_tc"
+    num_nextn_predict_layers: int | None = None  # further layers, which a forward pass does not go through
+    num_mtp_layers: int | None = None  # another name of the same
+    aux_loss_alpha: float | None = None  # of DeepSeek's own training, as the next two
+    seq_aux: bool | None = None
+    ep_size: int | None = None
+    auto_map: dict[str, str] | None = None  # code beside the weights, which nobody here runs
+
+    def read(self) -> Experts:
+        """As transformers, DeepseekV3TopkRouter and DeepseekV3MoE.
+
+        Raises:
+            ValueError: says which key is in the way.
+        """
+        for key, only in {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
+            if (value := getattr(self, key)) != only:
+                raise ValueError(f"{key} {value!r} is not supported; supported: {only!r}")
+        if not self.norm_topk_prob:
+            raise ValueError("norm_topk_prob false is not supported of a router with sigmoids")
+        groups, of_token = self._groups()
+        return _checked(
+            Experts(
+                layers=tuple(index >= self.first_k_dense_replace for index in range(self.num_hidden_layers)),
+                num_experts=self._num_experts,
+                num_experts_per_tok=self.num_experts_per_tok,
+                moe_intermediate_size=self.moe_intermediate_size,
+                score="sigmoid",
+                has_bias=True,
+                norm_topk_prob=self.norm_topk_prob,
+                routed_scaling_factor=self.routed_scaling_factor,
+                shared_intermediate_size=(self.n_shared_experts or 0) * self.moe_intermediate_size,
+                num_groups=groups,
+                num_groups_per_tok=of_token,
+            )
+        )
+
+    @property
+    def _num_experts(self) -> int:
+        return self.n_routed_experts or self.num_local_experts or 256
+
+    def _groups(self) -> tuple[int | None, int | None]:
+        """Groups, and those of a token, where they matter. Megatron-core sums as many scores of a group as make up a
+        token's experts, transformers always two."""
+        groups, of_token = self.n_group or 1, self.topk_group or 1
+        if groups == of_token:
+            return None, None
+        of_each = self._num_experts // groups
+        if (
+            self._num_experts % groups
+            or of_token > groups
+            or of_each < 2
+            or of_each * of_token < self.num_experts_per_tok
+        ):
+            raise ValueError(
+                f"n_group {groups} with topk_group {of_token} does not fit {self._num_experts} experts, "
+                f"of which a token has {self.num_experts_per_tok}"
+            )
+        if self.num_experts_per_tok // of_token != 2:
+            raise ValueError(
+                f"topk_group {of_token} is not supported with num_experts_per_tok {self.num_experts_per_tok}; "
+                f"supported: half of it, and n_group"
+            )
+        return groups, of_token
+
+
+ExpertKeys = Qwen3MoeKeys | Glm4MoeKeys | DeepseekV3Keys
+EXPERT_KEYS: Final[dict[str, type[Qwen3MoeKeys] | type[Glm4MoeKeys] | type[DeepseekV3Keys]]] = {
     "Qwen3MoeForCausalLM": Qwen3MoeKeys,
     "Glm4MoeForCausalLM": Glm4MoeKeys,
+    "DeepseekV3ForCausalLM": DeepseekV3Keys,
 }
 
 

@@ -23,6 +23,7 @@ ROOT: Final = Path(__file__).parents[2]
 LIMIT_S: Final = 470.0  # of all sections together
 SECTIONS: Final = {  # the function of each, and seconds that it may take
     "attention": ("tests.gpu.attention:attention", 60.0),
+    "latent attention": ("tests.gpu.attention:latent_attention", 60.0),
     "layouts": ("tests.gpu.layouts:layouts", 150.0),
     "speed": ("tests.gpu.speed:speed", 120.0),
     "recompute": ("tests.gpu.speed:recompute", 90.0),

@@ -22,23 +22,34 @@ class Size(NamedTuple):
     heads: int = 16
     kv_heads: int = 8
     head_size: int = 128
+    value_size: int = 128
     times: int = 20
 
 
 FULL = Size((1, 17, 300, 1023, 2048, 4096, 707))
-TINY = Size((1, 5, 30, 17), heads=4, kv_heads=2, head_size=16, times=1)
+TINY = Size((1, 5, 30, 17), heads=4, kv_heads=2, head_size=16, value_size=16, times=1)
+LATENT = {"heads": 16, "kv_heads": 16, "head_size": 192, "value_size": 128}  # DeepSeek-V3's sizes
 
 
 def attention(device: str, *, tiny: bool = False) -> Measured:
     """On a GPU in bfloat16, by the variable-length kernel; on the CPU in float32, by the mask."""
-    size = TINY if tiny else FULL
+    return _compared(device, TINY if tiny else FULL)
+
+
+def latent_attention(device: str, *, tiny: bool = False) -> Measured:
+    """The same of multi-latent attention, whose values are smaller than its queries and keys."""
+    return _compared(device, TINY._replace(kv_heads=4, value_size=10) if tiny else FULL._replace(**LATENT))
+
+
+def _compared(device: str, size: Size) -> Measured:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     ranks.join(ranks.Ranks(), MegatronConfig(), torch.device(device), seed=1)
     generator = torch.Generator(device=device).manual_seed(1)
     total = sum(size.lengths)
-    shapes = [(total, heads, size.head_size) for heads in (size.heads, size.kv_heads, size.kv_heads)]
+    shapes = [(size.heads, size.head_size), (size.kv_heads, size.head_size), (size.kv_heads, size.value_size)]
     query, key, value, gradient = (
-        torch.randn(shape, generator=generator, device=device, dtype=dtype) for shape in (*shapes, shapes[0])
+        torch.randn((total, *shape), generator=generator, device=device, dtype=dtype)
+        for shape in (*shapes, (size.heads, size.value_size))
     )
     packed = packing(np.concatenate([[0], np.cumsum(size.lengths)]).astype(np.int32), torch.device(device))
     layer = CoreAttention(None, 1, None, "self")

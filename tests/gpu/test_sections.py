@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from actors.trainer.models.config import read_hf_config
 from runtime.settings.devices import HIDDEN
 from tests.gpu import speed
 from tests.gpu.__main__ import SECTIONS, function_of
-from tests.gpu.attention import attention
+from tests.gpu.attention import attention, latent_attention
+from tests.gpu.measured import Measured
 from tests.gpu.model import operations, peak_of, work
 
 ROOT = Path(__file__).parents[2]
@@ -46,9 +48,10 @@ def test_every_section_has_its_function() -> None:
     assert all(callable(function_of(name)) for name in SECTIONS)
 
 
-def test_attention_of_packed_rows_is_that_of_sequences_one_by_one() -> None:
+@pytest.mark.parametrize("compare", [attention, latent_attention])
+def test_attention_of_packed_rows_is_that_of_sequences_one_by_one(compare: Callable[..., Measured]) -> None:
     torch.set_num_threads(1)
-    found = attention("cpu", tiny=True)
+    found = compare("cpu", tiny=True)
     assert found.problems == []
     assert json.dumps(found.numbers)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 DISTRIBUTED = {"use_distributed_optimizer": True}
-NAMES = {"qwen3_moe": "Qwen3-MoE", "glm4_moe": "GLM-4-MoE"}
+NAMES = {"qwen3_moe": "Qwen3-MoE", "glm4_moe": "GLM-4-MoE", "deepseek_v3": "DeepSeek-V3"}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
@@ -132,7 +132,7 @@ class Row:
         """The table `trainer` of its topology."""
         layout = self._sizes
         megatron = layout.megatron | (RECOMPUTE if self.recompute else {})
-        if self.kind == "glm4_moe":
+        if self.kind in ("glm4_moe", "deepseek_v3"):
             megatron = megatron | {"moe_router_bias_update_rate": 1e-2}
         if self.further:
             megatron = megatron | {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.2}
@@ -179,13 +179,28 @@ FURTHER = tuple(
         ("EP2xCP2", True, False),
     )
 )
+# multi-latent attention, in what shares attention or the sequence out
+LATENTS = (
+    Row("1", packed=True, kind="deepseek_v3", replay=True),
+    Row("TP2+SP", kind="deepseek_v3", replay=True),
+    Row("TP2+SP", packed=True, recompute=True, kind="deepseek_v3", replay=True),
+    Row("PP2", packed=True, kind="deepseek_v3", replay=True),
+    Row("DP2+DO", recompute=True, kind="deepseek_v3", replay=True),
+    Row("CP2", packed=True, kind="deepseek_v3", replay=True),
+    Row("EP2", kind="deepseek_v3"),
+    Row("EP2xCP2", kind="deepseek_v3", replay=True),
+    Row("EP2xTP2+SP", packed=True, kind="deepseek_v3", replay=True),
+    Row("TP2+SPxPP2", kind="deepseek_v3", replay=True),
+)
 FEW += tuple(  # those of two ranks, and one model of each kind
     row for row in EXPERTS if (row.layout, row.kind) in (("EP2xTP2+SP", "qwen3_moe"), ("EP2xCP2", "qwen3_moe"))
 )
 FEW += tuple(row for row in FURTHER if row.layout == "EP2")
+FEW += tuple(row for row in LATENTS if row.layout == "EP2xTP2+SP")
 ALL = (
     *EXPERTS,
     *FURTHER,
+    *LATENTS,
     *(
         Row(layout, packed, recompute, tied)
         for layout in LAYOUTS
@@ -227,6 +242,9 @@ FAULTY = (
     (Row("EP2xCP2, gathered", kind="qwen3_moe", replay=True), "sequences are cut plainly"),
     (FURTHER[5], "tokens of a further layer are counted by replica"),
     (FURTHER[2], "a further layer reads its rank's next token"),
+    (Row("TP2+SP", kind="deepseek_v3", replay=True), "gradients of norms are not reduced"),
+    (Row("TP2+SP", kind="deepseek_v3", replay=True), "every rank has the first part of a matrix"),
+    (Row("EP2xCP2", kind="deepseek_v3", replay=True), "keys take their own rank's gradient"),
 )
 FEW_FAULTY = (
     *tuple(one for one in FAULTY if one[0].world == 2)[:8],
@@ -237,4 +255,5 @@ FEW_FAULTY = (
 SAVED = (
     ("qwen3", ("1", "TP2", "PP2", "CP2", "1+DO", "DP2+DO", "TP2xDP2+DO")),
     ("qwen3_moe", ("1", "TP2+SP", "PP2", "EP2", "1+DO", "DP2+DO", "EP2+DO")),
+    ("deepseek_v3", ("TP2+SP", "PP2")),
 )

@@ -22,7 +22,9 @@ CONFIGS: Final = {
 
 def found() -> dict[str, dict[str, dict[str, str]]]:
     """Type and default of every field, by table."""
-    return {table: {field.name: _row(field) for field in fields(config)} for table, config in CONFIGS.items()}
+    tables = {table: {field.name: _row(field) for field in fields(config)} for table, config in CONFIGS.items()}
+    of_latents = {field.name: _row(field) for field in fields(imports.MLATransformerConfig)}
+    return tables | {"megatron": of_latents | tables["megatron"]}
 
 
 def _row(field: Field[Any]) -> dict[str, str]:

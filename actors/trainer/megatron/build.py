@@ -19,9 +19,10 @@ from actors.trainer.megatron.layers.attention import CoreAttention
 from actors.trainer.megatron.layers.further import FurtherLayer
 from actors.trainer.megatron.layers.fused import rms_norm
 from actors.trainer.megatron.layers.head import Model
+from actors.trainer.megatron.layers.latent import LatentAttention
 from actors.trainer.megatron.layers.router import Router
 from actors.trainer.models.config import HfConfig
-from runtime.hf_config import Rope
+from runtime.hf_rope import Rope
 from runtime.settings.topology import TrainerConfig
 
 
@@ -35,6 +36,13 @@ class RmsNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self._eps)
+
+
+class LatentNorm(RmsNorm):
+    """Of latents, whose epsilon transformers does not take from config.json."""
+
+    def __init__(self, config: Any, hidden_size: int, **_options: Any) -> None:
+        super().__init__(config, hidden_size, 1e-6)
 
 
 def build_chunks(model: HfConfig, config: Any) -> list[Any]:
@@ -69,7 +77,8 @@ def _build(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
         parallel_output=True,
         vp_stage=virtual_stage,
     )
-    _stretch(built.rotary_pos_emb, model.rope)
+    if model.rope.factor != 1.0:
+        _stretch(built.rotary_pos_emb, model.rope)
     built.to(config.params_dtype)
     for _, bias in expert_biases(built):
         bias.data = bias.data.float()  # Megatron keeps them so
@@ -83,9 +92,8 @@ def expert_biases(built: Any) -> list[tuple[str, Tensor]]:
 
 def _stretch(embedding: Any, rope: Rope) -> None:
     """Set the frequencies of Llama 3's rope. Megatron's own option for it fixes all of its numbers but one."""
-    if rope.factor != 1.0:
-        frequencies = [rope.stretched(frequency) for frequency in embedding.inv_freq.tolist()]
-        embedding.inv_freq = torch.tensor(frequencies, device=embedding.inv_freq.device)
+    frequencies = [rope.stretched(frequency) for frequency in embedding.inv_freq.tolist()]
+    embedding.inv_freq = torch.tensor(frequencies, device=embedding.inv_freq.device)
 
 
 def _layer_spec(config: Any, virtual_stage: int | None) -> Any:
@@ -100,7 +108,10 @@ def _layer_spec(config: Any, virtual_stage: int | None) -> Any:
         attention.core_attention = CoreAttention
         if layer.mlp.module is MoELayer:
             layer.mlp.submodules.router = Router
-        if config.qk_layernorm:
+        if config.multi_latent_attention:
+            layer.self_attention.module = LatentAttention
+            attention.q_layernorm = attention.kv_layernorm = LatentNorm
+        elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RmsNorm
     block.layer_norm = RmsNorm
     return block

@@ -7,10 +7,12 @@ import msgspec
 import torch
 import torch.nn.functional as F
 
-from actors.trainer.megatron.imports import OptimizerConfig, TransformerConfig
+from actors.trainer.megatron.imports import MLATransformerConfig, OptimizerConfig, TransformerConfig
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.layout import check_layout
 from runtime.hf_experts import Experts
+from runtime.hf_latent import Latent
+from runtime.hf_rope import Rope
 from runtime.settings.topology import MegatronConfig, Topology
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -24,7 +26,8 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
     """
     check_layout(model, layout)
     pipeline = layout.pipeline_model_parallel_size
-    return TransformerConfig(
+    config_type = TransformerConfig if model.latent is None else MLATransformerConfig
+    return config_type(
         num_layers=model.num_hidden_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.intermediate_size,
@@ -45,6 +48,7 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
         bf16=dtype is torch.bfloat16,
         **_named(layout),
         **_experts(model.experts),
+        **({} if model.latent is None else _latent(model.latent, model.rope)),
         calculate_per_token_loss=True,  # the loss function returns a sum and what to divide it by, for both reductions
         variable_seq_lengths=pipeline > 1,  # micro-batches differ in length
         use_cpu_initialization=device.type == "cpu",
@@ -73,7 +77,27 @@ def _experts(experts: Experts | None) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": experts.routed_scaling_factor,
         "moe_router_enable_expert_bias": experts.has_bias,
         "moe_router_dtype": "fp32",
+        "moe_router_num_groups": experts.num_groups,
+        "moe_router_group_topk": experts.num_groups_per_tok,
     }
+
+
+def _latent(latent: Latent, rope: Rope) -> dict[str, Any]:
+    """Multi-latent attention, whose rotary embedding Megatron has in each layer."""
+    named: dict[str, Any] = {
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_value_rank,
+        "qk_head_dim": latent.plain_dim,
+        "qk_pos_emb_head_dim": latent.rotated_dim,
+        "v_head_dim": latent.value_dim,
+        "rotary_base": rope.theta,
+        "rope_type": "rope",
+        "rotary_scaling_factor": 1.0,
+    }
+    if rope.yarn is None:
+        return named
+    stretched = msgspec.structs.asdict(rope.yarn)
+    return named | {"rope_type": "yarn", "rotary_scaling_factor": stretched.pop("factor"), **stretched}
 
 
 def _named(layout: MegatronConfig) -> dict[str, Any]:

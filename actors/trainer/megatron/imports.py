@@ -23,6 +23,8 @@ def _import() -> dict[str, Any]:
     names = {
         "GPTModel": "models.gpt",
         "TransformerConfig": "transformer.transformer_config",
+        "MLATransformerConfig": "transformer.transformer_config",
+        "MLASelfAttention": "transformer.multi_latent_attention",
         "Float16Module": "transformer.module",
         "get_gpt_decoder_block_spec": "models.gpt.gpt_layer_specs",
         "PackedSeqParams": "packed_seq_params",
@@ -65,9 +67,7 @@ def _import() -> dict[str, Any]:
     rope._apply_rotary_pos_emb_bshd = fused.rotary(rope._apply_rotary_pos_emb_bshd)
     activation: Any = import_module("megatron.core.fusions.fused_bias_swiglu")
     activation.swiglu, activation.swiglu_back = fused.swiglu, fused.swiglu_back  # Megatron's want a compiler
-    experts: Any = import_module("megatron.core.transformer.moe.moe_utils")
-    if not hasattr(experts, "te_general_gemm"):
-        experts.te_general_gemm = None  # looked at, and undefined without TransformerEngine
+    _without_transformer_engine()
     if cpu.needed():
         dispatcher: Any = import_module("megatron.core.transformer.moe.token_dispatcher")
         dispatcher.maybe_move_tensor_to_cpu = cpu.on_host
@@ -76,6 +76,15 @@ def _import() -> dict[str, Any]:
             setattr(dispatcher, name, replaced(getattr(dispatcher, name)))
         cpu.install_random_state(import_module("megatron.core.tensor_parallel.random"))
     return parts
+
+
+def _without_transformer_engine() -> None:
+    """Megatron asks for classes and functions of it where it is missing, too."""
+    experts: Any = import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(experts, "te_general_gemm"):
+        experts.te_general_gemm = None
+    latent: Any = import_module("megatron.core.transformer.multi_latent_attention")
+    latent.HAVE_TE = isinstance(latent.TELinear, type)  # else a stand-in, of which nothing is an instance
 
 
 def _set_main_states(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
@@ -94,6 +103,8 @@ parallel_state: Any = _parts["parallel_state"]
 dist_checkpointing: Any = _parts["dist_checkpointing"]
 GPTModel: Any = _parts["GPTModel"]
 TransformerConfig: Any = _parts["TransformerConfig"]
+MLATransformerConfig: Any = _parts["MLATransformerConfig"]
+MLASelfAttention: Any = _parts["MLASelfAttention"]
 Float16Module: Any = _parts["Float16Module"]
 get_gpt_decoder_block_spec: Any = _parts["get_gpt_decoder_block_spec"]
 PackedSeqParams: Any = _parts["PackedSeqParams"]

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.hf_config import ModelError, Rope, read_model
+from runtime.hf_config import ModelError, read_model
 from runtime.hf_experts import Experts
+from runtime.hf_latent import Latent
+from runtime.hf_rope import Rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,7 @@ class HfConfig:
     has_qk_norm: bool  # queries and keys are normalised per head
     experts: Experts | None = None
     num_mtp_layers: int = 0  # for further tokens, behind the others, like the last of them inside; 0 or 1
+    latent: Latent | None = None  # multi-latent attention
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts in the place of one MLP."""
@@ -46,6 +49,11 @@ def read_hf_config(directory: Path, mtp_num_layers: int | None = None) -> HfConf
     """
     model = read_model(directory)
     shape = model.shape
+    if mtp_num_layers and shape.latent is not None:
+        raise ModelError(
+            f"{directory / 'config.json'}: trainer.megatron.mtp_num_layers = {mtp_num_layers} is not built yet for "
+            f"a model with multi-latent attention"
+        )
     if mtp_num_layers and mtp_num_layers != model.num_mtp_layers:
         raise ModelError(
             f"{directory / 'config.json'}: trainer.megatron.mtp_num_layers = {mtp_num_layers}, and the model has "
@@ -72,4 +80,5 @@ def read_hf_config(directory: Path, mtp_num_layers: int | None = None) -> HfConf
         has_qk_norm=shape.qk_norm,
         experts=shape.experts,
         num_mtp_layers=mtp_num_layers or 0,
+        latent=shape.latent,
     )

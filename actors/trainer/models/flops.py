@@ -19,13 +19,14 @@ def train_flops(model: HfConfig, lengths: Iterable[int]) -> float:
         model: its shape.
         lengths: of the sequences, in tokens.
     """
-    width = model.num_attention_heads * model.head_dim
+    values = model.head_dim if model.latent is None else model.latent.value_dim
+    width = model.num_attention_heads * (model.head_dim + values)
     weights = _weights_of_a_token(model)
     tokens, pairs = 0, 0.0
     for length in lengths:
         tokens += length
         pairs += length * length / 2
-    return 3.0 * (2.0 * weights * tokens + 4.0 * width * model.num_hidden_layers * pairs)
+    return 3.0 * (2.0 * weights * tokens + 2.0 * width * model.num_hidden_layers * pairs)
 
 
 def _weights_of_a_token(model: HfConfig) -> float:

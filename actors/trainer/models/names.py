@@ -33,6 +33,15 @@ _LAYER = {
     "eh_proj.weight": "eh_proj.weight",
     "final_layernorm.weight": "shared_head.norm.weight",
 }
+_LATENT = {  # of multi-latent attention
+    "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
+    "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
+    "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
+    "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
+    "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
+    "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
+    "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
+}
 _GATE_UP = ("gate_proj.weight", "up_proj.weight")
 _MLP: Final = re.compile(  # the layer's one, an expert, or the expert that every token goes through
     r"mlp\.(?:experts\.local_(?P<expert>experts\.\d+)\.|(?P<shared>shared_experts)\.)?linear_fc(?P<half>[12])\.weight"
@@ -53,8 +62,8 @@ def joined_for_megatron(name: str, model: HfConfig, source: Callable[[str], Tens
     if name in _TOP:
         return source(_TOP[name])
     prefix, rest = _layer_prefix(name)
-    if rest in _LAYER:
-        return source(prefix + _LAYER[rest])
+    if same := _same_in_both(rest, model):
+        return source(prefix + same)
     if match := _MLP.fullmatch(rest):
         prefix = _mlp_prefix(prefix, match)
         if match["half"] == "2":
@@ -78,8 +87,8 @@ def split_for_hf(name: str, model: HfConfig, whole: Tensor, *, parts: int = 1) -
     if name in _TOP:
         return [(hf_name, whole) for hf_name in (_TOP[name], *copies_of(_TOP[name], model))]
     prefix, rest = _layer_prefix(name)
-    if rest in _LAYER:
-        return [(prefix + _LAYER[rest], whole)]
+    if same := _same_in_both(rest, model):
+        return [(prefix + same, whole)]
     if match := _MLP.fullmatch(rest):
         prefix = _mlp_prefix(prefix, match)
         if match["half"] == "2":
@@ -90,6 +99,11 @@ def split_for_hf(name: str, model: HfConfig, whole: Tensor, *, parts: int = 1) -
     query = model.num_attention_heads // groups * size
     heads = whole.unflatten(0, (groups // parts, query + 2 * size)).split([query, size, size], dim=1)
     return [(f"{prefix}{to}.{kind}", own.flatten(0, 1)) for to, own in zip(QKV, heads, strict=True)]
+
+
+def _same_in_both(rest: str, model: HfConfig) -> str | None:
+    """Hugging Face's name of a layer's tensor that is no other than Megatron's."""
+    return (_LAYER if model.latent is None else _LAYER | _LATENT).get(rest)
 
 
 def _layer_prefix(name: str) -> tuple[str, str]:

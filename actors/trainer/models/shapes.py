@@ -1,6 +1,7 @@
 """Which tensors a model has under Hugging Face's names, and their shapes."""
 
 from actors.trainer.models.config import HfConfig
+from runtime.hf_latent import Latent
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
@@ -8,17 +9,11 @@ QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 def hf_shapes(model: HfConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of a model by its Hugging Face name, in the order of the layers, without a tied output weight."""
     hidden, inner = model.hidden_size, model.intermediate_size
-    query, key = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (model.vocab_size, hidden)}
     for index in range(model.num_hidden_layers + model.num_mtp_layers):
         layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
-        for name, rows in zip(QKV, (query, key, key), strict=True):
-            layer[f"{name}.weight"] = (rows, hidden)
-            if model.has_qkv_bias:
-                layer[f"{name}.bias"] = (rows,)
-        if model.has_qk_norm:
-            layer |= {"self_attn.q_norm.weight": (model.head_dim,), "self_attn.k_norm.weight": (model.head_dim,)}
-        layer |= {"self_attn.o_proj.weight": (hidden, query), "post_attention_layernorm.weight": (hidden,)}
+        layer |= _attention(model) if model.latent is None else _latent(model, model.latent)
+        layer["post_attention_layernorm.weight"] = (hidden,)
         layer |= _of_experts(model, hidden) if model.has_experts(index) else _mlp("mlp", hidden, inner)
         layer |= _of_further_tokens(hidden) if index == model.num_hidden_layers else {}
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
@@ -44,6 +39,38 @@ def copies_of(name: str, model: HfConfig) -> list[str]:
 def _of_further_tokens(hidden: int) -> dict[str, tuple[int, ...]]:
     norms = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
     return {**dict.fromkeys(norms, (hidden,)), "eh_proj.weight": (hidden, 2 * hidden)}
+
+
+def _attention(model: HfConfig) -> dict[str, tuple[int, ...]]:
+    size = model.head_dim
+    query, key = model.num_attention_heads * size, model.num_key_value_heads * size
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, rows in zip(QKV, (query, key, key), strict=True):
+        shapes[f"{name}.weight"] = (rows, model.hidden_size)
+        if model.has_qkv_bias:
+            shapes[f"{name}.bias"] = (rows,)
+    if model.has_qk_norm:
+        shapes |= {"self_attn.q_norm.weight": (size,), "self_attn.k_norm.weight": (size,)}
+    return shapes | {"self_attn.o_proj.weight": (model.hidden_size, query)}
+
+
+def _latent(model: HfConfig, latent: Latent) -> dict[str, tuple[int, ...]]:
+    """Of multi-latent attention."""
+    heads, hidden, rank = model.num_attention_heads, model.hidden_size, latent.key_value_rank
+    query = heads * latent.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"self_attn.q_proj.weight": (query, hidden)}
+    if latent.query_rank is not None:
+        shapes = {
+            "self_attn.q_a_proj.weight": (latent.query_rank, hidden),
+            "self_attn.q_a_layernorm.weight": (latent.query_rank,),
+            "self_attn.q_b_proj.weight": (query, latent.query_rank),
+        }
+    return shapes | {
+        "self_attn.kv_a_proj_with_mqa.weight": (rank + latent.rotated_dim, hidden),
+        "self_attn.kv_a_layernorm.weight": (rank,),
+        "self_attn.kv_b_proj.weight": (heads * (latent.plain_dim + latent.value_dim), rank),
+        "self_attn.o_proj.weight": (hidden, heads * latent.value_dim),
+    }
 
 
 def _mlp(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:

@@ -22,6 +22,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
 }
 
 
@@ -39,6 +40,8 @@ def write_model(directory: Path, kind: str = "qwen3", *, tied: bool = False, noi
     settings |= EXPERTS.get(kind, {}) | changes
     if kind == "qwen2":
         del settings["head_dim"]  # Qwen2 has no such key: the hidden size over the heads
+    if kind == "deepseek_v3":
+        settings |= {"head_dim": settings["qk_rope_head_dim"], "num_key_value_heads": settings["num_attention_heads"]}
     config = config_type(**settings | {"tie_word_embeddings": tied, "attn_implementation": "sdpa"})
     torch.manual_seed(7)
     model = model_type(config).float().eval()

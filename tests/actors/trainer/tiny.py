@@ -38,6 +38,33 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "use_qk_norm": True,
     },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "head_dim": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 7,
+    },
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
 }
 
 

@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from runtime.checksums import safetensors_files
-from runtime.hf_config import ModelError, ModelShape, Rope
+from runtime.hf_config import ModelError, ModelShape
+from runtime.hf_rope import Rope
 
 DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 CHECKSUM_DIGITS: Final = 16

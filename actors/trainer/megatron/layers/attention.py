@@ -41,7 +41,8 @@ class _Gather(torch.autograd.Function):
 
 
 class CoreAttention(nn.Module):
-    """Causal attention of padded [s, b, heads, d] or packed [t, heads, d] queries; keys, values may have fewer heads.
+    """Causal attention of padded [s, b, heads, d] or packed [t, heads, d] queries; keys, values may have fewer heads,
+    and values another size than queries and keys.
 
     Padded batches need no padding mask: padding is on the right and its positions carry no loss. Packed batches use
     torch's variable-length kernel on a GPU in bfloat16, and else a dense mask (cost t * t: for tests). Of
@@ -58,6 +59,8 @@ class CoreAttention(nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
         super().__init__()
         self._scale = softmax_scale
@@ -117,7 +120,7 @@ class CoreAttention(nn.Module):
         key, value = _gathered(key, value, lengths, context)
         if not _has_kernel(query):
             return self._masked(query, key, value, packed, context)
-        out = torch.empty_like(query)
+        out = query.new_empty(*query.shape[:-1], value.size(-1))
         chunks, starts = lengths // context.multiple, np.cumsum(lengths) - lengths
         for index, which in enumerate((context.rank, context.multiple - 1 - context.rank)):
             rows = _ranges(starts // context.size + index * chunks, chunks).to(query.device)
@@ -127,7 +130,10 @@ class CoreAttention(nn.Module):
         return out
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, lengths: Ints, key_lengths: Ints) -> Tensor:
-        """By torch's kernel; a sequence's last query sees its last key."""
+        """By torch's kernel, which wants values of the size of keys; a sequence's last query sees its last key."""
+        size = value.size(-1)
+        if size < key.size(-1):
+            value = F.pad(value, (0, key.size(-1) - size))
         bounds, key_bounds = (_bounds(each).to(query.device) for each in (lengths, key_lengths))
         sharing = query.size(1) // key.size(1)
         if sharing > 1 and not SHARES_HEADS:
@@ -138,7 +144,7 @@ class CoreAttention(nn.Module):
             scale=self._scale, window_size=(-1, 0), **sharing_told,
         )  # fmt: skip
         assert isinstance(context, Tensor)
-        return context
+        return context[..., :size]
 
     def _masked(self, query: Tensor, key: Tensor, value: Tensor, packed: Any, context: Context) -> Tensor:
         """By a dense mask, which the first layer makes for all."""
@@ -170,7 +176,7 @@ def _short(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Te
     joined = query.reshape(batch, -1, sharing * length, size) * (size**-0.5 if scale is None else scale)
     later = torch.ones(length, length, dtype=torch.bool).triu(1).repeat(sharing, 1)
     scores = (joined @ key.transpose(2, 3)).masked_fill(later, -torch.inf)
-    return (scores.softmax(-1) @ value).reshape(batch, heads, length, size)
+    return (scores.softmax(-1) @ value).reshape(batch, heads, length, value.size(-1))
 
 
 def _bounds(lengths: Ints) -> Tensor:

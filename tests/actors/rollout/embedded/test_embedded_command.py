@@ -36,7 +36,7 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM' is not supported; supported: Glm4Moe"),
+        ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM' is not supported; supported: DeepseekV3"),
         ({"architectures": []}, "'missing' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
@@ -63,6 +63,15 @@ def test_a_model_with_experts_is_refused(tmp_path: Path) -> None:
     )
     line = refused("--model-path", str(tmp_path), "--port", "0")
     assert "the embedded engine has no mixture of experts (Qwen3MoeForCausalLM with 4 experts)" in line
+
+
+def test_a_model_with_latents_is_refused(tmp_path: Path) -> None:
+    write_config(
+        tmp_path, architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", head_dim=None,
+        num_key_value_heads=None, first_k_dense_replace=0, n_group=1, topk_group=1,
+    )  # fmt: skip
+    line = refused("--model-path", str(tmp_path), "--port", "0")
+    assert "the embedded engine has no multi-latent attention (DeepseekV3ForCausalLM)" in line
 
 
 def test_missing_weights_are_refused(tmp_path: Path) -> None:

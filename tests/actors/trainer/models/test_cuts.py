@@ -20,6 +20,7 @@ from runtime.settings.topology import MegatronConfig
 from tests.actors.trainer.hf import write_model
 
 DIMS = {"linear_proj.weight": 1, "linear_fc2.weight": 1, "layernorm.weight": None}  # of a parameter; others: rows
+DIMS |= {"_down_proj.weight": None, "router.weight": None}
 
 
 def parameters_of(hf: HfConfig) -> Iterator[tuple[str, int | None]]:
@@ -38,7 +39,7 @@ def part_of(whole: Tensor, name: str, cut: Cut) -> Tensor:
     return cut.of(whole)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "deepseek_v3"])
 def test_the_parts_of_ranks_are_the_whole(tmp_path: Path, kind: str) -> None:
     write_model(tmp_path, kind)
     hf, source = read_hf_config(tmp_path), file_source(tmp_path)

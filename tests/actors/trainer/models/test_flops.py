@@ -1,5 +1,6 @@
 """Operations of training, reckoned by hand."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.flops import peak_flops, train_flops
 from runtime.hf_experts import Experts
+from tests.actors.trainer.tiny import config_of
 
 
 @pytest.fixture
@@ -31,6 +33,15 @@ def test_of_experts_those_that_a_token_is_routed_to_count(tiny: HfConfig) -> Non
     )  # fmt: skip
     difference = train_flops(replace(tiny, experts=experts), [1]) - train_flops(tiny, [1])
     assert difference == 3 * 2 * (2 * 3 * 16 * 24 + 8 * 16 - 3 * 16 * 32)  # two experts and the router, for one MLP
+
+
+def test_with_latents_values_have_a_size_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of("deepseek_v3")))
+    model = read_hf_config(tmp_path)
+    # 4 heads: queries and keys 6 + 4, values 7; latents of 12 and 10; 2 of 4 experts of 24, one for all, a dense layer
+    attention = 16 * 12 + 12 * 40 + 16 * (10 + 4) + 10 * 4 * (6 + 7) + 4 * 7 * 16
+    weights = 2 * attention + 3 * 16 * 32 + 3 * 3 * 16 * 24 + 4 * 16 + 32 * 16
+    assert train_flops(model, [10]) == 3 * (2 * weights * 10 + 2 * 2 * 4 * (10 + 7) * 50)
 
 
 def test_what_a_gpu_can_do_is_known_by_its_name() -> None:

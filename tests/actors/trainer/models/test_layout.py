@@ -69,6 +69,15 @@ def test_ranks_that_cannot_share_experts(layout: dict[str, Any], reason: str, tm
         check_layout(read_hf_config(tmp_path), MegatronConfig(**layout))
 
 
+@pytest.mark.parametrize(
+    ("changes", "key"), [({"q_lora_rank": 5}, "q_lora_rank"), ({"kv_lora_rank": 9}, "kv_lora_rank")]
+)
+def test_latents_that_ranks_cannot_share(changes: dict[str, Any], key: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config_of("deepseek_v3", **changes)))
+    with pytest.raises(ValueError, match=key):
+        check_layout(read_hf_config(tmp_path), MegatronConfig(tensor_model_parallel_size=2, sequence_parallel=True))
+
+
 def test_ranks_cannot_share_the_experts_of_a_model_without_any(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no experts to share out"):
         check_layout(model_of(2, tmp_path), MegatronConfig(expert_model_parallel_size=2))

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +20,11 @@ from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sources import mapping_source, random_source
 from runtime.settings.topology import MegatronConfig
 from tests.actors.trainer.hf import whole_weights, write_model
-from tests.actors.trainer.tiny import TINY, VOCAB, config_of, random_batch
+from tests.actors.trainer.tiny import TINY, VOCAB, YARN, config_of, random_batch
 from tests.support.tiny_models import LLAMA3_ROPE
 
 KINDS = [(kind, tied) for kind in ("qwen3", "qwen2", "llama", "qwen3_moe") for tied in (False, True)]
-KINDS += [("glm4_moe", False)]
+KINDS += [("glm4_moe", False), ("deepseek_v3", False)]
 
 
 def load(directory: Path):
@@ -55,6 +56,24 @@ def test_logits_with_the_rope_of_llama_3_equal_those_of_transformers(tmp_path: P
         torch.testing.assert_close(found, reference(tokens).logits, rtol=0, atol=1e-4)
 
 
+LATENT: dict[str, dict[str, Any]] = {
+    "queries from the hidden state": {"q_lora_rank": None},
+    "an epsilon of its own": {"rms_norm_eps": 1e-2},
+    "all experts in one group": {"n_group": 1},
+    "stretched": {"rope_parameters": YARN},
+    "stretched, and scaled as YaRN says": {"rope_parameters": YARN | {"mscale": None, "mscale_all_dim": None}},
+}
+
+
+@pytest.mark.parametrize("changes", LATENT.values(), ids=LATENT.keys())
+def test_logits_with_latents_equal_those_of_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
+    reference = write_model(tmp_path, "deepseek_v3", **changes)
+    built, _ = load(tmp_path)
+    tokens = torch.randint(0, VOCAB, (3, 50), generator=torch.Generator().manual_seed(0))
+    with quiet(), torch.no_grad():
+        torch.testing.assert_close(built(tokens, None, None), reference(tokens).logits, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(("kind", "tied"), KINDS)
 def test_weights_come_back_bit_for_bit(tmp_path: Path, kind: str, tied: bool) -> None:
     write_model(tmp_path, kind, tied=tied)
@@ -66,9 +85,9 @@ def test_weights_come_back_bit_for_bit(tmp_path: Path, kind: str, tied: bool) ->
     assert set(reference) == set(exported)
 
 
-@pytest.mark.parametrize("multiple", [1, 8])
-def test_packed_sequences_do_not_see_each_other(tmp_path: Path, multiple: int) -> None:
-    write_model(tmp_path)
+@pytest.mark.parametrize(("kind", "multiple"), [("qwen3", 1), ("qwen3", 8), ("deepseek_v3", 1)])
+def test_packed_sequences_do_not_see_each_other(tmp_path: Path, kind: str, multiple: int) -> None:
+    write_model(tmp_path, kind)
     built, _ = load(tmp_path)
     batch, samples = random_batch(), torch.arange(7).numpy()
     padded = make_micro_batch(batch, samples, packed=False)
@@ -125,6 +144,23 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
         (config_of("glm4_moe", n_group=2), "n_group 2 is not supported; supported: 1"),
         (config_of("glm4_moe", norm_topk_prob=False), "norm_topk_prob false is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types 'sliding_attention'"),
+        (config_of("deepseek_v3", rope_interleave=False), "rope_interleave false is not supported"),
+        (config_of("deepseek_v3", num_key_value_heads=2), "num_key_value_heads 2 is not supported with multi-latent"),
+        (config_of("deepseek_v3", head_dim=8), "head_dim 8 is not qk_rope_head_dim, 4"),
+        (config_of("deepseek_v3", kv_lora_rank=0), "kv_lora_rank 0 is not positive"),
+        (config_of("deepseek_v3", qk_rope_head_dim=3, head_dim=3), "qk_rope_head_dim 3 is not even"),
+        (config_of("deepseek_v3", attention_bias=True), "attention_bias is not supported"),
+        (config_of("deepseek_v3", scoring_func="softmax"), "scoring_func 'softmax' is not supported"),
+        (config_of("deepseek_v3", topk_method="greedy"), "topk_method 'greedy' is not supported"),
+        (config_of("deepseek_v3", moe_layer_freq=2), "moe_layer_freq 2 is not supported"),
+        (config_of("deepseek_v3", norm_topk_prob=False), "norm_topk_prob false is not supported"),
+        (config_of("deepseek_v3", n_group=3), "n_group 3 with topk_group 1 does not fit 4 experts"),
+        (config_of("deepseek_v3", num_experts_per_tok=3, n_routed_experts=8), "topk_group 1 is not supported with"),
+        (config_of("deepseek_v3", rope_parameters=YARN | {"attention_factor": 2.0}), "attention_factor of rope_type"),
+        (config_of("deepseek_v3", rope_parameters=YARN | {"mscale": None}), "is not supported without mscale"),
+        (config_of("deepseek_v3", rope_parameters={"rope_type": "yarn"}), "rope_type 'yarn' lacks 'factor'"),
+        (config_of("deepseek_v3", rope_parameters={"rope_type": "llama3"}), "rope_type 'llama3' is not supported"),
+        (config_of("glm4_moe", q_lora_rank=8), "q_lora_rank is not understood"),
     ],
 )
 def test_a_model_that_would_train_differently_is_refused(tmp_path: Path, change: dict, message: str) -> None:
@@ -132,6 +168,23 @@ def test_a_model_that_would_train_differently_is_refused(tmp_path: Path, change:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         read_hf_config(tmp_path)
+
+
+def test_keys_of_deepseeks_own_configs_are_read(tmp_path: Path) -> None:
+    """As moonshotai/Moonlight-16B-A3B has them: in transformers 4's words, and with those of its own code."""
+    own = {"auto_map": {"AutoModel": "modeling.X"}, "aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 1}
+    config = config_of("deepseek_v3", **own, q_lora_rank=None, n_group=1, scoring_func="sigmoid", rope_theta=5e4)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_parameters": None, "head_dim": None}))
+    read = read_hf_config(tmp_path)
+    assert read.latent is not None
+    assert read.experts is not None
+    assert (read.latent.query_rank, read.experts.num_groups, read.rope.theta, read.head_dim) == (None, None, 5e4, 10)
+
+
+def test_further_layers_with_latents_are_not_built(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of("deepseek_v3", num_nextn_predict_layers=1)))
+    with pytest.raises(ValueError, match="mtp_num_layers = 1 is not built yet for a model with multi-latent"):
+        read_hf_config(tmp_path, 1)
 
 
 def test_a_rope_base_under_the_old_key_is_read(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_training_equals_an_independent_loop(
     compared(topology, model, [random_batch(step) for step in range(2)])
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
 def test_training_of_experts_equals_an_independent_loop(make_topology: MakeTopology, tmp_path: Path, kind: str) -> None:
     directory = tmp_path / "hf"
     model = write_model(directory, kind, initializer_range=0.1)

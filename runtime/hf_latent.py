@@ -1,0 +1,66 @@
+"""Multi-latent attention of a model, read from the keys of its config.json: DeepSeek-V3's."""
+
+from typing import Final
+
+import msgspec
+
+
+class Latent(msgspec.Struct, frozen=True, kw_only=True):
+    """Queries, and keys with values, come from vectors of low rank; a part of each head is rotated."""
+
+    query_rank: int | None  # none: queries come from the hidden state itself
+    key_value_rank: int
+    plain_dim: int  # of a head's query and key: not rotated
+    rotated_dim: int  # the rest of both; that of keys is one for all heads
+    value_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        """Of a query or key."""
+        return self.plain_dim + self.rotated_dim
+
+
+class DeepseekV3Attention(msgspec.Struct, frozen=True):
+    """Keys of DeepSeek-V3's attention, with the class's defaults."""
+
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    q_lora_rank: int | None = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    qk_head_dim: int | None = None  # their sum, which transformers writes
+    head_dim: int | None = None  # of the part that is rotated
+    v_head_dim: int = 128
+    rope_interleave: bool = True
+
+    def read(self) -> Latent:
+        """As transformers, DeepseekV3Attention.
+
+        Raises:
+            ValueError: says which key is in the way.
+        """
+        if self.num_key_value_heads not in (None, self.num_attention_heads):
+            raise ValueError(
+                f"num_key_value_heads {self.num_key_value_heads} is not supported with multi-latent attention; "
+                f"supported: num_attention_heads, {self.num_attention_heads}"
+            )
+        if not self.rope_interleave:
+            raise ValueError("rope_interleave false is not supported; supported: true")
+        if self.head_dim not in (None, self.qk_rope_head_dim):
+            raise ValueError(f"head_dim {self.head_dim} is not qk_rope_head_dim, {self.qk_rope_head_dim}")
+        for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            if (size := getattr(self, key)) is not None and size < 1:
+                raise ValueError(f"{key} {size} is not positive")
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim {self.qk_rope_head_dim} is not even")
+        return Latent(
+            query_rank=self.q_lora_rank,
+            key_value_rank=self.kv_lora_rank,
+            plain_dim=self.qk_nope_head_dim,
+            rotated_dim=self.qk_rope_head_dim,
+            value_dim=self.v_head_dim,
+        )
+
+
+LATENT_KEYS: Final[dict[str, type[DeepseekV3Attention]]] = {"DeepseekV3ForCausalLM": DeepseekV3Attention}

@@ -1,0 +1,124 @@
+"""Rotary embedding of a model, read from the keys of its config.json."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+_OF_YARN: Final = (
+    "rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings beta_fast beta_slow "
+    "mscale mscale_all_dim"
+).split()
+
+
+class RopeKeys(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of config.json, in two spellings."""
+
+    rope_theta: float | None = None  # transformers 4
+    rope_scaling: dict[str, Any] | None = None  # transformers 4
+    rope_parameters: dict[str, Any] | None = None  # transformers 5
+    partial_rotary_factor: float | None = None  # 1, or 0.5 of GLM-4-MoE
+
+
+class Yarn(msgspec.Struct, frozen=True, kw_only=True):
+    """Low frequencies stretched as by YaRN, in the words of config.json."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
+class Rope(msgspec.Struct, frozen=True):
+    """Rotary embedding: the base, the share of a head that is rotated, and how low frequencies are stretched."""
+
+    theta: float = 10000.0
+    share: float = 1.0  # from the front of each head
+    factor: float = 1.0  # Llama 3's; 1 = no stretching
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+    yarn: Yarn | None = None  # in the place of Llama 3's
+
+    def stretched(self, frequency: float) -> float:
+        """Llama 3's rule: long wavelengths are stretched by `factor`, short ones kept, those between interpolated.
+
+        Source:
+            transformers, modeling_rope_utils._compute_llama3_parameters.
+        """
+        if self.factor == 1.0:
+            return frequency
+        turns = self.original_max_position * frequency / (2 * math.pi)  # full turns within the original context
+        smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        smooth = min(max(smooth, 0.0), 1.0)
+        return frequency * (smooth + (1.0 - smooth) / self.factor)
+
+
+def read_rope(keys: RopeKeys, *, share: float, stretching: str = "llama3") -> Rope:
+    """Join the two spellings of rotary parameters: transformers 4 (rope_theta, rope_scaling) and 5.
+
+    Args:
+        keys: of config.json.
+        share: of a head that models of this architecture rotate, where nothing else is said.
+        stretching: the one rope_type beside the default that is computed for this architecture.
+
+    Raises:
+        ValueError: says which key is in the way.
+    """
+    parameters: dict[str, Any] = dict(keys.rope_scaling or {}) | dict(keys.rope_parameters or {})
+    theta = float(parameters.get("rope_theta") or keys.rope_theta or 10000.0)
+    if not (math.isfinite(theta) and theta > 0):
+        raise ValueError(f"rope_theta {theta} is not a positive number")
+    given = parameters.get("partial_rotary_factor", keys.partial_rotary_factor)
+    if share == 1.0 and given not in (None, 1.0):
+        raise ValueError("partial_rotary_factor other than 1 is not supported")
+    share = share if given is None else float(given)
+    kinds = [_kind(given) for given in (keys.rope_scaling, keys.rope_parameters) if given]
+    kind = next((kind for kind in kinds if kind != "default"), "default")
+    if kind == "default":
+        return Rope(theta=theta, share=share)
+    if kind != stretching or share != 1.0:
+        raise ValueError(f"rope_type {kind!r} is not supported; supported: 'default', {stretching!r}")
+    if len(set(kinds)) > 1:
+        raise ValueError(f"rope_scaling says {kinds[0]!r} and rope_parameters {kinds[1]!r}: which is meant?")
+    try:
+        return _yarn(theta, parameters) if kind == "yarn" else _llama3(theta, parameters)
+    except KeyError as error:
+        raise ValueError(f"rope_type {kind!r} lacks {error}") from error
+
+
+def _kind(parameters: Mapping[str, Any]) -> str:
+    return parameters.get("rope_type", parameters.get("type", "default"))
+
+
+def _llama3(theta: float, parameters: Mapping[str, Any]) -> Rope:
+    return Rope(
+        theta=theta,
+        factor=float(parameters["factor"]),
+        low_freq_factor=float(parameters["low_freq_factor"]),
+        high_freq_factor=float(parameters["high_freq_factor"]),
+        original_max_position=int(parameters["original_max_position_embeddings"]),
+    )
+
+
+def _yarn(theta: float, parameters: Mapping[str, Any]) -> Rope:
+    """As transformers: modeling_rope_utils._compute_yarn_parameters, and DeepSeek's yarn_apply_mscale."""
+    if other := [key for key, value in parameters.items() if key not in _OF_YARN and value is not None]:
+        raise ValueError(f"{other[0]} of rope_type 'yarn' is not understood, and may change what the model computes")
+    mscale, all_dim = (float(parameters.get(key) or 0.0) for key in ("mscale", "mscale_all_dim"))
+    if all_dim and not mscale:
+        raise ValueError("mscale_all_dim of rope_type 'yarn' is not supported without mscale")
+    yarn = Yarn(
+        factor=float(parameters["factor"]),
+        original_max_position_embeddings=int(parameters["original_max_position_embeddings"]),
+        beta_fast=float(parameters.get("beta_fast") or 32.0),
+        beta_slow=float(parameters.get("beta_slow") or 1.0),
+        mscale=mscale if all_dim else 1.0,  # alone it says nothing
+        mscale_all_dim=all_dim,
+    )
+    if not yarn.factor >= 1.0 or yarn.original_max_position_embeddings < 1:
+        raise ValueError("factor of rope_type 'yarn' is below 1, or original_max_position_embeddings is not positive")
+    return Rope(theta=theta, yarn=yarn)
