@@ -6,7 +6,6 @@ reader for each replica would share out; packing a batch, sending it to another 
 
 import argparse
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from runtime.agent.supervision.ports import free_port
 from tests.bench.rig import rounded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,9 +116,7 @@ def collected(group_id: int, args: argparse.Namespace) -> Any:
 
 def lead(size_bytes: int, args: argparse.Namespace) -> float:
     """CPU seconds in which a rank sends so much to another one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     words = ["--rank", "1", "--port", str(port), "--response", str(size_bytes), "--times", str(args.times)]
     other = subprocess.Popen([sys.executable, "-m", "tests.bench.bench_batches", *words], cwd=ROOT)
     try:

@@ -27,7 +27,8 @@ import uvloop
 
 from actors.engine_processes import STREAM_INTERVAL
 from actors.rollout.sglang.streams import Stream
-from tests.support.embedded_engine import free_port, running_engine, running_router, write_config
+from runtime.agent.supervision.ports import free_port
+from tests.support.embedded_engine import running_engine, running_router, write_config
 
 PROMPT, RESPONSE, IN_FLIGHT, GROUP = 16, 64, 64, 8  # tokens, tokens, samples, samples per prompt
 LONG = 448  # tokens of a response that is streamed

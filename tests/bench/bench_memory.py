@@ -8,7 +8,6 @@ of the largest rank, `at rest` is rank 0 between two steps, `offloaded` is rank 
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
+from runtime.agent.supervision.ports import free_port
 from tests.bench.bench_transformers import MODEL, TABLES, ragged_batch
 from tests.bench.rig import rounded
 
@@ -59,15 +59,11 @@ def measure(name: str, *, small: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config = MODEL | ({"vocab_size": 256} if small else SHAPE)
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = str(free_port())
         command = [sys.executable, "-m", "tests.bench.bench_memory", "--case", name, "--place", folder, "--port"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         ranks = [
-            subprocess.Popen(
-                [*command, str(port), "--rank", str(rank)], stdout=subprocess.PIPE, text=True, env=environment
-            )
+            subprocess.Popen([*command, port, "--rank", str(rank)], stdout=subprocess.PIPE, text=True, env=environment)
             for rank in range(CASES[name][0])
         ]
         try:

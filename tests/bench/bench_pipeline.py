@@ -33,6 +33,7 @@ import psutil
 from actors.rollout.sglang.client import SglangClient
 from messages import BatchTrained
 from runtime.agent.claims.rundir import TOPOLOGY_FILE
+from runtime.agent.supervision.ports import free_port
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
 from runtime.bus.nats.server import running_server
@@ -54,7 +55,7 @@ from tests.bench.rig import (
     showing_logs,
     specs_of,
 )
-from tests.support.embedded_engine import free_port, wait_until_200
+from tests.support.embedded_engine import wait_until_200
 
 RECIPE = ROOT / "topologies" / "laptop.toml"
 SHARED = 'share=[["buffer", "rollout", "reward", "filter"]]'

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from actors.trainer.checkpoints import checkpoints_in
+from runtime.agent.supervision.ports import free_port
 from runtime.checksums import safetensors_files
 from runtime.settings.devices import HIDDEN
 from runtime.settings.topology import Topology, encode_topology
@@ -128,9 +128,7 @@ def _run(place: Path, jobs: Sequence[Job], half: str, timeout_s: float, device: 
     ]
     (place / "jobs.json").write_text(json.dumps(described))
     world = max(job.row.world for job in jobs)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     if device == "cpu":
         environment |= HIDDEN

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from actors.processes import process_specs
+from runtime.agent.supervision.ports import free_port
 from runtime.settings.topology import SOLE_NODE
-from tests.support.embedded_engine import free_port, wait_until_200
+from tests.support.embedded_engine import wait_until_200
 from tests.support.rollout import topology_with
 
 STOP_S = 10.0

@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import psutil
 
-from tests.support.embedded_engine import free_port, get, post
+from runtime.agent.supervision.ports import free_port
+from tests.support.embedded_engine import get, post
 
 ROOT: Final = Path(__file__).parents[2]
 SHIM: Final = Path(__file__).parent / "shim"

@@ -13,11 +13,11 @@ import pytest
 
 from actors.processes import process_specs
 from actors.rollout.engines.server_arguments import engine_problems
+from runtime.agent.supervision.ports import free_port
 from runtime.bus.addresses import ENGINE_KEY_VARIABLE
 from runtime.settings.load import load_topology
 from runtime.settings.topology import EngineConfig
 from tests.sglang.server import ROOT, SGLANG_START_S, SHIM, TP1, Server, sglang_python, wait_until_up
-from tests.support.embedded_engine import free_port
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(2 * SGLANG_START_S)]
 

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+from runtime.agent.supervision.ports import free_port
 
 ROOT: Final = Path(__file__).parents[2]
 START_TIMEOUT_S: Final = 60.0  # torch alone takes 20 on a loaded machine
@@ -45,12 +46,6 @@ def write_config(directory: Path, **changes: Any) -> None:
     }
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config | changes))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """The real router, and a rollout actor between it, a scripted engine and the bus."""
 
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Iterator
@@ -27,6 +26,7 @@ from messages import (
     WeightsAnnounced,
     WeightsApplied,
 )
+from runtime.agent.supervision.ports import free_port
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
 from runtime.host.hosting import host
@@ -56,9 +56,7 @@ def topology_with(**tables: Any) -> Topology:
 @contextmanager
 def running_router() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A real sglang-router and its URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--policy", "round_robin", "--disable-retries", "--disable-circuit-breaker", "--log-level", "error"]
     command += ["--prometheus-host", "127.0.0.2", "--prometheus-port", str(port)]

@@ -1,7 +1,14 @@
 """Ports for the processes of a node."""
 
 import errno
+import secrets
 import socket
+from pathlib import Path
+from typing import Final
+
+LOWEST: Final = 20_000  # below it are services that people know by their ports
+TRIES: Final = 50
+CONNECTIONS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class PortInUse(Exception):
@@ -28,10 +35,26 @@ def is_free(host: str, port: int) -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago. Another program may still be faster: be ready to ask again."""
+    """A port that was free a moment ago. Another program may still be faster: be ready to ask again.
+
+    The kernel gives it to no connection: a server that takes long to start would find it taken.
+    """
+    lowest = _lowest_of_connections()
+    for _ in range(TRIES if lowest > LOWEST else 0):
+        port = LOWEST + secrets.randbelow(lowest - LOWEST)
+        if is_free(host, port):
+            return port
     with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def _lowest_of_connections() -> int:
+    """The lowest port that the kernel gives to connections; 0: not known."""
+    try:
+        return int(CONNECTIONS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def choose_port(host: str, *, fixed: int | None = None, previous: int | None = None) -> int:

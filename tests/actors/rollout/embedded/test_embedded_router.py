@@ -6,8 +6,9 @@ from pathlib import Path
 import anyio
 import pytest
 
+from runtime.agent.supervision.ports import free_port
 from tests.support.embedded_client import EngineClient
-from tests.support.embedded_engine import RunningEngine, free_port, running_engine, running_router, write_config
+from tests.support.embedded_engine import RunningEngine, running_engine, running_router, write_config
 
 pytestmark = pytest.mark.anyio
 
