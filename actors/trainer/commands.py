@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from actors.trainer.batches.batch import TrainBatch
+from actors.trainer.batches.known import LogProbs
 from actors.trainer.checkpoints import (
     CHECKPOINTS,
     Checkpoint,
@@ -46,6 +47,7 @@ from actors.trainer.models.publish import (
 from actors.trainer.orders import (
     AdvanceExport,
     Begin,
+    ComputeLogProbs,
     Export,
     FinishExport,
     FinishSave,
@@ -144,6 +146,15 @@ class TrainerRank:
             return self._train(batch)
         encoded = encode_batch(batch)
         return self._lead(Train(len(encoded)), encoded)
+
+    def log_probs(self, batch: TrainBatch) -> LogProbs:
+        """Compute what a train step will want of groups, should one train them.
+
+        Args:
+            batch: groups that no batch has yet.
+        """
+        encoded = encode_batch(batch)
+        return self._lead(ComputeLogProbs(len(encoded)), encoded)
 
     def begin_save(self, *, step: int, incarnation: int, frontier: int = 0) -> Future[None]:
         """Copy the state and have it written beside what comes next.
@@ -296,6 +307,8 @@ class TrainerRank:
                     return begin(self._replica, Path(command.path), finetune=self._topology.trainer.finetune)
             case Train():
                 return self._train(decode_batch(self._broadcast(payload, command.size_bytes)))
+            case ComputeLogProbs():
+                return self._train_step.ahead(decode_batch(self._broadcast(payload, command.size_bytes)))
             case Save():
                 with self._replica.optimizer_at_hand():
                     self._saving = self._begin_save(command)
@@ -373,6 +386,8 @@ class TrainerRank:
 
     def _broadcast(self, payload: bytes, size_bytes: int) -> bytes:
         """Rank 0's bytes, on every rank."""
+        if self._ranks.world_size == 1:
+            return payload
         shared = torch.empty(size_bytes, dtype=torch.uint8, device=self._replica.device)
         if self._ranks.rank == 0:
             shared.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))

@@ -37,6 +37,7 @@ import structlog
 
 from actors.trainer.batches.feed import FedBatch, Feed
 from actors.trainer.batches.untrained import NO_GRADIENTS, gradients_of
+from actors.trainer.groups_ahead import GroupsAhead
 from actors.trainer.torch_thread import TorchThread
 from messages import BatchTrained, CheckpointSaved, PayloadsMissing, TrainerStarted, WeightsAnnounced
 from runtime.bus.bus import Bus
@@ -77,6 +78,7 @@ class Leader:
         self._feed = feed
         self._torch_thread = torch_thread
         self._rank = rank
+        self._ahead = GroupsAhead(topology, feed, torch_thread, rank)
         self._frontier = feed.history.frontier
         self._incarnation = feed.history.incarnation + 1
         self._saved_step = feed.history.saved_step  # of the newest that was begun
@@ -133,7 +135,7 @@ class Leader:
 
     async def _train_step(self) -> None:
         begin = time.perf_counter()
-        fed = await self._next_batch()
+        fed, of_ahead = self._ahead.put_into(await self._next_batch())
         waited_s = time.perf_counter() - begin - self._fetch_s
         replay = self.step < self._frontier
         async with self._feed.prefetching(self.step + 1):
@@ -145,7 +147,7 @@ class Leader:
                 begun = await self._begin_publish()
             else:
                 published = await self._publish()
-        metrics = trained.metrics if trained else {}
+        metrics = (trained.metrics if trained else {}) | of_ahead
         metrics["perf/train_wait_time"], metrics["perf/fetch_time"] = waited_s, self._fetch_s
         metrics["perf/update_weights_time"] = published.took_s if published else begun.pause_s if begun else 0.0
         metrics["perf/step_time"] = time.perf_counter() - begin
@@ -155,18 +157,24 @@ class Leader:
         if begun is not None:
             self._writing.start_soon(self._finish_publish, begun, self.step)
         self._feed.settle(self.step)
+        self._ahead.weights_moved()
         if self._checkpoint_is_due():
             await self._save()
 
     async def _next_batch(self) -> FedBatch:
-        """Wait for the batch of this step, whole or at least settled, and meanwhile save what is asked for."""
+        """Wait for the batch of this step, whole or at least settled; meanwhile save if asked to, and compute ahead."""
         history, again = self._feed.history, ""
         while True:
             self._waiting = f"batch {self.step}{again}", time.monotonic()
-            await self._feed.until(lambda: self.step in history.batches or self._checkpoint_is_asked_for())
+            await self._feed.until(
+                lambda: self.step in history.batches or self._checkpoint_is_asked_for() or self._ahead.has_work()
+            )
             self._waiting = None
             if self._checkpoint_is_asked_for():
                 await self._save()
+                continue
+            if self.step not in history.batches:
+                self.busy_s += await self._ahead.compute_one()
                 continue
             begin = time.perf_counter()
             fed = await self._feed.batch(self.step)

@@ -28,6 +28,12 @@ class Train(msgspec.Struct, tag=True):
     size_bytes: int  # of the batch, which follows by broadcast
 
 
+class ComputeLogProbs(msgspec.Struct, tag=True):
+    """Compute the log-probs of groups that a train step will want."""
+
+    size_bytes: int  # of the groups, as a batch that follows by broadcast
+
+
 class Save(msgspec.Struct, tag=True):
     """Begin a checkpoint."""
 
@@ -72,7 +78,19 @@ class Stop(msgspec.Struct, tag=True):
 
 
 Order = (
-    Load | Begin | Train | Save | FinishSave | Export | AdvanceExport | FinishExport | Offload | Onload | Probe | Stop
+    Load
+    | Begin
+    | Train
+    | ComputeLogProbs
+    | Save
+    | FinishSave
+    | Export
+    | AdvanceExport
+    | FinishExport
+    | Offload
+    | Onload
+    | Probe
+    | Stop
 )
 
 

@@ -1,4 +1,4 @@
-"""Which completed groups no batch can take any more, for whoever keeps them and folds no more than that. Pure."""
+"""Which completed groups a batch can take, and which no more, for whoever keeps them and folds just that. Pure."""
 
 import msgspec
 
@@ -25,6 +25,11 @@ def over_by(event: Message) -> Over:
             return Over(event_seqs=(event.event_seq,))
         case _:
             return NOTHING
+
+
+def kept_by(event: Message) -> tuple[int, ...]:
+    """The completions, by log sequence, of which an event says that a batch may take them; an earlier one may not."""
+    return (event.event_seq,) if isinstance(event, VerdictGiven) and event.outcome is Outcome.KEEP else ()
 
 
 def lost_by(change: StepChange) -> Over:

@@ -188,6 +188,18 @@ def replays_experts(algorithm: AlgorithmConfig) -> bool:
     return algorithm.use_routing_replay or algorithm.use_rollout_routing_replay
 
 
+def measures_all(recipe: Recipe) -> bool:
+    """Whether the trainer's log-probs before the first optimizer step are asked for of what later ones train, too."""
+    algorithm = recipe.algorithm
+    return not trains_demonstrations(recipe) and (algorithm.get_mismatch_metrics or not algorithm.use_rollout_logprobs)
+
+
+def computes_old_ahead(recipe: Recipe) -> bool:
+    """Whether they can be computed of a group that no batch has yet: while it waits, the weights are those already."""
+    steps, experts = recipe.algorithm.num_steps_per_rollout, replays_experts(recipe.algorithm)
+    return measures_all(recipe) and steps > 1 and not experts and recipe.rollout.max_staleness == 0
+
+
 def over_sampling_batch_size(rollout: RolloutConfig) -> int:
     """Groups asked for at a time."""
     return rollout.over_sampling_batch_size or rollout.rollout_batch_size

@@ -113,6 +113,7 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     load: Text | None = None  # what a new run begins from, another one's directory or Megatron-LM's; none: the model
     finetune: bool = False  # of load take the weights alone; else optimizer, schedule and random state too
     handover: Literal["stream", "copy"] = "stream"  # of new weights: training waits, or goes on beside a copy of them
+    log_probs_ahead: bool = False  # reference and old log-probs of groups, computed while a batch is awaited
     export_bucket_bytes: Positive = 512 << 20  # of weights that are gathered before they are written
     profile: ProfileConfig = ProfileConfig()
     megatron: MegatronConfig = MegatronConfig()

@@ -14,6 +14,7 @@ from tests.bench.__main__ import BENCHES
 ROOT = Path(__file__).parents[2]
 SMALL_TAIL = "--steps 4 --warm-up 1 --groups 4 --samples 2 --train-s 0.1 --base-ms 3 --mean 16 --cap 96"
 TINY = {
+    "ahead": "--case hidden_256 --groups 2 --runs 1 --steps 1",
     "batches": "--groups 2 --samples 2 --response 8 --times 1",
     "bus": "--messages 64 --repeats 1",
     "demo": "--steps 3 --starts 0",

@@ -11,14 +11,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from actors.trainer.batches.batch import TrainBatch
+from actors.trainer.batches.known import KnownLogProbs
 from actors.trainer.commands import TrainerRank
 from actors.trainer.megatron.groups import Ranks
-from runtime.settings.topology import decode_topology
-from tests.actors.trainer.tiny import random_batch
+from runtime.settings.topology import Topology, decode_topology
+from tests.actors.trainer.tiny import groups_of, random_batch
 from tests.grid import faults
 
 STUCK_S = 40.0
@@ -57,10 +59,12 @@ def train(place: Path, ranks: Ranks, half: str) -> None:
         return
     steps = STEPS[half]
     assert engine.resume() == steps[0]
-    metrics = [engine.train(batch_of(steps[0])).metrics]
+    metrics = [engine.train(with_groups_ahead(engine, topology, steps[0])).metrics]
     same = [engine.publish(1, confirmed=0).checksum] if half == "second" else []
     begun = engine.begin_publish(2) if half == "second" else None
-    metrics.append(engine.train(batch_of(steps[1])).metrics)  # beside the second export of the same weights
+    metrics.append(
+        engine.train(with_groups_ahead(engine, topology, steps[1])).metrics
+    )  # beside the second export of the same weights
     if begun is not None:
         same.append(engine.finish_publish(begun, confirmed=0).checksum)
     assert len(set(same)) <= 1, "training went on, and a copy of the weights changed"
@@ -72,6 +76,23 @@ def train(place: Path, ranks: Ranks, half: str) -> None:
         result |= {"weights": str(published.path), "probe": list(published.probe.log_probs)}
     engine.close()
     (place / f"{half}.json").write_text(json.dumps(result))
+
+
+def with_groups_ahead(engine: TrainerRank, topology: Topology, step: int) -> TrainBatch:
+    """The batch of a step; where that is asked for, every second group's log-probs are computed before."""
+    batch, known = batch_of(step), KnownLogProbs()
+    if not topology.trainer.log_probs_ahead:
+        return batch
+    together = engine.log_probs(batch)
+    for group, alone in groups_of(batch):
+        columns = engine.log_probs(alone)
+        where_N = np.repeat(batch.groups_B == group, batch.lengths_B)
+        for one, other in zip(columns, together, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or np.array_equal(one, other[where_N]), "a group's log-probs depend on other groups"
+        if group % 2 == 0:
+            known.add(group, columns)
+    return known.put_into(batch, {group: group for group in batch.groups_B.tolist()})[0]
 
 
 if __name__ == "__main__":

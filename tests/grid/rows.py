@@ -87,6 +87,7 @@ class Row:
     kind: str = "qwen3"  # of model
     replay: bool = False  # of the experts of a pass before
     further: bool = False  # with a layer for the token after the next one
+    ahead: bool = False  # log-probs are computed group by group, of every second one before its batch
 
     @property
     def num_layers(self) -> int:
@@ -121,6 +122,7 @@ class Row:
         parts += [NAMES[self.kind]] if self.kind in NAMES else []
         parts += ["replay"] if self.replay else []
         parts += ["MTP"] if self.further else []
+        parts += ["ahead"] if self.ahead else []
         return ", ".join([*parts, *(["recompute"] if self.recompute else []), *(["bf16"] if self.is_half else [])])
 
     @property
@@ -139,6 +141,7 @@ class Row:
         return {
             "num_processes": layout.world,
             "packed": self.packed,
+            "log_probs_ahead": self.ahead,
             "megatron": megatron,
             "optimizer": layout.optimizer,
             "ddp": layout.ddp,
@@ -192,6 +195,19 @@ LATENTS = (
     Row("EP2xTP2+SP", packed=True, kind="deepseek_v3", replay=True),
     Row("TP2+SPxPP2", kind="deepseek_v3", replay=True),
 )
+# log-probs of groups before their batch
+AHEAD = (
+    Row("DP2", ahead=True),
+    Row("PP2", packed=True, ahead=True),
+    Row("CP2", ahead=True),
+    Row("TP2+SP", packed=True, ahead=True),
+    Row("PP2xDP2", ahead=True),
+    Row("PP4xVPP2", ahead=True),
+    Row("DP2+DO, overlapped", packed=True, ahead=True),
+    Row("EP2", kind="qwen3_moe", replay=True, ahead=True),
+    Row("DP2", kind="glm4_moe", replay=True, further=True, ahead=True),
+)
+FEW += AHEAD[:1]
 FEW += tuple(  # those of two ranks, and one model of each kind
     row for row in EXPERTS if (row.layout, row.kind) in (("EP2xTP2+SP", "qwen3_moe"), ("EP2xCP2", "qwen3_moe"))
 )
@@ -201,6 +217,7 @@ ALL = (
     *EXPERTS,
     *FURTHER,
     *LATENTS,
+    *AHEAD,
     *(
         Row(layout, packed, recompute, tied)
         for layout in LAYOUTS

@@ -37,6 +37,8 @@ class TrainBatch:
     rollout_log_probs_N: Floats32  # of the policy that sampled; 0 where the token does not train
     staleness_N: NDArray[np.int32]  # train steps; 0: sampled by the weights that this step starts from; -1: not sampled
     routed_experts_N: NDArray[np.int32] | None = None  # [N, E]: of tokens that are read E of all layers; -1: not known
+    ref_log_probs_N: Floats32 | None = None  # of the reference, computed before; NaN: of a group that they were not
+    old_log_probs_N: Floats32 | None = None  # of the weights that this step starts from; likewise
 
     def __post_init__(self) -> None:
         lengths = {name: len(values) for name, values in vars(self).items() if name != "step" and values is not None}

@@ -1,6 +1,6 @@
 """The trainer's side of the log: follows it, and has the payloads of the next batch at hand when it is called for."""
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
@@ -30,6 +30,7 @@ from runtime.bus.errors import Fenced, PayloadLost
 from runtime.bus.events import Events
 from runtime.host.actor import InputError
 from runtime.ledger.archive import newest_snapshot
+from runtime.ledger.completions import kept_by
 from runtime.ledger.fold import FOLD_VERSION
 
 log = structlog.get_logger()
@@ -101,9 +102,8 @@ class Feed:
             await self._react(received.message, received.seq, changed=bool(changes))
 
     async def _react(self, event: Message, seq: int, *, changed: bool) -> None:
-        if changed or isinstance(event, BatchReady | CheckpointRequested):
-            async with self._changed:
-                self._changed.notify_all()
+        if changed or isinstance(event, BatchReady | CheckpointRequested) or kept_by(event):
+            await self._tell()
         match event:
             case GroupCompleted() if self._prefetch is not None:
                 with suppress(anyio.WouldBlock):
@@ -113,6 +113,10 @@ class Feed:
                 self._check_fence()
             case _:
                 pass
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     def started(self, event: TrainerStarted, seq: int) -> None:
         """Say which event announced this trainer.
@@ -132,7 +136,7 @@ class Feed:
                 raise Fenced(f"another trainer started at {seq}, after {own_seq}")
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait, however long it takes, until batches, losses or requests for checkpoints make a condition hold."""
+        """Wait, however long it takes, until batches, groups, losses or checkpoints asked for make a condition hold."""
         async with self._changed:
             while not condition():
                 await self._changed.wait()
@@ -152,6 +156,20 @@ class Feed:
         batch = assemble(step, groups, self.history.steps_of_versions, self._masking)
         missing = tuple(ref for ref in refs if ref in lost)
         return FedBatch(step, refs, batch, missing, next(iter(lost.values()), ""))
+
+    def kept(self) -> Iterator[int]:
+        """Groups that a verdict kept and whose payloads are here, by log sequence, in the order of their verdicts."""
+        return (seq for seq in self.history.kept if seq in self._payloads)
+
+    def group(self, seq: int) -> TrainBatch | None:
+        """Lay one of them out as it will be in its batch, but for tokens that its step masks; None: without samples.
+
+        Raises:
+            ValueError: what was stored contradicts the log.
+        """
+        completed = self.history.completed[seq]
+        collected = CollectedGroup(completed, self._payloads[seq], self._limit.too_long(completed))
+        return assemble(self.history.frontier, [collected], self.history.steps_of_versions)
 
     async def prefetch(self, step: int) -> None:
         """Fetch the payloads of a step if its batch is known already. What is lost is told when it is called for."""
@@ -211,6 +229,7 @@ class Feed:
                     continue
                 try:
                     await self._fetch(seq, completed)
+                    await self._tell()
                 except PayloadLost as error:  # matters only if a batch names the group, which then is told
                     log.warning("payload_not_prefetched", group_id=completed.group_id, error=str(error))
 

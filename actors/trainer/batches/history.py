@@ -19,7 +19,7 @@ from messages import (
     WeightsAnnounced,
     WeightsApplied,
 )
-from runtime.ledger.completions import Over, lost_by, over_by
+from runtime.ledger.completions import Over, kept_by, lost_by, over_by
 from runtime.ledger.state import LedgerState
 from runtime.ledger.steps import STEP_EVENTS, Batch, StepChange, Steps, advance
 
@@ -67,6 +67,7 @@ class History:
         self._cited |= {ref.event_seq for batch in ledger.batches.values() for ref in batch.groups}
         self._cited.discard(0)
         self.completed: dict[int, GroupCompleted] = {}  # by log sequence, waiting for a batch or in one that waits
+        self.kept: dict[int, None] = {}  # those of them that a verdict kept, in its order
         self._seqs_of_groups: dict[int, list[int]] = {}
 
     @property
@@ -110,6 +111,7 @@ class History:
             return ()
         self.last_seq = max(self.last_seq, seq)
         self._end(over_by(event))
+        self.kept |= dict.fromkeys(seq for seq in kept_by(event) if seq in self.completed)
         if isinstance(event, STEP_EVENTS):
             return self._advance(event)
         match event:
@@ -161,9 +163,11 @@ class History:
         for group_id in group_ids:
             for seq in self._seqs_of_groups.pop(group_id, ()):
                 self.completed.pop(seq, None)
+                self.kept.pop(seq, None)
 
     def _forget_one(self, seq: int) -> None:
         event = self.completed.pop(seq, None)
+        self.kept.pop(seq, None)
         if event is not None:
             seqs = self._seqs_of_groups[event.group_id]
             seqs.remove(seq)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ class Replica:
         """This rank among those that share each sample's tokens."""
         return Context(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size())
 
-    @property
+    @cached_property
     def layer_weights(self) -> int:
         """Parameters of the whole model's last layer that a token goes through."""
         prefix, experts = f"model.layers.{self.hf.num_hidden_layers - 1}.", self.hf.experts

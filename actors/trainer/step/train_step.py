@@ -17,11 +17,13 @@ from actors.trainer.algorithms.losses import policy_loss, sft_loss
 from actors.trainer.algorithms.reduction import Reduction, reduction
 from actors.trainer.algorithms.schedules import entropy_coef, learning_rate
 from actors.trainer.batches.ahead import num_ahead, with_ahead
-from actors.trainer.batches.batch import Ints, MicroBatch, TrainBatch, make_micro_batch, num_positions
-from actors.trainer.batches.plan import attention_cost, micro_batch_cost, plan_micro_batches, split_steps
-from actors.trainer.megatron import groups as ranks
+from actors.trainer.batches.batch import Floats32, Ints, MicroBatch, TrainBatch, num_positions
+from actors.trainer.batches.known import LogProbs
+from actors.trainer.batches.plan import split_steps
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
+from actors.trainer.step.by_group import GroupLogProbs
 from actors.trainer.step.laps import Laps
+from actors.trainer.step.layout import laid_out, shared
 from actors.trainer.step.metrics import (
     MTP_LOSS,
     SFT_SUMS,
@@ -35,7 +37,7 @@ from actors.trainer.step.metrics import (
 )
 from actors.trainer.step.reference import ReferenceModel
 from runtime.settings.placement import max_sample_tokens
-from runtime.settings.recipe import replays_experts, trains_demonstrations
+from runtime.settings.recipe import computes_old_ahead, measures_all, replays_experts, trains_demonstrations
 from runtime.settings.topology import Topology
 
 log = structlog.get_logger()
@@ -87,15 +89,19 @@ class TrainStep:
         self._topology = topology
         self._algorithm = topology.algorithm
         self._demonstrations = trains_demonstrations(topology)
-        self._measures_all = not self._demonstrations and (
-            self._algorithm.get_mismatch_metrics or not self._algorithm.use_rollout_logprobs
-        )  # the trainer's log-probs before the first optimizer step, also of what later ones train
+        self._measures_all = measures_all(topology)
         self._replays_experts = not self._demonstrations and replays_experts(self._algorithm)
         self._has_further_layer = replica.hf.num_mtp_layers > 0
         self._sums = (SFT_SUMS if self._demonstrations else SUMS) + ((MTP_LOSS,) if self._has_further_layer else ())
         self._normalize = _normalizes_rewards(topology)
         ref_load = topology.model.ref_load
         self._reference = ReferenceModel(replica, ref_load) if self._algorithm.use_kl_loss else None
+        self._max_tokens = max_sample_tokens(topology)
+        self._by_group: GroupLogProbs | None = None
+        if topology.trainer.log_probs_ahead:
+            self._by_group = GroupLogProbs(
+                replica, self._reference, max_tokens=self._max_tokens, policy=computes_old_ahead(topology)
+            )
 
     def __call__(self, batch: TrainBatch) -> Trained:
         """Train one batch. A collective of all ranks, which pass the same batch.
@@ -134,31 +140,20 @@ class TrainStep:
         metrics |= laps.metrics() | {"perf/actor_train_time": laps.total - before, "perf/train_time": laps.total}
         return Trained(metrics, np.concatenate([NO_SAMPLES, *skipped]))
 
+    def ahead(self, batch: TrainBatch) -> LogProbs:
+        """Log-probs of groups that no batch has yet, as a step will want them. A collective of all ranks."""
+        assert self._by_group is not None
+        with self._replica.memory.phase("prepare"):
+            return self._by_group.ahead(batch)
+
     def _plan(self, batch: TrainBatch) -> list[_OptimizerStep]:
         replica, packed = self._replica, self._replica.packed
         steps: list[_OptimizerStep] = []
         for number, samples in enumerate(split_steps(batch, self._algorithm.num_steps_per_rollout)):
-            shared = plan_micro_batches(
-                batch.lengths_B,
-                samples,
-                max_tokens=max_sample_tokens(self._topology),
-                num_replicas=ranks.data_parallel_size(),
-                packed=packed,
-                cost=micro_batch_cost(replica.layer_weights),
-                attention=attention_cost(replica.hf.num_attention_heads * replica.hf.head_dim, replica.layer_weights),
-            )
-            missing = replica.num_micro_batches(len(shared[0])) - len(shared[0])
-            shared = [[*members, *([NO_SAMPLES] * missing)] for members in shared]
-            own = shared[ranks.data_parallel_rank()]
-            micro_batches = [
-                self._with_more(
-                    batch,
-                    make_micro_batch(
-                        batch, members, packed=packed, multiple=replica.length_multiple, context=replica.context
-                    ),
-                )
-                for members in own
-            ]
+            shares = shared(replica, batch, samples, max_tokens=self._max_tokens)
+            missing = replica.num_micro_batches(len(shares[0])) - len(shares[0])
+            shares = [[*members, *([NO_SAMPLES] * missing)] for members in shares]
+            own = [self._with_more(batch, micro_batch) for micro_batch in laid_out(replica, batch, shares)]
             reduced = reduction(
                 batch.mask_sums_B[samples],
                 batch.rollouts_B[samples],
@@ -170,11 +165,11 @@ class TrainStep:
                 num_positions(
                     batch.lengths_B, members, packed=packed, multiple=replica.length_multiple, context=replica.context
                 )
-                for members in chain.from_iterable(shared)
+                for members in chain.from_iterable(shares)
             )
-            shares = max(int(reduced.shares.sum()), 1)
-            ahead = shares / max(num_ahead(batch, samples), 1) if self._has_further_layer else 0.0
-            steps.append(_OptimizerStep(number, samples, micro_batches, reduced, share_B, positions / shares, ahead))
+            total = max(int(reduced.shares.sum()), 1)
+            ahead = total / max(num_ahead(batch, samples), 1) if self._has_further_layer else 0.0
+            steps.append(_OptimizerStep(number, samples, own, reduced, share_B, positions / total, ahead))
         return steps
 
     def _with_more(self, batch: TrainBatch, micro_batch: MicroBatch) -> MicroBatch:
@@ -211,14 +206,16 @@ class TrainStep:
             normalize_std=not self._algorithm.disable_grpo_std_normalization,
         )
         laps.lap("perf/plan_time")
-        trainer_log_probs_N = np.zeros_like(batch.rollout_log_probs_N)
-        later = _micro_batches(steps[1:])
-        if later and (self._measures_all or self._replays_experts):  # the first step's own pass yields them for nothing
-            self._replica.fill_log_probs(later, trainer_log_probs_N, is_policy=True)
+        trainer_log_probs_N = self._old_log_probs(batch, steps[1:])
         laps.lap("perf/log_probs_time")
         ref_log_probs_N = None
         if self._reference is not None:
-            ref_log_probs_N = self._reference.log_probs(batch, _micro_batches(steps))
+            by_group = self._by_group
+            ref_log_probs_N = (
+                self._reference.log_probs(batch, _micro_batches(steps))
+                if by_group is None
+                else by_group.reference(batch)
+            )
             laps.lap("perf/ref_log_probs_time")
         weights_B = np.concatenate([step.reduction.token_weights for step in steps])
         device = self._replica.device
@@ -234,6 +231,17 @@ class TrainStep:
         ref_N = None if ref_log_probs_N is None else torch.tensor(ref_log_probs_N, device=device)
         laps.lap("perf/plan_time")
         return _Columns(advantages_N, weights_N, rollout_N, trainer_N, ref_N)
+
+    def _old_log_probs(self, batch: TrainBatch, later: Sequence[_OptimizerStep]) -> Floats32:
+        """The trainer's, of what later optimizer steps train; the first one's own pass yields them for nothing."""
+        column_N = np.zeros_like(batch.rollout_log_probs_N)
+        if not later or not (self._measures_all or self._replays_experts):
+            return column_N
+        if self._by_group is not None and not self._replays_experts:
+            samples = np.concatenate([step.samples for step in later])
+            return self._by_group.policy(batch, batch.groups_B[samples])
+        self._replica.fill_log_probs(_micro_batches(later), column_N, is_policy=True)
+        return column_N
 
     def _backward(self, batch: TrainBatch, step: _OptimizerStep, columns: _Columns) -> Tensor:
         """Set the gradients; return this replica's metric sums and share of the denominator behind them."""

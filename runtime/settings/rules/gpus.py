@@ -186,10 +186,15 @@ def _booking(topology: Topology) -> Iterator[Problem]:
 
 
 def _colocation(topology: Topology) -> Iterator[Problem]:
+    if not any(engine.colocate for engine in topology.engines.values()):
+        return
     staleness = topology.rollout.max_staleness
-    if staleness and any(engine.colocate for engine in topology.engines.values()):
+    if staleness:
         message = "colocated engines and trainer take turns: allowed: 0, or engines on GPUs of their own"
         yield Problem.of("rollout.max_staleness", staleness, message)
+    if topology.trainer.log_probs_ahead:
+        message = "colocated engines have the GPUs while groups are generated: allowed: false"
+        yield Problem.of("trainer.log_probs_ahead", True, message)
 
 
 def _nodes(gpus: list[Gpu]) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from runtime.settings.reading.config import Problem
-from runtime.settings.recipe import eval_data, trains_demonstrations
+from runtime.settings.recipe import computes_old_ahead, eval_data, trains_demonstrations
 from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
 
@@ -31,7 +31,7 @@ EMBEDDED_CONCURRENCY = 4096  # what its command accepts
 
 def topology_problems(topology: Topology) -> Iterator[Problem]:
     """What the tables of a topology ask for and cannot have; of GPUs, see gpus.py."""
-    for rule in (_group_graders, _bus, _sizes, _engines, _shares, _load):
+    for rule in (_group_graders, _bus, _sizes, _engines, _shares, _load, _ahead):
         yield from rule(topology)
 
 
@@ -152,3 +152,14 @@ def _shares(topology: Topology) -> Iterator[Problem]:
 def _load(topology: Topology) -> Iterator[Problem]:
     if topology.trainer.finetune and topology.trainer.load is None:
         yield Problem.of("trainer.finetune", True, "has no effect without trainer.load")
+
+
+def _ahead(topology: Topology) -> Iterator[Problem]:
+    if not topology.trainer.log_probs_ahead or topology.algorithm.use_kl_loss or computes_old_ahead(topology):
+        return
+    message = (
+        "has nothing to compute: it is for algorithm.use_kl_loss, and for the old policy's log-probs with "
+        "algorithm.num_steps_per_rollout above 1, without algorithm.use_rollout_logprobs or replayed experts, at "
+        "rollout.max_staleness = 0"
+    )
+    yield Problem.of("trainer.log_probs_ahead", True, message)

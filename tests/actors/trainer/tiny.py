@@ -1,5 +1,7 @@
 """A tiny model's configuration, topologies that train it, and random batches for it."""
 
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +126,17 @@ def random_batch(step: int = 0, *, num_groups: int = 4, group_size: int = 4, see
         rollout_log_probs_N=np.concatenate(columns["log_probs"]).astype(np.float32),
         staleness_N=np.where(mask_N, 0, -1).astype(np.int32),
     )
+
+
+def groups_of(batch: TrainBatch) -> Iterator[tuple[int, TrainBatch]]:
+    """Each group, and it as a batch of its own."""
+    for group in dict.fromkeys(batch.groups_B.tolist()):
+        member_B = batch.groups_B == group
+        member_N = np.repeat(member_B, batch.lengths_B)
+        columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
+        own = {
+            name: values[member_B if name.endswith("_B") else member_N]
+            for name, values in columns.items()
+            if name != "step" and values is not None
+        }
+        yield group, TrainBatch(step=batch.step, **own)

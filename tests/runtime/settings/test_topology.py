@@ -150,6 +150,12 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
         (("engines.policy.gpus=local:0", "engines.policy.kind=sglang"), "engines.policy.gpus", "there is no GPU"),
         (("trainer.num_processes=3",), "trainer.megatron", "3 data-parallel replicas do not divide the 256 samples"),
         (("engines.policy.colocate=trainer", "rollout.max_staleness=1"), "rollout.max_staleness", "take turns"),
+        (("trainer.log_probs_ahead=true",), "trainer.log_probs_ahead", "has nothing to compute"),
+        (
+            ("engines.policy.colocate=trainer", "trainer.log_probs_ahead=true", "algorithm.use_kl_loss=true"),
+            "trainer.log_probs_ahead",
+            "colocated engines have the GPUs",
+        ),
         (("engines.a b.kind=embedded",), "engines.a b", "the name does not fit"),
         (("engines.judge.kind=embedded",), "engines.judge", "no actor uses this pool; allowed: policy"),
         (("engines.policy.env.PHYSARUM_RUN='r'",), "engines.policy.env.PHYSARUM_RUN", "a run sets this variable"),

@@ -194,3 +194,20 @@ def test_a_snapshot_and_the_rest_of_the_log_give_what_the_whole_log_gives(covers
     assert {seq: history.completed[seq] for seq in cited | {25}} == {seq: whole.completed[seq] for seq in cited | {25}}
     needed = {1, 2, 3, 4}  # group 2 of the batch that is kept was issued under version 1
     assert {version: history.steps_of_versions[version] for version in needed} == {1: 0, 2: 1, 3: 2, 4: 3}
+
+
+def verdict(seq: int, outcome: Outcome) -> VerdictGiven:
+    return VerdictGiven(group_id=1, attempt=0, event_seq=seq, outcome=outcome)
+
+
+def test_groups_that_a_verdict_kept_are_known_until_they_are_over() -> None:
+    two = completed(1, 90), completed(2, 91)
+    assert [*folded(*two, verdict(2, Outcome.KEEP), verdict(1, Outcome.KEEP)).kept] == [2, 1]
+    assert [*folded(*two, verdict(1, Outcome.DROP), verdict(1, Outcome.KEEP)).kept] == []
+    kept = *two, verdict(1, Outcome.KEEP), verdict(2, Outcome.KEEP)
+    assert [*folded(*kept, GroupsClosed(incarnation=1, group_ids=(2,), outcome="dropped", reason="surplus")).kept] == [
+        1
+    ]
+    history = folded(*kept, ready(0, (1, 1)), trained(0))
+    history.settle(1)
+    assert [*history.kept] == [2]
