@@ -180,6 +180,9 @@ FURTHER = tuple(
         ("EP2xTP2+SP", True, True),
         ("EP2xDP2+DO", False, False),
         ("EP2xCP2", True, False),
+        ("PP2", False, False),
+        ("EP2xPP2", True, True),
+        ("PP4xVPP2", False, False),
     )
 )
 # multi-latent attention, in what shares attention or the sequence out
@@ -257,8 +260,16 @@ FAULTY = (
     (Row("EP2xPP2", kind="qwen3_moe", replay=True), "layers are numbered within their stage"),
     (Row("EP2xCP2", kind="qwen3_moe", replay=True), "keys take their own rank's gradient"),
     (Row("EP2xCP2, gathered", kind="qwen3_moe", replay=True), "sequences are cut plainly"),
-    (FURTHER[5], "tokens of a further layer are counted by replica"),
-    (FURTHER[2], "a further layer reads its rank's next token"),
+    *(
+        (row, fault)
+        for row in FURTHER
+        for layout, fault in (
+            ("EP2", "tokens of a further layer are counted by replica"),
+            ("CP2", "a further layer reads its rank's next token"),
+            ("PP2", "the tied embedding's gradients are not reduced"),
+        )
+        if row.layout == layout
+    ),
     (Row("TP2+SP", kind="deepseek_v3", replay=True), "gradients of norms are not reduced"),
     (Row("TP2+SP", kind="deepseek_v3", replay=True), "every rank has the first part of a matrix"),
     (Row("EP2xCP2", kind="deepseek_v3", replay=True), "keys take their own rank's gradient"),

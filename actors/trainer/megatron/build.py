@@ -122,7 +122,7 @@ def _further_layer_spec(config: Any, layers: Any, virtual_stage: int | None) -> 
     if not config.mtp_num_layers:
         return None
     block = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False, vp_stage=virtual_stage)
-    for spec in block.layer_specs:
+    for spec in () if block is None else block.layer_specs:  # on the last stage alone
         spec.module = FurtherLayer
         spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = RmsNorm
     return block

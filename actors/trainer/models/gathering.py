@@ -43,8 +43,15 @@ def own_parts(chunks: Sequence[Any], model: HfConfig) -> list[Part]:
         _part(global_name(name, built), tensor, model)
         for built in chunks
         for name, tensor in tensors_of(built)
-        if not (name == "output_layer.weight" and model.tie_word_embeddings)  # a copy on the last pipeline stage
+        if not _is_copy(name, built, model)
     ]
+
+
+def _is_copy(name: str, built: Any, model: HfConfig) -> bool:
+    """Whether a tensor of the last pipeline stage is the first one's: what it shares, or a further layer reads."""
+    if name == "output_layer.weight":
+        return model.tie_word_embeddings
+    return name.startswith("embedding.") and not built.pre_process
 
 
 def _part(name: str, tensor: Any, model: HfConfig) -> Part:

@@ -23,6 +23,11 @@ def check_layout(model: HfConfig, layout: MegatronConfig) -> None:
         sizes["hidden_size"] = model.hidden_size  # what is projected for the further layer
     for name, size in sizes.items():
         _check_divides(name, size, tensor)
+    if model.num_mtp_layers and model.tie_word_embeddings and layout.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            "mtp_num_layers = 1: with pipeline stages the model's output weight must not be its embedding "
+            "(tie_word_embeddings): Megatron-core would have both on the last stage"
+        )
     _check_experts(model.experts, layout)
     _check_stages(model.num_hidden_layers, layout)
 

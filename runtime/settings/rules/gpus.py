@@ -83,7 +83,7 @@ def _layout(topology: Topology) -> Iterator[Problem]:
     yield from _dispatcher(layout)
     yield from _stages(topology.trainer)
     yield from _recomputation(layout)
-    yield from _further_tokens(layout)
+    yield from _further_tokens(topology.trainer)
 
 
 def _dispatcher(layout: MegatronConfig) -> Iterator[Problem]:
@@ -138,12 +138,15 @@ def _recomputation(layout: MegatronConfig) -> Iterator[Problem]:
         yield Problem.of("trainer.megatron.distribute_saved_activations", True, message)
 
 
-def _further_tokens(layout: MegatronConfig) -> Iterator[Problem]:
-    key, number = "trainer.megatron.mtp_num_layers", layout.mtp_num_layers or 0
+def _further_tokens(trainer: TrainerConfig) -> Iterator[Problem]:
+    key, number = "trainer.megatron.mtp_num_layers", trainer.megatron.mtp_num_layers or 0
     if number > 1:
         yield Problem.of(key, number, "one layer for further tokens is all that is trained: 1, or unset")
-    if number and layout.pipeline_model_parallel_size > 1:
-        message = "needs trainer.megatron.pipeline_model_parallel_size = 1: the last stage would need the embedding too"
+    if number and trainer.megatron.pipeline_model_parallel_size > 1 and trainer.ddp.overlap_grad_reduce:
+        message = (
+            "with several pipeline stages needs trainer.ddp.overlap_grad_reduce = false: the last stage's copy of the "
+            "embedding gets no gradient of its own to wait for"
+        )
         yield Problem.of(key, number, message)
 
 

@@ -208,9 +208,13 @@ def test_rules_of_the_laptop_topology(overrides: tuple[str, ...], key: str, mess
         ),
         (("trainer.megatron.mtp_num_layers=2",), "trainer.megatron.mtp_num_layers", "one layer for further tokens"),
         (
-            ("trainer.megatron.mtp_num_layers=1", "trainer.megatron.pipeline_model_parallel_size=2"),
+            (
+                "trainer.megatron.mtp_num_layers=1",
+                "trainer.megatron.pipeline_model_parallel_size=2",
+                "trainer.ddp.overlap_grad_reduce=true",
+            ),
             "trainer.megatron.mtp_num_layers",
-            "the last stage would need the embedding too",
+            "needs trainer.ddp.overlap_grad_reduce = false",
         ),
         (
             ('trainer.megatron.recompute_modules=["mlp"]',),

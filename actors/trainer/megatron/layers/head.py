@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 
 from actors.trainer.algorithms.log_probs import log_probs_and_entropy
-from actors.trainer.megatron.imports import ColumnParallelLinear, GPTModel, gather_from_sequence_parallel_region
+from actors.trainer.megatron.imports import (
+    ColumnParallelLinear,
+    GPTModel,
+    gather_from_sequence_parallel_region,
+    parallel_state,
+)
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,13 @@ class Model(GPTModel):
         super().__init__(*args, **options)
         if self.post_process:
             self.output_layer.__class__ = Head  # GPTModel has no place to name it, and the layer has no state of ours
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[()] = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """As Megatron's, which wants to be told of the replicas where the last stage has a copy of the embedding."""
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return super().sharded_state_dict(prefix, sharded_offsets, {"dp_cp_group": replicas} | (metadata or {}))
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Any = None, **options: Any) -> Any:
         if not isinstance(labels, Asked) or not self.post_process:

@@ -83,6 +83,15 @@ def test_ranks_cannot_share_the_experts_of_a_model_without_any(tmp_path: Path) -
         check_layout(model_of(2, tmp_path), MegatronConfig(expert_model_parallel_size=2))
 
 
+def test_stages_of_a_further_layer_want_an_output_weight_of_its_own(tmp_path: Path) -> None:
+    config = config_of("glm4_moe", tie_word_embeddings=True, num_nextn_predict_layers=1)
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    layout = MegatronConfig(pipeline_model_parallel_size=2, mtp_num_layers=1)
+    with pytest.raises(ValueError, match="the model's output weight must not be its embedding"):
+        check_layout(read_hf_config(tmp_path, 1), layout)
+    check_layout(read_hf_config(tmp_path), MegatronConfig(pipeline_model_parallel_size=2))
+
+
 def model_of(layers: int, directory: Path) -> HfConfig:
     (directory / "config.json").write_bytes(msgspec.json.encode(TINY | {"num_hidden_layers": layers}))
     return read_hf_config(directory)
