@@ -13,8 +13,8 @@ from actors.trainer.algorithms import log_probs
 from actors.trainer.batches import ahead
 from actors.trainer.batches.context import Context
 from actors.trainer.megatron.groups import data_parallel_rank
-from actors.trainer.megatron.imports import DistributedDataParallel
-from actors.trainer.megatron.layers import attention, router
+from actors.trainer.megatron.imports import DistributedDataParallel, MLASelfAttention
+from actors.trainer.megatron.layers import attention, latent, router
 from actors.trainer.models import cuts
 from actors.trainer.step import train_step
 
@@ -89,6 +89,9 @@ FAULTS: dict[str, Callable[[], Any]] = {
     ),
     "tokens of a further layer are counted by replica": _own_count,
     "a further layer reads its rank's next token": lambda: mock.patch.object(train_step, "with_ahead", _next_of_part),
+    "projections to latents are cut": lambda: mock.patch.object(
+        latent.LatentAttention, "__init__", MLASelfAttention.__init__
+    ),
     "sequences are cut plainly": lambda: mock.patch.object(Context, "kept", _plain_cut),
     "keys take their own rank's gradient": lambda: mock.patch.object(
         attention._Gather, "backward", staticmethod(_own_gradient)
