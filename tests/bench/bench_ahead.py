@@ -34,11 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     import torch
 
-    from actors.trainer.megatron import cpu
-
     torch.set_num_threads(1)
-    with cpu.CpuMode():
-        print(json.dumps({name: measure(name, args) for name in args.case or CASES}, indent=2))
+    print(json.dumps({name: measure(name, args) for name in args.case or CASES}, indent=2))
     return 0
 
 
