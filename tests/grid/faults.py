@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 
 from actors.trainer.algorithms import log_probs
-from actors.trainer.batches import ahead
+from actors.trainer.batches import further
 from actors.trainer.batches.context import Context
 from actors.trainer.megatron.groups import data_parallel_rank
 from actors.trainer.megatron.imports import DistributedDataParallel, MLASelfAttention
@@ -57,16 +57,16 @@ def _finalize(name: str) -> Any:
 
 def _own_count() -> Any:
     """Of about the samples that are a replica's own."""
-    right = train_step.num_ahead
+    right = train_step.num_further
     return mock.patch.object(
-        train_step, "num_ahead", lambda batch, samples: right(batch, samples[data_parallel_rank() :: 2])
+        train_step, "num_further", lambda batch, samples: right(batch, samples[data_parallel_rank() :: 2])
     )
 
 
 def _next_of_part(batch: Any, micro_batch: Any) -> Any:
     """The tokens of a part, which is no stretch of its sequence, moved by one."""
-    right = ahead.with_ahead(batch, micro_batch)
-    return replace(right, ahead=replace(right.ahead, tokens=np.roll(micro_batch.tokens, -1, axis=1)))
+    right = further.with_further(batch, micro_batch)
+    return replace(right, further=replace(right.further, tokens=np.roll(micro_batch.tokens, -1, axis=1)))
 
 
 FAULTS: dict[str, Callable[[], Any]] = {
@@ -88,7 +88,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
         router, "in_order", lambda values, **_: values.new_ones(1).expand(1)
     ),
     "tokens of a further layer are counted by replica": _own_count,
-    "a further layer reads its rank's next token": lambda: mock.patch.object(train_step, "with_ahead", _next_of_part),
+    "a further layer reads its rank's next token": lambda: mock.patch.object(train_step, "with_further", _next_of_part),
     "projections to latents are cut": lambda: mock.patch.object(
         latent.LatentAttention, "__init__", MLASelfAttention.__init__
     ),

@@ -65,12 +65,12 @@ class TrainBatch:
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """What a further layer takes of a micro-batch, to predict A tokens that come after the next one."""
+class Further:
+    """What a further layer takes of a micro-batch, to predict F tokens that come after the next one."""
 
     tokens: Ints  # like the micro-batch's: the token behind each one that is read; 0 in padding
-    rows_A: Ints  # positions, over tokens flattened, whose token after the next one trains
-    targets_A: Ints  # those tokens
+    rows_F: Ints  # positions, over tokens flattened, whose token after the next one trains
+    targets_F: Ints  # those tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class MicroBatch:
     bounds: NDArray[np.int32] | None = None  # packed: where each whole sequence begins, and the end
     experts: dict[int, Any] = field(default_factory=dict[int, Any])  # by layer, of an earlier forward pass
     routed_experts: NDArray[np.int32] | None = None  # [b, s, E], of all layers, as the engine chose; -1: not known
-    ahead: Ahead | None = None  # what a further layer predicts; none: nothing
+    further: Further | None = None  # what a further layer predicts; none: nothing
 
 
 def make_micro_batch(

@@ -25,7 +25,7 @@ from actors.trainer.megatron.imports import (
     quiet,
 )
 from actors.trainer.megatron.layers.attention import packing
-from actors.trainer.megatron.layers.head import Asked, AskedAhead
+from actors.trainer.megatron.layers.head import Asked, AskedFurther
 from actors.trainer.megatron.layers.router import Routers
 from actors.trainer.megatron.memory import Offloaded, PeakMemory, host_copy
 from actors.trainer.models.config import HfConfig, read_hf_config
@@ -43,7 +43,7 @@ class TokenOutputs:
 
     log_probs: Tensor
     entropy: Tensor
-    ahead: Tensor | None = None  # log-probs [A] of the tokens after the next ones, by the further layer
+    further: Tensor | None = None  # log-probs [F] of the tokens after the next ones, by the further layer
 
 
 TokenLoss = Callable[[MicroBatch, TokenOutputs], Tensor]  # summed over the tokens of a micro-batch
@@ -319,18 +319,18 @@ class Replica:
             torch.from_numpy(micro_batch.rows_M).to(self.device),
             torch.from_numpy(micro_batch.targets_M).to(self.device),
             temperature,
-            self._asked_ahead(micro_batch),
+            self._asked_further(micro_batch),
         )
         packed = packing(micro_batch.bounds, self.device)
         output = model(tokens, None, None, labels=asked, packed_seq_params=packed)
         return output, partial(self._token_loss, loss, micro_batch)
 
-    def _asked_ahead(self, micro_batch: MicroBatch) -> AskedAhead | None:
-        ahead = micro_batch.ahead
-        if ahead is None:
+    def _asked_further(self, micro_batch: MicroBatch) -> AskedFurther | None:
+        further = micro_batch.further
+        if further is None:
             return None
-        return AskedAhead(
-            *(torch.from_numpy(each).to(self.device) for each in (ahead.tokens, ahead.rows_A, ahead.targets_A))
+        return AskedFurther(
+            *(torch.from_numpy(each).to(self.device) for each in (further.tokens, further.rows_F, further.targets_F))
         )
 
     def _token_loss(

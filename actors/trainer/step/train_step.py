@@ -16,8 +16,8 @@ from actors.trainer.algorithms.kl import kl_divergence
 from actors.trainer.algorithms.losses import policy_loss, sft_loss
 from actors.trainer.algorithms.reduction import Reduction, reduction
 from actors.trainer.algorithms.schedules import entropy_coef, learning_rate
-from actors.trainer.batches.ahead import num_ahead, with_ahead
 from actors.trainer.batches.batch import Floats32, Ints, MicroBatch, TrainBatch, num_positions
+from actors.trainer.batches.further import num_further, with_further
 from actors.trainer.batches.known import LogProbs
 from actors.trainer.batches.plan import split_steps
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
@@ -55,7 +55,7 @@ class _OptimizerStep:
     reduction: Reduction  # over the step's samples on all replicas
     share_B: Ints  # the reduction's shares, by sample of the batch
     positions_per_share: float  # turns the mean over positions that the replica takes into the reduction's
-    shares_per_ahead: float  # turns the reduction into the mean over tokens that a further layer predicts
+    shares_per_further: float  # turns the reduction into the mean over tokens that a further layer predicts
 
 
 @dataclass(frozen=True)
@@ -168,14 +168,14 @@ class TrainStep:
                 for members in chain.from_iterable(shares)
             )
             total = max(int(reduced.shares.sum()), 1)
-            ahead = total / max(num_ahead(batch, samples), 1) if self._has_further_layer else 0.0
-            steps.append(_OptimizerStep(number, samples, own, reduced, share_B, positions / total, ahead))
+            per_further = total / max(num_further(batch, samples), 1) if self._has_further_layer else 0.0
+            steps.append(_OptimizerStep(number, samples, own, reduced, share_B, positions / total, per_further))
         return steps
 
     def _with_more(self, batch: TrainBatch, micro_batch: MicroBatch) -> MicroBatch:
         """With what routers and a further layer take."""
         micro_batch = self._with_experts(batch, micro_batch)
-        return with_ahead(batch, micro_batch) if self._has_further_layer else micro_batch
+        return with_further(batch, micro_batch) if self._has_further_layer else micro_batch
 
     def _with_experts(self, batch: TrainBatch, micro_batch: MicroBatch) -> MicroBatch:
         """With those that the engine had, where they are asked for.
@@ -252,10 +252,10 @@ class TrainStep:
             if step.number == 0:
                 columns.trainer_log_probs_N[where_M] = outputs.log_probs.detach()
             total, terms = self._loss_terms(batch.step, columns, where_M, outputs)
-            if outputs.ahead is not None:
-                ahead = -outputs.ahead.sum() * step.shares_per_ahead
-                total = total + self._topology.trainer.megatron.mtp_loss_scaling_factor * ahead
-                terms = torch.cat([terms, ahead.detach()[None]])
+            if outputs.further is not None:
+                further = -outputs.further.sum() * step.shares_per_further
+                total = total + self._topology.trainer.megatron.mtp_loss_scaling_factor * further
+                terms = torch.cat([terms, further.detach()[None]])
             sums[:-1] += terms
             if self._replica.context.rank == 0:  # context-parallel ranks have parts of the same samples
                 sums[-1] += int(step.share_B[micro_batch.samples].sum())

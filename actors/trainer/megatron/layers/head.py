@@ -16,12 +16,12 @@ from actors.trainer.megatron.imports import (
 
 
 @dataclass(frozen=True)
-class AskedAhead:
+class AskedFurther:
     """What is asked of the layer for the token after the next one."""
 
     tokens: Tensor  # [b, s], behind those that are read
-    rows_A: Tensor  # as rows_M
-    targets_A: Tensor
+    rows_F: Tensor  # as rows_M
+    targets_F: Tensor
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Asked:
     rows_M: Tensor  # positions, over tokens [b, s] flattened
     targets_M: Tensor  # token ids
     temperature: float
-    ahead: AskedAhead | None = None
+    further: AskedFurther | None = None
 
 
 class Head(ColumnParallelLinear):
@@ -93,13 +93,13 @@ class Model(GPTModel):
             return super()._postprocess(hidden_states, *args, labels=labels, **options)
         shared = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         answer = self.output_layer(hidden_states, shared, asked=labels)
-        if labels.ahead is None:
+        if labels.further is None:
             return answer
         with torch.no_grad():
-            embedded = self.embedding(input_ids=labels.ahead.tokens, position_ids=None)
+            embedded = self.embedding(input_ids=labels.further.tokens, position_ids=None)
         further = self.mtp.layers[0](
             hidden_states.detach(), embedded, options["rotary_pos_emb"], options["packed_seq_params"]
         )
-        asked = Asked(labels.ahead.rows_A, labels.ahead.targets_A, temperature=1.0)
+        asked = Asked(labels.further.rows_F, labels.further.targets_F, temperature=1.0)
         weight = self.output_layer.weight if shared is None else shared
         return (*answer, self.output_layer(further, weight.detach(), asked=asked)[0])

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from actors.trainer.batches.ahead import num_ahead, with_ahead
 from actors.trainer.batches.batch import make_micro_batch
 from actors.trainer.batches.context import Context
+from actors.trainer.batches.further import num_further, with_further
 from tests.actors.trainer.tiny import random_batch
 
 
@@ -23,19 +23,19 @@ def test_each_token_that_trains_is_predicted_from_two_before_it(packed: bool, si
     for rank in range(size):
         context = Context(rank, size)
         part = make_micro_batch(batch, samples, packed=packed, multiple=context.multiple, context=context)
-        ahead = with_ahead(batch, part).ahead
-        assert ahead is not None
-        assert ahead.tokens.shape == part.tokens.shape
-        sources, tokens = part.sources.ravel()[ahead.rows_A], ahead.tokens.ravel()[ahead.rows_A]
-        found |= set(zip(sources.tolist(), tokens.tolist(), ahead.targets_A.tolist(), strict=True))
+        further = with_further(batch, part).further
+        assert further is not None
+        assert further.tokens.shape == part.tokens.shape
+        sources, tokens = part.sources.ravel()[further.rows_F], further.tokens.ravel()[further.rows_F]
+        found |= set(zip(sources.tolist(), tokens.tolist(), further.targets_F.tolist(), strict=True))
     assert found == expected
-    assert num_ahead(batch, samples) == len(expected)
+    assert num_further(batch, samples) == len(expected)
 
 
 def test_an_empty_micro_batch_predicts_nothing() -> None:
     batch = random_batch()
     empty = make_micro_batch(batch, np.arange(0), packed=True, multiple=4)
-    ahead = with_ahead(batch, empty).ahead
-    assert ahead is not None
-    assert ahead.tokens.tolist() == [[0, 0, 0, 0]]
-    assert len(ahead.rows_A) == len(ahead.targets_A) == num_ahead(batch, np.arange(0)) == 0
+    further = with_further(batch, empty).further
+    assert further is not None
+    assert further.tokens.tolist() == [[0, 0, 0, 0]]
+    assert len(further.rows_F) == len(further.targets_F) == num_further(batch, np.arange(0)) == 0

@@ -1,33 +1,33 @@
 """The tokens after the next ones, which a further layer predicts: what is read and predicted of them.
 
-A position that reads token i gets token i + 1 beside it, and predicts token i + 2. A tokens that are predicted so.
+A position that reads token i gets token i + 1 beside it, and predicts token i + 2; F tokens are predicted so.
 """
 
 from dataclasses import replace
 
 import numpy as np
 
-from actors.trainer.batches.batch import Ahead, Ints, MicroBatch, TrainBatch
+from actors.trainer.batches.batch import Further, Ints, MicroBatch, TrainBatch
 
 
-def with_ahead(batch: TrainBatch, micro_batch: MicroBatch) -> MicroBatch:
+def with_further(batch: TrainBatch, micro_batch: MicroBatch) -> MicroBatch:
     """A micro-batch, or a context-parallel rank's part of one, with what its further layer takes."""
     known, last = micro_batch.sources >= 0, len(batch.tokens_N) - 1
     column = np.where(known, micro_batch.sources, 0)
     sample = np.searchsorted(batch.starts_B, column, side="right") - 1
     after_next = np.minimum(column + 2, last)
     inside = known & (column + 2 < batch.starts_B[sample] + batch.lengths_B[sample])
-    rows_A = np.flatnonzero(inside & (batch.loss_mask_N[after_next] != 0))
-    ahead = Ahead(
+    rows_F = np.flatnonzero(inside & (batch.loss_mask_N[after_next] != 0))
+    further = Further(
         tokens=np.where(known, batch.tokens_N[np.minimum(column + 1, last)], 0).astype(np.int64),
-        rows_A=rows_A,
-        targets_A=batch.tokens_N[after_next.ravel()[rows_A]].astype(np.int64),
+        rows_F=rows_F,
+        targets_F=batch.tokens_N[after_next.ravel()[rows_F]].astype(np.int64),
     )
-    return replace(micro_batch, ahead=ahead)
+    return replace(micro_batch, further=further)
 
 
-def num_ahead(batch: TrainBatch, samples: Ints) -> int:
-    """Tokens of these samples that train and have two tokens before them: what `with_ahead` predicts of all."""
+def num_further(batch: TrainBatch, samples: Ints) -> int:
+    """Tokens of these samples that train and have two tokens before them: what `with_further` predicts of all."""
     place_N = np.arange(len(batch.tokens_N)) - np.repeat(batch.starts_B, batch.lengths_B)
     counted_N = (batch.loss_mask_N != 0) & (place_N >= 2)
     return int(np.add.reduceat(counted_N.astype(np.int64), batch.starts_B)[samples].sum())
