@@ -93,22 +93,7 @@ class Glm4MoeKeys(msgspec.Struct, frozen=True):
         for key in ("n_group", "topk_group"):
             if (value := getattr(self, key)) != 1:
                 raise ValueError(f"{key} {value} is not supported; supported: 1")
-        if not self.norm_topk_prob:
-            raise ValueError("norm_topk_prob false is not supported of a router with sigmoids")
-        layers = tuple(index >= self.first_k_dense_replace for index in range(self.num_hidden_layers))
-        return _checked(
-            Experts(
-                layers=layers,
-                num_experts=self.n_routed_experts or self.num_local_experts or 128,
-                num_experts_per_tok=self.num_experts_per_tok,
-                moe_intermediate_size=self.moe_intermediate_size,
-                score="sigmoid",
-                has_bias=True,
-                norm_topk_prob=self.norm_topk_prob,
-                routed_scaling_factor=self.routed_scaling_factor,
-                shared_intermediate_size=self.n_shared_experts * self.moe_intermediate_size,
-            )
-        )
+        return _of_sigmoids(self, num_experts=self.n_routed_experts or self.num_local_experts or 128)
 
 
 class DeepseekV3Keys(msgspec.Struct, frozen=True):
@@ -144,24 +129,8 @@ class DeepseekV3Keys(msgspec.Struct, frozen=True):
         for key, only in {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
             if (value := getattr(self, key)) != only:
                 raise ValueError(f"{key} {value!r} is not supported; supported: {only!r}")
-        if not self.norm_topk_prob:
-            raise ValueError("norm_topk_prob false is not supported of a router with sigmoids")
         groups, of_token = self._groups()
-        return _checked(
-            Experts(
-                layers=tuple(index >= self.first_k_dense_replace for index in range(self.num_hidden_layers)),
-                num_experts=self._num_experts,
-                num_experts_per_tok=self.num_experts_per_tok,
-                moe_intermediate_size=self.moe_intermediate_size,
-                score="sigmoid",
-                has_bias=True,
-                norm_topk_prob=self.norm_topk_prob,
-                routed_scaling_factor=self.routed_scaling_factor,
-                shared_intermediate_size=(self.n_shared_experts or 0) * self.moe_intermediate_size,
-                num_groups=groups,
-                num_groups_per_tok=of_token,
-            )
-        )
+        return _of_sigmoids(self, num_experts=self._num_experts, num_groups=groups, num_groups_per_tok=of_token)
 
     @property
     def _num_experts(self) -> int:
@@ -193,6 +162,35 @@ class DeepseekV3Keys(msgspec.Struct, frozen=True):
 
 
 ExpertKeys = Qwen3MoeKeys | Glm4MoeKeys | DeepseekV3Keys
+
+
+def _of_sigmoids(
+    keys: Glm4MoeKeys | DeepseekV3Keys,
+    *,
+    num_experts: int,
+    num_groups: int | None = None,
+    num_groups_per_tok: int | None = None,
+) -> Experts:
+    """What a router with sigmoids and a bias has in all families."""
+    if not keys.norm_topk_prob:
+        raise ValueError("norm_topk_prob false is not supported of a router with sigmoids")
+    return _checked(
+        Experts(
+            layers=tuple(index >= keys.first_k_dense_replace for index in range(keys.num_hidden_layers)),
+            num_experts=num_experts,
+            num_experts_per_tok=keys.num_experts_per_tok,
+            moe_intermediate_size=keys.moe_intermediate_size,
+            score="sigmoid",
+            has_bias=True,
+            norm_topk_prob=keys.norm_topk_prob,
+            routed_scaling_factor=keys.routed_scaling_factor,
+            shared_intermediate_size=(keys.n_shared_experts or 0) * keys.moe_intermediate_size,
+            num_groups=num_groups,
+            num_groups_per_tok=num_groups_per_tok,
+        )
+    )
+
+
 EXPERT_KEYS: Final[dict[str, type[Qwen3MoeKeys] | type[Glm4MoeKeys] | type[DeepseekV3Keys]]] = {
     "Qwen3MoeForCausalLM": Qwen3MoeKeys,
     "Glm4MoeForCausalLM": Glm4MoeKeys,

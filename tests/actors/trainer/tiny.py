@@ -28,27 +28,25 @@ TINY = {
     "initializer_range": 0.2,  # ten times the usual: else a tiny model predicts all tokens alike
 }
 
+SIGMOIDS: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
     "glm4_moe": {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 1.5,
+        **SIGMOIDS,
         "attention_bias": True,
         "use_qk_norm": True,
     },
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "head_dim": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 1.5,
+        **SIGMOIDS,
         "n_group": 2,
         "topk_group": 1,
         "q_lora_rank": 12,
