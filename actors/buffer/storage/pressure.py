@@ -78,8 +78,8 @@ class Pressure:
         Args:
             adding: bytes that issuing puts into the data stream before anything else.
         """
-        if time.monotonic() - self._looked_at >= LOOK_AGAIN_S:
-            await self._look()
+        if not self._used or time.monotonic() - self._looked_at >= LOOK_AGAIN_S:
+            await self._look()  # also beside one begun in the background: nothing is known before it has ended
         over = {plane: used for plane, used in self._used.items() if used > HOLD_ABOVE}
         if await self._is_short(adding):
             over[Plane.DATA] = self._used[Plane.DATA]
@@ -110,10 +110,9 @@ class Pressure:
 
     async def _look(self) -> None:
         self._looked_at = time.monotonic()
-        for plane in WATCHED:
-            held = await self._bus.state(plane)
-            self._used[plane] = held.used
-            self._data_bytes = held.max_bytes if plane is Plane.DATA else self._data_bytes
+        held = {plane: await self._bus.state(plane) for plane in WATCHED}
+        self._used = {plane: stream.used for plane, stream in held.items()}
+        self._data_bytes = held[Plane.DATA].max_bytes
         plane, used = (Plane.DATA, self._used[Plane.DATA]) if self._short else fullest(self._used)
         step = self._trained
         if (self._short or used > ASK_ABOVE) and step > max(self._asked_step, self._saved):

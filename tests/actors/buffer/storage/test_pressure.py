@@ -232,3 +232,21 @@ async def test_what_a_stream_holds_is_told_with_its_limit(bus: Bus) -> None:
     assert (before.used, before.max_bytes) == (0.0, 100 * KIB)
     await bus.publish(SegmentsPublished(group_id=1, attempt=0, lease="l", segments=(), prompt="x" * 50 * KIB))
     assert 0.5 < (await bus.state(Plane.DATA)).used < 0.55
+
+
+async def test_what_is_asked_while_the_first_look_is_under_way_is_answered(bus: Bus, monkeypatch: Any) -> None:
+    pressure, looked, go_on, state = Pressure(bus, lambda: False), anyio.Event(), anyio.Event(), bus.state
+
+    async def held_up_once(plane: Plane) -> Any:
+        if plane is Plane.DATA and not looked.is_set():
+            looked.set()
+            await go_on.wait()
+        return await state(plane)
+
+    monkeypatch.setattr(bus, "state", held_up_once)
+    async with anyio.create_task_group() as group:
+        group.start_soon(pressure.run)
+        await looked.wait()
+        assert not await pressure.holds(LedgerState(), adding=100)
+        go_on.set()
+        group.cancel_scope.cancel()
