@@ -17,6 +17,8 @@ TERM: Final = b"+TERM"  # done with, though not done
 IN_PROGRESS: Final = b"+WPI"
 _NAK: Final = b"-NAK"
 STREAM_NOT_FOUND: Final = 10059
+CONSUMER_DOES_NOT_EXIST: Final = 10149  # answers a creation while one of that name is still being deleted
+PASSING: Final = (STREAM_NOT_FOUND, CONSUMER_DOES_NOT_EXIST)
 INACTIVE_S: Final = 60  # the server forgets a reader that asked for nothing this long; it is made again when it does
 MAX_WAITING: Final = 512  # pull requests that the server holds for one consumer
 
@@ -97,7 +99,7 @@ async def _make(connection: Connection, api: str, stream: str, config: dict[str,
         try:
             info = await api_call(connection, api, {"stream_name": stream, "config": config})
         except ApiFailed as error:
-            if error.err_code != STREAM_NOT_FOUND or not await connection.pause(deadline, failures, error):
+            if error.err_code not in PASSING or not await connection.pause(deadline, failures, error):
                 raise BusUnavailable(f"{failed}: {error}") from error
             failures += 1
         else:

@@ -1,6 +1,7 @@
 """Work: every delivery ends once, a lost worker costs a redelivery, poison is set aside."""
 
 import time
+from typing import Any
 
 import anyio
 import pytest
@@ -18,7 +19,9 @@ from messages import (
 from messages.subjects import stream_of, subject_of
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
-from runtime.bus.nats.store import API, api_call
+from runtime.bus.nats import consumers
+from runtime.bus.nats.connection import Connection
+from runtime.bus.nats.store import API, ApiError, ApiFailed, api_call
 from tests.fixtures.nats import TEST_LIMITS, NatsServer, eventually, group_failed, score_request
 
 pytestmark = pytest.mark.anyio
@@ -264,3 +267,20 @@ async def test_only_work_and_events_are_consumed(bus: Bus) -> None:
     with pytest.raises(ValueError, match="one plane"):
         async with bus.consume(ScoreRequested, GroupFailed, durable="x"):
             pass
+
+
+async def test_a_consumer_whose_namesake_is_still_being_deleted_is_made_after_it(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = [ApiError(code=400, err_code=10149, description="consumer does not exist")]
+
+    async def refused_once(connection: Connection, api: str, body: Any = None) -> Any:
+        if "CONSUMER.CREATE" in api and refusals:
+            raise ApiFailed(api, refusals.pop())
+        return await api_call(connection, api, body)
+
+    monkeypatch.setattr(consumers, "api_call", refused_once)
+    await bus.publish(score_request("a"))
+    async with bus.consume(ScoreRequested, durable="score") as deliveries:
+        await (await taken(deliveries)).ack()
+    assert not refusals
