@@ -13,7 +13,13 @@ from torch import Tensor
 from runtime.checksums import INDEX_FILE, SINGLE_FILE, tensor_checksum
 
 SHARD_BYTES: Final = 5_000_000_000  # of tensors in a file
-_DTYPES: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+_DTYPES: Final = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
 
 
 class Entry(NamedTuple):
