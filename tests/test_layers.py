@@ -22,6 +22,7 @@ LAYERS = {  # a top-level package, and which of ours it may import
 OURS = {*LAYERS, "tests"}
 FLOORS = {  # a room of runtime/, and its floor: it imports itself and lower floors; files of no room are the ground
     "bus": 1,
+    "weights": 1,
     "settings": 2,
     "ledger": 2,
     "samples": 3,
