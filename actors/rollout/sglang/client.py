@@ -31,11 +31,18 @@ REFUSALS = (400, 413, 422)
 PASSING = (408, 425, 429, 502, 503, 504)
 
 
+class RankChecksums(msgspec.Struct, frozen=True):
+    """What one rank of an engine holds: a hash of each tensor, by the engine's own name."""
+
+    checksums: dict[str, str] = {}
+
+
 class ChecksumAnswer(msgspec.Struct, frozen=True):
     """Answer of /weights_checker."""
 
     success: bool
     per_engine_checksum: str | None = None
+    ranks: tuple[RankChecksums, ...] = ()
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -229,9 +236,15 @@ class SglangClient:
 
     async def checksum(self, engine: str) -> str | None:
         """Checksum of the weights that an engine holds."""
+        return (await self._checked(engine)).per_engine_checksum
+
+    async def tensor_checksums(self, engine: str) -> list[dict[str, str]]:
+        """Hashes of the tensors that an engine holds, by its own names for them, for each of its ranks."""
+        return [rank.checksums for rank in (await self._checked(engine)).ranks]
+
+    async def _checked(self, engine: str) -> ChecksumAnswer:
         url = engine + "/weights_checker"
-        data = await self._post(url, {"action": "checksum"}, self._update_timeout_s)
-        return _decode(url, data, ChecksumAnswer).per_engine_checksum
+        return _decode(url, await self._post(url, {"action": "checksum"}, self._update_timeout_s), ChecksumAnswer)
 
     async def prompt_log_probs(self, engine: str, token_ids: Sequence[int]) -> list[float | None]:
         """Log-probs of a prompt's tokens at temperature 1, the first of them none. Computed anew, whatever is cached.
@@ -276,6 +289,10 @@ class SglangClient:
     async def remove_worker(self, router: str, worker: RouterWorker) -> None:
         """Ask the router to forget an engine."""
         await self._send("DELETE", f"{router}/workers/{worker.id}", None, ADMIN_TIMEOUT_S)
+
+    async def order(self, url: str, body: dict[str, Any], timeout_s: float) -> None:
+        """Have an engine do something that has no answer but that it is done; what updates.py is made of."""
+        await self._post(url, body, timeout_s)
 
     async def _post(self, url: str, body: dict[str, Any], timeout_s: float) -> bytes:
         return await self._send("POST", url, msgspec.json.encode(body), timeout_s)

@@ -4,17 +4,15 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from actors.rollout.embedded.engine.refusal import EngineRefusal
 from actors.rollout.embedded.engine.scheduler import Detokenize, Scheduler
+from actors.rollout.embedded.engine.updating import Updating
 from actors.rollout.embedded.model import forward as model
 from actors.rollout.embedded.model.forward import Weights
 from actors.rollout.embedded.model.kv_slots import KvSlots
 from runtime.hf_config import ModelDescription, ModelError, read_model
 
 TAGS: Final = frozenset({"kv_cache", "weights", "cuda_graph"})
-
-
-class EngineRefusal(Exception):
-    """The engine is in no state to do what it was asked. The text says why."""
 
 
 class Settings(NamedTuple):
@@ -47,6 +45,7 @@ class Core:
         self._model = model_description
         self._weights = self._first_weights(directory, settings)
         self._released: set[str] = set()
+        self.updating = Updating(self._held)
         slots = KvSlots(self._weights, num_slots=settings.max_running_requests, context_length=settings.context_length)
         self.scheduler = Scheduler(slots, version=settings.weight_version, max_total_tokens=settings.max_total_tokens)
 
@@ -85,22 +84,36 @@ class Core:
     def update_weights(self, directory: Path, *, version: str | None, flush: bool) -> Updated:
         """Sample from a checkpoint from the next token on. After a failure everything is as before.
 
-        The version changes only if the cache was flushed or was not to be, as SGLang does it.
-
         Raises:
             ModelError: the checkpoint does not hold this model.
             EngineRefusal: the weights are released.
         """
-        if "weights" in self._released:
-            raise EngineRefusal("the weights are released; resume them first")
+        self._held()
         self._check_same_model(directory)
         self._weights = model.load(self._model.shape, directory)
         self.scheduler.use_weights(self._weights)
+        return self.updated(version=version, flush=flush)
+
+    def updated(self, *, version: str | None, flush: bool) -> Updated:
+        """See to the cache and the version after the weights have changed.
+
+        The version changes only if the cache was flushed or was not to be, as SGLang does it.
+        """
         flushed = not flush or self.scheduler.flush()
         if flushed and version is not None:
             self.scheduler.use_version(version)
         num_live = len(self.scheduler.waiting) + len(self.scheduler.slots.requests)
         return Updated(num_paused_requests=num_live if self.scheduler.paused else 0, flushed=flushed)
+
+    def _held(self) -> Weights:
+        """The weights.
+
+        Raises:
+            EngineRefusal: they are released.
+        """
+        if "weights" in self._released:
+            raise EngineRefusal("the weights are released; resume them first")
+        return self._weights
 
     def _check_same_model(self, directory: Path) -> None:
         """Compare the config beside new weights, if there is one, with that of this engine."""
@@ -113,9 +126,7 @@ class Core:
         Raises:
             EngineRefusal: the weights are released.
         """
-        if "weights" in self._released:
-            raise EngineRefusal("the weights are released; there is nothing to check")
-        every = self._weights.checksums()
+        every = self._held().checksums()
         return {name: checksum for name, checksum in every.items() if not any(text in name for text in skip)}
 
     def release(self, tags: Collection[str]) -> None:

@@ -2,16 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from actors.rollout.embedded.engine.core import Updated
+from actors.rollout.embedded.engine.core import Core, Updated
 from actors.rollout.embedded.engine.scheduler import TokenReport
 from actors.rollout.embedded.engine.thread import EngineThread
 from actors.rollout.embedded.http.api import Job
 from actors.rollout.embedded.http.rendering import Clock, Progress
+
+T = TypeVar("T")
 
 
 class QueueFull(Exception):
@@ -177,12 +178,22 @@ class Frontend:
         """Wait until calls are let in."""
         await self._pass()
 
-    async def update_weights(self, directory: Path, *, version: str | None, flush: bool, abort_all: bool) -> Updated:
-        """Update at once while paused; else hold new calls back and wait until the running ones ended.
+    async def update(self, order: Callable[[Core], Updated], *, version: str | None, abort_all: bool) -> Updated:
+        """Have weights changed, alone with the engine; a version that is given is theirs from then on.
 
         Raises:
-            ModelError: the checkpoint does not hold this model.
-            EngineRefusal: the weights are released.
+            Exception: whatever the order raises.
+        """
+        updated = await self.alone(order, abort_all=abort_all)
+        if updated.flushed and version is not None:
+            self.version = version
+        return updated
+
+    async def alone(self, order: Callable[[Core], T], *, abort_all: bool = False) -> T:
+        """Have something done at once while paused; else hold new calls back and wait until the running ones ended.
+
+        Raises:
+            Exception: whatever the order raises.
         """
         async with self._update_lock:
             self._num_updating += 1
@@ -192,15 +203,10 @@ class Frontend:
                     self.abort_all()
                 if not self.paused:
                     await self._drained.wait()
-                updated = await self.engine.call(
-                    lambda core: core.update_weights(directory, version=version, flush=flush)
-                )
+                return await self.engine.call(order)
             finally:
                 self._num_updating -= 1
                 self._reopen()
-        if updated.flushed and version is not None:
-            self.version = version
-        return updated
 
     async def update_version(self, version: str, *, abort_all: bool) -> None:
         """Relabel the weights."""

@@ -8,6 +8,9 @@ MAX_STOPS: Final = 32  # stop texts of a request
 MAX_BATCH: Final = 4096  # requests in one call, n included
 DEFAULT_NEW_TOKENS: Final = 128
 
+DEFAULT_GROUP: Final = "weight_update_group"
+
+Selector = Literal["all", "target", "draft"]
 OneOrMany = str | list[str] | None
 
 
@@ -123,6 +126,60 @@ class UpdateFromDiskBody(msgspec.Struct, frozen=True, kw_only=True):
     is_async: bool = False
     token_step: int = 0
     manifest: None = None
+
+
+class InitGroupBody(msgspec.Struct, frozen=True):
+    """Body of POST /init_weights_update_group."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = DEFAULT_GROUP
+    backend: str = "nccl"
+
+
+class DestroyGroupBody(msgspec.Struct, frozen=True):
+    """Body of POST /destroy_weights_update_group."""
+
+    group_name: str = DEFAULT_GROUP
+
+
+class BeginUpdateBody(msgspec.Struct, frozen=True):
+    """Body of POST /begin_weight_update."""
+
+    selector: Selector = "all"
+
+
+class EndUpdateBody(msgspec.Struct, frozen=True):
+    """Body of POST /end_weight_update."""
+
+
+class _BucketBody(msgspec.Struct, frozen=True, kw_only=True):
+    load_format: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    selector: Selector = "all"
+    torch_empty_cache: bool = False
+
+
+class UpdateFromDistributedBody(_BucketBody, frozen=True, kw_only=True):
+    """Body of POST /update_weights_from_distributed."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = DEFAULT_GROUP
+
+
+class UpdateFromTensorBody(_BucketBody, frozen=True, kw_only=True):
+    """Body of POST /update_weights_from_tensor: base64 of a pickle for each rank."""
+
+    serialized_named_tensors: list[str]
+
+
+BucketBody = UpdateFromDistributedBody | UpdateFromTensorBody
 
 
 class UpdateVersionBody(msgspec.Struct, frozen=True):

@@ -3,21 +3,22 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import structlog
 from aiohttp import web
 
-from actors.rollout.embedded.engine.core import EngineRefusal
 from actors.rollout.embedded.engine.frontend import Frontend, GenerateCall, QueueFull, Waiting
+from actors.rollout.embedded.engine.refusal import EngineRefusal
 from actors.rollout.embedded.engine.thread import EngineStopped
 from actors.rollout.embedded.http import bodies
+from actors.rollout.embedded.http.answering import Handler, body_of, error_answer, json_answer, schema_error
 from actors.rollout.embedded.http.api import BrokenRequest, CallReader
 from actors.rollout.embedded.http.guard import guard
 from actors.rollout.embedded.http.rendering import Progress, Sent, answer, rendered_text
+from actors.rollout.embedded.http.sessions import SessionEndpoints
 from actors.rollout.embedded.model.text import Text
 from runtime.hf_config import ModelDescription, ModelError
 from runtime.secrets import Secret
@@ -25,12 +26,8 @@ from runtime.secrets import Secret
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 HEALTH_TIMEOUT_S: Final = 20.0
 MAX_FLUSH_WAIT_S: Final = 600.0
-JSON: Final = "application/json"
 NO_DUMMY: Final = "Failed to get model loader: the weights were drawn (--load-format dummy); say load_format = auto."
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
-
-T = TypeVar("T")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Identity(NamedTuple):
@@ -95,6 +92,7 @@ class EmbeddedServer:
             (both, ("/release_memory_occupation",), self.release),
             (both, ("/resume_memory_occupation",), self.resume),
             (both, ("/slow_down",), self.slow_down),
+            *((write, (path,), handler) for path, handler in SessionEndpoints(self._frontend).handlers().items()),
         ]
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -109,15 +107,15 @@ class EmbeddedServer:
                 await generation.end()
                 answers = [self._answer(each, generation, each.progress) for each in generation.waiting]
         except bodies.SchemaError as error:
-            return _schema_error(error)
+            return schema_error(error)
         except ValueError as error:
-            return await _streamed_error(request, str(error)) if streams else _error(400, str(error))
+            return await _streamed_error(request, str(error)) if streams else error_answer(400, str(error))
         except QueueFull as error:
-            return _error(503, str(error))
+            return error_answer(503, str(error))
         except BrokenRequest as error:
             log.error("request_broken", error=str(error))
             return web.Response(status=500, text="Internal Server Error")
-        return _json(answers[0] if call.single else answers)
+        return json_answer(answers[0] if call.single else answers)
 
     def _answer(
         self, waiting: Waiting, generation: GenerateCall, progress: Progress, sent: Sent | None = None
@@ -171,7 +169,7 @@ class EmbeddedServer:
         """What is served, under which weight version."""
         identity = self._identity
         shape = identity.model.shape
-        return _json(
+        return json_answer(
             {
                 "model_path": identity.model_path,
                 "served_model_name": identity.served_model_name,
@@ -204,7 +202,7 @@ class EmbeddedServer:
             "startup_time": self._started_s,
         }
         states = [{"weight_version": self._frontend.version, "paused": self._frontend.paused}]
-        return _json(described | identity.flags | {"internal_states": states})
+        return json_answer(described | identity.flags | {"internal_states": states})
 
     async def loads(self, _: web.Request) -> web.Response:
         """Requests and tokens held. `gen_throughput` is tokens per second since the last call."""
@@ -224,18 +222,18 @@ class EmbeddedServer:
             "gen_throughput": (loads.num_generated - before) / max(now - then, 1e-9),
             "cache_hit_rate": 0.0,
         }
-        return _json({"dp_rank_count": 1, "loads": [entry]})
+        return json_answer({"dp_rank_count": 1, "loads": [entry]})
 
     async def models(self, _: web.Request) -> web.Response:
         """The one model, as OpenAI's API lists it."""
         name = self._identity.served_model_name
         length = self._identity.flags["context_length"]
         model = {"id": name, "object": "model", "owned_by": "physarum", "root": name, "max_model_len": length}
-        return _json({"object": "list", "data": [model | {"created": int(self._started_s)}]})
+        return json_answer({"object": "list", "data": [model | {"created": int(self._started_s)}]})
 
     async def abort(self, request: web.Request) -> web.Response:
         """End one request or all; answered at once, known or not."""
-        body = await _body(request, bodies.AbortBody)
+        body = await body_of(request, bodies.AbortBody)
         if body.abort_all:
             self._frontend.abort_all()
         elif body.rid:
@@ -244,49 +242,50 @@ class EmbeddedServer:
 
     async def pause(self, request: web.Request) -> web.Response:
         """Stop generating."""
-        body = await _body(request, bodies.PauseBody)
+        body = await body_of(request, bodies.PauseBody)
         await self._frontend.pause(body.mode)
-        return _json({"message": f"Generation paused successfully. mode={body.mode}", "status": "ok"})
+        return json_answer({"message": f"Generation paused successfully. mode={body.mode}", "status": "ok"})
 
     async def proceed(self, request: web.Request) -> web.Response:
         """Generate again."""
-        await _body(request, bodies.ContinueBody)
+        await body_of(request, bodies.ContinueBody)
         self._frontend.proceed()
-        return _json({"message": "Generation continued successfully.", "status": "ok"})
+        return json_answer({"message": "Generation continued successfully.", "status": "ok"})
 
     async def update_from_disk(self, request: web.Request) -> web.Response:
         """Load other weights of the same model."""
-        body = await _body(request, bodies.UpdateFromDiskBody)
+        body = await body_of(request, bodies.UpdateFromDiskBody)
         started = time.perf_counter()
         load_format = body.load_format or self._identity.load_format
         if load_format == "dummy":
-            return _json({"success": False, "message": NO_DUMMY, "num_paused_requests": 0}, status=400)
+            return json_answer({"success": False, "message": NO_DUMMY, "num_paused_requests": 0}, status=400)
         try:
-            updated = await self._frontend.update_weights(
-                Path(body.model_path),
+            updated = await self._frontend.update(
+                lambda core: core.update_weights(
+                    Path(body.model_path), version=body.weight_version, flush=body.flush_cache
+                ),
                 version=body.weight_version,
-                flush=body.flush_cache,
                 abort_all=body.abort_all_requests,
             )
         except (ModelError, EngineRefusal) as error:
-            return _json({"success": False, "message": str(error), "num_paused_requests": 0}, status=400)
+            return json_answer({"success": False, "message": str(error), "num_paused_requests": 0}, status=400)
         served = {"model_path": body.model_path, "served_model_name": body.model_path, "load_format": load_format}
         self._identity = self._identity._replace(**served)
         message = "Succeeded to update model weights."
         if not updated.flushed:
             message = "Weights were updated, but the cache was not flushed: requests still use it."
         log.info("weights_updated", weight_version=self._frontend.version, took_s=time.perf_counter() - started)
-        return _json(
+        return json_answer(
             {"success": updated.flushed, "message": message, "num_paused_requests": updated.num_paused_requests},
             status=200 if updated.flushed else 400,
         )
 
     async def update_version(self, request: web.Request) -> web.Response:
         """Relabel the weights."""
-        body = await _body(request, bodies.UpdateVersionBody)
+        body = await body_of(request, bodies.UpdateVersionBody)
         await self._frontend.update_version(body.new_version, abort_all=body.abort_all_requests)
         message = f"Weight version updated to {body.new_version}"
-        return _json({"success": True, "message": message, "new_version": body.new_version})
+        return json_answer({"success": True, "message": message, "new_version": body.new_version})
 
     async def flush(self, request: web.Request) -> web.Response:
         """Free the cache if nobody uses it, within `timeout` seconds."""
@@ -300,16 +299,16 @@ class EmbeddedServer:
 
     async def check_weights(self, request: web.Request) -> web.Response:
         """Hash what is held, under its own names and as SGLang does: no hash of files."""
-        body = await _body(request, bodies.CheckerBody, needed=False)
+        body = await body_of(request, bodies.CheckerBody, needed=False)
         skip = frozenset(body.skip_tensor_list or ())
         try:
             checksums = await self._frontend.engine.call(lambda core: core.checksums(skip))
         except EngineRefusal as error:
-            return _json({"success": False, "message": str(error), "ranks": []}, status=400)
+            return json_answer({"success": False, "message": str(error), "ranks": []}, status=400)
         every = "".join(name + checksums[name] for name in sorted(checksums))
         of_rank = hashlib.sha256(every.encode()).hexdigest()
         rank = {"checksums": checksums, "per_gpu_checksum": of_rank, "parallelism_info": [{"tp_rank": 0}]}
-        return _json(
+        return json_answer(
             {
                 "success": True,
                 "message": "Success.",
@@ -320,26 +319,21 @@ class EmbeddedServer:
 
     async def release(self, request: web.Request) -> web.Response:
         """Give memory back."""
-        body = await _body(request, bodies.MemoryBody, needed=False)
+        body = await body_of(request, bodies.MemoryBody, needed=False)
         await self._frontend.engine.call(lambda core: core.release(body.tags or ()))
-        return _json(None)
+        return json_answer(None)
 
     async def resume(self, request: web.Request) -> web.Response:
         """Take memory again."""
-        body = await _body(request, bodies.MemoryBody, needed=False)
+        body = await body_of(request, bodies.MemoryBody, needed=False)
         await self._frontend.engine.call(lambda core: core.restore(body.tags or ()))
-        return _json(None)
+        return json_answer(None)
 
     async def slow_down(self, request: web.Request) -> web.Response:
         """Make every step longer."""
-        body = await _body(request, bodies.SlowDownBody)
+        body = await body_of(request, bodies.SlowDownBody)
         self._frontend.engine.slow_down(body.forward_sleep_time or 0.0)
-        return _json(None)
-
-
-async def _body(request: web.Request, struct: type[T], *, needed: bool = True) -> T:
-    data = await request.read()
-    return bodies.decode_body(data if data or needed else b"{}", struct)
+        return json_answer(None)
 
 
 def _answering(handler: Handler) -> Handler:
@@ -349,21 +343,13 @@ def _answering(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except bodies.SchemaError as error:
-            return _schema_error(error)
+            return schema_error(error)
         except EngineRefusal as error:
-            return _error(400, str(error))
+            return error_answer(400, str(error))
         except EngineStopped as error:
-            return _error(503, str(error))
+            return error_answer(503, str(error))
 
     return handle
-
-
-def _json(body: object, *, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), status=status, content_type=JSON)
-
-
-def _error(status: int, message: str) -> web.Response:
-    return _json({"error": {"message": message}}, status=status)
 
 
 async def _streamed_error(request: web.Request, message: str) -> web.StreamResponse:
@@ -373,8 +359,3 @@ async def _streamed_error(request: web.Request, message: str) -> web.StreamRespo
     error = {"message": message, "type": "invalid_request_error", "code": 400, "retryable": False}
     await response.write(b"data: " + msgspec.json.encode({"error": error}) + b"\n\ndata: [DONE]\n\n")
     return response
-
-
-def _schema_error(error: Exception) -> web.Response:
-    body = {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400}
-    return _json(body, status=400)
