@@ -104,6 +104,8 @@ def _sglang(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, 
         arguments["trust_remote_code"] = True
     if topology.model.random_init:
         arguments["load_format"] = "dummy"
+    if engine.colocate is not None and engine.gpus is not None:
+        arguments["enable_memory_saver"] = True  # else what it is told to give back it keeps
     arguments |= {name.replace("-", "_"): value for name, value in engine.sglang.items()}
     command = [engine.python or sys.executable, LAUNCH, "sglang.launch_server"]
     return _command([*command, "--model-path", topology.model.hf_checkpoint], arguments)

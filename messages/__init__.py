@@ -59,6 +59,7 @@ from messages.ledger import (
     RunFinished,
     SnapshotTaken,
 )
+from messages.phases import EngineTurn, Phase, PhaseChanged, PhaseReached, PhaseRequested
 from messages.samples import (
     EngineNumbers,
     SampleKey,
@@ -89,6 +90,7 @@ __all__ = [
     "EngineNumbers",
     "EngineState",
     "EngineStateChanged",
+    "EngineTurn",
     "EvalCompleted",
     "EvalEnded",
     "EvalIssued",
@@ -111,6 +113,10 @@ __all__ = [
     "MessageT",
     "Outcome",
     "PayloadsMissing",
+    "Phase",
+    "PhaseChanged",
+    "PhaseReached",
+    "PhaseRequested",
     "Plane",
     "Prompt",
     "PromptStored",

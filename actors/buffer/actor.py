@@ -40,6 +40,7 @@ from messages import (
     LogTrimmed,
     Message,
     MessageDeadLettered,
+    PhaseChanged,
     Plane,
     Prompt,
     PromptsLoaded,
@@ -86,7 +87,7 @@ class BufferActor(Actor):
     Of two buffers the older one stops as fenced: an append succeeds only on the ledger that its writer has folded.
     """
 
-    reads = (*LEDGER_EVENTS, PromptsLoaded, SpillsRequested, SegmentsPublished, PromptStored)
+    reads = (*LEDGER_EVENTS, PhaseChanged, PromptsLoaded, SpillsRequested, SegmentsPublished, PromptStored)
     writes = (
         BufferStarted,
         GroupsIssued,

@@ -19,6 +19,9 @@ from actors.rollout.engines.external import Wanted
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.engines.notices import Notices
 from actors.rollout.engines.target import TargetWeights
+from actors.rollout.engines.turns.follower import Follower
+from actors.rollout.engines.turns.notes import MemoryNotes
+from actors.rollout.engines.turns.tenure import Tenure
 from actors.rollout.engines.weights.disk import Updater
 from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.pauses import Pauses
@@ -51,6 +54,9 @@ from messages import (
     GroupFailed,
     KillAnswered,
     KillRequested,
+    PhaseChanged,
+    PhaseReached,
+    PhaseRequested,
     PromptStored,
     RolloutRequested,
     RoundHalted,
@@ -106,6 +112,8 @@ class RolloutActor(Actor):
         PromptStored,
         KillAnswered,
         ActorExited,
+        PhaseChanged,
+        PhaseRequested,
     )
     writes = (
         SegmentsPublished,
@@ -120,6 +128,7 @@ class RolloutActor(Actor):
         WeightsRefused,
         EngineStateChanged,
         KillRequested,
+        PhaseReached,
     )
 
     def __init__(self, topology: Topology, bus: Bus, *, pool: str = "policy") -> None:
@@ -160,12 +169,14 @@ class RolloutActor(Actor):
             fleet = Fleet(client, prover, Notices(self._bus.name))
             tools = self._tools(client, fleet)
             updater.interrupt_by(tools.generator.running.interrupt)
+            follower = await self._follower(fleet, tools.generator.running)
             self._waits = [fleet.waits_for, tools.generator.running.waits_for, tools.scorer.waits_for]
             await group.start(tools.scorer.run)
-            group.start_soon(self._watch_engines, fleet)
+            group.start_soon(self._watch_engines, fleet, client, follower)
             group.start_soon(self._watch_router, fleet)
             group.start_soon(tools.generator.running.run)
-            group.start_soon(self._follow_log, fleet, tools.generator.running)
+            group.start_soon(self._follow_log, fleet, tools.generator.running, follower)
+            group.start_soon(self._follow_phases, follower)
             group.start_soon(self._report_versions, fleet)
             limits = Patience(first_s=pool.first_token_after_s, next_s=pool.next_token_after_s)
             group.start_soon(Watchdog(fleet, tools.generator.running, limits).run)
@@ -201,7 +212,30 @@ class RolloutActor(Actor):
             conversations=self._conversations,
         )
 
-    async def _watch_engines(self, fleet: Fleet) -> None:
+    async def _follower(self, fleet: Fleet, running: RunningRequests) -> Follower | None:
+        """Who follows the phases of a run in which engines and trainer take turns."""
+        pool = self._topology.engines[self._pool]
+        if pool.colocate is None:
+            return None
+        await fleet.hold(True)
+        return Follower(fleet, running, num_engines(pool))
+
+    async def _follow_phases(self, follower: Follower | None) -> None:
+        if follower is not None:
+            async with self._bus.serve({PhaseRequested: follower.answer}):
+                await follower.run()
+
+    def _tenure(self, client: SglangClient, name: str, address: Address) -> Tenure | None:
+        pool = self._topology.engines[self._pool]
+        if pool.colocate is None:
+            return None
+        shown = address.pid if pool.kind == "embedded" else 0  # SGLang frees nothing on a CPU
+        notes = MemoryNotes(self._bus.kv, name, address.pid)
+        return Tenure(client, name, address.url, pid=shown, notes=notes)
+
+    async def _watch_engines(self, fleet: Fleet, client: SglangClient, follower: Follower | None) -> None:
+        if follower is not None:
+            await follower.known.wait()
         async with anyio.create_task_group() as group:
             for index, url in enumerate(self._topology.engines[self._pool].urls):
                 name = f"external-{index}"
@@ -209,20 +243,23 @@ class RolloutActor(Actor):
 
             async def attend(name: str, address: Address) -> None:
                 kill = partial(kill_server, self._bus, name, address)
-                await fleet.run_engine(name, address.url, pid=address.pid, kill=kill)
+                await fleet.run_engine(
+                    name, address.url, pid=address.pid, kill=kill, tenure=self._tenure(client, name, address)
+                )
 
             await attend_servers(self._bus, "engine", self._pool, attend)
 
     async def _watch_router(self, fleet: Fleet) -> None:
         await attend_servers(self._bus, "router", self._pool, lambda _, address: fleet.run_router(address.url))
 
-    async def _follow_log(self, fleet: Fleet, running: RunningRequests) -> None:
+    async def _follow_log(self, fleet: Fleet, running: RunningRequests, follower: Follower | None) -> None:
         """Take halts and weights from the log and hand them on: neither is waited for.
 
         At the start only the last target matters.
         """
         target = self._target
-        async with self._bus.read(RoundHalted, WeightsAnnounced, EvalIssued, EvalEnded, ActorExited) as events:
+        types = (RoundHalted, WeightsAnnounced, EvalIssued, EvalEnded, ActorExited, PhaseChanged)
+        async with self._bus.read(*types) as events:
             while True:
                 received = await events.next()
                 match received and received.message:
@@ -232,12 +269,16 @@ class RolloutActor(Actor):
                         target.fold(event)
                     case ActorExited() as event:
                         fleet.deaths.note_exit(event)
+                    case PhaseChanged() as event if follower is not None and received is not None:
+                        follower.fold(event, received.seq)
                     case _:  # unreadable, and the last one for now
                         pass
                 newest = target.newest
                 if newest is not None and newest.version > fleet.target_version and not events.pending:
                     self._target_set_at = time.monotonic()
                     await fleet.set_target(newest)
+                if follower is not None and not events.pending:
+                    follower.follow()
 
     async def _report_versions(self, fleet: Fleet) -> None:
         """Say so each time the engines have confirmed a newer version."""

@@ -11,12 +11,16 @@ from actors.trainer.batches.history import HISTORY
 from actors.trainer.batches.staleness import Masking
 from actors.trainer.batches.too_long import LengthLimit
 from actors.trainer.leader import Leader
+from actors.trainer.phases.turns import Turns
 from actors.trainer.rendezvous import meet, own_rank
 from actors.trainer.torch_thread import TorchThread
 from messages import (
     BatchTrained,
     CheckpointSaved,
     PayloadsMissing,
+    PhaseChanged,
+    PhaseReached,
+    PhaseRequested,
     SegmentsPublished,
     SnapshotTaken,
     TrainerStarted,
@@ -38,8 +42,16 @@ class TrainerActor(Actor):
     until the frontier of the log is reached.
     """
 
-    reads = (*HISTORY, SnapshotTaken, SegmentsPublished)
-    writes = (TrainerStarted, BatchTrained, PayloadsMissing, WeightsAnnounced, CheckpointSaved)
+    reads = (*HISTORY, SnapshotTaken, SegmentsPublished, PhaseReached)
+    writes = (
+        TrainerStarted,
+        BatchTrained,
+        PayloadsMissing,
+        WeightsAnnounced,
+        CheckpointSaved,
+        PhaseChanged,
+        PhaseRequested,
+    )
 
     def __init__(self, topology: Topology, bus: Bus, *, run_dir: Path) -> None:
         """Raises ValueError when the environment speaks of other ranks than the topology."""
@@ -48,6 +60,7 @@ class TrainerActor(Actor):
         self._run_dir = run_dir
         self._rank, self._local_rank = own_rank(topology)
         self._leader: Leader | None = None
+        self._turns: Turns | None = None
 
     def stats(self) -> dict[str, float]:
         """Where it stands, and seconds of torch work."""
@@ -60,6 +73,8 @@ class TrainerActor(Actor):
         """The batch that is not there yet; before that, its model."""
         if self._rank:
             return "commands of the first rank"
+        if self._turns is not None and (words := self._turns.waits_for()):
+            return words
         return "its model and checkpoint to be loaded" if self._leader is None else self._leader.waits_for()
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -85,11 +100,14 @@ class TrainerActor(Actor):
         async with anyio.create_task_group() as group:
             feed = Feed(self._bus, Masking.of(self._topology.rollout), LengthLimit.of(self._topology))
             group.start_soon(feed.run)  # reads the log while the other thread imports torch and loads the model
+            turns = self._turns = Turns(self._topology, self._bus, feed)
+            await turns.take_over()  # before there is a model that needs memory
             rank = await torch_thread.run(self._build_rank, store)
+            turns.lead(torch_thread, rank)
             try:
                 step = await torch_thread.run(rank.resume)
                 await feed.caught_up.wait()
-                self._leader = Leader(self._topology, self._bus, feed, torch_thread, rank, step)
+                self._leader = Leader(self._topology, self._bus, feed, torch_thread, rank, step, turns)
                 await self._leader.announce_start()
                 task_status.started()
                 await self._leader.train_all()

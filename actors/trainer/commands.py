@@ -31,6 +31,7 @@ from actors.trainer.megatron.build import nothing
 from actors.trainer.megatron.checkpoint import begin_from, begin_save, load_checkpoint
 from actors.trainer.megatron.groups import Ranks
 from actors.trainer.megatron.megatron_lm import begin_from_megatron_lm
+from actors.trainer.megatron.memory import held_bytes
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.megatron.saving import Saving
 from actors.trainer.models.files import copy_small_files, set_dtype
@@ -250,6 +251,10 @@ class TrainerRank:
     def onload(self) -> None:
         """Take it back; before that there is no train step and no checkpoint."""
         self._lead(Onload())
+
+    def held_bytes(self) -> int:
+        """Memory that this rank keeps others from."""
+        return held_bytes(self._replica.device)
 
     def close(self) -> None:
         """End the other ranks and leave."""

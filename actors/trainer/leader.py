@@ -38,6 +38,7 @@ import structlog
 from actors.trainer.batches.feed import FedBatch, Feed
 from actors.trainer.batches.untrained import NO_GRADIENTS, gradients_of
 from actors.trainer.groups_ahead import GroupsAhead
+from actors.trainer.phases.turns import Turns
 from actors.trainer.torch_thread import TorchThread
 from messages import BatchTrained, CheckpointSaved, PayloadsMissing, TrainerStarted, WeightsAnnounced
 from runtime.bus.bus import Bus
@@ -56,7 +57,14 @@ class Leader:
     """One incarnation of the trainer, from its loaded checkpoint to the last planned step."""
 
     def __init__(
-        self, topology: Topology, bus: Bus, feed: Feed, torch_thread: TorchThread, rank: "TrainerRank", step: int
+        self,
+        topology: Topology,
+        bus: Bus,
+        feed: Feed,
+        torch_thread: TorchThread,
+        rank: "TrainerRank",
+        step: int,
+        turns: Turns,
     ) -> None:
         """Take over from the log as the feed has read it.
 
@@ -67,6 +75,7 @@ class Leader:
             torch_thread: where the rank's calls run.
             rank: has loaded its checkpoint.
             step: train steps that its weights contain.
+            turns: that it takes with engines in the same memory, if it does.
 
         Raises:
             InputError: steps after it were trained, and the log does not hold their batches any more.
@@ -78,6 +87,7 @@ class Leader:
         self._feed = feed
         self._torch_thread = torch_thread
         self._rank = rank
+        self._turns = turns
         self._ahead = GroupsAhead(topology, feed, torch_thread, rank)
         self._frontier = feed.history.frontier
         self._incarnation = feed.history.incarnation + 1
@@ -138,6 +148,7 @@ class Leader:
         fed, of_ahead = self._ahead.put_into(await self._next_batch())
         waited_s = time.perf_counter() - begin - self._fetch_s
         replay = self.step < self._frontier
+        await self._turns.take(self.step)
         async with self._feed.prefetching(self.step + 1):
             trained = await self._train_batch(fed)
         self.step += 1
@@ -152,13 +163,16 @@ class Leader:
         metrics["perf/update_weights_time"] = published.took_s if published else begun.pause_s if begun else 0.0
         metrics["perf/step_time"] = time.perf_counter() - begin
         await self._bus.publish(self._told(fed, trained, metrics, replay=replay))
+        saves = self._checkpoint_is_due()
+        if saves and self._turns.is_on:  # while it has what a checkpoint is made of
+            await self._save()
         if published is not None:
             await self._announce(published)
         if begun is not None:
             self._writing.start_soon(self._finish_publish, begun, self.step)
         self._feed.settle(self.step)
         self._ahead.weights_moved()
-        if self._checkpoint_is_due():
+        if saves and not self._turns.is_on:
             await self._save()
 
     async def _next_batch(self) -> FedBatch:
@@ -259,7 +273,7 @@ class Leader:
             probe=published.probe,
             no_probe="" if published.probe else "samples are recorded: no engine takes the weights",
         )
-        await self._bus.publish(announced)
+        await self._turns.give(step, lambda: self._bus.publish(announced))
         log.info("weights_announced", weight_version=self.version, step=step, took_s=published.took_s)
 
     def _checkpoint_is_due(self) -> bool:
@@ -273,11 +287,12 @@ class Leader:
     async def _save(self) -> None:
         """Begin a checkpoint, once the one before is told of."""
         await self._saved.wait()
-        begin = time.perf_counter()
-        written = await self._torch_thread.run(
-            self._rank.begin_save, step=self.step, incarnation=self._incarnation, frontier=self._frontier
-        )
-        pause_s = time.perf_counter() - begin
+        async with self._turns.taken(self.step):
+            begin = time.perf_counter()
+            written = await self._torch_thread.run(
+                self._rank.begin_save, step=self.step, incarnation=self._incarnation, frontier=self._frontier
+            )
+            pause_s = time.perf_counter() - begin
         self.busy_s += pause_s
         self._saved_step = max(self._saved_step, self.step)
         self._saved = anyio.Event()

@@ -129,7 +129,7 @@ class EngineConfig(Config, frozen=True, kw_only=True):
 
     kind: Literal["sglang", "embedded"] = "sglang"  # SGLang's server, or our small one on the CPU
     gpus: Text | None = None  # of the pool: "n0:0-7"; none: num_engines engines on the CPU
-    colocate: Literal["trainer"] | None = None  # take turns on the trainer's GPUs; not built yet
+    colocate: Literal["trainer"] | None = None  # take turns with it: one has the memory at a time
     num_gpus_per_engine: Positive = 1  # GPUs of one engine
     num_processes: Positive = 1  # of one engine of SGLang, each with its share of the ranks and GPUs
     num_engines: Positive = 1  # so many, without GPUs
@@ -202,6 +202,11 @@ def decode_topology(data: bytes) -> Topology:
         msgspec.ValidationError, msgspec.DecodeError: written by another version, or edited.
     """
     return msgspec.json.decode(data, type=Topology)
+
+
+def takes_turns(topology: Topology) -> bool:
+    """Whether trainer and engines have the same memory, one after the other."""
+    return not answers_are_recorded(topology) and any(engine.colocate for engine in topology.engines.values())
 
 
 def answers_are_recorded(topology: Topology) -> bool:

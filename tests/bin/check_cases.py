@@ -213,7 +213,12 @@ REFUSED = {
     "weights by broadcast": Case(
         ("engines.policy.weight_transport=collective",), "engines.policy.weight_transport", "not built yet"
     ),
-    "engines in turns": Case((), "engines.policy.colocate", "not built yet", COLOCATE),
+    "engines in turns by shared memory": Case((), "engines.policy.weight_transport", "not built yet", COLOCATE),
+    "engines in turns that others run": Case(
+        ("engines.policy.colocate=trainer", "engines.policy.urls=['http://127.0.0.1:9']"),
+        "engines.policy.colocate",
+        "engines that others run are not told to give memory back",
+    ),
     "machines of GPUs": Case((), "nodes", "several nodes is not built yet", DISAGGREGATE),
     "GPUs that are not here": Case(("nodes.local.gpus=99",), "nodes.local.gpus", "this machine has"),
     "SGLang of nobody": Case(("engines.policy.kind=sglang",), "engines.policy.kind", "SGLang is not installed"),

@@ -55,6 +55,8 @@ class ScriptedEngine:
     num_answered: int = 0  # requests whose answer is on its way whole
     probe_at: asyncio.Event | None = None  # answers to probes wait for it
     fails_to_continue: int = 0  # so many times
+    fails_to_resume: bool = False
+    given_back: set[str] = field(default_factory=set[str])  # kinds of memory
     info: dict[str, Any] = field(default_factory=dict[str, Any])  # what it says of itself, on top
     aborts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     _broken: bool = False
@@ -104,6 +106,9 @@ class ScriptedEngine:
         app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/update_weights_from_disk", self._update)
         app.router.add_post("/weights_checker", self._check)
+        app.router.add_post("/flush_cache", self._flush)
+        app.router.add_post("/release_memory_occupation", self._give_back)
+        app.router.add_post("/resume_memory_occupation", self._take_again)
         app.router.add_post("/pause_generation", self._pause)
         app.router.add_post("/continue_generation", self._continue)
         app.router.add_get("/ready", self._ready)
@@ -258,6 +263,27 @@ class ScriptedEngine:
         self.calls.append("continue")
         self.paused = False
         return web.json_response({"status": "ok"})
+
+    async def _flush(self, request: web.Request) -> web.Response:
+        return web.Response(status=400 if self._running else 200)
+
+    async def _give_back(self, request: web.Request) -> web.Response:
+        """As SGLang does: one that is busy, or is told twice, is no server any more."""
+        tags = set((await request.json())["tags"])
+        self.calls.append(f"release {' '.join(sorted(tags))}")
+        assert not self._running
+        assert not tags & self.given_back
+        self.given_back |= tags
+        return web.json_response(None)
+
+    async def _take_again(self, request: web.Request) -> web.Response:
+        tags = set((await request.json())["tags"])
+        self.calls.append(f"resume {' '.join(sorted(tags))}")
+        assert tags <= self.given_back
+        if self.fails_to_resume:
+            return web.Response(status=500)
+        self.given_back -= tags
+        return web.json_response(None)
 
     async def _ready(self, request: web.Request) -> web.Response:
         return web.Response(status=503 if self.paused else 200)

@@ -41,6 +41,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     keep_when_insufficient: bool = False
     max_staleness: int = 0  # train steps
     max_token_staleness: int | None = None  # train steps; groups with older tokens are dropped
+    halts: bool = True  # a round whose batch is made; else its groups go on to their ends
     on_halt: Literal["resume", "restart", "drop"] = "resume"
     on_surplus: Literal["train", "drop"] = "train"
     max_attempts: int = 5
@@ -175,7 +176,8 @@ def _select(
 
 def _halt(state: LedgerState, schedule: Schedule) -> Message | None:
     over = state.round >= schedule.num_steps and not state.taken_back
-    running = [round for round in state.index.rounds if state.halted_round < round and (over or round < state.round)]
+    made = state.round if schedule.halts else 0
+    running = [round for round in state.index.rounds if state.halted_round < round and (over or round < made)]
     return RoundHalted(incarnation=state.incarnation, round=max(running)) if running else None
 
 

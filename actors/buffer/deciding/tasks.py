@@ -10,7 +10,7 @@ from runtime.ledger.fold import Evaluation, Group, LedgerState, Stage
 from runtime.ledger.groups import longest
 from runtime.samples.stored_prompts import cited
 from runtime.settings.recipe import FilledSampling, eval_sampling, over_sampling_batch_size, rollout_sampling
-from runtime.settings.topology import Topology
+from runtime.settings.topology import Topology, takes_turns
 
 MAX_REASON_CHARS = 1000
 BARREN_REFILLS = 16  # a run is given up after this many refills of which no group was kept
@@ -52,6 +52,7 @@ def schedule_of(topology: Topology, eval_sizes: Mapping[str, int]) -> Schedule:
         keep_when_insufficient=rollout.keep_when_insufficient,
         max_staleness=rollout.max_staleness,
         max_token_staleness=rollout.max_token_staleness if rollout.stale_tokens == "drop" else None,
+        halts=rollout.release_when == "batch_ready" or not takes_turns(topology),
         on_halt=rollout.on_halt,
         on_surplus=rollout.on_surplus,
         max_attempts=rollout.max_attempts,

@@ -7,7 +7,7 @@ import anyio
 import msgspec
 import structlog
 
-from messages import EvalIssued, LogTrimmed, Message, Plane, RoundHalted, WeightsAnnounced
+from messages import EvalIssued, LogTrimmed, Message, PhaseChanged, Plane, RoundHalted, WeightsAnnounced
 from runtime.bus.bus import Bus
 from runtime.ledger.archive import archive, archived_events, archived_files
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, Stage, fold
@@ -25,6 +25,7 @@ class Landmarks:
         self.announced: dict[int, int] = {}  # by weight version
         self.halted = 0  # newest
         self.evaluation = 0  # newest
+        self.phase = 0  # newest
 
     def take(self, event: Message, seq: int) -> None:
         """Take the next event of the log."""
@@ -35,11 +36,13 @@ class Landmarks:
                 self.halted = seq
             case EvalIssued():
                 self.evaluation = seq
+            case PhaseChanged():
+                self.phase = seq
             case _:
                 pass
 
 
-LANDMARKS: Final = (WeightsAnnounced, RoundHalted, EvalIssued)
+LANDMARKS: Final = (WeightsAnnounced, RoundHalted, EvalIssued, PhaseChanged)
 
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +85,8 @@ def trim_point(needs: Needs, landmarks: Landmarks) -> int:
         kept.append(landmarks.halted)
     if needs.evaluation:
         kept.append(landmarks.evaluation)
+    if landmarks.phase:
+        kept.append(landmarks.phase)  # who may hold memory now
     return min(kept)
 
 

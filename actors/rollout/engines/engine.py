@@ -1,6 +1,7 @@
 """One engine behind its address: what it is asked and told, by the state that it is in (states.py)."""
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import anyio
@@ -12,6 +13,8 @@ from actors.rollout.engines.external import Wanted
 from actors.rollout.engines.notices import Notices
 from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.engines.states import Happening, is_asked, is_told, may_continue, next_state
+from actors.rollout.engines.turns.stages import Stage
+from actors.rollout.engines.turns.tenure import Tenure, TurnLost
 from actors.rollout.engines.weights.proof import WeightsMismatch
 from actors.rollout.engines.weights.prover import Prover
 from actors.rollout.sglang.client import SglangClient
@@ -35,6 +38,7 @@ class FleetTarget:
     def __init__(self) -> None:
         self.weights: WeightsAnnounced | None = None
         self.router: str | None = None  # its URL; None: it is not up
+        self.allowed = Stage.EVERYTHING  # what an engine may have, where engines and trainer share memory
         self.changed = anyio.Condition()
 
     @property
@@ -42,11 +46,20 @@ class FleetTarget:
         """The version that the engines are to hold; 0: none was announced yet."""
         return self.weights.version if self.weights is not None else 0
 
+    async def until(self, true: Callable[[], bool]) -> None:
+        """Wait until something holds; it is looked at on every `notify`."""
+        async with self.changed:
+            while not true():
+                await self.changed.wait()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether engines may have all memory or none, not something in between."""
+        return self.allowed in (Stage.NOTHING, Stage.EVERYTHING)
+
     async def announced(self) -> None:
         """Wait until weights were announced."""
-        async with self.changed:
-            while self.weights is None:
-                await self.changed.wait()
+        await self.until(lambda: self.weights is not None)
 
     async def notify(self) -> None:
         """Let the waiting look again."""
@@ -63,6 +76,7 @@ class Engine:
         pid: of its process, as its agent says; 0: not known.
         deaths: told when it is lost while it was asked.
         wanted: what it is to serve; none: that is not asked.
+        tenure: of memory that it shares with the trainer; none: it has its own.
     """
 
     def __init__(
@@ -79,6 +93,7 @@ class Engine:
         pid: int = 0,
         deaths: Deaths | None = None,
         wanted: Wanted | None = None,
+        tenure: Tenure | None = None,
     ) -> None:
         self.name = name
         self.url = url
@@ -90,6 +105,9 @@ class Engine:
         self.sign_at = 0.0  # of its last sign of life: a token, or that it is asked from now on
         self.ours = ours
         self.pid = pid
+        self.tenure = tenure or Tenure(client, name, url)
+        self.answers = False  # since it was last down
+        self._is_loaded = False  # with the target weights, though they may be unproven yet
         self._deaths = deaths or Deaths()
         self._wanted = wanted
         self._label = ""  # of the proven weights
@@ -106,6 +124,14 @@ class Engine:
         return is_asked(self.state)
 
     @property
+    def stage(self) -> Stage:
+        """What it has of what it shares with the trainer."""
+        room = self.tenure.room
+        if room is Stage.NOTHING or (self.is_asked and room is Stage.EVERYTHING):
+            return room
+        return Stage.LOADED if self._is_loaded else Stage.WEIGHTS
+
+    @property
     def is_behind(self) -> bool:
         """Whether it is to have newer weights."""
         return self.version < self._target.version
@@ -113,7 +139,7 @@ class Engine:
     async def is_up(self) -> bool:
         """Whether it may be given weights. One that we paused, or an earlier actor before it died, goes on."""
         if self.state is EngineState.SUSPECT:
-            return await self._recovered()
+            return self.tenure.is_sure and await self._recovered()
         if await self._client.ready(self.url):
             await self._prover.forget_pause(self.url)
         elif not await self._continued():
@@ -122,6 +148,7 @@ class Engine:
             self._happened(Happening.CONTINUED, "it goes on")
         elif self.state is EngineState.GONE:
             self._happened(Happening.FOUND, "it answers")
+        self.answers = True
         return True
 
     async def admit(self) -> None:
@@ -137,12 +164,19 @@ class Engine:
             self.version = 0  # it may have begun anew
             try:
                 await self._check_server()
-                await self._target.announced()  # the router must not know it before, or all would wait for its first
+                await self._inherit_turn()
                 while not self.is_asked:
-                    await self._bring_current()
-                    await self._register()
-                    if not self.is_behind:
+                    await self._take_turn()
+                    await (
+                        self._target.announced()
+                    )  # the router must not know it before, or all would wait for its first
+                    with suppress(TurnLost):
+                        await self._bring_current()
+                        await self._register()
+                    if not self.is_behind and self._target.allowed is Stage.EVERYTHING:
                         self._happened(Happening.ADMITTED, f"proved weights {self.version}")
+                    else:
+                        await self._target.until(lambda: self.is_behind or self._target.is_settled)
             except EngineError as error:
                 await self._note_failure(error)
                 if self.routed:  # else all versions would wait for its own
@@ -152,10 +186,11 @@ class Engine:
     async def keep_current(self) -> None:
         """Give it newer weights whenever such are the target, until it is no longer asked."""
         while self.is_asked:
-            async with self._target.changed:
-                while self.is_asked and not self.is_behind:
-                    await self._target.changed.wait()
+            await self._target.until(lambda: not self.is_asked or self.is_behind or self._gives_back)
             if not self.is_asked:
+                return
+            if self._gives_back:
+                await self._give_back_or_leave()
                 return
             self._happened(Happening.UPDATE_BEGAN, "")
             try:
@@ -238,6 +273,69 @@ class Engine:
         if scope.cancelled_caught:
             log.warning("worker_not_removed", url=self.url)
 
+    @property
+    def _gives_back(self) -> bool:
+        return self._target.allowed is Stage.NOTHING and self.tenure.room is not Stage.NOTHING
+
+    async def _inherit_turn(self) -> None:
+        """Learn what it gave back before it was lost, or to an earlier rollout actor."""
+        await self.tenure.inherit()
+        if not self.tenure.is_sure:
+            self._happened(Happening.STALLED, "nobody knows what memory it has: who told it had no answer")
+            raise EngineUnavailable(f"{self.url}: {self.reason}")
+        if self.tenure.room is Stage.NOTHING and self.state is EngineState.STARTING:
+            self._happened(Happening.RELEASED, "its memory is the trainer's")
+
+    async def _take_turn(self) -> None:
+        """Give memory back while it is the trainer's; take room for weights as soon as they may be loaded."""
+        while self._target.allowed < Stage.LOADED or self.tenure.room is Stage.NOTHING:
+            allowed = self._target.allowed
+            if self._gives_back:
+                await self._give_back()
+            elif allowed is not Stage.NOTHING and self.tenure.room is Stage.NOTHING:
+                await self._moved(self.tenure.take_weights)
+                self._happened(Happening.RESUMED, "it has room for weights")
+                await self._target.notify()
+            else:
+                await self._target.until(lambda seen=allowed: self._target.allowed is not seen)
+
+    async def _give_back(self) -> None:
+        """Have it give back all memory that it shares with the trainer."""
+        await self._moved(self.tenure.give_back)
+        self.version, self._is_loaded = 0, False
+        self._happened(Happening.RELEASED, "its memory is the trainer's")
+        await self._target.notify()
+
+    async def _give_back_or_leave(self) -> None:
+        try:
+            await self._give_back()
+        except EngineError:  # which its state tells
+            await self._leave_router()
+
+    async def _take_rest(self) -> None:
+        """With its weights loaded, wait until it may have all memory, and take it.
+
+        Raises:
+            TurnLost: it may not even have what it has.
+        """
+        self._is_loaded = True
+        await self._target.notify()
+        if self.state is EngineState.UPDATING:
+            return  # it has everything
+        await self._target.until(lambda: self._target.is_settled)
+        if self._target.allowed is Stage.NOTHING:
+            raise TurnLost
+        await self._moved(self.tenure.take_rest)
+
+    async def _moved(self, move: Callable[[], Awaitable[None]]) -> None:
+        """Have it give back or take memory. If nobody knows whether it did, it is to be killed."""
+        try:
+            await move()
+        except EngineError as error:
+            known = self.tenure.is_sure
+            self._happened(Happening.LOST if known else Happening.STALLED, f"its memory was not moved: {error}")
+            raise
+
     async def _continued(self) -> bool:
         """Whether it is ready after we ended a pause that we may end."""
         if not may_continue(self.state, ours=self.ours, paused_by_us=self._prover.is_paused(self.url)):
@@ -290,7 +388,11 @@ class Engine:
 
     async def _note_failure(self, error: EngineError) -> None:
         """Say why it does not work under the newest weights."""
-        if isinstance(error, EngineSilent) and not await self._moves(SUSPECT_LOOK_S):
+        if self.state in (EngineState.SUSPECT, EngineState.GONE):
+            return  # which is told
+        if isinstance(error, EngineSilent) and self.tenure.room is not Stage.EVERYTHING:  # it could make no token
+            self._happened(Happening.STALLED, str(error))
+        elif isinstance(error, EngineSilent) and not await self._moves(SUSPECT_LOOK_S):
             self._happened(Happening.STALLED, str(error))
         elif self._prover.is_paused(self.url):
             self._happened(Happening.LEFT_PAUSED, str(error))
@@ -307,6 +409,8 @@ class Engine:
         old, self.state = self.state, next_state(self.state, happening)
         if old is not self.state:
             self.reason = reason
+        if self.state in (EngineState.GONE, EngineState.SUSPECT):
+            self.answers = False
         if is_asked(old) and self.state in (EngineState.GONE, EngineState.SUSPECT):
             self._deaths.note(self.name)
         if self.state is EngineState.CURRENT:
@@ -345,7 +449,8 @@ class Engine:
         """Give it the target weights, and again if others are the target by then."""
         while self.is_behind and (announced := self._target.weights) is not None:
             first = self.version == 0
-            self._label = await self._prover.bring(self.name, self.url, announced, first=first)
+            self._is_loaded = False
+            self._label = await self._prover.bring(self.name, self.url, announced, first=first, loaded=self._take_rest)
             self.version = announced.version
 
 

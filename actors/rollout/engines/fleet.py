@@ -13,6 +13,8 @@ from actors.rollout.engines.engine import Engine, FleetTarget, wait_until
 from actors.rollout.engines.external import Wanted
 from actors.rollout.engines.notices import Notices
 from actors.rollout.engines.router import RouterWorkers
+from actors.rollout.engines.turns.stages import Stage
+from actors.rollout.engines.turns.tenure import Tenure
 from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.prover import Prover
 from actors.rollout.sglang.client import SglangClient
@@ -49,6 +51,7 @@ class Fleet:
         self.deaths = Deaths()
         self._engines: dict[str, Engine] = {}
         self._target = FleetTarget()
+        self.is_held = False  # requests wait, whichever engines are up
         self._check: anyio.Event | None = None  # of all engines that are asked, under way
 
     @property
@@ -89,6 +92,8 @@ class Fleet:
 
     def waits_for(self) -> str:
         """What keeps requests from being sent, for people; empty when nothing does."""
+        if self.is_held:
+            return "its turn: the trainer has the memory, or engines give it back or take it"
         if self._target.router is None:
             return "the router"
         if self._target.weights is None:
@@ -116,7 +121,7 @@ class Fleet:
             return False
 
     def _holds(self, min_version: int) -> bool:
-        return self._target.router is not None and self.version >= max(min_version, 1)
+        return not self.is_held and self._target.router is not None and self.version >= max(min_version, 1)
 
     async def next_version(self, after: int) -> int:
         """Wait until all admitted engines have confirmed a version above `after`; return it."""
@@ -124,6 +129,30 @@ class Fleet:
             while self.version <= after:
                 await self._target.changed.wait()
             return self.version
+
+    @property
+    def engines(self) -> list[Engine]:
+        """All that are known."""
+        return list(self._engines.values())
+
+    @property
+    def allowed(self) -> Stage:
+        """What engines may have of the memory that they share with the trainer."""
+        return self._target.allowed
+
+    async def hold(self, held: bool) -> None:
+        """Let no new request go to engines, or again."""
+        self.is_held = held
+        await self.notify()
+
+    async def allow(self, stage: Stage) -> None:
+        """Say what engines may have; nothing only while no request is under way. Returns at once."""
+        self._target.allowed = stage
+        await self.notify()
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        """Wait until something holds; it is looked at on every `notify`."""
+        await self._target.until(true)
 
     async def notify(self) -> None:
         """Let the waiting look again."""
@@ -160,6 +189,7 @@ class Fleet:
         pid: int = 0,
         kill: Kill | None = None,
         wanted: Wanted | None = None,
+        tenure: Tenure | None = None,
     ) -> None:
         """Keep one engine admitted: wait for it, give it the current weights, register it, and again when it is lost.
 
@@ -172,11 +202,12 @@ class Fleet:
             pid: of its process, as its agent says; 0: not known.
             wanted: what it is to serve; none: that is not asked.
             kill: have it killed, for a reason, and started again; none: nobody may.
+            tenure: of memory that it shares with the trainer; none: it has its own.
 
         Raises:
             WeightsMismatch, RequestRefused: it has refused the weights for long, and no other engine has taken any.
         """
-        engine = await self._replace(name, url, ours=ours, pid=pid, wanted=wanted)
+        engine = await self._replace(name, url, ours=ours, pid=pid, wanted=wanted, tenure=tenure)
         refused_since, failures = math.inf, 0
         while True:
             await wait_until(engine.is_up)
@@ -197,7 +228,9 @@ class Fleet:
             if engine.state is EngineState.SUSPECT and kill is not None:
                 await kill(engine.reason)
 
-    async def _replace(self, name: str, url: str, *, ours: bool, pid: int, wanted: Wanted | None) -> Engine:
+    async def _replace(
+        self, name: str, url: str, *, ours: bool, pid: int, wanted: Wanted | None, tenure: Tenure | None
+    ) -> Engine:
         """A new engine in the place of the one of that name, which the router forgets."""
         old = self._engines.get(name)
         engine = self._engines[name] = Engine(
@@ -212,6 +245,7 @@ class Fleet:
             ours=ours,
             pid=pid,
             wanted=wanted,
+            tenure=tenure,
         )
         if old is not None:
             old.replaced()

@@ -42,7 +42,7 @@ class Trials:
 
     async def _set_apart(self, min_version: int, unless: Callable[[], bool]) -> Engine | None:
         engine = self._engine
-        if engine is not None and engine.is_asked and engine.version >= min_version:
+        if engine is not None and engine.is_asked and engine.version >= min_version and not self._fleet.is_held:
             return None if unless() else engine
         await self._join()
         while await self._fleet.wait_ready(min_version, unless=unless):

@@ -266,6 +266,14 @@ class SglangClient:
         body = {"abort_all": True} if rid is None else {"rid": rid}
         await self._post(engine + "/abort_request", body, ADMIN_TIMEOUT_S)
 
+    async def flush_cache(self, engine: str, within_s: float) -> None:
+        """Have an engine empty its cache once it is idle.
+
+        Raises:
+            RequestRefused: it is not, within that time.
+        """
+        await self._post(f"{engine}/flush_cache?timeout={within_s:g}", {}, within_s + ADMIN_TIMEOUT_S)
+
     async def release_memory(self, engine: str, tags: Sequence[str]) -> None:
         """Have an idle engine give memory back; memory.py keeps the order."""
         await self._post(engine + "/release_memory_occupation", {"tags": tags}, self._update_timeout_s)

@@ -14,12 +14,14 @@ from messages import (
     GroupsClosed,
     Message,
     PayloadsMissing,
+    PhaseChanged,
     TrainerStarted,
     VerdictGiven,
     WeightsAnnounced,
     WeightsApplied,
 )
 from runtime.ledger.completions import Over, kept_by, lost_by, over_by
+from runtime.ledger.phases import Turn, next_turn
 from runtime.ledger.state import LedgerState
 from runtime.ledger.steps import STEP_EVENTS, Batch, StepChange, Steps, advance
 
@@ -31,6 +33,7 @@ HISTORY: Final[tuple[type[Message], ...]] = (
     GroupCompleted,
     GroupsClosed,
     PayloadsMissing,
+    PhaseChanged,
     TrainerStarted,
     VerdictGiven,
     WeightsAnnounced,
@@ -53,6 +56,7 @@ class History:
         self.version = ledger.version  # highest announced
         self.confirmed = 0  # highest that an engine holds, of those seen; a snapshot does not know it
         self.steps_of_versions = dict(ledger.version_steps)  # train steps that an announced version contains
+        self.turn: Turn | None = None  # whose it is; a snapshot does not know it
         self.requested_step = 0  # newest step that a checkpoint was asked for
         self._steps = Steps(
             round=ledger.round,
@@ -128,6 +132,8 @@ class History:
             case WeightsAnnounced():
                 self.version = max(self.version, event.version)
                 self.steps_of_versions[event.version] = event.step
+            case PhaseChanged():
+                self.turn = next_turn(self.turn, event, seq)
             case WeightsApplied():
                 self.confirmed = max(self.confirmed, event.version)
             case _:

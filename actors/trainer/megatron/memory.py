@@ -70,6 +70,11 @@ def anonymous_bytes() -> int:
     return 0
 
 
+def held_bytes(device: torch.device) -> int:
+    """Memory that this rank keeps others from: of its GPU, or of the host what no file backs."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else anonymous_bytes()
+
+
 class Offloaded:
     """Main parameters, optimizer state and gradient buffers that are off the device.
 

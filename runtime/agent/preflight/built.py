@@ -19,5 +19,3 @@ def not_built(topology: Topology) -> Iterator[Problem]:
         key = f"engines.{name}"
         if engine.weight_transport != "disk":
             yield Problem.of(f"{key}.weight_transport", engine.weight_transport, 'not built yet; "disk" is')
-        if engine.colocate is not None:
-            yield Problem.of(f"{key}.colocate", engine.colocate, "taking turns on GPUs is not built yet")

@@ -15,6 +15,7 @@ from messages import (
     LogTrimmed,
     Message,
     PayloadsMissing,
+    PhaseChanged,
     PromptsLoaded,
     SelectionFailed,
     TrainerStarted,
@@ -40,6 +41,7 @@ MAKES_ROOM: Final = (  # what ledger and trainer say beside decisions: only afte
     BatchTrained,
     PayloadsMissing,
     WeightsAnnounced,
+    PhaseChanged,
     CheckpointSaved,
 )
 

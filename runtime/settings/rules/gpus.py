@@ -189,7 +189,8 @@ def _booking(topology: Topology) -> Iterator[Problem]:
 
 
 def _colocation(topology: Topology) -> Iterator[Problem]:
-    if not any(engine.colocate for engine in topology.engines.values()):
+    pools = {name: engine for name, engine in topology.engines.items() if engine.colocate}
+    if not pools:
         return
     staleness = topology.rollout.max_staleness
     if staleness:
@@ -198,6 +199,16 @@ def _colocation(topology: Topology) -> Iterator[Problem]:
     if topology.trainer.log_probs_ahead:
         message = "colocated engines have the GPUs while groups are generated: allowed: false"
         yield Problem.of("trainer.log_probs_ahead", True, message)
+    if topology.trainer.handover == "copy":
+        message = 'nothing trains beside the copy while colocated engines have their turn: allowed: "stream"'
+        yield Problem.of("trainer.handover", "copy", message)
+    for name, engine in pools.items():
+        if engine.urls:
+            message = "engines that others run are not told to give memory back: allowed: those that the run starts"
+            yield Problem.of(f"engines.{name}.colocate", engine.colocate, message)
+        elif (engine.gpus is None) != (topology.trainer.gpus is None):
+            message = "needs engines and trainer in one place: both on GPUs, or both on the CPU"
+            yield Problem.of(f"engines.{name}.colocate", engine.colocate, message)
 
 
 def _nodes(gpus: list[Gpu]) -> list[str]:

@@ -62,7 +62,6 @@ def test_the_check_says_everything_that_is_not_here() -> None:
     found = [str(problem).partition(": ")[2] for problem in check_here(load_topology(COLOCATE)).problems]
     assert [line.partition(" (looked in")[0] for line in found] == [
         'engines.policy.weight_transport = "ipc": not built yet; "disk" is',
-        'engines.policy.colocate = "trainer": taking turns on GPUs is not built yet',
         "nodes.n0.gpus = 8: this machine has 0 GPUs for us: none, by its environment",
         'engines.policy.kind = "sglang": SGLang is not installed beside us: name an interpreter that has it with '
         'engines.policy.python; or kind = "embedded", for tiny models',
@@ -75,10 +74,7 @@ def test_the_check_says_everything_that_is_not_here() -> None:
 
 def test_elsewhere_leaves_out_what_only_that_machine_can_show_and_says_so() -> None:
     checked = check_here(load_topology(COLOCATE), elsewhere=True)
-    assert [problem.key for problem in checked.problems] == [
-        "engines.policy.weight_transport",
-        "engines.policy.colocate",
-    ]
+    assert [problem.key for problem in checked.problems] == ["engines.policy.weight_transport"]
     assert checked.left_out == (
         "GPUs (n0: 8)",
         "interpreters and what is installed in them",
@@ -155,6 +151,12 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
             ("engines.policy.colocate=trainer", "trainer.log_probs_ahead=true", "algorithm.use_kl_loss=true"),
             "trainer.log_probs_ahead",
             "colocated engines have the GPUs",
+        ),
+        (("engines.policy.colocate=trainer", "trainer.handover=copy"), "trainer.handover", "nothing trains beside"),
+        (
+            ("engines.policy.colocate=trainer", "engines.policy.urls=['http://x']"),
+            "engines.policy.colocate",
+            "engines that others run are not told to give memory back",
         ),
         (("engines.a b.kind=embedded",), "engines.a b", "the name does not fit"),
         (("engines.judge.kind=embedded",), "engines.judge", "no actor uses this pool; allowed: policy"),

@@ -1,6 +1,7 @@
 """Has engines load weights, and asks them what they hold until that is proven or refused."""
 
 import time
+from collections.abc import Awaitable, Callable
 
 import structlog
 
@@ -23,6 +24,12 @@ from runtime.settings.topology import Verify
 
 log = structlog.get_logger()
 
+Loaded = Callable[[], Awaitable[None]]
+
+
+async def nothing() -> None:
+    """There is nothing to be done."""
+
 
 class Prover:
     """Brings engines to announced weights. What they are asked beside their label, `verify` says.
@@ -41,7 +48,9 @@ class Prover:
         self._trainer_dtype = trainer_dtype
         self._known = KnownChecksums()
 
-    async def bring(self, engine: str, url: str, announced: WeightsAnnounced, *, first: bool) -> str:
+    async def bring(
+        self, engine: str, url: str, announced: WeightsAnnounced, *, first: bool, loaded: Loaded | None = None
+    ) -> str:
         """Have an engine load weights; the label under which it then holds them, proven.
 
         Args:
@@ -49,6 +58,7 @@ class Prover:
             url: where it listens.
             announced: what it is to load.
             first: whether it has not proven any weights since it was last not admitted.
+            loaded: done once it holds them, before it is to generate.
 
         Raises:
             WeightsMismatch: it does not hold them.
@@ -57,10 +67,11 @@ class Prover:
         label = self.loads.begin(engine, announced.version)
         try:
             if is_thorough(self._verify, announced, first=first):
-                await self._load_and_prove(engine, url, announced, label)
+                await self._load_and_prove(engine, url, announced, label, loaded or nothing)
             else:
                 await self._updater.update(url, announced, label)
                 await self._check_label(engine, url, label)
+                await (loaded or nothing)()
             self.loads.prove(label)
         finally:
             self.loads.refuse(label)
@@ -86,7 +97,9 @@ class Prover:
         """Interrupt the requests of an engine that holds the wrong weights."""
         await self._updater.clear(url)
 
-    async def _load_and_prove(self, engine: str, url: str, announced: WeightsAnnounced, label: str) -> None:
+    async def _load_and_prove(
+        self, engine: str, url: str, announced: WeightsAnnounced, label: str, loaded: Loaded
+    ) -> None:
         server = server_of(await self._client.server_info(url))
         tensors: str | None = None
         took_s = 0.0
@@ -100,6 +113,7 @@ class Prover:
             took_s += time.perf_counter() - begin
 
         await self._updater.update(url, announced, label, look)
+        await loaded()
         begin = time.perf_counter()
         if announced.probe is not None:
             log_probs = await self._client.prompt_log_probs(url, announced.probe.token_ids)

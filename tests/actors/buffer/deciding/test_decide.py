@@ -14,6 +14,7 @@ from messages import (
     GroupsIssued,
     Message,
     PayloadsMissing,
+    RoundHalted,
     RunFailed,
     SnapshotTaken,
 )
@@ -71,6 +72,16 @@ def test_a_refill_is_a_whole_over_sampling_batch_however_few_are_missing(stages:
 
 def test_surplus_of_the_round_before_counts_towards_the_next() -> None:
     assert issued(ledger(KEPT, KEPT, KEPT, round=1, version_step=1), schedule(4, 4)) == [(3 + n, 0) for n in range(4)]
+
+
+def test_where_turns_wait_for_idle_engines_only_the_end_of_the_run_halts_a_round() -> None:
+    late, over = ledger(RUNS, RUNS, round=1), ledger(RUNS, round=9, trained_steps=9)
+    for state in (late, over):
+        halted = decide(state, schedule(2, 2))
+        assert isinstance(halted, RoundHalted)
+        assert halted.round == 0
+    assert not isinstance(decide(late, schedule(2, 2, halts=False)), RoundHalted)
+    assert isinstance(decide(over, schedule(2, 2, halts=False)), RoundHalted)
 
 
 @pytest.mark.parametrize("late", [KEPT, SPARE])

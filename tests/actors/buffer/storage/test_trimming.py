@@ -28,6 +28,8 @@ from messages import (
     LogTrimmed,
     Message,
     Outcome,
+    Phase,
+    PhaseChanged,
     Plane,
     PromptsLoaded,
     RoundHalted,
@@ -137,6 +139,8 @@ def test_the_point_lies_below_every_landmark_that_is_needed(needs: Needs, point:
     landmarks.take(EvalIssued(incarnation=1, step=1, version=2, sets=()), 45)
     landmarks.take(RoundHalted(incarnation=1, round=1), 50)
     assert trim_point(needs, landmarks) == point
+    landmarks.take(PhaseChanged(phase=Phase.TRAIN, step=1, incarnation=1), 5)
+    assert trim_point(needs, landmarks) == min(point, 5)  # who starts has to learn whose turn it is
 
 
 # on a real bus

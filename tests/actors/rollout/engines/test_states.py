@@ -61,6 +61,19 @@ LIVES: dict[str, list[tuple[Happening, EngineState]]] = {
         (Happening.RESUMED, STARTING),
         (Happening.ADMITTED, CURRENT),
     ],
+    "one that starts while the trainer has the memory": [
+        (Happening.RELEASED, RELEASED),
+        (Happening.REROUTED, RELEASED),
+        (Happening.RESUMED, STARTING),
+        (Happening.RELEASED, RELEASED),
+        (Happening.RESUMED, STARTING),
+        (Happening.ADMITTED, CURRENT),
+    ],
+    "one that does not take its memory again": [
+        (Happening.RELEASED, RELEASED),
+        (Happening.STALLED, SUSPECT),
+        (Happening.LOST, GONE),
+    ],
     "one whose router is lost": [(Happening.ADMITTED, CURRENT), (Happening.REROUTED, STARTING)],
 }
 

@@ -1,0 +1,54 @@
+"""What each engine has given back, in the run's bucket: the next rollout actor cannot ask it."""
+
+import msgspec
+import structlog
+
+from actors.rollout.sglang.errors import EngineUnavailable
+from actors.rollout.sglang.memory import TAGS, Tag
+from runtime.bus.errors import BusError
+from runtime.bus.kv import KeyValues
+
+log = structlog.get_logger()
+
+
+class Noted(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process of an engine has given back."""
+
+    pid: int
+    released: tuple[str, ...]
+    sure: bool  # it was asked, and has answered
+
+
+class MemoryNotes:
+    """The notes of one engine's process; those of an earlier process of the same name say nothing."""
+
+    def __init__(self, kv: KeyValues, engine: str, pid: int) -> None:
+        self._kv = kv
+        self._key = f"memory.{engine}"
+        self._pid = pid
+
+    async def read(self) -> tuple[list[Tag], bool]:
+        """What it has given back, and whether that is sure.
+
+        Raises:
+            EngineUnavailable: the bucket cannot be read, so that nobody knows.
+        """
+        try:
+            entry = await self._kv.get(self._key, Noted)
+        except BusError as error:
+            raise EngineUnavailable(f"{self._key} cannot be read: {error}") from error
+        noted = None if entry is None else entry.value
+        if noted is None or noted.pid != self._pid:
+            return [], True
+        return [tag for tag in TAGS if tag in noted.released], noted.sure
+
+    async def write(self, released: list[Tag], *, sure: bool) -> None:
+        """Note what it has given back, or is about to.
+
+        Raises:
+            EngineUnavailable: the bucket cannot be written.
+        """
+        try:
+            await self._kv.put(self._key, Noted(pid=self._pid, released=tuple(released), sure=sure))
+        except BusError as error:
+            raise EngineUnavailable(f"{self._key} cannot be noted: {error}") from error
