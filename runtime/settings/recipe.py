@@ -69,9 +69,7 @@ class RolloutConfig(Config, frozen=True, kw_only=True):
     buffer_filter: Text = "fifo"  # which halted groups go on first: also "newest", "by_reward" or a function
     keep_when_insufficient: bool = False  # after max_barren_groups train what the filter dropped, instead of failing
     on_halt: Literal["resume", "restart", "drop"] = "resume"  # halted groups go on with their tokens, begin anew, end
-    release_when: Literal["idle", "batch_ready"] = (
-        "idle"  # groups under way end before colocated engines release, or are halted
-    )
+    release_when: Literal["idle", "batch_ready"] = "idle"  # colocated: running groups end first, or are halted
     on_surplus: Literal["train", "drop"] = "train"  # groups of a round that its batch has no room for
     mask_off_policy: bool = False  # of a resumed sample, train only what its newest weights sampled
     max_token_staleness: Count | None = None  # train steps that a token's weights may be behind; none: no limit
