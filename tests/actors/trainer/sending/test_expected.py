@@ -1,0 +1,166 @@
+"""Checksums that an engine will say: of tensors joined and cut by hand, in any order, and of the embedded engine."""
+
+import hashlib
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from actors.rollout.embedded.model.forward import load
+from actors.trainer.models.config import HfConfig, read_hf_config
+from actors.trainer.models.gathering import buckets
+from actors.trainer.models.shapes import hf_shapes
+from actors.trainer.models.shards import entry_of
+from actors.trainer.sending.expected import Expected, Layout, expected_checksums, why_not
+from runtime.hf_config import read_model
+from tests.actors.trainer.tiny import TINY, config_of
+from tests.support.embedded_engine import write_config
+from tests.support.tiny_models import LLAMA, QWEN2, QWEN3, write_model
+
+EMBEDDED = Layout(is_filled_up=False)
+ODD = {  # nothing that two ranks divide evenly
+    "vocab_size": 70, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 6,
+}  # fmt: skip
+
+
+def drawn(model: HfConfig) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in hf_shapes(model).items()}
+
+
+def model_of(directory: Path, config: dict[str, Any]) -> HfConfig:
+    write_config(directory, **(TINY | {"architectures": None} | config))
+    return read_hf_config(directory)
+
+
+def hashed(*parts: Tensor) -> str:
+    return hashlib.sha256(torch.cat(parts).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def filled(tensor: Tensor, dim: int, size: int) -> Tensor:
+    rest = list(tensor.shape)
+    rest[dim] = size - rest[dim]
+    return torch.cat([tensor, torch.zeros(rest)], dim=dim)
+
+
+def test_two_ranks_by_hand(tmp_path: Path) -> None:
+    model = model_of(tmp_path, ODD | {"num_hidden_layers": 1})
+    weights = drawn(model)
+    found = expected_checksums([list(weights.items())], model, Layout(tp_size=2))
+    layer = "model.layers.0."
+    # Two key-value heads in the place of one, so eight query heads in the place of four: the second rank has zeros.
+    query = filled(weights[f"{layer}self_attn.q_proj.weight"], 0, 48).chunk(2)
+    key, value = (filled(weights[f"{layer}self_attn.{part}_proj.weight"], 0, 12).chunk(2) for part in "kv")
+    gate, up = (filled(weights[f"{layer}mlp.{part}_proj.weight"], 0, 64).chunk(2) for part in ("gate", "up"))
+    back = filled(weights[f"{layer}self_attn.o_proj.weight"], 1, 48).chunk(2, dim=1)
+    down = filled(weights[f"{layer}mlp.down_proj.weight"], 1, 64).chunk(2, dim=1)
+    embedding, head = (
+        filled(weights[name], 0, 128).chunk(2) for name in ("model.embed_tokens.weight", "lm_head.weight")
+    )
+    whole = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+    for rank in (0, 1):
+        assert found[rank] == {
+            "model.embed_tokens.weight": hashed(embedding[rank]),
+            "lm_head.weight": hashed(head[rank]),
+            "model.norm.weight": hashed(weights["model.norm.weight"]),
+            **{f"{layer}{name}.weight": hashed(weights[f"{layer}{name}.weight"]) for name in whole},
+            f"{layer}self_attn.qkv_proj.weight": hashed(query[rank], key[rank], value[rank]),
+            f"{layer}self_attn.o_proj.weight": hashed(back[rank]),
+            f"{layer}mlp.gate_up_proj.weight": hashed(gate[rank], up[rank]),
+            f"{layer}mlp.down_proj.weight": hashed(down[rank]),
+        }
+
+
+def test_experts_by_hand(tmp_path: Path) -> None:
+    model = model_of(tmp_path, config_of("qwen3_moe"))
+    weights = drawn(model)
+    found = expected_checksums([list(weights.items())], model, Layout(tp_size=2, dtype=torch.bfloat16))
+    experts = "model.layers.1.mlp.experts."
+    for rank in (0, 1):
+        rows = [
+            filled(weights[f"{experts}{expert}.{part}_proj.weight"], 0, 64).chunk(2)[rank]
+            for expert in range(4)
+            for part in ("gate", "up")
+        ]
+        columns = [
+            filled(weights[f"{experts}{expert}.down_proj.weight"], 1, 64).chunk(2, dim=1)[rank] for expert in range(4)
+        ]
+        assert found[rank][f"{experts}w13_weight"] == hashed(*(part.bfloat16() for part in rows))
+        assert found[rank][f"{experts}w2_weight"] == hashed(*(part.bfloat16() for part in columns))
+        assert found[rank]["model.layers.1.mlp.gate.weight"] == hashed(
+            weights["model.layers.1.mlp.gate.weight"].bfloat16()
+        )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tensors_may_come_in_any_order_and_change_afterwards(seed: int, tmp_path: Path) -> None:
+    model = model_of(tmp_path, config_of("qwen3_moe"))
+    weights = drawn(model)
+    layout = Layout(tp_size=2)
+    expected = expected_checksums([list(weights.items())], model, layout)
+    shuffled = list(weights.items())
+    random.Random(seed).shuffle(shuffled)
+    taking = Expected(model, layout)
+    for bucket in buckets(((entry_of(name, tensor), tensor.clone()) for name, tensor in shuffled), 5000):
+        taking.add(bucket)
+        for _, tensor in bucket:
+            tensor.zero_()
+    assert taking.checksums() == expected
+
+
+def test_of_what_comes_in_turn_nothing_is_kept(tmp_path: Path) -> None:
+    model = model_of(tmp_path, config_of("qwen3_moe"))
+    taking = Expected(model, Layout())
+    for name, tensor in drawn(model).items():
+        taking.add([(name, tensor)])
+        assert not any(joined._early for joined in taking._joined.values())
+
+
+def test_what_is_missing_unknown_or_there_twice_is_named(tmp_path: Path) -> None:
+    model = model_of(tmp_path, {})
+    weights = drawn(model)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    taking = Expected(model, Layout())
+    taking.add([pair for pair in weights.items() if pair[0] != name])
+    with pytest.raises(ValueError, match=rf"1 tensors have not come, the first is {name}"):
+        taking.checksums()
+    for early in (name.replace("k_proj", "v_proj"), name.replace("k_proj", "q_proj")):
+        with pytest.raises(ValueError, match=f"{early} came twice"):
+            taking.add([(early, weights[early])])
+    with pytest.raises(ValueError, match=r"other\.weight is no tensor of this model"):
+        taking.add([("other.weight", torch.zeros(1))])
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "reason"),
+    [
+        (config_of("deepseek_v3"), Layout(), "model_type deepseek_v3"),
+        (config_of("glm4_moe"), Layout(), "model_type glm4_moe"),
+        (config_of("qwen3_moe", tie_word_embeddings=True), Layout(), "tie_word_embeddings"),
+        ({}, Layout(tp_size=2, is_filled_up=False), "an embedded engine over several ranks"),
+    ],
+)
+def test_what_is_not_reckoned_says_why(config: dict[str, Any], layout: Layout, reason: str, tmp_path: Path) -> None:
+    model = model_of(tmp_path, config)
+    assert reason in (why_not(model, layout) or "")
+    with pytest.raises(ValueError, match=reason):
+        Expected(model, layout)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [QWEN3, QWEN3 | ODD, QWEN2 | {"tie_word_embeddings": True}, LLAMA],
+    ids=["qwen3", "odd sizes", "biases and a tied head", "llama"],
+)
+def test_the_embedded_engine_says_the_same(changes: dict[str, Any], tmp_path: Path) -> None:
+    write_model(tmp_path, **changes)
+    weights = load_file(tmp_path / "model.safetensors")
+    model = read_hf_config(tmp_path)
+    if model.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    held = load(read_model(tmp_path).shape, tmp_path)
+    assert expected_checksums([list(weights.items())], model, EMBEDDED) == [held.checksums()]
