@@ -145,8 +145,8 @@ def quantized(name: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
     if not bool((largest <= _LARGEST).all()):
         raise ValueError(_refused(name, matrix, torch.bfloat16))
     scales = torch.where(largest > 0, (largest / _FP8_MAX).clamp(min=_SMALLEST_SCALE), 1.0)
-    # Rounded, a quotient may be a bit more than 448, and what is more than that is no number in this dtype.
-    cast = (blocks / scales[:, None, :, None]).clamp_(-_FP8_MAX, _FP8_MAX).to(_FP8)
+    # A scale that was rounded down makes the largest a bit more than 448: up to 464 it is rounded to that, not to NaN.
+    cast = (blocks / scales[:, None, :, None]).to(_FP8)
     return _out_of_blocks(cast, matrix.shape), scales
 
 

@@ -13,10 +13,11 @@ is said by the model's layers (`layers/linear.py`, `vocab_parallel_embedding.py`
   divide not both kinds of heads, key-value heads to a multiple of the ranks and query heads with them. (On a GPU
   key-value heads are copied instead.)
 
-Our embedded engine has one rank and fills up nothing. Not reckoned, and refused: models with multi-latent attention or
-shared experts, layers for further tokens, a tied head of Qwen3-MoE (SGLang has none there), quantized engines, expert
-and pipeline parallelism in the engine. Engines on GPUs hash in another way, and CPUs with AMX pack matrices: there
-nothing can be compared with what is reckoned here.
+Our embedded engine has one rank and fills up nothing. Refused by `why_not`: models with multi-latent attention or
+shared experts, layers for further tokens, quantized engines, and two forms of Qwen3-MoE that SGLang 0.5.23 builds as
+other models: with a tied head, or with layers without experts (it does not look at `mlp_only_layers` and
+`decoder_sparse_step`). Not seen from here: expert, data and pipeline parallelism in the engine cut otherwise, engines
+on GPUs hash otherwise, and on CPUs with AMX SGLang packs matrices. There nothing can be compared.
 """
 
 import hashlib
@@ -33,6 +34,7 @@ from actors.trainer.models.shards import bytes_of
 from runtime.weights.fused import made_of, place_of
 
 FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _DIGITS: Final = 16
 _VOCAB_MULTIPLE: Final = 64
 _INNER_MULTIPLE: Final = 32
@@ -68,6 +70,10 @@ def why_not(model: HfConfig, layout: Layout) -> str | None:
         return "layers for further tokens, which the engine does not load"
     if experts is not None and model.tie_word_embeddings:
         return "tie_word_embeddings of a model with experts: SGLang has a head of its own there, and does not fill it"
+    if experts is not None and not all(experts.layers):
+        return "layers without experts in a model with experts: SGLang has experts in each, and does not fill those"
+    if layout.dtype not in _DTYPES:
+        return f"an engine in {layout.dtype}: checksums are reckoned in {', '.join(map(str, _DTYPES))}"
     if layout.tp_size > 1 and not layout.is_filled_up:
         return "an embedded engine over several ranks"
     return None

@@ -59,6 +59,16 @@ def test_a_block_of_zeros_stays_zeros_with_their_signs() -> None:
     assert torch.equal(bits(dequantized(weight, scales, torch.float32)), bits(matrix))
 
 
+def test_the_largest_never_becomes_no_number() -> None:
+    """Divided by a scale that was rounded down, it is a bit more than the largest of FP8."""
+    largest = torch.rand(2000, generator=torch.Generator().manual_seed(0)) * 1000 + 1e-3
+    matrix = torch.zeros(2000 * 128, 1)
+    matrix[::128, 0] = largest
+    weight, scales = quantized(MATRIX, matrix)
+    assert bool((largest / scales[:, 0] > 448).any())
+    assert bool((weight[::128, 0].float() == 448).all())
+
+
 @pytest.mark.parametrize("largest", [1e-45, 1e-40, 5e-36, 1.0, 3.3e38, torch.finfo(torch.bfloat16).max])
 def test_the_largest_of_a_block_is_kept_to_three_bits(largest: float) -> None:
     matrix = torch.full((2, 2), largest, dtype=torch.float32)

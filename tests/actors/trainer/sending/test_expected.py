@@ -141,6 +141,8 @@ def test_what_is_missing_unknown_or_there_twice_is_named(tmp_path: Path) -> None
         (config_of("deepseek_v3"), Layout(), "model_type deepseek_v3"),
         (config_of("glm4_moe"), Layout(), "model_type glm4_moe"),
         (config_of("qwen3_moe", tie_word_embeddings=True), Layout(), "tie_word_embeddings"),
+        (config_of("qwen3_moe", mlp_only_layers=[1]), Layout(), "layers without experts"),
+        ({}, Layout(dtype=torch.float8_e4m3fn), "an engine in torch.float8_e4m3fn"),
         ({}, Layout(tp_size=2, is_filled_up=False), "an embedded engine over several ranks"),
     ],
 )
