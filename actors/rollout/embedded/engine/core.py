@@ -1,5 +1,6 @@
 """The engine's side of weights, pauses and memory: what the torch thread does between two steps."""
 
+import ctypes
 from collections.abc import Collection
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -146,6 +147,7 @@ class Core:
         if "weights" in wanted:
             self._weights = model.released(self._weights)
             self.scheduler.use_weights(self._weights)
+        _trim()
 
     def restore(self, tags: Collection[str]) -> None:
         """Take memory again. Weights come back as zeros: load them before generating.
@@ -160,3 +162,10 @@ class Core:
         if "weights" in wanted:
             self._weights = model.zeros(self._weights)
             self.scheduler.use_weights(self._weights)
+
+
+def _trim() -> None:
+    """Have glibc give back to the system what was freed: it keeps tensors of up to 32 MB for the next ones."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
