@@ -21,6 +21,7 @@ from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.sglang.answers import Answer
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.streams import Stream
+from actors.rollout.sglang.updates import WeightUpdates
 from messages import SamplingParams, WeightsAnnounced
 from runtime.checksums import checksums_of
 from tests.sglang.server import Server, checksum_of
@@ -142,10 +143,11 @@ async def until(true: Callable[[], bool], limit_s: float = READY_S) -> None:
 
 
 async def left_as_found(client: SglangClient, server: Server) -> None:
-    """End what a test left at an engine: requests, a pause."""
+    """End what a test left at an engine: requests, a pause, a weight session."""
     with contextlib.suppress(Exception):
         await client.abort(server.url, None)
         await client.proceed(server.url)
+        await WeightUpdates(client).end_update(server.url, timeout_s=READY_S)
 
 
 async def learn_checksums(client: SglangClient, server: Server, weights: dict[int, Path]) -> dict[int, str]:

@@ -1,4 +1,8 @@
-"""Pickled tensors of a POST /update_weights_from_tensor: read without running anything that they name."""
+"""Pickled tensors of a POST /update_weights_from_tensor: read without running anything that they name.
+
+A tensor's bytes are in the pickle, or in a segment of shared memory that it names. torch counts who has such a segment
+in its first bytes; who finds that it is the last removes it.
+"""
 
 import base64
 import io
@@ -10,6 +14,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, _utils
+from torch.multiprocessing import reductions
 
 from actors.rollout.embedded.model.receiving import Named, view
 
@@ -18,6 +23,11 @@ REBUILDING: Final[dict[tuple[str, str], Callable[..., Any]]] = {
     ("torch", "Size"): torch.Size,
     ("torch._utils", "_rebuild_tensor_v2"): _utils._rebuild_tensor_v2,  # pyright: ignore[reportPrivateUsage]
     ("torch._utils", "_rebuild_parameter"): _utils._rebuild_parameter,  # pyright: ignore[reportPrivateUsage]
+    ("torch.multiprocessing.reductions", "rebuild_storage_filename"): reductions.rebuild_storage_filename,
+    ("torch.multiprocessing.reductions", "rebuild_tensor"): reductions.rebuild_tensor,
+    ("torch.multiprocessing.reductions", "rebuild_typed_storage"): reductions.rebuild_typed_storage,
+    ("torch", "Tensor"): Tensor,
+    ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
     ("types", "SimpleNamespace"): SimpleNamespace,
     ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"): SimpleNamespace,
 }
