@@ -35,7 +35,7 @@ bench *names: setup
 
 # kill -9 every process of a run in turn
 chaos: setup
-    .venv/bin/python -m pytest -m chaos
+    .venv/bin/python -m pytest -m "chaos or chaos_all"
 
 # kill -9 anything at random for half an hour, then audit the run's log
 kills *args="--minutes 30": setup

@@ -229,9 +229,9 @@ class RolloutActor(Actor):
         pool = self._topology.engines[self._pool]
         if pool.colocate is None:
             return None
-        shown = address.pid if pool.kind == "embedded" else 0  # SGLang frees nothing on a CPU
+        shown = pool.kind == "embedded"  # SGLang frees nothing on a CPU
         notes = MemoryNotes(self._bus.kv, name, address.pid)
-        return Tenure(client, name, address.url, pid=shown, notes=notes)
+        return Tenure(client, name, address.url, pid=address.pid, is_shown=shown, notes=notes)
 
     async def _watch_engines(self, fleet: Fleet, client: SglangClient, follower: Follower | None) -> None:
         if follower is not None:

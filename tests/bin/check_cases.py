@@ -54,6 +54,7 @@ ACCEPTED = {
             'share=[["rollout", "reward"], ["buffer", "filter"]]',
         )
     ),
+    "turns in the same memory": Case(("engines.policy.colocate=trainer", "rollout.release_when=batch_ready")),
     "two engines, own grader, one step off": Case(
         (
             "engines.policy.num_engines=2",

@@ -181,6 +181,7 @@ class Engine:
                 await self._note_failure(error)
                 if self.routed:  # else all versions would wait for its own
                     await self._unregister()
+                await self._target.notify()
                 raise
 
     async def keep_current(self) -> None:
@@ -285,6 +286,7 @@ class Engine:
             raise EngineUnavailable(f"{self.url}: {self.reason}")
         if self.tenure.room is Stage.NOTHING and self.state is EngineState.STARTING:
             self._happened(Happening.RELEASED, "its memory is the trainer's")
+        await self._target.notify()
 
     async def _take_turn(self) -> None:
         """Give memory back while it is the trainer's; take room for weights as soon as they may be loaded."""
@@ -398,6 +400,7 @@ class Engine:
             self._happened(Happening.LEFT_PAUSED, str(error))
         elif isinstance(error, EngineUnavailable):
             log.warning("engine_not_admitted", engine=self.name, error=str(error))
+            self.answers = False
             if self.state is EngineState.UPDATING:  # else it is only starting yet
                 self._happened(Happening.LOST, str(error))
         else:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 ROLE: Final = "rollout"
-WITHIN_S: Final = 5.0  # an actor answers by then how far it is, and is asked again
-ANSWER_S: Final = 5.0  # beyond that, for the answer's way
+WITHIN_S: Final = 2.0  # an actor answers by then how far it is, and is asked again
+ANSWER_S: Final = 3.0  # beyond that, for the answer's way: one that dies with a question costs so much
 RETRY: Final = Backoff(max_s=2.0)
 
 Bytes = dict[str, int | None]

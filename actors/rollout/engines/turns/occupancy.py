@@ -3,6 +3,11 @@
 from pathlib import Path
 
 
+def is_there(pid: int) -> bool:
+    """Whether a process of this machine has not ended yet. Its successor begins only after that."""
+    return Path(f"/proc/{pid}").exists()
+
+
 def anonymous_bytes(pid: int) -> int | None:
     """Memory of a process of this machine that no file backs; None: there is none that can be looked at."""
     if not pid:

@@ -1,14 +1,16 @@
 """What one engine has of the memory that it shares with the trainer, and how it gives that back and takes it."""
 
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 import structlog
 
-from actors.rollout.engines.turns.occupancy import anonymous_bytes
+from actors.rollout.engines.turns.occupancy import anonymous_bytes, is_there
 from actors.rollout.engines.turns.stages import Stage
 from actors.rollout.sglang.client import SglangClient
-from actors.rollout.sglang.errors import EngineSilent, RequestRefused
+from actors.rollout.sglang.errors import EngineSilent, EngineUnavailable, RequestRefused
 from actors.rollout.sglang.memory import EngineMemory, Notes
 from messages import EngineTurn
 
@@ -28,15 +30,26 @@ class Tenure:
         client: for the engine.
         name: of the engine.
         url: where it listens.
-        pid: of its process on this machine, if what it gives back shows there; 0: it does not.
+        pid: of its process on this machine; 0: not known.
+        is_shown: whether what it gives back shows as memory of that process.
         notes: what it was told before; none: nothing is kept.
     """
 
-    def __init__(self, client: SglangClient, name: str, url: str, *, pid: int = 0, notes: Notes | None = None) -> None:
+    def __init__(
+        self,
+        client: SglangClient,
+        name: str,
+        url: str,
+        *,
+        pid: int = 0,
+        is_shown: bool = False,
+        notes: Notes | None = None,
+    ) -> None:
         self._client = client
         self._name = name
         self._url = url
         self._pid = pid
+        self._is_shown = is_shown
         self._memory = EngineMemory(client, url, notes)
         self._moved: dict[Stage, EngineTurn] = {}
 
@@ -73,9 +86,7 @@ class Tenure:
         if self.room is Stage.NOTHING:
             return
         await self._until_idle()
-        begin, before = time.perf_counter(), anonymous_bytes(self._pid)
-        await self._memory.release()
-        self._note(Stage.NOTHING, begin, before)
+        await self._move(Stage.NOTHING, self._memory.release)
 
     async def take_weights(self) -> None:
         """Have it take room for weights, which are to be loaded then.
@@ -83,9 +94,7 @@ class Tenure:
         Raises:
             EngineError: it did not.
         """
-        begin, before = time.perf_counter(), anonymous_bytes(self._pid)
-        await self._memory.resume("weights")
-        self._note(Stage.WEIGHTS, begin, before)
+        await self._move(Stage.WEIGHTS, partial(self._memory.resume, "weights"))
 
     async def take_rest(self) -> None:
         """Have it take all other memory.
@@ -93,11 +102,8 @@ class Tenure:
         Raises:
             EngineError: it did not.
         """
-        if self.room is Stage.EVERYTHING:
-            return
-        begin, before = time.perf_counter(), anonymous_bytes(self._pid)
-        await self._memory.resume()
-        self._note(Stage.EVERYTHING, begin, before)
+        if self.room is not Stage.EVERYTHING:
+            await self._move(Stage.EVERYTHING, self._memory.resume)
 
     async def _until_idle(self) -> None:
         """A scheduler that is told while it is not idle dies; its last answer comes before it is."""
@@ -112,9 +118,16 @@ class Tenure:
             else:
                 return
 
-    def _note(self, stage: Stage, begin: float, before: int | None) -> None:
-        took_s, after = time.perf_counter() - begin, anonymous_bytes(self._pid)
+    async def _move(self, stage: Stage, move: Callable[[], Awaitable[None]]) -> None:
+        if self._pid and not is_there(self._pid):
+            raise EngineUnavailable(f"{self._url}: its process has ended, and another one may listen there")
+        begin, before = time.perf_counter(), self._bytes()
+        await move()
+        took_s, after = time.perf_counter() - begin, self._bytes()
         log.info("engine_memory_moved", engine=self._name, to=stage.name.lower(), took_s=took_s)
         self._moved[stage] = EngineTurn(
             engine=self._name, reached=True, took_s=took_s, bytes_before=before, bytes_after=after
         )
+
+    def _bytes(self) -> int | None:
+        return anonymous_bytes(self._pid) if self._is_shown else None

@@ -1,10 +1,12 @@
 """A rollout actor that takes turns with a trainer: scripted engines, the real router, phases as a trainer says them."""
 
 import os
+import subprocess
 
 import anyio
 import pytest
 
+from actors.rollout.engines.turns.notes import MemoryNotes
 from messages import (
     EngineState,
     EngineStateChanged,
@@ -214,6 +216,12 @@ async def test_an_older_trainer_is_refused(bus: Bus, router_url: str) -> None:
         assert engine.calls == [f"release {ALL}"]
 
 
+def pid_of_the_past() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait(10)
+    return process.pid
+
+
 async def _until_state(bus: Bus, state: EngineState, times: int = 1) -> Message:
     with anyio.fail_after(CALL_S):
         async with bus.read(EngineStateChanged) as events:
@@ -222,3 +230,24 @@ async def _until_state(bus: Bus, state: EngineState, times: int = 1) -> Message:
                 if not times:
                     return received.message
     raise AssertionError
+
+
+async def test_a_process_that_took_the_place_of_one_that_gave_back_is_told_nothing_of_that(
+    bus: Bus, router_url: str
+) -> None:
+    """It listens at the same port, and its address comes a moment later."""
+    trainer, ended_pid = Trainer(bus), pid_of_the_past()
+    key = address_key("engine", "policy", 0)
+    async with serving(ScriptedEngine()) as engine, rollout_actor(bus, router_url, [], colocated()):
+        notes = MemoryNotes(bus.kv, "engine.policy.0", ended_pid)
+        await notes.write(["kv_cache", "weights", "cuda_graph"], sure=True)
+        await trainer.begin(Phase.RESUME_WEIGHTS)
+        await bus.kv.put(key, Address(url=engine.url, pid=ended_pid))
+        await _until_state(bus, EngineState.GONE)
+        assert engine.calls == []
+        await bus.kv.put(key, Address(url=engine.url, pid=os.getpid()))
+        await bus.publish(announcement(1))
+        await trainer.reach(Phase.UPDATE)
+        await trainer.reach(Phase.RESUME_KV)
+        await until_applied(bus, 1)
+    assert [call for call in engine.calls if call.startswith("re")] == []

@@ -1,0 +1,80 @@
+"""Trainer and engine in the same memory: whoever dies in whichever phase, the run goes on with the same trained set."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from messages import EngineState, EngineStateChanged, Phase, PhaseChanged
+from tests.chaos.audit import audit, read_all
+from tests.chaos.harness import ROOT, SMALL, Command, Run
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
+
+COLOCATED: Final = ROOT / "topologies/laptop-colocated.toml"
+ENGINE, ROLLOUT, TRAINER = "engine.policy.0", "rollout", "trainer"
+Deaths = tuple[tuple[str, Phase], ...]
+
+FEW: Final[Deaths] = (  # each of them once
+    (ENGINE, Phase.TRAIN),
+    (ROLLOUT, Phase.RELEASE),
+    (TRAINER, Phase.GENERATE),
+)
+ALL: Final[dict[str, Deaths]] = {
+    victim: tuple((victim, phase) for phase in Phase) for victim in (ENGINE, ROLLOUT, TRAINER)
+}
+
+
+async def kill_in(command: Command, deaths: Deaths) -> None:
+    """Kill one after another, each in a phase of the first step that comes after its predecessor is back."""
+    for victim, phase in deaths:
+        await command.log.until_trained(command.log.trained + 1)
+        await command.log.until(lambda event, phase=phase: isinstance(event, PhaseChanged) and event.phase is phase)
+        command.log.kill(victim)
+        await command.log.until_restarted(victim)
+
+
+async def survive(tmp_path: Path, deaths: Deaths, *overrides: str) -> None:
+    run = Run(tmp_path, num_steps=3 * len(deaths) + 3, topology=COLOCATED, settings=SMALL, overrides=overrides)
+    async with run.started() as command:
+        await kill_in(command, deaths)
+        family = command.family()
+        assert await command.end() == 0
+        await run.gone(family)
+    await audit(run, killed=[victim for victim, _ in deaths])
+    async with run.reopened() as bus:
+        events = [event for _, event in await read_all(bus, run)]
+    turns = [event for event in events if isinstance(event, PhaseChanged)]
+    check_order(turns)
+    states = [event.new for event in events if isinstance(event, EngineStateChanged)]
+    assert EngineState.RELEASED in states
+
+
+def check_order(turns: list[PhaseChanged]) -> None:
+    """Each phase follows the one before it, except where another incarnation begins with release."""
+    order = list(Phase)
+    for before, turn in pairwise(turns):
+        assert turn.previous is before.phase
+        if turn.reason:
+            assert (turn.phase, turn.incarnation) == (Phase.RELEASE, before.incarnation + 1)
+        else:
+            assert turn.phase is order[(order.index(before.phase) + 1) % len(order)]
+            assert turn.incarnation == before.incarnation
+    assert turns[0].phase is Phase.TRAIN
+
+
+@pytest.mark.chaos
+async def test_each_of_them_dies_once_in_a_phase_that_needs_it(tmp_path: Path) -> None:
+    await survive(tmp_path, FEW)
+
+
+@pytest.mark.chaos_all
+@pytest.mark.parametrize("victim", list(ALL))
+async def test_one_dies_in_every_phase(tmp_path: Path, victim: str) -> None:
+    await survive(tmp_path, ALL[victim])
+
+
+def test_every_phase_has_its_deaths() -> None:
+    assert {death for deaths in ALL.values() for death in deaths} >= set(FEW)
+    assert all({phase for _, phase in deaths} == set(Phase) for deaths in ALL.values())
