@@ -124,3 +124,133 @@ class KillAnswered(Message, kw_only=True, tag="kill_answered"):
     topic = "kill_answered"
     answers = True
     killed: bool
+
+
+class SessionMember(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine that takes part in a session."""
+
+    engine: str
+    key: str  # of this process of the engine, as its rollout actor knows it: another after a restart of either
+    num_ranks: int  # that receive tensors: its tensor-parallel ranks
+
+
+class UpdateGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a pipeline stage of the trainer meets the engines: it is rank 0 of a torch process group."""
+
+    name: str
+    address: str
+    port: int
+    world_size: int
+    backend: str  # as torch names it
+
+
+@register
+class SessionOffered(Message, kw_only=True, tag="weight_session_offered"):
+    """Asks a rollout actor which of its engines take a version now; answered by MembersGiven. By trainer."""
+
+    plane = Plane.CALL
+    topic = "weight_session.offered"
+    session: str
+    incarnation: int  # of the trainer: an older one's sessions are over
+    version: int
+    deadline_s: float  # for each later step of the session
+
+
+@register
+class MembersGiven(Message, kw_only=True, tag="weight_session_members"):
+    """The engines that will take part, in their order."""
+
+    plane = Plane.CALL
+    topic = "weight_session.members"
+    answers = True
+    members: tuple[SessionMember, ...]
+    held_back: str = ""  # why there are none although engines lack the version: it is asked for later
+
+
+@register
+class SessionPrepared(Message, kw_only=True, tag="weight_session_prepared"):
+    """Has members stop and open themselves for weights; answered by EnginesAnswered. By trainer."""
+
+    plane = Plane.CALL
+    topic = "weight_session.prepared"
+    session: str
+
+
+@register
+class GroupsOffered(Message, kw_only=True, tag="weight_session_groups"):
+    """Has members meet the trainer in process groups, one for each pipeline stage, in place of those that they had.
+
+    Answered by EnginesAnswered; while it is, the trainer waits in the groups. By trainer.
+    """
+
+    plane = Plane.CALL
+    topic = "weight_session.groups"
+    session: str
+    groups: tuple[UpdateGroup, ...]
+    offsets: dict[str, int]  # each engine's first rank in them
+
+
+@register
+class BucketSent(Message, kw_only=True, tag="weight_session_bucket"):
+    """Tensors that are on their way, one behind the other in one buffer; answered by EnginesAnswered. By trainer."""
+
+    plane = Plane.CALL
+    topic = "weight_session.bucket"
+    session: str
+    stage: int  # of the trainer's pipeline
+    index: int  # from 0 in each stage
+    names: tuple[str, ...]  # Hugging Face's
+    dtypes: tuple[str, ...]  # as torch names them
+    shapes: tuple[tuple[int, ...], ...]
+    group: str = ""  # where they are broadcast
+
+
+@register
+class SessionFinished(Message, kw_only=True, tag="weight_session_finished"):
+    """Has members close and prove what they hold; answered by EnginesAnswered. By trainer."""
+
+    plane = Plane.CALL
+    topic = "weight_session.finished"
+    session: str
+    checksum: str  # of all tensors that were sent
+    num_buckets: int
+
+
+@register
+class SessionClosed(Message, kw_only=True, tag="weight_session_closed"):
+    """Ends a session that cannot be finished; answered by EnginesAnswered. By trainer."""
+
+    plane = Plane.CALL
+    topic = "weight_session.closed"
+    session: str
+    reason: str
+
+
+@register
+class EnginesAnswered(Message, kw_only=True, tag="weight_session_answered"):
+    """What became of a step of a session at the engines of a rollout actor."""
+
+    plane = Plane.CALL
+    topic = "weight_session.answered"
+    answers = True
+    failed: dict[str, str]  # reason by engine; the others did it
+
+
+@register
+class SessionRequested(Message, kw_only=True, tag="weight_session_requested"):
+    """Asks the trainer for a session, for engines that came late; answered by SessionGranted. By rollout."""
+
+    plane = Plane.CALL
+    topic = "weight_session.requested"
+    version: int
+    engines: tuple[str, ...]
+
+
+@register
+class SessionGranted(Message, kw_only=True, tag="weight_session_granted"):
+    """Whether there will be one. If not, the trainer's weights are others by now, and will be announced."""
+
+    plane = Plane.CALL
+    topic = "weight_session.granted"
+    answers = True
+    granted: bool

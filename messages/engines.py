@@ -43,3 +43,20 @@ class WeightsRefused(Message, kw_only=True, tag="weights_refused"):
     engine: str
     reason: str
     num_refusals: int  # of this version by this engine, so far
+
+
+@register
+class SessionEnded(Message, kw_only=True, tag="weight_session_ended"):
+    """What became of a weight session. By trainer."""
+
+    plane = Plane.EVENT
+    topic = "weights.session_ended"
+    session: str
+    incarnation: int
+    version: int
+    transport: str
+    holds: tuple[str, ...]  # engines that proved to hold the version
+    out: dict[str, str]  # reason by engine that does not
+    num_buckets: int
+    sent_bytes: int  # that each engine was sent
+    took_s: float

@@ -258,13 +258,15 @@ class WeightsAnnounced(Message, kw_only=True, tag="weights_announced"):
     version: int
     step: int  # train steps that the weights contain
     incarnation: int
-    path: str  # directory with model.safetensors, for the disk transport; "" where no engine takes them
+    path: str  # directory with model.safetensors, for the disk transport; else ""
     checksum: str  # of the files and nothing else: no engine's own checksum, over its own tensors, equals it
     size_bytes: int
     kind: str = "full"  # later also delta, lora
     took_s: float = 0.0
     probe: WeightProbe | None = None  # what an engine that holds them answers to
     no_probe: str = ""  # why there is none
+    transport: str = "disk"  # else the version comes in weight sessions
+    sender: str = ""  # the instance that leads them
 
 
 @register

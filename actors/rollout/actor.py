@@ -10,7 +10,6 @@ from pathlib import Path
 
 import aiohttp
 import anyio
-import msgspec
 import structlog
 from anyio.abc import TaskStatus
 
@@ -18,15 +17,16 @@ from actors.rollout.engines.discovery import attend_servers, kill_server
 from actors.rollout.engines.external import Wanted
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.engines.notices import Notices
+from actors.rollout.engines.taking_part import SESSION_CALLS, take_part
 from actors.rollout.engines.target import TargetWeights
 from actors.rollout.engines.turns.follower import Follower
 from actors.rollout.engines.turns.notes import MemoryNotes
 from actors.rollout.engines.turns.tenure import Tenure
-from actors.rollout.engines.weights.disk import Updater
 from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.pauses import Pauses
 from actors.rollout.engines.weights.prover import Prover
-from actors.rollout.groups.endings import Ending, Endings
+from actors.rollout.engines.weights.updater import Updater
+from actors.rollout.groups.endings import Ending, Endings, publish_eval
 from actors.rollout.groups.inheritance import Inheritance
 from actors.rollout.groups.open_samples import fresh_samples
 from actors.rollout.groups.run import GroupRun
@@ -44,6 +44,7 @@ from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import RequestRefused
 from messages import (
     ActorExited,
+    EnginesAnswered,
     EngineStateChanged,
     EvalCompleted,
     EvalEnded,
@@ -54,17 +55,19 @@ from messages import (
     GroupFailed,
     KillAnswered,
     KillRequested,
+    MembersGiven,
     PhaseChanged,
     PhaseReached,
     PhaseRequested,
     PromptStored,
     RolloutRequested,
     RoundHalted,
-    SampleSummary,
     ScoreRequested,
     ScoresGiven,
     SegmentsPublished,
     SegmentsSpilled,
+    SessionGranted,
+    SessionRequested,
     SpillsGiven,
     SpillsRequested,
     WeightsAnnounced,
@@ -114,6 +117,8 @@ class RolloutActor(Actor):
         ActorExited,
         PhaseChanged,
         PhaseRequested,
+        *SESSION_CALLS,
+        SessionGranted,
     )
     writes = (
         SegmentsPublished,
@@ -129,6 +134,9 @@ class RolloutActor(Actor):
         EngineStateChanged,
         KillRequested,
         PhaseReached,
+        SessionRequested,
+        MembersGiven,
+        EnginesAnswered,
     )
 
     def __init__(self, topology: Topology, bus: Bus, *, pool: str = "policy") -> None:
@@ -163,17 +171,19 @@ class RolloutActor(Actor):
             )
             pauses = Pauses(self._bus.kv, self._pool, pool.urls)
             await pauses.inherit()
-            updater = Updater(client, rollout.on_weight_update, pauses)
+            updater = Updater(client, rollout.on_weight_update, pauses, timeout_s=pool.update_timeout_s)
             loads, dtype = Loads(settle_timeout_s=pool.update_timeout_s), self._topology.model.dtype
             prover = Prover(client, updater, loads, verify=pool.verify, trainer_dtype=dtype)
             fleet = Fleet(client, prover, Notices(self._bus.name))
             tools = self._tools(client, fleet)
             updater.interrupt_by(tools.generator.running.interrupt)
+            updater.hold_by(fleet.held)
             follower = await self._follower(fleet, tools.generator.running)
             self._waits = [fleet.waits_for, tools.generator.running.waits_for, tools.scorer.waits_for]
             await group.start(tools.scorer.run)
             group.start_soon(self._watch_engines, fleet, client, follower)
             group.start_soon(self._watch_router, fleet)
+            group.start_soon(take_part, self._bus, fleet)
             group.start_soon(tools.generator.running.run)
             group.start_soon(self._follow_log, fleet, tools.generator.running, follower)
             group.start_soon(self._follow_phases, follower)
@@ -404,7 +414,7 @@ class RolloutActor(Actor):
                 task = await with_prompt(self._bus, task)
             except PayloadLost as error:
                 log.warning("eval_item_failed", set=task.set, item=task.item, reason=str(error))
-                await self._publish_eval(task, ())
+                await publish_eval(self._bus, task, ())
                 await delivery.ack()
                 return
             samples = fresh_samples(task.num_samples, task.prompt.prompt_ids)
@@ -417,23 +427,5 @@ class RolloutActor(Actor):
                 if not run.complete and delivery.num_delivered < EVAL_MAX_TRIES:  # somebody else aborted it
                     await delivery.redeliver()
                     return
-            await self._publish_eval(task, tuple(sample.summary() for sample in samples))
+            await publish_eval(self._bus, task, tuple(sample.summary() for sample in samples))
             await delivery.ack()
-
-    async def _publish_eval(self, task: EvalRequested, samples: tuple[SampleSummary, ...]) -> None:
-        event = EvalCompleted(
-            step=task.step,
-            set=task.set,
-            item=task.item,
-            version=task.version,
-            instance=self._bus.name,
-            samples=samples,
-        )
-        bare = tuple(msgspec.structs.replace(sample, score=None, metadata={}, reason=None) for sample in samples)
-        for said in (samples, bare, ()):
-            try:
-                await self._bus.publish(msgspec.structs.replace(event, samples=said))
-            except MessageRefused as error:
-                log.warning("details_left_out", set=task.set, item=task.item, reason=str(error))
-            else:
-                return

@@ -1,5 +1,8 @@
 """The trainer actor: how a rank starts, and which part it then plays."""
 
+import asyncio
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +16,27 @@ from actors.trainer.batches.too_long import LengthLimit
 from actors.trainer.leader import Leader
 from actors.trainer.phases.turns import Turns
 from actors.trainer.rendezvous import meet, own_rank
+from actors.trainer.sending.asking import AskOf, from_threads
 from actors.trainer.torch_thread import TorchThread
 from messages import (
     BatchTrained,
+    BucketSent,
     CheckpointSaved,
+    EnginesAnswered,
+    GroupsOffered,
+    MembersGiven,
     PayloadsMissing,
     PhaseChanged,
     PhaseReached,
     PhaseRequested,
     SegmentsPublished,
+    SessionClosed,
+    SessionEnded,
+    SessionFinished,
+    SessionGranted,
+    SessionOffered,
+    SessionPrepared,
+    SessionRequested,
     SnapshotTaken,
     TrainerStarted,
     WeightsAnnounced,
@@ -42,7 +57,15 @@ class TrainerActor(Actor):
     until the frontier of the log is reached.
     """
 
-    reads = (*HISTORY, SnapshotTaken, SegmentsPublished, PhaseReached)
+    reads = (
+        *HISTORY,
+        SnapshotTaken,
+        SegmentsPublished,
+        PhaseReached,
+        SessionRequested,
+        MembersGiven,
+        EnginesAnswered,
+    )
     writes = (
         TrainerStarted,
         BatchTrained,
@@ -51,6 +74,14 @@ class TrainerActor(Actor):
         CheckpointSaved,
         PhaseChanged,
         PhaseRequested,
+        SessionOffered,
+        SessionPrepared,
+        GroupsOffered,
+        BucketSent,
+        SessionFinished,
+        SessionClosed,
+        SessionGranted,
+        SessionEnded,
     )
 
     def __init__(self, topology: Topology, bus: Bus, *, run_dir: Path) -> None:
@@ -84,38 +115,42 @@ class TrainerActor(Actor):
             Fenced: another trainer started after this one.
             ValueError, OSError: the model cannot be used.
         """
+        ask_of = partial(from_threads, self._bus, asyncio.get_running_loop())
         with TorchThread(self._topology.trainer.device) as torch_thread:
             store = await meet(self._topology, self._bus, self._rank)
             if self._rank == 0:
-                await self._lead(torch_thread, store, task_status)
+                await self._lead(torch_thread, partial(self._build_rank, store, ask_of), task_status)
                 return
-            rank = await torch_thread.run(self._build_rank, store)
+            rank = await torch_thread.run(self._build_rank, store, ask_of)
             task_status.started()
             try:
                 await torch_thread.run(rank.follow)
             finally:
                 rank.stop_following()
 
-    async def _lead(self, torch_thread: TorchThread, store: Any, task_status: TaskStatus[None]) -> None:
+    async def _lead(
+        self, torch_thread: TorchThread, build: Callable[[], "TrainerRank"], task_status: TaskStatus[None]
+    ) -> None:
         async with anyio.create_task_group() as group:
             feed = Feed(self._bus, Masking.of(self._topology.rollout), LengthLimit.of(self._topology))
             group.start_soon(feed.run)  # reads the log while the other thread imports torch and loads the model
             turns = self._turns = Turns(self._topology, self._bus, feed)
             await turns.take_over()  # before there is a model that needs memory
-            rank = await torch_thread.run(self._build_rank, store)
+            rank = await torch_thread.run(build)
             turns.lead(torch_thread, rank)
             try:
                 step = await torch_thread.run(rank.resume)
                 await feed.caught_up.wait()
                 self._leader = Leader(self._topology, self._bus, feed, torch_thread, rank, step, turns)
-                await self._leader.announce_start()
-                task_status.started()
-                await self._leader.train_all()
-                await anyio.sleep_forever()
+                async with self._bus.serve({SessionRequested: self._leader.sessions.requested}):
+                    await self._leader.announce_start()
+                    task_status.started()
+                    await self._leader.train_all()
+                    await self._leader.serve()
             finally:
                 torch_thread.run_last(rank.close)
 
-    def _build_rank(self, store: Any) -> "TrainerRank":
+    def _build_rank(self, store: Any, ask_of: AskOf) -> "TrainerRank":
         """On the torch thread: importing torch and Megatron takes seconds."""
         from actors.trainer.commands import TrainerRank
         from actors.trainer.megatron.groups import Ranks
@@ -126,4 +161,4 @@ class TrainerActor(Actor):
             local_rank=self._local_rank,
             store=store,
         )
-        return TrainerRank(self._topology, self._run_dir, rank)
+        return TrainerRank(self._topology, self._run_dir, rank, ask_of)

@@ -1,24 +1,19 @@
 """All torch work of the trainer behind a few methods. Rank 0 is told what to do and tells the other ranks.
 
-Commands go through the store, where a rank can wait for one with a timeout that is no failure; no rank waits for data
-inside a collective. Every command is then carried out by all ranks together.
+Every command is carried out by all ranks together.
 """
 
 import shutil
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from threading import Event
-from typing import Any, Final
-
-import msgspec
-import torch
-import torch.distributed as dist
+from typing import Any
 
 from actors.trainer.batches.batch import TrainBatch
 from actors.trainer.batches.known import LogProbs
+from actors.trainer.channel import Channel
 from actors.trainer.checkpoints import (
     CHECKPOINTS,
     Checkpoint,
@@ -29,6 +24,7 @@ from actors.trainer.checkpoints import (
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.build import nothing
 from actors.trainer.megatron.checkpoint import begin_from, begin_save, load_checkpoint
+from actors.trainer.megatron.config import DTYPES
 from actors.trainer.megatron.groups import Ranks
 from actors.trainer.megatron.megatron_lm import begin_from_megatron_lm
 from actors.trainer.megatron.memory import held_bytes
@@ -45,6 +41,7 @@ from actors.trainer.models.publish import (
     complete_version,
     prune_versions,
 )
+from actors.trainer.models.shapes import weight_bytes
 from actors.trainer.orders import (
     AdvanceExport,
     Begin,
@@ -52,25 +49,30 @@ from actors.trainer.orders import (
     Export,
     FinishExport,
     FinishSave,
+    JoinGroups,
+    LeaveGroups,
     Load,
     Offload,
     Onload,
+    OpenGroups,
     Order,
     Probe,
     Save,
+    SendWeights,
     Stop,
     Train,
     decode_batch,
     encode_batch,
 )
+from actors.trainer.sending.asking import AskOf
+from actors.trainer.sending.collective import Sent
+from actors.trainer.sending.rank import RankSender
 from actors.trainer.step.probe import probe, probe_tokens
 from actors.trainer.step.profile import profiled
 from actors.trainer.step.train_step import Trained, TrainStep
-from messages import WeightProbe
+from messages import UpdateGroup, WeightProbe
 from runtime.files import complete_directory
 from runtime.settings.topology import Topology, answers_are_recorded
-
-POLL: Final = timedelta(seconds=2)  # how long a rank waits for a command before it looks again
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,16 @@ class Unpublished:
 class TrainerRank:
     """One rank of the trainer. All calls come from one thread."""
 
-    def __init__(self, topology: Topology, run_directory: Path, rank: Ranks | None = None) -> None:
+    def __init__(
+        self, topology: Topology, run_directory: Path, rank: Ranks | None = None, ask_of: AskOf | None = None
+    ) -> None:
         """Join the other ranks and build the model with its first weights.
 
         Args:
             topology: of the run.
             run_directory: where checkpoints and weights lie; all ranks on rank 0's node see it.
             rank: which one this is; none: the only one.
+            ask_of: how rollout actors are asked about weight sessions; none: they are not.
 
         Raises:
             ValueError, OSError: the model or the layout cannot be used; says why.
@@ -102,15 +107,15 @@ class TrainerRank:
         self._checkpoints = run_directory / CHECKPOINTS
         self._weights = run_directory / WEIGHTS
         self._model_directory = Path(topology.model.hf_checkpoint)
-        self._num_commands = 0
-        self._stopping = Event()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Saving | None = None
         self._handover: Handover | None = None
         device = ranks.device_of(topology.trainer.device, self._ranks)
         ranks.join(self._ranks, topology.trainer.megatron, device, seed=topology.run.seed)
+        self._channel = Channel(self._ranks, device)
         self._replica = Replica(topology, device)
         self._train_step = TrainStep(topology, self._replica)
+        self._sender = RankSender(topology, self._replica, ask_of)
         hf = self._replica.hf
         self._probe_tokens = probe_tokens(topology, hf.vocab_size, hf.max_position_embeddings)
         if topology.trainer.optimizer.optimizer_cpu_offload:
@@ -240,6 +245,29 @@ class TrainerRank:
         shutil.rmtree(directory, ignore_errors=True)
         complete_directory(unfinished, directory)
 
+    def unwritten(self) -> Published:
+        """Probe the weights, for engines that get them without files."""
+        begin = time.perf_counter()
+        probed = self._lead(Probe())
+        size_bytes = weight_bytes(self._replica.hf, DTYPES[self._topology.model.dtype])
+        return Published(None, "", size_bytes, time.perf_counter() - begin, probed)
+
+    def open_groups(self, name: str, world_size: int, timeout_s: float) -> list[UpdateGroup]:
+        """Listen for engines, in a group for each pipeline stage."""
+        return self._lead(OpenGroups(name, world_size, timeout_s))
+
+    def join_groups(self) -> list[str]:
+        """Wait until engines are in them; why they are not."""
+        return self._lead(JoinGroups())
+
+    def leave_groups(self) -> None:
+        """End them."""
+        self._lead(LeaveGroups())
+
+    def send(self, session: str, instances: Sequence[str], timeout_s: float) -> list[Sent]:
+        """Send the weights to engines that a session has prepared; what each rank sent."""
+        return self._lead(SendWeights(session, tuple(instances), timeout_s))
+
     def offload(self) -> int:
         """Free what only training needs, until `onload`: gradient buffers, main parameters, optimizer state.
 
@@ -267,8 +295,7 @@ class TrainerRank:
         ranks.leave()
 
     def _lead(self, command: Order, payload: bytes = b"") -> Any:
-        if self._ranks.world_size > 1:
-            self._ranks.store.set(self._next_key(), msgspec.msgpack.encode(command))
+        self._channel.tell(command)
         return self._carry_out(command, payload)
 
     # other ranks
@@ -277,29 +304,15 @@ class TrainerRank:
         """Carry out rank 0's commands until it, or `stop_following`, says stop."""
         command: Order = Load("")
         while not isinstance(command, Stop):
-            command = self._await_command()
+            command = self._channel.next()
             self._carry_out(command, b"")
         self._leave()
 
     def stop_following(self) -> None:
         """End `follow` at its next look for a command; called from another thread."""
-        self._stopping.set()
-
-    def _await_command(self) -> Order:
-        key, store = self._next_key(), self._ranks.store
-        while not self._stopping.is_set():
-            try:
-                store.wait([key], POLL)
-            except dist.DistStoreError:  # timed out; a lost rank 0 is a DistNetworkError
-                continue
-            return msgspec.msgpack.decode(store.get(key), type=Order)
-        return Stop()
+        self._channel.stop()
 
     # all ranks
-
-    def _next_key(self) -> str:
-        self._num_commands += 1
-        return f"command/{self._num_commands}"
 
     def _carry_out(self, command: Order, payload: bytes) -> Any:
         match command:
@@ -311,9 +324,9 @@ class TrainerRank:
                 with self._replica.optimizer_at_hand():
                     return begin(self._replica, Path(command.path), finetune=self._topology.trainer.finetune)
             case Train():
-                return self._train(decode_batch(self._broadcast(payload, command.size_bytes)))
+                return self._train(decode_batch(self._channel.broadcast(payload, command.size_bytes)))
             case ComputeLogProbs():
-                return self._train_step.ahead(decode_batch(self._broadcast(payload, command.size_bytes)))
+                return self._train_step.ahead(decode_batch(self._channel.broadcast(payload, command.size_bytes)))
             case Save():
                 with self._replica.optimizer_at_hand():
                     self._saving = self._begin_save(command)
@@ -335,6 +348,15 @@ class TrainerRank:
                 self._replica.between = nothing
                 with self._replica.memory.phase("export"):
                     return handover.finish()
+            case OpenGroups():
+                return self._sender.open_group(command.name, command.world_size, command.timeout_s)
+            case JoinGroups():
+                return self._sender.join_group()
+            case LeaveGroups():
+                return self._sender.leave_group()
+            case SendWeights():
+                with self._replica.memory.phase("export"):
+                    return self._sender.send(command.session, command.instances, command.timeout_s)
             case Offload():
                 return self._replica.offload(self.run_directory)
             case Onload():
@@ -388,13 +410,3 @@ class TrainerRank:
             megatron=topology.trainer.megatron,
             use_distributed_optimizer=self._replica.is_distributed,
         )
-
-    def _broadcast(self, payload: bytes, size_bytes: int) -> bytes:
-        """Rank 0's bytes, on every rank."""
-        if self._ranks.world_size == 1:
-            return payload
-        shared = torch.empty(size_bytes, dtype=torch.uint8, device=self._replica.device)
-        if self._ranks.rank == 0:
-            shared.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-        dist.broadcast(shared, src=0)
-        return shared.cpu().numpy().tobytes()

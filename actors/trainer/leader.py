@@ -14,6 +14,9 @@ weights.announced is published, and then, if it is due, a checkpoint is saved an
   publish on the way to the engines, about 0.5 ms; all that takes long (export, checksum) is done before both.
 - With trainer.handover = "copy" the weights are copied instead, and training goes on: they are written, and announced,
   while later steps train. The next version waits for that. A crash in between is the one above.
+- Where engines do not read files (`weight_transport`), the version is announced with nothing but its probe, and then
+  goes to them in a weight session (sending/leading.py), for which training waits. A crash in between is the one above:
+  the next incarnation announces a newer version once it is at the frontier, and until then engines take nothing.
 - The checkpoint comes last, since rollout goes on meanwhile. So a checkpoint contains only steps that the log knows,
   which trainer.started relies on when it says that every batch up to its step is settled. Training goes on while it is
   written: its state is a copy. checkpoint.saved is published when it is complete on the disk under its name, some steps
@@ -39,6 +42,7 @@ from actors.trainer.batches.feed import FedBatch, Feed
 from actors.trainer.batches.untrained import NO_GRADIENTS, gradients_of
 from actors.trainer.groups_ahead import GroupsAhead
 from actors.trainer.phases.turns import Turns
+from actors.trainer.sending.leading import WeightSessions
 from actors.trainer.torch_thread import TorchThread
 from messages import BatchTrained, CheckpointSaved, PayloadsMissing, TrainerStarted, WeightsAnnounced
 from runtime.bus.bus import Bus
@@ -89,8 +93,10 @@ class Leader:
         self._rank = rank
         self._turns = turns
         self._ahead = GroupsAhead(topology, feed, torch_thread, rank)
+        incarnation = feed.history.incarnation + 1
+        self.sessions = WeightSessions(topology, bus, torch_thread, rank, incarnation=incarnation, wake=feed.tell)
         self._frontier = feed.history.frontier
-        self._incarnation = feed.history.incarnation + 1
+        self._incarnation = incarnation
         self._saved_step = feed.history.saved_step  # of the newest that was begun
         self._saved = anyio.Event()  # the checkpoint that was begun last is told of
         self._saved.set()
@@ -143,6 +149,12 @@ class Leader:
             await self._save()
         self._waiting = "nothing: every planned step is trained", time.monotonic()
 
+    async def serve(self) -> None:
+        """Bring the last weights to engines that come late. For ever."""
+        while True:
+            await self._feed.until(lambda: self.sessions.is_requested)
+            await self.sessions.bring()
+
     async def _train_step(self) -> None:
         begin = time.perf_counter()
         fed, of_ahead = self._ahead.put_into(await self._next_batch())
@@ -181,9 +193,17 @@ class Leader:
         while True:
             self._waiting = f"batch {self.step}{again}", time.monotonic()
             await self._feed.until(
-                lambda: self.step in history.batches or self._checkpoint_is_asked_for() or self._ahead.has_work()
+                lambda: (
+                    self.step in history.batches
+                    or self._checkpoint_is_asked_for()
+                    or self._ahead.has_work()
+                    or self.sessions.is_requested
+                )
             )
             self._waiting = None
+            if self.sessions.is_requested:
+                await self.sessions.bring()
+                continue
             if self._checkpoint_is_asked_for():
                 await self._save()
                 continue
@@ -209,6 +229,7 @@ class Leader:
             log.warning("batch_has_no_trainable_sample", step=self.step)
             return None
         begin = time.perf_counter()
+        self.sessions.weights_are(0)
         trained = await self._torch_thread.run(self._rank.train, fed.batch)
         self.busy_s += time.perf_counter() - begin
         return trained
@@ -232,10 +253,13 @@ class Leader:
         )
 
     async def _publish(self) -> "Published":
-        """Write the weights to disk under the next version."""
+        """Write the weights to disk under the next version, if engines read them there; else only probe them."""
         confirmed = self._feed.history.confirmed
         self.version += 1
-        published = await self._torch_thread.run(self._rank.publish, self.version, confirmed=confirmed)
+        if self.sessions.are_needed:
+            published = await self._torch_thread.run(self._rank.unwritten)
+        else:
+            published = await self._torch_thread.run(self._rank.publish, self.version, confirmed=confirmed)
         self.busy_s += published.took_s
         return published
 
@@ -272,9 +296,18 @@ class Leader:
             took_s=published.took_s,
             probe=published.probe,
             no_probe="" if published.probe else "samples are recorded: no engine takes the weights",
+            transport=self.sessions.transport,
+            sender=self._bus.name,
         )
-        await self._turns.give(step, lambda: self._bus.publish(announced))
-        log.info("weights_announced", weight_version=self.version, step=step, took_s=published.took_s)
+        await self._turns.give(step, lambda: self._tell(announced))
+
+    async def _tell(self, announced: WeightsAnnounced) -> None:
+        """Say that weights are there, and bring them to engines that do not read them by themselves."""
+        await self._bus.publish(announced)
+        log.info("weights_announced", weight_version=announced.version, step=announced.step, took_s=announced.took_s)
+        if self.sessions.are_needed:
+            self.sessions.weights_are(announced.version)
+            await self.sessions.bring()
 
     def _checkpoint_is_due(self) -> bool:
         interval = self._train.save_interval

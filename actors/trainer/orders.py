@@ -61,6 +61,30 @@ class FinishExport(msgspec.Struct, tag=True):
     """Gather and write what is left."""
 
 
+class OpenGroups(msgspec.Struct, tag=True):
+    """Listen for engines in new groups."""
+
+    name: str
+    world_size: int
+    timeout_s: float  # of a broadcast
+
+
+class JoinGroups(msgspec.Struct, tag=True):
+    """Wait for engines in them."""
+
+
+class LeaveGroups(msgspec.Struct, tag=True):
+    """End them."""
+
+
+class SendWeights(msgspec.Struct, tag=True):
+    """Send the weights to engines."""
+
+    session: str
+    instances: tuple[str, ...]  # rollout actors that have them
+    timeout_s: float  # for a bucket
+
+
 class Offload(msgspec.Struct, tag=True):
     """Free what only training needs."""
 
@@ -87,6 +111,10 @@ Order = (
     | Export
     | AdvanceExport
     | FinishExport
+    | OpenGroups
+    | JoinGroups
+    | LeaveGroups
+    | SendWeights
     | Offload
     | Onload
     | Probe

@@ -47,7 +47,7 @@ async def meet(topology: Topology, bus: Bus, rank: int) -> Any:
     if world == 1:
         return None
     if rank == 0:
-        host = _own_address(topology)
+        host = own_address(topology)
         store = await anyio.to_thread.run_sync(_make_store, host, 0, world, True)
         await bus.kv.put(KEY, Address(url=f"tcp://{host}:{store.port}"))
         return store
@@ -71,7 +71,7 @@ def _make_store(host: str, port: int, world: int, is_master: bool) -> Any:
     return TCPStore(host, port, world, is_master, timeout=CONNECT_TIMEOUT, wait_for_workers=False)
 
 
-def _own_address(topology: Topology) -> str:
+def own_address(topology: Topology) -> str:
     """An address at which other ranks reach this process."""
     if len(topology.nodes) == 1:
         return "127.0.0.1"

@@ -211,8 +211,8 @@ REFUSED = {
         ("bus.url=nats://127.0.0.1:FREE", "nodes.b.address=10.0.0.2"), "nodes", "several nodes is not built yet"
     ),
     # engines
-    "weights by broadcast": Case(
-        ("engines.policy.weight_transport=collective",), "engines.policy.weight_transport", "not built yet"
+    "weights by broadcast of a copy": Case(
+        ("engines.policy.weight_transport=collective", "trainer.handover=copy"), "trainer.handover", "in files"
     ),
     "engines in turns by shared memory": Case((), "engines.policy.weight_transport", "not built yet", COLOCATE),
     "engines in turns that others run": Case(

@@ -12,9 +12,9 @@ import aiohttp
 import anyio
 
 from actors.rollout.engines.fleet import Fleet
-from actors.rollout.engines.weights.disk import Mode, Updater
 from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.prover import Prover
+from actors.rollout.engines.weights.updater import Mode, Updater
 from actors.rollout.requests.request import Generated, GenerateRequest
 from actors.rollout.requests.sending import Generator
 from actors.rollout.requests.served_model import ServedModel

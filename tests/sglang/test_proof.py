@@ -10,10 +10,10 @@ import anyio
 import pytest
 from aiohttp import web
 
-from actors.rollout.engines.weights.disk import Mode, Updater
 from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.proof import TOLERANCE, WeightsMismatch, probe_difference
 from actors.rollout.engines.weights.prover import Prover
+from actors.rollout.engines.weights.updater import Mode, Updater
 from actors.rollout.sglang.client import SglangClient
 from messages import WeightProbe, WeightsAnnounced
 from runtime.checksums import checksums_of

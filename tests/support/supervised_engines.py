@@ -10,9 +10,9 @@ import anyio
 import anyio.abc
 
 from actors.rollout.engines.fleet import Fleet
-from actors.rollout.engines.weights.disk import Updater
 from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.prover import Prover
+from actors.rollout.engines.weights.updater import Updater
 from actors.rollout.requests.request import GenerateRequest
 from actors.rollout.requests.sending import Generator
 from actors.rollout.requests.served_model import ServedModel

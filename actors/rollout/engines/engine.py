@@ -1,7 +1,7 @@
 """One engine behind its address: what it is asked and told, by the state that it is in (states.py)."""
 
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 import anyio
@@ -13,10 +13,12 @@ from actors.rollout.engines.external import Wanted
 from actors.rollout.engines.notices import Notices
 from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.engines.states import Happening, is_asked, is_told, may_continue, next_state
+from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.turns.stages import Stage
 from actors.rollout.engines.turns.tenure import Tenure, TurnLost
 from actors.rollout.engines.weights.proof import WeightsMismatch
 from actors.rollout.engines.weights.prover import Prover
+from actors.rollout.engines.weights.session import Part, WeightSessions, new_key
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineSilent, EngineUnavailable
 from messages import EngineState, WeightsAnnounced
@@ -32,41 +34,6 @@ SUSPECT_LOOK_S = 5.0  # for a sign of life of an engine that showed none
 TINY_PROMPT = (0, 0)
 
 
-class FleetTarget:
-    """What all engines of a fleet are to hold, and the router that is to know them; who waits is told of changes."""
-
-    def __init__(self) -> None:
-        self.weights: WeightsAnnounced | None = None
-        self.router: str | None = None  # its URL; None: it is not up
-        self.allowed = Stage.EVERYTHING  # what an engine may have, where engines and trainer share memory
-        self.changed = anyio.Condition()
-
-    @property
-    def version(self) -> int:
-        """The version that the engines are to hold; 0: none was announced yet."""
-        return self.weights.version if self.weights is not None else 0
-
-    async def until(self, true: Callable[[], bool]) -> None:
-        """Wait until something holds; it is looked at on every `notify`."""
-        async with self.changed:
-            while not true():
-                await self.changed.wait()
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether engines may have all memory or none, not something in between."""
-        return self.allowed in (Stage.NOTHING, Stage.EVERYTHING)
-
-    async def announced(self) -> None:
-        """Wait until weights were announced."""
-        await self.until(lambda: self.weights is not None)
-
-    async def notify(self) -> None:
-        """Let the waiting look again."""
-        async with self.changed:
-            self.changed.notify_all()
-
-
 class Engine:
     """One engine behind its address; a restarted one is another Engine.
 
@@ -74,6 +41,7 @@ class Engine:
         workers: of the router; one for all engines of a fleet.
         ours: the run started it. Another's is continued only where a rollout actor of the run paused it.
         pid: of its process, as its agent says; 0: not known.
+        sessions: in which it gets weights that are in no files.
         deaths: told when it is lost while it was asked.
         wanted: what it is to serve; none: that is not asked.
         tenure: of memory that it shares with the trainer; none: it has its own.
@@ -89,6 +57,7 @@ class Engine:
         *,
         workers: RouterWorkers,
         notices: Notices,
+        sessions: WeightSessions,
         ours: bool = True,
         pid: int = 0,
         deaths: Deaths | None = None,
@@ -108,6 +77,8 @@ class Engine:
         self.tenure = tenure or Tenure(client, name, url)
         self.answers = False  # since it was last down
         self._is_loaded = False  # with the target weights, though they may be unproven yet
+        self._sessions = sessions
+        self._key = new_key(name)
         self._deaths = deaths or Deaths()
         self._wanted = wanted
         self._label = ""  # of the proven weights
@@ -193,13 +164,12 @@ class Engine:
             if self._gives_back:
                 await self._give_back_or_leave()
                 return
-            self._happened(Happening.UPDATE_BEGAN, "")
             try:
                 await self._bring_current()
             except EngineError as error:
                 await self._note_failure(error)
                 await self._leave_router()
-                if isinstance(error, WeightsMismatch):
+                if isinstance(error, WeightsMismatch) or not self._target.is_in_files:  # a part of them may be there
                     await self._prover.clear(self.url)
             else:
                 self._happened(Happening.UPDATED, "")
@@ -401,7 +371,7 @@ class Engine:
         elif isinstance(error, EngineUnavailable):
             log.warning("engine_not_admitted", engine=self.name, error=str(error))
             self.answers = False
-            if self.state is EngineState.UPDATING:  # else it is only starting yet
+            if self.is_asked:  # else it is only starting yet
                 self._happened(Happening.LOST, str(error))
         else:
             log.warning("weights_refused", engine=self.name, weight_version=self._target.version, reason=str(error))
@@ -450,11 +420,45 @@ class Engine:
 
     async def _bring_current(self) -> None:
         """Give it the target weights, and again if others are the target by then."""
-        while self.is_behind and (announced := self._target.weights) is not None:
-            first = self.version == 0
-            self._is_loaded = False
-            self._label = await self._prover.bring(self.name, self.url, announced, first=first, loaded=self._take_rest)
-            self.version = announced.version
+        state = self.state
+        while self.is_behind and self.state in (state, EngineState.UPDATING):
+            announced = self._target.weights
+            assert announced is not None
+            async with self._taking_part(announced) as part:
+                if part is None or await self._is_member(part):
+                    await self._bring(announced, part)
+
+    async def _bring(self, announced: WeightsAnnounced, part: Part | None) -> None:
+        if self.state is EngineState.CURRENT:
+            self._happened(Happening.UPDATE_BEGAN, "")
+        self._is_loaded = False
+        first = self.version == 0
+        try:
+            self._label = await self._prover.bring(
+                self.name, self.url, announced, first=first, loaded=self._take_rest, part=part
+            )
+        except EngineError:
+            self._key = new_key(self.name)  # it may be another process, and is in none of the groups that it was in
+            raise
+        self.version = announced.version
+
+    @asynccontextmanager
+    async def _taking_part(self, announced: WeightsAnnounced) -> AsyncGenerator[Part | None]:
+        """Its part in a session; of weights in files there is none."""
+        if self._target.is_in_files:
+            yield None
+            return
+        num_ranks = await self._prover.num_ranks(self.url)
+        async with self._sessions.part(self.name, self._key, num_ranks, announced.version) as part:
+            yield part
+
+    async def _is_member(self, part: Part) -> bool:
+        """Wait until a session takes it in; false: its state, or the target, is another by then."""
+        state = self.state
+        await self._target.until(
+            lambda: bool(part.session) or self.state is not state or self._target.version != part.version
+        )
+        return bool(part.session)
 
 
 async def wait_until(true: Callable[[], Awaitable[bool]]) -> None:

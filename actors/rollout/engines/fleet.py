@@ -2,21 +2,24 @@
 
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import anyio
 import structlog
 
 from actors.rollout.engines.deaths import Deaths, was_killed
-from actors.rollout.engines.engine import Engine, FleetTarget, wait_until
+from actors.rollout.engines.engine import Engine, wait_until
 from actors.rollout.engines.external import Wanted
 from actors.rollout.engines.notices import Notices
 from actors.rollout.engines.router import RouterWorkers
+from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.turns.stages import Stage
 from actors.rollout.engines.turns.tenure import Tenure
 from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.prover import Prover
+from actors.rollout.engines.weights.session import WeightSessions
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineUnavailable
 from messages import EngineState, WeightsAnnounced
@@ -52,6 +55,7 @@ class Fleet:
         self._engines: dict[str, Engine] = {}
         self._target = FleetTarget()
         self.is_held = False  # requests wait, whichever engines are up
+        self.sessions = WeightSessions(self._target, self._lacking)
         self._check: anyio.Event | None = None  # of all engines that are asked, under way
 
     @property
@@ -121,7 +125,29 @@ class Fleet:
             return False
 
     def _holds(self, min_version: int) -> bool:
-        return not self.is_held and self._target.router is not None and self.version >= max(min_version, 1)
+        if self.is_held or self._target.router is None or self._target.num_holds:
+            return False
+        return self.version >= max(min_version, 1)
+
+    @asynccontextmanager
+    async def held(self) -> AsyncGenerator[None]:
+        """In the block nobody may send a request."""
+        self._target.num_holds += 1
+        try:
+            yield
+        finally:
+            self._target.num_holds -= 1
+            with anyio.CancelScope(shield=True):
+                await self.notify()
+
+    @property
+    def weights(self) -> WeightsAnnounced | None:
+        """What the engines are to hold; none: none was announced yet."""
+        return self._target.weights
+
+    def _lacking(self) -> list[str]:
+        """Engines that may be asked and are to have newer weights."""
+        return [engine.name for engine in self._admitted() if engine.is_behind]
 
     async def next_version(self, after: int) -> int:
         """Wait until all admitted engines have confirmed a version above `after`; return it."""
@@ -241,6 +267,7 @@ class Fleet:
             self._target,
             workers=self._workers,
             notices=self.notices,
+            sessions=self.sessions,
             deaths=self.deaths,
             ours=ours,
             pid=pid,

@@ -1,15 +1,19 @@
-"""The weights that engines are to hold: the newest that were announced, unless an evaluation holds on to its own.
-
-A fold of the log: whoever reads it from the start, at once or over time, has the same target at its end.
-"""
+"""The weights that engines are to hold: the newest that were announced, unless an evaluation holds on to its own."""
 
 import math
+from collections.abc import Callable
 
+import anyio
+
+from actors.rollout.engines.turns.stages import Stage
 from messages import EvalEnded, EvalIssued, WeightsAnnounced
 
 
 class TargetWeights:
-    """Between an evaluation's issue and its end, in log order, announcements newer than its weights are held back."""
+    """Between an evaluation's issue and its end, in log order, announcements newer than its weights are held back.
+
+    A fold of the log: whoever reads it from the start, at once or over time, has the same target at its end.
+    """
 
     def __init__(self) -> None:
         self.newest: WeightsAnnounced | None = None  # of those that engines may take
@@ -37,3 +41,48 @@ class TargetWeights:
         limit = min(self._evaluated.values(), default=math.inf)
         while self._held_back and self._held_back[0].version <= limit:
             self.newest = self._held_back.pop(0)
+
+
+class FleetTarget:
+    """What all engines of a fleet are to hold, and the router that is to know them; who waits is told of changes."""
+
+    def __init__(self) -> None:
+        self.weights: WeightsAnnounced | None = None
+        self.router: str | None = None  # its URL; None: it is not up
+        self.allowed = Stage.EVERYTHING  # what an engine may have, where engines and trainer share memory
+        self.changed = anyio.Condition()
+        self.num_holds = 0  # while there are any no request is sent
+
+    @property
+    def version(self) -> int:
+        """The version that the engines are to hold; 0: none was announced yet."""
+        return self.weights.version if self.weights is not None else 0
+
+    @property
+    def is_in_files(self) -> bool:
+        """Whether engines read the weights by themselves."""
+        return self.weights is None or self.weights.transport == "disk"
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        """Wait until something holds; it is looked at on every `notify`."""
+        async with self.changed:
+            while not true():
+                await self.changed.wait()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether engines may have all memory or none, not something in between."""
+        return self.allowed in (Stage.NOTHING, Stage.EVERYTHING)
+
+    async def announced(self) -> None:
+        """Wait until weights were announced."""
+        await self.until(lambda: self.weights is not None)
+
+    async def reached(self, version: int) -> None:
+        """Wait until that version, or a newer one, is the target."""
+        await self.until(lambda: self.version >= version)
+
+    async def notify(self) -> None:
+        """Let the waiting look again."""
+        async with self.changed:
+            self.changed.notify_all()

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
+import structlog
 
 from messages import (
+    EvalCompleted,
+    EvalRequested,
     GroupAborted,
     GroupCompleted,
     GroupFailed,
@@ -21,6 +24,8 @@ from runtime.bus.errors import MessageRefused
 
 if TYPE_CHECKING:  # recorded samples need no engine, and nothing that speaks to one
     from actors.rollout.groups.run import GroupRun
+
+log = structlog.get_logger()
 
 MAX_REASON_CHARS = 2000  # what a user's function raised may say anything
 Ending = GroupCompleted | GroupAborted | GroupFailed
@@ -93,3 +98,23 @@ class Endings:
             await bus.publish(ending)
         except MessageRefused as error:  # what users' functions note, for one, has no bound
             await bus.publish(self.failed(str(error)))
+
+
+async def publish_eval(bus: Bus, task: EvalRequested, samples: tuple[SampleSummary, ...]) -> None:
+    """Say what became of an item of an evaluation, with as much of it as an event may hold."""
+    event = EvalCompleted(
+        step=task.step,
+        set=task.set,
+        item=task.item,
+        version=task.version,
+        instance=bus.name,
+        samples=samples,
+    )
+    bare = tuple(msgspec.structs.replace(sample, score=None, metadata={}, reason=None) for sample in samples)
+    for said in (samples, bare, ()):
+        try:
+            await bus.publish(msgspec.structs.replace(event, samples=said))
+        except MessageRefused as error:
+            log.warning("details_left_out", set=task.set, item=task.item, reason=str(error))
+        else:
+            return

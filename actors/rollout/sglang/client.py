@@ -234,6 +234,11 @@ class SglangClient:
         }
         await self._post(engine + "/update_weights_from_disk", body, self._update_timeout_s)
 
+    async def update_version(self, engine: str, label: str) -> None:
+        """Have an engine call its weights something else, from the next token on."""
+        body = {"new_version": label, "abort_all_requests": False}
+        await self._post(engine + "/update_weight_version", body, ADMIN_TIMEOUT_S)
+
     async def checksum(self, engine: str) -> str | None:
         """Checksum of the weights that an engine holds."""
         return (await self._checked(engine)).per_engine_checksum

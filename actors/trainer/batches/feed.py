@@ -103,7 +103,7 @@ class Feed:
 
     async def _react(self, event: Message, seq: int, *, changed: bool) -> None:
         if changed or isinstance(event, BatchReady | CheckpointRequested) or kept_by(event):
-            await self._tell()
+            await self.tell()
         match event:
             case GroupCompleted() if self._prefetch is not None:
                 with suppress(anyio.WouldBlock):
@@ -114,7 +114,8 @@ class Feed:
             case _:
                 pass
 
-    async def _tell(self) -> None:
+    async def tell(self) -> None:
+        """Let who waits in `until` look again."""
         async with self._changed:
             self._changed.notify_all()
 
@@ -229,7 +230,7 @@ class Feed:
                     continue
                 try:
                     await self._fetch(seq, completed)
-                    await self._tell()
+                    await self.tell()
                 except PayloadLost as error:  # matters only if a batch names the group, which then is told
                     log.warning("payload_not_prefetched", group_id=completed.group_id, error=str(error))
 

@@ -1,9 +1,9 @@
-"""The current weights on their way from all ranks to the files of a directory: shards, and the index of rank 0."""
+"""The current weights on their way from all ranks: to a sink, as to the files of a directory."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,83 @@ class _Share(NamedTuple):
     error: str  # why it could not; empty: it could
 
 
-class Handover:
-    """Weights that are being written. Made, driven and finished by all ranks together, on their torch threads.
+class Sink(Protocol):
+    """Where whole tensors go, on the first rank of each pipeline stage; other ranks have one to which none come."""
 
-    The first rank of each pipeline stage writes its stage's tensors on a thread of its own. Two buckets are in memory
-    at a time: one that is written, one that is filled.
+    @property
+    def is_free(self) -> bool:
+        """Whether it has nothing to do."""
+        ...
+
+    def hand_over(self, bucket: Bucket, *, wait: bool = False) -> None:
+        """Take a bucket, which may be empty, once the one before is done with. What comes after a failure is dropped.
+
+        Args:
+            wait: return when this one is done with, too.
+        """
+        ...
+
+    def close(self) -> Any:
+        """Wait until all is done with, and say what became of it."""
+        ...
+
+
+class WeightFlow:
+    """Weights on their way to sinks. Made, driven and finished by all ranks together, on their torch threads.
+
+    Two buckets are in memory at a time: one that the sink has, one that is filled.
+    """
+
+    def __init__(
+        self, parts: list[Part], model: HfConfig, sink: Sink, *, device: torch.device, bucket_bytes: int
+    ) -> None:
+        """Nothing flows yet.
+
+        Args:
+            parts: what this rank has of the model; the tensors must not change until `finish`, and the list is emptied
+                as they are gathered.
+            model: the whole one.
+            sink: of this rank.
+            device: of this rank.
+            bucket_bytes: of tensors that are gathered at a time; a larger tensor alone is one bucket.
+        """
+        self._sink = sink
+        self._buckets = buckets(whole_tensors(_taken(parts), model, device), bucket_bytes)
+        self._bucket_bytes, self._device = bucket_bytes, device
+        self._has_more = True
+
+    def advance(self) -> bool:
+        """Gather the next bucket, if the stage's sink has nothing to do. All ranks of the stage call it.
+
+        Returns:
+            Whether there may be more.
+        """
+        if self._has_more and self._all_are_free():
+            bucket = next(self._buckets, None)
+            self._has_more = bucket is not None
+            self._sink.hand_over(bucket or [])
+        return self._has_more
+
+    def _all_are_free(self) -> bool:
+        """Whether the rank whose sink gets tensors is; the same on all ranks of the stage."""
+        group, free = stage_group(), self._sink.is_free
+        if dist.get_world_size(group) == 1:
+            return free
+        flag = torch.tensor(int(free), dtype=torch.int32, device=self._device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+        return bool(flag.item())
+
+    def finish(self) -> list[Any]:
+        """Gather what is left; what each rank's sink says became of it."""
+        for bucket in self._buckets:
+            self._sink.hand_over(bucket, wait=sum(tensor.nbytes for _, tensor in bucket) > self._bucket_bytes)
+        return told(self._sink.close())
+
+
+class Handover:
+    """Weights that are being written. As for `WeightFlow`, all ranks do it together.
+
+    The first rank of each pipeline stage writes its stage's tensors on a thread of its own.
     """
 
     def __init__(
@@ -39,43 +111,23 @@ class Handover:
         """Plan the files.
 
         Args:
-            parts: what this rank has of the model; the tensors must not change until `finish`, and the list is emptied
-                as they are gathered.
+            parts: what this rank has of the model, as for `WeightFlow`.
             model: the whole one.
             directory: exists, and is the same for all ranks.
             device: of this rank.
-            bucket_bytes: of tensors that are gathered before they are written; a larger tensor alone is one bucket.
+            bucket_bytes: as for `WeightFlow`.
         """
         self._directory = directory
         entries = whole_entries(parts, model) if dist.get_rank() == first_rank() else []
         cut = cut_into_shards(entries)
         counts = told(len(cut))
-        self._shards = named(cut, before=sum(counts[: dist.get_rank()]), total=sum(counts))
-        self._buckets = buckets(whole_tensors(_taken(parts), model, device), bucket_bytes)
-        self._bucket_bytes, self._device = bucket_bytes, device
-        self._has_more = True
-        self._writer = _Writer(ShardWriter(directory, self._shards))
+        shards = named(cut, before=sum(counts[: dist.get_rank()]), total=sum(counts))
+        self._writer = _Writer(ShardWriter(directory, shards), shards)
+        self._flow = WeightFlow(parts, model, self._writer, device=device, bucket_bytes=bucket_bytes)
 
     def advance(self) -> bool:
-        """Gather the next bucket, if the stage's writer has nothing to do. All ranks of the stage call it.
-
-        Returns:
-            Whether there may be more.
-        """
-        if self._has_more and self._all_are_free():
-            bucket = next(self._buckets, None)
-            self._has_more = bucket is not None
-            self._writer.hand_over(bucket or [])
-        return self._has_more
-
-    def _all_are_free(self) -> bool:
-        """Whether the rank that writes has done so; the same on all ranks of the stage."""
-        group, free = stage_group(), self._writer.is_free
-        if dist.get_world_size(group) == 1:
-            return free
-        flag = torch.tensor(int(free), dtype=torch.int32, device=self._device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
-        return bool(flag.item())
+        """Gather the next bucket, if the stage's writer has nothing to do; whether there may be more."""
+        return self._flow.advance()
 
     @property
     def writing(self) -> "Future[None] | None":
@@ -91,9 +143,7 @@ class Handover:
         Raises:
             OSError: a rank could not write; says which.
         """
-        for bucket in self._buckets:
-            self._writer.hand_over(bucket, wait=sum(tensor.nbytes for _, tensor in bucket) > self._bucket_bytes)
-        shares = told(self._writer.close(self._shards))
+        shares: list[_Share] = self._flow.finish()
         errors = [f"rank {rank}: {share.error}" for rank, share in enumerate(shares) if share.error]
         if errors:
             raise OSError(f"weights could not be written to {self._directory}: {'; '.join(errors)}")
@@ -105,8 +155,9 @@ class Handover:
 class _Writer:
     """A thread that writes a bucket while the next one is gathered."""
 
-    def __init__(self, files: ShardWriter) -> None:
+    def __init__(self, files: ShardWriter, shards: Sequence[Shard]) -> None:
         self._files = files
+        self._shards = shards
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self.writing: Future[None] | None = None
         self._error = ""
@@ -126,12 +177,12 @@ class _Writer:
         if wait:
             self._wait()
 
-    def close(self, shards: Sequence[Shard]) -> _Share:
+    def close(self) -> _Share:
         """Wait until all is written and say what was."""
         self._wait()
         self._executor.shutdown()
         self._files.close()
-        return _Share(shards, self._files.checksums, self._error)
+        return _Share(self._shards, self._files.checksums, self._error)
 
     def _wait(self) -> None:
         writing, self.writing = self.writing, None

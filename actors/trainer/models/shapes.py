@@ -1,5 +1,9 @@
 """Which tensors a model has under Hugging Face's names, and their shapes."""
 
+import math
+
+import torch
+
 from actors.trainer.models.config import HfConfig
 from runtime.hf_latent import Latent
 
@@ -21,6 +25,11 @@ def hf_shapes(model: HfConfig) -> dict[str, tuple[int, ...]]:
     if not model.tie_word_embeddings:
         shapes["lm_head.weight"] = (model.vocab_size, hidden)
     return shapes | {copy: shape for name, shape in shapes.items() for copy in copies_of(name, model)}
+
+
+def weight_bytes(model: HfConfig, dtype: torch.dtype) -> int:
+    """Bytes of all tensors of a model."""
+    return sum(math.prod(shape) for shape in hf_shapes(model).values()) * dtype.itemsize
 
 
 def copies_of(name: str, model: HfConfig) -> list[str]:

@@ -115,9 +115,6 @@ def _engine(engine: EngineConfig, key: str) -> Iterator[Problem]:
         yield Problem.of(f"{key}.concurrency", engine.concurrency, message)
     if engine.gpus is not None and engine.num_engines > 1:
         yield Problem.of(f"{key}.num_engines", engine.num_engines, "follows from gpus and num_gpus_per_engine")
-    if engine.weight_transport == "ipc" and engine.colocate is None:
-        message = f'needs {key}.colocate = "trainer"; allowed otherwise: disk, collective'
-        yield Problem.of(f"{key}.weight_transport", engine.weight_transport, message)
 
 
 def _processes(engine: EngineConfig, key: str) -> Iterator[Problem]:

@@ -61,7 +61,7 @@ def test_a_shipped_topology_says_what_it_waits_for(path: Path) -> None:
 def test_the_check_says_everything_that_is_not_here() -> None:
     found = [str(problem).partition(": ")[2] for problem in check_here(load_topology(COLOCATE)).problems]
     assert [line.partition(" (looked in")[0] for line in found] == [
-        'engines.policy.weight_transport = "ipc": not built yet; "disk" is',
+        'engines.policy.weight_transport = "ipc": not built yet; "disk" is, and "collective"',
         "nodes.n0.gpus = 8: this machine has 0 GPUs for us: none, by its environment",
         'engines.policy.kind = "sglang": SGLang is not installed beside us: name an interpreter that has it with '
         'engines.policy.python; or kind = "embedded", for tiny models',
@@ -84,9 +84,9 @@ def test_elsewhere_leaves_out_what_only_that_machine_can_show_and_says_so() -> N
 
 
 def test_a_start_refuses_what_it_would_not_do() -> None:
-    loaded = load_topology(LAPTOP, ("engines.policy.weight_transport=collective",))
+    loaded = load_topology(LAPTOP, ("engines.policy.weight_transport=ipc", "engines.policy.colocate=trainer"))
     (problem,) = check_here(loaded, node="local").problems
-    assert str(problem) == '--set: engines.policy.weight_transport = "collective": not built yet; "disk" is'
+    assert str(problem) == '--set: engines.policy.weight_transport = "ipc": not built yet; "disk" is, and "collective"'
 
 
 @pytest.mark.usefixtures("no_gpus")
@@ -142,6 +142,25 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
         (("rollout.max_response_len=2000000",), "rollout.max_response_len", "the server carries 64 MiB"),
         (("trainer.device=cuda",), "trainer.gpus", "missing"),
         (("engines.policy.weight_transport=ipc",), "engines.policy.weight_transport", 'needs engines.policy.colocate'),
+        (
+            ("engines.policy.weight_transport=collective", "engines.policy.colocate=trainer"),
+            "engines.policy.weight_transport",
+            "cannot be in a process group with it",
+        ),
+        (
+            ("engines.policy.weight_transport=collective", "trainer.handover=copy"),
+            "trainer.handover",
+            "a copy is handed over in files",
+        ),
+        (
+            (
+                "engines.policy.weight_transport=collective",
+                "engines.policy.kind=sglang",
+                "engines.policy.sglang.dp_size=2",
+            ),
+            "engines.policy.sglang.dp_size",
+            "engines of one replica only",
+        ),
         (("engines.policy.num_gpus_per_engine=2",), "engines.policy.num_gpus_per_engine", "gpus is not set"),
         (("engines.policy.gpus=local:0", "engines.policy.kind=sglang"), "engines.policy.gpus", "there is no GPU"),
         (("trainer.num_processes=3",), "trainer.megatron", "3 data-parallel replicas do not divide the 256 samples"),

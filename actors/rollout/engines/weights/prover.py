@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from actors.rollout.engines.weights.disk import Updater
 from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.proof import (
     KnownChecksums,
@@ -18,6 +17,8 @@ from actors.rollout.engines.weights.proof import (
     server_of,
     tolerance_of,
 )
+from actors.rollout.engines.weights.session import Part
+from actors.rollout.engines.weights.updater import Updater
 from actors.rollout.sglang.client import SglangClient
 from messages import WeightsAnnounced
 from runtime.settings.topology import Verify
@@ -49,7 +50,14 @@ class Prover:
         self._known = KnownChecksums()
 
     async def bring(
-        self, engine: str, url: str, announced: WeightsAnnounced, *, first: bool, loaded: Loaded | None = None
+        self,
+        engine: str,
+        url: str,
+        announced: WeightsAnnounced,
+        *,
+        first: bool,
+        loaded: Loaded | None = None,
+        part: Part | None = None,
     ) -> str:
         """Have an engine load weights; the label under which it then holds them, proven.
 
@@ -59,6 +67,7 @@ class Prover:
             announced: what it is to load.
             first: whether it has not proven any weights since it was last not admitted.
             loaded: done once it holds them, before it is to generate.
+            part: in the session that brings them; none: they are in files.
 
         Raises:
             WeightsMismatch: it does not hold them.
@@ -67,9 +76,9 @@ class Prover:
         label = self.loads.begin(engine, announced.version)
         try:
             if is_thorough(self._verify, announced, first=first):
-                await self._load_and_prove(engine, url, announced, label, loaded or nothing)
+                await self._load_and_prove(engine, url, announced, label, loaded or nothing, part)
             else:
-                await self._updater.update(url, announced, label)
+                await self._updater.update(url, announced, label, part=part)
                 await self._check_label(engine, url, label)
                 await (loaded or nothing)()
             self.loads.prove(label)
@@ -97,40 +106,49 @@ class Prover:
         """Interrupt the requests of an engine that holds the wrong weights."""
         await self._updater.clear(url)
 
+    async def num_ranks(self, url: str) -> int:
+        """Ranks of an engine that get weights, each its share.
+
+        Raises:
+            EngineError: it does not say.
+        """
+        info = await self._client.server_info(url)
+        return int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
+
     async def _load_and_prove(
-        self, engine: str, url: str, announced: WeightsAnnounced, label: str, loaded: Loaded
+        self, engine: str, url: str, announced: WeightsAnnounced, label: str, loaded: Loaded, part: Part | None
     ) -> None:
         server = server_of(await self._client.server_info(url))
-        tensors: str | None = None
+        sent, tensors = "", None
         took_s = 0.0
 
-        async def look() -> None:
-            nonlocal tensors, took_s
+        async def look(checksum: str) -> None:
+            nonlocal sent, tensors, took_s
             begin = time.perf_counter()
             await self._check_label(engine, url, label)
-            tensors = await self._client.checksum(url)
-            self._refuse_if(engine, self._checksum_mismatch(server, announced, tensors))
+            sent, tensors = checksum, await self._client.checksum(url)
+            self._refuse_if(engine, self._checksum_mismatch(server, sent, tensors))
             took_s += time.perf_counter() - begin
 
-        await self._updater.update(url, announced, label, look)
+        await self._updater.update(url, announced, label, look, part)
         await loaded()
         begin = time.perf_counter()
         if announced.probe is not None:
             log_probs = await self._client.prompt_log_probs(url, announced.probe.token_ids)
             tolerance = tolerance_of(server, self._trainer_dtype)
             self._refuse_if(engine, probe_mismatch(announced.probe, log_probs, tolerance=tolerance))
-        self._refuse_if(engine, self._checksum_mismatch(server, announced, tensors))  # others may have proven theirs
+        self._refuse_if(engine, self._checksum_mismatch(server, sent, tensors))  # others may have proven theirs
         assert tensors is not None
-        self._known.add(server, engine, announced.checksum, tensors)
+        self._known.add(server, engine, sent, tensors)
         took_s += time.perf_counter() - begin
         log.info("weights_proven", engine=engine, weight_version=announced.version, took_s=took_s)
 
     async def _check_label(self, engine: str, url: str, label: str) -> None:
         self._refuse_if(engine, label_mismatch(label, await self._client.weight_version(url)))
 
-    def _checksum_mismatch(self, server: ServerInfo, announced: WeightsAnnounced, tensors: str | None) -> str:
+    def _checksum_mismatch(self, server: ServerInfo, sent: str, tensors: str | None) -> str:
         all_digits = holds_all_digits(server, self._trainer_dtype)
-        return self._known.mismatch(server, announced.checksum, tensors, all_digits=all_digits)
+        return self._known.mismatch(server, sent, tensors, all_digits=all_digits)
 
     @staticmethod
     def _refuse_if(engine: str, reason: str) -> None:

@@ -5,11 +5,13 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from actors.rollout.engines.engine import Engine, FleetTarget
+from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.notices import Notices
 from actors.rollout.engines.router import RouterWorkers
+from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.weights.proof import WeightsMismatch
 from actors.rollout.engines.weights.prover import Prover
+from actors.rollout.engines.weights.session import WeightSessions
 from actors.rollout.sglang.client import RouterWorker, SglangClient
 from messages import WeightsAnnounced
 from runtime.bus.background import beside
@@ -50,7 +52,16 @@ async def test_one_that_refuses_weights_before_it_was_admitted_holds_up_no_other
     target.weights, target.router = announcement(1), "http://router"
     client = NoRouter()
     prover = cast(Prover, OnlyFirst())
-    engine = Engine("lazy", "http://lazy", client, prover, target, workers=RouterWorkers(client), notices=Notices())
+    engine = Engine(
+        "lazy",
+        "http://lazy",
+        client,
+        prover,
+        target,
+        workers=RouterWorkers(client),
+        notices=Notices(),
+        sessions=WeightSessions(target, list),
+    )
     async with anyio.create_task_group() as group:
         group.start_soon(until_out, engine, target)
         with pytest.raises(WeightsMismatch):

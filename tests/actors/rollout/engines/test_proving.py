@@ -41,7 +41,7 @@ LONG = 512  # tokens that a request may get, so that it is streamed
 
 @pytest.fixture(autouse=True)
 def soon_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.rollout.engines.weights.disk.CLEAR_S", 0.1)
+    monkeypatch.setattr("actors.rollout.engines.weights.updater.CLEAR_S", 0.1)
 
 
 def told(version: int) -> WeightsAnnounced:

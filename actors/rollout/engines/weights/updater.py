@@ -1,15 +1,17 @@
 """How an engine takes new weights, and what its running requests do meanwhile."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Final, Literal
 
 import anyio
 import structlog
 
+from actors.rollout.engines.weights.collective import Receiver
 from actors.rollout.engines.weights.pauses import Pauses
-from actors.rollout.sglang.client import ADMIN_TIMEOUT_S, SglangClient
-from actors.rollout.sglang.errors import EngineError, EngineUnavailable
+from actors.rollout.engines.weights.session import Part
+from actors.rollout.sglang.client import ADMIN_TIMEOUT_S, Load, SglangClient
+from actors.rollout.sglang.errors import EngineError, EngineSilent, EngineUnavailable
 from messages import WeightsAnnounced
 from runtime.bus.background import beside
 
@@ -17,11 +19,14 @@ log = structlog.get_logger()
 
 Mode = Literal["drain", "abort", "retract", "in_place"]
 Interrupt = Callable[[str], Awaitable[None]]
+Hold = Callable[[], AbstractAsyncContextManager[None]]
 
 CONTINUE_TRIES: Final = 3
 CLEAR_S: Final = 2.5  # of interrupting what runs under wrong weights: it is repeated once a second
 
-Look = Callable[[], Awaitable[None]]
+IDLE_POLL_S: Final = 0.05
+
+Look = Callable[[str], Awaitable[None]]  # is given the checksum of what was loaded
 
 
 class Updater:
@@ -38,17 +43,28 @@ class Updater:
         pauses: where it keeps whom it has paused; none: in memory.
     """
 
-    def __init__(self, client: SglangClient, mode: Mode, pauses: Pauses | None = None) -> None:
+    def __init__(
+        self, client: SglangClient, mode: Mode, pauses: Pauses | None = None, *, timeout_s: float = 600.0
+    ) -> None:
         self._client = client
-        self._mode = mode
+        self._mode: Mode = mode
+        self._timeout_s = timeout_s
         self._interrupt: Interrupt | None = None
+        self._hold: Hold = nullcontext
         self._pauses = Pauses() if pauses is None else pauses
+        self._receiver = Receiver(client, timeout_s)
 
     def interrupt_by(self, interrupt: Interrupt) -> None:
         """Say what ends the training requests of an engine, by its URL, for as long as it is not cancelled."""
         self._interrupt = interrupt
 
-    async def update(self, url: str, announced: WeightsAnnounced, label: str, look: Look | None = None) -> None:
+    def hold_by(self, hold: Hold) -> None:
+        """Say what keeps new requests from being sent, in its block."""
+        self._hold = hold
+
+    async def update(
+        self, url: str, announced: WeightsAnnounced, label: str, look: Look | None = None, part: Part | None = None
+    ) -> None:
         """Have an engine load weights.
 
         Args:
@@ -56,26 +72,68 @@ class Updater:
             announced: what it is to load.
             label: what it is to call it.
             look: done once they are loaded, while the engine generates nothing.
+            part: in the session that brings them; none: they are in files.
 
         Raises:
             EngineError: it did not load them, `look` raised it, or it is paused and cannot be told to go on.
         """
-        await self._update(url, announced, label, look)
+        if part is None:
+            await self._update_from_files(url, announced, label, look)
+        else:
+            await self._update_in_session(url, part, label, look)
         if self.is_paused(url):
             raise EngineUnavailable(f"{url}: was paused to take weights, and cannot be told to go on")
 
-    async def _update(self, url: str, announced: WeightsAnnounced, label: str, look: Look | None) -> None:
+    async def _update_from_files(self, url: str, announced: WeightsAnnounced, label: str, look: Look | None) -> None:
+        checksum = announced.checksum
         if self._mode == "retract" or self._mode == "in_place":
             async with self._paused(url, self._mode):
                 # what a frozen request computed under the old weights is in use and cannot be thrown away
                 await self._client.update_weights(url, announced.path, label, flush_cache=self._mode == "retract")
                 if look is not None:
-                    await look()
+                    await look(checksum)
             return
         await self._load_unpaused(url, announced, label)
         if look is not None:
             async with self._paused(url, "in_place"):
-                await look()
+                await look(checksum)
+
+    async def _update_in_session(self, url: str, part: Part, label: str, look: Look | None) -> None:
+        await part.next()  # SessionPrepared: until then it generates
+        async with self._stopped(url):
+            finished = await self._receiver.receive(url, part, label)
+            if self._mode != "in_place":
+                await self._client.flush_cache(url, 0.0)
+            if look is not None:
+                await look(finished.checksum)
+
+    @asynccontextmanager
+    async def _stopped(self, url: str) -> AsyncGenerator[None]:
+        """In the block an engine generates nothing. What came to it all the same is computed anew after it."""
+        if self._mode == "retract" or self._mode == "in_place":
+            async with self._paused(url, self._mode):
+                yield
+            return
+        async with self._hold():
+            if self._mode == "drain":
+                await self._until_idle(url)
+            else:
+                async with beside(lambda: self._keep_interrupting(url)):
+                    await self._until_idle(url)
+            async with self._paused(url, "retract"):
+                yield
+
+    async def _until_idle(self, url: str) -> None:
+        """Wait until an engine has no requests; new ones are held back.
+
+        Raises:
+            EngineSilent: it still has some, or does not say.
+        """
+        with anyio.move_on_after(self._timeout_s):
+            while not is_idle(await self._client.loads(url)):  # noqa: ASYNC110 - no server tells when it is
+                await anyio.sleep(IDLE_POLL_S)
+            return
+        raise EngineSilent(f"{url}: its requests did not end within {self._timeout_s:g} s")
 
     def is_paused(self, url: str) -> bool:
         """Whether we paused an engine, or our predecessor did, and it could not be told to go on."""
@@ -129,3 +187,8 @@ class Updater:
                 log.warning("engine_still_paused", url=url, error=str(error))
             else:
                 return
+
+
+def is_idle(loads: Sequence[Load] | None) -> bool:
+    """Whether an engine says that it has nothing to do."""
+    return loads is not None and not any(load.num_running_reqs or load.num_waiting_reqs for load in loads)

@@ -1,0 +1,53 @@
+"""What a rollout actor and the trainer ask each other about weight sessions."""
+
+from typing import Final
+
+import anyio
+import structlog
+
+from actors.rollout.engines.fleet import Fleet
+from messages import (
+    BucketSent,
+    GroupsOffered,
+    Message,
+    SessionClosed,
+    SessionFinished,
+    SessionGranted,
+    SessionOffered,
+    SessionPrepared,
+    SessionRequested,
+)
+from runtime.bus.bus import Bus
+from runtime.bus.calls import Handler
+from runtime.bus.errors import BusError
+
+log = structlog.get_logger()
+
+STEPS: Final = (SessionPrepared, GroupsOffered, BucketSent, SessionFinished)
+SESSION_CALLS: Final = (SessionOffered, *STEPS, SessionClosed)
+ASK_EVERY_S: Final = 1.0  # for a session, while engines stand ready for one
+ASK_TIMEOUT_S: Final = 10.0
+
+
+async def take_part(bus: Bus, fleet: Fleet) -> None:
+    """Answer the trainer's calls, and ask it for a session where engines came late. For ever."""
+    sessions = fleet.sessions
+    handlers: dict[type[Message], Handler] = {SessionOffered: sessions.offered, SessionClosed: sessions.closed}
+    async with bus.serve(handlers | dict.fromkeys(STEPS, sessions.step)):
+        while True:
+            await anyio.sleep(ASK_EVERY_S)
+            await _ask(bus, fleet)
+
+
+async def _ask(bus: Bus, fleet: Fleet) -> None:
+    """Ask for a session if one is wanted. The trainer may be away or at work: it is asked again."""
+    announced, engines = fleet.weights, fleet.sessions.wanted()
+    if announced is None or not announced.sender or not engines:
+        return
+    request = SessionRequested(version=announced.version, engines=engines)
+    try:
+        answer = await bus.call(announced.sender, request, SessionGranted, timeout_s=ASK_TIMEOUT_S)
+    except BusError as error:
+        log.debug("weight_session_not_asked_for", weight_version=announced.version, error=str(error))
+    else:
+        log.debug("weight_session_asked_for", weight_version=announced.version, granted=answer.granted)
