@@ -300,13 +300,20 @@ class Engine:
         await self._moved(self.tenure.take_rest)
 
     async def _moved(self, move: Callable[[], Awaitable[None]]) -> None:
-        """Have it give back or take memory. If nobody knows whether it did, it is to be killed."""
+        """Have it give back or take memory. If nobody knows whether it did, it is to be killed.
+
+        Raises:
+            EngineError: it did not, or was lost meanwhile, as those find whose requests it had.
+        """
         try:
             await move()
         except EngineError as error:
-            known = self.tenure.is_sure
-            self._happened(Happening.LOST if known else Happening.STALLED, f"its memory was not moved: {error}")
+            if self.state not in (EngineState.GONE, EngineState.SUSPECT):
+                known = self.tenure.is_sure
+                self._happened(Happening.LOST if known else Happening.STALLED, f"its memory was not moved: {error}")
             raise
+        if self.state in (EngineState.GONE, EngineState.SUSPECT):
+            raise EngineUnavailable(f"{self.url}: lost while its memory was moved")
 
     async def _continued(self) -> bool:
         """Whether it is ready after we ended a pause that we may end."""

@@ -9,11 +9,14 @@ from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.notices import Notices
 from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.engines.target import FleetTarget
+from actors.rollout.engines.turns.stages import Stage
+from actors.rollout.engines.turns.tenure import Tenure
 from actors.rollout.engines.weights.proof import WeightsMismatch
 from actors.rollout.engines.weights.prover import Prover
 from actors.rollout.engines.weights.session import WeightSessions
 from actors.rollout.sglang.client import RouterWorker, SglangClient
-from messages import WeightsAnnounced
+from actors.rollout.sglang.errors import EngineError, EngineUnavailable
+from messages import EngineState, WeightsAnnounced
 from runtime.bus.background import beside
 from tests.fixtures.nats import eventually
 from tests.support.rollout import announcement
@@ -67,6 +70,40 @@ async def test_one_that_refuses_weights_before_it_was_admitted_holds_up_no_other
         with pytest.raises(WeightsMismatch):
             await admitted_while_weights_change(engine, target)
         assert not engine.routed
+
+
+class LostMeanwhile:
+    """Memory of an engine that others find dead while it is told to give that back."""
+
+    def __init__(self, error: EngineError | None, *, is_sure: bool) -> None:
+        self.room, self.is_sure = Stage.EVERYTHING, is_sure
+        self.engine: Engine | None = None
+        self._error = error
+
+    async def give_back(self) -> None:
+        assert self.engine is not None
+        self.engine.replaced()
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.mark.parametrize("error", [None, EngineUnavailable("connection lost")])
+async def test_one_that_is_found_dead_while_it_gives_memory_back_is_lost_once(error: EngineError | None) -> None:
+    client, tenure = NoRouter(), LostMeanwhile(error, is_sure=error is None)
+    prover, target = cast(Prover, OnlyFirst()), FleetTarget()
+    engine = tenure.engine = Engine(
+        "lost",
+        "http://lost",
+        client,
+        prover,
+        target,
+        workers=RouterWorkers(client),
+        notices=Notices(),
+        sessions=WeightSessions(target, list),
+        tenure=cast(Tenure, tenure),
+    )
+    await engine._give_back_or_leave()
+    assert engine.state is EngineState.GONE
 
 
 async def until_out(engine: Engine, target: FleetTarget) -> None:
