@@ -203,6 +203,8 @@ class BucketSent(Message, kw_only=True, tag="weight_session_bucket"):
     dtypes: tuple[str, ...]  # as torch names them
     shapes: tuple[tuple[int, ...], ...]
     group: str = ""  # where they are broadcast
+    payloads: dict[str, tuple[str, ...]] = {}  # else by engine, for each of its ranks: where they lie
+    segments: tuple[str, ...] = ()  # of that memory, to be removed when it is read
 
 
 @register

@@ -5,7 +5,6 @@ Every command is carried out by all ranks together.
 
 import shutil
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +66,7 @@ from actors.trainer.orders import (
 from actors.trainer.sending.asking import AskOf
 from actors.trainer.sending.collective import Sent
 from actors.trainer.sending.rank import RankSender
+from actors.trainer.sending.session import Membership
 from actors.trainer.step.probe import probe, probe_tokens
 from actors.trainer.step.profile import profiled
 from actors.trainer.step.train_step import Trained, TrainStep
@@ -264,9 +264,9 @@ class TrainerRank:
         """End them."""
         self._lead(LeaveGroups())
 
-    def send(self, session: str, instances: Sequence[str], timeout_s: float) -> list[Sent]:
+    def send(self, session: str, membership: Membership, timeout_s: float) -> list[Sent]:
         """Send the weights to engines that a session has prepared; what each rank sent."""
-        return self._lead(SendWeights(session, tuple(instances), timeout_s))
+        return self._lead(SendWeights(session, membership.instances, membership.readers, timeout_s))
 
     def offload(self) -> int:
         """Free what only training needs, until `onload`: gradient buffers, main parameters, optimizer state.
@@ -356,7 +356,7 @@ class TrainerRank:
                 return self._sender.leave_group()
             case SendWeights():
                 with self._replica.memory.phase("export"):
-                    return self._sender.send(command.session, command.instances, command.timeout_s)
+                    return self._sender.send(command.session, command.instances, command.readers, command.timeout_s)
             case Offload():
                 return self._replica.offload(self.run_directory)
             case Onload():

@@ -95,6 +95,7 @@ class Leader:
         self._ahead = GroupsAhead(topology, feed, torch_thread, rank)
         incarnation = feed.history.incarnation + 1
         self.sessions = WeightSessions(topology, bus, torch_thread, rank, incarnation=incarnation, wake=feed.tell)
+        turns.load_by(self._load)
         self._frontier = feed.history.frontier
         self._incarnation = incarnation
         self._saved_step = feed.history.saved_step  # of the newest that was begun
@@ -148,6 +149,11 @@ class Leader:
                 await self._torch_thread.run(self._rank.export, self._run_directory / EXPORT_DIRECTORY)
             await self._save()
         self._waiting = "nothing: every planned step is trained", time.monotonic()
+
+    async def _load(self) -> None:
+        """Bring the weights to engines that have room for them now."""
+        await self.sessions.bring()
+        await self.serve()
 
     async def serve(self) -> None:
         """Bring the last weights to engines that come late. For ever."""
@@ -305,8 +311,8 @@ class Leader:
         """Say that weights are there, and bring them to engines that do not read them by themselves."""
         await self._bus.publish(announced)
         log.info("weights_announced", weight_version=announced.version, step=announced.step, took_s=announced.took_s)
-        if self.sessions.are_needed:
-            self.sessions.weights_are(announced.version)
+        self.sessions.weights_are(announced.version)
+        if not self._turns.is_on:  # else in the phase for it
             await self.sessions.bring()
 
     def _checkpoint_is_due(self) -> bool:

@@ -82,6 +82,7 @@ class SendWeights(msgspec.Struct, tag=True):
 
     session: str
     instances: tuple[str, ...]  # rollout actors that have them
+    readers: dict[str, int]  # their ranks, by engine
     timeout_s: float  # for a bucket
 
 

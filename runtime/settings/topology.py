@@ -140,7 +140,7 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     first_token_after_s: Timeout = 300.0  # without a first token of our requests there it is restarted; SGLang's too
     next_token_after_s: Timeout = 120.0  # the same between two tokens
     max_total_tokens: Positive | None = None  # key-value slots per engine; none: the engine decides
-    weight_transport: Literal["disk", "collective", "ipc"] = "disk"  # of new weights; "ipc" is not built yet
+    weight_transport: Literal["disk", "collective", "ipc"] = "disk"  # of new weights; "ipc" on GPUs is not built yet
     verify: Verify | None = None  # what engines must prove of new weights; none: always up to 4 GiB, then first
     batch_requests: bool = False  # one request per prompt group instead of one per sample
     python: Text | None = None  # interpreter that has SGLang; none: ours

@@ -77,10 +77,14 @@ def run(directory: Path, num_steps: int, limit_s: float, **settings: object) -> 
     return result, rows
 
 
-@pytest.mark.sglang
 @pytest.mark.timeout(LIMIT_S + 60)
-def test_twelve_steps_on_sglang_learn_and_their_books_close(tmp_path: Path) -> None:
-    result, rows = run(tmp_path, NUM_STEPS, LIMIT_S)
+@pytest.mark.parametrize(
+    "transport",
+    [pytest.param("disk", marks=pytest.mark.sglang_all), pytest.param("collective", marks=pytest.mark.sglang)],
+)
+def test_twelve_steps_on_sglang_learn_and_their_books_close(tmp_path: Path, transport: str) -> None:
+    result, rows = run(tmp_path, NUM_STEPS, LIMIT_S, **{"engines.policy.weight_transport": transport})
+    assert (tmp_path / "runs/laptop-sglang/weights").exists() == (transport == "disk")
     assert result["groups"]["issued"] == NUM_STEPS * BATCH
     rewards = [row["rollout/raw_reward"] for row in rows]
     assert sum(rewards[-4:]) > 1.5 * sum(rewards[:4])

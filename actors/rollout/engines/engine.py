@@ -103,6 +103,12 @@ class Engine:
         return Stage.LOADED if self._is_loaded else Stage.WEIGHTS
 
     @property
+    def may_load(self) -> bool:
+        """Whether it stands ready for weights soon: it is asked, or was given room for them by the trainer."""
+        starts = self.state is EngineState.STARTING and self.answers
+        return self.is_asked or (starts and self._target.allowed in (Stage.WEIGHTS, Stage.LOADED))
+
+    @property
     def is_behind(self) -> bool:
         """Whether it is to have newer weights."""
         return self.version < self._target.version

@@ -146,8 +146,8 @@ class Fleet:
         return self._target.weights
 
     def _lacking(self) -> list[str]:
-        """Engines that may be asked and are to have newer weights."""
-        return [engine.name for engine in self._admitted() if engine.is_behind]
+        """Engines that are up and are to have newer weights."""
+        return [engine.name for engine in self._engines.values() if engine.is_behind and engine.may_load]
 
     async def next_version(self, after: int) -> int:
         """Wait until all admitted engines have confirmed a version above `after`; return it."""

@@ -1,17 +1,19 @@
 """Leads the phases: tells the log of each, asks the rollout actors, moves the trainer's own memory."""
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import anyio
+import anyio.lowlevel
 import structlog
 
 from actors.trainer.batches.feed import Feed
 from actors.trainer.phases.states import CALLED, first_phase, must_all_answer, next_phase
 from actors.trainer.torch_thread import TorchThread
 from messages import EngineTurn, Phase, PhaseChanged, PhaseReached, PhaseRequested
+from runtime.bus.background import beside
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.bus.roster import Member, Roster
@@ -52,6 +54,7 @@ class Turns:
         self._release_s = self._update_s + topology.rollout.generate_timeout_s  # requests end first
         self._torch_thread: TorchThread | None = None
         self._rank: TrainerRank | None = None
+        self._load: Callable[[], Coroutine[Any, Any, None]] = anyio.lowlevel.checkpoint
         self._incarnation = 0
         self._phase: Phase | None = None
         self._began = 0.0
@@ -96,6 +99,10 @@ class Turns:
     def lead(self, torch_thread: TorchThread, rank: "TrainerRank") -> None:
         """Say whose memory is to be moved."""
         self._torch_thread, self._rank = torch_thread, rank
+
+    def load_by(self, load: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Say what brings weights to engines in the phase for it; it is ended with that."""
+        self._load = load
 
     async def take(self, step: int) -> None:
         """Have the memory for training, unless the trainer has it.
@@ -155,7 +162,10 @@ class Turns:
         seq = await self._bus.publish(changed)
         self._phase, self._began, self._before, self._after = phase, now, {}, {}
         log.info("phase_changed", phase=phase, previous=changed.previous, took_s=changed.took_s, step=step)
-        if phase in CALLED:
+        if phase is Phase.UPDATE:
+            async with beside(self._load):
+                await self._call(phase, seq)
+        elif phase in CALLED:
             await self._call(phase, seq)
 
     async def _call(self, phase: Phase, seq: int) -> None:

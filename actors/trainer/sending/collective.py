@@ -1,16 +1,14 @@
-"""Buckets on their way to engines by broadcast: a sink of the export (models/handover.py)."""
+"""Buckets on their way to engines: a sink of the export (models/handover.py)."""
 
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from actors.trainer.models.gathering import Bucket
 from actors.trainer.models.shards import bytes_of, entry_of
 from actors.trainer.sending.asking import Ask
-from actors.trainer.sending.group import StageGroup
+from actors.trainer.sending.ways import Way, aligned, flattened
 from messages import BucketSent
 from runtime.checksums import tensor_checksum
 
@@ -39,21 +37,21 @@ class NoSink:
 
 
 class BroadcastSink:
-    """Broadcasts a bucket on a thread of its own while the next one is gathered, and has engines take it meanwhile."""
+    """Sends a bucket on a thread of its own while the next one is gathered, and has engines take it meanwhile."""
 
-    def __init__(self, session: str, stage: int, group: StageGroup, ask: Ask, *, timeout_s: float) -> None:
+    def __init__(self, session: str, stage: int, way: Way, ask: Ask, *, timeout_s: float) -> None:
         """Nothing is sent yet.
 
         Args:
             session: for which.
             stage: of the pipeline.
-            group: joined.
+            way: to the engines.
             ask: has the session's engines take something.
             timeout_s: for a bucket.
         """
         self._session = session
         self._stage = stage
-        self._group = group
+        self._way = way
         self._ask = ask
         self._timeout_s = timeout_s
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="send")
@@ -98,15 +96,9 @@ class BroadcastSink:
             names=tuple(name for name, _ in bucket),
             dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket),
             shapes=tuple(tuple(tensor.shape) for _, tensor in bucket),
-            group=self._group.spec.name,
         )
-        taken = self._ask(step, self._timeout_s)
-        try:
-            self._group.broadcast(flat)
-        finally:
-            self._failed |= {
-                engine: f"bucket {step.index}: {reason}" for engine, reason in taken.result(self._timeout_s).items()
-            }
+        failed = self._way.carry(step, flat, self._ask, self._timeout_s)
+        self._failed |= {engine: f"bucket {step.index}: {reason}" for engine, reason in failed.items()}
         self._note(bucket, flat.nbytes)
 
     def _note(self, bucket: Bucket, size_bytes: int) -> None:
@@ -115,13 +107,3 @@ class BroadcastSink:
         for name, tensor in bucket:
             entry = entry_of(name, tensor)
             self._checksums[name] = tensor_checksum(name, entry.dtype, entry.shape, bytes_of(tensor))
-
-
-def aligned(bucket: Sequence[tuple[str, Tensor]]) -> Bucket:
-    """A bucket in which each tensor begins at a multiple of its numbers' size: SGLang refuses others."""
-    return sorted(bucket, key=lambda item: -item[1].element_size())
-
-
-def flattened(bucket: Bucket) -> Tensor:
-    """The bytes of all tensors, one behind the other; shape (bytes,), uint8, on their device. Always a copy."""
-    return torch.cat([tensor.detach().contiguous().flatten().view(torch.uint8) for _, tensor in bucket])

@@ -81,7 +81,7 @@ class WeightSessions:
         self._wake = wake
         self._num_sessions = 0
         self._epoch: tuple[str, ...] = ()  # of the groups that there are
-        self._group_names: tuple[str, ...] = ()
+        self._bringing = anyio.Lock()
         self._version = 0  # that the weights are; 0: none that was announced
         self.is_requested = False
 
@@ -104,6 +104,11 @@ class WeightSessions:
 
     async def bring(self) -> None:
         """Bring the weights to all engines that stand ready for them; again, as long as one of these fails."""
+        async with self._bringing:
+            with anyio.CancelScope(shield=True):  # half a session is of no use to anybody
+                await self._bring()
+
+    async def _bring(self) -> None:
         self.is_requested = False
         if not self.are_needed or not self._version:
             return
@@ -142,9 +147,10 @@ class WeightSessions:
         membership = outcome.membership
         if not await self._all_do(outcome, SessionPrepared(session=session)):
             return
-        if membership.epoch != self._epoch and not await self._meet(session, outcome):
+        has_groups = self.transport != "collective" or membership.epoch == self._epoch
+        if not has_groups and not await self._meet(session, outcome):
             return
-        sent = await self._torch_thread.run(self._rank.send, session, membership.instances, self._timeout_s)
+        sent = await self._torch_thread.run(self._rank.send, session, membership, self._timeout_s)
         outcome.num_buckets = sum(each.num_buckets for each in sent)
         outcome.sent_bytes = sum(each.size_bytes for each in sent)
         outcome.failed |= joined([each.failed for each in sent])

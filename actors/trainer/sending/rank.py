@@ -1,6 +1,6 @@
 """A rank's part in bringing the weights to engines. All calls come from its torch thread, on all ranks together."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from actors.trainer.rendezvous import own_address
 from actors.trainer.sending.asking import AskOf
 from actors.trainer.sending.collective import BroadcastSink, NoSink, Sent
 from actors.trainer.sending.group import StageGroup
+from actors.trainer.sending.ways import Broadcast, Segments, remove_segments
 from messages import UpdateGroup
 from runtime.settings.topology import Topology
 
@@ -28,6 +29,9 @@ class RankSender:
         self._ask_of = ask_of
         self._is_first = dist.get_rank() == first_rank()
         self._group: StageGroup | None = None
+        self._prefix = f"physarum-{topology.run.name}"
+        if self._is_first and replica.device.type == "cpu":
+            remove_segments(self._prefix)
 
     def open_group(self, name: str, world_size: int, timeout_s: float) -> list[UpdateGroup]:
         """Listen for engines in a new group, in place of the old one; the groups of all stages."""
@@ -56,24 +60,31 @@ class RankSender:
             self._group.leave()
             self._group = None
 
-    def send(self, session: str, instances: Sequence[str], timeout_s: float) -> list[Sent]:
-        """Send all weights; what each rank sent."""
+    def send(self, session: str, instances: Sequence[str], readers: Mapping[str, int], timeout_s: float) -> list[Sent]:
+        """Send all weights to engines, by the groups that were joined, else in shared memory; what each rank sent.
+
+        Args:
+            session: for which.
+            instances: rollout actors that have the engines.
+            readers: ranks by engine.
+            timeout_s: for a bucket.
+        """
         replica = self._replica
         parts = own_parts(replica.complete_chunks(), replica.hf)
         flow = WeightFlow(
             parts,
             replica.hf,
-            self._sink(session, instances, timeout_s),
+            self._sink(session, instances, readers, timeout_s),
             device=replica.device,
             bucket_bytes=self._topology.trainer.export_bucket_bytes,
         )
         sent: list[Any] = flow.finish()
         return sent
 
-    def _sink(self, session: str, instances: Sequence[str], timeout_s: float) -> Sink:
+    def _sink(self, session: str, instances: Sequence[str], readers: Mapping[str, int], timeout_s: float) -> Sink:
         if not self._is_first:
             return NoSink()
-        assert self._group is not None
         assert self._ask_of is not None
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        return BroadcastSink(session, stage, self._group, self._ask_of(instances), timeout_s=timeout_s)
+        way = Segments(f"{self._prefix}-{session}", readers) if self._group is None else Broadcast(self._group)
+        return BroadcastSink(session, stage, way, self._ask_of(instances), timeout_s=timeout_s)

@@ -28,6 +28,11 @@ class Membership:
         return tuple(member.engine for _, member in self.members)
 
     @property
+    def readers(self) -> dict[str, int]:
+        """Ranks of each engine."""
+        return {member.engine: member.num_ranks for _, member in self.members}
+
+    @property
     def epoch(self) -> tuple[str, ...]:
         """What groups of these very members are known by: another after a restart of any of them."""
         return tuple(f"{member.key}:{member.num_ranks}" for _, member in self.members)

@@ -5,6 +5,8 @@ leaves before any byte fails at once; one that it leaves in the middle waits on.
 its session is over, or the deadline is, counts as silent, and is killed.
 """
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 import anyio
@@ -19,6 +21,7 @@ from runtime.bus.background import beside
 
 log = structlog.get_logger()
 
+SEGMENTS: Final = Path("/dev/shm")  # where Linux shows shared memory by name
 CLOSE_S: Final = 5.0
 GRACE_S: Final = 5.0  # for an engine to notice that the trainer is gone
 
@@ -94,11 +97,24 @@ class Receiver:
         match step:
             case GroupsOffered():
                 await self._join(url, part.key, step, step.offsets[part.engine])
+            case BucketSent() if step.payloads:
+                await self._read(url, step, step.payloads[part.engine])
             case BucketSent():
                 layout = BucketLayout(step.names, step.dtypes, step.shapes)
                 await self._updates.update_from_distributed(url, step.group, layout, timeout_s=self._timeout_s)
             case SessionPrepared():
                 raise EngineFailed(f"{url}: session {part.session} was prepared twice")
+
+    async def _read(self, url: str, step: BucketSent, payloads: Sequence[str]) -> None:
+        """Have an engine read a bucket from shared memory, which then is of no more use to it.
+
+        The trainer removes what it has written, too; here for one that has died.
+        """
+        try:
+            await self._updates.update_from_tensor(url, payloads, timeout_s=self._timeout_s)
+        except EngineError:
+            remove_segments(step.segments)
+            raise
 
     async def _join(self, url: str, key: str, step: GroupsOffered, offset: int) -> None:
         for name in self._groups.pop(key, ()):
@@ -116,3 +132,9 @@ async def _cut_when_over(part: Part, scope: anyio.CancelScope) -> None:
     await part.over.wait()
     await anyio.sleep(GRACE_S)
     scope.cancel()
+
+
+def remove_segments(names: Sequence[str]) -> None:
+    """Remove shared memory that nobody is to read any more."""
+    for name in names:
+        (SEGMENTS / name).unlink(missing_ok=True)

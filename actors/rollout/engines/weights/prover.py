@@ -80,6 +80,8 @@ class Prover:
             else:
                 await self._updater.update(url, announced, label, part=part)
                 await self._check_label(engine, url, label)
+                if part is not None and announced.transport == "ipc":
+                    part.finish()
                 await (loaded or nothing)()
             self.loads.prove(label)
         finally:
@@ -131,6 +133,8 @@ class Prover:
             took_s += time.perf_counter() - begin
 
         await self._updater.update(url, announced, label, look, part)
+        if part is not None and announced.transport == "ipc":
+            part.finish()  # the probe wants memory that an engine of the trainer's gets only then
         await loaded()
         begin = time.perf_counter()
         if announced.probe is not None:

@@ -129,6 +129,11 @@ class Part:
             self._current.answer()
             self._current = None
 
+    def finish(self) -> None:
+        """Say that the engine holds what the session brought."""
+        self.holds = True
+        self.step_done()
+
     def fail(self, reason: str) -> None:
         """Answer the step at work, and all that come, with a reason."""
         self._failure = self._failure or reason
@@ -171,8 +176,7 @@ class WeightSessions:
         reason = f"{engine} does not take part any more"
         try:
             yield part
-            part.holds = True
-            part.step_done()
+            part.finish()
         except Exception as error:
             reason = str(error) or repr(error)
             raise
