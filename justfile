@@ -45,6 +45,10 @@ kills *args="--minutes 30": setup
 sglang *args: setup setup-sglang
     .venv/bin/python -m pytest -m "sglang or sglang_all" -n 0 tests/sglang tests/test_sglang_lock.py {{ args }}
 
+# weights to engines, whoever dies at whichever moment; docs/weights.md says what ran
+weights *args: setup
+    .venv/bin/python -m pytest -m weights_all -n 0 tests {{ args }}
+
 # the trainer in every parallel layout and form; writes the table in docs/trainer.md
 grid *args: setup
     PHYSARUM_WRITE_GRID=1 .venv/bin/python -m pytest -m "grid or grid_all" -n 0 tests/grid tests/chaos/test_ranks.py {{ args }}

@@ -1,6 +1,7 @@
 """Moments of a train step and of a checkpoint at which a rank of the trainer kills or stops itself, once.
 
-`moments/sitecustomize.py` puts them into a rank's process. Which ones: `planned`, in the environment of the run.
+`moments/sitecustomize.py` puts them into a rank's process, and those of weight sessions (session_moments.py) into all
+that take part in these. Which ones: `planned`, in the environment of the run.
 """
 
 import functools
@@ -13,20 +14,22 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 VARIABLE: Final = "PHYSARUM_TEST_MOMENTS"
+PROCESS: Final = "PHYSARUM_PROCESS"  # whose value is the name of each process of a run
+GATE: Final = "closed"  # among the marks, from a moment on until the test opens it
 FOLDER: Final = Path(__file__).with_name("moments")
 
 
 class Moment(msgspec.Struct, frozen=True):
-    """Where a rank meets its end: in which train step, or in the checkpoint of how many."""
+    """Where a process meets its end: in which train step, in the checkpoint of how many, with which weights."""
 
-    what: str  # a key of TRAINING or SAVING
+    what: str  # as `install` has it, or session_moments.py
     step: int
-    rank: int
+    process: str
     signal: str = "SIGKILL"
 
     @property
     def name(self) -> str:
-        return f"{self.what}-{self.step}-{self.rank}-{self.signal}"
+        return f"{self.what}-{self.step}-{self.process}-{self.signal}"
 
 
 class Planned(msgspec.Struct, frozen=True):
@@ -34,11 +37,19 @@ class Planned(msgspec.Struct, frozen=True):
 
     moments: tuple[Moment, ...]
     marks: str  # directory that gets a file for each moment that has come
+    in_turn: bool = False
 
 
-def planned(moments: Sequence[Moment], marks: Path) -> dict[str, str]:
-    """The environment of a run whose ranks are to meet these moments."""
-    plan = msgspec.json.encode(Planned(tuple(moments), str(marks))).decode()
+def planned(moments: Sequence[Moment], marks: Path, *, in_turn: bool = False) -> dict[str, str]:
+    """The environment of a run whose processes are to meet these moments.
+
+    Args:
+        moments: of any order.
+        marks: directory for a file of each that has come.
+        in_turn: each comes at the first time that is possible from its step on, after the one before it; and not before
+            the test has removed the file GATE, which each puts among the marks.
+    """
+    plan = msgspec.json.encode(Planned(tuple(moments), str(marks), in_turn)).decode()
     return {VARIABLE: plan, "PYTHONPATH": os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))}
 
 
@@ -58,27 +69,33 @@ class _Now:
     saved = -1  # train steps in the checkpoint that is written
 
 
-def install() -> None:
-    """Put the planned moments of this rank into the trainer's classes."""
+Strike = Callable[[str, int], None]  # what is about to happen, and its step
+
+
+def striker() -> Strike:
+    """What kills this process, or stops it, where that is planned."""
+    plan = msgspec.json.decode(os.environ[VARIABLE], type=Planned)
+    return functools.partial(_strike, plan, os.environ[PROCESS])
+
+
+def install(strike: Strike) -> None:
+    """Put moments of train steps and checkpoints into the trainer's classes."""
     from torch.optim import AdamW
 
     from actors.trainer.megatron.rank_model import Replica
     from actors.trainer.megatron.saving import Saving, _WritesLater
     from actors.trainer.step.train_step import TrainStep
 
-    plan = msgspec.json.decode(os.environ[VARIABLE], type=Planned)
-    mine = [moment for moment in plan.moments if moment.rank == int(os.environ["RANK"])]
-    strike = functools.partial(_strike, mine, Path(plan.marks))
-    _around(TrainStep, "__call__", before=lambda _, batch: setattr(_Now, "step", batch.step))
-    _around(
+    around(TrainStep, "__call__", before=lambda _, batch: setattr(_Now, "step", batch.step))
+    around(
         Replica,
         "backward",
         before=lambda *_args, **_options: setattr(_Now, "trains", True),
         after=lambda _: setattr(_Now, "trains", False),
     )
-    _around(Replica, "_forward_step", after=lambda answer: _passing(answer[0], strike))
-    _around(AdamW, "step", after=lambda _: strike("optimizer", _Now.step))
-    _around(Saving, "__init__", before=lambda _self, _state, path, *_, **__: setattr(_Now, "saved", _number(path)))
+    around(Replica, "_forward_step", after=lambda answer: _passing(answer[0], strike))
+    around(AdamW, "step", after=lambda _: strike("optimizer", _Now.step))
+    around(Saving, "__init__", before=lambda _self, _state, path, *_, **__: setattr(_Now, "saved", _number(path)))
     for what, place in {
         "copied": Place(Saving, "__init__", after=True),
         "before its files": Place(_WritesLater, "write", after=False),
@@ -90,10 +107,10 @@ def install() -> None:
         def come(*_args: Any, what: str = what, **_options: Any) -> None:
             strike(what, _Now.saved)
 
-        _around(place.owner, place.method, **{"after" if place.after else "before": come})
+        around(place.owner, place.method, **{"after" if place.after else "before": come})
 
 
-def _passing(output: Any, strike: Callable[[str, int], None]) -> None:
+def _passing(output: Any, strike: Strike) -> None:
     """After the forward pass of a micro-batch; its gradient comes by in the backward pass."""
     if not _Now.trains:
         return
@@ -107,7 +124,7 @@ def _number(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _around(
+def around(
     owner: Any, method: str, *, before: Callable[..., object] | None = None, after: Callable[..., object] | None = None
 ) -> None:
     """Call something before a method, with its arguments, or after it, with its answer."""
@@ -125,10 +142,16 @@ def _around(
     setattr(owner, method, wrapped)
 
 
-def _strike(mine: Sequence[Moment], marks: Path, what: str, step: int) -> None:
+def _strike(plan: Planned, process: str, what: str, step: int) -> None:
     """Die here, if that is planned and has not happened yet."""
-    for moment in mine:
-        mark = marks / moment.name
-        if (moment.what, moment.step) == (what, step) and not mark.exists():
-            mark.touch()
+    marks = Path(plan.marks)
+    left = [moment for moment in plan.moments if not (marks / moment.name).exists()]
+    if plan.in_turn:
+        left = [] if (marks / GATE).exists() else left[:1]
+    for moment in left:
+        due = step >= moment.step if plan.in_turn else step == moment.step
+        if due and (moment.what, moment.process) == (what, process):
+            if plan.in_turn:
+                (marks / GATE).touch()
+            (marks / moment.name).touch()
             os.kill(os.getpid(), signal.Signals[moment.signal])

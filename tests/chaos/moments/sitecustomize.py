@@ -1,4 +1,4 @@
-"""In every Python process that has this folder on its PYTHONPATH: a trainer's rank gets its moments to die at."""
+"""In every Python process that has this folder on its PYTHONPATH: one of a run gets its moments to die at."""
 
 import importlib.abc
 import importlib.machinery
@@ -6,16 +6,23 @@ import os
 import sys
 from types import ModuleType
 
-LAST = "actors.trainer.commands"  # that a rank imports of the trainer; then all of it is there
+LAST = {  # module that is imported late, by kind of process; what gets moments is there then, or is imported with them
+    "trainer": "actors.trainer.commands",
+    "engine": "actors.rollout.embedded.http.sessions",
+    "rollout": "actors.rollout.engines.weights.collective",
+}
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds the trainer's last module, and has the moments put in when it is loaded."""
+    """Finds a module, and has the moments put in when it is loaded."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
 
     def find_spec(
         self, name: str, path: object, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != LAST:
+        if name != LAST[self._kind]:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -25,13 +32,14 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def load_with_moments(module: ModuleType) -> None:
             load(module)
-            from tests.chaos import rank_moments
+            from tests.chaos import session_moments
 
-            rank_moments.install()
+            session_moments.INSTALLS[self._kind]()
 
         spec.loader.exec_module = load_with_moments  # type: ignore[method-assign]
         return spec
 
 
-if "PHYSARUM_TEST_MOMENTS" in os.environ and "RANK" in os.environ:
-    sys.meta_path.insert(0, Finder())
+process = os.environ.get("PHYSARUM_PROCESS", "").partition(".")[0]
+if "PHYSARUM_TEST_MOMENTS" in os.environ and process in LAST:
+    sys.meta_path.insert(0, Finder(process))

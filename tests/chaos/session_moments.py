@@ -1,0 +1,89 @@
+"""Moments of a weight session at which the trainer, an engine or a rollout actor kills or stops itself, once.
+
+The step of a moment is the version that the session brings; to the trainer the step that was trained last.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from tests.chaos import rank_moments
+from tests.chaos.rank_moments import around, striker
+
+
+class _Now:
+    """Where this process is in a session."""
+
+    step = -1  # of the trainer
+    bucket = -1
+    version = -1  # of the engine
+
+
+def install_trainer() -> None:
+    """Around each bucket, and before the engines are told that these were all."""
+    from actors.trainer.sending.collective import BroadcastSink, NoSink
+    from actors.trainer.sending.leading import WeightSessions
+    from actors.trainer.sending.rank import RankSender
+    from actors.trainer.step.train_step import TrainStep
+    from messages import SessionFinished
+
+    strike = striker()
+    rank_moments.install(strike)
+    around(TrainStep, "__call__", before=lambda _, batch: setattr(_Now, "step", batch.step))
+    around(RankSender, "send", before=lambda *_: setattr(_Now, "bucket", -1))
+
+    def begin(*_args: Any, **_options: Any) -> None:
+        _Now.bucket += 1
+        strike(f"before bucket {_Now.bucket}", _Now.step)
+
+    around(BroadcastSink, "_send", before=begin, after=lambda _: strike(f"after bucket {_Now.bucket}", _Now.step))
+    around(NoSink, "hand_over", before=begin)
+    around(
+        WeightSessions,
+        "_all_do",
+        before=lambda _self, _outcome, step, **_: (
+            strike("before the end", _Now.step) if isinstance(step, SessionFinished) else None
+        ),
+    )
+
+
+def install_engine() -> None:
+    """Before an engine begins, while it is to take a bucket, before it ends."""
+    from actors.rollout.embedded.engine.updating import Updating
+    from actors.rollout.embedded.http.sessions import SessionEndpoints
+
+    strike = striker()
+
+    def begin(endpoints: SessionEndpoints, *_: Any) -> None:
+        _Now.version, _Now.bucket = int(endpoints._frontend.version.partition("@")[0]), -1
+        strike("before begin", _Now.version)
+
+    def take(*_args: Any, **_options: Any) -> None:
+        _Now.bucket += 1
+        strike(f"in bucket {_Now.bucket}", _Now.version)
+
+    around(SessionEndpoints, "begin", before=begin)
+    around(Updating, "receive", before=take)
+    around(SessionEndpoints, "end", before=lambda *_: strike("before end", _Now.version))
+
+
+def install_rollout() -> None:
+    """Before an engine's session begins, and before it is told of a bucket."""
+    from actors.rollout.engines.weights.collective import Receiver
+    from messages import BucketSent
+
+    strike = striker()
+    around(Receiver, "receive", before=lambda _self, _url, part, _label: strike("prepared", part.version))
+    around(
+        Receiver,
+        "_take",
+        before=lambda _self, _url, part, step: (
+            strike(f"told of bucket {step.index}", part.version) if isinstance(step, BucketSent) else None
+        ),
+    )
+
+
+INSTALLS: Final[dict[str, Callable[[], None]]] = {
+    "trainer": install_trainer,
+    "engine": install_engine,
+    "rollout": install_rollout,
+}
