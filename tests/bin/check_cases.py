@@ -214,7 +214,9 @@ REFUSED = {
     "weights by broadcast of a copy": Case(
         ("engines.policy.weight_transport=collective", "trainer.handover=copy"), "trainer.handover", "in files"
     ),
-    "engines in turns by shared memory": Case((), "engines.policy.weight_transport", "not built yet", COLOCATE),
+    "engines in turns by shared memory": Case(
+        ("engines.policy.weight_transport=ipc",), "engines.policy.weight_transport", "not built yet", COLOCATE
+    ),
     "engines in turns that others run": Case(
         ("engines.policy.colocate=trainer", "engines.policy.urls=['http://127.0.0.1:9']"),
         "engines.policy.colocate",

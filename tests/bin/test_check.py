@@ -313,10 +313,10 @@ def test_elsewhere_says_what_it_left_out(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_plan_is_drawn_wherever_one_is_and_says_what_is_in_the_way(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(COLOCATE), "--plan"]) == 0
+    assert main([str(COLOCATE), "--plan", "--set", "engines.policy.weight_transport=ipc"]) == 0
     told = capsys.readouterr()
     assert "engine.policy.0-7" in told.out
-    assert f"note: a start here would be refused: {COLOCATE}: engines.policy.weight_transport" in told.err
+    assert f"note: a start here would be refused: --set: engines.policy.weight_transport" in told.err
 
 
 def test_a_run_that_is_running_is_not_said_to_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
