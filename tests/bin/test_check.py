@@ -316,7 +316,7 @@ def test_a_plan_is_drawn_wherever_one_is_and_says_what_is_in_the_way(capsys: pyt
     assert main([str(COLOCATE), "--plan", "--set", "engines.policy.weight_transport=ipc"]) == 0
     told = capsys.readouterr()
     assert "engine.policy.0-7" in told.out
-    assert f"note: a start here would be refused: --set: engines.policy.weight_transport" in told.err
+    assert "note: a start here would be refused: --set: engines.policy.weight_transport" in told.err
 
 
 def test_a_run_that_is_running_is_not_said_to_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
