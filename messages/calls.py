@@ -126,12 +126,26 @@ class KillAnswered(Message, kw_only=True, tag="kill_answered"):
     killed: bool
 
 
+class EngineLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine on the CPU holds its weights, as far as it matters for the checksums that it will say."""
+
+    tp_size: int
+    dtype: str  # as torch names it
+    is_filled_up: bool  # sides that cannot be divided evenly, as SGLang does
+
+    @property
+    def key(self) -> str:
+        """Names it."""
+        return f"{self.dtype}.tp{self.tp_size}.{'filled' if self.is_filled_up else 'bare'}"
+
+
 class SessionMember(msgspec.Struct, frozen=True, kw_only=True):
     """An engine that takes part in a session."""
 
     engine: str
     key: str  # of this process of the engine, as its rollout actor knows it: another after a restart of either
     num_ranks: int  # that receive tensors: its tensor-parallel ranks
+    wants: EngineLayout | None = None  # it will be asked for the checksums of its tensors, which can be reckoned so
 
 
 class UpdateGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,8 +228,9 @@ class SessionFinished(Message, kw_only=True, tag="weight_session_finished"):
     plane = Plane.CALL
     topic = "weight_session.finished"
     session: str
-    checksum: str  # of all tensors that were sent
+    checksum: str  # an identity of all tensors that were sent: equal ones have equal ones
     num_buckets: int
+    expected: dict[str, list[dict[str, str]]] = {}  # hash by the engine's name, of each rank, by a layout's key
 
 
 @register

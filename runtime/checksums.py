@@ -8,6 +8,7 @@ each (newline-terminated), in the order of the names' code points.
 
 import hashlib
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -28,10 +29,18 @@ class Checksums(NamedTuple):
 
 def tensor_checksum(name: str, dtype: str, shape: Sequence[int], data: bytes | memoryview) -> str:
     """Checksum of one tensor; `dtype` as safetensors spells it, `data` row-major and little-endian."""
-    header = json.dumps([name, dtype, list(shape)], separators=(",", ":"))
-    digest = hashlib.sha256(header.encode() + b"\n")
+    digest = hashlib.sha256(_header(name, dtype, shape))
     digest.update(data)
     return digest.hexdigest()
+
+
+def fingerprint(name: str, dtype: str, shape: Sequence[int], data: bytes | memoryview) -> str:
+    """Like `tensor_checksum`, by crc32: some ten times as fast, and only to tell one tensor from another, unproven."""
+    return f"{zlib.crc32(data, zlib.crc32(_header(name, dtype, shape))):08x}"
+
+
+def _header(name: str, dtype: str, shape: Sequence[int]) -> bytes:
+    return json.dumps([name, dtype, list(shape)], separators=(",", ":")).encode() + b"\n"
 
 
 def combined(tensors: Mapping[str, str]) -> Checksums:

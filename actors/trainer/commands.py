@@ -265,8 +265,9 @@ class TrainerRank:
         self._lead(LeaveGroups())
 
     def send(self, session: str, membership: Membership, timeout_s: float) -> list[Sent]:
-        """Send the weights to engines that a session has prepared; what each rank sent."""
-        return self._lead(SendWeights(session, membership.instances, membership.readers, timeout_s))
+        """Send the weights to engines that a session has prepared; what each rank sent, and what engines will hold."""
+        to = membership
+        return self._lead(SendWeights(session, to.instances, to.readers, timeout_s, to.layouts))
 
     def offload(self) -> int:
         """Free what only training needs, until `onload`: gradient buffers, main parameters, optimizer state.
@@ -356,7 +357,8 @@ class TrainerRank:
                 return self._sender.leave_group()
             case SendWeights():
                 with self._replica.memory.phase("export"):
-                    return self._sender.send(command.session, command.instances, command.readers, command.timeout_s)
+                    to = (command.instances, command.readers, command.layouts)
+                    return self._sender.send(command.session, *to, command.timeout_s)
             case Offload():
                 return self._replica.offload(self.run_directory)
             case Onload():

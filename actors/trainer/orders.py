@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 
 from actors.trainer.batches.batch import TrainBatch
+from messages import EngineLayout
 
 
 class Load(msgspec.Struct, tag=True):
@@ -84,6 +85,7 @@ class SendWeights(msgspec.Struct, tag=True):
     instances: tuple[str, ...]  # rollout actors that have them
     readers: dict[str, int]  # their ranks, by engine
     timeout_s: float  # for a bucket
+    layouts: tuple[EngineLayout, ...]  # of which checksums are reckoned
 
 
 class Offload(msgspec.Struct, tag=True):

@@ -83,6 +83,8 @@ def example(kind: Any) -> Any:
         return _segment()
     if origin is dict:
         return {"k": example(parts[1])}
+    if origin is list:
+        return [example(parts[0])]
     if origin is tuple:
         return (example(parts[0]), example(parts[0]))
     if parts:  # a union

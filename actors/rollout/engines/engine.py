@@ -461,8 +461,8 @@ class Engine:
         if self._target.is_in_files:
             yield None
             return
-        num_ranks = await self._prover.num_ranks(self.url)
-        async with self._sessions.part(self.name, self._key, num_ranks, announced.version) as part:
+        num_ranks, wants = await self._prover.place(self.url, announced, first=self.version == 0)
+        async with self._sessions.part(self.name, self._key, num_ranks, announced.version, wants) as part:
             yield part
 
     async def _is_member(self, part: Part) -> bool:

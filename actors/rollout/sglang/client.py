@@ -241,13 +241,10 @@ class SglangClient:
 
     async def checksum(self, engine: str) -> str | None:
         """Checksum of the weights that an engine holds."""
-        return (await self._checked(engine)).per_engine_checksum
+        return (await self.checksums(engine)).per_engine_checksum
 
-    async def tensor_checksums(self, engine: str) -> list[dict[str, str]]:
-        """Hashes of the tensors that an engine holds, by its own names for them, for each of its ranks."""
-        return [rank.checksums for rank in (await self._checked(engine)).ranks]
-
-    async def _checked(self, engine: str) -> ChecksumAnswer:
+    async def checksums(self, engine: str) -> ChecksumAnswer:
+        """The same, with the hashes of its tensors on each of its ranks."""
         url = engine + "/weights_checker"
         return _decode(url, await self._post(url, {"action": "checksum"}, self._update_timeout_s), ChecksumAnswer)
 

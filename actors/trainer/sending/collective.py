@@ -8,9 +8,10 @@ from torch import Tensor
 from actors.trainer.models.gathering import Bucket
 from actors.trainer.models.shards import bytes_of, entry_of
 from actors.trainer.sending.asking import Ask
+from actors.trainer.sending.reckoning import OfLayouts, Reckoning
 from actors.trainer.sending.ways import Way, aligned, flattened
 from messages import BucketSent
-from runtime.checksums import tensor_checksum
+from runtime.checksums import fingerprint
 
 
 class Sent(NamedTuple):
@@ -18,8 +19,9 @@ class Sent(NamedTuple):
 
     num_buckets: int = 0
     size_bytes: int = 0
-    checksums: dict[str, str] = {}  # by tensor
+    fingerprints: dict[str, str] = {}  # by tensor
     failed: dict[str, str] = {}  # reason by engine; of the rank itself under no name
+    expected: OfLayouts = {}  # what engines will say of the stage's tensors
 
 
 class NoSink:
@@ -39,7 +41,7 @@ class NoSink:
 class BroadcastSink:
     """Sends a bucket on a thread of its own while the next one is gathered, and has engines take it meanwhile."""
 
-    def __init__(self, session: str, stage: int, way: Way, ask: Ask, *, timeout_s: float) -> None:
+    def __init__(self, session: str, stage: int, way: Way, ask: Ask, reckoning: Reckoning, *, timeout_s: float) -> None:
         """Nothing is sent yet.
 
         Args:
@@ -47,17 +49,20 @@ class BroadcastSink:
             stage: of the pipeline.
             way: to the engines.
             ask: has the session's engines take something.
+            reckoning: is fed with what is sent, meanwhile.
             timeout_s: for a bucket.
         """
         self._session = session
         self._stage = stage
         self._way = way
         self._ask = ask
+        self._reckoning = reckoning
         self._timeout_s = timeout_s
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="send")
+        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reckon")
         self._sending: Future[None] | None = None
         self._num_buckets = self._size_bytes = 0
-        self._checksums: dict[str, str] = {}
+        self._fingerprints: dict[str, str] = {}
         self._failed: dict[str, str] = {}
 
     @property
@@ -78,14 +83,16 @@ class BroadcastSink:
         """Wait until all is sent and say what was."""
         self._wait()
         self._executor.shutdown()
-        return Sent(self._num_buckets, self._size_bytes, self._checksums, self._failed)
+        self._beside.shutdown()
+        expected = {} if self._failed else self._reckoning.result()
+        return Sent(self._num_buckets, self._size_bytes, self._fingerprints, self._failed, expected)
 
     def _wait(self) -> None:
         sending, self._sending = self._sending, None
         if sending is not None:
             try:
                 sending.result()  # ends by the group's time limit
-            except (RuntimeError, TimeoutError) as error:
+            except (RuntimeError, TimeoutError, ValueError) as error:
                 self._failed.setdefault("", f"bucket {self._num_buckets}: {error}")
 
     def _send(self, bucket: Bucket, flat: Tensor) -> None:
@@ -97,13 +104,15 @@ class BroadcastSink:
             dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket),
             shapes=tuple(tuple(tensor.shape) for _, tensor in bucket),
         )
+        noted = self._beside.submit(self._note, bucket)
         failed = self._way.carry(step, flat, self._ask, self._timeout_s)
         self._failed |= {engine: f"bucket {step.index}: {reason}" for engine, reason in failed.items()}
-        self._note(bucket, flat.nbytes)
-
-    def _note(self, bucket: Bucket, size_bytes: int) -> None:
+        noted.result(self._timeout_s)
         self._num_buckets += 1
-        self._size_bytes += size_bytes
+        self._size_bytes += flat.nbytes
+
+    def _note(self, bucket: Bucket) -> None:
         for name, tensor in bucket:
             entry = entry_of(name, tensor)
-            self._checksums[name] = tensor_checksum(name, entry.dtype, entry.shape, bytes_of(tensor))
+            self._fingerprints[name] = fingerprint(name, entry.dtype, entry.shape, bytes_of(tensor))
+        self._reckoning.add(bucket)

@@ -99,6 +99,11 @@ class Expected:
         names = {place_of(name).name for name in self._cuts}
         self._joined = {name: _Joined(made_of(name, self._num_experts), layout) for name in sorted(names)}
 
+    @property
+    def num_hashes(self) -> int:
+        """How many there will be."""
+        return len(self._joined) * self._layout.tp_size
+
     def add(self, bucket: Bucket) -> None:
         """Take whole tensors.
 
@@ -119,7 +124,11 @@ class Expected:
         missing = [name for joined in self._joined.values() for name in joined.missing]
         if missing:
             raise ValueError(f"{len(missing)} tensors have not come, the first is {missing[0]}")
-        hashes = {name: joined.hashes() for name, joined in self._joined.items()}
+        return self.so_far()
+
+    def so_far(self) -> list[Checksums]:
+        """The same of those whose parts have all come, as those of one pipeline stage."""
+        hashes = {name: joined.hashes() for name, joined in self._joined.items() if not joined.missing}
         return [{name: own[rank] for name, own in hashes.items()} for rank in range(self._layout.tp_size)]
 
 

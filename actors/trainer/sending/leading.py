@@ -15,6 +15,7 @@ import anyio
 import structlog
 
 from actors.trainer.sending.asking import TRIES, ask_all
+from actors.trainer.sending.reckoning import of_all_stages
 from actors.trainer.sending.session import Membership, Outcome, joined
 from actors.trainer.torch_thread import TorchThread
 from messages import (
@@ -156,8 +157,9 @@ class WeightSessions:
         outcome.failed |= joined([each.failed for each in sent])
         if outcome.failed:
             return
-        checksum = combined({name: each for share in sent for name, each in share.checksums.items()}).total
-        finish = SessionFinished(session=session, checksum=checksum, num_buckets=outcome.num_buckets)
+        identity = combined({name: each for share in sent for name, each in share.fingerprints.items()}).total
+        expected = of_all_stages([share.expected for share in sent])
+        finish = SessionFinished(session=session, checksum=identity, num_buckets=outcome.num_buckets, expected=expected)
         outcome.is_finished = True
         await self._all_do(outcome, finish, times=TRIES)
 

@@ -14,8 +14,9 @@ from actors.trainer.rendezvous import own_address
 from actors.trainer.sending.asking import AskOf
 from actors.trainer.sending.collective import BroadcastSink, NoSink, Sent
 from actors.trainer.sending.group import StageGroup
+from actors.trainer.sending.reckoning import Reckoning
 from actors.trainer.sending.ways import Broadcast, Segments, remove_segments
-from messages import UpdateGroup
+from messages import EngineLayout, UpdateGroup
 from runtime.settings.topology import Topology
 
 
@@ -60,13 +61,21 @@ class RankSender:
             self._group.leave()
             self._group = None
 
-    def send(self, session: str, instances: Sequence[str], readers: Mapping[str, int], timeout_s: float) -> list[Sent]:
+    def send(
+        self,
+        session: str,
+        instances: Sequence[str],
+        readers: Mapping[str, int],
+        layouts: Sequence[EngineLayout],
+        timeout_s: float,
+    ) -> list[Sent]:
         """Send all weights to engines, by the groups that were joined, else in shared memory; what each rank sent.
 
         Args:
             session: for which.
             instances: rollout actors that have the engines.
             readers: ranks by engine.
+            layouts: of which it is reckoned what engines will hold, on the CPU.
             timeout_s: for a bucket.
         """
         replica = self._replica
@@ -74,17 +83,25 @@ class RankSender:
         flow = WeightFlow(
             parts,
             replica.hf,
-            self._sink(session, instances, readers, timeout_s),
+            self._sink(session, instances, readers, layouts, timeout_s),
             device=replica.device,
             bucket_bytes=self._topology.trainer.export_bucket_bytes,
         )
         sent: list[Any] = flow.finish()
         return sent
 
-    def _sink(self, session: str, instances: Sequence[str], readers: Mapping[str, int], timeout_s: float) -> Sink:
+    def _sink(
+        self,
+        session: str,
+        instances: Sequence[str],
+        readers: Mapping[str, int],
+        layouts: Sequence[EngineLayout],
+        timeout_s: float,
+    ) -> Sink:
         if not self._is_first:
             return NoSink()
         assert self._ask_of is not None
         stage = parallel_state.get_pipeline_model_parallel_rank()
         way = Segments(f"{self._prefix}-{session}", readers) if self._group is None else Broadcast(self._group)
-        return BroadcastSink(session, stage, way, self._ask_of(instances), timeout_s=timeout_s)
+        reckoning = Reckoning(self._replica.hf, layouts if self._replica.device.type == "cpu" else ())
+        return BroadcastSink(session, stage, way, self._ask_of(instances), reckoning, timeout_s=timeout_s)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from messages import MembersGiven, SessionMember
+from messages import EngineLayout, MembersGiven, SessionMember
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,11 @@ class Membership:
     def epoch(self) -> tuple[str, ...]:
         """What groups of these very members are known by: another after a restart of any of them."""
         return tuple(f"{member.key}:{member.num_ranks}" for _, member in self.members)
+
+    @property
+    def layouts(self) -> tuple[EngineLayout, ...]:
+        """Those of which members want checksums."""
+        return tuple(dict.fromkeys(member.wants for _, member in self.members if member.wants is not None))
 
     @property
     def world_size(self) -> int:

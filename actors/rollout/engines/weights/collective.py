@@ -52,12 +52,15 @@ class Receiver:
         await self._client.update_version(url, label)
         await self._open(url)
         try:
-            num_buckets = 0
+            came: dict[int, int] = {}  # buckets of each stage
             while not isinstance(step := await part.next(), SessionFinished):
-                num_buckets += isinstance(step, BucketSent)
                 await self._take(url, part, step)
-            if num_buckets != step.num_buckets:
-                raise EngineFailed(f"{url}: got {num_buckets} of {step.num_buckets} buckets of session {part.session}")
+                if isinstance(step, BucketSent):  # once it has it: the trainer is in the same broadcast
+                    _note(part, came, step)
+            if sum(came.values()) != step.num_buckets:
+                raise EngineFailed(
+                    f"{part.engine}: got {sum(came.values())} of {step.num_buckets} buckets of session {part.session}"
+                )
         except EngineError as error:
             part.fail(str(error))  # before what ends it here: the trainer may be waiting in a broadcast
             await self._close(url)
@@ -126,6 +129,19 @@ class Receiver:
         for group in step.groups:
             address = GroupAddress(group.name, group.address, group.port, group.world_size, group.backend)
             await self._updates.init_group(url, address, rank_offset=offset, timeout_s=self._timeout_s)
+
+
+def _note(part: Part, came: dict[int, int], step: BucketSent) -> None:
+    """Note what came in a bucket.
+
+    Raises:
+        EngineFailed: it is not the one that was due.
+    """
+    due = came.get(step.stage, 0)
+    if step.index != due:
+        raise EngineFailed(f"{part.engine}: bucket {step.index} of stage {step.stage} came, bucket {due} was due")
+    came[step.stage] = due + 1
+    part.came |= dict.fromkeys(step.names, f"bucket {step.index} of stage {step.stage}")
 
 
 async def _cut_when_over(part: Part, scope: anyio.CancelScope) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 import structlog
 
@@ -18,14 +19,22 @@ from actors.rollout.engines.weights.proof import (
     tolerance_of,
 )
 from actors.rollout.engines.weights.session import Part
-from actors.rollout.engines.weights.updater import Updater
+from actors.rollout.engines.weights.tensors import layout_of, tensors_mismatch
+from actors.rollout.engines.weights.updater import Expected, Updater
 from actors.rollout.sglang.client import SglangClient
-from messages import WeightsAnnounced
+from messages import EngineLayout, WeightsAnnounced
 from runtime.settings.topology import Verify
 
 log = structlog.get_logger()
 
 Loaded = Callable[[], Awaitable[None]]
+
+
+class Place(NamedTuple):
+    """How an engine takes part in a session."""
+
+    num_ranks: int  # that get weights, each its share
+    wants: EngineLayout | None  # its checksums will be asked, and can be reckoned
 
 
 async def nothing() -> None:
@@ -108,27 +117,33 @@ class Prover:
         """Interrupt the requests of an engine that holds the wrong weights."""
         await self._updater.clear(url)
 
-    async def num_ranks(self, url: str) -> int:
-        """Ranks of an engine that get weights, each its share.
+    async def place(self, url: str, announced: WeightsAnnounced, *, first: bool) -> Place:
+        """How an engine takes part in a session; `first` as for `bring`.
 
         Raises:
             EngineError: it does not say.
         """
         info = await self._client.server_info(url)
-        return int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
+        num_ranks = int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
+        return Place(num_ranks, layout_of(info) if is_thorough(self._verify, announced, first=first) else None)
 
     async def _load_and_prove(
         self, engine: str, url: str, announced: WeightsAnnounced, label: str, loaded: Loaded, part: Part | None
     ) -> None:
         server = server_of(await self._client.server_info(url))
-        sent, tensors = "", None
+        sent, tensors, by_tensor = "", None, False
         took_s = 0.0
 
-        async def look(checksum: str) -> None:
-            nonlocal sent, tensors, took_s
+        async def look(checksum: str, expected: Expected) -> None:
+            nonlocal sent, tensors, by_tensor, took_s
             begin = time.perf_counter()
             await self._check_label(engine, url, label)
-            sent, tensors = checksum, await self._client.checksum(url)
+            said = await self._client.checksums(url)
+            if part is not None and part.wants is not None and part.wants.key in expected:
+                by_tensor = True
+                ranks = [rank.checksums for rank in said.ranks]
+                self._refuse_if(engine, tensors_mismatch(expected[part.wants.key], ranks, part.came))
+            sent, tensors = checksum, said.per_engine_checksum
             self._refuse_if(engine, self._checksum_mismatch(server, sent, tensors))
             took_s += time.perf_counter() - begin
 
@@ -145,7 +160,8 @@ class Prover:
         assert tensors is not None
         self._known.add(server, engine, sent, tensors)
         took_s += time.perf_counter() - begin
-        log.info("weights_proven", engine=engine, weight_version=announced.version, took_s=took_s)
+        version = announced.version
+        log.info("weights_proven", engine=engine, weight_version=version, by_tensor=by_tensor, took_s=took_s)
 
     async def _check_label(self, engine: str, url: str, label: str) -> None:
         self._refuse_if(engine, label_mismatch(label, await self._client.weight_version(url)))

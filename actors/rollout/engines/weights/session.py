@@ -15,6 +15,7 @@ import structlog
 from actors.rollout.sglang.errors import EngineUnavailable
 from messages import (
     BucketSent,
+    EngineLayout,
     EnginesAnswered,
     GroupsOffered,
     MembersGiven,
@@ -68,11 +69,13 @@ class _Asked:
 class Part:
     """One engine's part in a session: its own task takes the steps one by one and says what became of them."""
 
-    def __init__(self, engine: str, key: str, num_ranks: int, version: int) -> None:
+    def __init__(self, engine: str, key: str, num_ranks: int, version: int, wants: EngineLayout | None = None) -> None:
         self.engine = engine
         self.key = key
         self.num_ranks = num_ranks
         self.version = version
+        self.wants = wants
+        self.came: dict[str, str] = {}  # in which bucket each tensor came
         self.session = ""  # once it is a member
         self.holds = False  # what the session brought
         self.over = anyio.Event()  # the session was closed
@@ -85,7 +88,7 @@ class Part:
     def enter(self, session: str, deadline_s: float) -> SessionMember:
         """Become a member of a session."""
         self.session, self._deadline_s = session, deadline_s
-        return SessionMember(engine=self.engine, key=self.key, num_ranks=self.num_ranks)
+        return SessionMember(engine=self.engine, key=self.key, num_ranks=self.num_ranks, wants=self.wants)
 
     async def ask(self, step: Step) -> str:
         """Have the engine do a step; why it did not, or nothing. The last one may be asked for again."""
@@ -165,12 +168,14 @@ class WeightSessions:
         return tuple(part.engine for part in self._waiting.values() if not part.session)
 
     @asynccontextmanager
-    async def part(self, engine: str, key: str, num_ranks: int, version: int) -> AsyncGenerator[Part]:
+    async def part(
+        self, engine: str, key: str, num_ranks: int, version: int, wants: EngineLayout | None = None
+    ) -> AsyncGenerator[Part]:
         """Have an engine stand ready for a session that brings a version.
 
         How the block ends is the answer to the step that is at work then.
         """
-        part = Part(engine, key, num_ranks, version)
+        part = Part(engine, key, num_ranks, version, wants)
         self._waiting[engine] = part
         self._changed.set()
         reason = f"{engine} does not take part any more"

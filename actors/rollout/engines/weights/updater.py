@@ -1,6 +1,6 @@
 """How an engine takes new weights, and what its running requests do meanwhile."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Final, Literal
 
@@ -10,6 +10,7 @@ import structlog
 from actors.rollout.engines.weights.collective import Receiver
 from actors.rollout.engines.weights.pauses import Pauses
 from actors.rollout.engines.weights.session import Part
+from actors.rollout.engines.weights.tensors import Hashes
 from actors.rollout.sglang.client import ADMIN_TIMEOUT_S, Load, SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineSilent, EngineUnavailable
 from messages import WeightsAnnounced
@@ -26,7 +27,8 @@ CLEAR_S: Final = 2.5  # of interrupting what runs under wrong weights: it is rep
 
 IDLE_POLL_S: Final = 0.05
 
-Look = Callable[[str], Awaitable[None]]  # is given the checksum of what was loaded
+Expected = Mapping[str, Sequence[Hashes]]  # what engines will say of each rank, by a layout's key
+Look = Callable[[str, Expected], Awaitable[None]]  # is given the checksum of what was loaded
 
 
 class Updater:
@@ -91,12 +93,12 @@ class Updater:
                 # what a frozen request computed under the old weights is in use and cannot be thrown away
                 await self._client.update_weights(url, announced.path, label, flush_cache=self._mode == "retract")
                 if look is not None:
-                    await look(checksum)
+                    await look(checksum, {})
             return
         await self._load_unpaused(url, announced, label)
         if look is not None:
             async with self._paused(url, "in_place"):
-                await look(checksum)
+                await look(checksum, {})
 
     async def _update_in_session(self, url: str, part: Part, label: str, look: Look | None) -> None:
         await part.next()  # SessionPrepared: until then it generates
@@ -105,7 +107,7 @@ class Updater:
             if self._mode != "in_place":
                 await self._client.flush_cache(url, 0.0)
             if look is not None:
-                await look(finished.checksum)
+                await look(finished.checksum, finished.expected)
 
     @asynccontextmanager
     async def _stopped(self, url: str) -> AsyncGenerator[None]:

@@ -1,0 +1,62 @@
+"""The checksums that members of a session want to compare, reckoned while their tensors are sent."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import structlog
+import torch
+
+from actors.trainer.models.config import HfConfig
+from actors.trainer.models.gathering import Bucket
+from actors.trainer.sending.expected import Checksums, Expected, Layout
+from messages import EngineLayout
+
+log = structlog.get_logger()
+
+MAX_HASHES: Final = 20_000  # of all layouts: 100 bytes each, and they go in one message
+
+OfLayouts = dict[str, list[Checksums]]  # of each rank, by a layout's key
+
+
+class Reckoning:
+    """What engines of some layouts will say of a stage's tensors."""
+
+    def __init__(self, model: HfConfig, layouts: Sequence[EngineLayout]) -> None:
+        """Reckon of those that can be; of others it is logged why not."""
+        self._expected: dict[str, Expected] = {}
+        room = MAX_HASHES
+        for layout in layouts:
+            try:
+                expected = Expected(model, Layout(layout.tp_size, getattr(torch, layout.dtype), layout.is_filled_up))
+            except ValueError as error:
+                log.info("checksums_not_reckoned", layout=layout.key, reason=str(error))
+                continue
+            if expected.num_hashes > room:
+                log.info("checksums_not_reckoned", layout=layout.key, reason=f"over {MAX_HASHES} hashes in a session")
+                continue
+            room -= expected.num_hashes
+            self._expected[layout.key] = expected
+
+    def add(self, bucket: Bucket) -> None:
+        """Take tensors.
+
+        Raises:
+            ValueError: the model has no such tensor, or it came already.
+        """
+        for expected in self._expected.values():
+            expected.add(bucket)
+
+    def result(self) -> OfLayouts:
+        """What came of it."""
+        return {key: expected.so_far() for key, expected in self._expected.items()}
+
+
+def of_all_stages(stages: Sequence[Mapping[str, list[Checksums]]]) -> OfLayouts:
+    """What engines will say of the tensors of all stages; no tensor is of two."""
+    whole: OfLayouts = {}
+    for stage in stages:
+        for key, ranks in stage.items():
+            known = whole.setdefault(key, [{} for _ in ranks])
+            for all_of_rank, of_rank in zip(known, ranks, strict=True):
+                all_of_rank.update(of_rank)
+    return whole
