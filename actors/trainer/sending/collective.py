@@ -92,7 +92,7 @@ class BroadcastSink:
         if sending is not None:
             try:
                 sending.result()  # ends by the group's time limit
-            except (RuntimeError, TimeoutError, ValueError) as error:
+            except (RuntimeError, OSError, ValueError) as error:
                 self._failed.setdefault("", f"bucket {self._num_buckets}: {error}")
 
     def _send(self, bucket: Bucket, flat: Tensor) -> None:

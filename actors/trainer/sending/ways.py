@@ -7,9 +7,11 @@ import base64
 import pickle
 import struct
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any, Final, Protocol
 
@@ -56,11 +58,27 @@ class Broadcast:
     def carry(self, step: BucketSent, flat: Tensor, ask: Ask, timeout_s: float) -> Mapping[str, str]:
         """Broadcast it while they are asked to take it."""
         taken = ask(msgspec.structs.replace(step, group=self._group.spec.name), timeout_s)
+        sent: Future[None] = Future()
+        Thread(target=self._broadcast, args=(flat, sent), name="broadcast", daemon=True).start()
+        both: list[Future[Any]] = [taken, sent]
+        wait(both, return_when=FIRST_COMPLETED)
+        if taken.done() and (failed := taken.result()):
+            return failed  # the thread waits for those engines until the group's time is over: gloo cannot be told
+        try:
+            sent.result()
+        except RuntimeError:
+            if failed := taken.result():
+                return failed  # which says more than that the group has ended
+            raise
+        return taken.result()
+
+    def _broadcast(self, flat: Tensor, sent: "Future[None]") -> None:
         try:
             self._group.broadcast(flat)
-        finally:
-            failed = taken.result(timeout_s)
-        return failed
+        except RuntimeError as error:
+            sent.set_exception(error)
+        else:
+            sent.set_result(None)
 
 
 class Segments:
