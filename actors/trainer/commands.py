@@ -64,9 +64,9 @@ from actors.trainer.orders import (
     encode_batch,
 )
 from actors.trainer.sending.asking import AskOf
-from actors.trainer.sending.collective import Sent
 from actors.trainer.sending.rank import RankSender
 from actors.trainer.sending.session import Membership
+from actors.trainer.sending.sink import Sent
 from actors.trainer.step.probe import probe, probe_tokens
 from actors.trainer.step.profile import profiled
 from actors.trainer.step.train_step import Trained, TrainStep

@@ -20,9 +20,9 @@ class _Now:
 
 def install_trainer() -> None:
     """Around each bucket, and before the engines are told that these were all."""
-    from actors.trainer.sending.collective import BroadcastSink, NoSink
     from actors.trainer.sending.leading import WeightSessions
     from actors.trainer.sending.rank import RankSender
+    from actors.trainer.sending.sink import BucketSink, NoSink
     from actors.trainer.step.train_step import TrainStep
     from messages import SessionFinished
 
@@ -35,7 +35,7 @@ def install_trainer() -> None:
         _Now.bucket += 1
         strike(f"before bucket {_Now.bucket}", _Now.step)
 
-    around(BroadcastSink, "_send", before=begin, after=lambda _: strike(f"after bucket {_Now.bucket}", _Now.step))
+    around(BucketSink, "_send", before=begin, after=lambda _: strike(f"after bucket {_Now.bucket}", _Now.step))
     around(NoSink, "hand_over", before=begin)
     around(
         WeightSessions,
@@ -68,7 +68,7 @@ def install_engine() -> None:
 
 def install_rollout() -> None:
     """Before an engine's session begins, and before it is told of a bucket."""
-    from actors.rollout.engines.weights.collective import Receiver
+    from actors.rollout.engines.weights.receiving import Receiver
     from messages import BucketSent
 
     strike = striker()

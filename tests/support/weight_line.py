@@ -25,11 +25,11 @@ from actors.rollout.sglang.errors import EngineError
 from actors.rollout.sglang.updates import WeightUpdates
 from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.shapes import hf_shapes
-from actors.trainer.sending.collective import BroadcastSink, Sent
+from actors.trainer.sending.collective import Broadcast
 from actors.trainer.sending.group import StageGroup
 from actors.trainer.sending.reckoning import Reckoning
 from actors.trainer.sending.session import Membership
-from actors.trainer.sending.ways import Broadcast
+from actors.trainer.sending.sink import BucketSink, Sent
 from messages import (
     BucketSent,
     GroupsOffered,
@@ -158,7 +158,7 @@ class Halves:
             loop = asyncio.get_running_loop()
             line: Any = Line(group, lambda step: asyncio.run_coroutine_threadsafe(self._ask(step), loop), corrupt)
             reckoning = Reckoning(self._model, membership.layouts)
-            sink = BroadcastSink(session, 0, Broadcast(line), line.ask, reckoning, timeout_s=LIMIT_S)
+            sink = BucketSink(session, 0, Broadcast(line), line.ask, reckoning, timeout_s=LIMIT_S)
             sent = await anyio.to_thread.run_sync(_send, sink, tensors)
             return await self._end(session, sent)
         finally:
@@ -184,7 +184,7 @@ class Halves:
         return (await self._sessions.step(step)).failed
 
 
-def _send(sink: BroadcastSink, tensors: Tensors) -> Sent:
+def _send(sink: BucketSink, tensors: Tensors) -> Sent:
     for bucket in buckets_of(tensors):
         sink.hand_over(bucket)
     return sink.close()

@@ -1,118 +1,46 @@
-"""Buckets on their way to engines: a sink of the export (models/handover.py)."""
+"""Buckets by broadcast, to a process group that the engines are in."""
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from threading import Thread
+from typing import Any
 
+import msgspec
 from torch import Tensor
 
-from actors.trainer.models.gathering import Bucket
-from actors.trainer.models.shards import bytes_of, entry_of
 from actors.trainer.sending.asking import Ask
-from actors.trainer.sending.reckoning import OfLayouts, Reckoning
-from actors.trainer.sending.ways import Way, aligned, flattened
+from actors.trainer.sending.group import StageGroup
 from messages import BucketSent
-from runtime.checksums import fingerprint
 
 
-class Sent(NamedTuple):
-    """What a rank has sent."""
+class Broadcast:
+    """To a process group that they are in."""
 
-    num_buckets: int = 0
-    size_bytes: int = 0
-    fingerprints: dict[str, str] = {}  # by tensor
-    failed: dict[str, str] = {}  # reason by engine; of the rank itself under no name
-    expected: OfLayouts = {}  # what engines will say of the stage's tensors
+    def __init__(self, group: StageGroup) -> None:
+        """Send in a group that was joined."""
+        self._group = group
 
+    def carry(self, step: BucketSent, flat: Tensor, ask: Ask, timeout_s: float) -> Mapping[str, str]:
+        """Broadcast it while they are asked to take it."""
+        taken = ask(msgspec.structs.replace(step, group=self._group.spec.name), timeout_s)
+        sent: Future[None] = Future()
+        Thread(target=self._broadcast, args=(flat, sent), name="broadcast", daemon=True).start()
+        both: list[Future[Any]] = [taken, sent]
+        wait(both, return_when=FIRST_COMPLETED)
+        if taken.done() and (failed := taken.result()):
+            return failed  # the thread waits for those engines until the group's time is over: gloo cannot be told
+        try:
+            sent.result()
+        except RuntimeError:
+            if failed := taken.result():
+                return failed  # which says more than that the group has ended
+            raise
+        return taken.result()
 
-class NoSink:
-    """Of ranks to which no tensors come."""
-
-    is_free = True
-
-    def hand_over(self, bucket: Bucket, *, wait: bool = False) -> None:
-        """There is nothing in it."""
-        assert not bucket
-
-    def close(self) -> Sent:
-        """Nothing was sent."""
-        return Sent()
-
-
-class BroadcastSink:
-    """Sends a bucket on a thread of its own while the next one is gathered, and has engines take it meanwhile."""
-
-    def __init__(self, session: str, stage: int, way: Way, ask: Ask, reckoning: Reckoning, *, timeout_s: float) -> None:
-        """Nothing is sent yet.
-
-        Args:
-            session: for which.
-            stage: of the pipeline.
-            way: to the engines.
-            ask: has the session's engines take something.
-            reckoning: is fed with what is sent, meanwhile.
-            timeout_s: for a bucket.
-        """
-        self._session = session
-        self._stage = stage
-        self._way = way
-        self._ask = ask
-        self._reckoning = reckoning
-        self._timeout_s = timeout_s
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="send")
-        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reckon")
-        self._sending: Future[None] | None = None
-        self._num_buckets = self._size_bytes = 0
-        self._fingerprints: dict[str, str] = {}
-        self._failed: dict[str, str] = {}
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nothing is being sent."""
-        return self._sending is None or self._sending.done()
-
-    def hand_over(self, bucket: Bucket, *, wait: bool = False) -> None:
-        """Have a bucket sent, once the one before is. What comes after a failure is dropped."""
-        self._wait()
-        if bucket and not self._failed:
-            ordered = aligned(bucket)
-            self._sending = self._executor.submit(self._send, ordered, flattened(ordered))
-        if wait:
-            self._wait()
-
-    def close(self) -> Sent:
-        """Wait until all is sent and say what was."""
-        self._wait()
-        self._executor.shutdown()
-        self._beside.shutdown()
-        expected = {} if self._failed else self._reckoning.result()
-        return Sent(self._num_buckets, self._size_bytes, self._fingerprints, self._failed, expected)
-
-    def _wait(self) -> None:
-        sending, self._sending = self._sending, None
-        if sending is not None:
-            try:
-                sending.result()  # ends by the group's time limit
-            except (RuntimeError, OSError, ValueError) as error:
-                self._failed.setdefault("", f"bucket {self._num_buckets}: {error}")
-
-    def _send(self, bucket: Bucket, flat: Tensor) -> None:
-        step = BucketSent(
-            session=self._session,
-            stage=self._stage,
-            index=self._num_buckets,
-            names=tuple(name for name, _ in bucket),
-            dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket),
-            shapes=tuple(tuple(tensor.shape) for _, tensor in bucket),
-        )
-        noted = self._beside.submit(self._note, bucket)
-        failed = self._way.carry(step, flat, self._ask, self._timeout_s)
-        self._failed |= {engine: f"bucket {step.index}: {reason}" for engine, reason in failed.items()}
-        noted.result(self._timeout_s)
-        self._num_buckets += 1
-        self._size_bytes += flat.nbytes
-
-    def _note(self, bucket: Bucket) -> None:
-        for name, tensor in bucket:
-            entry = entry_of(name, tensor)
-            self._fingerprints[name] = fingerprint(name, entry.dtype, entry.shape, bytes_of(tensor))
-        self._reckoning.add(bucket)
+    def _broadcast(self, flat: Tensor, sent: "Future[None]") -> None:
+        try:
+            self._group.broadcast(flat)
+        except RuntimeError as error:
+            sent.set_exception(error)
+        else:
+            sent.set_result(None)

@@ -12,10 +12,11 @@ from actors.trainer.models.gathering import first_rank, own_parts
 from actors.trainer.models.handover import Sink, WeightFlow
 from actors.trainer.rendezvous import own_address
 from actors.trainer.sending.asking import AskOf
-from actors.trainer.sending.collective import BroadcastSink, NoSink, Sent
+from actors.trainer.sending.collective import Broadcast
 from actors.trainer.sending.group import StageGroup
+from actors.trainer.sending.ipc import Segments, remove_segments
 from actors.trainer.sending.reckoning import Reckoning
-from actors.trainer.sending.ways import Broadcast, Segments, remove_segments
+from actors.trainer.sending.sink import BucketSink, NoSink, Sent
 from messages import EngineLayout, UpdateGroup
 from runtime.settings.topology import Topology
 
@@ -104,4 +105,4 @@ class RankSender:
         stage = parallel_state.get_pipeline_model_parallel_rank()
         way = Segments(f"{self._prefix}-{session}", readers) if self._group is None else Broadcast(self._group)
         reckoning = Reckoning(self._replica.hf, layouts if self._replica.device.type == "cpu" else ())
-        return BroadcastSink(session, stage, way, self._ask_of(instances), reckoning, timeout_s=timeout_s)
+        return BucketSink(session, stage, way, self._ask_of(instances), reckoning, timeout_s=timeout_s)

@@ -9,7 +9,7 @@ from types import ModuleType
 LAST = {  # module that is imported late, by kind of process; what gets moments is there then, or is imported with them
     "trainer": "actors.trainer.commands",
     "engine": "actors.rollout.embedded.http.sessions",
-    "rollout": "actors.rollout.engines.weights.collective",
+    "rollout": "actors.rollout.engines.weights.receiving",
 }
 
 

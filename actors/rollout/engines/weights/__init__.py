@@ -1,4 +1,4 @@
 """How an engine takes new weights; one file a transport.
 
-Open disk.py.
+Open updater.py, then receiving.py.
 """

@@ -1,156 +1,44 @@
-"""Weights by broadcast: an engine and the trainer are in process groups, one for each pipeline stage.
+"""Weights by broadcast: an engine and the trainer are in process groups, one for each pipeline stage."""
 
-An engine's scheduler waits inside a broadcast, for half an hour at most, which cannot be set. One that the trainer
-leaves before any byte fails at once; one that it leaves in the middle waits on. So an engine that is still in one when
-its session is over, or the deadline is, counts as silent, and is killed.
-"""
-
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Final
-
-import anyio
 import structlog
 
-from actors.rollout.engines.weights.session import Part
-from actors.rollout.sglang.client import SglangClient
-from actors.rollout.sglang.errors import EngineError, EngineFailed, EngineSilent, RequestRefused
+from actors.rollout.sglang.errors import RequestRefused
 from actors.rollout.sglang.updates import BucketLayout, GroupAddress, WeightUpdates
-from messages import BucketSent, GroupsOffered, SessionFinished, SessionPrepared
-from runtime.bus.background import beside
+from messages import BucketSent, GroupsOffered
 
 log = structlog.get_logger()
 
-SEGMENTS: Final = Path("/dev/shm")  # where Linux shows shared memory by name
-CLOSE_S: Final = 5.0
-GRACE_S: Final = 5.0  # for an engine to notice that the trainer is gone
 
+class UpdateGroups:
+    """The groups that engines are in."""
 
-class Receiver:
-    """Has engines take what a session brings them."""
-
-    def __init__(self, client: SglangClient, timeout_s: float) -> None:
-        """Know no groups yet; an engine gets so long for each step."""
-        self._client = client
-        self._updates = WeightUpdates(client)
+    def __init__(self, updates: WeightUpdates, timeout_s: float) -> None:
+        """Know none yet; an engine gets so long for each call."""
+        self._updates = updates
         self._timeout_s = timeout_s
-        self._groups: dict[str, tuple[str, ...]] = {}  # that an engine's process is in, by its key
+        self._joined: dict[str, tuple[str, ...]] = {}  # by engine, also of a process before this one
 
-    async def receive(self, url: str, part: Part, label: str) -> SessionFinished:
-        """Take all tensors of a session. The engine stands still.
-
-        It is given the label first: what it holds from the first bucket on is neither the old weights nor the new.
-
-        Args:
-            url: of the engine.
-            part: has taken the step SessionPrepared.
-            label: what the engine is to call its weights.
+    async def join(self, url: str, step: GroupsOffered, offset: int) -> None:
+        """Have an engine meet the trainer in groups, in place of those that it was in.
 
         Raises:
-            EngineError: it did not take them, or the session is over.
+            EngineError: it did not.
         """
-        await self._client.update_version(url, label)
-        await self._open(url)
-        try:
-            came: dict[int, int] = {}  # buckets of each stage
-            while not isinstance(step := await part.next(), SessionFinished):
-                await self._take(url, part, step)
-                if isinstance(step, BucketSent):  # once it has it: the trainer is in the same broadcast
-                    _note(part, came, step)
-            if sum(came.values()) != step.num_buckets:
-                raise EngineFailed(
-                    f"{part.engine}: got {sum(came.values())} of {step.num_buckets} buckets of session {part.session}"
-                )
-        except EngineError as error:
-            part.fail(str(error))  # before what ends it here: the trainer may be waiting in a broadcast
-            await self._close(url)
-            raise
-        await self._updates.end_update(url, timeout_s=self._timeout_s)
-        return step
-
-    async def _close(self, url: str) -> None:
-        """End what cannot be finished; an engine that does not answer is looked at afterwards."""
-        try:
-            await self._updates.end_update(url, timeout_s=CLOSE_S)
-        except EngineError as error:
-            log.warning("weight_session_left_open", url=url, error=str(error))
-
-    async def _open(self, url: str) -> None:
-        """Begin; a session that a death has left open is closed before."""
-        try:
-            await self._updates.begin_update(url, timeout_s=self._timeout_s)
-        except RequestRefused as error:
-            log.warning("weight_session_found_open", url=url, error=str(error))
-            await self._updates.end_update(url, timeout_s=self._timeout_s)
-            await self._updates.begin_update(url, timeout_s=self._timeout_s)
-
-    async def _take(self, url: str, part: Part, step: GroupsOffered | BucketSent | SessionPrepared) -> None:
-        """Do a step, which may wait for the trainer.
-
-        Raises:
-            EngineSilent: the session is over, and it still waits.
-        """
-        with anyio.CancelScope() as scope:
-            async with beside(lambda: _cut_when_over(part, scope)):
-                await self._do(url, part, step)
-        if scope.cancelled_caught:
-            raise EngineSilent(f"{url}: still takes part in session {part.session}, which is over")
-
-    async def _do(self, url: str, part: Part, step: GroupsOffered | BucketSent | SessionPrepared) -> None:
-        match step:
-            case GroupsOffered():
-                await self._join(url, part.key, step, step.offsets[part.engine])
-            case BucketSent() if step.payloads:
-                await self._read(url, step, step.payloads[part.engine])
-            case BucketSent():
-                layout = BucketLayout(step.names, step.dtypes, step.shapes)
-                await self._updates.update_from_distributed(url, step.group, layout, timeout_s=self._timeout_s)
-            case SessionPrepared():
-                raise EngineFailed(f"{url}: session {part.session} was prepared twice")
-
-    async def _read(self, url: str, step: BucketSent, payloads: Sequence[str]) -> None:
-        """Have an engine read a bucket from shared memory, which then is of no more use to it.
-
-        The trainer removes what it has written, too; here for one that has died.
-        """
-        try:
-            await self._updates.update_from_tensor(url, payloads, timeout_s=self._timeout_s)
-        except EngineError:
-            remove_segments(step.segments)
-            raise
-
-    async def _join(self, url: str, key: str, step: GroupsOffered, offset: int) -> None:
-        for name in self._groups.pop(key, ()):
+        for name in self._joined.pop(url, ()):
             try:
                 await self._updates.destroy_group(url, name, timeout_s=self._timeout_s)
-            except RequestRefused as error:  # it was never made, as where the trainer died meanwhile
+            except RequestRefused as error:  # it is another process, or never was in it as the trainer died meanwhile
                 log.info("update_group_not_left", url=url, group=name, error=str(error))
-        self._groups[key] = tuple(group.name for group in step.groups)
+        self._joined[url] = tuple(group.name for group in step.groups)
         for group in step.groups:
             address = GroupAddress(group.name, group.address, group.port, group.world_size, group.backend)
             await self._updates.init_group(url, address, rank_offset=offset, timeout_s=self._timeout_s)
 
+    async def take(self, url: str, step: BucketSent) -> None:
+        """Have an engine take a bucket that is broadcast.
 
-def _note(part: Part, came: dict[int, int], step: BucketSent) -> None:
-    """Note what came in a bucket.
-
-    Raises:
-        EngineFailed: it is not the one that was due.
-    """
-    due = came.get(step.stage, 0)
-    if step.index != due:
-        raise EngineFailed(f"{part.engine}: bucket {step.index} of stage {step.stage} came, bucket {due} was due")
-    came[step.stage] = due + 1
-    part.came |= dict.fromkeys(step.names, f"bucket {step.index} of stage {step.stage}")
-
-
-async def _cut_when_over(part: Part, scope: anyio.CancelScope) -> None:
-    await part.over.wait()
-    await anyio.sleep(GRACE_S)
-    scope.cancel()
-
-
-def remove_segments(names: Sequence[str]) -> None:
-    """Remove shared memory that nobody is to read any more."""
-    for name in names:
-        (SEGMENTS / name).unlink(missing_ok=True)
+        Raises:
+            EngineError: it did not.
+        """
+        layout = BucketLayout(step.names, step.dtypes, step.shapes)
+        await self._updates.update_from_distributed(url, step.group, layout, timeout_s=self._timeout_s)

@@ -7,8 +7,8 @@ from typing import Final, Literal
 import anyio
 import structlog
 
-from actors.rollout.engines.weights.collective import Receiver
 from actors.rollout.engines.weights.pauses import Pauses
+from actors.rollout.engines.weights.receiving import Receiver
 from actors.rollout.engines.weights.session import Part
 from actors.rollout.engines.weights.tensors import Hashes
 from actors.rollout.sglang.client import ADMIN_TIMEOUT_S, Load, SglangClient

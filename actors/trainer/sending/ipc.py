@@ -1,84 +1,26 @@
-"""How the bytes of a bucket get to engines: by broadcast, or in memory that both see.
-
-A bucket is one buffer, in which its tensors lie one behind the other (SGLang's `flattened_bucket`).
-"""
+"""Buckets in shared memory of this machine, whose name the engines are told: on the CPU."""
 
 import base64
 import pickle
 import struct
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from actors.trainer.models.gathering import Bucket
 from actors.trainer.sending.asking import Ask
-from actors.trainer.sending.group import StageGroup
 from messages import BucketSent
 
 SEGMENTS: Final = Path("/dev/shm")  # where Linux shows shared memory by name
 HEADER_BYTES: Final = 64  # before the data in a segment, as torch has it; begins with a count of who has it
 ENDLESS: Final = 1 << 20  # a count that never ends: else who finds that it is the last removes what is gone already
-
-
-class Way(Protocol):
-    """Gets buckets to the engines of a session."""
-
-    def carry(self, step: BucketSent, flat: Tensor, ask: Ask, timeout_s: float) -> Mapping[str, str]:
-        """Have engines take a bucket; why some did not, by engine.
-
-        Args:
-            step: what it holds.
-            flat: its bytes; shape (bytes,), uint8.
-            ask: has the engines take it.
-            timeout_s: for that.
-
-        Raises:
-            RuntimeError, OSError: it could not be sent.
-        """
-        ...
-
-
-class Broadcast:
-    """To a process group that they are in."""
-
-    def __init__(self, group: StageGroup) -> None:
-        """Send in a group that was joined."""
-        self._group = group
-
-    def carry(self, step: BucketSent, flat: Tensor, ask: Ask, timeout_s: float) -> Mapping[str, str]:
-        """Broadcast it while they are asked to take it."""
-        taken = ask(msgspec.structs.replace(step, group=self._group.spec.name), timeout_s)
-        sent: Future[None] = Future()
-        Thread(target=self._broadcast, args=(flat, sent), name="broadcast", daemon=True).start()
-        both: list[Future[Any]] = [taken, sent]
-        wait(both, return_when=FIRST_COMPLETED)
-        if taken.done() and (failed := taken.result()):
-            return failed  # the thread waits for those engines until the group's time is over: gloo cannot be told
-        try:
-            sent.result()
-        except RuntimeError:
-            if failed := taken.result():
-                return failed  # which says more than that the group has ended
-            raise
-        return taken.result()
-
-    def _broadcast(self, flat: Tensor, sent: "Future[None]") -> None:
-        try:
-            self._group.broadcast(flat)
-        except RuntimeError as error:
-            sent.set_exception(error)
-        else:
-            sent.set_result(None)
 
 
 class Segments:
@@ -153,13 +95,3 @@ def _places(step: BucketSent) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(
             name=name, shape=torch.Size(shape), dtype=dtype, start_idx=end - size, end_idx=end, numel=size
         )
-
-
-def aligned(bucket: Sequence[tuple[str, Tensor]]) -> Bucket:
-    """A bucket in which each tensor begins at a multiple of its numbers' size: SGLang refuses others."""
-    return sorted(bucket, key=lambda item: -item[1].element_size())
-
-
-def flattened(bucket: Bucket) -> Tensor:
-    """The bytes of all tensors, one behind the other; shape (bytes,), uint8, on their device. Always a copy."""
-    return torch.cat([tensor.detach().contiguous().flatten().view(torch.uint8) for _, tensor in bucket])

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from actors.trainer.sending.ways import SEGMENTS, Segments, aligned, flattened, remove_segments, segment
+from actors.trainer.sending.ipc import SEGMENTS, Segments, remove_segments, segment
+from actors.trainer.sending.sink import aligned, flattened
 from messages import BucketSent, Message
 
 ROOT = Path(__file__).parents[4]

@@ -6,8 +6,8 @@ from typing import cast
 
 import torch
 
+from actors.trainer.sending.collective import Broadcast
 from actors.trainer.sending.group import StageGroup
-from actors.trainer.sending.ways import Broadcast
 from messages import BucketSent, Message, UpdateGroup
 
 STEP = BucketSent(session="1.1", stage=0, index=0, names=("a",), dtypes=("float32",), shapes=((1,),))
