@@ -40,7 +40,7 @@ from actors.trainer.models.publish import (
     complete_version,
     prune_versions,
 )
-from actors.trainer.models.shapes import weight_bytes
+from actors.trainer.models.shapes import num_weights
 from actors.trainer.orders import (
     AdvanceExport,
     Begin,
@@ -249,7 +249,7 @@ class TrainerRank:
         """Probe the weights, for engines that get them without files."""
         begin = time.perf_counter()
         probed = self._lead(Probe())
-        size_bytes = weight_bytes(self._replica.hf, DTYPES[self._topology.model.dtype])
+        size_bytes = num_weights(self._replica.hf) * DTYPES[self._topology.model.dtype].itemsize
         return Published(None, "", size_bytes, time.perf_counter() - begin, probed)
 
     def open_groups(self, name: str, world_size: int, timeout_s: float) -> list[UpdateGroup]:

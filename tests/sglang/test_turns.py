@@ -11,9 +11,9 @@ import pytest
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.engines.turns.stages import Stage
 from actors.rollout.engines.turns.tenure import Tenure
-from actors.rollout.engines.weights.disk import Updater
 from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.prover import Prover
+from actors.rollout.engines.weights.updater import Updater
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.memory import Tag
 from messages import WeightsAnnounced

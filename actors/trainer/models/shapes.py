@@ -2,8 +2,6 @@
 
 import math
 
-import torch
-
 from actors.trainer.models.config import HfConfig
 from runtime.hf_latent import Latent
 
@@ -27,9 +25,9 @@ def hf_shapes(model: HfConfig) -> dict[str, tuple[int, ...]]:
     return shapes | {copy: shape for name, shape in shapes.items() for copy in copies_of(name, model)}
 
 
-def weight_bytes(model: HfConfig, dtype: torch.dtype) -> int:
-    """Bytes of all tensors of a model."""
-    return sum(math.prod(shape) for shape in hf_shapes(model).values()) * dtype.itemsize
+def num_weights(model: HfConfig) -> int:
+    """Numbers in all tensors of a model."""
+    return sum(math.prod(shape) for shape in hf_shapes(model).values())
 
 
 def copies_of(name: str, model: HfConfig) -> list[str]:

@@ -92,6 +92,7 @@ def with_key(url: str) -> EngineClient:
 
 def endpoints() -> list[tuple[str, str]]:
     server: Any = EmbeddedServer.__new__(EmbeddedServer)
+    server._frontend = None
     found = [(method, path) for methods, paths, _ in server._endpoints() for method in methods for path in paths]
     return [*found, ("POST", "/generate"), ("GET", "/nothing")]
 
