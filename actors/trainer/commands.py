@@ -115,7 +115,7 @@ class TrainerRank:
         self._channel = Channel(self._ranks, device)
         self._replica = Replica(topology, device)
         self._train_step = TrainStep(topology, self._replica)
-        self._sender = RankSender(topology, self._replica, ask_of)
+        self._sender = RankSender(topology, self._replica, run_directory, ask_of)
         hf = self._replica.hf
         self._probe_tokens = probe_tokens(topology, hf.vocab_size, hf.max_position_embeddings)
         if topology.trainer.optimizer.optimizer_cpu_offload:

@@ -1,6 +1,7 @@
 """Buckets in shared memory of this machine, whose name the engines are told: on the CPU."""
 
 import base64
+import hashlib
 import pickle
 import struct
 from collections.abc import Generator, Iterator, Mapping
@@ -61,6 +62,11 @@ def segment(name: str, flat: Tensor, num_readers: int) -> Generator[list[str]]:
     finally:
         for path in paths:
             path.unlink(missing_ok=True)
+
+
+def segment_prefix(run_directory: Path) -> str:
+    """How the names of a run's segments begin, and no other run's on this machine: names of runs may be equal."""
+    return f"physarum-{hashlib.sha256(str(run_directory.resolve()).encode()).hexdigest()[:16]}"
 
 
 def remove_segments(prefix: str) -> None:

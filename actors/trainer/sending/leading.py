@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Final
 import anyio
 import structlog
 
-from actors.trainer.sending.asking import TRIES, ask_all
-from actors.trainer.sending.reckoning import of_all_stages
-from actors.trainer.sending.session import Membership, Outcome, joined
+from actors.trainer.sending.asking import ROLE, TRIES, ask_all
+from actors.trainer.sending.session import Membership, Outcome, joined, of_all_stages
 from actors.trainer.torch_thread import TorchThread
 from messages import (
     GroupsOffered,
@@ -130,7 +129,7 @@ class WeightSessions:
         offer = SessionOffered(
             session=session, incarnation=self._incarnation, version=self._version, deadline_s=self._timeout_s
         )
-        offered = await self._roster.call_all("rollout", offer, MembersGiven, timeout_s=OFFER_TIMEOUT_S)
+        offered = await self._roster.call_all(ROLE, offer, MembersGiven, timeout_s=OFFER_TIMEOUT_S)
         for instance, reason in offered.refused.items():
             log.warning("weight_session_not_taken", instance=instance, reason=reason)
         outcome = Outcome(Membership.of(offered.answers))
@@ -140,8 +139,7 @@ class WeightSessions:
             await self._lead(session, outcome)
         finally:
             if not outcome.is_finished:
-                with anyio.CancelScope(shield=True):
-                    await self._abandon(session, outcome)
+                await self._abandon(session, outcome)
         return outcome
 
     async def _lead(self, session: str, outcome: Outcome) -> None:

@@ -1,6 +1,7 @@
 """A rank's part in bringing the weights to engines. All calls come from its torch thread, on all ranks together."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from actors.trainer.rendezvous import own_address
 from actors.trainer.sending.asking import AskOf
 from actors.trainer.sending.collective import Broadcast
 from actors.trainer.sending.group import StageGroup
-from actors.trainer.sending.ipc import Segments, remove_segments
+from actors.trainer.sending.ipc import Segments, remove_segments, segment_prefix
 from actors.trainer.sending.reckoning import Reckoning
 from actors.trainer.sending.sink import BucketSink, NoSink, Sent
 from messages import EngineLayout, UpdateGroup
@@ -24,14 +25,14 @@ from runtime.settings.topology import Topology
 class RankSender:
     """What this rank has for sending: the group of its stage, if it is the stage's first rank."""
 
-    def __init__(self, topology: Topology, replica: Replica, ask_of: AskOf | None) -> None:
+    def __init__(self, topology: Topology, replica: Replica, run_directory: Path, ask_of: AskOf | None) -> None:
         """No group yet; without `ask_of` nothing can be sent, only groups be made."""
         self._topology = topology
         self._replica = replica
         self._ask_of = ask_of
         self._is_first = dist.get_rank() == first_rank()
         self._group: StageGroup | None = None
-        self._prefix = f"physarum-{topology.run.name}"
+        self._prefix = segment_prefix(run_directory)
         if self._is_first and replica.device.type == "cpu":
             remove_segments(self._prefix)
 

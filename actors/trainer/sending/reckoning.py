@@ -1,6 +1,6 @@
 """The checksums that members of a session want to compare, reckoned while their tensors are sent."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import structlog
@@ -49,14 +49,3 @@ class Reckoning:
     def result(self) -> OfLayouts:
         """What came of it."""
         return {key: expected.so_far() for key, expected in self._expected.items()}
-
-
-def of_all_stages(stages: Sequence[Mapping[str, list[Checksums]]]) -> OfLayouts:
-    """What engines will say of the tensors of all stages; no tensor is of two."""
-    whole: OfLayouts = {}
-    for stage in stages:
-        for key, ranks in stage.items():
-            known = whole.setdefault(key, [{} for _ in ranks])
-            for all_of_rank, of_rank in zip(known, ranks, strict=True):
-                all_of_rank.update(of_rank)
-    return whole

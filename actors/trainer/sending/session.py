@@ -93,3 +93,14 @@ def joined(failures: Sequence[Mapping[str, str]]) -> dict[str, str]:
         for name, reason in each.items():
             found.setdefault(name, reason)
     return found
+
+
+def of_all_stages(stages: Sequence[Mapping[str, list[dict[str, str]]]]) -> dict[str, list[dict[str, str]]]:
+    """What engines will say of the tensors of all stages; no tensor is of two."""
+    whole: dict[str, list[dict[str, str]]] = {}
+    for stage in stages:
+        for key, ranks in stage.items():
+            known = whole.setdefault(key, [{} for _ in ranks])
+            for all_of_rank, of_rank in zip(known, ranks, strict=True):
+                all_of_rank.update(of_rank)
+    return whole

@@ -43,3 +43,8 @@ def test_a_trainer_on_the_cpu_starts_on_a_machine_with_a_gpu() -> None:
     command = [sys.executable, "-W", "ignore", "-c", ON_A_MACHINE_WITH_A_GPU]
     result = subprocess.run(command, env=environment, capture_output=True, timeout=25, check=False)
     assert result.stdout.decode().strip() == "gloo cpu", result.stderr.decode()[-2000:]
+
+
+def test_the_actor_is_imported_without_torch_which_its_own_thread_imports() -> None:
+    code = "import sys, actors.trainer.actor; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False).returncode == 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from actors.trainer.sending.ipc import SEGMENTS, Segments, remove_segments, segment
+from actors.trainer.sending.ipc import SEGMENTS, Segments, remove_segments, segment, segment_prefix
 from actors.trainer.sending.sink import aligned, flattened
 from messages import BucketSent, Message
 
@@ -82,6 +82,13 @@ def test_a_failure_leaves_none_either(tmp_path: object) -> None:
         assert sorted(left(prefix)) == sorted(names)
         raise RuntimeError("gone")
     assert not left(prefix)
+
+
+def test_runs_of_one_name_or_of_names_that_begin_alike_do_not_share_segments(tmp_path: Path) -> None:
+    prefixes = [segment_prefix(tmp_path / name) for name in ("a/r", "b/r", "a/r-1")]
+    assert not any(one != other and one.startswith(other) for one in prefixes for other in prefixes)
+    assert len(set(prefixes)) == 3
+    assert segment_prefix(tmp_path / "b" / ".." / "a" / "r") == prefixes[0]
 
 
 def test_what_a_death_has_left_of_a_run_is_removed_and_of_another_is_not(tmp_path: object) -> None:
