@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from typing import Final
+from urllib.parse import urlsplit
 
 from runtime.settings.reading.config import Problem
 from runtime.settings.topology import EngineConfig, Topology
 
+LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 REPLICAS: Final = ("dp_size", "data_parallel_size")  # SGLang's names of it
 
 
@@ -19,8 +21,23 @@ def transport_problems(topology: Topology) -> Iterator[Problem]:
         if engine.weight_transport == "collective" and engine.colocate is not None:
             message = "engines on the trainer's GPUs cannot be in a process group with it; allowed there: disk, ipc"
             yield Problem.of(f"{key}.weight_transport", engine.weight_transport, message)
+        if engine.weight_transport == "collective":
+            yield from _in_groups(topology, engine, key)
         if engine.weight_transport != "disk":
             yield from _in_sessions(topology, engine, key)
+
+
+def _in_groups(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Problem]:
+    """One backend serves all ranks of a group; with one node, the trainer waits for engines at 127.0.0.1."""
+    if (topology.trainer.device == "cuda") != (engine.gpus is not None) and not engine.urls:
+        message = 'needs trainer and engines on GPUs, or both on the CPU; allowed otherwise: "disk"'
+        yield Problem.of(f"{key}.weight_transport", engine.weight_transport, message)
+    away = [url for url in engine.urls if urlsplit(url).hostname not in LOOPBACK]
+    if away and len(topology.nodes) == 1:
+        message = (
+            f'the trainer cannot be reached from there: needs {key}.weight_transport = "disk", or urls of 127.0.0.1'
+        )
+        yield Problem.of(f"{key}.urls", list(engine.urls), message)
 
 
 def _in_sessions(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Problem]:

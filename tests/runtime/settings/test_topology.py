@@ -147,6 +147,21 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
             "cannot be in a process group with it",
         ),
         (
+            ("engines.policy.weight_transport=collective", 'engines.policy.urls=["http://10.0.0.7:30000"]'),
+            "engines.policy.urls",
+            "the trainer cannot be reached from there",
+        ),
+        (
+            (
+                "engines.policy.weight_transport=collective",
+                "engines.policy.kind=sglang",
+                "nodes.local.gpus=1",
+                "engines.policy.gpus=local:0",
+            ),
+            "engines.policy.weight_transport",
+            "needs trainer and engines on GPUs, or both on the CPU",
+        ),
+        (
             ("engines.policy.weight_transport=collective", "trainer.handover=copy"),
             "trainer.handover",
             "a copy is handed over in files",
@@ -264,7 +279,7 @@ def test_rules_of_the_disaggregated_topology(overrides: tuple[str, ...], key: st
 def test_engines_over_several_nodes_need_whole_nodes() -> None:
     overrides = ("engines.policy.gpus=n0:0-7,n1:0-7", "engines.policy.num_gpus_per_engine=16", "trainer.device=cpu")
     off = ("trainer.gpus=none", "trainer.megatron.sequence_parallel=false")
-    layout = ("trainer.megatron.tensor_model_parallel_size=1",)
+    layout = ("trainer.megatron.tensor_model_parallel_size=1", "engines.policy.weight_transport=disk")
     topology = load_topology(DISAGGREGATE, (*overrides, *off, *layout)).topology
     assert num_engines(topology.engines["policy"]) == 1
 
