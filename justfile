@@ -35,7 +35,7 @@ bench *names: setup
 
 # kill -9 every process of a run in turn
 chaos: setup
-    .venv/bin/python -m pytest -m "chaos or chaos_all"
+    .venv/bin/python -m pytest -m chaos
 
 # kill -9 anything at random for half an hour, then audit the run's log
 kills *args="--minutes 30": setup
@@ -45,9 +45,9 @@ kills *args="--minutes 30": setup
 sglang *args: setup setup-sglang
     .venv/bin/python -m pytest -m "sglang or sglang_all" -n 0 tests/sglang tests/test_sglang_lock.py {{ args }}
 
-# weights to engines, whoever dies at whichever moment; docs/weights.md says what ran
-weights *args: setup
-    .venv/bin/python -m pytest -m weights_all -n 0 tests {{ args }}
+# weights to engines, whoever dies at whichever moment, an hour and more; begun again it leaves out what has passed
+weights *args: setup setup-sglang
+    .venv/bin/python -m pytest -m weights_all -n 0 tests --resume .weights-passed {{ args }}
 
 # the trainer in every parallel layout and form; writes the table in docs/trainer.md
 grid *args: setup

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -13,9 +13,10 @@ from actors.rollout.sglang.limits import KEPT_OF_INPUT
 from runtime.bus.addresses import address_key
 from runtime.import_path import ROOT
 from runtime.settings.devices import HIDDEN, NVIDIA
-from runtime.settings.placement import gpus_of, num_engines
+from runtime.settings.placement import gpus_of, num_engines, served_dtype
 from runtime.settings.processes import AnswersHttp, PartOf, PortRequest, ProcessSpec, Tier, WhenListening
 from runtime.settings.topology import EngineConfig, Topology
+from runtime.weights.fp8 import SERVED
 
 OURS: Final = {
     "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),  # with -P
@@ -24,6 +25,7 @@ OURS: Final = {
 }
 READY_TIMEOUT_S: Final = {"embedded": 120.0, "sglang": 1800.0}  # a large model is read from a slow disk
 CRASH_WORDS: Final = ("hit an exception",)  # of SGLang's scheduler; its server then kills itself with SIGKILL
+OVERRIDES: Final = "json_model_override_args"  # SGLang's: keys that config.json is to have
 STREAM_INTERVAL: Final = 64  # tokens of a streamed chunk: what the death of an engine costs of a sample at most
 
 
@@ -97,9 +99,9 @@ def _sglang(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, 
     """Every key of the pool's sglang table is a server argument."""
     own = {
         "tp_size": engine.num_gpus_per_engine if engine.gpus else engine.num_processes,
-        "dtype": topology.model.dtype,
+        "dtype": served_dtype(topology, engine),
     }  # else a float32 model gets float16
-    arguments = own | _arguments(topology, engine, index)
+    arguments: dict[str, Any] = own | _arguments(topology, engine, index)
     if topology.model.trust_remote_code:
         arguments["trust_remote_code"] = True
     if topology.model.random_init:
@@ -107,6 +109,9 @@ def _sglang(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, 
     if engine.colocate is not None and engine.gpus is not None:
         arguments["enable_memory_saver"] = True  # else what it is told to give back it keeps
     arguments |= {name.replace("-", "_"): value for name, value in engine.sglang.items()}
+    if engine.weight_format == "fp8":  # which neither the model's files nor its config.json are; the first weights come
+        config = {"quantization_config": SERVED, **arguments.get(OVERRIDES, {})}
+        arguments |= {"quantization": "fp8", OVERRIDES: config, "load_format": "dummy"}
     command = [engine.python or sys.executable, LAUNCH, "sglang.launch_server"]
     return _command([*command, "--model-path", topology.model.hf_checkpoint], arguments)
 

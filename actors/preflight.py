@@ -26,6 +26,7 @@ from runtime.agent.preflight.findings import Checked
 from runtime.agent.preflight.hub import hub_models
 from runtime.checksums import shapes_in
 from runtime.hf_config import ModelError, read_dense_model
+from runtime.hf_experts import Qwen3MoeKeys
 from runtime.samples.data_files import DataError
 from runtime.samples.dump_files import RUN_FILE, DumpedRun
 from runtime.samples.rows import read_rows
@@ -41,6 +42,7 @@ from runtime.settings.recipe import (
     trains_demonstrations,
 )
 from runtime.settings.topology import Topology, answers_are_recorded
+from runtime.weights.fp8 import sglang_refuses
 
 READ_ROWS: Final = 1000  # of each data file, rendered and tokenised as the buffer will
 MODEL: Final = "model.hf_checkpoint"
@@ -114,7 +116,7 @@ def _of_urls(topology: Topology, broken: set[str]) -> Iterator[Problem]:
         if not engine.urls or key in broken:
             continue
         try:
-            wanted = Wanted.by(topology)
+            wanted = Wanted.by(topology, engine)
         except (OSError, ValueError):  # said of the model
             return
         from actors.rollout.engines.asking import url_problems  # and an HTTP client, which most runs do without
@@ -130,7 +132,9 @@ def _of_model(topology: Topology, broken: set[str]) -> Iterator[Problem]:
         if topology.run.only != "rollout":
             yield from _layout(topology, shape)
             yield from _replay(topology, shape)
+            yield from block_problems(topology, shape)
         _ = [read_dense_model(Path(model.hf_checkpoint)) for _ in _embedded(topology)]
+        yield from _of_sglang(topology, shape)
     except (OSError, ValueError, ModelError) as error:
         yield Problem.of(MODEL, model.hf_checkpoint, str(error))
         return
@@ -147,6 +151,24 @@ def _of_model(topology: Topology, broken: set[str]) -> Iterator[Problem]:
 def _embedded(topology: Topology) -> Iterator[str]:
     if not answers_are_recorded(topology):
         yield from (name for name, pool in topology.engines.items() if pool.kind == "embedded" and not pool.urls)
+
+
+def _of_sglang(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
+    """A Qwen3-MoE with layers without experts, in which SGLang 0.5.23 builds experts: it serves another model."""
+    pools = () if answers_are_recorded(topology) else topology.engines.values()
+    if shape.model_type != "qwen3_moe" or shape.experts is None or all(shape.experts.layers):
+        return
+    if not any(pool.kind == "sglang" for pool in pools):
+        return
+    directory = topology.model.hf_checkpoint
+    config = Path(directory) / "config.json"
+    keys = msgspec.json.decode(config.read_bytes(), type=Qwen3MoeKeys)
+    if keys.mlp_only_layers:
+        said, allowed = f"mlp_only_layers = {list(keys.mlp_only_layers)}", "[]"
+    else:
+        said, allowed = f"decoder_sparse_step = {keys.decoder_sparse_step}", "1"
+    message = f"{config}: {said}, and SGLang builds experts in those layers all the same; allowed for it: {allowed}"
+    yield Problem.of(MODEL, directory, message)
 
 
 def _weights(key: str, directory: str, shape: HfConfig) -> Iterator[Problem]:
@@ -185,6 +207,18 @@ def _layout(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
         check_layout(shape, topology.trainer.megatron)
     except ValueError as error:
         yield Problem(key="trainer.megatron", message=str(error))
+
+
+def block_problems(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
+    """Whether engines that compute in FP8 can read the model's matrices, cut among their ranks."""
+    for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
+        arguments = {argument.replace("-", "_"): value for argument, value in engine.sglang.items()}
+        ranks = arguments.get("tp_size") or arguments.get("tensor_parallel_size") or engine.num_gpus_per_engine
+        experts = arguments.get("ep_size") or arguments.get("expert_parallel_size") or 1
+        if engine.weight_format == "fp8" and not engine.urls:
+            message = sglang_refuses(hf_shapes(shape), shape.head_dim, tp_size=ranks, ep_size=experts)
+            if message is not None:
+                yield Problem.of(f"engines.{name}.weight_format", "fp8", message)
 
 
 def _load(topology: Topology, shape: HfConfig) -> Iterator[Problem]:

@@ -12,6 +12,8 @@ from messages.calls import (
     GroupsOffered,
     KillAnswered,
     KillRequested,
+    LocalCopyGiven,
+    LocalCopyRequested,
     MembersGiven,
     Score,
     ScoresGiven,
@@ -30,7 +32,7 @@ from messages.calls import (
 )
 from messages.codec import DecodeError, EncodeError, decode, encode
 from messages.data import ColumnPublished, PromptStored, SegmentsPublished
-from messages.engines import EngineState, EngineStateChanged, SessionEnded, WeightsRefused
+from messages.engines import EngineState, EngineStateChanged, SessionEnded, WeightsLost, WeightsRefused
 from messages.events import (
     ActorExited,
     ActorStarted,
@@ -38,6 +40,7 @@ from messages.events import (
     CheckpointRequested,
     CheckpointSaved,
     DeadLetter,
+    EngineUpdate,
     EvalCompleted,
     GroupAborted,
     GroupCompleted,
@@ -106,6 +109,7 @@ __all__ = [
     "EngineState",
     "EngineStateChanged",
     "EngineTurn",
+    "EngineUpdate",
     "EnginesAnswered",
     "EvalCompleted",
     "EvalEnded",
@@ -124,6 +128,8 @@ __all__ = [
     "IssuedGroup",
     "KillAnswered",
     "KillRequested",
+    "LocalCopyGiven",
+    "LocalCopyRequested",
     "LogTrimmed",
     "MembersGiven",
     "Message",
@@ -179,6 +185,7 @@ __all__ = [
     "WeightSpan",
     "WeightsAnnounced",
     "WeightsApplied",
+    "WeightsLost",
     "WeightsRefused",
     "decode",
     "encode",

@@ -126,6 +126,33 @@ class KillAnswered(Message, kw_only=True, tag="kill_answered"):
     killed: bool
 
 
+@register
+class LocalCopyRequested(Message, kw_only=True, tag="local_copy_requested"):
+    """Asks a node agent for its own whole copy of a version of the weights; answered by LocalCopyGiven. By rollout.
+
+    It is made once, however many ask and however often.
+    """
+
+    plane = Plane.CALL
+    topic = "local_copy"
+    version: int
+    checksum: str
+    path: str  # where the version is published, whole or as changes
+    timeout_s: float  # that is waited for an answer
+    doubted: bool = False  # an engine did not hold the version after it had read the copy: it is looked at again
+
+
+@register
+class LocalCopyGiven(Message, kw_only=True, tag="local_copy_given"):
+    """Where a node's own copy of a version lies."""
+
+    plane = Plane.CALL
+    topic = "local_copy_given"
+    answers = True
+    path: str = ""
+    reason: str = ""  # why there is none
+
+
 class EngineLayout(msgspec.Struct, frozen=True, kw_only=True):
     """How an engine on the CPU holds its weights, as far as it matters for the checksums that it will say."""
 
@@ -168,6 +195,8 @@ class SessionOffered(Message, kw_only=True, tag="weight_session_offered"):
     incarnation: int  # of the trainer: an older one's sessions are over
     version: int
     deadline_s: float  # for each later step of the session
+    part: int = 0  # of the engines: those of this one are asked, the others go on serving
+    num_parts: int = 1
 
 
 @register

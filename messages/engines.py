@@ -46,6 +46,17 @@ class WeightsRefused(Message, kw_only=True, tag="weights_refused"):
 
 
 @register
+class WeightsLost(Message, kw_only=True, tag="weights_lost"):
+    """No engine of a rollout actor holds an evaluation's weights, and nobody can bring them any more. By rollout."""
+
+    plane = Plane.EVENT
+    topic = "weights.lost"
+    version: int
+    newer: int  # the version that engines are to hold until the evaluation ends
+    instance: str
+
+
+@register
 class SessionEnded(Message, kw_only=True, tag="weight_session_ended"):
     """What became of a weight session. By trainer."""
 
@@ -60,3 +71,4 @@ class SessionEnded(Message, kw_only=True, tag="weight_session_ended"):
     num_buckets: int
     sent_bytes: int  # that each engine was sent
     took_s: float
+    part: int = 0  # of the engines, where they are updated in groups

@@ -124,6 +124,14 @@ class EvalCompleted(Message, kw_only=True, tag="eval_completed"):
         return f"{self.step}.{self.set}.{self.item}"
 
 
+class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """How one engine came to a weight version."""
+
+    engine: str
+    pause_s: float  # that it stood still, or began no request: from its pause, or since the load blocked requests
+    took_s: float  # since its rollout actor was to bring it that version, until it proved to hold it
+
+
 @register
 class WeightsApplied(Message, kw_only=True, tag="weights_applied"):
     """A rollout actor's engines proved that they hold a weight version. Written by rollout."""
@@ -133,7 +141,8 @@ class WeightsApplied(Message, kw_only=True, tag="weights_applied"):
     version: int
     instance: str
     num_engines: int
-    took_s: float
+    took_s: float  # since the rollout actor was to bring them that version: its announcement, or an evaluation's end
+    engines: tuple[EngineUpdate, ...] = ()
 
 
 @register
@@ -258,15 +267,17 @@ class WeightsAnnounced(Message, kw_only=True, tag="weights_announced"):
     version: int
     step: int  # train steps that the weights contain
     incarnation: int
-    path: str  # directory with model.safetensors, for the disk transport; else ""
+    path: str  # directory with model.safetensors, or what changed, for the disk transport; else ""
     checksum: str  # of the files and nothing else: no engine's own checksum, over its own tensors, equals it
-    size_bytes: int
-    kind: str = "full"  # later also delta, lora
+    size_bytes: int  # of whole files
+    kind: str = "full"  # or "delta"; later also lora
     took_s: float = 0.0
     probe: WeightProbe | None = None  # what an engine that holds them answers to
     no_probe: str = ""  # why there is none
     transport: str = "disk"  # else the version comes in weight sessions
     sender: str = ""  # the instance that leads them
+    base_version: int = 0  # of a delta: the version that it is changes to
+    delta_bytes: int = 0  # of a delta: what lies there, in place of `size_bytes`
 
 
 @register

@@ -126,8 +126,9 @@ class EvalEnded(Message, kw_only=True, tag="eval_ended"):
     incarnation: int
     step: int
     version: int
-    metrics: dict[str, float]  # eval/<set>, eval/<set>-truncated_ratio, eval/<set>-pass@k
+    metrics: dict[str, float]  # eval/<set>, and eval/<set>-truncated_ratio, -pass@k, -newer_weights_ratio
     not_finite: tuple[str, ...] = ()  # names of metrics that were infinite or no number, for which JSON has no word
+    newest_version: int = 0  # of the weights that answered, where newer ones than `version` did; else 0
 
     def __post_init__(self) -> None:
         leave_out_not_finite(self)

@@ -5,7 +5,7 @@ import shutil
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pytest
 
@@ -27,7 +27,7 @@ class Colocated(NamedTuple):
     """What is looked at of a run."""
 
     turns: list[PhaseChanged]
-    rewards: list[float]  # by train step
+    rows: list[dict[str, Any]]  # of metrics, by train step
 
 
 async def run(directory: Path, *overrides: str, num_steps: int, settings: tuple[str, ...] = SMALL) -> Colocated:
@@ -41,12 +41,12 @@ async def run(directory: Path, *overrides: str, num_steps: int, settings: tuple[
     await audit(run)
     async with run.reopened() as bus:
         turns = [event for _, event in await read_all(bus, run) if isinstance(event, PhaseChanged)]
-    rows = map(json.loads, (run.directory / "metrics.jsonl").read_text().splitlines())
-    return Colocated(turns, [row["rollout/raw_reward"] for row in rows if row["step"] > 0])
+    return Colocated(turns, [row for row in run.rows() if row["step"] > 0])
 
 
 async def test_it_learns_as_with_memory_of_its_own_and_takes_turns_in_order(tmp_path: Path) -> None:
-    turns, rewards = await run(tmp_path, num_steps=NUM_STEPS, settings=())
+    turns, rows = await run(tmp_path, num_steps=NUM_STEPS, settings=())
+    rewards = [row["rollout/raw_reward"] for row in rows]
     order = list(Phase)
     assert turns[0].phase is Phase.TRAIN
     for before, turn in pairwise(turns):
@@ -56,6 +56,10 @@ async def test_it_learns_as_with_memory_of_its_own_and_takes_turns_in_order(tmp_
     assert trained[: NUM_STEPS + 1] == list(range(NUM_STEPS + 1))  # the last checkpoint's own turn comes on top
     assert sum(rewards[:5]) / 5 < 0.2
     assert sum(rewards[-5:]) / 5 >= 0.85  # as tests/test_laptop.py asks of the other topology
+    for row in rows:
+        assert 0 < row["perf/update_weights_pause_time"] < row["perf/update_weights_applied_time"]
+        assert row["perf/update_weights_session_time"] > 0
+        assert row["perf/update_weights_wire_bytes"] == rows[0]["perf/update_weights_wire_bytes"] > 0
 
 
 async def test_what_the_phases_say_of_memory_is_seen_in_the_processes(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.support.metric_names import undocumented
 
 ROOT = Path(__file__).parent.parent
+FEWER_STEPS = 100  # it has learnt by then
 LIMIT_S = 900  # a loaded machine takes several times the two minutes of an idle one
 
 
@@ -42,5 +43,24 @@ def test_the_laptop_run_learns_to_reverse_digits_and_its_books_close(tmp_path: P
     # engine and trainer compute the same model: their log-probs of the same tokens under the same weights
     assert max(row["train/train_rollout_logprob_abs_diff"] for row in steps) < 1e-3
     assert max(row["train/train_rollout_logprob_abs_diff_max"] for row in steps) < 1e-3
+    assert all(0 < row["perf/update_weights_pause_time"] < row["perf/update_weights_applied_time"] for row in steps)
     five_step_means = [sum(row["rollout/raw_reward"] for row in steps[i : i + 5]) / 5 for i in range(196)]
     assert next(i for i, mean in enumerate(five_step_means) if mean >= 0.85) <= 80
+
+
+@pytest.mark.weights_all
+@pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("layout", ["laptop", "laptop-split", "laptop-colocated"])
+def test_it_learns_whichever_way_weights_go(tmp_path: Path, layout: str, seed: int) -> None:
+    """By files, by broadcast from two ranks to two engines, in shared memory in turns: from the same beginnings."""
+    command = [sys.executable, str(ROOT / "bin/start_topology.py"), str(ROOT / f"topologies/{layout}.toml"), "--json"]
+    command += ["--set", f"run.seed={seed}", "--set", f"train.num_steps={FEWER_STEPS}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads(done.stdout)
+    sys.stdout.write(f"{layout}, seed {seed}: {json.dumps(result)}\n")
+    assert result["reward_last"] >= 0.9
+    assert result["groups"]["issued"] == result["groups"]["trained"] == FEWER_STEPS * 64
+    assert (tmp_path / f"runs/{layout}/weights").exists() == (layout == "laptop")

@@ -22,6 +22,7 @@ from actors.rollout.engines.target import TargetWeights
 from actors.rollout.engines.turns.follower import Follower
 from actors.rollout.engines.turns.notes import MemoryNotes
 from actors.rollout.engines.turns.tenure import Tenure
+from actors.rollout.engines.weights.copies import AtHand, as_announced, from_copy
 from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.pauses import Pauses
 from actors.rollout.engines.weights.prover import Prover
@@ -55,6 +56,8 @@ from messages import (
     GroupFailed,
     KillAnswered,
     KillRequested,
+    LocalCopyGiven,
+    LocalCopyRequested,
     MembersGiven,
     PhaseChanged,
     PhaseReached,
@@ -72,6 +75,7 @@ from messages import (
     SpillsRequested,
     WeightsAnnounced,
     WeightsApplied,
+    WeightsLost,
     WeightsRefused,
 )
 from runtime.bus.addresses import Address, engine_key
@@ -82,7 +86,7 @@ from runtime.failures import leaves
 from runtime.host.actor import Actor
 from runtime.samples.stored_prompts import with_prompt
 from runtime.settings.placement import num_engines
-from runtime.settings.topology import Topology
+from runtime.settings.topology import Topology, reads_copies
 from runtime.wording import count_of
 
 log = structlog.get_logger()
@@ -114,6 +118,7 @@ class RolloutActor(Actor):
         SpillsGiven,
         PromptStored,
         KillAnswered,
+        LocalCopyGiven,
         ActorExited,
         PhaseChanged,
         PhaseRequested,
@@ -130,9 +135,11 @@ class RolloutActor(Actor):
         GroupFailed,
         EvalCompleted,
         WeightsApplied,
+        WeightsLost,
         WeightsRefused,
         EngineStateChanged,
         KillRequested,
+        LocalCopyRequested,
         PhaseReached,
         SessionRequested,
         MembersGiven,
@@ -154,7 +161,7 @@ class RolloutActor(Actor):
         self._num_pulled = 0  # tasks at work, of training and evaluation
         self._at_work: dict[tuple[int, int], anyio.Event] = {}  # by group and attempt, set when it has ended
         self._target = TargetWeights()
-        self._target_set_at = 0.0
+        self._targets_set: dict[int, float] = {}  # when, by version, until it is confirmed
         self._conversations: set[Conversation] = set()
         self._waits: list[Callable[[], str]] = []
 
@@ -173,17 +180,20 @@ class RolloutActor(Actor):
             await pauses.inherit()
             updater = Updater(client, rollout.on_weight_update, pauses, timeout_s=pool.update_timeout_s)
             loads, dtype = Loads(settle_timeout_s=pool.update_timeout_s), self._topology.model.dtype
-            prover = Prover(client, updater, loads, verify=pool.verify, trainer_dtype=dtype)
-            fleet = Fleet(client, prover, Notices(self._bus.name))
+            prover = Prover(
+                client, updater, loads, verify=pool.verify, trainer_dtype=dtype, weight_format=pool.weight_format
+            )
+            fleet = Fleet(client, prover, Notices(self._bus.name), update_groups=pool.update_groups)
             tools = self._tools(client, fleet)
             updater.interrupt_by(tools.generator.running.interrupt)
-            updater.hold_by(fleet.held)
+            if pool.update_groups == 1:  # else the others serve
+                updater.hold_by(fleet.held)
             follower = await self._follower(fleet, tools.generator.running)
             self._waits = [fleet.waits_for, tools.generator.running.waits_for, tools.scorer.waits_for]
             await group.start(tools.scorer.run)
             group.start_soon(self._watch_engines, fleet, client, follower)
             group.start_soon(self._watch_router, fleet)
-            group.start_soon(take_part, self._bus, fleet)
+            group.start_soon(take_part, self._bus, fleet, partial(self._gives_up, fleet))
             group.start_soon(tools.generator.running.run)
             group.start_soon(self._follow_log, fleet, tools.generator.running, follower)
             group.start_soon(self._follow_phases, follower)
@@ -243,18 +253,31 @@ class RolloutActor(Actor):
         notes = MemoryNotes(self._bus.kv, name, address.pid)
         return Tenure(client, name, address.url, pid=address.pid, is_shown=shown, notes=notes)
 
+    def _at_hand(self, address: Address) -> AtHand:
+        """From where an engine reads weights that are in files."""
+        pool = self._topology.engines[self._pool]
+        if not reads_copies(self._topology, pool) or not address.agent:
+            return as_announced
+        return partial(from_copy, self._bus, address.agent, pool.update_timeout_s)
+
     async def _watch_engines(self, fleet: Fleet, client: SglangClient, follower: Follower | None) -> None:
         if follower is not None:
             await follower.known.wait()
         async with anyio.create_task_group() as group:
-            for index, url in enumerate(self._topology.engines[self._pool].urls):
-                name = f"external-{index}"
-                group.start_soon(partial(fleet.run_engine, name, url, ours=False, wanted=Wanted.by(self._topology)))
+            pool = self._topology.engines[self._pool]
+            for index, url in enumerate(pool.urls):
+                wanted = Wanted.by(self._topology, pool)
+                group.start_soon(partial(fleet.run_engine, f"external-{index}", url, ours=False, wanted=wanted))
 
             async def attend(name: str, address: Address) -> None:
                 kill = partial(kill_server, self._bus, name, address)
                 await fleet.run_engine(
-                    name, address.url, pid=address.pid, kill=kill, tenure=self._tenure(client, name, address)
+                    name,
+                    address.url,
+                    pid=address.pid,
+                    kill=kill,
+                    tenure=self._tenure(client, name, address),
+                    at_hand=self._at_hand(address),
                 )
 
             await attend_servers(self._bus, "engine", self._pool, attend)
@@ -283,23 +306,48 @@ class RolloutActor(Actor):
                         follower.fold(event, received.seq)
                     case _:  # unreadable, and the last one for now
                         pass
-                newest = target.newest
-                if newest is not None and newest.version > fleet.target_version and not events.pending:
-                    self._target_set_at = time.monotonic()
-                    await fleet.set_target(newest)
+                if not events.pending:
+                    await self._set_target(fleet)
                 if follower is not None and not events.pending:
                     follower.follow()
+
+    async def _set_target(self, fleet: Fleet) -> None:
+        newest = self._target.newest
+        if newest is not None and newest.version > fleet.target_version:
+            self._targets_set[newest.version] = anyio.current_time()
+            await fleet.set_target(newest)
+
+    async def _gives_up(self, fleet: Fleet) -> bool:
+        """Whether an evaluation goes on with newer weights from now on: no engine of ours holds its own.
+
+        Asked where weights lie in no files. Who trains has newer ones then, and never the old ones again.
+        """
+        old = fleet.target_version
+        if not self._target.holds_back or fleet.is_held_by_any(old):
+            return False
+        self._target.give_up()
+        await self._set_target(fleet)
+        newer = fleet.target_version
+        log.warning("weights_lost", weight_version=old, newer=newer)
+        await self._bus.publish(WeightsLost(version=old, newer=newer, instance=self._bus.name))
+        return True
 
     async def _report_versions(self, fleet: Fleet) -> None:
         """Say so each time the engines have confirmed a newer version."""
         version = 0
         while True:
             version = await fleet.next_version(version)
-            took_s = time.monotonic() - self._target_set_at
+            since = self._targets_set[version]
+            self._targets_set = {later: at for later, at in self._targets_set.items() if later > version}
+            took_s = anyio.current_time() - since
             log.info("weights_applied", weight_version=version, engines=fleet.num_admitted(), took_s=took_s)
             await self._bus.publish(
                 WeightsApplied(
-                    version=version, instance=self._bus.name, num_engines=fleet.num_admitted(), took_s=took_s
+                    version=version,
+                    instance=self._bus.name,
+                    num_engines=fleet.num_admitted(),
+                    took_s=took_s,
+                    engines=fleet.updates(version, since),
                 )
             )
 

@@ -5,8 +5,9 @@ Every command is carried out by all ranks together.
 
 import shutil
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,9 @@ from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.megatron.saving import Saving
 from actors.trainer.models.files import copy_small_files, set_dtype
 from actors.trainer.models.gathering import own_parts
-from actors.trainer.models.handover import Handover, copied
-from actors.trainer.models.publish import (
-    NOT_WRITTEN,
-    WEIGHTS,
-    Published,
-    begin_version,
-    complete_version,
-    prune_versions,
-)
-from actors.trainer.models.shapes import num_weights
+from actors.trainer.models.handover import Against, Handover, copied
+from actors.trainer.models.publish import NOT_WRITTEN, WEIGHTS, Begun, Published, Versions, Written
+from actors.trainer.models.shapes import hf_shapes, num_weights
 from actors.trainer.orders import (
     AdvanceExport,
     Begin,
@@ -48,38 +42,34 @@ from actors.trainer.orders import (
     Export,
     FinishExport,
     FinishSave,
-    JoinGroups,
-    LeaveGroups,
     Load,
     Offload,
     Onload,
-    OpenGroups,
     Order,
     Probe,
     Save,
-    SendWeights,
     Stop,
     Train,
     decode_batch,
     encode_batch,
 )
 from actors.trainer.sending.asking import AskOf
-from actors.trainer.sending.rank import RankSender
-from actors.trainer.sending.session import Membership
-from actors.trainer.sending.sink import Sent
+from actors.trainer.sending.cast import FORMS
+from actors.trainer.sending.rank import RankSender, SendingOrders
 from actors.trainer.step.probe import probe, probe_tokens
 from actors.trainer.step.profile import profiled
 from actors.trainer.step.train_step import Trained, TrainStep
-from messages import UpdateGroup, WeightProbe
+from messages import WeightProbe
 from runtime.files import complete_directory
-from runtime.settings.topology import Topology, answers_are_recorded
+from runtime.settings.placement import weight_format
+from runtime.settings.topology import Topology, WeightFormat, answers_are_recorded
 
 
 @dataclass(frozen=True)
 class Unpublished:
     """A version that is not written yet."""
 
-    path: Path
+    files: Begun
     probe: WeightProbe
     pause_s: float  # that training stood still
 
@@ -105,8 +95,8 @@ class TrainerRank:
         self._ranks = rank or Ranks()
         self.run_directory = run_directory
         self._checkpoints = run_directory / CHECKPOINTS
-        self._weights = run_directory / WEIGHTS
         self._model_directory = Path(topology.model.hf_checkpoint)
+        self._weight_format: WeightFormat = weight_format(topology)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Saving | None = None
         self._handover: Handover | None = None
@@ -116,7 +106,16 @@ class TrainerRank:
         self._replica = Replica(topology, device)
         self._train_step = TrainStep(topology, self._replica)
         self._sender = RankSender(topology, self._replica, run_directory, ask_of)
+        self.sending = SendingOrders(self._lead)
         hf = self._replica.hf
+        self._versions = Versions(
+            run_directory / WEIGHTS,
+            self._model_directory,
+            every=topology.trainer.full_export_interval,
+            weight_format=self._weight_format,
+            shapes=hf_shapes(hf),
+        )
+        self._checksums: Mapping[str, str] = {}  # of the tensors that were written last
         self._probe_tokens = probe_tokens(topology, hf.vocab_size, hf.max_position_embeddings)
         if topology.trainer.optimizer.optimizer_cpu_offload:
             self._replica.rest(run_directory)
@@ -189,7 +188,7 @@ class TrainerRank:
         self.begin_save(step=step, incarnation=incarnation)
         return self.finish_save()
 
-    def publish(self, version: int, *, confirmed: int) -> Published:
+    def publish(self, version: int, *, confirmed: int, whole: bool = False) -> Published:
         """Write the weights for engines to take, if there are any, and delete versions that no engine needs.
 
         What was written is probed: an engine that holds it answers alike.
@@ -197,21 +196,24 @@ class TrainerRank:
         Args:
             version: one that was never announced.
             confirmed: the newest version that an engine holds, 0 for none.
+            whole: not as what changed since the one before.
         """
         if answers_are_recorded(self._topology):
             return NOT_WRITTEN
         begin = time.perf_counter()
-        unfinished = begin_version(self._weights, version)
-        self._lead(Export(str(unfinished)))
-        probed = self._lead(Probe())
-        return self._published(Unpublished(unfinished, probed, 0.0), confirmed, begin)
+        return self._published(self._begin_version(version, whole=whole), confirmed, begin)
 
-    def begin_publish(self, version: int) -> Unpublished:
+    def begin_publish(self, version: int, *, whole: bool = False) -> Unpublished:
         """Copy the weights, of which `finish_publish` makes a version while training goes on. One at a time."""
         begin = time.perf_counter()
-        unfinished = begin_version(self._weights, version)
-        self._lead(Export(str(unfinished), copy=True))
-        return Unpublished(unfinished, self._lead(Probe()), time.perf_counter() - begin)
+        begun = self._begin_version(version, whole=whole, copy=True)
+        return replace(begun, pause_s=time.perf_counter() - begin)
+
+    def _begin_version(self, version: int, *, whole: bool, copy: bool = False) -> Unpublished:
+        begun = self._versions.begin(version, whole=whole)
+        delta, base = str(begun.delta or ""), str(begun.base or "")
+        self._lead(Export(str(begun.whole), copy=copy, weight_format=self._weight_format, delta=delta, base=base))
+        return Unpublished(begun, self._lead(Probe()), 0.0)
 
     def advance_publish(self) -> tuple[bool, Future[None] | None]:
         """Gather another bucket, unless one is still being written.
@@ -228,10 +230,10 @@ class TrainerRank:
         return self._published(begun, confirmed, time.perf_counter() - begun.pause_s)
 
     def _published(self, begun: Unpublished, confirmed: int, begin: float) -> Published:
-        checksum: str = self._lead(FinishExport())
-        path, size_bytes = complete_version(begun.path, model_directory=self._model_directory)
-        prune_versions(self._weights, confirmed=confirmed)
-        return Published(path, checksum, size_bytes, time.perf_counter() - begin, begun.probe)
+        written: Written = self._lead(FinishExport())
+        published = self._versions.complete(begun.files, written)
+        self._versions.prune(confirmed=confirmed)
+        return replace(published, took_s=time.perf_counter() - begin, probe=begun.probe)
 
     def export(self, directory: Path) -> None:
         """Write a Hugging Face model directory that stands on its own, in the place of one that is there."""
@@ -249,25 +251,15 @@ class TrainerRank:
         """Probe the weights, for engines that get them without files."""
         begin = time.perf_counter()
         probed = self._lead(Probe())
-        size_bytes = num_weights(self._replica.hf) * DTYPES[self._topology.model.dtype].itemsize
+        itemsize = {"bfloat16": 2, "fp8": 1}.get(self._weight_format, DTYPES[self._topology.model.dtype].itemsize)
+        size_bytes = num_weights(self._replica.hf) * itemsize
         return Published(None, "", size_bytes, time.perf_counter() - begin, probed)
 
-    def open_groups(self, name: str, world_size: int, timeout_s: float) -> list[UpdateGroup]:
-        """Listen for engines, in a group for each pipeline stage."""
-        return self._lead(OpenGroups(name, world_size, timeout_s))
-
-    def join_groups(self) -> list[str]:
-        """Wait until engines are in them; why they are not."""
-        return self._lead(JoinGroups())
-
-    def leave_groups(self) -> None:
-        """End them."""
-        self._lead(LeaveGroups())
-
-    def send(self, session: str, membership: Membership, timeout_s: float) -> list[Sent]:
-        """Send the weights to engines that a session has prepared; what each rank sent, and what engines will hold."""
-        to = membership
-        return self._lead(SendWeights(session, to.instances, to.readers, timeout_s, to.layouts))
+    def copy_unwritten(self, version: int) -> Published:
+        """As `unwritten`, and copy the weights, which `sending` gathers while training goes on. One at a time."""
+        begin = time.perf_counter()
+        self.sending.copy(version)
+        return replace(self.unwritten(), took_s=time.perf_counter() - begin)
 
     def offload(self) -> int:
         """Free what only training needs, until `onload`: gradient buffers, main parameters, optimizer state.
@@ -348,17 +340,9 @@ class TrainerRank:
                 handover, self._handover = self._handover, None
                 self._replica.between = nothing
                 with self._replica.memory.phase("export"):
-                    return handover.finish()
-            case OpenGroups():
-                return self._sender.open_group(command.name, command.world_size, command.timeout_s)
-            case JoinGroups():
-                return self._sender.join_group()
-            case LeaveGroups():
-                return self._sender.leave_group()
-            case SendWeights():
-                with self._replica.memory.phase("export"):
-                    to = (command.instances, command.readers, command.layouts)
-                    return self._sender.send(command.session, *to, command.timeout_s)
+                    written = handover.finish()
+                self._checksums = written.checksums
+                return written
             case Offload():
                 return self._replica.offload(self.run_directory)
             case Onload():
@@ -367,6 +351,8 @@ class TrainerRank:
                 return probe(self._replica, self._probe_tokens)
             case Stop():
                 return None
+            case _:
+                return self._sender.carry_out(command)
 
     def _train(self, batch: TrainBatch) -> Trained:
         config, rank, device = self._topology.trainer.profile, self._ranks.rank, self._replica.device
@@ -393,6 +379,8 @@ class TrainerRank:
             Path(command.directory),
             device=replica.device,
             bucket_bytes=bucket_bytes,
+            form=FORMS[command.weight_format],
+            against=Against(Path(command.delta), Path(command.base), self._checksums) if command.delta else None,
         )
         if command.copy:
             replica.between = handover.advance

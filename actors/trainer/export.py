@@ -12,6 +12,7 @@ from actors.trainer.checkpoints import CHECKPOINTS, checkpoints_in
 from runtime.agent.claims.rundir import TOPOLOGY_FILE
 from runtime.files import complete_directory
 from runtime.settings.devices import HIDDEN
+from runtime.settings.placement import weight_format
 from runtime.settings.topology import MegatronConfig, Topology, decode_topology
 
 if TYPE_CHECKING:
@@ -75,12 +76,12 @@ def find_source(directory: Path, step: int | None) -> Source:
         raise CannotExport(f"{directory} has no checkpoint of step {step}: it has those of {steps}")
     if step is not None:
         raise CannotExport(f"{directory} has no checkpoint of step {step}, nor of any other")
-    from actors.trainer.models.publish import WEIGHTS, versions_in  # and with it torch
+    from actors.trainer.models.publish import WEIGHTS, newest_whole  # and with it torch
 
-    versions = versions_in(directory / WEIGHTS)
-    if not versions:
+    newest = newest_whole(directory / WEIGHTS)
+    if newest is None:
         raise CannotExport(f"{directory} has neither a checkpoint nor published weights: nothing was saved yet")
-    version, path = versions[-1]
+    version, path = newest
     return Source(f"published weights of version {version}", path, is_checkpoint=False)
 
 
@@ -135,6 +136,8 @@ def _copy_published(path: Path, unfinished: Path, topology: Topology) -> None:
     if (path / INDEX_FILE).is_file():
         shutil.copyfile(path / INDEX_FILE, unfinished / INDEX_FILE)
     _copy_small_files(unfinished, topology)
+    if weight_format(topology) != "as_trained":
+        shutil.copyfile(path / "config.json", unfinished / "config.json")  # which says in which form they are
 
 
 def _copy_small_files(unfinished: Path, topology: Topology) -> None:

@@ -17,6 +17,8 @@ weights.announced is published, and then, if it is due, a checkpoint is saved an
 - Where engines do not read files (`weight_transport`), the version is announced with nothing but its probe, and then
   goes to them in a weight session (sending/leading.py), for which training waits. A crash in between is the one above:
   the next incarnation announces a newer version once it is at the frontier, and until then engines take nothing.
+- Both: the copy is gathered while later steps train, then announced and sent in a session, which on the CPU is beside
+  training too (sending/rank.py). The next version waits for its end. It is kept for engines that come late.
 - The checkpoint comes last, since rollout goes on meanwhile. So a checkpoint contains only steps that the log knows,
   which trainer.started relies on when it says that every batch up to its step is settled. Training goes on while it is
   written: its state is a copy. checkpoint.saved is published when it is complete on the disk under its name, some steps
@@ -31,8 +33,9 @@ weights.announced is published, and then, if it is due, a checkpoint is saved an
 import asyncio
 import time
 import uuid
+from collections.abc import AsyncGenerator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 import anyio
@@ -45,6 +48,7 @@ from actors.trainer.phases.turns import Turns
 from actors.trainer.sending.leading import WeightSessions
 from actors.trainer.torch_thread import TorchThread
 from messages import BatchTrained, CheckpointSaved, PayloadsMissing, TrainerStarted, WeightsAnnounced
+from runtime.bus.background import beside
 from runtime.bus.bus import Bus
 from runtime.host.actor import InputError
 from runtime.settings.topology import EXPORT_DIRECTORY, Topology, answers_are_recorded
@@ -95,7 +99,7 @@ class Leader:
         self._ahead = GroupsAhead(topology, feed, torch_thread, rank)
         incarnation = feed.history.incarnation + 1
         self.sessions = WeightSessions(topology, bus, torch_thread, rank, incarnation=incarnation, wake=feed.tell)
-        turns.load_by(self._load)
+        turns.load_by(self.sessions.bring, self.serve)
         self._frontier = feed.history.frontier
         self._incarnation = incarnation
         self._saved_step = feed.history.saved_step  # of the newest that was begun
@@ -103,6 +107,7 @@ class Leader:
         self._saved.set()
         self._announced = anyio.Event()  # the version that was begun last
         self._announced.set()
+        self._whole_version = 0  # the last that was published in whole files, by this incarnation
         self._waiting: tuple[str, float] | None = None  # for what, since when
         self.step = step
         self.version = feed.history.version
@@ -141,7 +146,7 @@ class Leader:
         The last checkpoint is saved and told by every incarnation that gets here: an earlier one may have died before
         it told of its own, and the run ends with that event, so after the export.
         """
-        async with anyio.create_task_group() as self._writing:
+        async with anyio.create_task_group() as self._writing, self._serving():
             while self.step < self._train.num_steps:
                 await self._train_step()
             await self._announced.wait()
@@ -150,10 +155,14 @@ class Leader:
             await self._save()
         self._waiting = "nothing: every planned step is trained", time.monotonic()
 
-    async def _load(self) -> None:
-        """Bring the weights to engines that have room for them now."""
-        await self.sessions.bring()
-        await self.serve()
+    @asynccontextmanager
+    async def _serving(self) -> AsyncGenerator[None]:
+        """In the block, bring the weights to engines that come late, where that can be done beside training."""
+        if not self.sessions.sends_beside:
+            yield
+            return
+        async with beside(self.serve):
+            yield
 
     async def serve(self) -> None:
         """Bring the last weights to engines that come late. For ever."""
@@ -170,15 +179,18 @@ class Leader:
         async with self._feed.prefetching(self.step + 1):
             trained = await self._train_batch(fed)
         self.step += 1
-        published, begun = None, None
+        published, begun, copied = None, None, None
         if self.step >= self._frontier:
-            if self._copies:
+            if self.sessions.keeps:
+                copied = await self._copy()
+            elif self._copies:
                 begun = await self._begin_publish()
             else:
                 published = await self._publish()
         metrics = (trained.metrics if trained else {}) | of_ahead
         metrics["perf/train_wait_time"], metrics["perf/fetch_time"] = waited_s, self._fetch_s
-        metrics["perf/update_weights_time"] = published.took_s if published else begun.pause_s if begun else 0.0
+        pauses_s = (published and published.took_s, begun and begun.pause_s, copied and copied.took_s)
+        metrics["perf/update_weights_time"] = next(filter(None, pauses_s), 0.0)
         metrics["perf/step_time"] = time.perf_counter() - begin
         await self._bus.publish(self._told(fed, trained, metrics, replay=replay))
         saves = self._checkpoint_is_due()
@@ -188,6 +200,8 @@ class Leader:
             await self._announce(published)
         if begun is not None:
             self._writing.start_soon(self._finish_publish, begun, self.step)
+        if copied is not None:
+            self._writing.start_soon(self._hand_over, copied, self.step)
         self._feed.settle(self.step)
         self._ahead.weights_moved()
         if saves and not self._turns.is_on:
@@ -203,11 +217,15 @@ class Leader:
                     self.step in history.batches
                     or self._checkpoint_is_asked_for()
                     or self._ahead.has_work()
-                    or self.sessions.is_requested
+                    or self._is_to_bring()
+                    or self._is_out_of_reach
                 )
             )
             self._waiting = None
-            if self.sessions.is_requested:
+            if self._is_out_of_reach:
+                await self._publish_again()
+                continue
+            if self._is_to_bring():
                 await self.sessions.bring()
                 continue
             if self._checkpoint_is_asked_for():
@@ -235,7 +253,8 @@ class Leader:
             log.warning("batch_has_no_trainable_sample", step=self.step)
             return None
         begin = time.perf_counter()
-        self.sessions.weights_are(0)
+        if not self.sessions.keeps:
+            self.sessions.weights_are(0)
         trained = await self._torch_thread.run(self._rank.train, fed.batch)
         self.busy_s += time.perf_counter() - begin
         return trained
@@ -258,14 +277,31 @@ class Leader:
             skipped_groups=gradients.skipped_groups,
         )
 
+    @property
+    def _is_out_of_reach(self) -> bool:
+        """Whether the newest version is changes, and engines could not take it: nothing would come from them."""
+        return self._announced.is_set() and 0 < self._whole_version < self.version <= self._feed.history.refused
+
+    async def _publish_again(self) -> None:
+        log.warning("weights_published_again", weight_version=self.version, reason="an engine refused the changes")
+        await self._announce(await self._publish())
+
+    @property
+    def _must_be_whole(self) -> bool:
+        """Whether changes since the last whole version may lead nowhere."""
+        return self._feed.history.refused > self._whole_version
+
     async def _publish(self) -> "Published":
         """Write the weights to disk under the next version, if engines read them there; else only probe them."""
-        confirmed = self._feed.history.confirmed
+        confirmed, whole = self._feed.history.confirmed, self._must_be_whole
         self.version += 1
-        if self.sessions.are_needed:
+        if self.sessions.keeps:
+            published = await self._torch_thread.run(self._rank.copy_unwritten, self.version)
+            await self.sessions.keep()
+        elif self.sessions.are_needed:
             published = await self._torch_thread.run(self._rank.unwritten)
         else:
-            published = await self._torch_thread.run(self._rank.publish, self.version, confirmed=confirmed)
+            published = await self._torch_thread.run(self._rank.publish, self.version, confirmed=confirmed, whole=whole)
         self.busy_s += published.took_s
         return published
 
@@ -274,7 +310,7 @@ class Leader:
         await self._announced.wait()
         self._announced = anyio.Event()
         self.version += 1
-        begun = await self._torch_thread.run(self._rank.begin_publish, self.version)
+        begun = await self._torch_thread.run(self._rank.begin_publish, self.version, whole=self._must_be_whole)
         self.busy_s += begun.pause_s
         return begun
 
@@ -289,9 +325,33 @@ class Leader:
         confirmed = self._feed.history.confirmed
         await self._announce(await self._torch_thread.run(self._rank.finish_publish, begun, confirmed=confirmed), step)
         self._announced.set()
+        await self._feed.tell()  # it may be refused already
+
+    async def _copy(self) -> "Published":
+        """Copy the weights for the next version, once engines have had their turn for the one before."""
+        await self._announced.wait()
+        self._announced = anyio.Event()
+        self.version += 1
+        copied = await self._torch_thread.run(self._rank.copy_unwritten, self.version)
+        self.busy_s += copied.took_s
+        return copied
+
+    async def _hand_over(self, copied: "Published", step: int) -> None:
+        """Gather a copy, then announce it and bring it to engines. Gathering and train steps take turns."""
+        while await self._torch_thread.run(self._rank.sending.advance_copy):
+            pass
+        await self.sessions.keep()
+        await self._announce(copied, step)
+        self._announced.set()
+
+    def _is_to_bring(self) -> bool:
+        """Whether engines are to be brought the weights by who trains."""
+        return self.sessions.is_requested and not self.sessions.sends_beside
 
     async def _announce(self, published: "Published", step: int | None = None) -> None:
         step = self.step if step is None else step
+        if not published.base_version:
+            self._whole_version = self.version
         announced = WeightsAnnounced(
             version=self.version,
             step=step,
@@ -304,6 +364,9 @@ class Leader:
             no_probe="" if published.probe else "samples are recorded: no engine takes the weights",
             transport=self.sessions.transport,
             sender=self._bus.name,
+            kind="delta" if published.base_version else "full",
+            base_version=published.base_version,
+            delta_bytes=published.delta_bytes,
         )
         await self._turns.give(step, lambda: self._tell(announced))
 
@@ -312,7 +375,9 @@ class Leader:
         await self._bus.publish(announced)
         log.info("weights_announced", weight_version=announced.version, step=announced.step, took_s=announced.took_s)
         self.sessions.weights_are(announced.version)
-        if not self._turns.is_on:  # else in the phase for it
+        if self.sessions.keeps and not self.sessions.sends_beside:
+            await self.sessions.ask()
+        elif not self._turns.is_on:  # else in the phase for it
             await self.sessions.bring()
 
     def _checkpoint_is_due(self) -> bool:

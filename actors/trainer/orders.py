@@ -8,6 +8,7 @@ import numpy as np
 
 from actors.trainer.batches.batch import TrainBatch
 from messages import EngineLayout
+from runtime.settings.topology import WeightFormat
 
 
 class Load(msgspec.Struct, tag=True):
@@ -52,6 +53,9 @@ class Export(msgspec.Struct, tag=True):
 
     directory: str
     copy: bool = False  # of a copy, so that training can go on
+    weight_format: WeightFormat = "as_trained"
+    delta: str = ""  # directory for what changed since the version before, too; none: that is not wanted
+    base: str = ""  # whole files of that version
 
 
 class AdvanceExport(msgspec.Struct, tag=True):
@@ -66,6 +70,7 @@ class OpenGroups(msgspec.Struct, tag=True):
     """Listen for engines in new groups."""
 
     name: str
+    part: int  # of the engines
     world_size: int
     timeout_s: float  # of a broadcast
 
@@ -73,9 +78,13 @@ class OpenGroups(msgspec.Struct, tag=True):
 class JoinGroups(msgspec.Struct, tag=True):
     """Wait for engines in them."""
 
+    part: int
+
 
 class LeaveGroups(msgspec.Struct, tag=True):
     """End them."""
+
+    part: int
 
 
 class SendWeights(msgspec.Struct, tag=True):
@@ -86,6 +95,32 @@ class SendWeights(msgspec.Struct, tag=True):
     readers: dict[str, int]  # their ranks, by engine
     timeout_s: float  # for a bucket
     layouts: tuple[EngineLayout, ...]  # of which checksums are reckoned
+    part: int  # of the engines
+
+
+class CopyWeights(msgspec.Struct, tag=True):
+    """Copy the weights, to be gathered and kept for sending while training goes on."""
+
+    version: int  # that they are
+
+
+class AdvanceCopy(msgspec.Struct, tag=True):
+    """Gather another bucket of the copy."""
+
+
+class FinishCopy(msgspec.Struct, tag=True):
+    """Gather what is left, and keep it in the place of the copy before."""
+
+
+class SendCopy(SendWeights, tag=True):
+    """Begin to send what is kept."""
+
+    version: int  # that it is to be
+    beside: bool  # go on meanwhile, until `FinishSend`
+
+
+class FinishSend(msgspec.Struct, tag=True):
+    """Wait until it is sent."""
 
 
 class Offload(msgspec.Struct, tag=True):
@@ -104,6 +139,9 @@ class Stop(msgspec.Struct, tag=True):
     """Leave."""
 
 
+SendingOrder = (
+    OpenGroups | JoinGroups | LeaveGroups | SendWeights | CopyWeights | AdvanceCopy | FinishCopy | SendCopy | FinishSend
+)
 Order = (
     Load
     | Begin
@@ -114,10 +152,7 @@ Order = (
     | Export
     | AdvanceExport
     | FinishExport
-    | OpenGroups
-    | JoinGroups
-    | LeaveGroups
-    | SendWeights
+    | SendingOrder
     | Offload
     | Onload
     | Probe

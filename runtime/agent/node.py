@@ -8,11 +8,12 @@ import anyio.abc
 import msgspec
 import structlog
 
-from messages import KillAnswered, KillRequested
+from messages import KillAnswered, KillRequested, LocalCopyRequested, Message
 from runtime.agent.bus_process import BUS_PROCESS, bus_process
 from runtime.agent.claims.node_claim import NodeClaim, NodeClaimed
 from runtime.agent.claims.run_id import RunMismatch, check_run_id, settle_run_id
 from runtime.agent.claims.rundir import BUS_FILE
+from runtime.agent.copying import COPIES, LocalCopies
 from runtime.agent.display import Show
 from runtime.agent.follow import Follower
 from runtime.agent.node_plan import NodePlan, RunEnd
@@ -23,6 +24,7 @@ from runtime.agent.supervision.changes import Change, GivenUp, Ready
 from runtime.agent.supervision.supervisor import Supervision
 from runtime.bus.addresses import BUS_URL_VARIABLE, ENGINE_KEY_VARIABLE, engine_key
 from runtime.bus.bus import Bus
+from runtime.bus.calls import Handler
 from runtime.bus.errors import BusError
 from runtime.bus.limits import BusLimits
 from runtime.exit_codes import EXIT_FENCED
@@ -130,7 +132,9 @@ class NodeAgent:
         key = await engine_key(bus.kv)
         for spec in self._plan.processes:
             self._supervision.start(self._with_secrets(spec, incarnation, key))
-        async with bus.serve({KillRequested: self._kill}), anyio.create_task_group() as tasks:
+        copies = LocalCopies(self._plan.run_dir / COPIES / self._plan.node)
+        handlers: dict[type[Message], Handler] = {KillRequested: self._kill, LocalCopyRequested: copies.answer}
+        async with bus.serve(handlers), anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_claim, claim)
             tasks.start_soon(self._tell_changes, bus)
             tasks.start_soon(self.reporting.run, bus)

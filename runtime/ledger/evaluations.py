@@ -19,7 +19,14 @@ def evaluate(state: LedgerState, event: EvalIssued | EvalCompleted | EvalEnded) 
             if running is not None and running.step == event.step:
                 rewards = tuple(sample.reward or 0.0 for sample in event.samples)
                 truncated = sum(sample.status is SampleStatus.TRUNCATED for sample in event.samples)
-                end_item(running, event.set, event.item, EvalItem(rewards=rewards, num_truncated=truncated))
+                newer = [v for sample in event.samples if (v := sample.last_version or 0) > running.version]
+                ended = EvalItem(
+                    rewards=rewards,
+                    num_truncated=truncated,
+                    num_newer=len(newer),
+                    newest_version=max(newer, default=0),
+                )
+                end_item(running, event.set, event.item, ended)
         case EvalEnded():
             if running is not None and running.step <= event.step:
                 state.evaluation = None

@@ -55,6 +55,8 @@ class EvalItem(msgspec.Struct, kw_only=True, frozen=True):
 
     rewards: tuple[float, ...]
     num_truncated: int
+    num_newer: int = 0  # samples with tokens of newer weights than the evaluation's
+    newest_version: int = 0  # of those weights
 
 
 class Evaluation(msgspec.Struct, kw_only=True):

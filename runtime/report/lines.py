@@ -20,6 +20,7 @@ from messages import (
     RunStalled,
     SelectionFailed,
     VerdictGiven,
+    WeightsLost,
     WeightsRefused,
 )
 from runtime.ledger.books import stall_words
@@ -82,6 +83,9 @@ def line_of(event: Message) -> str | None:
             return f"checkpoint of step {event.step} saved in {event.took_s:.1f} s"
         case EngineStateChanged(new=EngineState.SUSPECT | EngineState.PAUSED):
             return f"{event.engine} is {event.new}: {event.reason}"
+        case WeightsLost():
+            lost = f"no engine of {event.instance} holds weights v{event.version} any more"
+            return f"{lost}: their evaluation goes on with v{event.newer}"
         case WeightsRefused():
             return _refusal_line(event)
         case RunStalled():

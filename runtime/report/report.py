@@ -265,7 +265,10 @@ class Report:
         self._times.end_evaluation(time)
         metrics = {"eval/step": event.step, **event.metrics}
         shown = ", ".join(f"{name} {number(value)}" for name, value in means.items())
-        line = Line(f"evaluation after step {event.step} (weights v{event.version}): {shown}")
+        weights = f"weights v{event.version}"
+        if event.newest_version:
+            weights = f"begun with {weights}, ended with v{event.newest_version}"
+        line = Line(f"evaluation after step {event.step} ({weights}): {shown}")
         if self._row is not None and self._row["step"] == event.step:
             self._row |= metrics
             return [line]

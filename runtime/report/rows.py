@@ -5,12 +5,13 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, Final
 
 from messages import EngineNumbers
 from runtime.report.group_numbers import GroupNumbers
 
 MetricRow = dict[str, Any]  # by name
+NOT_MEANS: Final = ("-truncated_ratio", "-newer_weights_ratio")  # what these end with, of an evaluation set
 
 
 def mean_of(values: Sequence[float]) -> float | None:
@@ -96,4 +97,4 @@ def eval_means(metrics: Mapping[str, float]) -> dict[str, float]:
 def _is_mean(key: str) -> bool:
     """Whether a metric is an evaluation set's mean reward: eval/<set>, set names hold neither "-" suffixes nor "/"."""
     name = key.removeprefix("eval/")
-    return key != name and "/" not in name and not name.endswith("-truncated_ratio") and "-pass@" not in name
+    return key != name and "/" not in name and not name.endswith(NOT_MEANS) and "-pass@" not in name

@@ -5,7 +5,16 @@ from collections import Counter, deque
 
 import msgspec
 
-from messages import BatchReady, BatchTrained, EvalIssued, GroupsIssued, Message, WeightsAnnounced, WeightsApplied
+from messages import (
+    BatchReady,
+    BatchTrained,
+    EvalIssued,
+    GroupsIssued,
+    Message,
+    SessionEnded,
+    WeightsAnnounced,
+    WeightsApplied,
+)
 from runtime.report.rows import MetricRow
 
 RECENT = 20  # steps that the time left is reckoned from
@@ -20,6 +29,11 @@ class _Clock(msgspec.Struct):
     trained: float | None = None  # newest step
     announced: dict[int, float] = {}  # by weight version; the time its publication began
     update_s: float | None = None  # duration of the newest weight update, publication to confirmation
+    applied: int = 0  # newest weight version that engines have confirmed
+    applied_s: float | None = None  # seconds until then from its announcement, at the slowest rollout actor
+    pause_s: float | None = None  # that the engine which stood still for longest did so
+    session_s: float = 0.0  # of weight sessions since the newest step
+    sent_bytes: int = 0  # by them, to each engine
     eval_began: float | None = None
     eval_s: float = 0.0  # evaluation since the newest step
 
@@ -43,14 +57,28 @@ class Times:
                 clock.batched[event.step] = time
             case WeightsAnnounced():
                 clock.announced[event.version] = time - event.took_s
-            case WeightsApplied() if event.version in clock.announced:
-                clock.update_s = time - clock.announced[event.version]
-                for version in [version for version in clock.announced if version < event.version]:
-                    del clock.announced[version]
+            case WeightsApplied():
+                self._note_applied(event, time)
+            case SessionEnded():
+                clock.session_s += event.took_s
+                clock.sent_bytes += event.sent_bytes
             case EvalIssued():
                 clock.eval_began = time
             case _:
                 pass
+
+    def _note_applied(self, event: WeightsApplied, time: float) -> None:
+        clock = self._clock
+        if event.version > clock.applied:
+            clock.applied, clock.applied_s, clock.pause_s = event.version, None, None
+        if event.version == clock.applied:
+            clock.applied_s = max(event.took_s, clock.applied_s or 0.0)
+            pauses = [engine.pause_s for engine in event.engines]
+            clock.pause_s = max((*pauses, clock.pause_s or 0.0)) if pauses else clock.pause_s
+        if event.version in clock.announced:
+            clock.update_s = time - clock.announced[event.version]
+            for version in [version for version in clock.announced if version < event.version]:
+                del clock.announced[version]
 
     def end_evaluation(self, time: float) -> None:
         """The running evaluation ended."""
@@ -75,6 +103,7 @@ class Times:
             times["perf/rollout_time"] = max(0.0, batched - began)
         if clock.update_s is not None:
             times["perf/update_weights_time"] = clock.update_s
+        times |= self._update_metrics()
         if eval_s:
             times["perf/eval_time"] = eval_s
         if step_s > 0:
@@ -83,6 +112,19 @@ class Times:
             times["perf/tokens_per_sec"] = event.num_tokens / step_s
             self._account(times, step_s, eval_s)
         return times
+
+    def _update_metrics(self) -> MetricRow:
+        """Of the newest version that engines had confirmed, and of weight sessions since the step before."""
+        clock, row = self._clock, MetricRow()
+        if clock.applied_s is not None:
+            row["perf/update_weights_applied_time"] = clock.applied_s
+        if clock.pause_s is not None:
+            row["perf/update_weights_pause_time"] = clock.pause_s
+        if clock.session_s:
+            row["perf/update_weights_session_time"] = clock.session_s
+            row["perf/update_weights_wire_bytes"] = clock.sent_bytes
+        clock.session_s, clock.sent_bytes = 0.0, 0
+        return row
 
     def _account(self, times: MetricRow, step_s: float, eval_s: float) -> None:
         self.recent_s.append(step_s)

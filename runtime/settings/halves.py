@@ -21,7 +21,7 @@ def half_of(topology: Topology) -> Topology:
     """
     if topology.run.only == "rollout":
         engines = {
-            name: msgspec.structs.replace(engine, colocate=None, weight_transport="disk")
+            name: msgspec.structs.replace(engine, colocate=None, weight_transport="disk", weight_format="as_trained")
             for name, engine in topology.engines.items()
         }
         half = msgspec.structs.replace(topology, engines=engines, trainer=TrainerConfig(device="cpu"))

@@ -1,7 +1,7 @@
 """What follows from a topology's tables: where the bus is, how many ranks and engines, on which GPUs."""
 
 from runtime.settings.gpus import Gpu, order_gpus, parse_gpus
-from runtime.settings.topology import EngineConfig, Topology, TrainerConfig
+from runtime.settings.topology import EngineConfig, Topology, TrainerConfig, WeightFormat
 
 
 def bus_node(topology: Topology) -> str | None:
@@ -43,3 +43,14 @@ def num_engines(engine: EngineConfig) -> int:
     if engine.urls:
         return len(engine.urls)
     return len(parse_gpus(engine.gpus)) // engine.num_gpus_per_engine if engine.gpus else engine.num_engines
+
+
+def weight_format(topology: Topology) -> WeightFormat:
+    """In which form engines get new weights: those of the pool "policy"."""
+    pool = topology.engines.get("policy")
+    return "as_trained" if pool is None else pool.weight_format
+
+
+def served_dtype(topology: Topology, engine: EngineConfig) -> str:
+    """What engines of a pool compute in."""
+    return topology.model.dtype if engine.weight_format == "as_trained" else "bfloat16"

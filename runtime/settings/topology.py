@@ -115,12 +115,15 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     handover: Literal["stream", "copy"] = "stream"  # of new weights: training waits, or goes on beside a copy of them
     log_probs_ahead: bool = False  # reference and old log-probs of groups, computed while a batch is awaited
     export_bucket_bytes: Positive = 512 << 20  # of weights that are gathered before they are written
+    full_export_interval: Positive = 1  # of so many weight versions one is published whole, the others as changes
     profile: ProfileConfig = ProfileConfig()
     megatron: MegatronConfig = MegatronConfig()
     optimizer: MegatronOptimizerConfig = MegatronOptimizerConfig()
     ddp: DdpConfig = DdpConfig()
 
 
+WeightTransport = Literal["disk", "collective", "ipc"]
+WeightFormat = Literal["as_trained", "bfloat16", "fp8"]  # fp8: matrices of layers in blocks of 128 x 128
 Verify = Literal["always", "first", "never"]  # each load, an engine's first one, none: only its label is asked
 
 
@@ -140,7 +143,10 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     first_token_after_s: Timeout = 300.0  # without a first token of our requests there it is restarted; SGLang's too
     next_token_after_s: Timeout = 120.0  # the same between two tokens
     max_total_tokens: Positive | None = None  # key-value slots per engine; none: the engine decides
-    weight_transport: Literal["disk", "collective", "ipc"] = "disk"  # of new weights; "ipc" on GPUs is not built yet
+    weight_transport: WeightTransport = "disk"  # how new weights come; "ipc", by memory, to engines in turns alone
+    weight_format: WeightFormat = "as_trained"  # in which engines get new weights; "fp8": SGLang's on GPUs
+    local_copy: bool = False  # engines read weights from their node's own copy; of versions that are changes always
+    update_groups: Positive = 1  # engines take new weights in so many groups, while the others serve; 1: all at once
     verify: Verify | None = None  # what engines must prove of new weights; none: always up to 4 GiB, then first
     batch_requests: bool = False  # one request per prompt group instead of one per sample
     python: Text | None = None  # interpreter that has SGLang; none: ours
@@ -207,6 +213,12 @@ def decode_topology(data: bytes) -> Topology:
 def takes_turns(topology: Topology) -> bool:
     """Whether trainer and engines have the same memory, one after the other."""
     return not answers_are_recorded(topology) and any(engine.colocate for engine in topology.engines.values())
+
+
+def reads_copies(topology: Topology, engine: EngineConfig) -> bool:
+    """Whether engines read weights from copies of their node's agent."""
+    in_files = engine.weight_transport == "disk"
+    return in_files and (engine.local_copy or topology.trainer.full_export_interval > 1)
 
 
 def answers_are_recorded(topology: Topology) -> bool:

@@ -29,6 +29,7 @@ from runtime.weights.stored import ITEM_BYTES, StoredFile, StoredTensor, read_fi
 INDEX: Final = "delta.json"
 _PAYLOADS: Final = "delta-"  # how their files' names begin
 HELD: Final = "version.json"  # in a copy: which version it is
+NOTE: Final = "published.json"  # where a version is published: what lies there
 FORMAT: Final = 1
 Form = Literal["unchanged", "changes", "whole"]
 
@@ -275,7 +276,7 @@ def _checksum(tensor: StoredTensor, data: memoryview) -> str:
 
 def _copy_others(copy: Path, partial: Path, names: set[str]) -> None:
     for file in copy.iterdir():
-        if file.is_file() and file.name not in {*names, HELD, INDEX} and not file.name.startswith(_PAYLOADS):
+        if file.is_file() and file.name not in {*names, HELD, INDEX, NOTE} and not file.name.startswith(_PAYLOADS):
             shutil.copyfile(file, partial / file.name)
 
 

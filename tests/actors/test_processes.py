@@ -1,5 +1,6 @@
 """Which processes a node runs, and how they are started."""
 
+import json
 from pathlib import Path
 
 from actors.processes import process_specs
@@ -54,6 +55,36 @@ def test_arguments_of_the_sglang_table_are_passed_through() -> None:
     assert flag(engine, "--mem-fraction-static") == "0.7"
     assert "--disable-radix-cache" in engine.command
     assert "--enable-lora" not in engine.command
+
+
+def test_engines_compute_in_the_format_of_their_weights() -> None:
+    kind = ("engines.policy.kind=sglang", "model.dtype=float32")
+    assert flag(specs("laptop.toml", "local", *kind)["engine.policy.0"], "--dtype") == "float32"
+    cast = specs("laptop.toml", "local", *kind, "engines.policy.weight_format=bfloat16")["engine.policy.0"]
+    assert flag(cast, "--dtype") == "bfloat16"
+    assert "--quantization" not in cast.command
+
+
+def test_an_engine_for_fp8_is_told_what_its_models_config_does_not_say() -> None:
+    engine = specs(
+        "single-gpu.toml",
+        "local",
+        "engines.policy.weight_format=fp8",
+        "engines.policy.sglang.json_model_override_args={max_position_embeddings = 512}",
+    )["engine.policy.0"]
+    assert (flag(engine, "--dtype"), flag(engine, "--quantization")) == ("bfloat16", "fp8")
+    assert flag(engine, "--load-format") == "dummy"  # its files have no scales
+    (told,) = [word for word in engine.command if word.startswith("--json-model-override-args=")]
+    assert json.loads(told.partition("=")[2]) == {
+        "max_position_embeddings": 512,
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head"],
+        },
+    }
 
 
 def test_engines_stream_what_is_new_in_large_chunks_unless_the_topology_says_otherwise() -> None:

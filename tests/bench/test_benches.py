@@ -17,6 +17,7 @@ TINY = {
     "ahead": "--case hidden_256 --groups 2 --runs 1 --steps 1",
     "batches": "--groups 2 --samples 2 --response 8 --times 1",
     "bus": "--messages 64 --repeats 1",
+    "delta": "--small --runs 1",
     "demo": "--steps 3 --starts 0",
     "engine": "--seconds 0.2 --no-router",
     "ledger": "--events 2000 --big-events 0 --groups 4 --samples 2 --steps 4",
@@ -29,6 +30,7 @@ TINY = {
     "sglang": "--pairs 1 --groups 2 --response 260",
     "trainer": "--steps 2 --imports 0",
     "transformers": "--case laptop --runs 1 --steps 1",
+    "transports": "--small --runs 1",
     "weights": "--small --runs 1",
 }
 MARKS = {"sglang": (pytest.mark.sglang_all, pytest.mark.timeout(900))}  # it has a server to start

@@ -65,6 +65,9 @@ ACCEPTED = {
             "rollout.on_surplus=drop",
         )
     ),
+    "a copy by broadcast": Case(
+        ("engines.policy.weight_transport=collective", "trainer.handover=copy", "rollout.max_staleness=1")
+    ),
     "Parquet, an epoch, a response cut by the context": Case(
         (
             "data.0.path=TMP/rows.parquet",
@@ -211,11 +214,16 @@ REFUSED = {
         ("bus.url=nats://127.0.0.1:FREE", "nodes.b.address=10.0.0.2"), "nodes", "several nodes is not built yet"
     ),
     # engines
-    "weights by broadcast of a copy": Case(
-        ("engines.policy.weight_transport=collective", "trainer.handover=copy"), "trainer.handover", "in files"
+    "weights by shared memory of a copy": Case(
+        ("engines.policy.weight_transport=ipc", "engines.policy.colocate=trainer", "trainer.handover=copy"),
+        "trainer.handover",
+        "nothing trains beside the copy while colocated engines have their turn",
     ),
-    "engines in turns by shared memory": Case(
-        ("engines.policy.weight_transport=ipc",), "engines.policy.weight_transport", "not built yet", COLOCATE
+    "handles of several stages": Case(
+        ("engines.policy.sglang.pp_size=2",),
+        "engines.policy.sglang.pp_size",
+        "handles are of one pipeline stage",
+        COLOCATE,
     ),
     "engines in turns that others run": Case(
         ("engines.policy.colocate=trainer", "engines.policy.urls=['http://127.0.0.1:9']"),
@@ -229,6 +237,18 @@ REFUSED = {
         ("engines.policy.kind=sglang", f"engines.policy.python={sys.executable}"),
         "engines.policy.python",
         "SGLang is not installed in this interpreter",
+    ),
+    "a layer that SGLang gives experts": Case(
+        ("engines.policy.kind=sglang", "model.hf_checkpoint=TMP/dense-layer"),
+        "model.hf_checkpoint",
+        "dense-layer/config.json: mlp_only_layers = [1], and SGLang builds experts in those layers all the same; "
+        "allowed for it: []",
+    ),
+    "layers that SGLang gives experts": Case(
+        ("engines.policy.kind=sglang", "model.hf_checkpoint=TMP/dense-layers"),
+        "model.hf_checkpoint",
+        "dense-layers/config.json: decoder_sparse_step = 2, and SGLang builds experts in those layers all the same; "
+        "allowed for it: 1",
     ),
     "no such interpreter": Case(
         ("engines.policy.kind=sglang", "engines.policy.python=~/none/bin/python"),

@@ -69,6 +69,8 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer["model"]["vocab"]["a"] = 99
     (folder / "more/tokenizer.json").write_text(json.dumps(tokenizer))
     config = json.loads((MODEL / "config.json").read_bytes())
+    moe: dict[str, object] = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}
+    moe |= {"num_experts_per_tok": 2, "num_hidden_layers": 2}
     changes: dict[str, dict[str, object]] = {
         "mixtral": {"model_type": "mixtral"},
         "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
@@ -76,6 +78,8 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "biased": {"attention_bias": True},
         "few": {"vocab_size": 8},
         "texts": {"hidden_size": "32"},
+        "dense-layer": {**moe, "mlp_only_layers": [1]},
+        "dense-layers": {**moe, "decoder_sparse_step": 2},
         "other": {},
         "holes": {},
     }
@@ -312,11 +316,20 @@ def test_elsewhere_says_what_it_left_out(capsys: pytest.CaptureFixture[str]) -> 
     assert "--elsewhere goes with --check" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "settings", [(), ("engines.policy.weight_format=fp8",), ("engines.policy.weight_transport=disk",)]
+)
+@pytest.mark.parametrize("name", ["single-gpu.toml", "colocate-8gpu.toml"])
+def test_topologies_of_gpus_would_start_where_there_are_some(name: str, settings: tuple[str, ...]) -> None:
+    words = [word for setting in settings for word in ("--set", setting)]
+    assert main([str(ROOT / "topologies" / name), "--check", "--elsewhere", *words]) == 0
+
+
 def test_a_plan_is_drawn_wherever_one_is_and_says_what_is_in_the_way(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(COLOCATE), "--plan", "--set", "engines.policy.weight_transport=ipc"]) == 0
+    assert main([str(DISAGGREGATE), "--plan"]) == 0
     told = capsys.readouterr()
     assert "engine.policy.0-7" in told.out
-    assert "note: a start here would be refused: --set: engines.policy.weight_transport" in told.err
+    assert f"note: a start here would be refused: {DISAGGREGATE}: nodes" in told.err
 
 
 def test_a_run_that_is_running_is_not_said_to_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

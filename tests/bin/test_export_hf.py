@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from actors.trainer.models.config import read_hf_config
-from actors.trainer.models.files import write_model
+from actors.trainer.models.files import set_format, write_model
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sources import random_source
 from runtime.settings.topology import encode_topology
@@ -46,6 +46,21 @@ def test_a_run_is_exported_by_its_name_and_a_second_time_refused(folder: Path) -
     again = export(folder, "mine", "--out", "hf")
     assert (again.returncode, again.stdout) == (2, "")
     assert again.stderr == "--out hf is there already: name a directory that is not, or is empty\n"
+
+
+def test_weights_that_were_published_in_another_form_keep_the_config_that_says_so(folder: Path) -> None:
+    run = folder / "runs" / "mine"
+    topology = json.loads((run / "topology.json").read_bytes())
+    topology["engines"] = {"policy": {"kind": "sglang", "weight_format": "fp8"}}
+    (run / "topology.json").write_text(json.dumps(topology))
+    published = run / "weights" / "v000003"
+    shapes = {"lm_head.weight": (4, 4), "model.layers.0.mlp.up_proj.weight": (4, 4)}
+    set_format(published / "config.json", "fp8", shapes)
+    done = export(folder, "mine", "--out", "hf")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (folder / "hf" / "config.json").read_bytes() == (published / "config.json").read_bytes()
+    config = json.loads((folder / "hf" / "config.json").read_bytes())
+    assert (config["torch_dtype"], config["quantization_config"]["quant_method"]) == ("bfloat16", "fp8")
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_ctrl_c_while_downloading_ends_with_130_and_the_next_call_succeeds(check
         assert checkout.index.asked.wait(30)
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=20)
-    assert process.returncode == 130
+    assert process.returncode == 130, errors
     assert errors.endswith("setup: interrupted; the next call goes on\n")
     checkout.index.let_go()
 

@@ -25,6 +25,7 @@ from messages import (
     TrainerStarted,
     WeightsAnnounced,
     WeightsApplied,
+    WeightsLost,
 )
 from runtime.bus.bus import Bus
 from runtime.ledger.archive import history
@@ -192,17 +193,20 @@ def check_weights(log: Log) -> None:
 
 
 def check_evaluations(log: Log, run: Run) -> None:
-    """Each one that was due ran once, on weights of its step, and no other."""
+    """Each one that was due ran once, on weights of its step, and of no other unless it says so of lost ones."""
     steps = {event.version: event.step for _, event in log if isinstance(event, WeightsAnnounced)}
     issued = [event for _, event in log if isinstance(event, EvalIssued)]
     ended = [event for _, event in log if isinstance(event, EvalEnded)]
     assert [event.step for event in issued] == evaluated_steps(run)
     assert [(event.step, event.version) for event in ended] == [(event.step, event.version) for event in issued]
-    for event in issued:
+    lost = {event.version for _, event in log if isinstance(event, WeightsLost)}
+    for event, end in zip(issued, ended, strict=True):
         assert steps[event.version] == event.step
         counted = _first_answers(log, event.step).values()
         versions = {v for answer in counted for s in answer.samples for v in (s.first_version, s.last_version)}
-        assert {steps[version] for version in versions if version is not None} == {event.step}, counted
+        newer = {version for version in versions if version is not None and version != event.version}
+        assert max(newer, default=0) == end.newest_version, counted
+        assert event.version in lost or {steps[version] for version in newer} <= {event.step}, counted
 
 
 def _first_answers(log: Log, step: int) -> dict[tuple[str, int], EvalCompleted]:

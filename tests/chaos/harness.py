@@ -4,6 +4,7 @@ Nothing here waits for a time to pass. A test waits for events of the run's log;
 number of further events.
 """
 
+import json
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -186,6 +188,10 @@ class Run:
         self.num_steps = num_steps
         self.topology = load_topology(self._file, settings).topology
         self.command = [*COMMAND, str(self._file), *(word for setting in settings for word in ("--set", setting))]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Its metrics, a row a step."""
+        return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
 
     @asynccontextmanager
     async def started(self, *, from_seq: int = 1) -> AsyncGenerator[Command]:

@@ -1,6 +1,6 @@
-"""Moments of a weight session at which the trainer, an engine or a rollout actor kills or stops itself, once.
+"""Moments of a weight session, or of changes in files, at which somebody who takes part kills or stops itself, once.
 
-The step of a moment is the version that the session brings; to the trainer the step that was trained last.
+The step of a moment is the version that is on its way; to a trainer in a session the step that was trained last.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,8 @@ class _Now:
 
 
 def install_trainer() -> None:
-    """Around each bucket, and before the engines are told that these were all."""
+    """Around each bucket, before the engines are told that these were all, and when a version in files is complete."""
+    from actors.trainer.models.publish import Versions
     from actors.trainer.sending.leading import WeightSessions
     from actors.trainer.sending.rank import RankSender
     from actors.trainer.sending.sink import BucketSink, NoSink
@@ -29,12 +30,13 @@ def install_trainer() -> None:
     strike = striker()
     rank_moments.install(strike)
     around(TrainStep, "__call__", before=lambda _, batch: setattr(_Now, "step", batch.step))
-    around(RankSender, "send", before=lambda *_: setattr(_Now, "bucket", -1))
+    around(RankSender, "_sink", before=lambda *_: setattr(_Now, "bucket", -1))
 
     def begin(*_args: Any, **_options: Any) -> None:
         _Now.bucket += 1
         strike(f"before bucket {_Now.bucket}", _Now.step)
 
+    around(Versions, "complete", after=lambda published: strike("published", int(published.path.name[1:])))
     around(BucketSink, "_send", before=begin, after=lambda _: strike(f"after bucket {_Now.bucket}", _Now.step))
     around(NoSink, "hand_over", before=begin)
     around(
@@ -82,8 +84,17 @@ def install_rollout() -> None:
     )
 
 
+def install_agent() -> None:
+    """While changes are applied to the node's own copy."""
+    from runtime.weights import delta
+
+    strike = striker()
+    around(delta, "_write_file", before=lambda _file, _path, chain: strike("applying", chain[-1].delta.target.number))
+
+
 INSTALLS: Final[dict[str, Callable[[], None]]] = {
     "trainer": install_trainer,
     "engine": install_engine,
     "rollout": install_rollout,
+    "agent": install_agent,
 }

@@ -58,20 +58,31 @@ def moments_of(places: Sequence[tuple[str, str]], signal: str) -> tuple[Moment, 
     return tuple(Moment(what, 2, process, signal) for process, what in places)
 
 
+COPIED: Final = ("trainer.handover=copy", "rollout.max_staleness=1")  # sent beside later train steps
+
 ALL: Final = {
     f"{process}, {signal}": moments_of([(process, what) for what in places], signal)
     for process, places in PLACES.items()
     for signal in (KILLED, STOPPED)
 }
 CASES: Final = [
-    *(pytest.param(moments_of(places, signal), id=signal, marks=pytest.mark.chaos) for signal, places in FEW.items()),
-    *(pytest.param(moments, id=name, marks=pytest.mark.weights_all) for name, moments in ALL.items()),
+    *(
+        pytest.param(moments_of(places, signal), (), id=signal, marks=pytest.mark.chaos)
+        for signal, places in FEW.items()
+    ),
+    pytest.param(moments_of(FEW[KILLED], KILLED), COPIED, id="of a copy", marks=pytest.mark.chaos),
+    *(pytest.param(moments, (), id=name, marks=pytest.mark.weights_all) for name, moments in ALL.items()),
+    *(
+        pytest.param(moments, COPIED, id=f"of a copy, {name}", marks=pytest.mark.weights_all)
+        for name, moments in ALL.items()
+        if "trainer.1" not in name  # which sends nothing of a copy
+    ),
 ]
 
 
-@pytest.mark.parametrize("moments", CASES)
+@pytest.mark.parametrize(("moments", "handover"), CASES)
 async def test_all_engines_get_the_newest_weights_whoever_dies_in_a_session(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: tuple[Moment, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: tuple[Moment, ...], handover: Sequence[str]
 ) -> None:
     (marks := tmp_path / "marks").mkdir()
     (grader := tmp_path / "grader.py").write_text(GRADER.format(gate=str(marks / GATE)))
@@ -82,13 +93,13 @@ async def test_all_engines_get_the_newest_weights_whoever_dies_in_a_session(
         num_steps=STEPS * (1 + len(moments)),
         eval_interval=1000,  # none at the gate: while one runs, nobody is given weights
         topology=SPLIT,
-        settings=(*SETTINGS, f"data.0.rm_type={grader}:score"),
+        settings=(*SETTINGS, *handover, f"data.0.rm_type={grader}:score"),
     )
     async with run.started() as command:
         for moment in moments:
             await outlive(command, moment, marks)
         await finish(run, command)
-    await audit(run, killed=died(moments))
+    await audit(run, killed=died(moments), ordered=not handover)
     async with run.reopened() as bus:
         log = [event for _, event in await read_all(bus, run)]
     newest = max(event.version for event in log if isinstance(event, WeightsAnnounced))

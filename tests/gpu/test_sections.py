@@ -12,8 +12,8 @@ import torch
 
 from actors.trainer.models.config import read_hf_config
 from runtime.settings.devices import HIDDEN
-from tests.gpu import speed
-from tests.gpu.__main__ import SECTIONS, function_of
+from tests.gpu import single, speed
+from tests.gpu.__main__ import SECTIONS, chosen, function_of
 from tests.gpu.attention import attention, latent_attention
 from tests.gpu.measured import Measured
 from tests.gpu.model import operations, peak_of, work
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(2500)
 def test_all_that_only_a_gpu_can_show(tmp_path: Path) -> None:
     done = command(tmp_path, {})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -31,7 +31,7 @@ def test_all_that_only_a_gpu_can_show(tmp_path: Path) -> None:
 def command(tmp_path: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "tests.gpu", "--out", str(tmp_path / "gpu.json")]
     return subprocess.run(
-        words, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=490, check=False
+        words, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=2400, check=False
     )
 
 
@@ -70,8 +70,27 @@ def test_speed_recomputation_and_offload_are_measured(monkeypatch: pytest.Monkey
     assert json.dumps([found.numbers, again.numbers, moved.numbers])
 
 
+@pytest.mark.parametrize("section", ["ipc", "update", "nccl", "fp8"])
+def test_weights_reach_another_process_and_are_cast_alike(section: str) -> None:
+    torch.set_num_threads(1)
+    found = function_of(section)("cpu", tiny=True)
+    assert found.problems == []
+    assert json.dumps(found.numbers)
+
+
+def test_without_sglang_its_section_is_left_out_and_asked_for_it_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(single, "PYTHON", sys.executable)
+    assert not single.has_sglang()
+    assert set(SECTIONS) - set(chosen()) == {"single-gpu"}
+    assert capsys.readouterr().out.startswith("single-gpu: not run, ")
+    (problem,) = single.single_gpu("cuda").problems
+    assert problem.endswith("has no SGLang: PHYSARUM_SGLANG_PYTHON names an interpreter that has")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("section", ["layouts", "laptop"])
+@pytest.mark.parametrize("section", ["layouts", "laptop", "single-gpu"])
 @pytest.mark.timeout(240)
 def test_a_section_of_several_processes_answers(section: str) -> None:
     found = function_of(section)("cpu", tiny=True)

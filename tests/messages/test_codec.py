@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from messages import (
     DeadLetter,
     DecodeError,
+    EvalEnded,
     Float32Array,
     GroupCompleted,
     GroupsIssued,
@@ -159,6 +160,10 @@ OLD = [
         b'"response_len":3,"reward":0.5,"score":null,"first_version":2,"last_version":3,"reason":null,'
         b'"metadata":{}}],"metadata":{},"rollout_time_s":0.0,"reward_time_s":0.0}',
     ),
+    (
+        "eval_ended",
+        b'{"type":"eval_ended","incarnation":1,"step":2,"version":3,"metrics":{"eval/s":0.5},"not_finite":[]}',
+    ),
 ]
 GOLDEN = [
     (
@@ -193,6 +198,12 @@ GOLDEN = [
                 ),
             ),
         ),
+    ),
+    (
+        JSON,
+        b'{"type":"eval_ended","incarnation":1,"step":2,"version":3,"metrics":{"eval/s":0.5},"not_finite":[],'
+        b'"newest_version":0}',
+        EvalEnded(incarnation=1, step=2, version=3, metrics={"eval/s": 0.5}),
     ),
     (
         JSON,

@@ -25,6 +25,7 @@ LAYOUTS = [
 ]
 MATRIX = pytest.StashKey[Matrix]()
 ROW = "row of the matrix"
+KEEPERS = ("servers", "case")  # fixtures of servers that are kept over several tests
 HERE = Path(__file__).parent
 
 
@@ -54,7 +55,8 @@ def leaves_no_child_process(request: pytest.FixtureRequest) -> Iterator[None]:
     """As for all tests, but for the servers that are kept over them."""
     before = {process.pid for process in descendants()}
     yield
-    kept: set[int] = request.getfixturevalue("servers").pids() if "servers" in request.fixturenames else set()
+    keepers = [name for name in KEEPERS if name in request.fixturenames]
+    kept: set[int] = {pid for name in keepers for pid in request.getfixturevalue(name).pids()}
     left = [process for process in descendants() if process.pid not in before | kept]
     _, alive = psutil.wait_procs(left, timeout=END_S)
     lines = [describe(process) for process in alive]

@@ -1,4 +1,4 @@
-"""The contract: a lowest bit that is flipped on its way is found at the engine's own checksums."""
+"""The contract: what happens to weights on their way is found at the engine's own checksums."""
 
 from pathlib import Path
 
@@ -7,19 +7,21 @@ import pytest
 from actors.rollout.engines.weights.proof import WeightsMismatch
 from actors.rollout.sglang.client import SglangClient
 from tests.sglang.server import Server
-from tests.support.weight_line import Halves, drawn, flipped
+from tests.support.corruptions import Version, cases
+from tests.support.weight_line import ENGINE, Halves, drawn
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
 
-VALUE = "model.layers.0.self_attn.v_proj.weight"
 
-
-@pytest.mark.behaviour("a lowest bit that is flipped on its way is found, by its tensor; the next session is right")
-async def test_a_flipped_lowest_bit_is_found(client: SglangClient, server: Server, contract_model: Path) -> None:
+@pytest.mark.behaviour("eleven corruptions on the way are found, by tensor and bucket; the next session is right")
+async def test_corruptions_are_found(client: SglangClient, server: Server, contract_model: Path) -> None:
+    version = Version(now=drawn(contract_model, 2), before=drawn(contract_model, 1))
     halves = Halves(client, server.url, contract_model)
-    assert await halves.bring(drawn(contract_model, 1)) == {}
-    second = drawn(contract_model, 2)
-    failed = await halves.bring(second, flipped(VALUE, 0, 1))
-    assert isinstance(halves.refused, WeightsMismatch)
-    assert "model.layers.0.self_attn.qkv_proj.weight on rank" in failed["engine-0"]
-    assert await halves.bring(second) == {}
+    for kind, case in cases(version).items():
+        assert await halves.bring(version.before) == {}, kind
+        failed = await halves.bring(version.now, case.corruption)
+        assert list(failed) == [ENGINE], kind
+        assert [part for part in case.says if part not in failed[ENGINE]] == [], kind
+        assert isinstance(halves.refused, WeightsMismatch) == case.is_by_tensors, kind
+    assert await halves.bring(version.now) == {}
+    await halves.leave()

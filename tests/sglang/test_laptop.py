@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import pytest
 
+from runtime.weights.delta import held_in
+from runtime.weights.versions import name_of, on_disk
 from tests.sglang.recipe import DEMO, RECIPE, overrides
 from tests.sglang.server import ROOT
 
@@ -18,6 +20,7 @@ ENOUGH_STEPS: Final = 80  # the recipe's 200 are for its entropy's slow end; the
 STALE_STEPS: Final = 120  # of which it takes more where most tokens are a step old
 BATCH: Final = 64
 CLOSE: Final = 1e-4  # natural log, of tokens of staleness 0
+HALF_CLOSE: Final = 0.05  # the same in bfloat16, of a single token
 LIMIT_S: Final = 900
 LONG_LIMIT_S: Final = 1800
 
@@ -50,12 +53,25 @@ EXPERTS: Final[dict[str, dict[str, Any]]] = {  # what makes the recipe's model o
         "use_qk_norm": True,
     },
 }
+NUM_UPDATES: Final = 20
+LAYOUTS: Final[dict[str, dict[str, object]]] = {
+    "split, collective": {
+        "trainer.num_processes": 2,
+        "trainer.megatron.tensor_model_parallel_size": 2,
+        "trainer.megatron.sequence_parallel": "true",
+        "engines.policy.num_engines": 2,
+        "engines.policy.weight_transport": "collective",
+    },
+    "colocated, ipc": {"engines.policy.colocate": "trainer", "engines.policy.weight_transport": "ipc"},
+}
 WIDE: Final = {"engines.policy.concurrency": 256}
 
 Rows = list[dict[str, Any]]
 
 
-def run(directory: Path, num_steps: int, limit_s: float, **settings: object) -> tuple[dict[str, Any], Rows]:
+def run(
+    directory: Path, num_steps: int, limit_s: float, *, close: float = CLOSE, **settings: object
+) -> tuple[dict[str, Any], Rows]:
     """Run it to its end; what it prints, and the metrics of its steps."""
     own = overrides(**{"eval.0.interval": num_steps, "train.num_steps": num_steps}, **settings)
     command = [sys.executable, "-P", str(ROOT / "bin/start_topology.py"), str(RECIPE), "--json"]
@@ -69,7 +85,7 @@ def run(directory: Path, num_steps: int, limit_s: float, **settings: object) -> 
     rows = [row for row in map(json.loads, metrics.read_text().splitlines()) if row["step"] > 0]
     assert len(rows) == num_steps
     difference = max(row["train/train_rollout_logprob_abs_diff_max"] for row in rows)
-    assert difference <= CLOSE
+    assert difference <= close
     result = json.loads(done.stdout)
     assert result["steps"] == num_steps
     assert result["groups"]["trained"] == num_steps * BATCH
@@ -88,6 +104,40 @@ def test_twelve_steps_on_sglang_learn_and_their_books_close(tmp_path: Path, tran
     assert result["groups"]["issued"] == NUM_STEPS * BATCH
     rewards = [row["rollout/raw_reward"] for row in rows]
     assert sum(rewards[-4:]) > 1.5 * sum(rewards[:4])
+
+
+@pytest.mark.weights_all
+@pytest.mark.timeout(LONG_LIMIT_S + 60)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_twenty_steps_on_sglang_without_a_file_of_weights(tmp_path: Path, layout: str) -> None:
+    result, rows = run(tmp_path, NUM_UPDATES, LONG_LIMIT_S, **LAYOUTS[layout])
+    assert not (tmp_path / "runs/laptop-sglang/weights").exists()
+    assert result["groups"]["issued"] == NUM_UPDATES * BATCH
+    rewards = [row["rollout/raw_reward"] for row in rows]
+    assert sum(rewards[-5:]) > 1.5 * sum(rewards[:5])
+
+
+@pytest.mark.sglang_all
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_sglang_computes_in_bfloat16_with_weights_that_are_trained_in_float32(tmp_path: Path) -> None:
+    settings = {"model.dtype": "float32", "engines.policy.weight_format": "bfloat16", "engines.policy.verify": "always"}
+    _, rows = run(tmp_path, FEW_STEPS, LIMIT_S, close=HALF_CLOSE, **settings)
+    assert max(row["train/train_rollout_logprob_abs_diff_max"] for row in rows) > CLOSE  # it does
+    versions = list((tmp_path / "runs/laptop-sglang/weights").glob("v*"))
+    assert versions
+    assert all(json.loads((each / "config.json").read_bytes())["torch_dtype"] == "bfloat16" for each in versions)
+
+
+@pytest.mark.sglang_all
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_sglang_reads_its_node_s_copies_of_versions_that_are_changes(tmp_path: Path) -> None:
+    run(tmp_path, FEW_STEPS, LIMIT_S, **{"trainer.full_export_interval": 10, "engines.policy.verify": "always"})
+    directory = tmp_path / "runs/laptop-sglang"
+    versions = on_disk(directory / "weights")
+    newest = versions[-1].version
+    assert newest.number == FEW_STEPS + 1
+    assert [each.version.number for each in versions if each.base is None] == [1]
+    assert held_in(directory / "copies/local" / name_of(newest.number)) == newest
 
 
 @pytest.mark.sglang_all

@@ -104,11 +104,11 @@ async def grade(bus: Bus, reward: float = 1.0) -> None:
 
 @asynccontextmanager
 async def rollout_actor(
-    bus: Bus, router_url: str, engines: list[ScriptedEngine], topology: Topology
+    bus: Bus, router_url: str, engines: list[ScriptedEngine], topology: Topology, *, agent: str = ""
 ) -> AsyncGenerator[None]:
-    """A rollout actor at work on some engines."""
+    """A rollout actor at work on some engines, which an agent has started."""
     for index, engine in enumerate(engines):
-        await bus.kv.put(address_key("engine", "policy", index), Address(url=engine.url))
+        await bus.kv.put(address_key("engine", "policy", index), Address(url=engine.url, agent=agent))
     await bus.kv.put(address_key("router", "policy", 0), Address(url=router_url))
     async with anyio.create_task_group() as group:
         group.start_soon(host, bus, [hosted("rollout", topology, Path())])
@@ -134,14 +134,14 @@ async def completed(bus: Bus) -> GroupCompleted:
     return message
 
 
-async def until_applied(bus: Bus, version: int) -> None:
-    """Wait until engines have proved to hold a version."""
+async def until_applied(bus: Bus, version: int) -> WeightsApplied:
+    """Wait until engines have proved to hold a version, and what is said of it."""
     async with bus.read(WeightsApplied) as events:
         while True:
             received = await events.next(15)
             assert received is not None, f"version {version} was not applied"
-            if received.message.version == version:
-                return
+            if isinstance(received.message, WeightsApplied) and received.message.version == version:
+                return received.message
 
 
 async def completed_groups(bus: Bus, number: int) -> list[GroupCompleted]:

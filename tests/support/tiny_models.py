@@ -17,6 +17,14 @@ CHARACTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456
 
 QWEN3: Final[dict[str, Any]] = {}
 QWEN2: Final[dict[str, Any]] = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3_MOE: Final[dict[str, Any]] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 LLAMA: Final[dict[str, Any]] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 LLAMA3_ROPE: Final[dict[str, Any]] = {
     "rope_parameters": {

@@ -8,8 +8,9 @@ import asyncio
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import anyio
 import torch
@@ -19,17 +20,20 @@ from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.prover import Prover
 from actors.rollout.engines.weights.session import WeightSessions, new_key
-from actors.rollout.engines.weights.updater import Updater
+from actors.rollout.engines.weights.updater import Mode, Updater
 from actors.rollout.sglang.client import SglangClient
-from actors.rollout.sglang.errors import EngineError
+from actors.rollout.sglang.errors import EngineError, EngineUnavailable
 from actors.rollout.sglang.updates import WeightUpdates
 from actors.trainer.models.config import read_hf_config
+from actors.trainer.models.handover import Sink
 from actors.trainer.models.shapes import hf_shapes
+from actors.trainer.sending.asking import Ask
 from actors.trainer.sending.collective import Broadcast
 from actors.trainer.sending.group import StageGroup
+from actors.trainer.sending.ipc import Segments
 from actors.trainer.sending.reckoning import Reckoning
 from actors.trainer.sending.session import Membership
-from actors.trainer.sending.sink import BucketSink, Sent
+from actors.trainer.sending.sink import BucketSink, Sent, Way
 from messages import (
     BucketSent,
     GroupsOffered,
@@ -38,13 +42,17 @@ from messages import (
     SessionFinished,
     SessionOffered,
     SessionPrepared,
+    WeightProbe,
     WeightsAnnounced,
 )
+from runtime.settings.topology import Verify
 
 ENGINE: Final = "engine-0"
 LIMIT_S: Final = 60.0  # of what may wait for others
 NUM_BUCKETS: Final = 4
 CPU: Final = torch.device("cpu")
+
+Transport = Literal["collective", "ipc"]
 
 
 class Sending(NamedTuple):
@@ -67,7 +75,8 @@ def drawn(model: Path, seed: int) -> Tensors:
     """Weights of a model, all of them random."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randn(shape, generator=generator) * 0.1 for name, shape in hf_shapes(read_hf_config(model)).items()
+        name: torch.randn(shape, generator=generator) * 0.15 + float(name.endswith("norm.weight"))
+        for name, shape in hf_shapes(read_hf_config(model)).items()
     }
 
 
@@ -79,62 +88,108 @@ def buckets_of(tensors: Tensors) -> list[list[tuple[str, Tensor]]]:
 
 
 class Line:
-    """Stands for the group, and for asking, on the trainer's side."""
+    """A way to engines, on which a corruption lies in wait."""
 
-    def __init__(
-        self, group: StageGroup, ask: Callable[[Message], "Future[dict[str, str]]"], corrupt: Corruption
-    ) -> None:
-        self.spec = group.spec
-        self._group = group
-        self._ask = ask
+    def __init__(self, way: Way, corrupt: Corruption) -> None:
+        self._way = way
         self._corrupt = corrupt
-        self._told: BucketSent | None = None
-        self._answer: Future[dict[str, str]] = Future()
 
-    def ask(self, step: Message, timeout_s: float) -> "Future[dict[str, str]]":
-        """Keep it back until its bytes come."""
-        assert isinstance(step, BucketSent)
-        assert timeout_s
-        self._told, self._answer = step, Future()
-        return self._answer
-
-    def broadcast(self, flat: Tensor) -> None:
+    def carry(self, step: BucketSent, flat: Tensor, ask: Ask, timeout_s: float) -> dict[str, str]:
         """Send what becomes of a bucket."""
-        assert self._told is not None
         failed: dict[str, str] = {}
-        for step, arriving in self._corrupt(Sending(self._told, flat)):
-            taken = self._ask(step)
-            self._group.broadcast(arriving)
-            failed |= taken.result(LIMIT_S)
-        self._answer.set_result(failed)
+        for told, arriving in self._corrupt(Sending(step, flat)):
+            failed |= self._way.carry(told, arriving, ask, timeout_s)
+        return failed
 
 
 class Halves:
-    """Both halves of sessions with one engine. An engine that failed is another process to them, as it is in a run."""
+    """Both halves of sessions with one engine. An engine that failed is another process to them, as it is in a run.
 
-    def __init__(self, client: SglangClient, url: str, model: Path) -> None:
-        updater = Updater(client, "retract")
-        self._prover = Prover(client, updater, Loads(), verify="always", trainer_dtype="float32")
+    Args:
+        transport: of the sessions.
+        mode: of what an engine does with its requests meanwhile.
+        verify: how much of each load is asked.
+        timeout_s: of each step.
+    """
+
+    def __init__(
+        self,
+        client: SglangClient,
+        url: str,
+        model: Path,
+        *,
+        transport: Transport = "collective",
+        mode: Mode = "retract",
+        verify: Verify = "always",
+        timeout_s: float = LIMIT_S,
+    ) -> None:
+        self._client = client
+        self._prover = prover_of(client, mode, verify=verify, timeout_s=timeout_s)
         self._updates = WeightUpdates(client)
         self._url = url
         self._model = read_hf_config(model)
         self._target = FleetTarget()
         self._sessions = WeightSessions(self._target, lambda: (ENGINE,))
+        self._transport: Transport = transport
+        self._timeout_s = timeout_s
+        self._group: StageGroup | None = None  # kept while sessions succeed
         self._version = 0
+        self.label = ""  # of what the engine holds
+        self.pause_s = 0.0  # that it stood still in the last session
+        self.sent_bytes = 0  # in the last session
         self.refused: EngineError | None = None  # what the rollout actor raised in the last session
 
-    async def bring(self, tensors: Tensors, corrupt: Corruption = as_it_is) -> dict[str, str]:
-        """Bring a new version in a session; why engines failed."""
+    async def bring(
+        self,
+        tensors: Tensors,
+        corrupt: Corruption = as_it_is,
+        *,
+        probe: WeightProbe | None = None,
+        send: Callable[[Sink, Tensors], Sent] | None = None,
+        within_s: float = LIMIT_S,
+        ended: Callable[[], object] = lambda: None,
+    ) -> dict[str, str]:
+        """Bring a new version in a session; why engines failed.
+
+        Args:
+            tensors: of the version.
+            corrupt: what becomes of them.
+            probe: of it.
+            send: puts them into a sink; none: a few buckets at once.
+            within_s: the trainer is to come to the end.
+            ended: called then, if engines failed.
+        """
         self._version += 1
-        told = WeightsAnnounced(version=self._version, step=0, incarnation=1, path="", checksum="", size_bytes=1)
+        told = WeightsAnnounced(
+            version=self._version,
+            step=0,
+            incarnation=1,
+            path="",
+            checksum="",
+            size_bytes=1,
+            probe=probe,
+            transport=self._transport,
+        )
         self._target.weights = told
         self.refused = None
         failed: dict[str, str] = {}
         with anyio.fail_after(2 * LIMIT_S):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._take, told)
-                failed |= await self._lead(tensors, corrupt)
+                with anyio.fail_after(within_s):
+                    failed |= await self._lead(tensors, corrupt, send or _send)
+                if failed:
+                    ended()
+                    await self.leave()
         return failed
+
+    async def leave(self) -> None:
+        """End the group, on both sides."""
+        if self._group is not None:
+            group, self._group = self._group, None
+            group.leave()
+            with suppress(EngineUnavailable):  # it is gone
+                await self._updates.destroy_group(self._url, group.spec.name, timeout_s=self._timeout_s)
 
     async def _take(self, told: WeightsAnnounced) -> None:
         num_ranks, wants = await self._prover.place(self._url, told, first=False)
@@ -142,28 +197,38 @@ class Halves:
             async with self._sessions.part(ENGINE, new_key(ENGINE), num_ranks, told.version, wants) as part:
                 while not part.session:  # noqa: ASYNC110 - as the engine's target tells it
                     await anyio.sleep(0.001)
-                await self._prover.bring(ENGINE, self._url, told, first=False, part=part)
+                self.label, self.pause_s = await self._prover.bring(ENGINE, self._url, told, first=False, part=part)
         except EngineError as error:
             self.refused = error
 
-    async def _lead(self, tensors: Tensors, corrupt: Corruption) -> dict[str, str]:
+    async def _lead(
+        self, tensors: Tensors, corrupt: Corruption, send: Callable[[Sink, Tensors], Sent]
+    ) -> dict[str, str]:
         session = f"1.{self._version}"
-        offer = SessionOffered(session=session, incarnation=1, version=self._version, deadline_s=LIMIT_S)
+        offer = SessionOffered(session=session, incarnation=1, version=self._version, deadline_s=self._timeout_s)
         membership = Membership.of({"rollout.0": await self._sessions.offered(offer)})
         assert membership.engines == (ENGINE,)
         assert await self._ask(SessionPrepared(session=session)) == {}
-        group = StageGroup(uuid.uuid4().hex, "127.0.0.1", membership.world_size, CPU, timeout_s=LIMIT_S)
-        try:
-            await self._meet(session, group, membership)
-            loop = asyncio.get_running_loop()
-            line: Any = Line(group, lambda step: asyncio.run_coroutine_threadsafe(self._ask(step), loop), corrupt)
-            reckoning = Reckoning(self._model, membership.layouts)
-            sink = BucketSink(session, 0, Broadcast(line), line.ask, reckoning, timeout_s=LIMIT_S)
-            sent = await anyio.to_thread.run_sync(_send, sink, tensors)
-            return await self._end(session, sent)
-        finally:
-            group.leave()
-            await self._updates.destroy_group(self._url, group.spec.name, timeout_s=LIMIT_S)
+        loop = asyncio.get_running_loop()
+
+        def ask(step: Message, timeout_s: float) -> "Future[dict[str, str]]":
+            assert timeout_s == self._timeout_s
+            return asyncio.run_coroutine_threadsafe(self._ask(step), loop)
+
+        line = Line(await self._way(session, membership), corrupt)
+        reckoning = Reckoning(self._model, membership.layouts)
+        sink = BucketSink(session, 0, line, ask, reckoning, timeout_s=self._timeout_s)
+        sent = await anyio.to_thread.run_sync(send, sink, tensors)
+        self.sent_bytes = sent.size_bytes
+        return await self._end(session, sent)
+
+    async def _way(self, session: str, membership: Membership) -> Way:
+        if self._transport == "ipc":
+            return Segments(f"physarum-test-{uuid.uuid4().hex}-{session}", membership.readers)
+        if self._group is None:
+            await self._meet(session, membership)
+        assert self._group is not None
+        return Broadcast(self._group)
 
     async def _end(self, session: str, sent: Sent) -> dict[str, str]:
         if sent.failed:
@@ -174,20 +239,34 @@ class Halves:
         )
         return await self._ask(finish)
 
-    async def _meet(self, session: str, group: StageGroup, membership: Membership) -> None:
+    async def _meet(self, session: str, membership: Membership) -> None:
+        group = StageGroup(uuid.uuid4().hex, "127.0.0.1", membership.world_size, CPU, timeout_s=self._timeout_s)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(anyio.to_thread.run_sync, group.join)
             offer = GroupsOffered(session=session, groups=(group.spec,), offsets=membership.offsets)
             assert await self._ask(offer) == {}
+        self._group = group
 
     async def _ask(self, step: Any) -> dict[str, str]:
         return (await self._sessions.step(step)).failed
 
 
-def _send(sink: BucketSink, tensors: Tensors) -> Sent:
+def prover_of(client: SglangClient, mode: Mode, *, verify: Verify = "always", timeout_s: float = LIMIT_S) -> Prover:
+    """Of a rollout actor that has no requests."""
+    updater = Updater(client, mode, timeout_s=timeout_s)
+    updater.interrupt_by(_nothing_to_interrupt)
+    return Prover(client, updater, Loads(), verify=verify, trainer_dtype="float32")
+
+
+async def _nothing_to_interrupt(_: str) -> None:
+    await anyio.sleep_forever()
+
+
+def _send(sink: Sink, tensors: Tensors) -> Sent:
     for bucket in buckets_of(tensors):
         sink.hand_over(bucket)
-    return sink.close()
+    sent: Sent = sink.close()
+    return sent
 
 
 # corruptions

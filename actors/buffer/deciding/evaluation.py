@@ -22,8 +22,13 @@ def end_of(state: LedgerState) -> EvalEnded | None:
     running = state.evaluation
     if running is None or not running.complete:
         return None
+    items = [item for items in running.items.values() for item in items.values()]
     return EvalEnded(
-        incarnation=state.incarnation, step=running.step, version=running.version, metrics=eval_metrics(running)
+        incarnation=state.incarnation,
+        step=running.step,
+        version=running.version,
+        metrics=eval_metrics(running),
+        newest_version=max((item.newest_version for item in items), default=0),
     )
 
 
@@ -59,7 +64,9 @@ def _due_at(step: int, plans: tuple[EvalPlan, ...], num_steps: int) -> list[Eval
 
 
 def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
-    """Means over all samples of each set, the truncated share, and pass@k (a reward of exactly 1 passes).
+    """Means over all samples of each set, shares of them, and pass@k (a reward of exactly 1 passes).
+
+    The shares are those that were truncated, and, if there are any, those of newer weights than the evaluation's.
 
     Source:
         pass@k is the unbiased estimator 1 - C(n - c, k) / C(n, k) of arXiv 2107.03374, for k = 1, 2, 4, ... <= n.
@@ -71,6 +78,8 @@ def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
             continue
         metrics[f"eval/{name}"] = math.fsum(rewards) / len(rewards)
         metrics[f"eval/{name}-truncated_ratio"] = sum(item.num_truncated for item in items.values()) / len(rewards)
+        if num_newer := sum(item.num_newer for item in items.values()):
+            metrics[f"eval/{name}-newer_weights_ratio"] = num_newer / len(rewards)
         counts = [(len(item.rewards), item.rewards.count(1.0)) for item in items.values() if item.rewards]
         k, num_samples = 1, min(n for n, _ in counts)
         while 1 < num_samples and k <= num_samples:

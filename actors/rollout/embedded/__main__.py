@@ -28,13 +28,21 @@ def main(argv: list[str] | None = None) -> int:
         flags.context_length = _context_length(flags, description)
         if flags.load_format == "auto":
             safetensors_files(flags.model_path)
-        with _bound(flags.host, flags.port) as listener:
-            from actors.rollout.embedded.http.serve import serve  # torch takes a second to import
-
-            return serve(flags, description, listener)
+        listener = _bound(flags.host, flags.port)
     except (ModelError, OSError) as error:
-        print(f"embedded engine: {error}", file=sys.stderr)  # noqa: T201 - a command's one line of error
-        return EXIT_INPUT_ERROR
+        return _refused(error)
+    with listener:
+        from actors.rollout.embedded.http.serve import serve  # torch takes a second to import
+
+        try:
+            return serve(flags, description, listener)  # what the system refuses it from here on is a crash
+        except ModelError as error:
+            return _refused(error)
+
+
+def _refused(error: Exception) -> int:
+    print(f"embedded engine: {error}", file=sys.stderr)  # noqa: T201 - a command's one line of error
+    return EXIT_INPUT_ERROR
 
 
 def _context_length(flags: argparse.Namespace, description: ModelDescription) -> int:

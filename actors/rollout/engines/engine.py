@@ -16,8 +16,10 @@ from actors.rollout.engines.states import Happening, is_asked, is_told, may_cont
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.turns.stages import Stage
 from actors.rollout.engines.turns.tenure import Tenure, TurnLost
+from actors.rollout.engines.weights.copies import AtHand, as_announced
 from actors.rollout.engines.weights.proof import WeightsMismatch
 from actors.rollout.engines.weights.prover import Prover
+from actors.rollout.engines.weights.rolling import Rolling
 from actors.rollout.engines.weights.session import Part, WeightSessions, new_key
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineSilent, EngineUnavailable
@@ -45,6 +47,8 @@ class Engine:
         deaths: told when it is lost while it was asked.
         wanted: what it is to serve; none: that is not asked.
         tenure: of memory that it shares with the trainer; none: it has its own.
+        at_hand: brings weights in files to where it reads them, while it serves.
+        rolling: when it may take weights while it is asked; none: at any time.
     """
 
     def __init__(
@@ -63,23 +67,29 @@ class Engine:
         deaths: Deaths | None = None,
         wanted: Wanted | None = None,
         tenure: Tenure | None = None,
+        at_hand: AtHand = as_announced,
+        rolling: Rolling | None = None,
     ) -> None:
         self.name = name
         self.url = url
         self.state = EngineState.STARTING
         self.version = 0  # proven; 0: none yet
+        self.pause_s = self.brought_at = 0.0  # how long it stood still for that version, and when it had proven it
         self.routed = False  # the router may know it
         self.reason = ""  # for its state
-        self.is_apart = False  # for one request alone: the router does not know it
+        self._num_apart = 0  # reasons for which the router does not know it: a request alone, its turn to be updated
         self.sign_at = 0.0  # of its last sign of life: a token, or that it is asked from now on
         self.ours = ours
         self.pid = pid
         self.tenure = tenure or Tenure(client, name, url)
         self.answers = False  # since it was last down
         self._is_loaded = False  # with the target weights, though they may be unproven yet
+        self._at_hand = at_hand
+        self._failed_version = 0  # the last that it did not take
         self._sessions = sessions
         self._key = new_key(name)
         self._deaths = deaths or Deaths()
+        self._rolling = rolling or Rolling(1, tuple)
         self._wanted = wanted
         self._label = ""  # of the proven weights
         self._moving = anyio.Lock()  # in or out of the router, not both at a time
@@ -88,6 +98,11 @@ class Engine:
         self._prover = prover
         self._target = target
         self._notices = notices
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the router is not to know it for now, though it may be asked."""
+        return self._num_apart > 0
 
     @property
     def is_asked(self) -> bool:
@@ -172,6 +187,8 @@ class Engine:
                 return
             try:
                 await self._bring_current()
+            except TurnLost:
+                continue
             except EngineError as error:
                 await self._note_failure(error)
                 await self._leave_router()
@@ -211,18 +228,20 @@ class Engine:
 
     async def set_apart(self) -> None:
         """Have the router send nothing there; what is there goes on."""
-        self.is_apart = True
+        self._num_apart += 1
         async with self._moving:
             await self._unregister()
 
     async def join(self) -> None:
         """End that; cut off, or if the router does not take it, the next look at it finds it missing there."""
-        self.is_apart = False
-        if self.is_asked:
+        if self.is_asked and self._num_apart == 1:  # until the router knows it that is no reason to count it as lost
             with anyio.move_on_after(REGISTER_TIMEOUT_S, shield=True):
                 async with self._moving:
                     self.routed = True
                     await wait_until(self._registered_or_lost)
+                    if not self.is_asked:  # who found that left it to us to take it out again
+                        await self._unregister()
+        self._num_apart -= 1
         await self._target.notify()
 
     async def is_dead(self) -> bool:
@@ -365,9 +384,9 @@ class Engine:
             return Happening.LOST, str(error)
         if label != self._label and not updating and self.state is not EngineState.UPDATING:
             return Happening.LOST, f"calls its weights {label!r}, it proved {self._label!r}"
-        if self.is_apart:
+        if self.is_apart or self._target.router is None:
             return None
-        if self._target.router is not None and await self._workers.lacks(self._target.router, self.url):
+        if await self._workers.lacks(self._target.router, self.url) and not self.is_apart:  # it may be set apart by now
             return Happening.REROUTED, "the router does not know it any more"
         return None
 
@@ -424,12 +443,13 @@ class Engine:
             raise EngineUnavailable(f"the router did not take {self.url} within {REGISTER_TIMEOUT_S:.0f} s")
 
     async def _registered_or_behind(self) -> bool:
-        if self.is_behind:
-            return True
-        return self._target.router is not None and await self._workers.has(self._target.router, self.url)
+        return self.is_behind or await self._is_registered()
 
     async def _registered_or_lost(self) -> bool:
-        return not self.is_asked or await self._registered_or_behind()
+        return not self.is_asked or await self._is_registered()
+
+    async def _is_registered(self) -> bool:
+        return self._target.router is not None and await self._workers.has(self._target.router, self.url)
 
     async def _bring_current(self) -> None:
         """Give it the target weights, and again if others are the target by then."""
@@ -437,9 +457,14 @@ class Engine:
         while self.is_behind and self.state in (state, EngineState.UPDATING):
             announced = self._target.weights
             assert announced is not None
-            async with self._taking_part(announced) as part:
-                if part is None or await self._is_member(part):
-                    await self._bring(announced, part)
+            if self._target.is_in_files:
+                announced = await self._at_hand(announced, announced.version == self._failed_version)
+            async with self._turn():
+                if self.state not in (state, EngineState.UPDATING):
+                    return  # lost meanwhile
+                async with self._taking_part(announced) as part:
+                    if part is None or await self._is_member(part):
+                        await self._bring(announced, part)
 
     async def _bring(self, announced: WeightsAnnounced, part: Part | None) -> None:
         if self.state is EngineState.CURRENT:
@@ -447,13 +472,46 @@ class Engine:
         self._is_loaded = False
         first = self.version == 0
         try:
-            self._label = await self._prover.bring(
-                self.name, self.url, announced, first=first, loaded=self._take_rest, part=part
-            )
+            async with self._others_serve():
+                brought = await self._prover.bring(
+                    self.name, self.url, announced, first=first, loaded=self._take_rest, part=part
+                )
+                self._label = brought.label
+                self.pause_s, self.brought_at = brought.pause_s, anyio.current_time()
         except EngineError:
+            self._failed_version = announced.version
             self._key = new_key(self.name)  # it may be another process, and is in none of the groups that it was in
             raise
-        self.version = announced.version
+        self.version = announced.version  # once requests may go there again: then all are said to serve it
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncGenerator[None]:
+        """Where engines are updated in groups, and read the weights by themselves: its group's turn, or its loss."""
+        if not (self._rolling.is_on and self.is_asked and self._target.is_in_files):
+            yield
+            return
+        self._rolling.wait(self.name)
+        try:
+            await self._target.until(lambda: not self.is_asked or self._rolling.take(self.name))
+            yield
+        finally:
+            self._rolling.leave(self.name)
+            with anyio.CancelScope(shield=True):
+                await self._target.notify()
+
+    @asynccontextmanager
+    async def _others_serve(self) -> AsyncGenerator[None]:
+        """Where engines are updated in groups, the router sends nothing to one that is being updated."""
+        if not (self._rolling.is_on and self.is_asked):
+            yield
+            return
+        await self.set_apart()
+        try:
+            yield
+        except BaseException:  # whoever handles it says whether the router is to know it
+            self._num_apart -= 1
+            raise
+        await self.join()
 
     @asynccontextmanager
     async def _taking_part(self, announced: WeightsAnnounced) -> AsyncGenerator[Part | None]:
@@ -466,11 +524,22 @@ class Engine:
             yield part
 
     async def _is_member(self, part: Part) -> bool:
-        """Wait until a session takes it in; false: its state, or the target, is another by then."""
+        """Wait until a session takes it in; false: its state, or the target, is another by then.
+
+        Raises:
+            TurnLost: it has to give back its memory, as where the trainer died before a session.
+        """
         state = self.state
         await self._target.until(
-            lambda: bool(part.session) or self.state is not state or self._target.version != part.version
+            lambda: (
+                bool(part.session)
+                or self.state is not state
+                or self._target.version != part.version
+                or self._gives_back
+            )
         )
+        if self._gives_back:
+            raise TurnLost
         return bool(part.session)
 
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from actors.rollout.sglang.errors import EngineError
-from runtime.settings.topology import Topology
+from runtime.settings.placement import served_dtype
+from runtime.settings.topology import EngineConfig, Topology
 
 
 class WrongEngine(EngineError):
@@ -22,8 +23,8 @@ class Wanted(NamedTuple):
     context: int  # tokens of the longest sample; 0: not limited by the recipe
 
     @classmethod
-    def by(cls, topology: Topology) -> Self:
-        """What a topology asks for, whose model is a directory.
+    def by(cls, topology: Topology, engine: EngineConfig) -> Self:
+        """What a topology asks for of a pool, whose model is a directory.
 
         Raises:
             OSError, ValueError: it cannot be read.
@@ -31,7 +32,7 @@ class Wanted(NamedTuple):
         directory = Path(topology.model.hf_checkpoint)
         return cls(
             architectures=_architectures_of((directory / "config.json").read_bytes()),
-            dtype=topology.model.dtype,
+            dtype=served_dtype(topology, engine),
             context=topology.rollout.max_context_len or 0,
         )
 
@@ -68,7 +69,7 @@ def _differences(says: Mapping[str, Any], wanted: Wanted) -> Iterator[str]:
         yield _wrong("is_generation", False, "true")
     dtype = says.get("dtype")
     if dtype not in (None, "auto", wanted.dtype):
-        yield _wrong("dtype", dtype, f"{wanted.dtype}, as model.dtype")
+        yield _wrong("dtype", dtype, f"{wanted.dtype}, as model.dtype and weight_format say")
     dp_size = says.get("dp_size")
     if dp_size not in (None, 1):
         yield _wrong("dp_size", dp_size, "1: each replica is an engine with a URL of its own")

@@ -17,12 +17,14 @@ from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.turns.stages import Stage
 from actors.rollout.engines.turns.tenure import Tenure
+from actors.rollout.engines.weights.copies import AtHand, as_announced
 from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.prover import Prover
+from actors.rollout.engines.weights.rolling import Rolling
 from actors.rollout.engines.weights.session import WeightSessions
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineUnavailable
-from messages import EngineState, WeightsAnnounced
+from messages import EngineState, EngineUpdate, WeightsAnnounced
 from runtime.retrying import Backoff
 
 log = structlog.get_logger()
@@ -46,7 +48,9 @@ class Fleet:
     rebuilt from the addresses on the bus and the newest announcement in the log.
     """
 
-    def __init__(self, client: SglangClient, prover: Prover, notices: Notices | None = None) -> None:
+    def __init__(
+        self, client: SglangClient, prover: Prover, notices: Notices | None = None, *, update_groups: int = 1
+    ) -> None:
         self._client = client
         self._workers = RouterWorkers(client)
         self._prover = prover
@@ -55,7 +59,8 @@ class Fleet:
         self._engines: dict[str, Engine] = {}
         self._target = FleetTarget()
         self.is_held = False  # requests wait, whichever engines are up
-        self.sessions = WeightSessions(self._target, self._lacking)
+        self._rolling = Rolling(update_groups, lambda: self._engines)
+        self.sessions = WeightSessions(self._target, self._lacking, self._rolling.group_of)
         self._check: anyio.Event | None = None  # of all engines that are asked, under way
 
     @property
@@ -109,6 +114,10 @@ class Fleet:
             return f"an engine ({known})"
         return f"weights {self.target_version} at {', '.join(behind)}" if behind else ""
 
+    def is_held_by_any(self, version: int) -> bool:
+        """Whether an engine that may be asked holds that version, or a newer one."""
+        return any(engine.is_asked and engine.version >= version for engine in self._engines.values())
+
     async def wait_ready(self, min_version: int, *, unless: Callable[[], bool]) -> bool:
         """Wait until the router and at least one engine are up and every admitted one is at min_version.
 
@@ -156,6 +165,14 @@ class Fleet:
                 await self._target.changed.wait()
             return self.version
 
+    def updates(self, version: int, since: float) -> tuple[EngineUpdate, ...]:
+        """How admitted engines that hold a version came to it; `since` is when they were to, of the event loop."""
+        return tuple(
+            EngineUpdate(engine=engine.name, pause_s=engine.pause_s, took_s=max(0.0, engine.brought_at - since))
+            for engine in self._admitted()
+            if engine.version == version
+        )
+
     @property
     def engines(self) -> list[Engine]:
         """All that are known."""
@@ -174,6 +191,8 @@ class Fleet:
     async def allow(self, stage: Stage) -> None:
         """Say what engines may have; nothing only while no request is under way. Returns at once."""
         self._target.allowed = stage
+        if stage is Stage.NOTHING:  # a trainer that died in a session brings no more of it
+            self.sessions.end("the trainer has its memory back")
         await self.notify()
 
     async def until(self, true: Callable[[], bool]) -> None:
@@ -216,6 +235,7 @@ class Fleet:
         kill: Kill | None = None,
         wanted: Wanted | None = None,
         tenure: Tenure | None = None,
+        at_hand: AtHand = as_announced,
     ) -> None:
         """Keep one engine admitted: wait for it, give it the current weights, register it, and again when it is lost.
 
@@ -229,11 +249,13 @@ class Fleet:
             wanted: what it is to serve; none: that is not asked.
             kill: have it killed, for a reason, and started again; none: nobody may.
             tenure: of memory that it shares with the trainer; none: it has its own.
+            at_hand: brings weights in files to where it reads them.
 
         Raises:
-            WeightsMismatch, RequestRefused: it has refused the weights for long, and no other engine has taken any.
+            WeightsMismatch, RequestRefused, CopyRefused: it has refused the weights for long, and no other engine has
+                taken any.
         """
-        engine = await self._replace(name, url, ours=ours, pid=pid, wanted=wanted, tenure=tenure)
+        engine = await self._replace(name, url, ours=ours, pid=pid, wanted=wanted, tenure=tenure, at_hand=at_hand)
         refused_since, failures = math.inf, 0
         while True:
             await wait_until(engine.is_up)
@@ -255,7 +277,15 @@ class Fleet:
                 await kill(engine.reason)
 
     async def _replace(
-        self, name: str, url: str, *, ours: bool, pid: int, wanted: Wanted | None, tenure: Tenure | None
+        self,
+        name: str,
+        url: str,
+        *,
+        ours: bool,
+        pid: int,
+        wanted: Wanted | None,
+        tenure: Tenure | None,
+        at_hand: AtHand,
     ) -> Engine:
         """A new engine in the place of the one of that name, which the router forgets."""
         old = self._engines.get(name)
@@ -273,6 +303,8 @@ class Fleet:
             pid=pid,
             wanted=wanted,
             tenure=tenure,
+            at_hand=at_hand,
+            rolling=self._rolling,
         )
         if old is not None:
             old.replaced()

@@ -16,7 +16,7 @@ class Happening(Enum):
     ADMITTED = "admitted"  # it proved to hold the target weights, and the router knows it
     UPDATE_BEGAN = "update began"
     UPDATED = "updated"
-    REFUSED = "refused"  # weights that were newer than its own
+    REFUSED = "refused"  # weights that were newer than its own; while it is current, its node has no copy of them
     REROUTED = "rerouted"  # its router was lost, or lost it
     LEFT_PAUSED = "left paused"  # we paused it, and it could not be told to go on
     CONTINUED = "continued"
@@ -36,7 +36,7 @@ _NEXT: Final[dict[Happening, dict[EngineState, EngineState]]] = {
     Happening.ADMITTED: {STARTING: CURRENT},
     Happening.UPDATE_BEGAN: {CURRENT: UPDATING},
     Happening.UPDATED: {UPDATING: CURRENT},
-    Happening.REFUSED: {UPDATING: STARTING, STARTING: STARTING},
+    Happening.REFUSED: {UPDATING: STARTING, STARTING: STARTING, CURRENT: STARTING},
     Happening.REROUTED: {CURRENT: STARTING, UPDATING: STARTING},
     Happening.LEFT_PAUSED: {STARTING: PAUSED, CURRENT: PAUSED, UPDATING: PAUSED},
     Happening.CONTINUED: {PAUSED: STARTING},

@@ -1,5 +1,6 @@
 """What a rollout actor and the trainer ask each other about weight sessions."""
 
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import anyio
@@ -29,23 +30,29 @@ ASK_EVERY_S: Final = 1.0  # for a session, while engines stand ready for one
 ASK_TIMEOUT_S: Final = 10.0
 
 
-async def take_part(bus: Bus, fleet: Fleet) -> None:
-    """Answer the trainer's calls, and ask it for a session where engines came late. For ever."""
+async def take_part(bus: Bus, fleet: Fleet, is_given_up: Callable[[], Awaitable[bool]]) -> None:
+    """Answer the trainer's calls, and ask it for a session where engines came late. For ever.
+
+    Args:
+        is_given_up: whether engines are to hold newer weights from now on, as nobody has those of the target any more.
+    """
     sessions = fleet.sessions
     handlers: dict[type[Message], Handler] = {SessionOffered: sessions.offered, SessionClosed: sessions.closed}
     async with bus.serve(handlers | dict.fromkeys(STEPS, sessions.step)):
         while True:
             await anyio.sleep(ASK_EVERY_S)
-            await _ask(bus, fleet)
+            await _ask(bus, fleet, is_given_up)
 
 
-async def _ask(bus: Bus, fleet: Fleet) -> None:
+async def _ask(bus: Bus, fleet: Fleet, is_given_up: Callable[[], Awaitable[bool]]) -> None:
     """Ask for a session if one is wanted. The trainer may be away or at work: it is asked again."""
     announced, engines = fleet.weights, fleet.sessions.wanted()
     if announced is None or not announced.sender or not engines:
         return
     request = SessionRequested(version=announced.version, engines=engines)
     try:
+        if await is_given_up():
+            return
         answer = await bus.call(announced.sender, request, SessionGranted, timeout_s=ASK_TIMEOUT_S)
     except BusError as error:
         log.debug("weight_session_not_asked_for", weight_version=announced.version, error=str(error))

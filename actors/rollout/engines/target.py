@@ -12,7 +12,8 @@ from messages import EvalEnded, EvalIssued, WeightsAnnounced
 class TargetWeights:
     """Between an evaluation's issue and its end, in log order, announcements newer than its weights are held back.
 
-    A fold of the log: whoever reads it from the start, at once or over time, has the same target at its end.
+    A fold of the log: whoever reads it from the start, at once or over time, has the same target at its end, but for
+    weights that were given up meanwhile.
     """
 
     def __init__(self) -> None:
@@ -35,6 +36,17 @@ class TargetWeights:
                 self.evaluated_step = max(self.evaluated_step, event.step)
             case _:
                 pass
+        self._let_go()
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether there are newer weights than engines may take."""
+        return bool(self._held_back)
+
+    def give_up(self) -> None:
+        """Have evaluations that run hold on to the newest weights of now: nobody can bring their own any more."""
+        for step, version in self._evaluated.items():
+            self._evaluated[step] = max(version, self._known_version)
         self._let_go()
 
     def _let_go(self) -> None:

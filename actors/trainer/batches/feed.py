@@ -24,6 +24,7 @@ from messages import (
     SegmentsPublished,
     SnapshotTaken,
     TrainerStarted,
+    WeightsRefused,
 )
 from runtime.bus.bus import Bus
 from runtime.bus.errors import Fenced, PayloadLost
@@ -102,7 +103,7 @@ class Feed:
             await self._react(received.message, received.seq, changed=bool(changes))
 
     async def _react(self, event: Message, seq: int, *, changed: bool) -> None:
-        if changed or isinstance(event, BatchReady | CheckpointRequested) or kept_by(event):
+        if changed or isinstance(event, BatchReady | CheckpointRequested | WeightsRefused) or kept_by(event):
             await self.tell()
         match event:
             case GroupCompleted() if self._prefetch is not None:
@@ -137,7 +138,7 @@ class Feed:
                 raise Fenced(f"another trainer started at {seq}, after {own_seq}")
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait, however long it takes, until batches, groups, losses or checkpoints asked for make a condition hold."""
+        """Wait, however long it takes, until batches, groups, losses, refusals or checkpoints asked for do."""
         async with self._changed:
             while not condition():
                 await self._changed.wait()

@@ -19,6 +19,7 @@ from messages import (
     VerdictGiven,
     WeightsAnnounced,
     WeightsApplied,
+    WeightsRefused,
 )
 from runtime.ledger.completions import Over, kept_by, lost_by, over_by
 from runtime.ledger.phases import Turn, next_turn
@@ -38,6 +39,7 @@ HISTORY: Final[tuple[type[Message], ...]] = (
     VerdictGiven,
     WeightsAnnounced,
     WeightsApplied,
+    WeightsRefused,
 )
 MAX_WAITING_GROUPS: Final = 8192  # beyond, the oldest are forgotten and read from the log again when a batch cites them
 
@@ -55,6 +57,7 @@ class History:
         self.last_seq = self._covered = ledger.last_seq
         self.version = ledger.version  # highest announced
         self.confirmed = 0  # highest that an engine holds, of those seen; a snapshot does not know it
+        self.refused = 0  # highest that an engine refused, likewise
         self.steps_of_versions = dict(ledger.version_steps)  # train steps that an announced version contains
         self.turn: Turn | None = None  # whose it is; a snapshot does not know it
         self.requested_step = 0  # newest step that a checkpoint was asked for
@@ -136,6 +139,8 @@ class History:
                 self.turn = next_turn(self.turn, event, seq)
             case WeightsApplied():
                 self.confirmed = max(self.confirmed, event.version)
+            case WeightsRefused():
+                self.refused = max(self.refused, event.version)
             case _:
                 pass
         return ()

@@ -1,7 +1,7 @@
 """Model directories in Hugging Face's format: read one tensor at a time, and written."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor
 from actors.trainer.models.shards import write_weights
 from actors.trainer.models.sources import Cut, WeightSource
 from runtime.checksums import INDEX_FILE, SINGLE_FILE
+from runtime.settings.topology import WeightFormat
+from runtime.weights.fp8 import quantization_config
 
 _COPIED = ("config.json", "generation_config.json")
 
@@ -71,4 +73,24 @@ def set_dtype(config: Path, dtype: str) -> None:
     """Whoever loads a directory takes the dtype that its config.json names, and rounds weights to it."""
     values: dict[str, Any] = msgspec.json.decode(config.read_bytes())
     keys = [key for key in ("dtype", "torch_dtype") if key in values] or ["torch_dtype"]  # the newer and the older name
-    config.write_bytes(msgspec.json.format(msgspec.json.encode(values | dict.fromkeys(keys, dtype)), indent=2) + b"\n")
+    _write_config(config, values | dict.fromkeys(keys, dtype))
+
+
+def set_format(config: Path, weight_format: WeightFormat, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Have config.json say in which form the weights beside it are; those as trained are in whatever it says.
+
+    Args:
+        config: the file.
+        weight_format: of the weights.
+        shapes: of all tensors by name.
+    """
+    if weight_format == "as_trained":
+        return
+    set_dtype(config, "bfloat16")
+    if weight_format == "fp8":
+        values: dict[str, Any] = msgspec.json.decode(config.read_bytes())
+        _write_config(config, values | {"quantization_config": quantization_config(shapes)})
+
+
+def _write_config(config: Path, values: Mapping[str, Any]) -> None:
+    config.write_bytes(msgspec.json.format(msgspec.json.encode(values), indent=2) + b"\n")

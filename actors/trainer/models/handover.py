@@ -1,9 +1,9 @@
 """The current weights on their way from all ranks: to a sink, as to the files of a directory."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,10 +12,20 @@ from actors.trainer.megatron.groups import told
 from actors.trainer.megatron.memory import host_copy
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.gathering import Bucket, Part, buckets, first_rank, stage_group, whole_entries, whole_tensors
-from actors.trainer.models.shards import Shard, ShardWriter, bytes_of, cut_into_shards, named, write_index
-from runtime.checksums import combined
+from actors.trainer.models.publish import Written
+from actors.trainer.models.shards import Entry, Shard, ShardWriter, bytes_of, cut_into_shards, named, write_index
+from actors.trainer.sending.delta import DeltaWriter
+from runtime.weights.delta import DeltaError, TensorDelta
 
 WRITE_TIMEOUT_S = 3600.0  # of a bucket
+
+
+class Against(NamedTuple):
+    """What changed since a version is to be written, too."""
+
+    directory: Path  # where that goes; exists, and is the same for all ranks
+    base: Path  # whole files of that version
+    checksums: Mapping[str, str]  # of its tensors
 
 
 class _Share(NamedTuple):
@@ -24,6 +34,22 @@ class _Share(NamedTuple):
     shards: Sequence[Shard]
     checksums: dict[str, str]  # by tensor
     error: str  # why it could not; empty: it could
+    tensors: Sequence[TensorDelta]  # how each goes as changes
+    no_delta: str  # why they cannot be had; empty: nothing speaks against it
+
+
+class Form(NamedTuple):
+    """What becomes of weights on their way (sending/cast.py); raises ValueError of numbers that it has not."""
+
+    of_bucket: Callable[[Bucket], Bucket]
+    of_entries: Callable[[Iterable[Entry]], list[Entry]]  # the same without the tensors
+
+
+def _unchanged(bucket: Bucket) -> Bucket:
+    return bucket
+
+
+AS_TRAINED: Final = Form(_unchanged, list)
 
 
 class Sink(Protocol):
@@ -54,7 +80,14 @@ class WeightFlow:
     """
 
     def __init__(
-        self, parts: list[Part], model: HfConfig, sink: Sink, *, device: torch.device, bucket_bytes: int
+        self,
+        parts: list[Part],
+        model: HfConfig,
+        sink: Sink,
+        *,
+        device: torch.device,
+        bucket_bytes: int,
+        form: Form = AS_TRAINED,
     ) -> None:
         """Nothing flows yet.
 
@@ -65,8 +98,11 @@ class WeightFlow:
             sink: of this rank.
             device: of this rank.
             bucket_bytes: of tensors that are gathered at a time; a larger tensor alone is one bucket.
+            form: in which the sink gets them.
         """
         self._sink = sink
+        self._form = form
+        self._error = ""
         self._buckets = buckets(whole_tensors(_taken(parts), model, device), bucket_bytes)
         self._bucket_bytes, self._device = bucket_bytes, device
         self._has_more = True
@@ -80,8 +116,16 @@ class WeightFlow:
         if self._has_more and self._all_are_free():
             bucket = next(self._buckets, None)
             self._has_more = bucket is not None
-            self._sink.hand_over(bucket or [])
+            self._sink.hand_over(self._cast(bucket or []))
         return self._has_more
+
+    def _cast(self, bucket: Bucket) -> Bucket:
+        """In the form that is wanted. After a failure nothing: the other ranks go through all buckets all the same."""
+        try:
+            return [] if self._error else self._form.of_bucket(bucket)
+        except ValueError as error:
+            self._error = str(error)
+            return []
 
     def _all_are_free(self) -> bool:
         """Whether the rank whose sink gets tensors is; the same on all ranks of the stage."""
@@ -93,10 +137,18 @@ class WeightFlow:
         return bool(flag.item())
 
     def finish(self) -> list[Any]:
-        """Gather what is left; what each rank's sink says became of it."""
+        """Gather what is left; what each rank's sink says became of it.
+
+        Raises:
+            ValueError: there are numbers that the form has not; on all ranks, with tensor and number.
+        """
         for bucket in self._buckets:
-            self._sink.hand_over(bucket, wait=sum(tensor.nbytes for _, tensor in bucket) > self._bucket_bytes)
-        return told(self._sink.close())
+            is_large = sum(tensor.nbytes for _, tensor in bucket) > self._bucket_bytes
+            self._sink.hand_over(self._cast(bucket), wait=is_large)
+        ended: list[tuple[str, Any]] = told((self._error, self._sink.close()))
+        if errors := [error for error, _ in ended if error]:
+            raise ValueError(f"weights cannot be handed to engines: {'; '.join(errors)}")
+        return [result for _, result in ended]
 
 
 class Handover:
@@ -106,7 +158,15 @@ class Handover:
     """
 
     def __init__(
-        self, parts: list[Part], model: HfConfig, directory: Path, *, device: torch.device, bucket_bytes: int
+        self,
+        parts: list[Part],
+        model: HfConfig,
+        directory: Path,
+        *,
+        device: torch.device,
+        bucket_bytes: int,
+        form: Form = AS_TRAINED,
+        against: Against | None = None,
     ) -> None:
         """Plan the files.
 
@@ -116,14 +176,17 @@ class Handover:
             directory: exists, and is the same for all ranks.
             device: of this rank.
             bucket_bytes: as for `WeightFlow`.
+            form: as for `WeightFlow`.
+            against: a version to write the changes since, beside the whole files; none: these alone.
         """
         self._directory = directory
-        entries = whole_entries(parts, model) if dist.get_rank() == first_rank() else []
+        entries = form.of_entries(whole_entries(parts, model)) if dist.get_rank() == first_rank() else []
         cut = cut_into_shards(entries)
         counts = told(len(cut))
         shards = named(cut, before=sum(counts[: dist.get_rank()]), total=sum(counts))
-        self._writer = _Writer(ShardWriter(directory, shards), shards)
-        self._flow = WeightFlow(parts, model, self._writer, device=device, bucket_bytes=bucket_bytes)
+        changes = None if against is None else _Changes(against, [rank for rank, count in enumerate(counts) if count])
+        self._writer = _Writer(ShardWriter(directory, shards), shards, changes)
+        self._flow = WeightFlow(parts, model, self._writer, device=device, bucket_bytes=bucket_bytes, form=form)
 
     def advance(self) -> bool:
         """Gather the next bucket, if the stage's writer has nothing to do; whether there may be more."""
@@ -134,14 +197,15 @@ class Handover:
         """Of the bucket that this rank writes now."""
         return self._writer.writing
 
-    def finish(self) -> str:
-        """Gather and write what is left; rank 0 then writes the index.
+    def finish(self) -> Written:
+        """Gather and write what is left; rank 0 then writes the index of the whole files.
 
         Returns:
-            The checksum of all tensors.
+            What was written, the same on all ranks.
 
         Raises:
             OSError: a rank could not write; says which.
+            ValueError: as `WeightFlow.finish`.
         """
         shares: list[_Share] = self._flow.finish()
         errors = [f"rank {rank}: {share.error}" for rank, share in enumerate(shares) if share.error]
@@ -149,15 +213,59 @@ class Handover:
             raise OSError(f"weights could not be written to {self._directory}: {'; '.join(errors)}")
         if dist.get_rank() == 0:
             write_index(self._directory, [shard for share in shares for shard in share.shards])
-        return combined({name: checksum for share in shares for name, checksum in share.checksums.items()}).total
+        reasons = [f"rank {rank}: {share.no_delta}" for rank, share in enumerate(shares) if share.no_delta]
+        return Written(
+            {name: checksum for share in shares for name, checksum in share.checksums.items()},
+            [tensor for share in shares for tensor in share.tensors],
+            "; ".join(reasons),
+        )
+
+
+class _Changes:
+    """What changed of a rank's tensors, as long as that can be had: whole files do without."""
+
+    def __init__(self, against: Against, ranks: Sequence[int]) -> None:
+        """Open the file of a rank that writes.
+
+        Args:
+            against: the version before.
+            ranks: those that write.
+        """
+        self.reason = ""  # why it cannot be had
+        self._writer: DeltaWriter | None = None
+        if dist.get_rank() in ranks:
+            number = ranks.index(dist.get_rank()) + 1
+            try:
+                self._writer = DeltaWriter(
+                    against.directory, against.base, against.checksums, number=number, total=len(ranks)
+                )
+            except (OSError, ValueError) as error:
+                self.reason = str(error)
+
+    def write(self, entry: Entry, data: memoryview, checksum: str) -> None:
+        """Write what changed of a tensor."""
+        if self._writer is not None and not self.reason:
+            try:
+                self._writer.write(entry, data, checksum)
+            except (OSError, DeltaError) as error:
+                self.reason = str(error)
+
+    def close(self) -> Sequence[TensorDelta]:
+        """Put it on the disk; how each tensor goes."""
+        try:
+            return [] if self._writer is None else self._writer.close()
+        except OSError as error:
+            self.reason = self.reason or str(error)
+            return []
 
 
 class _Writer:
     """A thread that writes a bucket while the next one is gathered."""
 
-    def __init__(self, files: ShardWriter, shards: Sequence[Shard]) -> None:
+    def __init__(self, files: ShardWriter, shards: Sequence[Shard], changes: _Changes | None) -> None:
         self._files = files
         self._shards = shards
+        self._changes = changes
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self.writing: Future[None] | None = None
         self._error = ""
@@ -182,7 +290,9 @@ class _Writer:
         self._wait()
         self._executor.shutdown()
         self._files.close()
-        return _Share(self._shards, self._files.checksums, self._error)
+        tensors = [] if self._changes is None else self._changes.close()
+        no_delta = "" if self._changes is None else self._changes.reason
+        return _Share(self._shards, self._files.checksums, self._error, tensors, no_delta)
 
     def _wait(self) -> None:
         writing, self.writing = self.writing, None
@@ -194,7 +304,10 @@ class _Writer:
 
     def _write(self, data: list[tuple[str, memoryview]]) -> None:
         while data:
-            self._files.write(*data.pop(0))
+            name, tensor = data.pop(0)
+            entry = self._files.write(name, tensor)
+            if self._changes is not None:
+                self._changes.write(entry, tensor, self._files.checksums[name])
 
 
 def copied(parts: Iterable[Part]) -> list[Part]:

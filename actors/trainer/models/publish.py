@@ -1,19 +1,34 @@
-"""Weights on disk for engines to take: `v000007/model.safetensors` and config.json, complete or not there at all."""
+"""Weights on disk for engines to take: `v000007`, complete or not there at all.
 
-import re
+A version is whole, `model.safetensors` and config.json, or it is what changed since the one before (`delta.json` and
+payloads, `runtime/weights/delta.py`). Whole files are written of each: of those that go as changes they are the
+trainer's own, in `base`, and what the next version is compared with. A trainer that starts has no such base, so its
+first version goes whole.
+"""
+
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
-from actors.trainer.models.files import copy_small_files
+import structlog
+
+from actors.trainer.models.files import copy_small_files, set_format
 from messages import WeightProbe
-from runtime.checksums import safetensors_files
+from runtime.checksums import combined, safetensors_files
 from runtime.files import complete_directory
+from runtime.settings.topology import WeightFormat
+from runtime.weights.delta import DeltaError, TensorDelta, Version, write_index
+from runtime.weights.route import OnDisk, goes_whole, needed_for
+from runtime.weights.versions import name_of, on_disk, versions_in, write_note
+
+log = structlog.get_logger()
 
 WEIGHTS: Final = "weights"  # in the run directory
+BASE: Final = "base"  # beside the versions: the trainer's own whole files
 KEEP_VERSIONS: Final = 2
-_NAME = re.compile(r"v(\d{6,})")
 
 
 @dataclass(frozen=True)
@@ -22,55 +37,164 @@ class Published:
 
     path: Path | None  # none: not written
     checksum: str
-    size_bytes: int
+    size_bytes: int  # of its tensors' whole files
     took_s: float  # to gather, write and probe it
     probe: WeightProbe | None = None
+    base_version: int = 0  # which what lies there is changes to; 0: it is whole
+    delta_bytes: int = 0  # of these
 
 
 NOT_WRITTEN: Final = Published(path=None, checksum="", size_bytes=0, took_s=0.0)
 
 
-def begin_version(root: Path, version: int) -> Path:
-    """A directory to write a version into; what a crash before the announcement left under its name is gone.
+class Written(NamedTuple):
+    """What all ranks have written of a version."""
 
-    Args:
-        root: where versions lie.
-        version: one that was never announced.
-    """
-    path = root / f"v{version:06d}"
-    unfinished = root / f".{path.name}"
-    for leftover in (unfinished, path):
-        shutil.rmtree(leftover, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    return unfinished
+    checksums: Mapping[str, str]  # by tensor
+    tensors: Sequence[TensorDelta] = ()  # how each goes as changes; none: they were not asked for, or cannot be had
+    no_delta: str = ""  # why they cannot be had
+
+    @property
+    def checksum(self) -> str:
+        """Of all tensors."""
+        return combined(self.checksums).total
 
 
-def complete_version(unfinished: Path, *, model_directory: Path) -> tuple[Path, int]:
-    """Give a version whose weights are written its name; return its place, and bytes of its files of weights.
+@dataclass(frozen=True)
+class Begun:
+    """Where a version is being written."""
 
-    Args:
-        unfinished: as `begin_version` made it.
-        model_directory: where config.json is copied from.
-    """
-    copy_small_files(model_directory, unfinished, tokenizer=False)
-    size_bytes = sum(file.stat().st_size for file in safetensors_files(unfinished))
-    path = unfinished.with_name(unfinished.name.removeprefix("."))
-    complete_directory(unfinished, path)
-    return path.resolve(), size_bytes
+    number: int
+    whole: Path  # hidden, for its whole files
+    delta: Path | None = None  # hidden, for what changed; none: it goes whole
+    base: Path | None = None  # the whole files of the one before
+    before: Version | None = None  # which one that is
 
 
-def versions_in(root: Path) -> list[tuple[int, Path]]:
-    """Complete versions with their directories, oldest first."""
-    return sorted((int(match[1]), path) for path in root.glob("v*") if (match := _NAME.fullmatch(path.name)))
+class Versions:
+    """The versions that a trainer puts on the disk, as its first rank knows them."""
+
+    def __init__(
+        self,
+        root: Path,
+        model_directory: Path,
+        *,
+        every: int = 1,
+        weight_format: WeightFormat = "as_trained",
+        shapes: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    ) -> None:
+        """None is written yet.
+
+        Args:
+            root: where versions lie.
+            model_directory: where config.json is copied from.
+            every: of so many versions in a row one is whole.
+            weight_format: of the files; config.json says so.
+            shapes: of all tensors by name.
+        """
+        self._root = root
+        self._model_directory = model_directory
+        self._every = every
+        self._weight_format: WeightFormat = weight_format
+        self._shapes = shapes
+        self._newest: tuple[Version, Path] | None = None  # and its whole files; none: of this process none is complete
+
+    def begin(self, number: int, *, whole: bool = False) -> Begun:
+        """Directories to write a version into; what a crash before the announcement left under its name is gone.
+
+        Args:
+            number: one that was never announced.
+            whole: it has to be.
+        """
+        path = self._root / name_of(number)
+        hidden, delta = self._root / f".{path.name}", self._root / f".delta-{path.name}"
+        for leftover in (hidden, delta, path):
+            shutil.rmtree(leftover, ignore_errors=True)
+        hidden.mkdir(parents=True)
+        if whole or self._newest is None or goes_whole(self._newest[0], on_disk(self._root), every=self._every):
+            return Begun(number, hidden)
+        delta.mkdir()
+        before, base = self._newest
+        return Begun(number, hidden, delta, base, before)
+
+    def complete(self, begun: Begun, written: Written) -> Published:
+        """Give a version that is written its name."""
+        copy_small_files(self._model_directory, begun.whole, tokenizer=False)
+        set_format(begun.whole / "config.json", self._weight_format, self._shapes)
+        size_bytes = sum(file.stat().st_size for file in safetensors_files(begun.whole))
+        version = Version(begun.number, written.checksum)
+        path = self._root / name_of(begun.number)
+        changes = self._with_index(begun, written)
+        if changes is None or begun.before is None:
+            write_note(begun.whole, OnDisk(version, whole_bytes=size_bytes))
+            complete_directory(begun.whole, path)
+            own = path
+        else:
+            own = self._root / BASE / path.name
+            own.parent.mkdir(exist_ok=True)
+            shutil.rmtree(own, ignore_errors=True)
+            begun.whole.replace(own)
+            write_note(changes, OnDisk(version, base=begun.before, delta_bytes=_size_of(changes)))
+            complete_directory(changes, path)
+        self._newest = version, own
+        self._forget_bases()
+        base_version = 0 if own == path or begun.before is None else begun.before.number
+        delta_bytes = _size_of(path) if base_version else 0
+        return Published(
+            path.resolve(), version.checksum, size_bytes, 0.0, base_version=base_version, delta_bytes=delta_bytes
+        )
+
+    def prune(self, *, confirmed: int) -> None:
+        """Delete versions that nobody needs: neither among the newest, nor newer than what engines confirmed.
+
+        Of those that stay, there stays what somebody who has nothing needs to get them.
+
+        Args:
+            confirmed: the newest version that an engine holds; 0: none yet.
+        """
+        versions = versions_in(self._root)
+        kept = {number for number, _ in versions if number >= confirmed} | {
+            number for number, _ in versions[-KEEP_VERSIONS:]
+        }
+        stored = on_disk(self._root)
+        for each in stored:
+            if each.version.number in kept:
+                try:
+                    kept |= needed_for(each.version, stored)
+                except ValueError as error:  # it is of no use any more, and tells who looks why
+                    log.warning("version_cannot_be_reached", weight_version=each.version.number, reason=str(error))
+        for number, path in versions:
+            if number not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _with_index(self, begun: Begun, written: Written) -> Path | None:
+        """The directory with what changed, all of it; none: the version goes whole."""
+        if begun.delta is None or begun.before is None:
+            return None
+        reason = written.no_delta
+        if not reason:
+            try:
+                write_index(begun.delta, begun.before, begun.number, written.tensors)
+            except DeltaError as error:
+                reason = str(error)
+        if not reason:
+            return begun.delta
+        log.warning("version_goes_whole", weight_version=begun.number, reason=reason)
+        shutil.rmtree(begun.delta, ignore_errors=True)
+        return None
+
+    def _forget_bases(self) -> None:
+        """Of earlier versions, and of trainers before this one."""
+        for _, path in versions_in(self._root / BASE):
+            if self._newest is None or path != self._newest[1]:
+                shutil.rmtree(path, ignore_errors=True)
 
 
-def prune_versions(root: Path, *, confirmed: int) -> None:
-    """Delete versions that nobody needs: neither among the newest, nor newer than what engines confirmed.
+def newest_whole(root: Path) -> tuple[int, Path] | None:
+    """The newest version of which whole files lie in a directory of versions, the trainer's own included."""
+    found = [(number, path) for place in (root, root / BASE) for number, path in versions_in(place)]
+    return max((each for each in found if list(each[1].glob("*.safetensors"))), default=None)
 
-    Args:
-        root: where versions lie.
-        confirmed: the newest version that an engine holds; 0: none yet.
-    """
-    for version, path in versions_in(root)[:-KEEP_VERSIONS]:
-        if version < confirmed:
-            shutil.rmtree(path, ignore_errors=True)
+
+def _size_of(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.iterdir())

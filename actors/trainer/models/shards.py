@@ -99,8 +99,8 @@ class ShardWriter:
         self._file: FileIO | None = None
         self.checksums: dict[str, str] = {}  # by tensor
 
-    def write(self, name: str, data: memoryview) -> None:
-        """Write the next tensor."""
+    def write(self, name: str, data: memoryview) -> Entry:
+        """Write the next tensor; what the file says of it."""
         shard, entries = self._left[-1]
         entry = entries.pop()
         if (entry.name, entry.size_bytes) != (name, data.nbytes):
@@ -114,6 +114,7 @@ class ShardWriter:
             os.fsync(self._file.fileno())  # by who wrote it: on a file system of several nodes no other can
             self.close()
             self._left.pop()
+        return entry
 
     def close(self) -> None:
         """Leave a file unfinished, if one is."""

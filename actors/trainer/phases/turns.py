@@ -31,6 +31,7 @@ ANSWER_S: Final = 3.0  # beyond that, for the answer's way: one that dies with a
 RETRY: Final = Backoff(max_s=2.0)
 
 Bytes = dict[str, int | None]
+Work = Callable[[], Coroutine[Any, Any, None]]
 
 
 class EnginesKeepMemory(Exception):
@@ -54,7 +55,8 @@ class Turns:
         self._release_s = self._update_s + topology.rollout.generate_timeout_s  # requests end first
         self._torch_thread: TorchThread | None = None
         self._rank: TrainerRank | None = None
-        self._load: Callable[[], Coroutine[Any, Any, None]] = anyio.lowlevel.checkpoint
+        self._load: Work = anyio.lowlevel.checkpoint
+        self._serve: Work = anyio.lowlevel.checkpoint
         self._incarnation = 0
         self._phase: Phase | None = None
         self._began = 0.0
@@ -100,9 +102,13 @@ class Turns:
         """Say whose memory is to be moved."""
         self._torch_thread, self._rank = torch_thread, rank
 
-    def load_by(self, load: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Say what brings weights to engines in the phase for it; it is ended with that."""
-        self._load = load
+    def load_by(self, load: Work, serve: Work) -> None:
+        """Say what brings weights to engines: to all, in the phase for it; to those that ask, from then on.
+
+        Engines ask later where their rollout actor has died: what they hold is proven to nobody. Both are ended with
+        their phase.
+        """
+        self._load, self._serve = load, serve
 
     async def take(self, step: int) -> None:
         """Have the memory for training, unless the trainer has it.
@@ -163,10 +169,17 @@ class Turns:
         self._phase, self._began, self._before, self._after = phase, now, {}, {}
         log.info("phase_changed", phase=phase, previous=changed.previous, took_s=changed.took_s, step=step)
         if phase is Phase.UPDATE:
-            async with beside(self._load):
+            async with beside(self._load_and_serve):
+                await self._call(phase, seq)
+        elif phase is Phase.RESUME_KV:
+            async with beside(self._serve):
                 await self._call(phase, seq)
         elif phase in CALLED:
             await self._call(phase, seq)
+
+    async def _load_and_serve(self) -> None:
+        await self._load()
+        await self._serve()
 
     async def _call(self, phase: Phase, seq: int) -> None:
         """Ask every rollout actor until all have brought their engines there.

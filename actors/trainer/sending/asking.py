@@ -16,6 +16,7 @@ from runtime.bus.roster import Roster
 from runtime.retrying import retried
 
 ROLE: Final = "rollout"
+POOL: Final = "policy"  # the engines that are given weights
 TRIES: Final = 3
 LOOK_EVERY_S: Final = 1.0  # whether a rollout actor is another
 BEYOND_S: Final = 5.0  # that an answer is waited for longer than the engines have: it says which of them failed

@@ -1,45 +1,24 @@
 """Buckets of weights in the form in which engines keep them: bfloat16, or FP8 in blocks, as Hugging Face stores it.
 
-FP8 here is that of DeepSeek-V3's and Qwen3-FP8's checkpoints. A matrix `X.weight` [R, C] is cut into blocks of
-128 x 128; the last block of a side may be smaller. It is stored as float8_e4m3fn, and beside it `X.weight_scale_inv`,
-float32 [ceil(R / 128), ceil(C / 128)], has what each block is multiplied with to read it. Quantized are the matrices
-of layers, those of experts too. Embeddings, lm_head, norms, biases and routers stay bfloat16, a router's
-`e_score_correction_bias` float32.
-
-Who reads which shapes (SGLang 0.5.23 `layers/quantization/fp8.py`, transformers 5.23 `Fp8Dequantize`):
-
-- SGLang on one rank reads blocks of 128 whatever the sides, but for projections that it joins (query, key and value;
-  gate and up; those of experts): the rows of each, and an expert's inner size, must be multiples of 128. Over more
-  ranks this holds for a rank's part, of rows and of columns.
-- transformers takes no notice of the 128: it divides each side evenly by the scales. That is the same where a side is
-  at most 128 or a multiple of it. Of others it refuses those that do not divide evenly (576 by 5), and reads the rest
-  WRONG without a word (192 by 2: 96 and 96, not 128 and 64). `transformers_reads` says which it reads.
+What is in blocks, and who reads them: runtime/weights/fp8.py.
 """
 
-import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from actors.trainer.models.gathering import Bucket
+from actors.trainer.models.handover import AS_TRAINED, Form
 from actors.trainer.models.shards import Entry, entry_of
+from runtime.settings.topology import WeightFormat
+from runtime.weights.fp8 import BLOCK, grid_of, is_quantized, scale_name
 
-BLOCK: Final = 128
 _FP8: Final = torch.float8_e4m3fn
 _FP8_MAX: Final = torch.finfo(_FP8).max  # 448
 _LARGEST: Final = torch.finfo(torch.bfloat16).max  # more would be infinite for who reads it as bfloat16
 _SMALLEST_SCALE: Final = torch.finfo(torch.float32).tiny  # below, a scale is rounded coarsely, at last to zero
-_IN_LAYER: Final = re.compile(r"(?:.+\.)?layers\.\d+\.(?P<module>.+)\.weight")
-_NOT_QUANTIZED: Final = {  # of a layer, by the last part of the name: routers; what is there for further tokens
-    "gate",
-    "router",
-    "shared_expert_gate",
-    "embed_tokens",
-    "eh_proj",
-    "head",
-}
 _STAYS_FLOAT32: Final = "e_score_correction_bias"  # chooses experts: what is rounded here chooses others
 
 
@@ -79,46 +58,10 @@ def entries_in_fp8(entries: Iterable[Entry]) -> list[Entry]:
     for entry in entries:
         if is_quantized(entry.name, entry.shape):
             cast.append(_entry(entry.name, entry.shape, _FP8))
-            cast.append(_entry(scale_name(entry.name), _grid(entry.shape), torch.float32))
+            cast.append(_entry(scale_name(entry.name), grid_of(entry.shape), torch.float32))
         else:
             cast += entries_in_bfloat16([entry])
     return cast
-
-
-def quantization_config(entries: Iterable[Entry]) -> dict[str, Any]:
-    """What config.json says under `quantization_config`, for readers to know an FP8 checkpoint.
-
-    Args:
-        entries: all tensors of the model, before or after the cast.
-    """
-    kept = {
-        entry.name.removesuffix(".weight")
-        for entry in entries
-        if entry.name.endswith(".weight") and len(entry.shape) == 2 and not is_quantized(entry.name, entry.shape)
-    }
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": sorted(kept | {"lm_head"}),  # which a reader builds even where its weight is tied
-    }
-
-
-def is_quantized(name: str, shape: Sequence[int]) -> bool:
-    """Whether a tensor is one of those that an FP8 checkpoint has in blocks."""
-    match = _IN_LAYER.fullmatch(name)
-    return match is not None and len(shape) == 2 and match["module"].rpartition(".")[2] not in _NOT_QUANTIZED
-
-
-def scale_name(name: str) -> str:
-    """Under which name the scales of a matrix are."""
-    return f"{name}_scale_inv"
-
-
-def transformers_reads(shape: Sequence[int]) -> bool:
-    """Whether transformers divides a matrix into the blocks that it has."""
-    return all(side <= BLOCK or side % BLOCK == 0 for side in shape)
 
 
 def quantized(name: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,13 +99,9 @@ def dequantized(weight: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloa
     return _out_of_blocks(blocks.to(dtype), weight.shape)
 
 
-def _grid(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(-(-side // BLOCK) for side in shape)
-
-
 def _in_blocks(matrix: Tensor) -> Tensor:
     """Float32 [R, C] as [blocks of rows, 128, blocks of columns, 128], filled up with zeros."""
-    down, across = _grid(matrix.shape)
+    down, across = grid_of(matrix.shape)
     rows, columns = matrix.shape
     missing = (0, across * BLOCK - columns, 0, down * BLOCK - rows)
     filled = torch.nn.functional.pad(matrix, missing) if any(missing) else matrix
@@ -198,3 +137,10 @@ def _refused(name: str, tensor: Tensor, dtype: torch.dtype) -> str:
 
 def _entry(name: str, shape: Sequence[int], dtype: torch.dtype) -> Entry:
     return entry_of(name, torch.empty(tuple(shape), dtype=dtype, device="meta"))
+
+
+FORMS: Final[dict[WeightFormat, Form]] = {
+    "as_trained": AS_TRAINED,
+    "bfloat16": Form(to_bfloat16, entries_in_bfloat16),
+    "fp8": Form(to_fp8, entries_in_fp8),
+}

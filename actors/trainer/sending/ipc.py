@@ -4,7 +4,7 @@ import base64
 import hashlib
 import pickle
 import struct
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -75,7 +75,7 @@ def remove_segments(prefix: str) -> None:
         path.unlink(missing_ok=True)
 
 
-class _Made:
+class Made:
     """Pickled as the call that makes something."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
@@ -87,17 +87,22 @@ class _Made:
 
 def payload_of(name: str, step: BucketSent, num_bytes: int) -> str:
     """What SGLang takes for a bucket in a segment: base64 of a pickle that names it, and where tensors are."""
-    held = _Made(reductions.rebuild_storage_filename, torch.UntypedStorage, b"", f"/{name}".encode(), num_bytes)
-    typed = _Made(reductions.rebuild_typed_storage, held, torch.uint8)
-    tensor = _Made(reductions.rebuild_tensor, Tensor, typed, (0, (num_bytes,), (1,), False))
-    value = {"flattened_tensor": tensor, "metadata": list(_places(step))}
-    return base64.b64encode(pickle.dumps(value)).decode()
+    held = Made(reductions.rebuild_storage_filename, torch.UntypedStorage, b"", f"/{name}".encode(), num_bytes)
+    typed = Made(reductions.rebuild_typed_storage, held, torch.uint8)
+    tensor = Made(reductions.rebuild_tensor, Tensor, typed, (0, (num_bytes,), (1,), False))
+    return bucket_payload(tensor, step)
 
 
-def _places(step: BucketSent) -> Iterator[SimpleNamespace]:
+def bucket_payload(tensor: Made, step: BucketSent) -> str:
+    """A bucket for SGLang: what makes the tensor of its bytes, and where the others lie in it."""
+    return base64.b64encode(pickle.dumps({"flattened_tensor": tensor, "metadata": places_of(step)})).decode()
+
+
+def places_of(step: BucketSent) -> list[SimpleNamespace]:
+    """Where each tensor of a bucket lies, as SGLang describes it."""
     dtypes: list[torch.dtype] = [getattr(torch, name) for name in step.dtypes]
     sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(step.shapes, dtypes, strict=True)]
-    for name, dtype, shape, size, end in zip(step.names, dtypes, step.shapes, sizes, accumulate(sizes), strict=True):
-        yield SimpleNamespace(
-            name=name, shape=torch.Size(shape), dtype=dtype, start_idx=end - size, end_idx=end, numel=size
-        )
+    return [
+        SimpleNamespace(name=name, shape=torch.Size(shape), dtype=dtype, start_idx=end - size, end_idx=end, numel=size)
+        for name, dtype, shape, size, end in zip(step.names, dtypes, step.shapes, sizes, accumulate(sizes), strict=True)
+    ]

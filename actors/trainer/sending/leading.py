@@ -5,8 +5,17 @@ when it can. What fails for one ends the session for all that could not finish w
 with those that stand ready then. Engines that came late ask (`SessionRequested`); they are brought the weights between
 train steps. While the weights are not those of the newest version, as where steps are trained again after a crash,
 nobody is brought any.
+
+Where engines are updated in groups (`update_groups`), there is a session for each, one after the other: what fails for
+one group fails for no other.
+
+With trainer.handover = "copy" a copy of the newest version is kept, gathered, on the host of each stage's first rank,
+until the next one is, and this is what is sent. On the CPU it is sent beside training: the engines' groups are gloo's,
+with threads and connections of their own. On GPUs it is sent between train steps: kernels of two NCCL communicators
+that wait for each other in another order on each rank stand still for ever.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final
@@ -14,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 import anyio
 import structlog
 
-from actors.trainer.sending.asking import ROLE, TRIES, ask_all
+from actors.trainer.sending.asking import POOL, ROLE, TRIES, ask_all
 from actors.trainer.sending.session import Membership, Outcome, joined, of_all_stages
 from actors.trainer.torch_thread import TorchThread
 from messages import (
@@ -33,14 +42,14 @@ from runtime.bus.bus import Bus
 from runtime.bus.roster import Roster
 from runtime.checksums import combined
 from runtime.retrying import Backoff
-from runtime.settings.topology import Topology
+from runtime.settings.topology import Topology, answers_are_recorded
 
 if TYPE_CHECKING:
     from actors.trainer.commands import TrainerRank
+    from actors.trainer.sending.sink import Sent
 
 log = structlog.get_logger()
 
-POOL: Final = "policy"  # the engines that are given weights
 OFFER_TIMEOUT_S: Final = 20.0  # rollout actors wait a while for their engines
 CLOSE_TIMEOUT_S: Final = 5.0
 MAX_TRIES: Final = 5  # of a version, one after the other; then engines ask
@@ -76,11 +85,15 @@ class WeightSessions:
         self._bus = bus
         self._roster = Roster(bus)
         self._torch_thread = torch_thread
-        self._rank = rank
+        self._orders = rank.sending
+        copies = topology.trainer.handover == "copy" and not answers_are_recorded(topology)
+        self.keeps = copies and self.are_needed  # a copy, which is what is sent
+        self.sends_beside = self.keeps and topology.trainer.device == "cpu"  # not known to be safe with NCCL
         self._incarnation = incarnation
         self._wake = wake
         self._num_sessions = 0
-        self._epoch: tuple[str, ...] = ()  # of the groups that there are
+        self._num_parts = 1 if pool is None else pool.update_groups
+        self._epochs: dict[int, tuple[str, ...]] = {}  # of the groups that there are, by part of the engines
         self._bringing = anyio.Lock()
         self._version = 0  # that the weights are; 0: none that was announced
         self.is_requested = False
@@ -98,9 +111,19 @@ class WeightSessions:
         """Note that engines ask for a session."""
         granted = self.are_needed and request.version == self._version
         if granted:
-            self.is_requested = True
-            await self._wake()
+            await self.ask()
         return SessionGranted(granted=granted)
+
+    async def ask(self) -> None:
+        """Have engines be brought the weights as soon as that can be."""
+        self.is_requested = True
+        await self._wake()
+
+    async def keep(self) -> None:
+        """Have the copy that was gathered be what is sent from now on, once no session sends the one before."""
+        async with self._bringing:
+            self.weights_are(0)
+            await self._torch_thread.run(self._orders.finish_copy)
 
     async def bring(self) -> None:
         """Bring the weights to all engines that stand ready for them; again, as long as one of these fails."""
@@ -112,9 +135,14 @@ class WeightSessions:
         self.is_requested = False
         if not self.are_needed or not self._version:
             return
+        for part in range(self._num_parts):
+            await self._bring_part(part)
+
+    async def _bring_part(self, part: int) -> None:
+        """Bring them to a part of the engines, while the others serve."""
         for failures in range(MAX_TRIES):
             begin = time.perf_counter()
-            outcome = await self._session()
+            outcome = await self._session(part)
             if outcome is None:
                 return
             await self._tell(outcome, time.perf_counter() - begin)
@@ -122,17 +150,22 @@ class WeightSessions:
                 return
             await anyio.sleep(RETRY.pause_s(failures + 1))
 
-    async def _session(self) -> Outcome | None:
-        """Lead one session; nothing when no engine takes part."""
+    async def _session(self, part: int) -> Outcome | None:
+        """Lead one session with a part of the engines; nothing when none of them takes part."""
         self._num_sessions += 1
         session = f"{self._incarnation}.{self._num_sessions}"
         offer = SessionOffered(
-            session=session, incarnation=self._incarnation, version=self._version, deadline_s=self._timeout_s
+            session=session,
+            incarnation=self._incarnation,
+            version=self._version,
+            deadline_s=self._timeout_s,
+            part=part,
+            num_parts=self._num_parts,
         )
         offered = await self._roster.call_all(ROLE, offer, MembersGiven, timeout_s=OFFER_TIMEOUT_S)
         for instance, reason in offered.refused.items():
             log.warning("weight_session_not_taken", instance=instance, reason=reason)
-        outcome = Outcome(Membership.of(offered.answers))
+        outcome = Outcome(Membership.of(offered.answers, part))
         if not outcome.membership.members:
             return None
         try:
@@ -146,10 +179,10 @@ class WeightSessions:
         membership = outcome.membership
         if not await self._all_do(outcome, SessionPrepared(session=session)):
             return
-        has_groups = self.transport != "collective" or membership.epoch == self._epoch
+        has_groups = self.transport != "collective" or membership.epoch == self._epochs.get(membership.part)
         if not has_groups and not await self._meet(session, outcome):
             return
-        sent = await self._torch_thread.run(self._rank.send, session, membership, self._timeout_s)
+        sent = await self._send(session, membership)
         outcome.num_buckets = sum(each.num_buckets for each in sent)
         outcome.sent_bytes = sum(each.size_bytes for each in sent)
         outcome.failed |= joined([each.failed for each in sent])
@@ -161,6 +194,14 @@ class WeightSessions:
         outcome.is_finished = True
         await self._all_do(outcome, finish, times=TRIES)
 
+    async def _send(self, session: str, membership: Membership) -> "list[Sent]":
+        run, to = self._torch_thread.run, (session, membership, self._timeout_s)
+        if not self.keeps:
+            return await run(self._orders.send, *to)
+        sending = await run(self._orders.send_copy, *to, version=self._version, beside=self.sends_beside)
+        await asyncio.wrap_future(sending)
+        return await run(self._orders.finish_send)
+
     async def _all_do(self, outcome: Outcome, step: Message, *, times: int = 1) -> bool:
         """Have all members do a step; whether all did."""
         outcome.failed |= await ask_all(self._bus, outcome.membership.instances, step, self._timeout_s, times=times)
@@ -169,24 +210,25 @@ class WeightSessions:
     async def _meet(self, session: str, outcome: Outcome) -> bool:
         """Make groups with the members, in place of those that there are; whether all came."""
         membership = outcome.membership
-        self._epoch = ()
+        self._epochs.pop(membership.part, None)
         name = f"physarum-{self._bus.run}-{session}"
-        groups = await self._torch_thread.run(self._rank.open_groups, name, membership.world_size, self._timeout_s)
+        groups = await self._torch_thread.run(self._orders.open_groups, name, membership, self._timeout_s)
         offer = GroupsOffered(session=session, groups=tuple(groups), offsets=membership.offsets)
         async with anyio.create_task_group() as group:
             group.start_soon(self._all_do, outcome, offer)
-            failed = await self._torch_thread.run(self._rank.join_groups)
+            failed = await self._torch_thread.run(self._orders.join_groups, membership.part)
             if failed:
                 outcome.failed.setdefault("", f"the groups were not joined: {'; '.join(failed)}")
-                await self._torch_thread.run(self._rank.leave_groups)  # engines that wait in them fail
+                await self._torch_thread.run(self._orders.leave_groups, membership.part)  # who waits in them fails
         if not outcome.failed:
-            self._epoch = membership.epoch
+            self._epochs[membership.part] = membership.epoch
         return not outcome.failed
 
     async def _abandon(self, session: str, outcome: Outcome) -> None:
         """End a session that cannot be finished, and the groups: some engine may wait in a broadcast."""
-        self._epoch = ()
-        await self._torch_thread.run(self._rank.leave_groups)
+        part = outcome.membership.part
+        self._epochs.pop(part, None)
+        await self._torch_thread.run(self._orders.leave_groups, part)
         reason = "; ".join(dict.fromkeys(outcome.failed.values())) or "the trainer leaves"
         close = SessionClosed(session=session, reason=reason)
         await ask_all(self._bus, outcome.membership.instances, close, CLOSE_TIMEOUT_S)
@@ -202,6 +244,7 @@ class WeightSessions:
             num_buckets=outcome.num_buckets,
             sent_bytes=outcome.sent_bytes,
             took_s=took_s,
+            part=outcome.membership.part,
         )
         log.info("weight_session_ended", weight_version=self._version, holds=len(ended.holds), out=ended.out)
         await self._bus.publish(ended)

@@ -1,25 +1,67 @@
-"""A rank's part in bringing the weights to engines. All calls come from its torch thread, on all ranks together."""
+"""A rank's part in bringing the weights to engines. All calls come from its torch thread, on all ranks together.
 
-from collections.abc import Mapping, Sequence
+The weights are sent as they are exported; or a copy of them is gathered first, while training goes on, by the first
+rank of each stage, and sent from there: engines stand still while they are sent, not while they are gathered.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from actors.trainer.megatron.build import nothing
 from actors.trainer.megatron.groups import told
 from actors.trainer.megatron.imports import parallel_state
+from actors.trainer.megatron.memory import give_back, host_copy
 from actors.trainer.megatron.rank_model import Replica
-from actors.trainer.models.gathering import first_rank, own_parts
-from actors.trainer.models.handover import Sink, WeightFlow
+from actors.trainer.models.gathering import Bucket, Part, buckets, first_rank, own_parts, whole_tensors
+from actors.trainer.models.handover import Sink, WeightFlow, copied
+from actors.trainer.orders import (
+    AdvanceCopy,
+    CopyWeights,
+    FinishCopy,
+    FinishSend,
+    JoinGroups,
+    LeaveGroups,
+    OpenGroups,
+    Order,
+    SendCopy,
+    SendingOrder,
+    SendWeights,
+)
 from actors.trainer.rendezvous import own_address
-from actors.trainer.sending.asking import AskOf
+from actors.trainer.sending.asking import POOL, AskOf
+from actors.trainer.sending.cast import FORMS
 from actors.trainer.sending.collective import Broadcast
 from actors.trainer.sending.group import StageGroup
+from actors.trainer.sending.handles import HandleSender, ranks_at_engines
 from actors.trainer.sending.ipc import Segments, remove_segments, segment_prefix
 from actors.trainer.sending.reckoning import Reckoning
+from actors.trainer.sending.session import Membership
 from actors.trainer.sending.sink import BucketSink, NoSink, Sent
-from messages import EngineLayout, UpdateGroup
+from messages import UpdateGroup
+from runtime.settings.placement import weight_format
 from runtime.settings.topology import Topology
+
+
+class Kept:
+    """A sink that keeps what it is given, on the host."""
+
+    is_free = True
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.buckets: list[Bucket] = []
+
+    def hand_over(self, bucket: Bucket, *, wait: bool = False) -> None:
+        """Keep a bucket; tensors of the host as they are."""
+        if bucket:
+            self.buckets.append([(name, host_copy(each) if each.is_cuda else each) for name, each in bucket])
+
+    def close(self) -> None:
+        """Nothing is left to do."""
 
 
 class RankSender:
@@ -31,79 +73,207 @@ class RankSender:
         self._replica = replica
         self._ask_of = ask_of
         self._is_first = dist.get_rank() == first_rank()
-        self._group: StageGroup | None = None
+        self._groups: dict[int, StageGroup] = {}  # by part of the engines
         self._prefix = segment_prefix(run_directory)
+        self._copying: tuple[int, WeightFlow, Kept] | None = None  # a version that is being gathered
+        self._kept: tuple[int, list[Bucket]] = (0, [])  # the version that was gathered last; on first ranks alone
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="session")
+        self._sending: Future[Sent] | None = None
         if self._is_first and replica.device.type == "cpu":
             remove_segments(self._prefix)
 
-    def open_group(self, name: str, world_size: int, timeout_s: float) -> list[UpdateGroup]:
-        """Listen for engines in a new group, in place of the old one; the groups of all stages."""
-        self.leave_group()
+    def carry_out(self, order: SendingOrder) -> Any:
+        """Do what rank 0 says; its `SendingOrders` say what that is."""
+        match order:
+            case OpenGroups():
+                return self._open_group(order)
+            case JoinGroups():
+                return self._join_group(order.part)
+            case LeaveGroups():
+                return self._leave_group(order.part)
+            case SendCopy():
+                return self._send_copy(order)
+            case SendWeights():
+                with self._replica.memory.phase("export"):
+                    if self._shares_gpus:
+                        return told(self._send_handles(order))
+                    sent = self._flow(self._own_parts(), self._sink(order)).finish()
+                give_back()  # engines in turns want it next
+                return sent
+            case CopyWeights():
+                with self._replica.memory.phase("export"):
+                    return self._copy(order.version)
+            case AdvanceCopy():
+                assert self._copying is not None
+                return self._copying[1].advance()
+            case FinishCopy():
+                return self._finish_copy()
+            case FinishSend():
+                assert self._sending is not None
+                sending, self._sending = self._sending, None
+                return told(sending.result())
+
+    def _open_group(self, order: OpenGroups) -> list[UpdateGroup]:
+        self._leave_group(order.part)
+        group = None
         if self._is_first:
-            stage = parallel_state.get_pipeline_model_parallel_rank()
-            self._group = StageGroup(
-                f"{name}-{stage}", own_address(self._topology), world_size, self._replica.device, timeout_s=timeout_s
-            )
-        specs = told(None if self._group is None else self._group.spec)
+            name = f"{order.name}-{parallel_state.get_pipeline_model_parallel_rank()}"
+            own = own_address(self._topology)
+            group = StageGroup(name, own, order.world_size, self._replica.device, timeout_s=order.timeout_s)
+            self._groups[order.part] = group
+        specs = told(None if group is None else group.spec)
         return [spec for spec in specs if spec is not None]
 
-    def join_group(self) -> list[str]:
-        """Wait for the engines; why that failed, of each rank for which it did."""
-        error = ""
-        if self._group is not None:
+    def _join_group(self, part: int) -> list[str]:
+        error, group = "", self._groups.get(part)
+        if group is not None:
             try:
-                self._group.join()
+                group.join()
             except RuntimeError as failure:  # torch's, whichever backend
                 error = str(failure)
         return [each for each in told(error) if each]
 
-    def leave_group(self) -> None:
-        """End it, if there is one."""
-        if self._group is not None:
-            self._group.leave()
-            self._group = None
+    def _leave_group(self, part: int) -> None:
+        group = self._groups.pop(part, None)
+        if group is not None:
+            group.leave()
 
-    def send(
-        self,
-        session: str,
-        instances: Sequence[str],
-        readers: Mapping[str, int],
-        layouts: Sequence[EngineLayout],
-        timeout_s: float,
-    ) -> list[Sent]:
-        """Send all weights to engines, by the groups that were joined, else in shared memory; what each rank sent.
+    def _own_parts(self) -> list[Part]:
+        return own_parts(self._replica.complete_chunks(), self._replica.hf)
 
-        Args:
-            session: for which.
-            instances: rollout actors that have the engines.
-            readers: ranks by engine.
-            layouts: of which it is reckoned what engines will hold, on the CPU.
-            timeout_s: for a bucket.
-        """
-        replica = self._replica
-        parts = own_parts(replica.complete_chunks(), replica.hf)
-        flow = WeightFlow(
+    def _flow(self, parts: list[Part], sink: Sink) -> WeightFlow:
+        return WeightFlow(
             parts,
-            replica.hf,
-            self._sink(session, instances, readers, layouts, timeout_s),
-            device=replica.device,
+            self._replica.hf,
+            sink,
+            device=self._replica.device,
             bucket_bytes=self._topology.trainer.export_bucket_bytes,
+            form=FORMS[weight_format(self._topology)],
         )
-        sent: list[Any] = flow.finish()
+
+    def _copy(self, version: int) -> None:
+        """Copy the weights; from now on a bucket is gathered before each micro-batch, too."""
+        kept = Kept()
+        flow = self._flow(copied(self._own_parts()), kept)
+        self._copying = version, flow, kept
+        self._replica.between = flow.advance
+
+    def _finish_copy(self) -> None:
+        assert self._copying is not None
+        (version, flow, kept), self._copying = self._copying, None
+        self._replica.between = nothing
+        flow.finish()
+        self._kept = version, kept.buckets
+
+    def _send_copy(self, order: SendCopy) -> "Future[Sent]":
+        version, buckets = self._kept
+        assert version == order.version, f"version {version} is kept, not {order.version}"
+        sink = self._sink(order)
+        if order.beside:
+            self._sending = self._executor.submit(self._hand_over, buckets, sink)
+        else:
+            self._sending = Future()
+            self._sending.set_result(self._hand_over(buckets, sink))
+        return self._sending
+
+    def _hand_over(self, buckets: list[Bucket], sink: Sink) -> Sent:
+        device = self._replica.device
+        for bucket in buckets:
+            sink.hand_over([(name, tensor.to(device)) for name, tensor in bucket])
+        sent: Sent = sink.close()
         return sent
 
-    def _sink(
-        self,
-        session: str,
-        instances: Sequence[str],
-        readers: Mapping[str, int],
-        layouts: Sequence[EngineLayout],
-        timeout_s: float,
-    ) -> Sink:
+    @property
+    def _shares_gpus(self) -> bool:
+        pool = self._topology.engines[POOL]
+        return pool.weight_transport == "ipc" and self._replica.device.type == "cuda"
+
+    def _send_handles(self, order: SendWeights) -> Sent:
+        """To engines on the GPUs of the ranks."""
+        assert self._ask_of is not None
+        hf, device = self._replica.hf, self._replica.device
+        sender = HandleSender(
+            order.session,
+            order.readers,
+            ranks_at_engines(self._topology),
+            self._ask_of(order.instances),
+            device=device,
+            timeout_s=order.timeout_s,
+        )
+        weights = buckets(whole_tensors(self._own_parts(), hf, device), self._topology.trainer.export_bucket_bytes)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        firsts = sorted(set(told(first_rank())))
+        return sender.send(weights, FORMS[weight_format(self._topology)], stage=stage, firsts=firsts)
+
+    def _sink(self, order: SendWeights) -> Sink:
+        """Where this rank's buckets go: by the groups that were joined, else in shared memory."""
         if not self._is_first:
             return NoSink()
         assert self._ask_of is not None
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        way = Segments(f"{self._prefix}-{session}", readers) if self._group is None else Broadcast(self._group)
-        reckoning = Reckoning(self._replica.hf, layouts if self._replica.device.type == "cpu" else ())
-        return BucketSink(session, stage, way, self._ask_of(instances), reckoning, timeout_s=timeout_s)
+        prefix = f"{self._prefix}-{order.session}"
+        group = self._groups.get(order.part)
+        way = Segments(prefix, order.readers) if group is None else Broadcast(group)
+        can_reckon = self._replica.device.type == "cpu" and weight_format(self._topology) != "fp8"
+        reckoning = Reckoning(self._replica.hf, order.layouts if can_reckon else ())
+        ask = self._ask_of(order.instances)
+        return BucketSink(order.session, stage, way, ask, reckoning, timeout_s=order.timeout_s)
+
+
+class SendingOrders:
+    """What rank 0 has all ranks do about weight sessions."""
+
+    def __init__(self, lead: Callable[[Order], Any]) -> None:
+        """`lead` has all ranks carry out an order, this one included, and gives what came of it here."""
+        self._lead = lead
+
+    def open_groups(self, name: str, members: Membership, timeout_s: float) -> list[UpdateGroup]:
+        """Listen for engines in new groups, one of each pipeline stage, in place of the old ones of their part."""
+        return self._lead(OpenGroups(name, members.part, members.world_size, timeout_s))
+
+    def join_groups(self, part: int) -> list[str]:
+        """Wait until engines are in them; why they are not, of each rank for which they are not."""
+        return self._lead(JoinGroups(part))
+
+    def leave_groups(self, part: int) -> None:
+        """End them."""
+        self._lead(LeaveGroups(part))
+
+    def send(self, session: str, membership: Membership, timeout_s: float) -> list[Sent]:
+        """Send the weights to engines that a session has prepared; what each rank sent, and what engines will hold."""
+        to = membership
+        return self._lead(SendWeights(session, to.instances, to.readers, timeout_s, to.layouts, to.part))
+
+    def copy(self, version: int) -> None:
+        """Copy the weights to the host, while training stands still."""
+        self._lead(CopyWeights(version))
+
+    def advance_copy(self) -> bool:
+        """Gather a bucket of the copy; whether there may be more."""
+        return self._lead(AdvanceCopy())
+
+    def finish_copy(self) -> None:
+        """Gather what is left of it. From now on it is what `send_copy` sends; what was kept before is gone."""
+        self._lead(FinishCopy())
+
+    def send_copy(
+        self, session: str, membership: Membership, timeout_s: float, *, version: int, beside: bool
+    ) -> "Future[Sent]":
+        """As `send`, of the copy that is kept.
+
+        Args:
+            session: for which.
+            membership: the engines.
+            timeout_s: for a bucket.
+            version: that the copy is.
+            beside: go on meanwhile.
+
+        Returns:
+            Done when this rank has sent its part. Then `finish_send`.
+        """
+        to = membership
+        return self._lead(SendCopy(session, to.instances, to.readers, timeout_s, to.layouts, to.part, version, beside))
+
+    def finish_send(self) -> list[Sent]:
+        """Wait until all ranks have sent; as `send`."""
+        return self._lead(FinishSend())

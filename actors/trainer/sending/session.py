@@ -11,11 +11,13 @@ class Membership:
     """The engines of a session, by rollout actor, in an order that is the same for the same engines."""
 
     members: tuple[tuple[str, SessionMember], ...]  # with the instance that has it
+    part: int = 0  # of the engines, where they are updated in groups
 
     @classmethod
-    def of(cls, given: Mapping[str, MembersGiven]) -> "Membership":
+    def of(cls, given: Mapping[str, MembersGiven], part: int = 0) -> "Membership":
         """Of what rollout actors said, by instance."""
-        return cls(tuple((instance, member) for instance in sorted(given) for member in given[instance].members))
+        members = ((instance, member) for instance in sorted(given) for member in given[instance].members)
+        return cls(tuple(members), part)
 
     @property
     def instances(self) -> tuple[str, ...]:

@@ -83,6 +83,7 @@ class BucketSink:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="send")
         self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reckon")
         self._sending: Future[None] | None = None
+        self._rooms: list[Tensor] = []  # of the bucket that is sent, and of the one that is filled
         self._num_buckets = self._size_bytes = 0
         self._fingerprints: dict[str, str] = {}
         self._failed: dict[str, str] = {}
@@ -94,20 +95,31 @@ class BucketSink:
 
     def hand_over(self, bucket: Bucket, *, wait: bool = False) -> None:
         """Have a bucket sent, once the one before is. What comes after a failure is dropped."""
+        ordered = aligned(bucket)
+        flat = self._flattened(ordered) if bucket and not self._failed else None  # while the one before is sent
         self._wait()
-        if bucket and not self._failed:
-            ordered = aligned(bucket)
-            self._sending = self._executor.submit(self._send, ordered, flattened(ordered))
+        if flat is not None and not self._failed:
+            self._sending = self._executor.submit(self._send, ordered, flat)
         if wait:
             self._wait()
 
     def close(self) -> Sent:
         """Wait until all is sent and say what was."""
         self._wait()
+        self._rooms.clear()  # engines in turns want the memory next
         self._executor.shutdown()
         self._beside.shutdown()
         expected = {} if self._failed else self._reckoning.result()
         return Sent(self._num_buckets, self._size_bytes, self._fingerprints, self._failed, expected)
+
+    def _flattened(self, bucket: Bucket) -> Tensor:
+        """The bytes of a bucket, in memory that is used again: new pages take longer than the copy."""
+        size = sum(tensor.nbytes for _, tensor in bucket)
+        room = self._rooms.pop(0) if len(self._rooms) > 1 else None
+        if room is None or len(room) < size:
+            room = torch.empty(size, dtype=torch.uint8, device=bucket[0][1].device)
+        self._rooms.append(room)
+        return flattened(bucket, room[:size])
 
     def _wait(self) -> None:
         sending, self._sending = self._sending, None
@@ -118,14 +130,7 @@ class BucketSink:
                 self._failed.setdefault("", f"bucket {self._num_buckets}: {error}")
 
     def _send(self, bucket: Bucket, flat: Tensor) -> None:
-        step = BucketSent(
-            session=self._session,
-            stage=self._stage,
-            index=self._num_buckets,
-            names=tuple(name for name, _ in bucket),
-            dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket),
-            shapes=tuple(tuple(tensor.shape) for _, tensor in bucket),
-        )
+        step = described(self._session, self._stage, self._num_buckets, bucket)
         noted = self._beside.submit(self._note, bucket)
         failed = self._way.carry(step, flat, self._ask, self._timeout_s)
         self._failed |= {engine: f"bucket {step.index}: {reason}" for engine, reason in failed.items()}
@@ -134,10 +139,28 @@ class BucketSink:
         self._size_bytes += flat.nbytes
 
     def _note(self, bucket: Bucket) -> None:
-        for name, tensor in bucket:
-            entry = entry_of(name, tensor)
-            self._fingerprints[name] = fingerprint(name, entry.dtype, entry.shape, bytes_of(tensor))
+        self._fingerprints |= fingerprints_of(bucket)
         self._reckoning.add(bucket)
+
+
+def described(session: str, stage: int, index: int, bucket: Bucket) -> BucketSent:
+    """What engines are told of a bucket, whichever way it goes."""
+    return BucketSent(
+        session=session,
+        stage=stage,
+        index=index,
+        names=tuple(name for name, _ in bucket),
+        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket),
+        shapes=tuple(tuple(tensor.shape) for _, tensor in bucket),
+    )
+
+
+def fingerprints_of(bucket: Bucket) -> dict[str, str]:
+    """Of each tensor, by name."""
+    entries = [(entry_of(name, tensor), tensor) for name, tensor in bucket]
+    return {
+        entry.name: fingerprint(entry.name, entry.dtype, entry.shape, bytes_of(tensor)) for entry, tensor in entries
+    }
 
 
 def aligned(bucket: Sequence[tuple[str, Tensor]]) -> Bucket:
@@ -145,6 +168,12 @@ def aligned(bucket: Sequence[tuple[str, Tensor]]) -> Bucket:
     return sorted(bucket, key=lambda item: -item[1].element_size())
 
 
-def flattened(bucket: Bucket) -> Tensor:
-    """The bytes of all tensors, one behind the other; shape (bytes,), uint8, on their device. Always a copy."""
-    return torch.cat([tensor.detach().contiguous().flatten().view(torch.uint8) for _, tensor in bucket])
+def flattened(bucket: Bucket, out: Tensor | None = None) -> Tensor:
+    """The bytes of all tensors, one behind the other; shape (bytes,), uint8, on their device. Always a copy.
+
+    Args:
+        bucket: of at least one tensor.
+        out: where they go; as many bytes. None: into new memory.
+    """
+    tensors = [tensor.detach().contiguous().flatten().view(torch.uint8) for _, tensor in bucket]
+    return torch.cat(tensors, out=out)

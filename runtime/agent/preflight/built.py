@@ -15,8 +15,3 @@ def not_built(topology: Topology) -> Iterator[Problem]:
             'engines are not asked for experts yet: it trains on a dump that tells them, with run.only = "trainer"'
         )
         yield Problem.of("algorithm.use_rollout_routing_replay", True, message)
-    for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
-        key = f"engines.{name}"
-        if engine.weight_transport == "ipc" and topology.trainer.device == "cuda":
-            message = 'on GPUs not built yet; allowed there: "disk"'
-            yield Problem.of(f"{key}.weight_transport", "ipc", message)

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from typing import Final
 from urllib.parse import urlsplit
 
+from runtime.settings.placement import num_engines
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import EngineConfig, Topology
+from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
 
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+STAGES: Final = ("pp_size", "pipeline_parallel_size")  # SGLang's names of it
 REPLICAS: Final = ("dp_size", "data_parallel_size")  # SGLang's names of it
 
 
@@ -18,13 +20,62 @@ def transport_problems(topology: Topology) -> Iterator[Problem]:
         if engine.weight_transport == "ipc" and engine.colocate is None:
             message = f'needs {key}.colocate = "trainer"; allowed otherwise: disk, collective'
             yield Problem.of(f"{key}.weight_transport", engine.weight_transport, message)
+        if engine.weight_transport == "ipc":
+            yield from _by_handles(engine, key)
         if engine.weight_transport == "collective" and engine.colocate is not None:
             message = "engines on the trainer's GPUs cannot be in a process group with it; allowed there: disk, ipc"
             yield Problem.of(f"{key}.weight_transport", engine.weight_transport, message)
         if engine.weight_transport == "collective":
             yield from _in_groups(topology, engine, key)
         if engine.weight_transport != "disk":
-            yield from _in_sessions(topology, engine, key)
+            yield from _in_sessions(engine, key)
+        yield from _in_format(engine, key)
+        yield from _as_changes(topology, engine, key)
+        if engine.local_copy:
+            yield from _in_copies(engine, key)
+        yield from _rolling(engine, key)
+
+
+def _as_changes(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Problem]:
+    """A node's agent applies changes to files, of the engines that it has started."""
+    interval = topology.trainer.full_export_interval
+    if interval == 1 or answers_are_recorded(topology):
+        return
+    if engine.weight_transport != "disk":
+        message = f'changes are published in files: needs {key}.weight_transport = "disk"; allowed otherwise: 1'
+        yield Problem.of("trainer.full_export_interval", interval, message)
+    if engine.colocate is not None:
+        message = f"needs engines with memory of their own, {key}.colocate left out; allowed otherwise: 1"
+        yield Problem.of("trainer.full_export_interval", interval, message)
+    if engine.urls:
+        message = "no agent of the run is there to apply changes: needs trainer.full_export_interval = 1"
+        yield Problem.of(f"{key}.urls", list(engine.urls), message)
+
+
+def _in_copies(engine: EngineConfig, key: str) -> Iterator[Problem]:
+    if engine.weight_transport != "disk":
+        message = f'only files are copied: needs {key}.weight_transport = "disk"; allowed otherwise: false'
+        yield Problem.of(f"{key}.local_copy", True, message)
+    if engine.urls:
+        message = f"no agent of the run is there to copy: needs {key}.local_copy = false"
+        yield Problem.of(f"{key}.urls", list(engine.urls), message)
+
+
+def _rolling(engine: EngineConfig, key: str) -> Iterator[Problem]:
+    """Some serve while others are updated."""
+    groups = engine.update_groups
+    if groups == 1:
+        return
+    if engine.colocate is not None:
+        message = "no engine serves while those in the trainer's memory take weights; allowed there: 1"
+        yield Problem.of(f"{key}.update_groups", groups, message)
+        return
+    try:
+        number = num_engines(engine)
+    except ValueError:  # said of the GPUs
+        return
+    if groups > number:
+        yield Problem.of(f"{key}.update_groups", groups, f"the pool has {number}; allowed: 1 to the number of engines")
 
 
 def _in_groups(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Problem]:
@@ -40,11 +91,33 @@ def _in_groups(topology: Topology, engine: EngineConfig, key: str) -> Iterator[P
         yield Problem.of(f"{key}.urls", list(engine.urls), message)
 
 
-def _in_sessions(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Problem]:
-    if topology.trainer.handover == "copy":
-        message = f'a copy is handed over in files: needs {key}.weight_transport = "disk"; allowed otherwise: stream'
-        yield Problem.of("trainer.handover", "copy", message)
+def _by_handles(engine: EngineConfig, key: str) -> Iterator[Problem]:
+    """SGLang gives the ranks of all its pipeline stages one handle, which is good on one GPU."""
+    for name, value in engine.sglang.items():
+        if engine.gpus is not None and name.replace("-", "_") in STAGES and value != 1:
+            message = f'handles are of one pipeline stage; allowed: 1, or {key}.weight_transport = "disk"'
+            yield Problem.of(f"{key}.sglang.{name}", value, message)
+
+
+def _in_sessions(engine: EngineConfig, key: str) -> Iterator[Problem]:
     for name, value in engine.sglang.items():
         if name.replace("-", "_") in REPLICAS and value != 1:
             message = f'SGLang updates engines of one replica only; allowed: 1, or {key}.weight_transport = "disk"'
             yield Problem.of(f"{key}.sglang.{name}", value, message)
+
+
+def _in_format(engine: EngineConfig, key: str) -> Iterator[Problem]:
+    """FP8 is SGLang's, on a GPU that computes in it; what config.json is to say of it stands in one place."""
+    if engine.weight_format != "fp8":
+        return
+    if engine.kind == "embedded" or (engine.gpus is None and not engine.urls):
+        message = "needs engines of SGLang on GPUs; allowed otherwise: as_trained, bfloat16"
+        yield Problem.of(f"{key}.weight_format", "fp8", message)
+    for name, value in engine.sglang.items():
+        if name.replace("-", "_") == "json_model_override_args" and not _leaves_it(value):
+            message = f'with {key}.weight_format = "fp8": allowed: a table without quantization_config'
+            yield Problem.of(f"{key}.sglang.{name}", value, message)
+
+
+def _leaves_it(overrides: object) -> bool:
+    return isinstance(overrides, dict) and "quantization_config" not in overrides

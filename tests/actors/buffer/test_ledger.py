@@ -143,6 +143,23 @@ def test_an_evaluation_is_issued_on_its_interval_and_ended_with_its_means() -> N
     assert log.state.books().closed
 
 
+def test_an_evaluation_that_newer_weights_ended_says_how_much_of_it_is_theirs() -> None:
+    log = Log(evals=(EvalPlan(name="test", interval=2, num_items=4), EvalPlan(name="other", interval=2, num_items=1)))
+    log.announce(0)
+    log.decide()
+    answers = ((1, 1), (1, 3), (2, 2), (None, None))  # oldest and newest version of each sample
+    for item, (first, last) in enumerate(answers):
+        sample = msgspec.structs.replace(summary(1), first_version=first, last_version=last)
+        log.add(EvalCompleted(step=0, set="test", item=item, version=1, instance="rollout", samples=(sample,)))
+    sample = msgspec.structs.replace(summary(1), first_version=1, last_version=1)
+    log.add(EvalCompleted(step=0, set="other", item=0, version=1, instance="rollout", samples=(sample,)))
+    (ended,) = log.decide()
+    assert isinstance(ended, EvalEnded)
+    assert (ended.version, ended.newest_version) == (1, 3)
+    assert ended.metrics["eval/test-newer_weights_ratio"] == 0.5
+    assert "eval/other-newer_weights_ratio" not in ended.metrics
+
+
 def test_a_batch_waits_for_the_evaluation_of_its_weights() -> None:
     log = Log(evals=(EvalPlan(name="test", interval=1, num_items=1),))
     log.announce(0)

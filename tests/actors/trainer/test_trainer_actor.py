@@ -23,6 +23,7 @@ from messages import (
     TrainerStarted,
     WeightsAnnounced,
     WeightsApplied,
+    WeightsRefused,
 )
 from messages.subjects import filter_of
 from runtime.bus.bus import Bus
@@ -155,6 +156,47 @@ async def test_training_goes_on_while_a_copy_of_the_weights_is_written(
         assert checksums_of(Path(event.path)).total == event.checksum
     assert len({event.checksum for event in announced}) == 4
     assert names(events)[-2:] == ["WeightsAnnounced", "CheckpointSaved"]
+
+
+@pytest.mark.parametrize("handover", ["stream", "copy"])
+async def test_changes_that_an_engine_cannot_take_are_followed_by_a_whole_version_while_nothing_is_trained(
+    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path, handover: str
+) -> None:
+    trainer = {"full_export_interval": 10, "handover": handover}
+    async with running(make_topology(train={"num_steps": 4}, trainer=trainer), bus, tmp_path / "run"):
+        await said_until(bus, WeightsAnnounced, 1)
+        await bus.publish(
+            WeightsRefused(version=1, instance="rollout", engine="e", reason="it is whole", num_refusals=1)
+        )
+        for step in range(2):
+            await publish_batch(bus, step)
+        await said_until(bus, WeightsAnnounced, 3)
+        await bus.publish(WeightsRefused(version=3, instance="rollout", engine="e", reason="damaged", num_refusals=1))
+        await said_until(bus, WeightsAnnounced, 4)
+        await publish_batch(bus, 2)
+        announced = of(await said_until(bus, WeightsAnnounced, 5), WeightsAnnounced)
+    assert [(event.version, event.step, event.kind, event.base_version) for event in announced] == [
+        (1, 0, "full", 0), (2, 1, "delta", 1), (3, 2, "delta", 2), (4, 2, "full", 0), (5, 3, "delta", 4),
+    ]  # fmt: skip
+    assert announced[2].checksum == announced[3].checksum == checksums_of(Path(announced[3].path)).total
+    assert [event.delta_bytes > 0 for event in announced] == [False, True, True, False, True]
+    assert len({event.size_bytes for event in announced}) == 1
+
+
+async def test_a_trainer_that_starts_again_publishes_a_whole_version_whatever_was_refused(
+    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+) -> None:
+    topology = make_topology(train={"num_steps": 4, "save_interval": 1}, trainer={"full_export_interval": 10})
+    async with running(topology, bus, tmp_path / "run"):
+        await publish_batch(bus, 0)
+        first = await said_until(bus, WeightsAnnounced, 2)
+    await bus.publish(WeightsRefused(version=2, instance="rollout", engine="e", reason="damaged", num_refusals=1))
+    last_seq = (await bus.state(BatchTrained.plane)).last_seq
+    async with running(topology, bus, tmp_path / "run"):
+        await publish_batch(bus, 1)
+        second = await said_until(bus, WeightsAnnounced, 2, from_seq=last_seq + 1)
+    kinds = [event.kind for event in of([*first, *second], WeightsAnnounced)]
+    assert kinds == ["full", "delta", "full", "delta"]
 
 
 async def test_a_trainer_starts_though_the_end_of_the_log_is_unreadable(

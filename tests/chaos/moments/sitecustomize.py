@@ -10,6 +10,7 @@ LAST = {  # module that is imported late, by kind of process; what gets moments 
     "trainer": "actors.trainer.commands",
     "engine": "actors.rollout.embedded.http.sessions",
     "rollout": "actors.rollout.engines.weights.receiving",
+    "agent": "runtime.agent.copying",  # where the command's environment names it so: it is the command
 }
 
 

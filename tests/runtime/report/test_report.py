@@ -14,6 +14,7 @@ from messages import (
     BatchTrained,
     CheckpointRequested,
     EngineNumbers,
+    EngineUpdate,
     EvalEnded,
     EvalIssued,
     EvalSetSize,
@@ -32,10 +33,12 @@ from messages import (
     SampleStatus,
     SampleSummary,
     SelectionFailed,
+    SessionEnded,
     TrainerStarted,
     VerdictGiven,
     WeightsAnnounced,
     WeightsApplied,
+    WeightsLost,
     decode,
     encode,
 )
@@ -157,6 +160,54 @@ def test_a_row_holds_rollout_train_and_time_metrics() -> None:
     assert {key: row[key] for key in expected} == expected
 
 
+def updated(version: int, instance: str, took_s: float, *pauses_s: float) -> WeightsApplied:
+    engines = tuple(
+        EngineUpdate(engine=f"{instance}.{index}", pause_s=pause_s, took_s=took_s)
+        for index, pause_s in enumerate(pauses_s)
+    )
+    return WeightsApplied(version=version, instance=instance, num_engines=len(engines), took_s=took_s, engines=engines)
+
+
+def session(version: int, sent_bytes: int, took_s: float) -> SessionEnded:
+    return SessionEnded(
+        session="1.1",
+        incarnation=1,
+        version=version,
+        transport="collective",
+        holds=("e",),
+        out={},
+        num_buckets=1,
+        sent_bytes=sent_bytes,
+        took_s=took_s,
+    )
+
+
+def test_a_row_says_how_long_the_newest_update_took_and_its_engines_stood_still() -> None:
+    story = Story()
+    story.tell(updated(1, "rollout.0", 9.0, 8.0))
+    story.tell(updated(2, "rollout.0", 3.0, 0.5, 2.0))
+    story.tell(updated(2, "rollout.1", 4.0, 1.0))
+    one_step(story, 0, 1.0)
+    story.notices += story.report.close()
+    (row,) = story.rows()
+    assert (row["perf/update_weights_applied_time"], row["perf/update_weights_pause_time"]) == (4.0, 2.0)
+    assert not [name for name in row if "session" in name or "wire" in name]
+
+
+def test_a_row_says_what_the_weight_sessions_since_the_step_before_took_and_sent() -> None:
+    story = Story()
+    story.tell(session(1, 100, 2.0))
+    one_step(story, 0, 1.0)
+    story.tell(session(2, 40, 0.25))  # failed in the middle
+    story.tell(session(2, 100, 0.5))
+    one_step(story, 1, 1.0)
+    one_step(story, 2, 1.0)
+    story.notices += story.report.close()
+    names = ("perf/update_weights_session_time", "perf/update_weights_wire_bytes")
+    said = [[row.get(name) for name in names] for row in story.rows()]
+    assert said == [[2.0, 100], [0.75, 140], [None, None]]
+
+
 def test_an_evaluation_joins_the_row_of_its_step() -> None:
     story = Story()
     story.tell(EvalIssued(incarnation=1, step=0, version=1, sets=(EvalSetSize(set="held-out", num_items=8),)))
@@ -174,6 +225,20 @@ def test_an_evaluation_joins_the_row_of_its_step() -> None:
     assert "eval/held-out" not in rows[2]
     assert story.report.result(story.now).eval_last == 0.75
     assert "evaluation after step 1 (weights v2): held-out 0.750" in story.lines()
+
+
+def test_an_evaluation_that_newer_weights_ended_says_so() -> None:
+    story = Story()
+    story.tell(WeightsLost(version=1, newer=2, instance="rollout"))
+    metrics = {"eval/held-out": 0.75, "eval/held-out-newer_weights_ratio": 0.5}
+    story.tell(EvalEnded(incarnation=1, step=0, version=1, metrics=metrics, newest_version=2))
+    assert story.lines() == [
+        "no engine of rollout holds weights v1 any more: their evaluation goes on with v2",
+        "evaluation after step 0 (begun with weights v1, ended with v2): held-out 0.750",
+    ]
+    (row,) = story.rows()
+    assert row["eval/held-out-newer_weights_ratio"] == 0.5
+    assert story.report.evals == {"held-out": 0.75}
 
 
 def test_an_evaluation_that_ends_after_the_next_step_still_joins_the_row_of_its_own() -> None:

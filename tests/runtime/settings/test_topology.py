@@ -140,6 +140,12 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
         (("bus.data_bytes=1000",), "bus.data_bytes", "too small: this recipe can need"),
         (("rollout.max_response_len=2000000",), "rollout.max_response_len", "the server carries 64 MiB"),
         (("trainer.device=cuda",), "trainer.gpus", "missing"),
+        (("engines.policy.update_groups=2",), "engines.policy.update_groups", "the pool has 1; allowed: 1 to"),
+        (
+            ("engines.policy.update_groups=2", "engines.policy.num_engines=2", "engines.policy.colocate=trainer"),
+            "engines.policy.update_groups",
+            "no engine serves while those in the trainer's memory take weights",
+        ),
         (("engines.policy.weight_transport=ipc",), "engines.policy.weight_transport", 'needs engines.policy.colocate'),
         (
             ("engines.policy.weight_transport=collective", "engines.policy.colocate=trainer"),
@@ -162,11 +168,6 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
             "needs trainer and engines on GPUs, or both on the CPU",
         ),
         (
-            ("engines.policy.weight_transport=collective", "trainer.handover=copy"),
-            "trainer.handover",
-            "a copy is handed over in files",
-        ),
-        (
             (
                 "engines.policy.weight_transport=collective",
                 "engines.policy.kind=sglang",
@@ -175,6 +176,47 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
             "engines.policy.sglang.dp_size",
             "engines of one replica only",
         ),
+        (("engines.policy.weight_format=fp8",), "engines.policy.weight_format", "needs engines of SGLang on GPUs"),
+        (
+            ("engines.policy.weight_format=fp8", "engines.policy.kind=sglang"),
+            "engines.policy.weight_format",
+            "allowed otherwise: as_trained, bfloat16",
+        ),
+        (
+            (
+                "engines.policy.weight_format=fp8",
+                "engines.policy.kind=sglang",
+                'engines.policy.sglang.json-model-override-args={quantization_config = {}}',
+            ),
+            "engines.policy.sglang.json-model-override-args",
+            "a table without quantization_config",
+        ),
+        (
+            ("engines.policy.weight_transport=collective", "trainer.full_export_interval=4"),
+            "trainer.full_export_interval",
+            'needs engines.policy.weight_transport = "disk"; allowed otherwise: 1',
+        ),
+        (
+            ("engines.policy.colocate=trainer", "trainer.full_export_interval=4"),
+            "trainer.full_export_interval",
+            "needs engines with memory of their own",
+        ),
+        (
+            ("engines.policy.urls=['http://x']", "trainer.full_export_interval=4"),
+            "engines.policy.urls",
+            "no agent of the run is there to apply changes",
+        ),
+        (
+            ("engines.policy.weight_transport=collective", "engines.policy.local_copy=true"),
+            "engines.policy.local_copy",
+            "only files are copied",
+        ),
+        (
+            ("engines.policy.urls=['http://x']", "engines.policy.local_copy=true"),
+            "engines.policy.urls",
+            "no agent of the run is there to copy",
+        ),
+        (("trainer.full_export_interval=0",), "trainer.full_export_interval", ">= 1"),
         (("engines.policy.num_gpus_per_engine=2",), "engines.policy.num_gpus_per_engine", "gpus is not set"),
         (("engines.policy.gpus=local:0", "engines.policy.kind=sglang"), "engines.policy.gpus", "there is no GPU"),
         (("trainer.num_processes=3",), "trainer.megatron", "3 data-parallel replicas do not divide the 256 samples"),

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
+from torch import Tensor
+
 from actors.rollout.embedded.engine.groups import Groups
 from actors.rollout.embedded.engine.refusal import EngineRefusal
 from actors.rollout.embedded.model.forward import Weights
@@ -34,6 +36,7 @@ class Updating:
         self.groups = Groups()
         self._held = held
         self._open = False
+        self._room: Tensor | None = None  # for buckets, in a session: new pages take longer than the copy
 
     def begin(self) -> None:
         """Open a session.
@@ -54,6 +57,7 @@ class Updating:
         if not self._open:
             raise EngineRefusal("no weight-update session is open; call begin_weight_update() first")
         self._open = False
+        self._room = None
 
     def receive(self, bucket: Bucket, *, wanted: bool) -> None:
         """Take a bucket from its group, and load it if it is wanted here.
@@ -64,7 +68,8 @@ class Updating:
         self._check_open("update_weights_from_distributed")
         try:
             if bucket.flattened:
-                flat, tensors = flat_room(bucket.dtypes, bucket.shapes)
+                flat, tensors = flat_room(bucket.dtypes, bucket.shapes, self._room)
+                self._room = flat if self._room is None or len(flat) > len(self._room) else self._room
                 self.groups.receive(bucket.group, [flat])
             else:
                 tensors = rooms(bucket.dtypes, bucket.shapes)

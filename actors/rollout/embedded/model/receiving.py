@@ -25,8 +25,15 @@ def rooms(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[Tensor
     return [torch.empty(shape, dtype=dtype) for dtype, shape in checked]
 
 
-def flat_room(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor]]:
+def flat_room(
+    dtypes: Sequence[str], shapes: Sequence[Sequence[int]], held: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
     """Memory for the tensors of a bucket in one piece of bytes, and the tensors as views of it, one behind the other.
+
+    Args:
+        dtypes: of the tensors.
+        shapes: likewise.
+        held: memory to use, if it is large enough; uint8.
 
     Raises:
         ValueError: there is no such dtype or shape, or no tensor, or one begins where its dtype cannot.
@@ -35,7 +42,7 @@ def flat_room(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> tuple[T
     if not checked:
         raise ValueError("Cannot create empty tensor bucket")
     sizes = [torch.Size(shape).numel() * dtype.itemsize for dtype, shape in checked]
-    flat = torch.empty(sum(sizes), dtype=torch.uint8)
+    flat = torch.empty(sum(sizes), dtype=torch.uint8) if held is None or len(held) < sum(sizes) else held[: sum(sizes)]
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     views = [
         view(flat, start, size, dtype, shape)

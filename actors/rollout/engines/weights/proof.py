@@ -15,11 +15,12 @@ from typing import Any, Final, NamedTuple
 
 from actors.rollout.sglang.errors import EngineError
 from messages import WeightProbe, WeightsAnnounced
-from runtime.settings.topology import Verify
+from runtime.settings.topology import Verify, WeightFormat
 
 SMALL_BYTES: Final = 4 << 30  # of files: a model of 1e9 parameters in float32, or 2e9 in bfloat16
 TOLERANCE: Final = 1e-3  # nats, where trainer and engine compute in float32
 ROUGH_TOLERANCE: Final = 2e-2  # where one of them does not
+FP8_TOLERANCE: Final = 3e-1  # where the engine computes in FP8; a guess: no such engine was asked yet
 NUM_KNOWN: Final = 256  # sets of weights whose checksums are remembered, of each layout
 LAYOUT_KEYS: Final = (
     *("version", "device", "dtype", "quantization", "tp_size", "pp_size", "dp_size", "ep_size", "nnodes"),
@@ -86,15 +87,21 @@ def probe_difference(probe: WeightProbe, answered: Sequence[float | None]) -> fl
     return sum(math.inf if given is None else abs(expected - given) for expected, given in pairs) / len(pairs)
 
 
-def tolerance_of(server: ServerInfo, trainer_dtype: str) -> float:
-    """How far log-probs of the same weights may be apart."""
-    exact = server.dtype == trainer_dtype == "float32" and not server.quantized
+def tolerance_of(server: ServerInfo, trainer_dtype: str, weight_format: WeightFormat = "as_trained") -> float:
+    """How far log-probs of the same weights may be apart, of which the engine gets those of a format."""
+    if weight_format == "fp8":
+        return FP8_TOLERANCE
+    exact = server.dtype == trainer_dtype == "float32" and not server.quantized and weight_format == "as_trained"
     return TOLERANCE if exact else ROUGH_TOLERANCE
 
 
-def holds_all_digits(server: ServerInfo, trainer_dtype: str) -> bool:
-    """Whether files that differ become tensors that differ there: none of their digits are rounded away."""
-    return server.dtype in (trainer_dtype, "float32") and not server.quantized
+def holds_all_digits(server: ServerInfo, trainer_dtype: str, weight_format: WeightFormat = "as_trained") -> bool:
+    """Whether files, or what a session brings, that differ become tensors that differ there.
+
+    None of their digits are rounded away. What comes in FP8 an engine may scale otherwise to compute with it.
+    """
+    came_in = trainer_dtype if weight_format == "as_trained" else "bfloat16"
+    return server.dtype in (came_in, "float32") and not server.quantized and weight_format != "fp8"
 
 
 class _Seen(NamedTuple):

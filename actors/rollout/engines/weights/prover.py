@@ -23,7 +23,7 @@ from actors.rollout.engines.weights.tensors import layout_of, tensors_mismatch
 from actors.rollout.engines.weights.updater import Expected, Updater
 from actors.rollout.sglang.client import SglangClient
 from messages import EngineLayout, WeightsAnnounced
-from runtime.settings.topology import Verify
+from runtime.settings.topology import Verify, WeightFormat
 
 log = structlog.get_logger()
 
@@ -35,6 +35,13 @@ class Place(NamedTuple):
 
     num_ranks: int  # that get weights, each its share
     wants: EngineLayout | None  # its checksums will be asked, and can be reckoned
+
+
+class Brought(NamedTuple):
+    """What became of a load."""
+
+    label: str  # under which the engine holds the weights, proven
+    pause_s: float  # that it began no request, as `Updater.update` says
 
 
 async def nothing() -> None:
@@ -49,13 +56,21 @@ class Prover:
     """
 
     def __init__(
-        self, client: SglangClient, updater: Updater, loads: Loads, *, verify: Verify | None, trainer_dtype: str
+        self,
+        client: SglangClient,
+        updater: Updater,
+        loads: Loads,
+        *,
+        verify: Verify | None,
+        trainer_dtype: str,
+        weight_format: WeightFormat = "as_trained",
     ) -> None:
         self.loads = loads
         self._client = client
         self._updater = updater
         self._verify: Verify | None = verify
         self._trainer_dtype = trainer_dtype
+        self._weight_format: WeightFormat = weight_format
         self._known = KnownChecksums()
 
     async def bring(
@@ -67,8 +82,8 @@ class Prover:
         first: bool,
         loaded: Loaded | None = None,
         part: Part | None = None,
-    ) -> str:
-        """Have an engine load weights; the label under which it then holds them, proven.
+    ) -> Brought:
+        """Have an engine load weights, and prove that it holds them.
 
         Args:
             engine: its name.
@@ -85,9 +100,9 @@ class Prover:
         label = self.loads.begin(engine, announced.version)
         try:
             if is_thorough(self._verify, announced, first=first):
-                await self._load_and_prove(engine, url, announced, label, loaded or nothing, part)
+                pause_s = await self._load_and_prove(engine, url, announced, label, loaded or nothing, part)
             else:
-                await self._updater.update(url, announced, label, part=part)
+                pause_s = await self._updater.update(url, announced, label, part=part)
                 await self._check_label(engine, url, label)
                 if part is not None and announced.transport == "ipc":
                     part.finish()
@@ -95,7 +110,7 @@ class Prover:
             self.loads.prove(label)
         finally:
             self.loads.refuse(label)
-        return label
+        return Brought(label, pause_s)
 
     def is_paused(self, url: str) -> bool:
         """Whether we paused an engine, or our predecessor did, and it could not be told to go on."""
@@ -129,7 +144,7 @@ class Prover:
 
     async def _load_and_prove(
         self, engine: str, url: str, announced: WeightsAnnounced, label: str, loaded: Loaded, part: Part | None
-    ) -> None:
+    ) -> float:
         server = server_of(await self._client.server_info(url))
         sent, tensors, by_tensor = "", None, False
         took_s = 0.0
@@ -147,14 +162,14 @@ class Prover:
             self._refuse_if(engine, self._checksum_mismatch(server, sent, tensors))
             took_s += time.perf_counter() - begin
 
-        await self._updater.update(url, announced, label, look, part)
+        pause_s = await self._updater.update(url, announced, label, look, part)
         if part is not None and announced.transport == "ipc":
             part.finish()  # the probe wants memory that an engine of the trainer's gets only then
         await loaded()
         begin = time.perf_counter()
         if announced.probe is not None:
             log_probs = await self._client.prompt_log_probs(url, announced.probe.token_ids)
-            tolerance = tolerance_of(server, self._trainer_dtype)
+            tolerance = tolerance_of(server, self._trainer_dtype, self._weight_format)
             self._refuse_if(engine, probe_mismatch(announced.probe, log_probs, tolerance=tolerance))
         self._refuse_if(engine, self._checksum_mismatch(server, sent, tensors))  # others may have proven theirs
         assert tensors is not None
@@ -162,12 +177,13 @@ class Prover:
         took_s += time.perf_counter() - begin
         version = announced.version
         log.info("weights_proven", engine=engine, weight_version=version, by_tensor=by_tensor, took_s=took_s)
+        return pause_s
 
     async def _check_label(self, engine: str, url: str, label: str) -> None:
         self._refuse_if(engine, label_mismatch(label, await self._client.weight_version(url)))
 
     def _checksum_mismatch(self, server: ServerInfo, sent: str, tensors: str | None) -> str:
-        all_digits = holds_all_digits(server, self._trainer_dtype)
+        all_digits = holds_all_digits(server, self._trainer_dtype, self._weight_format)
         return self._known.mismatch(server, sent, tensors, all_digits=all_digits)
 
     @staticmethod

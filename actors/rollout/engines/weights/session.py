@@ -152,11 +152,15 @@ class WeightSessions:
     Args:
         goal: what the engines are to take; who waits there is told of new members.
         lacking: names of engines that may be asked and lack it.
+        part_of: in which of so many parts of the engines one is; none: there is one part.
     """
 
-    def __init__(self, goal: Goal, lacking: Callable[[], Collection[str]]) -> None:
+    def __init__(
+        self, goal: Goal, lacking: Callable[[], Collection[str]], part_of: Callable[[str, int], int] | None = None
+    ) -> None:
         self._goal = goal
         self._lacking = lacking
+        self._part_of = part_of or _only_part
         self._waiting: dict[str, Part] = {}  # engines that want a version, by name
         self._members: list[Part] = []
         self._session = ""
@@ -200,19 +204,23 @@ class WeightSessions:
         if offer.incarnation < self._incarnation:
             raise ValueError(f"trainer {offer.incarnation} is not the last one: {self._incarnation} is")
         self._incarnation = offer.incarnation
-        self._close("another session began")
+        self.end("another session began")
         with anyio.move_on_after(GATHER_S):
             await self._goal.reached(offer.version)
-            while not set(self._lacking()) <= set(self.wanted()):
+            while not {name for name in self._lacking() if self._is_meant(name, offer)} <= set(self.wanted()):
                 self._changed = anyio.Event()
                 await self._changed.wait()
         if self._goal.version != offer.version:
             return MembersGiven(members=(), held_back=f"engines are to hold weights {self._goal.version} now")
-        ready = (part for part in self._waiting.values() if not part.session and part.version == offer.version)
-        self._session, self._members = offer.session, sorted(ready, key=lambda part: part.engine)
+        ready = [part for part in self._waiting.values() if not part.session and part.version == offer.version]
+        meant = (part for part in ready if self._is_meant(part.engine, offer))
+        self._session, self._members = offer.session, sorted(meant, key=lambda part: part.engine)
         members = tuple(part.enter(offer.session, offer.deadline_s) for part in self._members)
         await self._goal.notify()
         return MembersGiven(members=members)
+
+    def _is_meant(self, engine: str, offer: SessionOffered) -> bool:
+        return offer.num_parts == 1 or self._part_of(engine, offer.num_parts) == offer.part
 
     async def step(self, step: Step) -> EnginesAnswered:
         """Have each member do a step.
@@ -236,13 +244,18 @@ class WeightSessions:
     async def closed(self, step: SessionClosed) -> EnginesAnswered:
         """Have all members leave the session, if it is open."""
         if step.session == self._session:
-            self._close(step.reason)
+            self.end(step.reason)
         return EnginesAnswered(failed={})
 
-    def _close(self, reason: str) -> None:
+    def end(self, reason: str) -> None:
+        """Have all members leave the session that is open, if there is one."""
         for part in self._members:
             part.close(reason)
         self._members, self._session = [], ""
+
+
+def _only_part(_engine: str, _num_parts: int) -> int:
+    return 0
 
 
 def new_key(engine: str) -> str:

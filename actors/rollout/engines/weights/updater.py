@@ -1,5 +1,6 @@
 """How an engine takes new weights, and what its running requests do meanwhile."""
 
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Final, Literal
@@ -66,7 +67,7 @@ class Updater:
 
     async def update(
         self, url: str, announced: WeightsAnnounced, label: str, look: Look | None = None, part: Part | None = None
-    ) -> None:
+    ) -> float:
         """Have an engine load weights.
 
         Args:
@@ -76,15 +77,23 @@ class Updater:
             look: done once they are loaded, while the engine generates nothing.
             part: in the session that brings them; none: they are in files.
 
+        Returns:
+            Seconds that it began no request: from its pause, or since new ones were held back or wait in it for the
+            load, until it goes on. With `drain` those that run end meanwhile.
+
         Raises:
             EngineError: it did not load them, `look` raised it, or it is paused and cannot be told to go on.
         """
+        if part is not None:
+            await part.next()  # SessionPrepared: until then it generates
+        begin = time.perf_counter()
         if part is None:
             await self._update_from_files(url, announced, label, look)
         else:
             await self._update_in_session(url, part, label, look)
         if self.is_paused(url):
             raise EngineUnavailable(f"{url}: was paused to take weights, and cannot be told to go on")
+        return time.perf_counter() - begin
 
     async def _update_from_files(self, url: str, announced: WeightsAnnounced, label: str, look: Look | None) -> None:
         checksum = announced.checksum
@@ -101,13 +110,16 @@ class Updater:
                 await look(checksum, {})
 
     async def _update_in_session(self, url: str, part: Part, label: str, look: Look | None) -> None:
-        await part.next()  # SessionPrepared: until then it generates
         async with self._stopped(url):
-            finished = await self._receiver.receive(url, part, label)
-            if self._mode != "in_place":
-                await self._client.flush_cache(url, 0.0)
-            if look is not None:
-                await look(finished.checksum, finished.expected)
+            try:
+                finished = await self._receiver.receive(url, part, label)
+                if self._mode != "in_place":
+                    await self._client.flush_cache(url, 0.0)
+                if look is not None:
+                    await look(finished.checksum, finished.expected)
+            except EngineError as error:
+                part.fail(str(error))  # the trainer waits; to end a pause takes long where an engine hangs
+                raise
 
     @asynccontextmanager
     async def _stopped(self, url: str) -> AsyncGenerator[None]:

@@ -1,5 +1,6 @@
 """One engine's way into the pool, with a router that does not take it."""
 
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import anyio
@@ -8,11 +9,12 @@ import pytest
 from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.notices import Notices
 from actors.rollout.engines.router import RouterWorkers
+from actors.rollout.engines.states import Happening
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.turns.stages import Stage
 from actors.rollout.engines.turns.tenure import Tenure
 from actors.rollout.engines.weights.proof import WeightsMismatch
-from actors.rollout.engines.weights.prover import Prover
+from actors.rollout.engines.weights.prover import Brought, Prover
 from actors.rollout.engines.weights.session import WeightSessions
 from actors.rollout.sglang.client import RouterWorker, SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineUnavailable
@@ -40,10 +42,10 @@ class NoRouter(SglangClient):
 class OnlyFirst:
     """Finds that the first weights are held, and later ones are not."""
 
-    async def bring(self, engine: str, url: str, announced: WeightsAnnounced, **_: Any) -> str:
+    async def bring(self, engine: str, url: str, announced: WeightsAnnounced, **_: Any) -> Brought:
         if announced.version > 1:
             raise WeightsMismatch("it loaded nothing")
-        return "1@lazy"
+        return Brought("1@lazy", 0.0)
 
     def is_paused(self, url: str) -> bool:
         return False
@@ -104,6 +106,87 @@ async def test_one_that_is_found_dead_while_it_gives_memory_back_is_lost_once(er
     )
     await engine._give_back_or_leave()
     assert engine.state is EngineState.GONE
+
+
+class OneRouter(SglangClient):
+    """Knows the engines that it is told of; the engine that it asks for is as it was."""
+
+    def __init__(self) -> None:
+        self.known: set[str] = set()
+        self.asked: Callable[[], Awaitable[None]] | None = None  # done once, before it says which it knows
+
+    async def workers(self, router: str) -> list[RouterWorker]:
+        asked, self.asked = self.asked, None
+        if asked is not None:
+            await asked()
+        return [RouterWorker(id=f"id of {url}", url=url, is_healthy=True) for url in self.known]
+
+    async def add_worker(self, router: str, engine: str) -> None:
+        self.known.add(engine)
+
+    async def remove_worker(self, router: str, worker: RouterWorker) -> None:
+        self.known.remove(worker.url)
+
+    async def ready(self, engine: str) -> bool:
+        return True
+
+    async def weight_version(self, engine: str) -> str:
+        return ""
+
+
+def admitted_at(client: OneRouter) -> Engine:
+    target = FleetTarget()
+    target.router = "http://router"
+    engine = Engine(
+        "one",
+        "http://one",
+        client,
+        cast(Prover, OnlyFirst()),
+        target,
+        workers=RouterWorkers(client),
+        notices=Notices(),
+        sessions=WeightSessions(target, list),
+    )
+    client.known.add(engine.url)
+    engine._happened(Happening.ADMITTED, "")
+    return engine
+
+
+async def test_one_that_is_set_apart_while_it_is_looked_at_is_not_lost() -> None:
+    client = OneRouter()
+    engine = admitted_at(client)
+    client.asked = engine.set_apart
+    await engine.check_or_expel()
+    assert engine.state is EngineState.CURRENT
+    await engine.join()
+    assert client.known == {engine.url}
+    client.known.clear()
+    await engine.check_or_expel()
+    assert engine.state is EngineState.STARTING
+
+
+async def test_one_that_was_apart_is_the_routers_again_though_newer_weights_wait_for_it() -> None:
+    client = OneRouter()
+    engine = admitted_at(client)
+    await engine.set_apart()
+    assert client.known == set()
+    engine._target.weights = announcement(1)
+    await engine.join()
+    assert client.known == {engine.url}
+
+
+async def test_one_that_is_lost_while_the_router_takes_it_in_again_is_taken_out() -> None:
+    client = OneRouter()
+    engine = admitted_at(client)
+    await engine.set_apart()
+
+    async def lose() -> None:
+        engine.replaced()
+
+    client.asked = lose
+    await engine.join()
+    assert client.known == set()
+    assert not engine.routed
 
 
 async def until_out(engine: Engine, target: FleetTarget) -> None:

@@ -49,6 +49,32 @@ def test_weights_that_engines_hold_already_are_not_taken_back() -> None:
     assert wanted_after(announcement(1), announcement(2), issued(0, 1), announcement(3), ended(0, 1)) == [1, 2, 2, 2, 3]
 
 
+def test_weights_that_are_given_up_make_way_for_the_newest_which_are_held_on_to_then() -> None:
+    wanted = TargetWeights()
+    for event in (announcement(1), issued(0, 1), announcement(2), announcement(3)):
+        wanted.fold(event)
+    assert wanted.holds_back
+    wanted.give_up()
+    versions = [wanted.newest and wanted.newest.version]
+    for event in (announcement(4), ended(0, 1)):
+        wanted.fold(event)
+        versions.append(wanted.newest and wanted.newest.version)
+    assert versions == [3, 3, 4]
+    assert not wanted.holds_back
+
+
+def test_an_evaluation_of_weights_that_are_still_to_come_waits_for_them_whatever_is_given_up() -> None:
+    wanted = TargetWeights()
+    for event in (announcement(1), issued(0, 1), announcement(2), issued(2, 3)):
+        wanted.fold(event)
+    wanted.give_up()
+    for event in (announcement(3), announcement(4)):
+        wanted.fold(event)
+    assert wanted.newest == announcement(2)  # of the first, which runs on with them
+    wanted.fold(ended(0, 1))
+    assert wanted.newest == announcement(3)
+
+
 @given(st.lists(st.tuples(st.sampled_from(["announce", "issue", "end"]), st.integers(0, 4), st.integers(1, 6))))
 def test_what_is_wanted_never_goes_back_and_never_passes_an_evaluation_that_runs(
     drawn: list[tuple[str, int, int]],

@@ -4,6 +4,8 @@ import anyio
 import pytest
 
 from messages import (
+    EngineState,
+    EngineStateChanged,
     EvalEnded,
     EvalIssued,
     EvalSetSize,
@@ -14,7 +16,16 @@ from messages import (
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
 from tests.fixtures.nats import eventually
-from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
+from tests.support.rollout import (
+    announcement,
+    completed,
+    grade,
+    next_event,
+    rollout_actor,
+    task,
+    topology_with,
+    until_applied,
+)
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 pytestmark = pytest.mark.anyio
@@ -86,6 +97,43 @@ async def test_an_evaluation_holds_its_weights_also_over_a_restart_of_the_actor(
                 await bus.publish(EvalEnded(incarnation=1, step=0, version=1, metrics={}))
                 await eventually(lambda: other.held == 2)
     assert (engine.updates, other.updates) == (["/weights/v1"], ["/weights/v1", "/weights/v2"])
+
+
+async def until_admitted(bus: Bus, number: int) -> None:
+    """Wait until so many engines may be asked."""
+    admitted: set[str] = set()
+    async with bus.read(EngineStateChanged) as events:
+        while len(admitted) < number:
+            received = await events.next(15)
+            assert received is not None
+            if received.message.new is EngineState.CURRENT:
+                admitted.add(received.message.engine)
+
+
+@pytest.mark.parametrize("mode", ["drain", "abort", "retract", "in_place"])
+async def test_it_is_told_how_long_each_engine_stood_still(bus: Bus, router_url: str, mode: str) -> None:
+    topology = topology_with(rollout={"on_weight_update": mode, "max_staleness": 1})
+    async with (
+        serving(ScriptedEngine()) as quick,
+        serving(ScriptedEngine()) as slow,
+        rollout_actor(bus, router_url, [quick, slow], topology),
+    ):
+        await bus.publish(announcement(1))
+        await until_admitted(bus, 2)
+        slow.update_at = anyio.Event()
+        announced = anyio.current_time()
+        await bus.publish(announcement(2))
+        await eventually(lambda: slow.calls.count("update") == 2)
+        begin = anyio.current_time()
+        await eventually(lambda: quick.held == 2)
+        at_least_s = anyio.current_time() - begin
+        slow.update_at.set()
+        applied = await until_applied(bus, 2)
+        at_most_s = anyio.current_time() - announced
+    assert [update.engine for update in applied.engines] == ["engine.policy.0", "engine.policy.1"]
+    of_quick, of_slow = applied.engines
+    assert 0 < at_least_s <= of_slow.pause_s < of_slow.took_s <= applied.took_s <= at_most_s
+    assert 0 < of_quick.pause_s < of_quick.took_s <= applied.took_s
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])

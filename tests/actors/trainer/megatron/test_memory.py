@@ -129,9 +129,12 @@ def test_log_probs_of_the_reference_take_no_third_set_of_weights(
     micro_batch = make_micro_batch(batch, np.arange(4), packed=False)
     reference = ReferenceModel(replica, None)
     reference.log_probs(batch, [micro_batch])
-    with Peak() as peak:
-        reference.log_probs(batch, [micro_batch])
-    assert peak.bytes < 0.75 * sum(weight.nbytes for weight in weights)
+    peaks: list[int] = []
+    for _ in range(3):  # what other threads of this process take meanwhile only adds to one of them
+        with Peak() as peak:
+            reference.log_probs(batch, [micro_batch])
+        peaks.append(peak.bytes)
+    assert min(peaks) < 0.75 * sum(weight.nbytes for weight in weights)
     after = [parameter for chunk in replica.chunks for parameter in chunk.parameters()]
     assert all(torch.equal(one, other) for one, other in zip(weights, after, strict=True))
 

@@ -65,6 +65,7 @@ def test_weight_decay_of_the_norms_of_queries_and_keys_is_a_choice(make_topology
     plain = trained(make_topology, {}, steps=1, optimizer=optimizer)
     chosen = {"optimizer": {"apply_wd_to_qk_layernorm": True}}
     decayed = trained(make_topology, chosen, steps=1, optimizer=optimizer)
-    changed = {name for name, weight in plain.items() if not torch.equal(weight, decayed[name])}
+    # steps of other groups of parameters round otherwise on some processors; the decay is 0.005
+    changed = {name for name, weight in plain.items() if not torch.allclose(weight, decayed[name], rtol=0, atol=1e-6)}
     assert changed
     assert all("q_norm" in name or "k_norm" in name for name in changed)

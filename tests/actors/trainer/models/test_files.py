@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from actors.trainer.commands import TrainerRank
-from actors.trainer.models.publish import begin_version, complete_version, prune_versions
+from actors.trainer.models.publish import Versions, Written
 from actors.trainer.models.shards import write_weights
 from actors.trainer.models.sources import random_source
+from runtime.checksums import checksums_of
 from runtime.settings.topology import Topology
 from tests.actors.trainer.tiny import TINY, random_batch
 
@@ -25,9 +26,12 @@ def root(tmp_path: Path) -> Path:
 
 
 def write_version(root: Path, version: int, model_dir: Path) -> tuple[Path, int]:
-    unfinished = begin_version(root, version)
-    write_weights(WEIGHTS, unfinished)
-    return complete_version(unfinished, model_directory=model_dir)
+    versions = Versions(root, model_dir)
+    begun = versions.begin(version)
+    write_weights(WEIGHTS, begun.whole)
+    published = versions.complete(begun, Written(checksums_of(begun.whole).tensors))
+    assert published.path is not None
+    return published.path, published.size_bytes
 
 
 def test_a_version_holds_weights_and_configuration(root: Path, model_dir: Path) -> None:
@@ -62,7 +66,7 @@ def test_a_version_is_synced_to_the_disk_before_it_is_there(
 def test_old_versions_go_once_an_engine_holds_a_newer_one(root: Path, confirmed: int, left: list[int]) -> None:
     for version in range(1, 6):
         (root / f"v{version:06d}").mkdir(parents=True)
-    prune_versions(root, confirmed=confirmed)
+    Versions(root, root).prune(confirmed=confirmed)
     assert sorted(int(path.name[1:]) for path in root.iterdir()) == left
 
 

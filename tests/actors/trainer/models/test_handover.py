@@ -10,6 +10,7 @@ import torch
 
 from actors.trainer.models.gathering import own_parts
 from actors.trainer.models.handover import Handover, copied
+from actors.trainer.sending.cast import FORMS
 from runtime.checksums import checksums_of, shapes_in
 from tests.actors.trainer.hf import write_model
 from tests.actors.trainer.models.export_peaks import BUCKET, COPY_BUCKET, LARGEST, MB
@@ -25,7 +26,7 @@ def test_files_have_all_tensors_and_the_checksum_that_is_told(tmp_path: Path, bu
     built, hf = load(tmp_path)
     out = tmp_path / "out"
     out.mkdir()
-    told = Handover(own_parts([built], hf), hf, out, device=CPU, bucket_bytes=bucket_bytes).finish()
+    told = Handover(own_parts([built], hf), hf, out, device=CPU, bucket_bytes=bucket_bytes).finish().checksum
     assert told == checksums_of(out).total == checksums_of(tmp_path).total
     assert shapes_in(out) == {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
 
@@ -52,7 +53,22 @@ def test_a_copy_is_written_as_it_was_while_the_model_changes(tmp_path: Path) -> 
             handover.writing.result(10)
         steps += 1
     assert steps > 3
-    assert handover.finish() == checksums_of(out).total == checksums_of(tmp_path).total
+    assert handover.finish().checksum == checksums_of(out).total == checksums_of(tmp_path).total
+
+
+def test_numbers_that_a_form_has_not_are_refused_by_name_after_all_buckets(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    built, hf = load(tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    with torch.no_grad():
+        built.decoder.layers[0].self_attention.linear_qkv.weight[0, 0] = float("inf")
+    for advances in (False, True):
+        handover = Handover(own_parts([built], hf), hf, out, device=CPU, bucket_bytes=3000, form=FORMS["bfloat16"])
+        while advances and handover.advance():
+            pass
+        with pytest.raises(ValueError, match=r"to engines: model.layers.0.self_attn.q_proj.weight .* at \[0, 0\]"):
+            handover.finish()
 
 
 @pytest.mark.slow

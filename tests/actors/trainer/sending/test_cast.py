@@ -12,23 +12,33 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from actors.trainer.models.config import read_hf_config
+from actors.trainer.models.gathering import own_parts
+from actors.trainer.models.handover import Handover
+from actors.trainer.models.publish import Versions
 from actors.trainer.models.shapes import hf_shapes
-from actors.trainer.models.shards import entry_of, write_weights
+from actors.trainer.models.shards import Entry, entry_of, write_weights
 from actors.trainer.sending.cast import (
+    FORMS,
     dequantized,
     entries_in_bfloat16,
     entries_in_fp8,
-    is_quantized,
-    quantization_config,
     quantized,
     to_bfloat16,
     to_fp8,
-    transformers_reads,
 )
+from runtime.checksums import checksums_of
+from runtime.settings.topology import WeightFormat
+from runtime.weights.fp8 import is_quantized, quantization_config, transformers_reads
+from tests.actors.trainer.hf import whole_weights, write_model
+from tests.actors.trainer.models.test_model_parity import load
 from tests.actors.trainer.tiny import TINY, config_of
 
 FP8 = torch.float8_e4m3fn
 MATRIX = "model.layers.0.mlp.up_proj.weight"
+
+
+def shapes_of(entries: list[Entry]) -> dict[str, tuple[int, ...]]:
+    return {entry.name: entry.shape for entry in entries}
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -155,7 +165,7 @@ def test_what_comes_out_is_known_before(kind: str, tmp_path: Path) -> None:
     entries = [entry_of(*pair) for pair in weights]
     assert entries_in_fp8(entries) == [entry_of(*pair) for pair in to_fp8(weights)]
     assert entries_in_bfloat16(entries) == [entry_of(*pair) for pair in to_bfloat16(weights)]
-    assert quantization_config(entries) == quantization_config(entries_in_fp8(entries))
+    assert quantization_config(shapes_of(entries)) == quantization_config(shapes_of(entries_in_fp8(entries)))
 
 
 # Sides of at most 128 and multiples of it; 128 and more columns, so that blocks lie side by side.
@@ -175,7 +185,7 @@ def test_transformers_reads_the_checkpoint_as_we_do(config: dict[str, Any], tmp_
     entries = [entry_of(*pair) for pair in cast.items()]
     assert all(transformers_reads(entry.shape) for entry in entries if entry.dtype == "F8_E4M3")
     # Without a GPU transformers dequantizes by itself; said here, it does so with one too.
-    quantization = quantization_config(entries) | {"dequantize": True}
+    quantization = quantization_config(shapes_of(entries)) | {"dequantize": True}
     write_config(tmp_path, config | {"quantization_config": quantization, "dtype": "bfloat16"})
     write_weights(cast, tmp_path)
     read = read_by_transformers(tmp_path)
@@ -185,6 +195,37 @@ def test_transformers_reads_the_checkpoint_as_we_do(config: dict[str, Any], tmp_
         assert got.dtype == expected.dtype, name
         assert torch.equal(bits(got), bits(expected)), name
     assert not {name for name in read if "experts" not in name} - {"lm_head.weight"}
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("weight_format", ["bfloat16", "fp8"])
+def test_transformers_reads_a_published_version_as_we_do(
+    kind: str, weight_format: WeightFormat, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 130}
+    model = tmp_path / "model"
+    write_model(model, kind, noise=0.02, **sizes | ({"moe_intermediate_size": 128} if kind == "qwen3_moe" else {}))
+    built, hf = load(model)
+    versions = Versions(tmp_path / "weights", model, weight_format=weight_format, shapes=hf_shapes(hf))
+    begun = versions.begin(7)
+    cpu = torch.device("cpu")
+    told = Handover(
+        own_parts([built], hf), hf, begun.whole, device=cpu, bucket_bytes=100_000, form=FORMS[weight_format]
+    ).finish()
+    published = versions.complete(begun, told)
+    path, size_bytes = published.path, published.size_bytes
+    assert path is not None
+    assert told.checksum == published.checksum == checksums_of(path).total
+    trained = whole_weights([built], hf)
+    cast = {"bfloat16": to_bfloat16, "fp8": to_fp8}[weight_format](list(trained.items()))
+    expected = {name: tensor for name, tensor in cast if not name.endswith("_scale_inv")}
+    scales = {name.removesuffix("_scale_inv"): tensor for name, tensor in cast if name.endswith("_scale_inv")}
+    assert bool(scales) == (weight_format == "fp8")
+    assert size_bytes < 0.55 * sum(tensor.nbytes for tensor in trained.values())
+    read = read_by_transformers(path)
+    for name, tensor in expected.items():
+        right = dequantized(tensor, scales[name]) if name in scales else tensor
+        assert torch.equal(bits(read[name] if name in read else part_of_experts(read, name)), bits(right)), name
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "deepseek_v3"])
@@ -197,7 +238,7 @@ def test_transformers_quantizes_the_same_modules(kind: str, tmp_path: Path) -> N
     entries = [entry_of(*pair) for pair in drawn(tmp_path).items()]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    config = FineGrainedFP8Config(**quantization_config(entries))
+    config = FineGrainedFP8Config(**quantization_config(shapes_of(entries)))
     replace_with_fp8_linear(model, config.modules_to_not_convert, config, pre_quantized=True)
     theirs = {name for name, module in model.named_modules() if isinstance(module, FP8Linear | FP8Experts)}
     quantized_names = {entry.name.removesuffix(".weight") for entry in entries if is_quantized(entry.name, entry.shape)}

@@ -16,6 +16,8 @@ from messages import (
     PhaseChanged,
     PhaseReached,
     PhaseRequested,
+    SessionGranted,
+    SessionRequested,
     WeightsApplied,
 )
 from runtime.bus.addresses import Address, address_key
@@ -116,6 +118,31 @@ async def test_an_engine_gives_its_memory_back_and_takes_it_in_order_each_once(b
         assert engine.calls[6:] == [f"release {ALL}"]
         assert engine.given_back == set(ALL.split())
         group.cancel_scope.cancel()
+
+
+async def test_an_engine_that_stands_ready_for_a_session_gives_its_memory_back(bus: Bus, router_url: str) -> None:
+    """A trainer that died before it brought weights brings none; the next one wants the memory first."""
+    asked = anyio.Event()
+
+    async def note(_: Message) -> SessionGranted:
+        asked.set()
+        return SessionGranted(granted=False)
+
+    async with (
+        serving(ScriptedEngine()) as engine,
+        rollout_actor(bus, router_url, [engine], colocated()),
+        bus.serve({SessionRequested: note}),
+    ):
+        trainer = Trainer(bus)
+        await trainer.begin(Phase.TRAIN)
+        await eventually(lambda: engine.calls == [f"release {ALL}"])
+        await trainer.reach(Phase.RESUME_WEIGHTS)
+        await bus.publish(announcement(1, transport="ipc", sender=bus.name))
+        await trainer.begin(Phase.UPDATE)
+        with anyio.fail_after(CALL_S):
+            await asked.wait()
+        await Trainer(bus, incarnation=2).reach(Phase.RELEASE)
+        assert engine.calls[1:] == ["resume weights", "release weights"]
 
 
 async def test_new_requests_wait_while_those_under_way_end(bus: Bus, router_url: str) -> None:

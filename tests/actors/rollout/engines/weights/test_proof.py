@@ -21,6 +21,7 @@ from actors.rollout.engines.weights.proof import (
     tolerance_of,
 )
 from messages import WeightProbe
+from runtime.settings.topology import WeightFormat
 from tests.support.rollout import announcement
 
 PROBE = WeightProbe(token_ids=(5, 6, 7), log_probs=(0.0, -1.0, -2.0))
@@ -108,22 +109,28 @@ def test_what_is_remembered_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("info", "trainer", "tolerance", "all_digits"),
+    ("info", "trainer", "weight_format", "tolerance", "all_digits"),
     [
-        ({"dtype": "float32"}, "float32", 1e-3, True),
-        ({"dtype": "bfloat16"}, "bfloat16", 2e-2, True),
-        ({"dtype": "float32"}, "bfloat16", 2e-2, True),
-        ({"dtype": "bfloat16"}, "float32", 2e-2, False),
-        ({"dtype": "auto"}, "float32", 2e-2, False),  # SGLang makes float16 of it
-        ({"dtype": "float32", "quantization": "fp8"}, "float32", 2e-2, False),
-        ({}, "float32", 2e-2, False),
+        ({"dtype": "float32"}, "float32", "as_trained", 1e-3, True),
+        ({"dtype": "bfloat16"}, "bfloat16", "as_trained", 2e-2, True),
+        ({"dtype": "float32"}, "bfloat16", "as_trained", 2e-2, True),
+        ({"dtype": "bfloat16"}, "float32", "as_trained", 2e-2, False),
+        ({"dtype": "auto"}, "float32", "as_trained", 2e-2, False),  # SGLang makes float16 of it
+        ({"dtype": "float32", "quantization": "fp8"}, "float32", "as_trained", 2e-2, False),
+        ({}, "float32", "as_trained", 2e-2, False),
+        ({"dtype": "float32"}, "float32", "bfloat16", 2e-2, True),  # holds what came, which is not what was trained
+        ({"dtype": "bfloat16"}, "float32", "bfloat16", 2e-2, True),
+        ({"dtype": "float16"}, "bfloat16", "bfloat16", 2e-2, False),
+        ({"dtype": "bfloat16", "quantization": "fp8"}, "bfloat16", "fp8", 3e-1, False),
+        ({"dtype": "bfloat16"}, "float32", "fp8", 3e-1, False),  # a server that does not say it
     ],
 )
 def test_how_exact_an_engine_must_be_is_said_by_its_dtype_and_the_trainers(
-    info: dict[str, Any], trainer: str, tolerance: float, all_digits: bool
+    info: dict[str, Any], trainer: str, weight_format: WeightFormat, tolerance: float, all_digits: bool
 ) -> None:
     server = server_of(info)
-    assert (tolerance_of(server, trainer), holds_all_digits(server, trainer)) == (tolerance, all_digits)
+    assert tolerance_of(server, trainer, weight_format) == tolerance
+    assert holds_all_digits(server, trainer, weight_format) == all_digits
 
 
 def test_who_is_asked_how_much() -> None:

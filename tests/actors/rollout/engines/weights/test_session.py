@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import anyio
+import msgspec
 import pytest
 
 from actors.rollout.engines.target import FleetTarget
@@ -105,6 +106,28 @@ async def test_engines_that_may_be_asked_and_are_not_ready_yet_are_waited_for() 
             await of.closed(SessionClosed(session="1.1", reason="enough"))
 
 
+async def test_an_offer_to_a_part_of_the_engines_takes_and_waits_for_those_alone() -> None:
+    target = FleetTarget()
+    target.weights = announcement(1)
+    of = WeightSessions(target, lambda: ("a", "b"), lambda engine, _num_parts: "ab".index(engine))
+    a, b = Engine(of, "a"), Engine(of, "b")
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as group:
+            group.start_soon(b.run)
+            for part, engine in ((1, b), (0, a)):
+                if part == 0:
+                    group.start_soon(a.run)
+                session = f"1.{part + 1}"
+                asked = SessionOffered(
+                    session=session, incarnation=1, version=1, deadline_s=5.0, part=part, num_parts=2
+                )
+                members = (await of.offered(asked)).members
+                assert [member.engine for member in members] == [engine._name]
+                for step in STEPS:
+                    assert (await of.step(msgspec.structs.replace(step, session=session))).failed == {}
+    assert a.did == b.did == [SessionPrepared, BucketSent, SessionFinished]
+
+
 async def test_without_them_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions_module, "GATHER_S", 0.05)
     with anyio.fail_after(5):
@@ -125,9 +148,14 @@ async def close_by_another(of: WeightSessions) -> None:
     assert (await of.offered(offer("2.1", incarnation=2))).members == ()
 
 
+async def close_for_the_trainer_s_turn(of: WeightSessions) -> None:
+    of.end("the trainer has its memory back")
+
+
 @pytest.mark.parametrize(
     ("close", "reason"),
     [
+        (close_for_the_trainer_s_turn, "a: session 1.1 was closed: the trainer has its memory back"),
         (close_by_call, "a: session 1.1 was closed: the trainer leaves"),
         (close_by_another, "a: session 1.1 was closed: another session began"),
     ],

@@ -1,0 +1,172 @@
+"""Buckets on GPUs that engines share with the trainer: calls carry CUDA IPC handles, no byte leaves the GPUs.
+
+Each GPU of an engine has a rank of the trainer, and a process of the engine that reads a handle made on that GPU. So a
+bucket goes from its stage's first rank to all ranks; each makes a handle of its copy, and the first rank has engines
+take it. The copies live until all engines have answered. What a process had CUDA frees when it dies; an engine that
+dies with a bucket may leave the trainer's copy of it, for torch waits until a reader lets go.
+
+All ranks do it together on their torch threads, bucket by bucket and stage by stage: a broadcast beside another
+collective of the same ranks could wait for ever.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any, Final, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from actors.trainer.megatron.groups import COLLECTIVE_TIMEOUT_S, told
+from actors.trainer.models.gathering import Bucket
+from actors.trainer.models.handover import Form
+from actors.trainer.sending.asking import POOL, Ask
+from actors.trainer.sending.ipc import Made, bucket_payload, places_of
+from actors.trainer.sending.sink import Sent, aligned, described, fingerprints_of, flattened
+from messages import BucketSent
+from runtime.settings.placement import gpus_of
+from runtime.settings.topology import Topology
+
+ASK_TIMEOUT_S: Final = COLLECTIVE_TIMEOUT_S / 2  # the other ranks wait for the answer in a collective
+
+T = TypeVar("T")
+
+
+def ranks_at_engines(topology: Topology) -> dict[str, tuple[int, ...]]:
+    """The trainer's rank on each GPU of each engine, in the order of the engine's ranks, by the engine's name.
+
+    Args:
+        topology: whose engines have GPUs of the trainer's.
+    """
+    pool = topology.engines[POOL]
+    ranks = {gpu: rank for rank, gpu in enumerate(gpus_of(topology, topology.trainer.gpus))}
+    gpus, size = gpus_of(topology, pool.gpus), pool.num_gpus_per_engine
+    return {
+        f"engine.{POOL}.{index}": tuple(ranks[gpu] for gpu in gpus[index * size : (index + 1) * size])
+        for index in range(len(gpus) // size)
+    }
+
+
+def handle_of(flat: Tensor) -> Made:
+    """What another process rebuilds a tensor of this GPU from; SGLang finds the GPU by its UUID.
+
+    Processes number the GPUs that they see, so that the index which torch puts there would be another one's.
+    """
+    torch.cuda.current_stream(flat.device).synchronize()
+    _, arguments = reductions.reduce_tensor(flat)
+    uuid = str(torch.cuda.get_device_properties(flat.device).uuid)
+    return Made(reductions.rebuild_cuda_tensor, *arguments[:6], uuid, *arguments[7:])
+
+
+class HandleSender:
+    """Sends a session's buckets. Made and used by all ranks together."""
+
+    def __init__(
+        self,
+        session: str,
+        readers: Mapping[str, int],
+        at_engines: Mapping[str, Sequence[int]],
+        ask: Ask,
+        *,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        """Nothing is sent yet.
+
+        Args:
+            session: for which.
+            readers: ranks of the members, by engine.
+            at_engines: the trainer's ranks on their GPUs, by engine.
+            ask: has the session's engines take something.
+            device: of this rank.
+            timeout_s: for a bucket.
+
+        Raises:
+            ValueError: an engine has other ranks than GPUs of the trainer's; on all ranks.
+        """
+        wrong = [engine for engine, number in readers.items() if len(at_engines.get(engine, ())) != number]
+        if wrong:
+            raise ValueError(f"{wrong[0]} has {readers[wrong[0]]} ranks, not one for each GPU that it has")
+        self._session = session
+        self._at_engines = {engine: at_engines[engine] for engine in readers}
+        self._ask = ask
+        self._device = device
+        self._timeout_s = min(timeout_s, ASK_TIMEOUT_S)
+        self._num_buckets = self._size_bytes = 0
+        self._fingerprints: dict[str, str] = {}
+        self._failed: dict[str, str] = {}
+
+    def send(self, weights: Iterator[Bucket], form: Form, *, stage: int, firsts: Sequence[int]) -> Sent:
+        """Send the tensors of all stages; what this rank sent.
+
+        Args:
+            weights: of this rank's stage, empty buckets where it gets none.
+            form: in which they are sent.
+            stage: of this rank.
+            firsts: the first rank of each stage.
+        """
+        for number, first in enumerate(firsts):
+            if not self._send_stage(number, first, weights if number == stage else None, form):
+                break
+        return Sent(self._num_buckets, self._size_bytes, self._fingerprints, self._failed)
+
+    def _send_stage(self, stage: int, first: int, weights: Iterator[Bucket] | None, form: Form) -> bool:
+        """Whether all engines took what a stage has."""
+        for index in count():
+            bucket = None if weights is None else next(weights, None)
+            is_first = dist.get_rank() == first
+            if bucket is not None and is_first:
+                bucket = self._cast(bucket, form)
+            step = _from(first, described(self._session, stage, index, bucket) if bucket else None)
+            if step is not None:
+                self._send_bucket(step, bucket if is_first else None, first)
+            if failed := _from(first, self._failed):
+                return not failed
+            if step is None:
+                return True
+        raise AssertionError
+
+    def _cast(self, bucket: Bucket, form: Form) -> Bucket | None:
+        try:
+            return aligned(form.of_bucket(bucket))
+        except ValueError as error:
+            self._failed[""] = str(error)
+            return None
+
+    def _send_bucket(self, step: BucketSent, bucket: Bucket | None, first: int) -> None:
+        """Have it on every rank, and engines take it there."""
+        if bucket is None:
+            flat = torch.empty(places_of(step)[-1].end_idx, dtype=torch.uint8, device=self._device)
+        else:
+            flat = flattened(bucket)
+        dist.broadcast(flat, src=first)
+        is_needed = any(dist.get_rank() in ranks for ranks in self._at_engines.values())
+        payloads = told(bucket_payload(handle_of(flat), step) if is_needed else "")
+        if bucket is not None:
+            by_engine = {engine: tuple(payloads[rank] for rank in ranks) for engine, ranks in self._at_engines.items()}
+            self._have_taken(msgspec.structs.replace(step, payloads=by_engine), bucket)
+            self._size_bytes += flat.nbytes
+        dist.barrier()  # until here it lives on every rank
+        del flat
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()
+
+    def _have_taken(self, step: BucketSent, bucket: Bucket) -> None:
+        """Have engines take it. Whatever happens, the other ranks wait for this one."""
+        try:
+            asked = self._ask(step, self._timeout_s)
+            self._fingerprints |= fingerprints_of(bucket)  # meanwhile
+            failed = asked.result()
+        except (RuntimeError, OSError, ValueError) as error:
+            failed = {"": str(error)}
+        self._failed |= {engine: f"bucket {step.index}: {reason}" for engine, reason in failed.items()}
+        self._num_buckets += 1
+
+
+def _from(rank: int, value: T) -> T:
+    """What one rank says, on all of them."""
+    values: list[Any] = [value]
+    dist.broadcast_object_list(values, src=rank)
+    return values[0]

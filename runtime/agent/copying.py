@@ -1,0 +1,90 @@
+"""Makes a node's own copies of weights, each once, however many engines ask, on threads beside the event loop."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import anyio
+import structlog
+
+from messages import LocalCopyGiven, LocalCopyRequested
+from messages.plain import clipped
+from runtime.weights.copies import CopyFailed, make_copy
+from runtime.weights.delta import Version
+
+log = structlog.get_logger()
+
+COPIES: Final = "copies"  # in the run directory: of this node
+MAX_JOBS: Final = 4  # one is at work, the others wait for it
+REASON_CHARS: Final = 500
+
+
+@dataclass
+class _Job:
+    """The making of one copy."""
+
+    done: anyio.Event = field(default_factory=anyio.Event)
+    answer: LocalCopyGiven = field(default_factory=LocalCopyGiven)
+
+
+class LocalCopies:
+    """A node's copies. Its death leaves those that are complete; the next agent goes on from them.
+
+    A copy that is being made cannot be interrupted. It is on a thread that ends with the process, so that nobody who
+    stops waits for it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """None is asked for yet; they lie in a directory of this node alone."""
+        self._directory = directory.resolve()
+        self._jobs: dict[Version, _Job] = {}
+        self._making = threading.Lock()
+
+    async def answer(self, request: LocalCopyRequested) -> LocalCopyGiven:
+        """Have a copy made, or wait for one that is being made, as long as the request says."""
+        version = Version(request.version, request.checksum)
+        job = self._jobs.get(version)
+        if job is None:
+            if len(self._jobs) >= MAX_JOBS:
+                return LocalCopyGiven(reason=f"{MAX_JOBS} other versions are being copied")
+            job = self._start(version, request)
+        with anyio.move_on_after(request.timeout_s):
+            await job.done.wait()
+            return job.answer
+        return LocalCopyGiven(reason=f"not copied within {request.timeout_s:g} s; it goes on")
+
+    def _start(self, version: Version, request: LocalCopyRequested) -> _Job:
+        job = self._jobs[version] = _Job()
+        loop = asyncio.get_running_loop()
+
+        def tell(answer: LocalCopyGiven) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._end, version, job, answer)
+
+        work = threading.Thread(target=self._make, args=(version, request, tell), name="copy", daemon=True)
+        work.start()
+        return job
+
+    def _end(self, version: Version, job: _Job, answer: LocalCopyGiven) -> None:
+        del self._jobs[version]
+        job.answer = answer
+        job.done.set()
+
+    def _make(self, version: Version, request: LocalCopyRequested, tell: Callable[[LocalCopyGiven], None]) -> None:
+        answer = LocalCopyGiven(reason="the agent failed to copy it; its log says how")
+        try:
+            with self._making:
+                begin = time.perf_counter()
+                path = make_copy(version, Path(request.path), self._directory, doubted=request.doubted)
+                log.info("weights_copied", weight_version=version.number, took_s=time.perf_counter() - begin)
+            answer = LocalCopyGiven(path=str(path))
+        except CopyFailed as error:
+            log.warning("weights_not_copied", weight_version=version.number, reason=str(error))
+            answer = LocalCopyGiven(reason=clipped(str(error), REASON_CHARS))
+        finally:
+            tell(answer)

@@ -1,0 +1,131 @@
+"""Engines read weights from their node's copy, which is made while they generate; who gets none is told of."""
+
+from collections.abc import Callable
+
+import anyio
+import pytest
+
+from messages import LocalCopyGiven, LocalCopyRequested, WeightsRefused
+from runtime.bus.bus import Bus
+from runtime.settings.topology import Topology
+from tests.fixtures.nats import eventually
+from tests.support.rollout import (
+    announcement,
+    completed,
+    grade,
+    next_event,
+    rollout_actor,
+    task,
+    topology_with,
+    until_applied,
+)
+from tests.support.scripted_engine import ScriptedEngine, serving
+
+pytestmark = pytest.mark.anyio
+
+
+class Agent:
+    """Answers as a node's agent does."""
+
+    def __init__(self) -> None:
+        self.asked: list[LocalCopyRequested] = []
+        self.open = anyio.Event()
+        self.open.set()
+        self.answer: Callable[[LocalCopyRequested], LocalCopyGiven] = lambda request: LocalCopyGiven(
+            path=f"/copies/v{request.version}"
+        )
+
+    async def copy(self, request: LocalCopyRequested) -> LocalCopyGiven:
+        self.asked.append(request)
+        await self.open.wait()
+        return self.answer(request)
+
+
+def with_changes(**pool: object) -> Topology:
+    policy = {"kind": "embedded", "concurrency": 8, **pool}
+    return topology_with(trainer={"full_export_interval": 4}, engines={"policy": policy})
+
+
+async def test_an_engine_generates_while_its_node_copies_and_then_reads_the_copy(bus: Bus, router_url: str) -> None:
+    agent = Agent()
+    async with (
+        bus.serve({LocalCopyRequested: agent.copy}),
+        serving(ScriptedEngine()) as engine,
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], with_changes(), agent=bus.name):
+            await bus.publish(announcement(1))
+            await until_applied(bus, 1)
+            agent.open = anyio.Event()
+            await bus.publish(announcement(2, kind="delta", base_version=1, delta_bytes=1))
+            await eventually(lambda: len(agent.asked) == 2)
+            calls = list(engine.calls)
+            await bus.publish(task(0))
+            await completed(bus)  # under version 1
+            assert engine.calls == calls  # neither paused nor updated
+            agent.open.set()
+            await until_applied(bus, 2)
+        group.cancel_scope.cancel()
+    assert engine.updates == ["/copies/v1", "/copies/v2"]
+    assert [(one.version, one.checksum, one.path) for one in agent.asked] == [
+        (1, "sum", "/weights/v1"),
+        (2, "sum", "/weights/v2"),
+    ]
+    assert not any(one.doubted for one in agent.asked)
+
+
+async def test_whole_versions_are_copied_only_where_that_is_asked_for(bus: Bus, router_url: str) -> None:
+    agent = Agent()
+    for local_copy, path in ((False, "/weights/v1"), (True, "/copies/v1")):
+        topology = topology_with(engines={"policy": {"kind": "embedded", "concurrency": 8, "local_copy": local_copy}})
+        async with bus.serve({LocalCopyRequested: agent.copy}), serving(ScriptedEngine()) as engine:
+            async with rollout_actor(bus, router_url, [engine], topology, agent=bus.name):
+                await bus.publish(announcement(1))
+                await eventually(lambda engine=engine: engine.held == 1)
+        assert engine.updates == [path]
+
+
+async def test_an_engine_without_a_copy_is_told_of_and_takes_the_next_version(bus: Bus, router_url: str) -> None:
+    agent = Agent()
+    async with bus.serve({LocalCopyRequested: agent.copy}), serving(ScriptedEngine()) as engine:
+        async with rollout_actor(bus, router_url, [engine], with_changes(), agent=bus.name):
+            await bus.publish(announcement(1))
+            await until_applied(bus, 1)
+            agent.answer = lambda request: LocalCopyGiven(
+                path="" if request.version == 2 else f"/copies/v{request.version}", reason="layers.1.w is damaged"
+            )
+            await bus.publish(announcement(2))
+            refused, _ = await next_event(bus, WeightsRefused)
+            await bus.publish(announcement(3))
+            await until_applied(bus, 3)
+    assert isinstance(refused, WeightsRefused)
+    assert (refused.version, refused.reason) == (2, "no copy of version 2 on its node: layers.1.w is damaged")
+    assert engine.updates == ["/copies/v1", "/copies/v3"]
+
+
+async def test_an_engine_that_fails_with_its_copy_has_it_looked_at(bus: Bus, router_url: str) -> None:
+    agent = Agent()
+    async with bus.serve({LocalCopyRequested: agent.copy}), serving(ScriptedEngine(refuses_weights=True)) as engine:
+        async with rollout_actor(bus, router_url, [engine], with_changes(), agent=bus.name):
+            await bus.publish(announcement(1))
+            await eventually(lambda: len(agent.asked) >= 3)
+            engine.refuses_weights = False
+            await until_applied(bus, 1)
+    assert [one.doubted for one in agent.asked][:3] == [False, True, True]
+
+
+async def test_an_agent_that_comes_late_is_asked_until_it_answers_and_not_longer_than_the_deadline(
+    bus: Bus, router_url: str
+) -> None:
+    agent = Agent()
+    async with (
+        serving(ScriptedEngine()) as engine,
+        rollout_actor(bus, router_url, [engine], with_changes(update_timeout_s=1), agent=bus.name),
+    ):
+        await bus.publish(announcement(1))
+        refused, _ = await next_event(bus, WeightsRefused)
+        assert isinstance(refused, WeightsRefused)
+        assert refused.reason.endswith("did not answer within 1 s")
+        async with bus.serve({LocalCopyRequested: agent.copy}):
+            await until_applied(bus, 1)

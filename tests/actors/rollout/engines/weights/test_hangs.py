@@ -1,0 +1,137 @@
+"""Who takes part in a session and does nothing any more: it ends within its deadline, and says who it was and where."""
+
+import os
+import random
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Final, NamedTuple
+
+import pytest
+from torch import Tensor
+
+from actors.rollout.sglang.client import SglangClient
+from actors.trainer.sending.group import StageGroup
+from tests.support.corruptions import LAST
+from tests.support.embedded_engine import running_engine
+from tests.support.weight_line import ENGINE, Corruption, Halves, Sending, Transport, drawn
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
+
+DEADLINE_S: Final = 3.0  # of each step
+WHOLE_S: Final = 5 * DEADLINE_S  # for the trainer to be told, and at the end of the session
+NUM_HANGS: Final = 20
+
+
+class Hang(NamedTuple):
+    """Who stands still, and when."""
+
+    who: str  # engine, trainer
+    transport: Transport
+    bucket: int  # before which; one more than there are: after the last
+
+    @property
+    def says(self) -> str:
+        """What is said of the engine."""
+        return f"bucket {self.bucket}: " if self.bucket <= LAST else "/end_weight_update"
+
+
+FEW: Final = (Hang("engine", "ipc", 1), Hang("engine", "collective", LAST + 1), Hang("trainer", "collective", 2))
+
+
+def random_hangs(number: int, seed: int) -> list[Hang]:
+    """A trainer stands still in a broadcast alone: in shared memory there is nothing that anybody waits in."""
+    generator = random.Random(seed)
+    return [
+        generator.choice(
+            (
+                Hang("engine", "collective", generator.randrange(LAST + 2)),
+                Hang("engine", "ipc", generator.randrange(LAST + 2)),
+                Hang("trainer", "collective", generator.randrange(LAST + 1)),
+            )
+        )
+        for _ in range(number)
+    ]
+
+
+def stopped(hang: Hang, pid: int) -> Corruption:
+    """The engine's process stands still from a moment on."""
+
+    def corrupt(sending: Sending) -> Iterator[Sending]:
+        if sending.step.index == hang.bucket:
+            os.kill(pid, signal.SIGSTOP)
+        yield sending
+        if sending.step.index == LAST and hang.bucket > LAST:
+            os.kill(pid, signal.SIGSTOP)
+
+    return lambda sending: corrupt(sending)
+
+
+@contextmanager
+def stuck(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> Iterator[Corruption]:
+    """In the block the trainer tells of a bucket and then does not send it."""
+    over, broadcast, index = Event(), StageGroup.broadcast, -1
+
+    def send(group: StageGroup, flat: Tensor) -> None:
+        if index == hang.bucket:
+            over.wait(WHOLE_S)
+        else:
+            broadcast(group, flat)
+
+    def note(sending: Sending) -> Sequence[Sending]:
+        nonlocal index
+        index = sending.step.index
+        return [sending]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StageGroup, "broadcast", send)
+        try:
+            yield note
+        finally:
+            over.set()
+
+
+async def outlive(hang: Hang, model: Path, client: SglangClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends in time, and says who and where; another engine gets the weights afterwards."""
+    with running_engine(model, "--load-format", "dummy") as engine:
+        halves = Halves(client, engine.url, model, transport=hang.transport, timeout_s=DEADLINE_S)
+        assert await halves.bring(drawn(model, 1)) == {}
+        try:
+            with ExitStack() as stack:
+                is_stuck = hang.who == "trainer"
+                corrupt = (
+                    stack.enter_context(stuck(hang, monkeypatch)) if is_stuck else stopped(hang, engine.process.pid)
+                )
+                failed = await halves.bring(drawn(model, 2), corrupt, within_s=WHOLE_S, ended=engine.process.kill)
+        finally:
+            engine.process.kill()
+    assert list(failed) == [ENGINE]
+    assert hang.says in failed[ENGINE]
+    with running_engine(model, "--load-format", "dummy") as engine:
+        halves = Halves(client, engine.url, model, transport=hang.transport)
+        assert await halves.bring(drawn(model, 2)) == {}
+        await halves.leave()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hang", FEW, ids=str)
+async def test_a_session_ends_within_its_deadline(
+    hang: Hang, model: Path, client: SglangClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await outlive(hang, model, client, monkeypatch)
+
+
+@pytest.mark.weights_all
+@pytest.mark.parametrize("number", range(NUM_HANGS))
+async def test_random_sessions_end_within_their_deadline(
+    number: int, model: Path, client: SglangClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await outlive(random_hangs(NUM_HANGS, seed=1)[number], model, client, monkeypatch)
+
+
+def test_random_hangs_are_of_everybody() -> None:
+    hangs = random_hangs(NUM_HANGS, seed=1)
+    assert {(hang.who, hang.transport) for hang in hangs} == {(hang.who, hang.transport) for hang in FEW}
+    assert {hang.bucket for hang in hangs} == set(range(LAST + 2))

@@ -1,0 +1,85 @@
+"""Others die within a weight session: everything, the node agent, the router. By each transport that has sessions."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from actors.trainer.sending.ipc import SEGMENTS, segment_prefix
+from messages import SessionEnded, WeightsAnnounced
+from tests.chaos.audit import audit, read_all
+from tests.chaos.harness import EVENT_S, ROOT, SMALL, Command, Run
+from tests.chaos.rank_moments import GATE, Moment, planned
+from tests.chaos.test_kill import finish
+from tests.fixtures.nats import eventually
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
+
+SPLIT: Final = ROOT / "topologies" / "laptop-split.toml", "trainer.0"
+COLOCATED: Final = ROOT / "topologies" / "laptop-colocated.toml", "trainer"
+NUM_STEPS: Final = 6
+ROUTER: Final = "router.policy"
+CASES: Final = [
+    pytest.param(*SPLIT, "everything", id="collective, everything", marks=pytest.mark.chaos),
+    pytest.param(*COLOCATED, "everything", id="ipc, everything", marks=pytest.mark.chaos),
+    pytest.param(*SPLIT, "node agent", id="collective, node agent", marks=pytest.mark.weights_all),
+    pytest.param(*COLOCATED, "node agent", id="ipc, node agent", marks=pytest.mark.weights_all),
+    pytest.param(*SPLIT, "router", id="collective, router", marks=pytest.mark.weights_all),
+    pytest.param(*COLOCATED, "router", id="ipc, router", marks=pytest.mark.weights_all),
+]
+
+
+@pytest.mark.parametrize(("topology", "trainer", "who"), CASES)
+async def test_all_engines_get_the_newest_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, topology: Path, trainer: str, who: str
+) -> None:
+    """The trainer stands still before the third bucket of a session, while somebody is killed."""
+    (marks := tmp_path / "marks").mkdir()
+    moment = Moment("before bucket 2", 2, trainer, "SIGSTOP")
+    for name, value in planned([moment], marks, in_turn=True).items():
+        monkeypatch.setenv(name, value)
+    settings = (*SMALL, "trainer.export_bucket_bytes=16384")
+    run = Run(tmp_path, num_steps=NUM_STEPS, topology=topology, settings=settings)
+    async with run.started() as command:
+        await command.log.until(lambda _: trainer in command.log.pids)
+        await eventually((marks / moment.name).exists, timeout_s=EVENT_S)
+        if who == "router":
+            await kill_the_router(command, trainer)
+            await finish(run, command)
+        else:
+            await end(run, command, who)
+    (marks / GATE).unlink()
+    if who != "router":
+        async with run.started() as command:
+            await finish(run, command)
+    await check(run, killed=[ROUTER] if who == "router" else None)
+
+
+async def kill_the_router(command: Command, trainer: str) -> None:
+    await command.log.until(lambda _: ROUTER in command.log.pids)
+    command.log.kill(ROUTER)
+    os.kill(command.log.pids[trainer], signal.SIGCONT)
+
+
+async def end(run: Run, command: Command, who: str) -> None:
+    """Kill the agent, or it and all others; what it leaves, its guardian ends."""
+    if who == "everything":
+        family = command.kill_everything()
+    else:
+        family = command.family()
+        command.send(signal.SIGKILL)
+    assert await command.end() == -signal.SIGKILL
+    await run.gone(family)
+
+
+async def check(run: Run, killed: list[str] | None) -> None:
+    """The books close, engines hold the newest weights, and no shared memory is left."""
+    await audit(run, killed=killed)
+    async with run.reopened() as bus:
+        log = [event for _, event in await read_all(bus, run)]
+    newest = max(event.version for event in log if isinstance(event, WeightsAnnounced))
+    last = [event for event in log if isinstance(event, SessionEnded)][-1]
+    assert (last.version, last.out) == (newest, {})
+    assert not list(SEGMENTS.glob(f"{segment_prefix(run.directory)}-*"))

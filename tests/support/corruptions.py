@@ -1,0 +1,170 @@
+"""What may happen to weights between trainer and engine, and what is then said of the engine."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+import torch
+
+from tests.support.weight_line import NUM_BUCKETS, Corruption, Sending, Tensors, buckets_of, changed, flipped
+
+LAYER: Final = "model.layers.1."
+KEY, QKV = f"{LAYER}self_attn.k_proj.weight", f"{LAYER}self_attn.qkv_proj.weight"
+GATE, UP, GATE_UP = (f"{LAYER}mlp.{part}_proj.weight" for part in ("gate", "up", "gate_up"))
+UNKNOWN: Final = "model.layers.9.extra.weight"
+LAST: Final = NUM_BUCKETS - 1
+
+
+class Version(NamedTuple):
+    """The weights of a version, and of the one before."""
+
+    now: Tensors
+    before: Tensors
+
+    def bucket_of(self, name: str) -> int:
+        """In which bucket a tensor comes."""
+        return next(index for index, bucket in enumerate(buckets_of(self.now)) if name in dict(bucket))
+
+
+class Case(NamedTuple):
+    """A corruption, and what is said of the engine."""
+
+    corruption: Corruption
+    says: tuple[str, ...]
+    is_by_tensors: bool = True  # its tensors differ; else it has not got what was sent
+
+
+def came(version: Version, name: str) -> str:
+    """How a tensor is named, with its bucket."""
+    return f"{name}, which came in bucket {version.bucket_of(name)} of stage 0"
+
+
+def cases(version: Version) -> dict[str, Case]:
+    """One of each kind."""
+    wrong = (QKV, came(version, KEY))
+    return {
+        "high byte": Case(flipped(KEY, 3, 0x7F), wrong),
+        "lowest bit": Case(flipped(KEY, 0, 1), wrong),
+        "zeros": Case(zeros(KEY), wrong),
+        "stale": Case(stale(KEY, version), wrong),
+        "wrong dtype": Case(wrong_dtype(KEY), wrong),
+        "swapped": Case(swapped(GATE, UP), (GATE_UP, f"{GATE}, which came in", f"{UP}, which came in")),
+        "truncated": Case(truncated, ("lm_head.weight on rank 0", "which never came")),
+        "unknown": Case(unknown, (f"no tensor of the model: {UNKNOWN} in bucket {LAST} of stage 0",)),
+        "lost": lost_case(1),
+        "lost last": lost_case(LAST),
+        "late duplicate": duplicate_case(0, version),
+    }
+
+
+def random_cases(version: Version, number: int, seed: int) -> Iterator[Case]:
+    """Corruptions of random tensors and buckets: half of them a flipped bit, and half of these a lowest one."""
+    generator = random.Random(seed)
+    for _ in range(number):
+        yield generator.choice((_flipped_bit, _flipped_bit, _of_a_tensor, _of_a_bucket))(version, generator)
+
+
+def _flipped_bit(version: Version, generator: random.Random) -> Case:
+    name = generator.choice(list(version.now))
+    byte = generator.randrange(version.now[name].nbytes)
+    byte, bits = generator.choice(((byte, 1 << generator.randrange(8)), (byte - byte % 4, 1)))
+    return Case(flipped(name, byte, bits), (came(version, name),))
+
+
+def _of_a_tensor(version: Version, generator: random.Random) -> Case:
+    one, other = generator.choice(_twins(version))
+    made: Callable[[], Case] = generator.choice(
+        (
+            lambda: Case(zeros(one), (came(version, one),)),
+            lambda: Case(stale(one, version), (came(version, one),)),
+            lambda: Case(swapped(one, other), (came(version, one), came(version, other))),
+        )
+    )
+    return made()
+
+
+def _of_a_bucket(version: Version, generator: random.Random) -> Case:
+    index = generator.randrange(NUM_BUCKETS)
+    return generator.choice((lost_case(index), duplicate_case(index, version)))
+
+
+def _twins(version: Version) -> list[tuple[str, str]]:
+    """Tensors of the same shape in the same bucket."""
+    return [
+        (one, other)
+        for bucket in buckets_of(version.now)
+        for one, its in bucket
+        for other, others in bucket
+        if one < other and its.shape == others.shape
+    ]
+
+
+def zeros(name: str) -> Corruption:
+    """A tensor is nothing but zeros."""
+    return changed(name, lambda own: own.zero_())
+
+
+def stale(name: str, version: Version) -> Corruption:
+    """A tensor is that of the version before."""
+    return changed(name, lambda own: own.copy_(version.before[name].flatten().view(torch.uint8)))
+
+
+def swapped(one: str, other: str) -> Corruption:
+    """Two tensors of a bucket have each other's names."""
+    names_of = {one: other, other: one}
+
+    def corrupt(sending: Sending) -> Sequence[Sending]:
+        names = tuple(names_of.get(name, name) for name in sending.step.names)
+        return [sending._replace(step=msgspec.structs.replace(sending.step, names=names))]
+
+    return corrupt
+
+
+def wrong_dtype(name: str) -> Corruption:
+    """Numbers are taken for integers."""
+
+    def corrupt(sending: Sending) -> Sequence[Sending]:
+        dtypes = tuple("int32" if each == name else "float32" for each in sending.step.names)
+        return [sending._replace(step=msgspec.structs.replace(sending.step, dtypes=dtypes))]
+
+    return corrupt
+
+
+def lost_case(index: int) -> Case:
+    """A bucket does not come."""
+    got = f"got {LAST} of {NUM_BUCKETS} buckets of session"
+    says = got if index == LAST else f"bucket {index + 1} of stage 0 came, bucket {index} was due"
+    return Case(lambda sending: [] if sending.step.index == index else [sending], (says,), is_by_tensors=False)
+
+
+def duplicate_case(index: int, version: Version) -> Case:
+    """After the last bucket one of the version before comes once more."""
+    tensors = [tensor for _, tensor in buckets_of(version.before)[index]]
+    old = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])
+    seen: dict[int, Sending] = {}
+
+    def corrupt(sending: Sending) -> Sequence[Sending]:
+        seen[sending.step.index] = sending
+        return [sending, seen[index]._replace(flat=old)] if sending.step.index == LAST else [sending]
+
+    return Case(corrupt, (f"bucket {index} of stage 0 came, bucket {NUM_BUCKETS} was due",), is_by_tensors=False)
+
+
+def truncated(sending: Sending) -> Sequence[Sending]:
+    """The last bucket comes without its last tensor."""
+    step = sending.step
+    if step.index != LAST:
+        return [sending]
+    fields = {name: getattr(step, name)[:-1] for name in ("names", "dtypes", "shapes")}
+    size = 4 * torch.Size(step.shapes[-1]).numel()
+    return [Sending(msgspec.structs.replace(step, **fields), sending.flat[:-size])]
+
+
+def unknown(sending: Sending) -> Sequence[Sending]:
+    """The last bucket has a tensor more, which the model has not."""
+    step = sending.step
+    more = {"names": UNKNOWN, "dtypes": "float32", "shapes": (1,)}
+    fields = {name: (*getattr(step, name), value) for name, value in more.items()}
+    flat = torch.cat([sending.flat, torch.zeros(4, dtype=torch.uint8)])
+    return [Sending(msgspec.structs.replace(step, **fields), flat)] if step.index == LAST else [sending]

@@ -1,0 +1,48 @@
+"""Versions of weights as the trainer publishes them, of tensors that a test has in memory."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from actors.trainer.models.publish import Published, Versions, Written
+from actors.trainer.models.shards import bytes_of, entry_of, write_weights
+from actors.trainer.sending.delta import DeltaWriter
+from runtime.checksums import checksums_of
+
+Weights = Mapping[str, Tensor]
+
+
+def drawn(seed: int = 0) -> dict[str, Tensor]:
+    """Three matrices."""
+    generator = torch.Generator().manual_seed(seed)
+    return {f"layers.{index}.w": torch.randn(40, 3, generator=generator).bfloat16() for index in range(3)}
+
+
+def changed(weights: Weights, number: int) -> dict[str, Tensor]:
+    """The next ones: two numbers are others."""
+    after = {name: tensor.clone() for name, tensor in weights.items()}
+    after["layers.1.w"][number % 40, 1] += 1
+    after["layers.2.w"][number % 40, 2] -= 1
+    return after
+
+
+def publish(versions: Versions, number: int, weights: Weights, *, whole: bool = False) -> Published:
+    """Write a version as one rank does."""
+    begun = versions.begin(number, whole=whole)
+    write_weights(weights, begun.whole)
+    tensors = []
+    if begun.delta is not None and begun.base is not None:
+        writer = DeltaWriter(begun.delta, begun.base, checksums_of(begun.base).tensors)
+        for name, tensor in weights.items():
+            writer.write(entry_of(name, tensor), bytes_of(tensor))
+        tensors = writer.close()
+    return versions.complete(begun, Written(checksums_of(begun.whole).tensors, tensors))
+
+
+def flip(file: Path, place: int) -> None:
+    """Change a bit of a byte; a negative place counts from the end."""
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
