@@ -1,6 +1,5 @@
 """What tests of the trainer share: torch on the CPU as the only rank, and a tiny model's directory."""
 
-import ctypes
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -38,9 +37,3 @@ def make_topology(model_dir: Path, tmp_path: Path) -> Callable[..., Topology]:
         return tiny_topology(model_dir, tmp_path, **tables)
 
     return make
-
-
-@pytest.fixture
-def plain_malloc() -> None:
-    """Memory of tensors is given back when they go, so that what is measured is theirs."""
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD

@@ -1,7 +1,10 @@
 """How much memory of its own a process has: not the files that it maps, nor what the system caches for it."""
 
 import gc
+from collections.abc import Callable
 from threading import Event, Thread
+
+from torch.profiler import ProfilerActivity, profile
 
 from actors.trainer.megatron.memory import anonymous_bytes, give_back
 
@@ -24,3 +27,21 @@ class Peak:
     def __exit__(self, *_error: object) -> None:
         self._end.set()
         self._thread.join()
+
+
+def peak_of_tensors(work: Callable[[], object]) -> int:
+    """The most bytes of new tensors at a time, as torch counts them.
+
+    What a process of many tests has resident says little: its heap keeps what earlier ones freed.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    results = profiled.profiler
+    assert results is not None
+    assert results.kineto_results is not None
+    changes = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    size = peak = 0
+    for change in sorted(changes, key=lambda event: event.start_ns()):
+        size += change.nbytes()
+        peak = max(peak, size)
+    return peak

@@ -1,5 +1,6 @@
 """An agent's copies of weights: each is made once, however many ask; nobody waits for ever."""
 
+import threading
 from pathlib import Path
 from threading import Event
 
@@ -109,4 +110,7 @@ async def test_a_failure_of_ours_is_an_answer_too(
     monkeypatch.setattr(copying, "make_copy", fail)
     monkeypatch.setattr("threading.excepthook", lambda _: None)
     answer = await LocalCopies(tmp_path / "copies").answer(request(published, 1))
+    for thread in threading.enumerate():
+        if thread.name == "copy":
+            thread.join(20)  # it fails after its answer
     assert answer.reason == "the agent failed to copy it; its log says how"
