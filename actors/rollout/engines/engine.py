@@ -2,15 +2,15 @@
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import TypeVar
 
 import anyio
 import structlog
 
-from actors.rollout.engines.asking import check_engine
+from actors.rollout.engines.asking import answered, check_engine, makes_tokens
 from actors.rollout.engines.deaths import Deaths
 from actors.rollout.engines.external import Wanted
 from actors.rollout.engines.notices import Notices
+from actors.rollout.engines.registration import Registration
 from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.engines.states import Happening, is_asked, is_told, may_continue, next_state
 from actors.rollout.engines.target import FleetTarget
@@ -27,13 +27,7 @@ from messages import EngineState, WeightsAnnounced
 
 log = structlog.get_logger()
 
-T = TypeVar("T")
-
-POLL_S = 0.1  # while an engine or the router starts; neither tells when it is up
-REGISTER_TIMEOUT_S = 60.0
-REMOVE_TIMEOUT_S = 5.0
 SUSPECT_LOOK_S = 5.0  # for a sign of life of an engine that showed none
-TINY_PROMPT = (0, 0)
 
 
 class Engine:
@@ -75,12 +69,11 @@ class Engine:
         self.state = EngineState.STARTING
         self.version = 0  # proven; 0: none yet
         self.pause_s = self.brought_at = 0.0  # how long it stood still for that version, and when it had proven it
-        self.routed = False  # the router may know it
         self.reason = ""  # for its state
-        self._num_apart = 0  # reasons for which the router does not know it: a request alone, its turn to be updated
         self.sign_at = 0.0  # of its last sign of life: a token, or that it is asked from now on
         self.ours = ours
         self.pid = pid
+        self.registration = Registration(url, workers, target, lambda: self.is_asked)
         self.tenure = tenure or Tenure(client, name, url)
         self.answers = False  # since it was last down
         self._is_loaded = False  # with the target weights, though they may be unproven yet
@@ -92,17 +85,10 @@ class Engine:
         self._rolling = rolling or Rolling(1, tuple)
         self._wanted = wanted
         self._label = ""  # of the proven weights
-        self._moving = anyio.Lock()  # in or out of the router, not both at a time
         self._client = client
-        self._workers = workers
         self._prover = prover
         self._target = target
         self._notices = notices
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether the router is not to know it for now, though it may be asked."""
-        return self._num_apart > 0
 
     @property
     def is_asked(self) -> bool:
@@ -150,29 +136,27 @@ class Engine:
             EngineError: it did not take the weights, or the router did not take it.
         """
         async with self._target.changed:
-            while self.is_apart:
+            while self.registration.is_apart:
                 await self._target.changed.wait()
-        async with self._moving:
+        async with self.registration.moving:
             self.version = 0  # it may have begun anew
             try:
                 await self._check_server()
                 await self._inherit_turn()
                 while not self.is_asked:
                     await self._take_turn()
-                    await (
-                        self._target.announced()
-                    )  # the router must not know it before, or all would wait for its first
+                    await self._target.announced()  # or else the router would know it, and all wait for its first
                     with suppress(TurnLost):
                         await self._bring_current()
-                        await self._register()
+                        await self.registration.enter(unless=lambda: self.is_behind)
                     if not self.is_behind and self._target.allowed is Stage.EVERYTHING:
                         self._happened(Happening.ADMITTED, f"proved weights {self.version}")
                     else:
                         await self._target.until(lambda: self.is_behind or self._target.is_settled)
             except EngineError as error:
                 await self._note_failure(error)
-                if self.routed:  # else all versions would wait for its own
-                    await self._unregister()
+                if self.registration.is_known:  # else all versions would wait for its own
+                    await self.registration.leave()
                 await self._target.notify()
                 raise
 
@@ -191,7 +175,7 @@ class Engine:
                 continue
             except EngineError as error:
                 await self._note_failure(error)
-                await self._leave_router()
+                await self.registration.leave_unless_asked()
                 if isinstance(error, WeightsMismatch) or not self._target.is_in_files:  # a part of them may be there
                     await self._prover.clear(self.url)
             else:
@@ -208,14 +192,14 @@ class Engine:
         if await answered(within_s, lambda: self._client.is_paused(self.url)):  # by others: we do so in updates
             await self.check_or_expel()
             return
-        if await self._moves(within_s):
+        if await makes_tokens(self._client, self.url, within_s):
             self.sign_at = anyio.current_time()
             return
         if self.state is not EngineState.CURRENT:
             return
         log.warning("engine_suspect", engine=self.name, url=self.url, reason=reason)
         self._happened(Happening.STALLED, reason)
-        await self._leave_router()
+        await self.registration.leave_unless_asked()
 
     def replaced(self) -> None:
         """Its server was started again: another Engine stands for that one."""
@@ -223,26 +207,8 @@ class Engine:
 
     def reroute(self) -> None:
         """Its router is another: it is asked again once that knows it."""
-        self.routed = False
+        self.registration.is_known = False
         self._happened(Happening.REROUTED, "another router")
-
-    async def set_apart(self) -> None:
-        """Have the router send nothing there; what is there goes on."""
-        self._num_apart += 1
-        async with self._moving:
-            await self._unregister()
-
-    async def join(self) -> None:
-        """End that; cut off, or if the router does not take it, the next look at it finds it missing there."""
-        if self.is_asked and self._num_apart == 1:  # until the router knows it that is no reason to count it as lost
-            with anyio.move_on_after(REGISTER_TIMEOUT_S, shield=True):
-                async with self._moving:
-                    self.routed = True
-                    await wait_until(self._registered_or_lost)
-                    if not self.is_asked:  # who found that left it to us to take it out again
-                        await self._unregister()
-        self._num_apart -= 1
-        await self._target.notify()
 
     async def is_dead(self) -> bool:
         """Look whether it is not what it was."""
@@ -257,17 +223,7 @@ class Engine:
         happening, reason = loss
         log.warning("engine_lost", engine=self.name, url=self.url, reason=reason)
         self._happened(happening, reason)
-        await self._leave_router()
-
-    async def forget(self) -> None:
-        """Have the router forget it. If that takes too long, what it still answers is seen by its version."""
-        router = self._target.router
-        if router is None:
-            return
-        with anyio.move_on_after(REMOVE_TIMEOUT_S) as scope:
-            await wait_until(lambda: self._workers.free_of(router, self.url))
-        if scope.cancelled_caught:
-            log.warning("worker_not_removed", url=self.url)
+        await self.registration.leave_unless_asked()
 
     @property
     def _gives_back(self) -> bool:
@@ -307,7 +263,7 @@ class Engine:
         try:
             await self._give_back()
         except EngineError:  # which its state tells
-            await self._leave_router()
+            await self.registration.leave_unless_asked()
 
     async def _take_rest(self) -> None:
         """With its weights loaded, wait until it may have all memory, and take it.
@@ -355,23 +311,10 @@ class Engine:
             await check_engine(self._client, self.url, self._wanted)
 
     async def _recovered(self) -> bool:
-        if not await self._moves(SUSPECT_LOOK_S):
+        if not await makes_tokens(self._client, self.url, SUSPECT_LOOK_S):
             return False
         self._happened(Happening.MOVED, "it makes tokens")
         return True
-
-    async def _moves(self, within_s: float) -> bool:
-        """Whether it computes the log-probs of a tiny prompt in time, or at least says that its load has changed."""
-        before = await answered(within_s, lambda: self._client.loads(self.url))
-        with anyio.move_on_after(within_s):
-            try:
-                await self._client.prompt_log_probs(self.url, TINY_PROMPT)
-            except EngineError as error:
-                log.debug("no_sign_of_life", engine=self.name, error=str(error))
-            else:
-                return True
-        after = await answered(within_s, lambda: self._client.loads(self.url))
-        return before is not None and after is not None and before != after
 
     async def _loss(self) -> tuple[Happening, str] | None:
         """Why it is not as it was; None: it answers, holds the weights that it confirmed, the router knows it."""
@@ -384,9 +327,7 @@ class Engine:
             return Happening.LOST, str(error)
         if label != self._label and not updating and self.state is not EngineState.UPDATING:
             return Happening.LOST, f"calls its weights {label!r}, it proved {self._label!r}"
-        if self.is_apart or self._target.router is None:
-            return None
-        if await self._workers.lacks(self._target.router, self.url) and not self.is_apart:  # it may be set apart by now
+        if await self.registration.is_missing():
             return Happening.REROUTED, "the router does not know it any more"
         return None
 
@@ -396,7 +337,7 @@ class Engine:
             return  # which is told
         if isinstance(error, EngineSilent) and self.tenure.room is not Stage.EVERYTHING:  # it could make no token
             self._happened(Happening.STALLED, str(error))
-        elif isinstance(error, EngineSilent) and not await self._moves(SUSPECT_LOOK_S):
+        elif isinstance(error, EngineSilent) and not await makes_tokens(self._client, self.url, SUSPECT_LOOK_S):
             self._happened(Happening.STALLED, str(error))
         elif self._prover.is_paused(self.url):
             self._happened(Happening.LEFT_PAUSED, str(error))
@@ -423,33 +364,6 @@ class Engine:
         if is_told(old, self.state):
             log.info("engine_state_changed", engine=self.name, old=old, new=self.state, reason=reason)
             self._notices.changed(self.name, old, self.state, reason, self.version)
-
-    async def _leave_router(self) -> None:
-        """Have the router ask it no more either, until it is admitted again."""
-        async with self._moving:
-            if not self.is_asked and not self.is_apart:  # not brought back by then
-                await self._unregister()
-
-    async def _unregister(self) -> None:
-        await self.forget()
-        self.routed = False
-        await self._target.notify()  # who waits for a version waits for this engine's no more
-
-    async def _register(self) -> None:
-        self.routed = True
-        with anyio.move_on_after(REGISTER_TIMEOUT_S) as scope:
-            await wait_until(self._registered_or_behind)
-        if scope.cancelled_caught:
-            raise EngineUnavailable(f"the router did not take {self.url} within {REGISTER_TIMEOUT_S:.0f} s")
-
-    async def _registered_or_behind(self) -> bool:
-        return self.is_behind or await self._is_registered()
-
-    async def _registered_or_lost(self) -> bool:
-        return not self.is_asked or await self._is_registered()
-
-    async def _is_registered(self) -> bool:
-        return self._target.router is not None and await self._workers.has(self._target.router, self.url)
 
     async def _bring_current(self) -> None:
         """Give it the target weights, and again if others are the target by then."""
@@ -505,13 +419,13 @@ class Engine:
         if not (self._rolling.is_on and self.is_asked):
             yield
             return
-        await self.set_apart()
+        await self.registration.set_apart()
         try:
             yield
         except BaseException:  # whoever handles it says whether the router is to know it
-            self._num_apart -= 1
+            self.registration.give_up_apart()
             raise
-        await self.join()
+        await self.registration.join()
 
     @asynccontextmanager
     async def _taking_part(self, announced: WeightsAnnounced) -> AsyncGenerator[Part | None]:
@@ -541,16 +455,3 @@ class Engine:
         if self._gives_back:
             raise TurnLost
         return bool(part.session)
-
-
-async def wait_until(true: Callable[[], Awaitable[bool]]) -> None:
-    """Ask until the answer is yes."""
-    while not await true():  # noqa: ASYNC110 - the servers have no way to tell that they are up
-        await anyio.sleep(POLL_S)
-
-
-async def answered(within_s: float, ask: Callable[[], Awaitable[T]]) -> T | None:
-    """An answer; None: none in time."""
-    with anyio.move_on_after(within_s):
-        return await ask()
-    return None

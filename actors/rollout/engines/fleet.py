@@ -10,9 +10,10 @@ import anyio
 import structlog
 
 from actors.rollout.engines.deaths import Deaths, was_killed
-from actors.rollout.engines.engine import Engine, wait_until
+from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.external import Wanted
 from actors.rollout.engines.notices import Notices
+from actors.rollout.engines.registration import wait_until
 from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.turns.stages import Stage
@@ -88,7 +89,7 @@ class Fleet:
         """Newest version that all engines proved to hold that the router may ask; 0 while none is admitted."""
         if not self._admitted():
             return 0
-        return min(engine.version for engine in self._engines.values() if engine.routed or engine.is_asked)
+        return min(engine.version for engine in self._asked_or_known())
 
     @property
     def target_version(self) -> int:
@@ -308,7 +309,7 @@ class Fleet:
         )
         if old is not None:
             old.replaced()
-            await old.forget()
+            await old.registration.forget()
         return engine
 
     def current_engines(self) -> list[Engine]:
@@ -360,4 +361,7 @@ class Fleet:
         await self.notify()
 
     def _admitted(self) -> list[Engine]:
-        return [engine for engine in self._engines.values() if engine.is_asked and not engine.is_apart]
+        return [engine for engine in self._engines.values() if engine.is_asked and not engine.registration.is_apart]
+
+    def _asked_or_known(self) -> list[Engine]:
+        return [each for each in self._engines.values() if each.registration.is_known or each.is_asked]

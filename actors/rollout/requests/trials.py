@@ -50,7 +50,7 @@ class Trials:
             if engine is None:
                 continue
             self._engine = engine
-            await engine.set_apart()
+            await engine.registration.set_apart()
             await self._until_alone(engine)
             if engine.is_asked:
                 log.info("engine_set_apart", engine=engine.name)
@@ -69,4 +69,4 @@ class Trials:
     async def _join(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
-            await engine.join()
+            await engine.registration.join()

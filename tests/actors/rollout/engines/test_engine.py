@@ -1,6 +1,5 @@
 """One engine's way into the pool, with a router that does not take it."""
 
-from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import anyio
@@ -21,6 +20,7 @@ from actors.rollout.sglang.errors import EngineError, EngineUnavailable
 from messages import EngineState, WeightsAnnounced
 from runtime.bus.background import beside
 from tests.fixtures.nats import eventually
+from tests.support.one_router import OneRouter
 from tests.support.rollout import announcement
 
 pytestmark = pytest.mark.anyio
@@ -71,7 +71,7 @@ async def test_one_that_refuses_weights_before_it_was_admitted_holds_up_no_other
         group.start_soon(until_out, engine, target)
         with pytest.raises(WeightsMismatch):
             await admitted_while_weights_change(engine, target)
-        assert not engine.routed
+        assert not engine.registration.is_known
 
 
 class LostMeanwhile:
@@ -108,32 +108,6 @@ async def test_one_that_is_found_dead_while_it_gives_memory_back_is_lost_once(er
     assert engine.state is EngineState.GONE
 
 
-class OneRouter(SglangClient):
-    """Knows the engines that it is told of; the engine that it asks for is as it was."""
-
-    def __init__(self) -> None:
-        self.known: set[str] = set()
-        self.asked: Callable[[], Awaitable[None]] | None = None  # done once, before it says which it knows
-
-    async def workers(self, router: str) -> list[RouterWorker]:
-        asked, self.asked = self.asked, None
-        if asked is not None:
-            await asked()
-        return [RouterWorker(id=f"id of {url}", url=url, is_healthy=True) for url in self.known]
-
-    async def add_worker(self, router: str, engine: str) -> None:
-        self.known.add(engine)
-
-    async def remove_worker(self, router: str, worker: RouterWorker) -> None:
-        self.known.remove(worker.url)
-
-    async def ready(self, engine: str) -> bool:
-        return True
-
-    async def weight_version(self, engine: str) -> str:
-        return ""
-
-
 def admitted_at(client: OneRouter) -> Engine:
     target = FleetTarget()
     target.router = "http://router"
@@ -155,46 +129,22 @@ def admitted_at(client: OneRouter) -> Engine:
 async def test_one_that_is_set_apart_while_it_is_looked_at_is_not_lost() -> None:
     client = OneRouter()
     engine = admitted_at(client)
-    client.asked = engine.set_apart
+    client.asked = engine.registration.set_apart
     await engine.check_or_expel()
     assert engine.state is EngineState.CURRENT
-    await engine.join()
+    await engine.registration.join()
     assert client.known == {engine.url}
     client.known.clear()
     await engine.check_or_expel()
     assert engine.state is EngineState.STARTING
 
 
-async def test_one_that_was_apart_is_the_routers_again_though_newer_weights_wait_for_it() -> None:
-    client = OneRouter()
-    engine = admitted_at(client)
-    await engine.set_apart()
-    assert client.known == set()
-    engine._target.weights = announcement(1)
-    await engine.join()
-    assert client.known == {engine.url}
-
-
-async def test_one_that_is_lost_while_the_router_takes_it_in_again_is_taken_out() -> None:
-    client = OneRouter()
-    engine = admitted_at(client)
-    await engine.set_apart()
-
-    async def lose() -> None:
-        engine.replaced()
-
-    client.asked = lose
-    await engine.join()
-    assert client.known == set()
-    assert not engine.routed
-
-
 async def until_out(engine: Engine, target: FleetTarget) -> None:
     """Wait as requests and reports do: looking only when somebody says that there is something new."""
-    await eventually(lambda: engine.routed)
+    await eventually(lambda: engine.registration.is_known)
     with anyio.fail_after(5):
         async with target.changed:
-            while engine.routed:
+            while engine.registration.is_known:
                 await target.changed.wait()
 
 
@@ -204,6 +154,6 @@ async def admitted_while_weights_change(engine: Engine, target: FleetTarget) -> 
 
 
 async def change_weights_of(engine: Engine, target: FleetTarget) -> None:
-    await eventually(lambda: engine.routed)
+    await eventually(lambda: engine.registration.is_known)
     target.weights = announcement(2)
     await target.notify()
