@@ -15,7 +15,7 @@ from runtime.import_path import ROOT
 from runtime.settings.devices import HIDDEN, NVIDIA
 from runtime.settings.placement import gpus_of, num_engines, served_dtype
 from runtime.settings.processes import AnswersHttp, PartOf, PortRequest, ProcessSpec, Tier, WhenListening
-from runtime.settings.topology import EngineConfig, Topology
+from runtime.settings.topology import EngineConfig, Topology, sglang_arguments
 from runtime.weights.fp8 import SERVED
 
 OURS: Final = {
@@ -108,7 +108,7 @@ def _sglang(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, 
         arguments["load_format"] = "dummy"
     if engine.colocate is not None and engine.gpus is not None:
         arguments["enable_memory_saver"] = True  # else what it is told to give back it keeps
-    arguments |= {name.replace("-", "_"): value for name, value in engine.sglang.items()}
+    arguments |= {argument.name: argument.value for argument in sglang_arguments(engine)}
     if engine.weight_format == "fp8":  # which neither the model's files nor its config.json are; the first weights come
         config = {"quantization_config": SERVED, **arguments.get(OVERRIDES, {})}
         arguments |= {"quantization": "fp8", OVERRIDES: config, "load_format": "dummy"}

@@ -41,7 +41,7 @@ from runtime.settings.recipe import (
     rollout_sampling,
     trains_demonstrations,
 )
-from runtime.settings.topology import Topology, answers_are_recorded
+from runtime.settings.topology import Topology, answers_are_recorded, sglang_arguments
 from runtime.weights.fp8 import sglang_refuses
 
 READ_ROWS: Final = 1000  # of each data file, rendered and tokenised as the buffer will
@@ -212,7 +212,7 @@ def _layout(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
 def block_problems(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
     """Whether engines that compute in FP8 can read the model's matrices, cut among their ranks."""
     for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
-        arguments = {argument.replace("-", "_"): value for argument, value in engine.sglang.items()}
+        arguments = {argument.name: argument.value for argument in sglang_arguments(engine)}
         ranks = arguments.get("tp_size") or arguments.get("tensor_parallel_size") or engine.num_gpus_per_engine
         experts = arguments.get("ep_size") or arguments.get("expert_parallel_size") or 1
         if engine.weight_format == "fp8" and not engine.urls:

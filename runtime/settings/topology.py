@@ -1,6 +1,6 @@
 """What runs where: the tables of a topology file and the sizes that follow from them."""
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -208,6 +208,19 @@ def decode_topology(data: bytes) -> Topology:
         msgspec.ValidationError, msgspec.DecodeError: written by another version, or edited.
     """
     return msgspec.json.decode(data, type=Topology)
+
+
+class SglangArgument(NamedTuple):
+    """An argument of SGLang's server, from a pool's table."""
+
+    name: str  # with underscores
+    spelled: str  # as the table spells it, where dashes are allowed too
+    value: Any
+
+
+def sglang_arguments(engine: EngineConfig) -> list[SglangArgument]:
+    """The arguments of a pool's servers."""
+    return [SglangArgument(spelled.replace("-", "_"), spelled, value) for spelled, value in engine.sglang.items()]
 
 
 def takes_turns(topology: Topology) -> bool:

@@ -15,7 +15,7 @@ import msgspec
 
 from runtime.files import write_atomically
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import EngineConfig
+from runtime.settings.topology import EngineConfig, sglang_arguments
 
 LAUNCH: Final = str(Path(__file__).with_name("launch.py"))  # gives servers the run's key
 FOREIGN: Final = {"PYTHONSAFEPATH": "1"}  # as -P, for an interpreter that may be too old for it
@@ -70,9 +70,9 @@ def engine_problems(key: str, engine: EngineConfig, *, cache: Path | None = None
     if server.version.partition("+")[0] not in TRIED_VERSIONS:
         message = f"has SGLang {server.version}; tried and allowed: {', '.join(TRIED_VERSIONS)}"
         yield Problem.of(f"{key}.python", python, message)
-    for name, value in engine.sglang.items():
-        if (message := _refusal(server, name.replace("-", "_"), value)) is not None:
-            yield Problem.of(f"{key}.sglang.{name}", value, message)
+    for name, spelled, value in sglang_arguments(engine):
+        if (message := _refusal(server, name, value)) is not None:
+            yield Problem.of(f"{key}.sglang.{spelled}", value, message)
 
 
 def ask(python: str, env: Mapping[str, str], cache: Path) -> InstalledServer:

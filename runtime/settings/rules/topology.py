@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import computes_old_ahead, eval_data, trains_demonstrations
 from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
-from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
+from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded, sglang_arguments
 
 SET_ELSEWHERE = {  # arguments of SGLang that a run gives itself, and where they come from
     "api_key": "a run makes the key of its engines and router itself",
@@ -105,9 +105,9 @@ def _engine(engine: EngineConfig, key: str) -> Iterator[Problem]:
         yield Problem.of(f"{key}.gpus", engine.gpus, 'kind = "embedded" runs on the CPU')
     if engine.kind == "embedded" and engine.sglang:
         yield Problem.of(f"{key}.sglang", engine.sglang, 'has no meaning with kind = "embedded"')
-    for name in sorted(engine.sglang):
-        if (why := SET_ELSEWHERE.get(name.replace("-", "_"))) is not None:  # shown without its value
-            yield Problem(key=f"{key}.sglang.{name}", message=f"not allowed here: {why}")
+    for name, spelled, _ in sorted(sglang_arguments(engine), key=lambda argument: argument.spelled):
+        if (why := SET_ELSEWHERE.get(name)) is not None:  # shown without its value
+            yield Problem(key=f"{key}.sglang.{spelled}", message=f"not allowed here: {why}")
     if engine.kind == "embedded" and engine.python is not None:
         yield Problem.of(f"{key}.python", engine.python, 'has no meaning with kind = "embedded"')
     if engine.kind == "embedded" and engine.concurrency > EMBEDDED_CONCURRENCY:
@@ -127,9 +127,9 @@ def _processes(engine: EngineConfig, key: str) -> Iterator[Problem]:
 
 def _seeds(engine: EngineConfig, key: str) -> Iterator[Problem]:
     """The router takes one seed for a batch, so that none is sent; SGLang would then draw all its members alike."""
-    for name, value in engine.sglang.items():
-        if engine.batch_requests and value and name.replace("-", "_") in DETERMINISTIC:
-            yield Problem.of(f"{key}.batch_requests", True, f"allowed with {key}.sglang.{name}: false")
+    for name, spelled, value in sglang_arguments(engine):
+        if engine.batch_requests and value and name in DETERMINISTIC:
+            yield Problem.of(f"{key}.batch_requests", True, f"allowed with {key}.sglang.{spelled}: false")
 
 
 def _environment(engine: EngineConfig, key: str) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from runtime.settings.placement import num_engines
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
+from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded, sglang_arguments
 
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 STAGES: Final = ("pp_size", "pipeline_parallel_size")  # SGLang's names of it
@@ -93,17 +93,17 @@ def _in_groups(topology: Topology, engine: EngineConfig, key: str) -> Iterator[P
 
 def _by_handles(engine: EngineConfig, key: str) -> Iterator[Problem]:
     """SGLang gives the ranks of all its pipeline stages one handle, which is good on one GPU."""
-    for name, value in engine.sglang.items():
-        if engine.gpus is not None and name.replace("-", "_") in STAGES and value != 1:
+    for name, spelled, value in sglang_arguments(engine):
+        if engine.gpus is not None and name in STAGES and value != 1:
             message = f'handles are of one pipeline stage; allowed: 1, or {key}.weight_transport = "disk"'
-            yield Problem.of(f"{key}.sglang.{name}", value, message)
+            yield Problem.of(f"{key}.sglang.{spelled}", value, message)
 
 
 def _in_sessions(engine: EngineConfig, key: str) -> Iterator[Problem]:
-    for name, value in engine.sglang.items():
-        if name.replace("-", "_") in REPLICAS and value != 1:
+    for name, spelled, value in sglang_arguments(engine):
+        if name in REPLICAS and value != 1:
             message = f'SGLang updates engines of one replica only; allowed: 1, or {key}.weight_transport = "disk"'
-            yield Problem.of(f"{key}.sglang.{name}", value, message)
+            yield Problem.of(f"{key}.sglang.{spelled}", value, message)
 
 
 def _in_format(engine: EngineConfig, key: str) -> Iterator[Problem]:
@@ -113,10 +113,10 @@ def _in_format(engine: EngineConfig, key: str) -> Iterator[Problem]:
     if engine.kind == "embedded" or (engine.gpus is None and not engine.urls):
         message = "needs engines of SGLang on GPUs; allowed otherwise: as_trained, bfloat16"
         yield Problem.of(f"{key}.weight_format", "fp8", message)
-    for name, value in engine.sglang.items():
-        if name.replace("-", "_") == "json_model_override_args" and not _leaves_it(value):
+    for name, spelled, value in sglang_arguments(engine):
+        if name == "json_model_override_args" and not _leaves_it(value):
             message = f'with {key}.weight_format = "fp8": allowed: a table without quantization_config'
-            yield Problem.of(f"{key}.sglang.{name}", value, message)
+            yield Problem.of(f"{key}.sglang.{spelled}", value, message)
 
 
 def _leaves_it(overrides: object) -> bool:
