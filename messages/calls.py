@@ -173,6 +173,7 @@ class SessionMember(msgspec.Struct, frozen=True, kw_only=True):
     key: str  # of this process of the engine, as its rollout actor knows it: another after a restart of either
     num_ranks: int  # that receive tensors: its tensor-parallel ranks
     wants: EngineLayout | None = None  # it will be asked for the checksums of its tensors, which can be reckoned so
+    is_compared: bool = True  # what it says of its tensors will be compared with what others said of equal ones
 
 
 class UpdateGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -257,7 +258,7 @@ class SessionFinished(Message, kw_only=True, tag="weight_session_finished"):
     plane = Plane.CALL
     topic = "weight_session.finished"
     session: str
-    checksum: str  # an identity of all tensors that were sent: equal ones have equal ones
+    checksum: str  # an identity of all tensors that were sent: equal ones have equal ones; "": nobody compares
     num_buckets: int
     expected: dict[str, list[dict[str, str]]] = {}  # hash by the engine's name, of each rank, by a layout's key
 

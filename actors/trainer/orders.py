@@ -96,6 +96,7 @@ class SendWeights(msgspec.Struct, tag=True):
     timeout_s: float  # for a bucket
     layouts: tuple[EngineLayout, ...]  # of which checksums are reckoned
     part: int  # of the engines
+    fingerprints: bool  # of the tensors, are wanted
 
 
 class CopyWeights(msgspec.Struct, tag=True):

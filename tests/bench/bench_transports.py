@@ -207,7 +207,7 @@ class Rig:
                     begin = time.perf_counter()
                     assert await half.bring({}, send=self.send) == {}
                     found[name], found[f"{name}, pause"] = time.perf_counter() - begin, half.pause_s
-                    assert half.sent_bytes == self.size_bytes
+                    assert half.sent.size_bytes == self.size_bytes
                 gc.collect()
                 for name, took in found.items() if run else ():
                     seconds.setdefault(name, []).append(took)

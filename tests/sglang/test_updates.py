@@ -164,7 +164,7 @@ async def test_twenty_updates_in_sessions(case: Case, client: SglangClient, tran
     halves = Halves(client, case.server.url, case.model, transport=transport)
     for version in case.versions:
         assert await halves.bring(version.tensors, probe=version.probe) == {}
-        assert halves.sent_bytes == sum(tensor.nbytes for tensor in version.tensors.values())
+        assert halves.sent.size_bytes == sum(tensor.nbytes for tensor in version.tensors.values())
         await check(client, case, version, halves.label)
     await halves.leave()
     logged = case.server.log.read_text()[len(log_before) :].lower()

@@ -136,7 +136,7 @@ class Halves:
         self._version = 0
         self.label = ""  # of what the engine holds
         self.pause_s = 0.0  # that it stood still in the last session
-        self.sent_bytes = 0  # in the last session
+        self.sent = Sent()  # in the last session
         self.refused: EngineError | None = None  # what the rollout actor raised in the last session
 
     async def bring(
@@ -192,9 +192,9 @@ class Halves:
                 await self._updates.destroy_group(self._url, group.spec.name, timeout_s=self._timeout_s)
 
     async def _take(self, told: WeightsAnnounced) -> None:
-        num_ranks, wants = await self._prover.place(self._url, told, first=False)
+        place = await self._prover.place(self._url, told, first=False)
         try:
-            async with self._sessions.part(ENGINE, new_key(ENGINE), num_ranks, told.version, wants) as part:
+            async with self._sessions.part(ENGINE, new_key(ENGINE), place, told.version) as part:
                 while not part.session:  # noqa: ASYNC110 - as the engine's target tells it
                     await anyio.sleep(0.001)
                 self.label, self.pause_s = await self._prover.bring(ENGINE, self._url, told, first=False, part=part)
@@ -217,9 +217,10 @@ class Halves:
 
         line = Line(await self._way(session, membership), corrupt)
         reckoning = Reckoning(self._model, membership.layouts)
-        sink = BucketSink(session, 0, line, ask, reckoning, timeout_s=self._timeout_s)
+        wanted = membership.is_compared
+        sink = BucketSink(session, 0, line, ask, reckoning, fingerprints=wanted, timeout_s=self._timeout_s)
         sent = await anyio.to_thread.run_sync(send, sink, tensors)
-        self.sent_bytes = sent.size_bytes
+        self.sent = sent
         return await self._end(session, sent)
 
     async def _way(self, session: str, membership: Membership) -> Way:

@@ -433,8 +433,8 @@ class Engine:
         if self._target.is_in_files:
             yield None
             return
-        num_ranks, wants = await self._prover.place(self.url, announced, first=self.version == 0)
-        async with self._sessions.part(self.name, self._key, num_ranks, announced.version, wants) as part:
+        place = await self._prover.place(self.url, announced, first=self.version == 0)
+        async with self._sessions.part(self.name, self._key, place, announced.version) as part:
             yield part
 
     async def _is_member(self, part: Part) -> bool:

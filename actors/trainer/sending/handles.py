@@ -71,6 +71,7 @@ class HandleSender:
         ask: Ask,
         *,
         device: torch.device,
+        fingerprints: bool,
         timeout_s: float,
     ) -> None:
         """Nothing is sent yet.
@@ -81,6 +82,7 @@ class HandleSender:
             at_engines: the trainer's ranks on their GPUs, by engine.
             ask: has the session's engines take something.
             device: of this rank.
+            fingerprints: of the tensors, are wanted.
             timeout_s: for a bucket.
 
         Raises:
@@ -95,6 +97,7 @@ class HandleSender:
         self._device = device
         self._timeout_s = min(timeout_s, ASK_TIMEOUT_S)
         self._num_buckets = self._size_bytes = 0
+        self._are_noted = fingerprints
         self._fingerprints: dict[str, str] = {}
         self._failed: dict[str, str] = {}
 
@@ -157,7 +160,7 @@ class HandleSender:
         """Have engines take it. Whatever happens, the other ranks wait for this one."""
         try:
             asked = self._ask(step, self._timeout_s)
-            self._fingerprints |= fingerprints_of(bucket)  # meanwhile
+            self._fingerprints |= fingerprints_of(bucket) if self._are_noted else {}  # meanwhile
             failed = asked.result()
         except (RuntimeError, OSError, ValueError) as error:
             failed = {"": str(error)}

@@ -198,6 +198,7 @@ class RankSender:
             ranks_at_engines(self._topology),
             self._ask_of(order.instances),
             device=device,
+            fingerprints=order.fingerprints,
             timeout_s=order.timeout_s,
         )
         weights = buckets(whole_tensors(self._own_parts(), hf, device), self._topology.trainer.export_bucket_bytes)
@@ -217,7 +218,9 @@ class RankSender:
         can_reckon = self._replica.device.type == "cpu" and weight_format(self._topology) != "fp8"
         reckoning = Reckoning(self._replica.hf, order.layouts if can_reckon else ())
         ask = self._ask_of(order.instances)
-        return BucketSink(order.session, stage, way, ask, reckoning, timeout_s=order.timeout_s)
+        return BucketSink(
+            order.session, stage, way, ask, reckoning, fingerprints=order.fingerprints, timeout_s=order.timeout_s
+        )
 
 
 class SendingOrders:
@@ -242,7 +245,9 @@ class SendingOrders:
     def send(self, session: str, membership: Membership, timeout_s: float) -> list[Sent]:
         """Send the weights to engines that a session has prepared; what each rank sent, and what engines will hold."""
         to = membership
-        return self._lead(SendWeights(session, to.instances, to.readers, timeout_s, to.layouts, to.part))
+        return self._lead(
+            SendWeights(session, to.instances, to.readers, timeout_s, to.layouts, to.part, to.is_compared)
+        )
 
     def copy(self, version: int) -> None:
         """Copy the weights to the host, while training stands still."""
@@ -272,7 +277,9 @@ class SendingOrders:
             Done when this rank has sent its part. Then `finish_send`.
         """
         to = membership
-        return self._lead(SendCopy(session, to.instances, to.readers, timeout_s, to.layouts, to.part, version, beside))
+        return self._lead(
+            SendCopy(session, to.instances, to.readers, timeout_s, to.layouts, to.part, to.is_compared, version, beside)
+        )
 
     def finish_send(self) -> list[Sent]:
         """Wait until all ranks have sent; as `send`."""

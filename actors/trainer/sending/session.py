@@ -45,6 +45,11 @@ class Membership:
         return tuple(dict.fromkeys(member.wants for _, member in self.members if member.wants is not None))
 
     @property
+    def is_compared(self) -> bool:
+        """Whether some member wants the identity of what is sent."""
+        return any(member.is_compared for _, member in self.members)
+
+    @property
     def world_size(self) -> int:
         """Ranks of a group: the trainer's one, and all of the engines."""
         return 1 + sum(member.num_ranks for _, member in self.members)

@@ -41,7 +41,7 @@ class Sent(NamedTuple):
 
     num_buckets: int = 0
     size_bytes: int = 0
-    fingerprints: dict[str, str] = {}  # by tensor
+    fingerprints: dict[str, str] = {}  # by tensor; empty: they were not wanted
     failed: dict[str, str] = {}  # reason by engine; of the rank itself under no name
     expected: OfLayouts = {}  # what engines will say of the stage's tensors
 
@@ -63,7 +63,17 @@ class NoSink:
 class BucketSink:
     """Sends a bucket on a thread of its own while the next one is gathered, and has engines take it meanwhile."""
 
-    def __init__(self, session: str, stage: int, way: Way, ask: Ask, reckoning: Reckoning, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        session: str,
+        stage: int,
+        way: Way,
+        ask: Ask,
+        reckoning: Reckoning,
+        *,
+        fingerprints: bool,
+        timeout_s: float,
+    ) -> None:
         """Nothing is sent yet.
 
         Args:
@@ -72,6 +82,7 @@ class BucketSink:
             way: to the engines.
             ask: has the session's engines take something.
             reckoning: is fed with what is sent, meanwhile.
+            fingerprints: of the tensors, are wanted.
             timeout_s: for a bucket.
         """
         self._session = session
@@ -85,6 +96,7 @@ class BucketSink:
         self._sending: Future[None] | None = None
         self._rooms: list[Tensor] = []  # of the bucket that is sent, and of the one that is filled
         self._num_buckets = self._size_bytes = 0
+        self._are_noted = fingerprints
         self._fingerprints: dict[str, str] = {}
         self._failed: dict[str, str] = {}
 
@@ -139,7 +151,7 @@ class BucketSink:
         self._size_bytes += flat.nbytes
 
     def _note(self, bucket: Bucket) -> None:
-        self._fingerprints |= fingerprints_of(bucket)
+        self._fingerprints |= fingerprints_of(bucket) if self._are_noted else {}
         self._reckoning.add(bucket)
 
 

@@ -18,23 +18,16 @@ from actors.rollout.engines.weights.proof import (
     server_of,
     tolerance_of,
 )
-from actors.rollout.engines.weights.session import Part
+from actors.rollout.engines.weights.session import Part, Place
 from actors.rollout.engines.weights.tensors import layout_of, tensors_mismatch
 from actors.rollout.engines.weights.updater import Expected, Updater
 from actors.rollout.sglang.client import SglangClient
-from messages import EngineLayout, WeightsAnnounced
+from messages import WeightsAnnounced
 from runtime.settings.topology import Verify, WeightFormat
 
 log = structlog.get_logger()
 
 Loaded = Callable[[], Awaitable[None]]
-
-
-class Place(NamedTuple):
-    """How an engine takes part in a session."""
-
-    num_ranks: int  # that get weights, each its share
-    wants: EngineLayout | None  # its checksums will be asked, and can be reckoned
 
 
 class Brought(NamedTuple):
@@ -140,7 +133,8 @@ class Prover:
         """
         info = await self._client.server_info(url)
         num_ranks = int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
-        return Place(num_ranks, layout_of(info) if is_thorough(self._verify, announced, first=first) else None)
+        is_compared = is_thorough(self._verify, announced, first=first)
+        return Place(num_ranks, is_compared, layout_of(info) if is_compared else None)
 
     async def _load_and_prove(
         self, engine: str, url: str, announced: WeightsAnnounced, label: str, loaded: Loaded, part: Part | None
@@ -154,10 +148,10 @@ class Prover:
             begin = time.perf_counter()
             await self._check_label(engine, url, label)
             said = await self._client.checksums(url)
-            if part is not None and part.wants is not None and part.wants.key in expected:
+            if part is not None and part.place.wants is not None and part.place.wants.key in expected:
                 by_tensor = True
                 ranks = [rank.checksums for rank in said.ranks]
-                self._refuse_if(engine, tensors_mismatch(expected[part.wants.key], ranks, part.came))
+                self._refuse_if(engine, tensors_mismatch(expected[part.place.wants.key], ranks, part.came))
             sent, tensors = checksum, said.per_engine_checksum
             self._refuse_if(engine, self._checksum_mismatch(server, sent, tensors))
             took_s += time.perf_counter() - begin

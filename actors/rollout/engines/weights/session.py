@@ -7,7 +7,7 @@ concerns have done so or cannot. One session is open at a time: another one, or 
 import uuid
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import asynccontextmanager
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import anyio
 import structlog
@@ -53,6 +53,14 @@ class SessionOver(EngineUnavailable):
     """A session has ended before an engine held the version. It may hold a part of it."""
 
 
+class Place(NamedTuple):
+    """How an engine takes part in a session."""
+
+    num_ranks: int  # that get weights, each its share
+    is_compared: bool  # its checksums will be asked
+    wants: EngineLayout | None  # they can be reckoned
+
+
 class _Asked:
     """A step that an engine is to do."""
 
@@ -69,12 +77,11 @@ class _Asked:
 class Part:
     """One engine's part in a session: its own task takes the steps one by one and says what became of them."""
 
-    def __init__(self, engine: str, key: str, num_ranks: int, version: int, wants: EngineLayout | None = None) -> None:
+    def __init__(self, engine: str, key: str, place: Place, version: int) -> None:
         self.engine = engine
         self.key = key
-        self.num_ranks = num_ranks
+        self.place = place
         self.version = version
-        self.wants = wants
         self.came: dict[str, str] = {}  # in which bucket each tensor came
         self.session = ""  # once it is a member
         self.holds = False  # what the session brought
@@ -88,7 +95,7 @@ class Part:
     def enter(self, session: str, deadline_s: float) -> SessionMember:
         """Become a member of a session."""
         self.session, self._deadline_s = session, deadline_s
-        return SessionMember(engine=self.engine, key=self.key, num_ranks=self.num_ranks, wants=self.wants)
+        return SessionMember(engine=self.engine, key=self.key, **self.place._asdict())
 
     async def ask(self, step: Step) -> str:
         """Have the engine do a step; why it did not, or nothing. The last one may be asked for again."""
@@ -172,14 +179,12 @@ class WeightSessions:
         return tuple(part.engine for part in self._waiting.values() if not part.session)
 
     @asynccontextmanager
-    async def part(
-        self, engine: str, key: str, num_ranks: int, version: int, wants: EngineLayout | None = None
-    ) -> AsyncGenerator[Part]:
+    async def part(self, engine: str, key: str, place: Place, version: int) -> AsyncGenerator[Part]:
         """Have an engine stand ready for a session that brings a version.
 
         How the block ends is the answer to the step that is at work then.
         """
-        part = Part(engine, key, num_ranks, version, wants)
+        part = Part(engine, key, place, version)
         self._waiting[engine] = part
         self._changed.set()
         reason = f"{engine} does not take part any more"

@@ -80,7 +80,13 @@ def run(case, form, y):
         two = [("x", torch.tensor([[1.0, 2.0]])), ("h", torch.tensor([3.0], dtype=torch.bfloat16))]
         own = [two, [("y", torch.tensor([y]))]]
     sender = handles.HandleSender(
-        "1.1", {"a": 1, "b": 2}, {"a": (1,), "b": (0, 1), "c": (0,)}, ask, device=torch.device("cpu"), timeout_s=5.0
+        "1.1",
+        {"a": 1, "b": 2},
+        {"a": (1,), "b": (0, 1), "c": (0,)},
+        ask,
+        device=torch.device("cpu"),
+        fingerprints=form == "as_trained",
+        timeout_s=5.0,
     )
     sent = sender.send(iter(own), FORMS[form], stage=rank, firsts=[0, 1])
     return [taken, sent.num_buckets, sent.size_bytes, sorted(sent.fingerprints), sent.failed]

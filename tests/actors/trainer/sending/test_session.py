@@ -4,8 +4,8 @@ from actors.trainer.sending.session import Membership, Outcome, joined
 from messages import MembersGiven, SessionMember
 
 
-def member(engine: str, num_ranks: int = 1, life: str = "a") -> SessionMember:
-    return SessionMember(engine=engine, key=f"{engine}.{life}", num_ranks=num_ranks)
+def member(engine: str, num_ranks: int = 1, life: str = "a", *, is_compared: bool = False) -> SessionMember:
+    return SessionMember(engine=engine, key=f"{engine}.{life}", num_ranks=num_ranks, is_compared=is_compared)
 
 
 def given(*members: SessionMember) -> MembersGiven:
@@ -33,6 +33,11 @@ def test_a_restart_of_an_engine_is_another_epoch() -> None:
     )
     assert again.epoch != TWO.epoch
     assert again.engines == TWO.engines
+
+
+def test_fingerprints_are_wanted_where_one_member_is_compared_with_others() -> None:
+    assert not TWO.is_compared
+    assert Membership.of({"rollout.0": given(member("a"), member("b", is_compared=True))}).is_compared
 
 
 def test_one_that_refused_in_the_end_is_out_and_the_others_hold() -> None:

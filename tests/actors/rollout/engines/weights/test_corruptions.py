@@ -85,3 +85,11 @@ def test_random_corruptions_are_of_most_tensors_and_of_buckets(version: Version)
     of_tensors = {says for case in made if case.is_by_tensors for says in case.says}
     assert len(of_tensors) > len(version.now) / 2
     assert sum(not case.is_by_tensors for case in made) >= 5
+
+
+async def test_fingerprints_are_taken_only_where_they_are_compared(url: str, model: Path, client: SglangClient) -> None:
+    for verify, names in (("always", set(drawn(model, 1))), ("never", set[str]())):
+        halves = Halves(client, url, model, verify=verify)
+        assert await halves.bring(drawn(model, 1)) == {}
+        await halves.leave()
+        assert set(halves.sent.fingerprints) == names

@@ -8,7 +8,7 @@ import pytest
 
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.weights import session as sessions_module
-from actors.rollout.engines.weights.session import Part, SessionOver, WeightSessions
+from actors.rollout.engines.weights.session import Part, Place, SessionOver, WeightSessions
 from messages import BucketSent, SessionClosed, SessionFinished, SessionOffered, SessionPrepared
 from tests.support.rollout import announcement
 
@@ -29,6 +29,9 @@ def sessions(*lacking: str) -> WeightSessions:
     return WeightSessions(target, lambda: lacking)
 
 
+PLACE = Place(num_ranks=2, is_compared=False, wants=None)
+
+
 class Engine:
     """Takes part once, and does what it is asked."""
 
@@ -42,7 +45,7 @@ class Engine:
 
     async def run(self) -> None:
         try:
-            async with self._of.part(self._name, f"{self._name}.x", 2, self._version) as part:
+            async with self._of.part(self._name, f"{self._name}.x", PLACE, self._version) as part:
                 await self._take(part)
         except (SessionOver, RuntimeError) as error:
             self.error = str(error)
