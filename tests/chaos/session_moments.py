@@ -16,6 +16,7 @@ class _Now:
     step = -1  # of the trainer
     bucket = -1
     version = -1  # of the engine
+    num_sessions = 0  # of the engine, where that says no version
 
 
 def install_trainer() -> None:
@@ -68,6 +69,30 @@ def install_engine() -> None:
     around(SessionEndpoints, "end", before=lambda *_: strike("before end", _Now.version))
 
 
+def install_sglang() -> None:
+    """The same of SGLang's own server, in its scheduler, which holds the model. A session's number is the step."""
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    strike = striker()
+
+    def begin(*_: Any) -> None:
+        _Now.num_sessions, _Now.bucket = _Now.num_sessions + 1, -1
+        strike("before begin", _Now.num_sessions)
+
+    def take(*_: Any) -> None:
+        _Now.bucket += 1
+        strike(f"in bucket {_Now.bucket}", _Now.num_sessions)
+
+    around(SchedulerWeightUpdaterManager, "begin_weight_update", before=begin)
+    around(SchedulerWeightUpdaterManager, "update_weights_from_distributed", before=take)
+    around(SchedulerWeightUpdaterManager, "update_weights_from_tensor", before=take)
+    around(
+        SchedulerWeightUpdaterManager,
+        "end_weight_update",
+        before=lambda *_: strike("before end", _Now.num_sessions),
+    )
+
+
 def install_rollout() -> None:
     """Before an engine's session begins, and before it is told of a bucket."""
     from actors.rollout.engines.weights.receiving import Receiver
@@ -92,9 +117,10 @@ def install_agent() -> None:
     around(delta, "_write_file", before=lambda _file, _path, chain: strike("applying", chain[-1].delta.target.number))
 
 
-INSTALLS: Final[dict[str, Callable[[], None]]] = {
-    "trainer": install_trainer,
-    "engine": install_engine,
-    "rollout": install_rollout,
-    "agent": install_agent,
+INSTALLS: Final[dict[str, Callable[[], None]]] = {  # by the module that moments/sitecustomize.py waits for
+    "actors.trainer.commands": install_trainer,
+    "actors.rollout.embedded.http.sessions": install_engine,
+    "sglang.srt.managers.scheduler_components.weight_updater": install_sglang,
+    "actors.rollout.engines.weights.receiving": install_rollout,
+    "runtime.agent.copying": install_agent,
 }

@@ -8,9 +8,9 @@ from typing import Final
 import pytest
 
 from actors.trainer.sending.ipc import SEGMENTS, segment_prefix
-from messages import SessionEnded, WeightsAnnounced
-from tests.chaos.audit import audit, read_all
+from tests.chaos.audit import audit
 from tests.chaos.harness import EVENT_S, ROOT, SMALL, Command, Run
+from tests.chaos.outliving import check_the_last_session
 from tests.chaos.rank_moments import GATE, Moment, planned
 from tests.chaos.test_kill import finish
 from tests.fixtures.nats import eventually
@@ -36,15 +36,31 @@ async def test_all_engines_get_the_newest_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, topology: Path, trainer: str, who: str
 ) -> None:
     """The trainer stands still before the third bucket of a session, while somebody is killed."""
-    (marks := tmp_path / "marks").mkdir()
+    settings = (*SMALL, "trainer.export_bucket_bytes=16384")
+    run = Run(tmp_path, num_steps=NUM_STEPS, topology=topology, settings=settings)
+    await outlive(run, monkeypatch, trainer, who)
+
+
+async def outlive(
+    run: Run, monkeypatch: pytest.MonkeyPatch, trainer: str, who: str, *, limit_s: float = EVENT_S
+) -> None:
+    """Run it to its end, with a death on the way.
+
+    Args:
+        run: has not been started.
+        monkeypatch: for the run's environment.
+        trainer: the process that stands still.
+        who: is killed meanwhile: "everything", "node agent" or "router".
+        limit_s: for the next awaited event, and for the rest of the run.
+    """
+    (marks := run.output.parent / "marks").mkdir()
     moment = Moment("before bucket 2", 2, trainer, "SIGSTOP")
     for name, value in planned([moment], marks, in_turn=True).items():
         monkeypatch.setenv(name, value)
-    settings = (*SMALL, "trainer.export_bucket_bytes=16384")
-    run = Run(tmp_path, num_steps=NUM_STEPS, topology=topology, settings=settings)
     async with run.started() as command:
+        command.log.event_s = command.end_s = limit_s
         await command.log.until(lambda _: trainer in command.log.pids)
-        await eventually((marks / moment.name).exists, timeout_s=EVENT_S)
+        await eventually((marks / moment.name).exists, timeout_s=limit_s)
         if who == "router":
             await kill_the_router(command, trainer)
             await finish(run, command)
@@ -53,6 +69,7 @@ async def test_all_engines_get_the_newest_weights(
     (marks / GATE).unlink()
     if who != "router":
         async with run.started() as command:
+            command.log.event_s = command.end_s = limit_s
             await finish(run, command)
     await check(run, killed=[ROUTER] if who == "router" else None)
 
@@ -77,9 +94,5 @@ async def end(run: Run, command: Command, who: str) -> None:
 async def check(run: Run, killed: list[str] | None) -> None:
     """The books close, engines hold the newest weights, and no shared memory is left."""
     await audit(run, killed=killed)
-    async with run.reopened() as bus:
-        log = [event for _, event in await read_all(bus, run)]
-    newest = max(event.version for event in log if isinstance(event, WeightsAnnounced))
-    last = [event for event in log if isinstance(event, SessionEnded)][-1]
-    assert (last.version, last.out) == (newest, {})
+    await check_the_last_session(run)
     assert not list(SEGMENTS.glob(f"{segment_prefix(run.directory)}-*"))

@@ -76,10 +76,15 @@ async def strike(command: Command, victims: Sequence[str], name: str, how: signa
         await command.log.until_restarted(VICTIMS[victim][0])
 
 
-async def check_that_it_is_not_paused(command: Command) -> None:
-    """Ask the engine, between two updates, as everybody may."""
-    words = psutil.Process(command.log.pids[ENGINE]).cmdline()
-    url = f"http://127.0.0.1:{words[words.index('--port') + 1]}"
+def url_of(command: Command, engine: str) -> str:
+    """Where an engine's newest process serves."""
+    words = psutil.Process(command.log.pids[engine]).cmdline()
+    return f"http://127.0.0.1:{words[words.index('--port') + 1]}"
+
+
+async def check_that_it_is_not_paused(command: Command, engine: str = ENGINE) -> None:
+    """Ask an engine, between two updates, as everybody may."""
+    url = url_of(command, engine)
     await eventually(lambda: get(f"{url}/ready")[0] == 200, timeout_s=30)
 
 

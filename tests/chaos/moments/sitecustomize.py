@@ -1,16 +1,23 @@
-"""In every Python process that has this folder on its PYTHONPATH: one of a run gets its moments to die at."""
+"""In every Python process that has this folder on its PYTHONPATH: one of a run gets its moments to die at.
+
+Python imports the first sitecustomize.py of its path alone. So this one runs another that is behind it, as
+tests/sglang/shim has.
+"""
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import os
 import sys
+from pathlib import Path
 from types import ModuleType
 
-LAST = {  # module that is imported late, by kind of process; what gets moments is there then, or is imported with them
-    "trainer": "actors.trainer.commands",
-    "engine": "actors.rollout.embedded.http.sessions",
-    "rollout": "actors.rollout.engines.weights.receiving",
-    "agent": "runtime.agent.copying",  # where the command's environment names it so: it is the command
+LAST = {  # module that is imported late, and kind of process; what gets moments is there then, or is imported with them
+    "actors.trainer.commands": "trainer",
+    "actors.rollout.embedded.http.sessions": "engine",
+    "sglang.srt.managers.scheduler_components.weight_updater": "engine",
+    "actors.rollout.engines.weights.receiving": "rollout",
+    "runtime.agent.copying": "agent",  # where the command's environment names it so: it is the command
 }
 
 
@@ -23,7 +30,7 @@ class Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: object, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != LAST[self._kind]:
+        if LAST.get(name) != self._kind:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -35,12 +42,17 @@ class Finder(importlib.abc.MetaPathFinder):
             load(module)
             from tests.chaos import session_moments
 
-            session_moments.INSTALLS[self._kind]()
+            session_moments.INSTALLS[name]()
 
         spec.loader.exec_module = load_with_moments  # type: ignore[method-assign]
         return spec
 
 
 process = os.environ.get("PHYSARUM_PROCESS", "").partition(".")[0]
-if "PHYSARUM_TEST_MOMENTS" in os.environ and process in LAST:
+if "PHYSARUM_TEST_MOMENTS" in os.environ and process in LAST.values():
     sys.meta_path.insert(0, Finder(process))
+
+elsewhere = [place for place in sys.path if Path(place) != Path(__file__).parent]
+behind = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+if behind is not None and behind.loader is not None:
+    behind.loader.exec_module(importlib.util.module_from_spec(behind))
