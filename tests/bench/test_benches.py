@@ -20,6 +20,7 @@ TINY = {
     "delta": "--small --runs 1",
     "demo": "--steps 3 --starts 0",
     "engine": "--seconds 0.2 --no-router",
+    "handover": "--small --transport collective --runs 1 --steps 3 --groups 2",
     "ledger": "--events 2000 --big-events 0 --groups 4 --samples 2 --steps 4",
     "long_tail": f"--mode partial {SMALL_TAIL}",
     "memory": "--small --case DP2+DO",

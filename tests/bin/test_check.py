@@ -319,7 +319,7 @@ def test_elsewhere_says_what_it_left_out(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     "settings", [(), ("engines.policy.weight_format=fp8",), ("engines.policy.weight_transport=disk",)]
 )
-@pytest.mark.parametrize("name", ["single-gpu.toml", "colocate-8gpu.toml"])
+@pytest.mark.parametrize("name", ["single-gpu.toml", "colocate-8gpu.toml", "disaggregate-8gpu.toml"])
 def test_topologies_of_gpus_would_start_where_there_are_some(name: str, settings: tuple[str, ...]) -> None:
     words = [word for setting in settings for word in ("--set", setting)]
     assert main([str(ROOT / "topologies" / name), "--check", "--elsewhere", *words]) == 0
