@@ -18,7 +18,7 @@ from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.turns.stages import Stage
 from actors.rollout.engines.turns.tenure import Tenure
-from actors.rollout.engines.weights.copies import AtHand, as_announced
+from actors.rollout.engines.weights.copies import AtHand, CopyRefused, as_announced
 from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.prover import Prover
 from actors.rollout.engines.weights.rolling import Rolling
@@ -265,8 +265,12 @@ class Fleet:
             except EngineError as error:
                 away = isinstance(error, EngineUnavailable)
                 refused_since = math.inf if away else min(refused_since, anyio.current_time())
-                if anyio.current_time() - refused_since > REFUSED_PATIENCE_S and not self._admitted():
-                    raise
+                if anyio.current_time() - refused_since > REFUSED_PATIENCE_S:
+                    if not self._admitted():
+                        raise
+                    if kill is not None and not isinstance(error, CopyRefused):  # which its node has to mend
+                        await kill(f"it refused for {REFUSED_PATIENCE_S:g} s the weights that others took: {error}")
+                        refused_since = math.inf
                 failures += 1
                 await anyio.sleep(RETRY.pause_s(failures))
             else:

@@ -12,6 +12,8 @@ from messages import (
     GroupAborted,
     GroupFailed,
     Int32Array,
+    KillAnswered,
+    KillRequested,
     Plane,
     Prompt,
     RolloutRequested,
@@ -186,6 +188,29 @@ async def test_weights_that_no_engine_takes_end_the_actor_with_the_reason(
         except ExceptionGroup as group:
             errors = leaves(group)
     assert ["differ from the trainer's by 0.1 in the mean, over 0.001" in str(error) for error in errors] == [True]
+
+
+async def test_an_engine_that_refuses_what_another_took_is_started_again(
+    bus: Bus, router_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wrong with it may be its process, and it would never serve."""
+    monkeypatch.setattr("actors.rollout.engines.fleet.REFUSED_PATIENCE_S", 0.2)
+    monkeypatch.setattr("actors.rollout.engines.fleet.RETRY", Backoff(first_s=0.05))
+    asked: list[KillRequested] = []
+
+    async def kill(request: KillRequested) -> KillAnswered:
+        asked.append(request)
+        await bus.kv.put(address_key("engine", "policy", 0), Address(url=again.url, agent=bus.name, pid=18))
+        return KillAnswered(killed=True)
+
+    wrong, right, again = ScriptedEngine(prompt_log_prob=-0.6), ScriptedEngine(), ScriptedEngine()
+    async with serving(wrong), serving(right), serving(again), bus.serve({KillRequested: kill}):
+        async with rollout_actor(bus, router_url, [wrong, right], topology_with(), agent=bus.name):
+            await bus.publish(announcement(1, probe=PROBE))
+            await eventually(lambda: len(asked) > 0)
+            await eventually(lambda: again.updates != [])
+    assert [request.process for request in asked] == ["engine.policy.0"]
+    assert asked[0].reason.startswith("it refused for 0.2 s the weights that others took: engine.policy.0: ")
 
 
 @pytest.mark.parametrize("path", ["/weights_checker", "/model_info"])
