@@ -79,7 +79,11 @@ class PartOf(msgspec.Struct, frozen=True):
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How one process is started, known to be ready, restarted and stopped."""
+    """How one process is started, known to be ready, restarted and stopped.
+
+    In its command and environment the agent fills in "{host}" and "{port}", where it is to listen, and "{others}", the
+    addresses of its pool's other servers that are ready on this node, unless its last start had failed: HOST:PORT,...
+    """
 
     name: str  # of the process and of its log
     command: tuple[str, ...]

@@ -12,54 +12,28 @@ import anyio.abc
 
 from runtime.agent.supervision import guardian
 from runtime.agent.supervision.changes import Exited, GivenUp, Listener, Ready, Started
+from runtime.agent.supervision.neighbours import ReadyServers
 from runtime.agent.supervision.output import OutputLog
 from runtime.agent.supervision.ports import PortInUse, choose_port
 from runtime.agent.supervision.pulse import Pulse, wait_until_still
 from runtime.agent.supervision.readiness import wait_until_ready, wait_until_silent
+from runtime.agent.supervision.restarts import RestartBudget
 from runtime.agent.supervision.spawn import Child, Guard
 from runtime.agent.supervision.together import Together
 from runtime.bus.addresses import BUS_URL_VARIABLE, ENGINE_KEY_VARIABLE
 from runtime.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_NOT_STARTED
 from runtime.host.pulse import PULSE_VARIABLE
-from runtime.retrying import Backoff
 from runtime.secrets import Secret, split_login
 from runtime.settings.devices import with_own_gpus
 from runtime.settings.processes import GivesPulse, NotReady, ProcessSpec, Tier
 from runtime.wording import signal_name
 
-BACKOFF = Backoff(first_s=0.1, max_s=10.0)
-LASTING_S = 30.0  # a process that ran for so long did not fail at its start
 DRAIN_S = 1.0  # for the last lines of a process that ended
 PEERS_HOST = "127.0.0.1"  # where the processes of one server meet
 STOP_WITHIN_S = 8.0
 TIER_RESERVE_S = 1.5  # kept for each tier still to be stopped
 
 _LASTING = {EXIT_INPUT_ERROR: "input error", EXIT_FENCED: "fenced: another process took over"}
-
-
-class RestartBudget:
-    """How often and how soon a process is started again.
-
-    Progress of the run refills the budget. The delay doubles with each early end, whatever the run does meanwhile, and
-    begins anew after a process has lasted. It is drawn anew each time: processes that failed together, as of one cause,
-    are not started again together.
-    """
-
-    def __init__(self, max_restarts: int) -> None:
-        self._max_restarts = max_restarts
-        self._spent = 0
-        self._early_ends = 0
-
-    def spend(self, lasted_s: float) -> float | None:
-        """Seconds to wait before the next start of a process that lasted so long; none when the budget is used up."""
-        if self._spent >= self._max_restarts:
-            return None
-        self._spent += 1
-        self._early_ends = 0 if lasted_s >= LASTING_S else self._early_ends + 1
-        return BACKOFF.pause_s(self._early_ends)
-
-    def refill(self) -> None:
-        self._spent = 0
 
 
 class Supervisor:
@@ -74,8 +48,11 @@ class Supervisor:
         guard: Guard,
         listener: Listener,
         together: Together | None = None,
+        servers: ReadyServers | None = None,
     ) -> None:
         self.spec = spec
+        self._servers = servers or ReadyServers()
+        self._came_up = True  # its last process, if there was one, became ready
         self._together = together
         self._ended_with = ""  # the other part of the same whole that ended before
         if together is not None:
@@ -185,6 +162,7 @@ class Supervisor:
 
     async def _attend(self, child: Child) -> int:
         self._child, self._late, self._silent, self._ended_with, self._killed_for = child, "", False, "", ""
+        self._came_up = False
         self._guard.watch(child.pid)
         self._log.forget()
         self._announce(Started(spec=self.spec, pid=child.pid, restarts=self.restarts))
@@ -209,6 +187,7 @@ class Supervisor:
                     await child.wait()
             guardian.kill_session(child.pid)
             self._guard.forget(child.pid)
+            self._servers.remove(self.spec)
             self._child = None
 
     async def _collect(self, output: int) -> None:
@@ -232,6 +211,8 @@ class Supervisor:
             self._late = str(error) or f"not ready within {self.spec.ready_timeout_s:g} s"
             child.kill()
             return
+        self._came_up = True
+        self._servers.add(self.spec, host or "", self._port or 0)
         self._announce(Ready(spec=self.spec, host=host, port=self._port, pid=child.pid, restarts=self.restarts))
         match self.spec.probe:
             case None:
@@ -304,6 +285,7 @@ class Supervisor:
     def _filled_in(self, text: str) -> str:
         if self._together is not None:
             text = text.replace("{peers}", f"{PEERS_HOST}:{self._together.port}")
+        text = text.replace("{others}", self._servers.others(self.spec) if self._came_up else "")
         if self.spec.port is None:
             return text
         return text.replace("{port}", str(self._port)).replace("{host}", self.spec.port.host)
@@ -323,6 +305,7 @@ class Supervision:
         self._guard = Guard(self._mark, sys.executable)
         self._supervisors: dict[str, Supervisor] = {}
         self._wholes: dict[str, Together] = {}  # of several processes
+        self._servers = ReadyServers()
         guardian.kill(f"@{run_dir.resolve()}")  # what an earlier agent left when its guardian died with it
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -355,6 +338,7 @@ class Supervision:
             guard=self._guard,
             listener=self._listener,
             together=together,
+            servers=self._servers,
         )
         self._supervisors[spec.name] = supervisor
         self._tasks.start_soon(supervisor.run)

@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from runtime.agent.supervision.changes import Change, Exited, GivenUp, Ready, Started
-from runtime.agent.supervision.supervisor import RestartBudget, Supervision
+from runtime.agent.supervision.restarts import RestartBudget
+from runtime.agent.supervision.supervisor import Supervision
 from runtime.settings.processes import (
     AnswersHttp,
     NotReady,
