@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import msgspec
 
-from actors.rollout.engines.server_arguments import FOREIGN, LAUNCH
+from actors.rollout.engines.launching.peer_weights import PEERS_VARIABLE
+from actors.rollout.engines.launching.server_arguments import FOREIGN, LAUNCH
 from actors.rollout.sglang.limits import KEPT_OF_INPUT
 from runtime.bus.addresses import address_key
 from runtime.import_path import ROOT
@@ -72,12 +73,17 @@ def _visible(devices: tuple[int, ...]) -> dict[str, str]:
     return {NVIDIA: ",".join(map(str, devices))} if devices else {}
 
 
+def _peers(engine: EngineConfig) -> dict[str, str]:
+    """Whom it may take its first weights from; its launcher chooses."""
+    return {PEERS_VARIABLE: "{others}"} if engine.start_weights == "peer" else {}
+
+
 def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, devices: tuple[int, ...]) -> ProcessSpec:
     embedded = engine.kind == "embedded"
     return ProcessSpec(
         name=f"engine.{pool}.{index}",
         command=_embedded(topology, engine, index) if embedded else _sglang(topology, engine, index),
-        env={**(OURS | HIDDEN if embedded else FOREIGN), **engine.env, **_visible(devices)},
+        env={**(OURS | HIDDEN if embedded else FOREIGN), **engine.env, **_visible(devices), **_peers(engine)},
         port=PortRequest(),
         ready=WhenListening(),
         ready_timeout_s=engine.ready_timeout_s or READY_TIMEOUT_S[engine.kind],

@@ -13,7 +13,7 @@ from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
 from actors.hooks import check_hooks
 from actors.reward.graders.builtin import find_grader
 from actors.rollout.engines.external import Wanted
-from actors.rollout.engines.server_arguments import engine_problems
+from actors.rollout.engines.launching.server_arguments import engine_problems
 from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.sglang.limits import KEPT_OF_INPUT
 from actors.trainer.checkpoints import beginning_of

@@ -37,7 +37,9 @@ CONFINED = {  # an outside package, and the only places that may import it
     "megatron": ("actors.trainer", "actors.rollout.embedded"),
     "transformers": ("actors.trainer", "actors.rollout.embedded", "actors.buffer"),
     "nats": ("runtime.bus.nats",),
-    "sglang": ("actors.rollout.engines.launch",),  # runs in the interpreter that has it; else reached over HTTP
+    "sglang": (
+        "actors.rollout.engines.launching.launch",
+    ),  # runs in the interpreter that has it; else reached over HTTP
 }
 WORDS_OF_NATS = re.compile(  # of JetStream's API and of what it stores, in any text but a docstring
     r"\$(JS|KV|G)\b|\bNats-[A-Z]|\bKV_|^[+-](ACK|NAK|TERM|WPI|NXT)\b|\b(STREAM|CONSUMER|DIRECT)\.[A-Z]|\bjetstream\b"
@@ -327,7 +329,7 @@ EXPECTED = {
     "actors/reward/actor.py:2: actor reward may not import actor filter: they share messages",
     "actors/reward/actor.py:3: transformers is for actors.trainer and actors.rollout.embedded and actors.buffer",
     "actors/filter/actor.py:1: actor filter may not import actor reward: they share messages",
-    "actors/rollout/__init__.py:2: sglang is for actors.rollout.engines.launch",
+    "actors/rollout/__init__.py:2: sglang is for actors.rollout.engines.launching.launch",
     "actors/rollout/actor.py:1: torch is for actors.trainer and actors.rollout.embedded",
     "actors/buffer/prompts/source.py:2: actors may not import bin",
     "bin/start_topology.py:2: bin may not import tests",

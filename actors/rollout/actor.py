@@ -181,7 +181,13 @@ class RolloutActor(Actor):
             updater = Updater(client, rollout.on_weight_update, pauses, timeout_s=pool.update_timeout_s)
             loads, dtype = Loads(settle_timeout_s=pool.update_timeout_s), self._topology.model.dtype
             prover = Prover(
-                client, updater, loads, verify=pool.verify, trainer_dtype=dtype, weight_format=pool.weight_format
+                client,
+                updater,
+                loads,
+                verify=pool.verify,
+                trainer_dtype=dtype,
+                weight_format=pool.weight_format,
+                start_weights=pool.start_weights,
             )
             fleet = Fleet(client, prover, Notices(self._bus.name), update_groups=pool.update_groups)
             tools = self._tools(client, fleet)

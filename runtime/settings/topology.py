@@ -124,6 +124,7 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
 
 WeightTransport = Literal["disk", "collective", "ipc"]
 WeightFormat = Literal["as_trained", "bfloat16", "fp8"]  # fp8: matrices of layers in blocks of 128 x 128
+StartWeights = Literal["files", "peer"]
 Verify = Literal["always", "first", "never"]  # each load, an engine's first one, none: only its label is asked
 
 
@@ -145,6 +146,7 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     max_total_tokens: Positive | None = None  # key-value slots per engine; none: the engine decides
     weight_transport: WeightTransport = "disk"  # how new weights come; "ipc", by memory, to engines in turns alone
     weight_format: WeightFormat = "as_trained"  # in which engines get new weights; "fp8": SGLang's on GPUs
+    start_weights: StartWeights = "files"  # of a restarted one; "peer": a serving SGLang's, GPU to GPU
     local_copy: bool = False  # engines read weights from their node's own copy; of versions that are changes always
     update_groups: Positive = 1  # engines take new weights in so many groups, while the others serve; 1: all at once
     verify: Verify | None = None  # what engines must prove of new weights; none: always up to 4 GiB, then first

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 from actors.processes import process_specs
-from actors.rollout.engines.server_arguments import LAUNCH
+from actors.rollout.engines.launching.peer_weights import PEERS_VARIABLE
+from actors.rollout.engines.launching.server_arguments import LAUNCH
 from runtime.settings.load import load_topology
 from runtime.settings.processes import ProcessSpec
 
@@ -55,6 +56,12 @@ def test_arguments_of_the_sglang_table_are_passed_through() -> None:
     assert flag(engine, "--mem-fraction-static") == "0.7"
     assert "--disable-radix-cache" in engine.command
     assert "--enable-lora" not in engine.command
+
+
+def test_an_engine_that_may_take_its_first_weights_from_a_peer_is_told_of_those_that_are_ready() -> None:
+    pool = ("engines.policy.start_weights=peer", "engines.policy.verify=always")
+    assert specs("disaggregate-2x8gpu.toml", "n1", *pool)["engine.policy.0"].env[PEERS_VARIABLE] == "{others}"
+    assert PEERS_VARIABLE not in specs("disaggregate-2x8gpu.toml", "n1")["engine.policy.0"].env
 
 
 def test_engines_compute_in_the_format_of_their_weights() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from actors.processes import process_specs
-from actors.rollout.engines.server_arguments import engine_problems
+from actors.rollout.engines.launching.server_arguments import engine_problems
 from runtime.agent.supervision.ports import free_port
 from runtime.bus.addresses import ENGINE_KEY_VARIABLE
 from runtime.settings.load import load_topology

@@ -105,6 +105,7 @@ class ScriptedEngine:
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/update_weights_from_disk", self._update)
+        app.router.add_post("/update_weight_version", self._rename)
         app.router.add_post("/weights_checker", self._check)
         app.router.add_post("/flush_cache", self._flush)
         app.router.add_post("/release_memory_occupation", self._give_back)
@@ -287,6 +288,10 @@ class ScriptedEngine:
 
     async def _ready(self, request: web.Request) -> web.Response:
         return web.Response(status=503 if self.paused else 200)
+
+    async def _rename(self, request: web.Request) -> web.Response:
+        self.version = (await request.json())["new_version"]
+        return web.json_response({"success": True, "message": "", "new_version": self.version})
 
     async def _check(self, request: web.Request) -> web.Response:
         self.checks.append("paused" if self.paused else "running")

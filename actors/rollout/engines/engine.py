@@ -147,6 +147,7 @@ class Engine:
                     await self._take_turn()
                     await self._target.announced()  # or else the router would know it, and all wait for its first
                     with suppress(TurnLost):
+                        await self._adopt_first_weights()
                         await self._bring_current()
                         await self.registration.enter(unless=lambda: self.is_behind)
                     if not self.is_behind and self._target.allowed is Stage.EVERYTHING:
@@ -364,6 +365,16 @@ class Engine:
         if is_told(old, self.state):
             log.info("engine_state_changed", engine=self.name, old=old, new=self.state, reason=reason)
             self._notices.changed(self.name, old, self.state, reason, self.version)
+
+    async def _adopt_first_weights(self) -> None:
+        """Count weights that a peer gave it at its start, if it proves that they are the target."""
+        announced = self._target.weights
+        if announced is None or self.version > 0:
+            return
+        label = await self._prover.adopt(self.name, self.url, announced)
+        if label is not None:
+            self._label, self.pause_s, self.brought_at = label, 0.0, anyio.current_time()
+            self.version = announced.version
 
     async def _bring_current(self) -> None:
         """Give it the target weights, and again if others are the target by then."""

@@ -1,15 +1,18 @@
 """Rules of how weights reach engines."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 from urllib.parse import urlsplit
 
+from runtime.settings.gpus import parse_gpus
 from runtime.settings.placement import num_engines
 from runtime.settings.reading.config import Problem
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded, sglang_arguments
 
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 STAGES: Final = ("pp_size", "pipeline_parallel_size")  # SGLang's names of it
+NOT_FROM_PEERS: Final = ("load_format", "model_loader_extra_config", "quantization", "weight_cache_mode")
 REPLICAS: Final = ("dp_size", "data_parallel_size")  # SGLang's names of it
 
 
@@ -34,6 +37,8 @@ def transport_problems(topology: Topology) -> Iterator[Problem]:
         if engine.local_copy:
             yield from _in_copies(engine, key)
         yield from _rolling(engine, key)
+        if engine.start_weights == "peer":
+            yield from _from_peers(engine, key)
 
 
 def _as_changes(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Problem]:
@@ -76,6 +81,42 @@ def _rolling(engine: EngineConfig, key: str) -> Iterator[Problem]:
         return
     if groups > number:
         yield Problem.of(f"{key}.update_groups", groups, f"the pool has {number}; allowed: 1 to the number of engines")
+
+
+def _from_peers(engine: EngineConfig, key: str) -> Iterator[Problem]:
+    """SGLang sends parameters, GPU to GPU, from each TP rank to the same one of a server that was started alike."""
+
+    def refused(message: str) -> Problem:
+        return Problem.of(f"{key}.start_weights", "peer", f'{message}; allowed otherwise: "files"')
+
+    if engine.kind == "embedded" or engine.gpus is None or engine.urls:
+        yield refused("needs engines of SGLang on GPUs that the run starts")
+        return
+    if engine.colocate is not None:
+        yield refused(f"engines in the trainer's memory give their weights back: needs {key}.colocate left out")
+    if engine.num_processes > 1:
+        yield refused(f"each process of an engine would choose for itself: needs {key}.num_processes = 1")
+    if engine.weight_format == "fp8":
+        yield refused(f"SGLang sends no scales: needs {key}.weight_format other than fp8")
+    if engine.verify != "always":
+        yield refused(f'what a peer sent is compared with its checksum: needs {key}.verify = "always"')
+    if not _has_two_on_a_node(engine):
+        yield refused("an engine's peers are those of its node, and no node has two")
+    for name, spelled, value in sglang_arguments(engine):
+        if name in (*STAGES, *REPLICAS) and value != 1:
+            message = f'with {key}.start_weights = "peer": allowed: 1'
+            yield Problem.of(f"{key}.sglang.{spelled}", value, message)
+        elif name in NOT_FROM_PEERS or name.startswith(("remote_instance_weight_loader_", "speculative_")):
+            message = f'not with {key}.start_weights = "peer"; allowed: left out'
+            yield Problem.of(f"{key}.sglang.{spelled}", value, message)
+
+
+def _has_two_on_a_node(engine: EngineConfig) -> bool:
+    try:
+        gpus = Counter(gpu.node for gpu in parse_gpus(engine.gpus))
+    except ValueError:  # said of the GPUs
+        return True
+    return max(gpus.values(), default=0) >= 2 * engine.num_gpus_per_engine
 
 
 def _in_groups(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Problem]:

@@ -216,6 +216,16 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
             "engines.policy.urls",
             "no agent of the run is there to copy",
         ),
+        (
+            ("engines.policy.start_weights=peer",),
+            "engines.policy.start_weights",
+            'needs engines of SGLang on GPUs that the run starts; allowed otherwise: "files"',
+        ),
+        (
+            ("engines.policy.start_weights=peer", "engines.policy.kind=sglang", 'engines.policy.urls=["http://x"]'),
+            "engines.policy.start_weights",
+            "needs engines of SGLang on GPUs that the run starts",
+        ),
         (("trainer.full_export_interval=0",), "trainer.full_export_interval", ">= 1"),
         (("engines.policy.num_gpus_per_engine=2",), "engines.policy.num_gpus_per_engine", "gpus is not set"),
         (("engines.policy.gpus=local:0", "engines.policy.kind=sglang"), "engines.policy.gpus", "there is no GPU"),
@@ -316,6 +326,46 @@ def test_rules_of_the_laptop_topology(overrides: tuple[str, ...], key: str, mess
 def test_rules_of_the_disaggregated_topology(overrides: tuple[str, ...], key: str, message: str) -> None:
     found = problems(DISAGGREGATE, *overrides)
     assert message in found[key]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        ((), "start_weights", 'is compared with its checksum: needs engines.policy.verify = "always"'),
+        (
+            ("verify=always", "num_gpus_per_engine=8"),
+            "start_weights",
+            "an engine's peers are those of its node, and no",
+        ),
+        (("verify=always", "num_gpus_per_engine=4", "num_processes=2"), "start_weights", "num_processes = 1"),
+        (("verify=always", "weight_format=fp8"), "start_weights", "weight_format other than fp8"),
+        (("verify=always", "sglang.pp-size=2"), "sglang.pp-size", "allowed: 1"),
+        (("verify=always", "sglang.data_parallel_size=2"), "sglang.data_parallel_size", "allowed: 1"),
+        (("verify=always", "sglang.load_format=dummy"), "sglang.load_format", "allowed: left out"),
+        (("verify=always", "sglang.quantization=fp8"), "sglang.quantization", "allowed: left out"),
+        (("verify=always", "sglang.speculative-algorithm=EAGLE"), "sglang.speculative-algorithm", "allowed: left out"),
+        (
+            ("verify=always", "sglang.remote_instance_weight_loader_backend=nccl"),
+            "sglang.remote_instance_weight_loader_backend",
+            "allowed: left out",
+        ),
+    ],
+)
+def test_what_a_peer_cannot_give_an_engine_at_its_start_is_refused(
+    overrides: tuple[str, ...], key: str, message: str
+) -> None:
+    pool = tuple(f"engines.policy.{override}" for override in ("start_weights=peer", *overrides))
+    assert message in problems(DISAGGREGATE, *pool)[f"engines.policy.{key}"]
+
+
+def test_engines_that_give_their_weights_back_are_no_peers() -> None:
+    found = problems(COLOCATE, "engines.policy.start_weights=peer", "engines.policy.verify=always")
+    assert "needs engines.policy.colocate left out" in found["engines.policy.start_weights"]
+
+
+def test_engines_of_one_node_may_take_their_first_weights_from_each_other() -> None:
+    pool = ("engines.policy.start_weights=peer", "engines.policy.verify=always", "engines.policy.num_gpus_per_engine=4")
+    assert load_topology(DISAGGREGATE, pool).topology.engines["policy"].start_weights == "peer"
 
 
 def test_engines_over_several_nodes_need_whole_nodes() -> None:

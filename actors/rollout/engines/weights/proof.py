@@ -136,6 +136,11 @@ class KnownChecksums:
             return f"its checksum is {tensors[:12]}, as that of {before.engine} was from other files: it loaded nothing"
         return ""
 
+    def tensors(self, server: ServerInfo, files: str) -> str | None:
+        """What proven engines of a layout say of these files; none: nobody proved them."""
+        seen = self._seen.get(server.layout, {}).get(files)
+        return None if seen is None else seen.tensors
+
     def add(self, server: ServerInfo, engine: str, files: str, tensors: str) -> None:
         """Note what a proven engine has."""
         seen = self._seen.setdefault(server.layout, {})

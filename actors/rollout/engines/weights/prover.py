@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import structlog
 
@@ -22,12 +22,22 @@ from actors.rollout.engines.weights.session import Part, Place
 from actors.rollout.engines.weights.tensors import layout_of, tensors_mismatch
 from actors.rollout.engines.weights.updater import Expected, Updater
 from actors.rollout.sglang.client import SglangClient
-from messages import WeightsAnnounced
-from runtime.settings.topology import Verify, WeightFormat
+from messages import WeightProbe, WeightsAnnounced
+from runtime.settings.topology import StartWeights, Verify, WeightFormat
 
 log = structlog.get_logger()
 
+FROM_PEER: Final = "remote_instance"  # SGLang's load format
+UNTOLD: Final = "default"  # what SGLang calls weights until it is told
+
 Loaded = Callable[[], Awaitable[None]]
+
+
+class Sent(NamedTuple):
+    """Weights that an engine has proven."""
+
+    version: int
+    checksum: str  # of their files, or of what a session sent
 
 
 class Brought(NamedTuple):
@@ -57,14 +67,17 @@ class Prover:
         verify: Verify | None,
         trainer_dtype: str,
         weight_format: WeightFormat = "as_trained",
+        start_weights: StartWeights = "files",
     ) -> None:
         self.loads = loads
+        self._start_weights: StartWeights = start_weights
         self._client = client
         self._updater = updater
         self._verify: Verify | None = verify
         self._trainer_dtype = trainer_dtype
         self._weight_format: WeightFormat = weight_format
         self._known = KnownChecksums()
+        self._newest = Sent(0, "")
 
     async def bring(
         self,
@@ -104,6 +117,43 @@ class Prover:
         finally:
             self.loads.refuse(label)
         return Brought(label, pause_s)
+
+    async def adopt(self, engine: str, url: str, announced: WeightsAnnounced) -> str | None:
+        """Prove the weights that a peer gave an engine at its start; none: they are not the announced ones.
+
+        The engine generates nothing yet. Its peer may have taken newer weights while it sent, so that they may be a
+        mixture. What is not proven here, the engine is brought by the usual way.
+
+        Returns:
+            The label under which the engine holds them.
+
+        Raises:
+            EngineError: it does not answer.
+        """
+        if self._start_weights != "peer" or announced.version != self._newest.version:
+            return None
+        info = await self._client.server_info(url)
+        if info.get("load_format") != FROM_PEER or await self._client.weight_version(url) != UNTOLD:
+            return None
+        server = server_of(info)
+        tensors = (await self._client.checksums(url)).per_engine_checksum
+        if not tensors or tensors != self._known.tensors(server, self._newest.checksum):
+            log.info("first_weights_not_proven", engine=engine, weight_version=announced.version)
+            return None
+        label = self.loads.begin(engine, announced.version)
+        try:
+            await self._client.update_version(url, label)
+            await self._check_label(engine, url, label)
+            if announced.probe is not None:
+                await self._check_probe(engine, url, announced.probe, server)
+            self.loads.prove(label)
+        except WeightsMismatch as error:
+            log.warning("first_weights_refused", engine=engine, reason=str(error))
+            return None
+        finally:
+            self.loads.refuse(label)
+        log.info("first_weights_proven", engine=engine, weight_version=announced.version)
+        return label
 
     def is_paused(self, url: str) -> bool:
         """Whether we paused an engine, or our predecessor did, and it could not be told to go on."""
@@ -162,16 +212,20 @@ class Prover:
         await loaded()
         begin = time.perf_counter()
         if announced.probe is not None:
-            log_probs = await self._client.prompt_log_probs(url, announced.probe.token_ids)
-            tolerance = tolerance_of(server, self._trainer_dtype, self._weight_format)
-            self._refuse_if(engine, probe_mismatch(announced.probe, log_probs, tolerance=tolerance))
+            await self._check_probe(engine, url, announced.probe, server)
         self._refuse_if(engine, self._checksum_mismatch(server, sent, tensors))  # others may have proven theirs
         assert tensors is not None
         self._known.add(server, engine, sent, tensors)
+        self._newest = Sent(announced.version, sent)
         took_s += time.perf_counter() - begin
         version = announced.version
         log.info("weights_proven", engine=engine, weight_version=version, by_tensor=by_tensor, took_s=took_s)
         return pause_s
+
+    async def _check_probe(self, engine: str, url: str, probe: WeightProbe, server: ServerInfo) -> None:
+        log_probs = await self._client.prompt_log_probs(url, probe.token_ids)
+        tolerance = tolerance_of(server, self._trainer_dtype, self._weight_format)
+        self._refuse_if(engine, probe_mismatch(probe, log_probs, tolerance=tolerance))
 
     async def _check_label(self, engine: str, url: str, label: str) -> None:
         self._refuse_if(engine, label_mismatch(label, await self._client.weight_version(url)))

@@ -47,6 +47,9 @@ class OnlyFirst:
             raise WeightsMismatch("it loaded nothing")
         return Brought("1@lazy", 0.0)
 
+    async def adopt(self, engine: str, url: str, announced: WeightsAnnounced) -> None:
+        """It takes no weights for proven that it was started with."""
+
     def is_paused(self, url: str) -> bool:
         return False
 

@@ -3,6 +3,8 @@
     python launch.py sglang.launch_server ARGUMENTS...   become the server
     python launch.py describe                            say as JSON which arguments the server has
 
+A server that is told of its peers takes its first weights from one of them (peer_weights.py).
+
 Needs nothing but the standard library: it runs in the interpreter that has SGLang.
 """
 
@@ -12,6 +14,9 @@ import os
 import runpy
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # until `main`: an interpreter may look there for nothing
+from peer_weights import PEERS_VARIABLE, first_weights
 
 KEY_VARIABLE = "PHYSARUM_ENGINE_KEY"
 DESCRIBE = "describe"
@@ -34,9 +39,12 @@ def main() -> None:
     if module == DESCRIBE:
         sys.stdout.write("\n" + json.dumps(described(server_parser())) + "\n")
         return
+    key, peers = os.environ.pop(KEY_VARIABLE, ""), os.environ.pop(PEERS_VARIABLE, "")
     if module == SERVER:
-        arguments = fitted(arguments, server_parser())
-    key = os.environ.pop(KEY_VARIABLE, "")
+        parser = server_parser()
+        arguments = fitted(arguments, parser)
+        if peers:
+            arguments += first_weights(peers.split(","), key, parser.parse_known_args(arguments)[0].tp_size)
     with_key = [argument.format(key=key) for argument in KEY_ARGUMENTS[module]] if key else []
     sys.argv = [module, *arguments, *with_key]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -10,13 +10,13 @@ import pytest
 
 from actors.preflight import preflight
 from actors.processes import process_specs
-from actors.rollout.engines.server_arguments import engine_problems
+from actors.rollout.engines.launching.server_arguments import engine_problems
 from bin.start_topology import main
 from runtime.settings.load import load_topology
 from runtime.settings.topology import EngineConfig
 from tests.support.fake_sglang import times_imported, write_fake_sglang
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[5]
 LAPTOP = ROOT / "topologies" / "laptop.toml"
 
 TYPED: dict[str, Any] = {
