@@ -185,16 +185,20 @@ class Updater:
     @asynccontextmanager
     async def _paused(self, url: str, mode: str) -> AsyncGenerator[None]:
         await self._pauses.begin(url)  # told or not: its answer may be lost
+        tries = CONTINUE_TRIES
         try:
             await self._client.pause(url, mode)
             yield
+        except EngineSilent:
+            tries = 1  # it is looked at next, and killed when it makes no token; others wait for it meanwhile
+            raise
         finally:
-            with anyio.move_on_after(CONTINUE_TRIES * ADMIN_TIMEOUT_S, shield=True):
-                await self._proceed_surely(url)
+            with anyio.move_on_after(tries * ADMIN_TIMEOUT_S, shield=True):
+                await self._proceed_surely(url, tries)
 
-    async def _proceed_surely(self, url: str) -> None:
+    async def _proceed_surely(self, url: str, tries: int) -> None:
         """End a pause. An engine that cannot be told is told before it is admitted again."""
-        for _ in range(CONTINUE_TRIES):
+        for _ in range(tries):
             try:
                 await self.proceed(url)
             except EngineError as error:

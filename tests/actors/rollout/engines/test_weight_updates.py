@@ -3,6 +3,8 @@
 import anyio
 import pytest
 
+from actors.rollout.engines.weights.updater import CONTINUE_TRIES, Updater
+from actors.rollout.sglang.errors import EngineError, EngineSilent, RequestRefused
 from messages import (
     EngineState,
     EngineStateChanged,
@@ -170,3 +172,31 @@ async def test_an_actor_that_ends_in_the_middle_of_an_update_lets_its_engine_go_
             await eventually(lambda: engine.calls == ["in_place", "update"])
         await eventually(lambda: not engine.paused)
     assert engine.calls == ["in_place", "update", "continue"]
+
+
+class Deaf:
+    """An engine that is paused and does not load, for a reason, and cannot be told to go on."""
+
+    def __init__(self, error: EngineError) -> None:
+        self.error = error
+        self.num_told = 0
+
+    async def pause(self, _url: str, _mode: str) -> None:
+        """It does."""
+
+    async def update_weights(self, *_: object, **__: object) -> None:
+        raise self.error
+
+    async def proceed(self, _url: str) -> None:
+        self.num_told += 1
+        raise EngineSilent("no answer")
+
+
+@pytest.mark.parametrize(("error", "times"), [(EngineSilent("no answer"), 1), (RequestRefused("no"), CONTINUE_TRIES)])
+async def test_an_engine_that_gave_no_answer_to_an_update_is_told_once_to_go_on(error: EngineError, times: int) -> None:
+    """Whoever looks at it next tells it again, or has it killed; each time may take 10 s."""
+    client = Deaf(error)
+    updater = Updater(client, "in_place")
+    with pytest.raises(type(error)):
+        await updater.update("http://e", announcement(1), "1@e")
+    assert (client.num_told, updater.is_paused("http://e")) == (times, True)
