@@ -1,7 +1,7 @@
 """One engine behind its address: what it is asked and told, by the state that it is in (states.py)."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, nullcontext, suppress
 
 import anyio
 import structlog
@@ -16,6 +16,7 @@ from actors.rollout.engines.states import Happening, is_asked, is_told, may_cont
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.turns.stages import Stage
 from actors.rollout.engines.turns.tenure import Tenure, TurnLost
+from actors.rollout.engines.turns.turn import Turn
 from actors.rollout.engines.weights.copies import AtHand, as_announced
 from actors.rollout.engines.weights.proof import WeightsMismatch
 from actors.rollout.engines.weights.prover import Prover
@@ -75,6 +76,9 @@ class Engine:
         self.pid = pid
         self.registration = Registration(url, workers, target, lambda: self.is_asked)
         self.tenure = tenure or Tenure(client, name, url)
+        self._turn = Turn(
+            url, self.tenure, target, state=lambda: self.state, happened=self._happened, emptied=self._note_emptied
+        )
         self.answers = False  # since it was last down
         self._is_loaded = False  # with the target weights, though they may be unproven yet
         self._at_hand = at_hand
@@ -142,9 +146,9 @@ class Engine:
             self.version = 0  # it may have begun anew
             try:
                 await self._check_server()
-                await self._inherit_turn()
+                await self._turn.inherit()
                 while not self.is_asked:
-                    await self._take_turn()
+                    await self._turn.take()
                     await self._target.announced()  # or else the router would know it, and all wait for its first
                     with suppress(TurnLost):
                         await self._adopt_first_weights()
@@ -164,10 +168,10 @@ class Engine:
     async def keep_current(self) -> None:
         """Give it newer weights whenever such are the target, until it is no longer asked."""
         while self.is_asked:
-            await self._target.until(lambda: not self.is_asked or self.is_behind or self._gives_back)
+            await self._target.until(lambda: not self.is_asked or self.is_behind or self._turn.is_over)
             if not self.is_asked:
                 return
-            if self._gives_back:
+            if self._turn.is_over:
                 await self._give_back_or_leave()
                 return
             try:
@@ -226,43 +230,9 @@ class Engine:
         self._happened(happening, reason)
         await self.registration.leave_unless_asked()
 
-    @property
-    def _gives_back(self) -> bool:
-        return self._target.allowed is Stage.NOTHING and self.tenure.room is not Stage.NOTHING
-
-    async def _inherit_turn(self) -> None:
-        """Learn what it gave back before it was lost, or to an earlier rollout actor."""
-        await self.tenure.inherit()
-        if not self.tenure.is_sure:
-            self._happened(Happening.STALLED, "nobody knows what memory it has: who told it had no answer")
-            raise EngineUnavailable(f"{self.url}: {self.reason}")
-        if self.tenure.room is Stage.NOTHING and self.state is EngineState.STARTING:
-            self._happened(Happening.RELEASED, "its memory is the trainer's")
-        await self._target.notify()
-
-    async def _take_turn(self) -> None:
-        """Give memory back while it is the trainer's; take room for weights as soon as they may be loaded."""
-        while self._target.allowed < Stage.LOADED or self.tenure.room is Stage.NOTHING:
-            allowed = self._target.allowed
-            if self._gives_back:
-                await self._give_back()
-            elif allowed is not Stage.NOTHING and self.tenure.room is Stage.NOTHING:
-                await self._moved(self.tenure.take_weights)
-                self._happened(Happening.RESUMED, "it has room for weights")
-                await self._target.notify()
-            else:
-                await self._target.until(lambda seen=allowed: self._target.allowed is not seen)
-
-    async def _give_back(self) -> None:
-        """Have it give back all memory that it shares with the trainer."""
-        await self._moved(self.tenure.give_back)
-        self.version, self._is_loaded = 0, False
-        self._happened(Happening.RELEASED, "its memory is the trainer's")
-        await self._target.notify()
-
     async def _give_back_or_leave(self) -> None:
         try:
-            await self._give_back()
+            await self._turn.give_back()
         except EngineError:  # which its state tells
             await self.registration.leave_unless_asked()
 
@@ -274,28 +244,11 @@ class Engine:
         """
         self._is_loaded = True
         await self._target.notify()
-        if self.state is EngineState.UPDATING:
-            return  # it has everything
-        await self._target.until(lambda: self._target.is_settled)
-        if self._target.allowed is Stage.NOTHING:
-            raise TurnLost
-        await self._moved(self.tenure.take_rest)
+        if self.state is not EngineState.UPDATING:  # else it has everything
+            await self._turn.take_rest()
 
-    async def _moved(self, move: Callable[[], Awaitable[None]]) -> None:
-        """Have it give back or take memory. If nobody knows whether it did, it is to be killed.
-
-        Raises:
-            EngineError: it did not, or was lost meanwhile, as those find whose requests it had.
-        """
-        try:
-            await move()
-        except EngineError as error:
-            if self.state not in (EngineState.GONE, EngineState.SUSPECT):
-                known = self.tenure.is_sure
-                self._happened(Happening.LOST if known else Happening.STALLED, f"its memory was not moved: {error}")
-            raise
-        if self.state in (EngineState.GONE, EngineState.SUSPECT):
-            raise EngineUnavailable(f"{self.url}: lost while its memory was moved")
+    def _note_emptied(self) -> None:
+        self.version, self._is_loaded = 0, False
 
     async def _continued(self) -> bool:
         """Whether it is ready after we ended a pause that we may end."""
@@ -384,7 +337,7 @@ class Engine:
             assert announced is not None
             if self._target.is_in_files:
                 announced = await self._at_hand(announced, announced.version == self._failed_version)
-            async with self._turn():
+            async with self._group_turn():
                 if self.state not in (state, EngineState.UPDATING):
                     return  # lost meanwhile
                 async with self._taking_part(announced) as part:
@@ -395,9 +348,9 @@ class Engine:
         if self.state is EngineState.CURRENT:
             self._happened(Happening.UPDATE_BEGAN, "")
         self._is_loaded = False
-        first = self.version == 0
+        first, others_serve = self.version == 0, self._rolling.is_on and self.is_asked
         try:
-            async with self._others_serve():
+            async with self.registration.apart() if others_serve else nullcontext():
                 brought = await self._prover.bring(
                     self.name, self.url, announced, first=first, loaded=self._take_rest, part=part
                 )
@@ -410,7 +363,7 @@ class Engine:
         self.version = announced.version  # once requests may go there again: then all are said to serve it
 
     @asynccontextmanager
-    async def _turn(self) -> AsyncGenerator[None]:
+    async def _group_turn(self) -> AsyncGenerator[None]:
         """Where engines are updated in groups, and read the weights by themselves: its group's turn, or its loss."""
         if not (self._rolling.is_on and self.is_asked and self._target.is_in_files):
             yield
@@ -423,20 +376,6 @@ class Engine:
             self._rolling.leave(self.name)
             with anyio.CancelScope(shield=True):
                 await self._target.notify()
-
-    @asynccontextmanager
-    async def _others_serve(self) -> AsyncGenerator[None]:
-        """Where engines are updated in groups, the router sends nothing to one that is being updated."""
-        if not (self._rolling.is_on and self.is_asked):
-            yield
-            return
-        await self.registration.set_apart()
-        try:
-            yield
-        except BaseException:  # whoever handles it says whether the router is to know it
-            self.registration.give_up_apart()
-            raise
-        await self.registration.join()
 
     @asynccontextmanager
     async def _taking_part(self, announced: WeightsAnnounced) -> AsyncGenerator[Part | None]:
@@ -460,9 +399,9 @@ class Engine:
                 bool(part.session)
                 or self.state is not state
                 or self._target.version != part.version
-                or self._gives_back
+                or self._turn.is_over
             )
         )
-        if self._gives_back:
+        if self._turn.is_over:
             raise TurnLost
         return bool(part.session)

@@ -1,6 +1,7 @@
 """An engine's place at the router, which sends requests to the engines that it knows."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Final
 
 import anyio
@@ -56,12 +57,19 @@ class Registration:
                     await wait_until(self._entered_or_lost)
                     if not self._is_asked():  # who found that left it to us to take it out again
                         await self.leave()
-        self.give_up_apart()
+        self._num_apart -= 1
         await self._target.notify()
 
-    def give_up_apart(self) -> None:
-        """End one reason for being apart without entering: whoever calls says whether the router is to know it."""
-        self._num_apart -= 1
+    @asynccontextmanager
+    async def apart(self) -> AsyncGenerator[None]:
+        """In the block the router sends nothing there. After its failure neither: whoever handles that goes on."""
+        await self.set_apart()
+        try:
+            yield
+        except BaseException:
+            self._num_apart -= 1
+            raise
+        await self.join()
 
     async def enter(self, unless: Callable[[], bool]) -> None:
         """Wait until the router knows it, or `unless` holds; called with `moving` taken.

@@ -1,0 +1,113 @@
+"""When one engine gives memory back to the trainer and takes it again, and what that makes of its state."""
+
+from collections.abc import Awaitable, Callable
+
+from actors.rollout.engines.states import Happening
+from actors.rollout.engines.target import FleetTarget
+from actors.rollout.engines.turns.stages import Stage
+from actors.rollout.engines.turns.tenure import Tenure, TurnLost
+from actors.rollout.sglang.errors import EngineError, EngineUnavailable
+from messages import EngineState
+
+LOST = (EngineState.GONE, EngineState.SUSPECT)
+
+
+class Turn:
+    """Has an engine have what the fleet's target allows it.
+
+    Args:
+        url: of the engine.
+        tenure: its memory.
+        target: says what it may have, and tells who waits of changes.
+        state: of the engine.
+        happened: is told what happens to it, and why.
+        emptied: is told when its weights are gone.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        tenure: Tenure,
+        target: FleetTarget,
+        *,
+        state: Callable[[], EngineState],
+        happened: Callable[[Happening, str], None],
+        emptied: Callable[[], None],
+    ) -> None:
+        self._url = url
+        self._tenure = tenure
+        self._target = target
+        self._state = state
+        self._happened = happened
+        self._emptied = emptied
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the engine has to give back what it has."""
+        return self._target.allowed is Stage.NOTHING and self._tenure.room is not Stage.NOTHING
+
+    async def inherit(self) -> None:
+        """Learn what it gave back before it was lost, or to an earlier rollout actor.
+
+        Raises:
+            EngineUnavailable: nobody knows.
+        """
+        await self._tenure.inherit()
+        if not self._tenure.is_sure:
+            reason = "nobody knows what memory it has: who told it had no answer"
+            self._happened(Happening.STALLED, reason)
+            raise EngineUnavailable(f"{self._url}: {reason}")
+        if self._tenure.room is Stage.NOTHING and self._state() is EngineState.STARTING:
+            self._happened(Happening.RELEASED, "its memory is the trainer's")
+        await self._target.notify()
+
+    async def take(self) -> None:
+        """Give memory back while it is the trainer's; take room for weights as soon as they may be loaded."""
+        while self._target.allowed < Stage.LOADED or self._tenure.room is Stage.NOTHING:
+            allowed = self._target.allowed
+            if self.is_over:
+                await self.give_back()
+            elif allowed is not Stage.NOTHING and self._tenure.room is Stage.NOTHING:
+                await self._moved(self._tenure.take_weights)
+                self._happened(Happening.RESUMED, "it has room for weights")
+                await self._target.notify()
+            else:
+                await self._target.until(lambda seen=allowed: self._target.allowed is not seen)
+
+    async def give_back(self) -> None:
+        """Have it give back all memory that it shares with the trainer.
+
+        Raises:
+            EngineError: it did not.
+        """
+        await self._moved(self._tenure.give_back)
+        self._emptied()
+        self._happened(Happening.RELEASED, "its memory is the trainer's")
+        await self._target.notify()
+
+    async def take_rest(self) -> None:
+        """Wait until it may have all memory, and take it.
+
+        Raises:
+            TurnLost: it may not even have what it has.
+        """
+        await self._target.until(lambda: self._target.is_settled)
+        if self._target.allowed is Stage.NOTHING:
+            raise TurnLost
+        await self._moved(self._tenure.take_rest)
+
+    async def _moved(self, move: Callable[[], Awaitable[None]]) -> None:
+        """Have it give back or take memory. If nobody knows whether it did, it is to be killed.
+
+        Raises:
+            EngineError: it did not, or was lost meanwhile, as those find whose requests it had.
+        """
+        try:
+            await move()
+        except EngineError as error:
+            if self._state() not in LOST:
+                known = self._tenure.is_sure
+                self._happened(Happening.LOST if known else Happening.STALLED, f"its memory was not moved: {error}")
+            raise
+        if self._state() in LOST:
+            raise EngineUnavailable(f"{self._url}: lost while its memory was moved")
