@@ -54,7 +54,7 @@ MOMENTS: dict[str, Moment] = {
 @pytest.mark.parametrize("max_staleness", [0, 2])
 async def test_the_trainer_is_killed_at_each_moment_of_a_step(tmp_path: Path, max_staleness: int) -> None:
     settings = (f"rollout.max_staleness={max_staleness}", f"train.save_interval={SAVE_INTERVAL}")
-    num_steps = EVERY_STEPS * (len(MOMENTS) + 1)
+    num_steps = EVERY_STEPS * (len(MOMENTS) + 6)  # what is seen may be steps behind
     run = Run(tmp_path, num_steps=num_steps, overrides=settings)
     async with run.started() as command:
         for number, moment in enumerate(MOMENTS.values(), start=1):
