@@ -111,7 +111,7 @@ async def check_a_run(
     assert books.issued == books.trained
 
 
-@pytest.mark.sglang
+@pytest.mark.sglang_all
 async def test_a_scheduler_and_a_rollout_actor_in_its_update_are_killed(tmp_path: Path) -> None:
     await check_a_run(tmp_path, ("scheduler", "rollout"), "two kills", num_steps=6)
 
