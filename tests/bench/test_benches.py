@@ -34,7 +34,10 @@ TINY = {
     "transports": "--small --runs 1",
     "weights": "--small --runs 1",
 }
-MARKS = {"sglang": (pytest.mark.sglang_all, pytest.mark.timeout(900))}  # it has a server to start
+MARKS = {
+    "handover": (pytest.mark.weights_all,),  # whole runs
+    "sglang": (pytest.mark.sglang_all, pytest.mark.timeout(900)),  # it has a server to start
+}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
