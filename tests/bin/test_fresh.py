@@ -50,6 +50,7 @@ def killed_at(moment: str, run_dir: Path, *more: str) -> int:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=30, check=False).returncode
 
 
+@pytest.mark.slow
 def test_fresh_counts_from_the_first_step_again(nats_server: NatsServer, tmp_path: Path) -> None:
     run_dir, on_bus = tmp_path / "fresh", ("--set", f"bus.url={nats_server.url}")
     with started(run_dir, ["3"], more=on_bus) as command:
@@ -82,6 +83,7 @@ def test_killed_while_it_discards_it_goes_on_when_given_again_and_no_other_start
     assert not (run_dir / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_streams_without_their_directory_are_refused_until_they_are_discarded_by_name(
     nats_server: NatsServer, tmp_path: Path
 ) -> None:
@@ -112,6 +114,7 @@ def test_a_refused_start_leaves_what_the_run_was_started_with(nats_server: NatsS
     assert (run_dir / "topology.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_fresh_is_refused_while_an_agent_of_the_run_is_alive_elsewhere(nats_server: NatsServer, tmp_path: Path) -> None:
     on_bus = ("--set", f"bus.url={nats_server.url}")
     with started(tmp_path / "one" / "alive", ["1", "--then", "sleep"], more=on_bus) as first:

@@ -65,6 +65,7 @@ async def next_start(impatient: Bus, directory: Path) -> int:
     return started
 
 
+@pytest.mark.slow
 async def test_a_full_log_is_trimmed_below_its_snapshot_before_anything_is_added(
     bus: Bus, impatient: Bus, tmp_path: Path
 ) -> None:
@@ -78,6 +79,7 @@ async def test_a_full_log_is_trimmed_below_its_snapshot_before_anything_is_added
     assert (await bus.state(Plane.EVENT)).max_bytes == LOG_BYTES
 
 
+@pytest.mark.slow
 async def test_a_full_log_without_a_snapshot_is_widened_a_little_and_once(
     bus: Bus, impatient: Bus, tmp_path: Path
 ) -> None:
