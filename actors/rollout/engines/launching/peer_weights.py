@@ -145,7 +145,7 @@ class Relay(ThreadingHTTPServer):
 
     def pass_on(self, path: str, body: bytes) -> int:
         """Have the seed do something; the status of its answer."""
-        if path not in self._expected or json.loads(body).get("ports") != self._ports:
+        if path not in self._expected or _ports_in(body) != self._ports:
             return 404
         self._expected.discard(path)
         try:
@@ -160,10 +160,23 @@ class Relay(ThreadingHTTPServer):
         return 200
 
 
+def _ports_in(body: bytes) -> str | None:
+    """The ports that a call names; none: it is not one of a server's."""
+    try:
+        said = json.loads(body)
+    except ValueError:
+        return None
+    ports = cast(dict[str, object], said).get("ports") if isinstance(said, dict) else None
+    return ports if isinstance(ports, str) else None
+
+
 class _Handler(BaseHTTPRequestHandler):
+    timeout = ASK_S  # for a caller to say what it wants
+
     def do_POST(self) -> None:
         relay = cast(Relay, self.server)
-        size = min(int(self.headers.get("Content-Length", 0)), MAX_BODY_BYTES)
+        length = self.headers.get("Content-Length", "")
+        size = min(int(length), MAX_BODY_BYTES) if length.isascii() and length.isdecimal() else 0
         status = relay.pass_on(self.path, self.rfile.read(size))
         self.send_response(status)
         self.send_header("Content-Length", "0")

@@ -3,7 +3,9 @@
 The seed is a stand-in that shows what we send; what SGLang's own server asks of it, tests/sglang/test_peer_weights.py.
 """
 
+import http.client
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -101,6 +103,21 @@ def test_other_calls_do_not_pass(seed: Seed) -> None:
         assert post(relay.server_port, GROUP, CALL) == 200
         assert post(relay.server_port, GROUP, CALL) == 404
     assert seed.posts == [GROUP]
+    assert ended.reasons == []
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'{"ports": 3}', b"\xff", b""])
+def test_bytes_that_are_no_call_do_not_pass_and_the_next_call_does(seed: Seed, body: bytes) -> None:
+    ended = Ended()
+    with served(Relay(seed.address, KEY, PORTS, ended)) as relay:
+        connection = http.client.HTTPConnection("127.0.0.1", relay.server_port, timeout=10)
+        connection.request("POST", GROUP, body)
+        assert connection.getresponse().status == 404
+        connection.close()
+        with socket.create_connection(("127.0.0.1", relay.server_port), timeout=10) as raw:
+            raw.sendall(f"POST {GROUP} HTTP/1.1\r\nContent-Length: -1\r\n\r\n".encode())
+            assert b" 404 " in raw.recv(100)
+        assert post(relay.server_port, GROUP, CALL) == 200
     assert ended.reasons == []
 
 
