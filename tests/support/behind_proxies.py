@@ -1,0 +1,173 @@
+"""A rollout actor's generator on engines behind proxies that spoil answers, and what may be believed of what comes."""
+
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import anyio
+
+from actors.rollout.engines.fleet import Fleet
+from actors.rollout.engines.weights.loads import Loads
+from actors.rollout.engines.weights.prover import Prover
+from actors.rollout.engines.weights.updater import Updater
+from actors.rollout.requests.request import Generated, GenerateRequest
+from actors.rollout.requests.sending import Generator
+from actors.rollout.requests.served_model import ServedModel
+from actors.rollout.requests.watching import Patience, Watchdog
+from actors.rollout.sglang.answers import Answer
+from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.errors import RequestRefused
+from messages import SamplingParams
+from tests.support.rollout import announcement
+from tests.support.spoiling_proxy import Case, Proxy, spoiling
+
+LONG: Final = 260  # tokens: as few as are streamed
+SHORT: Final = 12
+PATIENCE: Final = Patience(first_s=2.0, next_s=2.0)
+START_S: Final = 60.0
+
+Choose = Callable[[dict[str, Any]], Case | None]
+
+
+@dataclass
+class Behind:
+    """What a test holds."""
+
+    generator: Generator
+    fleet: Fleet
+    proxies: list[Proxy]
+
+    def truths(self, rid: str) -> list[dict[tuple[int, ...], tuple[float, ...]]]:
+        """What engines answered to the tries of a request in truth: log-probs by tokens, of each member of a batch."""
+        found: list[dict[tuple[int, ...], tuple[float, ...]]] = []
+        for proxy in self.proxies:
+            for name, truth in proxy.truths.items():
+                if name.rpartition("-")[0] != rid:
+                    continue
+                members = [[part] for part in truth.parts] if truth.batch else [truth.parts]
+                found += [joined(parts) for parts in members]
+        return found
+
+
+def joined(parts: Sequence[dict[str, Any]]) -> dict[tuple[int, ...], tuple[float, ...]]:
+    """The tokens of an answer, and all beginnings of them that chunks end at, with their log-probs."""
+    ids: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    beginnings = {ids: log_probs}
+    for part in parts:
+        if part["output_ids"]:
+            triples = part["meta_info"]["output_token_logprobs"]
+            whole = len(part["output_ids"]) == part["meta_info"]["completion_tokens"]
+            ids = tuple(part["output_ids"]) if whole else (*ids, *part["output_ids"])
+            new = tuple(triple[0] for triple in triples)
+            log_probs = new if len(new) == len(ids) else (*log_probs, *new)
+        beginnings[ids] = log_probs
+    return beginnings
+
+
+def request(rid: str, max_new_tokens: int, *, members: int = 1, seed: int = 1) -> GenerateRequest:
+    """A request of one sample or of several."""
+    return GenerateRequest(
+        rid=rid,
+        input_ids=[[3, 4, 5 + index % 50] for index in range(members)],
+        params=SamplingParams(max_new_tokens=max_new_tokens),
+        max_new_tokens=max_new_tokens,
+        min_version=1,
+        round=0,
+        seeds=[seed + index for index in range(members)],
+    )
+
+
+def problem_of(answers: Sequence[Answer], behind: Behind, rid: str, *, max_new_tokens: int, whole: bool) -> str:
+    """What is wrong with what came of a request; empty: every token and log-prob is as an engine sampled it."""
+    truths = behind.truths(rid)
+    for answer in answers:
+        ids = tuple(answer.output_ids)
+        said = [(log_prob, token) for log_prob, token, _ in answer.meta_info.output_token_logprobs]
+        if tuple(token for _, token in said) != ids:
+            return f"{len(ids)} tokens with log-probs of {len(said)} others"
+        if not all(isinstance(each, float) and math.isfinite(each) for each, _ in said):
+            return "a log-prob is no number"
+        if not any(truth.get(ids) == tuple(log_prob for log_prob, _ in said) for truth in truths):
+            return f"{len(ids)} tokens that no engine sampled"
+        if whole and len(ids) != max_new_tokens:
+            return f"{len(ids)} of {max_new_tokens} tokens"
+    return ""
+
+
+async def outcome(behind: Behind, asked: GenerateRequest, *, streamed: bool, limit_s: float) -> str:
+    """What becomes of a request: "good", "refused: ..." or what is wrong. A stream that was cut short goes on."""
+    started = time.monotonic()
+    try:
+        with anyio.fail_after(limit_s):
+            generated: Generated | None = await behind.generator.generate(asked, (lambda _: None) if streamed else None)
+    except TimeoutError:
+        return f"nothing within {time.monotonic() - started:.0f} s"
+    except RequestRefused as error:
+        return f"refused: {error}"
+    except Exception as error:  # noqa: BLE001 - a row of the table is not to hide the others
+        return f"raised {error!r}"
+    if generated is None:
+        return "halted"
+    if len(generated.answers) != len(asked.input_ids):
+        return f"{len(generated.answers)} answers"
+    aborted = [answer for answer in generated.answers if (answer.meta_info.finish_reason or {}).get("type") == "abort"]
+    if aborted and not generated.cut_short:
+        return "an abort that nobody asked for is its answer"
+    limit = asked.max_new_tokens
+    wrong = problem_of(generated.answers, behind, asked.rid, max_new_tokens=limit, whole=not generated.cut_short)
+    return wrong or "good"
+
+
+@asynccontextmanager
+async def behind_proxies(
+    engines: Sequence[str],
+    router: str,
+    model: Path,
+    chooses: Sequence[Choose],
+    *,
+    ours: bool = False,
+    limits: Patience = PATIENCE,
+) -> AsyncGenerator[Behind]:
+    """A generator over engines that run, each behind a proxy of its own.
+
+    Args:
+        engines: their URLs.
+        router: URL of one that knows none of them.
+        model: that they serve, with its weights.
+        chooses: which answers each proxy spoils.
+        ours: the run started the engines.
+        limits: of the watchdog.
+    """
+    async with AsyncExitStack() as stack:
+        proxies = [
+            await stack.enter_async_context(spoiling(url, choose)) for url, choose in zip(engines, chooses, strict=True)
+        ]
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+        client = SglangClient(session, update_timeout_s=START_S)
+        prover = Prover(client, Updater(client, "drain"), Loads(), verify="never", trainer_dtype="float32")
+        fleet = Fleet(client, prover)
+        generator = Generator(client, fleet, ServedModel.read(model))
+        async with anyio.create_task_group() as group:
+            for index, proxy in enumerate(proxies):
+                group.start_soon(run_engine, fleet, f"engine.policy.{index}", proxy.url, ours)
+            group.start_soon(fleet.run_router, router)
+            group.start_soon(generator.running.run)
+            group.start_soon(Watchdog(fleet, generator.running, limits).run)
+            await fleet.set_target(announcement(1, path=str(model)))
+            with anyio.fail_after(START_S):
+                await fleet.next_version(0)
+                await fleet.until(lambda: fleet.num_admitted() == len(proxies))
+            try:
+                yield Behind(generator, fleet, proxies)
+            finally:
+                group.cancel_scope.cancel()
+
+
+async def run_engine(fleet: Fleet, name: str, url: str, ours: bool) -> None:
+    await fleet.run_engine(name, url, ours=ours)

@@ -1,0 +1,174 @@
+"""A proxy between a rollout actor and an engine: hands everything on, and spoils the answers to some /generate calls.
+
+Which answer is spoiled, and how, is said by a function of the request's body. What the engine answered in truth is
+kept, so that a test can compare what was believed with it. The ways of spoiling are in odd_answers.py.
+"""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import aiohttp
+from aiohttp import web
+
+DONE: Final = b"data: [DONE]\n\n"
+JSON: Final = "application/json"
+SSE: Final = "text/event-stream"
+
+
+class Truth(NamedTuple):
+    """What an engine answered: a streamed request's chunks, a batch's members, or one answer."""
+
+    parts: list[dict[str, Any]]
+    streamed: bool
+    batch: bool
+
+    def encoded(self, parts: Sequence[dict[str, Any]] | None = None) -> list[bytes]:
+        """The answer in the form in which it came, with other parts in place of its own."""
+        parts = self.parts if parts is None else parts
+        if self.streamed:
+            return [*(event_of(part) for part in parts), DONE]
+        return [json.dumps(list(parts) if self.batch else parts[0]).encode()]
+
+
+class Spoiled(NamedTuple):
+    """What a client gets instead."""
+
+    written: Sequence[bytes] = ()  # one after another
+    status: int = 200
+    headers: dict[str, str] = {}
+    pause_s: float = 0.0  # between two that are written
+    breaks: bool = False  # the connection is closed behind them, without an end
+    hangs: bool = False  # nothing more comes, and no end
+
+
+Spoil = Callable[[Truth], Spoiled]
+
+
+class Case(NamedTuple):
+    """One way of spoiling an answer."""
+
+    name: str
+    spoil: Spoil
+    legal: bool = False  # unusual, but right: it is to be believed
+    streamed: bool = True  # it may be done to a stream
+    whole: bool = True  # it may be done to an answer that comes whole
+    asks: bool = True  # the engine is asked all the same
+
+
+def event_of(part: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(part).encode() + b"\n\n"
+
+
+@dataclass
+class Proxy:
+    """Between a client and one engine.
+
+    Args:
+        engine: URL of the engine.
+        choose: how to spoil the answer to a call of /generate, by its body; none: not at all.
+    """
+
+    engine: str
+    choose: Callable[[dict[str, Any]], Case | None]
+    url: str = ""
+    num_calls: int = 0  # of /generate with tokens to sample
+    spoiled: Counter[str] = field(default_factory=Counter[str])  # by name of the case
+    truths: dict[str, Truth] = field(default_factory=dict[str, Truth])  # by request id
+    aborts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    _session: aiohttp.ClientSession | None = None
+    _over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def _hand_on(self, request: web.Request) -> web.StreamResponse:
+        data = await request.read()
+        if request.path == "/abort_request":
+            self.aborts.append(json.loads(data))
+        if request.path == "/generate":
+            body = json.loads(data)
+            if body["sampling_params"]["max_new_tokens"] > 0:
+                self.num_calls += 1
+                case = self.choose(body)
+                if case is not None:
+                    self.spoiled[case.name] += 1
+                    return await self._spoil(request, data, body, case)
+        assert self._session is not None
+        async with self._session.request(request.method, self.engine + request.path_qs, data=data) as answer:
+            if request.path == "/generate":
+                return await self._pass(request, answer, json.loads(data))
+            return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
+
+    async def _pass(
+        self, request: web.Request, answer: aiohttp.ClientResponse, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
+        await response.prepare(request)
+        read = bytearray()
+        async for chunk in answer.content.iter_any():
+            read += chunk
+            await response.write(chunk)
+        self._note(bytes(read), answer.status, body)
+        return response
+
+    async def _spoil(self, request: web.Request, data: bytes, body: dict[str, Any], case: Case) -> web.StreamResponse:
+        truth = Truth([], bool(body.get("stream")), isinstance(body["input_ids"][0], list))
+        if case.asks:
+            assert self._session is not None
+            async with self._session.post(self.engine + "/generate", data=data) as answer:
+                read, status = await answer.read(), answer.status
+            self._note(read, status, body)
+            truth = self.truths.get(body["rid"], truth)
+            if not truth.parts:  # it was refused, or aborted by somebody: nothing to spoil
+                return web.Response(body=read, status=status, content_type=answer.content_type)
+        spoiled = case.spoil(truth)
+        headers = {"Content-Type": SSE if truth.streamed else JSON, **spoiled.headers}
+        response = web.StreamResponse(status=spoiled.status, headers=headers)
+        if spoiled.written or not spoiled.hangs:
+            await response.prepare(request)
+        for index, part in enumerate(spoiled.written):
+            if index and spoiled.pause_s:
+                await asyncio.sleep(spoiled.pause_s)  # it is what the case is about
+            await response.write(part)
+        if spoiled.hangs:
+            await self._over.wait()
+        if (spoiled.breaks or spoiled.hangs) and request.transport is not None:
+            request.transport.close()
+        return response
+
+    def _note(self, read: bytes, status: int, body: dict[str, Any]) -> None:
+        if status != 200:
+            return
+        streamed, batch = bool(body.get("stream")), isinstance(body["input_ids"][0], list)
+        if streamed:
+            events = [event.removeprefix(b"data: ") for event in read.split(b"\n\n") if event]
+            parts = [json.loads(event) for event in events if event != b"[DONE]" and not event.startswith(b'{"error"')]
+        else:
+            decoded = json.loads(read)
+            parts = decoded if batch else [decoded]
+        self.truths[body["rid"]] = Truth(parts, streamed, batch)
+
+
+@asynccontextmanager
+async def spoiling(engine: str, choose: Callable[[dict[str, Any]], Case | None]) -> AsyncGenerator[Proxy]:
+    """A proxy on a port of its own for the duration of a block."""
+    proxy = Proxy(engine, choose)
+    app = web.Application(client_max_size=2**28)
+    app.router.add_route("*", "/{path:.*}", proxy._hand_on)  # pyright: ignore[reportPrivateUsage]
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), headers={"Content-Type": JSON}
+    ) as session:
+        proxy._session = session  # pyright: ignore[reportPrivateUsage]
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            host, port = runner.addresses[0][:2]
+            proxy.url = f"http://{host}:{port}"
+            yield proxy
+        finally:
+            proxy._over.set()  # pyright: ignore[reportPrivateUsage]
+            await runner.cleanup()
