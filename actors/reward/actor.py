@@ -9,6 +9,7 @@ import msgspec
 import structlog
 from anyio.abc import TaskStatus
 
+from actors.reward.first_grades import FirstGrades
 from actors.reward.frames import Graded, GraderSpec, Hello
 from actors.reward.pool import GraderPool, PoolSettings, open_pool
 from actors.reward.samples import GradedSample
@@ -41,7 +42,7 @@ class RewardActor(Actor):
     """Answers score requests with rewards or reasons. Keeps no state.
 
     A crash costs a redelivery after the ack wait: another actor, or this one again, grades the request anew. Graders
-    run in processes of their own, so none can stop this actor.
+    run in processes of their own, so none can stop this actor. One that fails from its first call on ends the run.
     """
 
     reads = (ScoreRequested, PromptStored)
@@ -62,6 +63,7 @@ class RewardActor(Actor):
         )
         self._names = names_of(topology)
         self._pool: GraderPool | None = None
+        self._first = FirstGrades(bus)
         self._counts: Counter[str] = Counter()
         self._prompts: dict[tuple[int, ...], Prompt] = {}  # that are stored by themselves, by their parts
         self._in_hand: dict[str, tuple[str, float]] = {}  # grader and start, by request
@@ -72,7 +74,9 @@ class RewardActor(Actor):
         Raises:
             GraderUnusableError: a grader that the recipe names cannot be used.
             GraderStartError: grader processes do not start.
+            InputError: the first grades of the run all failed.
         """
+        await self._first.begin()
         async with (
             open_pool(self._settings) as self._pool,
             self._bus.consume(
@@ -145,7 +149,9 @@ class RewardActor(Actor):
                 items = await self._items_of(request)
             except PayloadLost as error:
                 return [Graded(error=f"prompt: {error}") for _ in request.items]
-            return await pool.grade(spec, [_sample_of(item) for item in items])
+            grades = await pool.grade(spec, [_sample_of(item) for item in items])
+            await self._first.note(name, grades, group=spec.group)
+            return grades
         self._counts["late_requests"] += 1
         log.warning("score_request_late", num_samples=len(request.items))
         return None

@@ -21,6 +21,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int  # of this agent, counted in the run directory
     num_steps: int
     step_groups: int = 0  # prompt groups of a train step; 0: unknown
+    graded: bool = True  # samples have scores; those of demonstrations have none
     started: float  # Unix time at which the command was given
     processes: tuple[ProcessSpec, ...]
     server: ServerSettings | None = None  # of the bus, if this node runs it

@@ -147,4 +147,4 @@ class Reporting:
 
     @staticmethod
     def _new_report(plan: NodePlan) -> Report:
-        return Report(plan.run, plan.num_steps, plan.started, step_groups=plan.step_groups)
+        return Report(plan.run, plan.num_steps, plan.started, step_groups=plan.step_groups, graded=plan.graded)

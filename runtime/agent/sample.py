@@ -4,6 +4,8 @@ from messages import GroupCompleted, SampleSummary, SegmentsPublished
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.report.report import SampleShown
+from runtime.samples.stored_prompts import SHOWN_CHARS, fetch_prompt
+from runtime.wording import shortened
 
 
 async def sample_lines(bus: Bus, shown: SampleShown) -> list[str]:
@@ -21,17 +23,22 @@ async def sample_lines(bus: Bus, shown: SampleShown) -> list[str]:
         cited = zip(published, sample.segments, strict=True)
         response = "".join(message.segments[ref.position].text for message, ref in cited)
         first = published[0]
+        label = (await fetch_prompt(bus, group.prompt_parts)).label if group.prompt_parts else first.label
     except (BusError, IndexError) as error:
         return [f"the {shown.which} sample cannot be shown: {error}"]
     return [
-        f"{shown.which} sample: group {group.group_id}, {_headline(sample)}",
+        *shown.why,
+        f"{shown.which} sample: group {group.group_id}, {_headline(sample, graded=shown.graded)}",
         f"  prompt    {first.prompt!r}",
         f"  response  {response!r}",
-        f"  label     {'stored with the prompt' if group.prompt_parts else repr(first.label)}",
+        f"  label     {shortened(repr(label), SHOWN_CHARS)}",
+        *shown.causes,
     ]
 
 
-def _headline(sample: SampleSummary) -> str:
-    reward = "none" if sample.reward is None else f"{sample.reward:g}"
+def _headline(sample: SampleSummary, *, graded: bool) -> str:
     tokens = f"{sample.prompt_len} + {sample.response_len} tokens"
+    if not graded:
+        return f"a demonstration, {tokens}"
+    reward = "none" if sample.reward is None else f"{sample.reward:g}"
     return f"{sample.status}, reward {reward}, weights v{sample.last_version}, {tokens}"

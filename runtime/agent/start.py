@@ -36,6 +36,7 @@ from runtime.secrets import Login, Secret, kept_secret, read_login, with_login
 from runtime.settings.placement import bus_node, home_node
 from runtime.settings.plan import stream_limits, stream_sizes
 from runtime.settings.processes import ProcessSpec
+from runtime.settings.recipe import trains_demonstrations
 from runtime.settings.topology import Topology
 from runtime.wording import printable_json
 
@@ -123,6 +124,7 @@ def _plan(topology: Topology, wish: Wish, claim: Claim, specs_of: SpecsOf) -> No
         incarnation=raise_incarnation(claim.run_dir),
         num_steps=topology.train.num_steps,
         step_groups=topology.rollout.rollout_batch_size,
+        graded=not trains_demonstrations(topology),
         started=_command_started(),
         processes=tuple(specs_of(topology, wish.node, claim.run_dir)),
         server=_server(topology, claim.run_dir) if bus_node(topology) == wish.node else None,

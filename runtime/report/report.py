@@ -21,6 +21,7 @@ from runtime.ledger.books import sum_line
 from runtime.ledger.changes import AttemptEnded, Closed
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
 from runtime.ledger.steps import Settled, TakenBack
+from runtime.report.equal_scores import EqualScores
 from runtime.report.group_numbers import CompletedNumbers, is_ungraded
 from runtime.report.lines import Failures, failure_in, line_of, step_line
 from runtime.report.progress import StepProgress
@@ -52,8 +53,11 @@ class RowDone(msgspec.Struct, frozen=True):
 class SampleShown(msgspec.Struct, frozen=True):
     """A finished group whose first sample is to be shown in full."""
 
-    which: str  # "first" of this start, "last" of the run
+    which: str  # "first" of this start, "last" of the run, "typical" of equal scores
     seq: int  # of its GroupCompleted in the log
+    graded: bool = True  # it has a score, and weights sampled it
+    why: tuple[str, ...] = ()  # lines before it
+    causes: tuple[str, ...] = ()  # and after it
 
 
 Notice = Line | RowDone | SampleShown
@@ -67,9 +71,10 @@ class Report:
         num_steps: planned train steps.
         started: Unix time at which the command was given.
         step_groups: prompt groups of a train step; 0: unknown.
+        graded: samples have scores, unlike demonstrations.
     """
 
-    def __init__(self, run: str, num_steps: int, started: float, *, step_groups: int = 0) -> None:
+    def __init__(self, run: str, num_steps: int, started: float, *, step_groups: int = 0, graded: bool = True) -> None:
         self.run = run
         self.num_steps = num_steps
         self.started = started
@@ -88,6 +93,8 @@ class Report:
         self._times = Times()
         self._progress = StepProgress(started, step_groups)
         self._failures = Failures(run)
+        self._graded = graded
+        self._scores = EqualScores() if graded else None
         self._first_rollout: float | None = None
         self._row: MetricRow | None = None  # newest step's; complete when the next one is trained
         self._evaluated_row: MetricRow | None = None  # an older one, whose evaluation goes on
@@ -98,6 +105,7 @@ class Report:
         self._ledger, self.version = ledger, ledger.version
         self._cited = {group.event_seq for group in ledger.groups.values()}
         self.steps = self._earlier_steps = ledger.trained_steps
+        self._scores = None  # the first samples are among those that came before
 
     def apply(self, event: Message, seq: int, time: float) -> list[Notice]:
         """Take the next event of the log.
@@ -158,7 +166,7 @@ class Report:
     def _batch(self, event: BatchReady, time: float) -> list[Notice]:
         if event.step + 1 != self.num_steps or time < self.started or not event.groups:
             return []
-        return [SampleShown("last", max(ref.event_seq for ref in event.groups))]
+        return [SampleShown("last", max(ref.event_seq for ref in event.groups), graded=self._graded)]
 
     def close(self) -> list[Notice]:
         """No more events will come: the newest row is as complete as it gets."""
@@ -253,10 +261,12 @@ class Report:
         ungraded = [sample for sample in event.samples if is_ungraded(sample)]
         reasons = {f"no score, reward {sample.reward:g} instead: {sample.reason}" for sample in ungraded}
         lines: list[Notice] = [Line(text) for reason in sorted(reasons) for text in self._failures.lines(reason)]
+        if self._scores is not None and self._scores.take(event.samples) and time >= self.started:
+            lines.append(SampleShown("typical", seq, why=self._scores.why, causes=self._scores.causes))
         if self._first_rollout is not None or time < self.started:
             return lines
         self._first_rollout = time
-        return [*lines, SampleShown("first", seq)]
+        return [*lines, SampleShown("first", seq, graded=self._graded)]
 
     def _evaluate(self, event: EvalEnded, time: float) -> list[Notice]:
         means = eval_means(event.metrics)

@@ -30,8 +30,21 @@ def test_the_files_of_the_page_are_accepted(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 60)
-def test_the_run_of_the_page_trains_three_steps(tmp_path: Path) -> None:
+def test_the_run_of_the_page_learns(tmp_path: Path) -> None:
     done = start(tmp_path, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert (result["steps"], result["groups"]["trained"]) == (3, 12)
+    assert (result["steps"], result["groups"]["trained"]) == (50, 200)
+    assert result["reward_last"] > 0.5
+    assert "graded samples have the score" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_a_run_whose_scores_are_all_equal_shows_a_sample_its_label_and_likely_causes(tmp_path: Path) -> None:
+    done = start(tmp_path, "--set", "data.0.label_key=question", "--set", "train.num_steps=1")
+    assert done.returncode == 0, done.stderr
+    assert "all of the first 64 graded samples have the score 0: nothing is learnt" in done.stdout
+    assert "typical sample: group " in done.stdout
+    assert "  label     '<user>" in done.stdout
+    assert "rollout.skip_special_tokens = true" in done.stdout

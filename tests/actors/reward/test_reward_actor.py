@@ -22,6 +22,8 @@ from messages.samples import SampleStatus
 from messages.work import ScoreItem, ScoreRequested
 from runtime.bus.bus import Bus
 from runtime.bus.calls import Inbox
+from runtime.failures import leaves
+from runtime.host.actor import InputError
 from runtime.settings.topology import Topology
 from tests.fixtures.nats import NatsServer
 
@@ -319,3 +321,38 @@ def test_the_actor_is_light() -> None:
     code = "import sys, actors.reward.actor; print([name for name in ('torch', 'transformers') if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+async def test_a_grader_that_fails_from_its_first_call_on_ends_the_run(bus: Bus, asker: Asker) -> None:
+    async def ask() -> None:
+        async with running(bus):
+            await asker.ask("own-as_told", *["raise"] * 5, *["text"] * 3)
+            await anyio.sleep(20)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await ask()
+    (error,) = leaves(caught.value)
+    assert isinstance(error, InputError)
+    assert str(error).startswith("the first 8 calls of graders in this run all failed; ")
+    assert f"{USER_CODE}:as_told: returned 'good' (str), not a number" in str(error)
+
+
+async def test_a_grader_that_was_good_once_may_fail_ever_after(bus: Bus, asker: Asker) -> None:
+    async with running(bus):
+        await asker.scores("own-as_told", *["raise"] * 7)
+        await asker.scores("own-as_told", "fine")
+        assert len(await asker.scores("own-as_told", *["raise"] * 20)) == 20
+    async with running(bus):  # started again
+        assert len(await asker.scores("own-as_told", *["raise"] * 20)) == 20
+
+
+async def test_graders_that_are_only_slow_never_end_a_run(bus: Bus, asker: Asker) -> None:
+    async with running(bus, timeout_s=0.05):
+        scores = await asker.scores("own-as_told", *["sleep"] * 9)
+        assert {score.error for score in scores} == {"timeout"}
+
+
+async def test_a_call_for_a_whole_group_counts_once(bus: Bus, asker: Asker) -> None:
+    name = f"{USER_CODE}:rank_wrongly"
+    async with running(bus, group_rm=True, graders=[name]):
+        assert len(await asker.scores(name, *["a"] * 9, group_rm=True)) == 9

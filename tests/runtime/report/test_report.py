@@ -600,3 +600,47 @@ def test_a_choice_that_fails_again_and_again_is_told_a_few_times() -> None:
     lines = [notice.text for notice in story.notices if isinstance(notice, Line)]
     assert lines[0] == "rollout.buffer_filter failed, first come first instead: RuntimeError('no')"
     assert len(lines) < 10
+
+
+def typical(story: Story) -> list[SampleShown]:
+    return [notice for notice in story.notices if isinstance(notice, SampleShown) and notice.which == "typical"]
+
+
+def test_after_64_equal_scores_a_sample_is_shown_with_likely_causes() -> None:
+    story = Story()
+    for group in range(15):
+        story.complete(group, *[0.0] * 4, truncated=1)
+    story.complete(15, *[0.0] * 3)
+    assert not typical(story)
+    seq = story.complete(16, 0.0)
+    (shown,) = typical(story)
+    assert shown.seq == seq
+    assert shown.why == ("all of the first 64 graded samples have the score 0: nothing is learnt",)
+    assert "15 of 64 responses were cut: rollout.max_response_len is too small" in shown.causes[1]
+    assert any("rollout.skip_special_tokens = true" in line for line in shown.causes)
+    story.complete(17, *[0.0] * 200)
+    assert len(typical(story)) == 1
+
+
+def test_of_scores_that_differ_once_nothing_is_said_however_equal_they_become() -> None:
+    story = Story()
+    story.complete(0, 0.0, 1.0)
+    story.complete(1, *[1.0] * 200)
+    assert not typical(story)
+
+
+def test_samples_without_a_score_are_not_among_equal_ones() -> None:
+    story = Story()
+    failed = SampleSummary(index=0, status=SampleStatus.COMPLETED, reward=0.0, reason="raised")
+    event = GroupCompleted(group_id=0, attempt=0, lease="x", round=0, instance="r", data="d", samples=(failed,) * 100)
+    story.tell(event)
+    assert not typical(story)
+
+
+def test_demonstrations_have_no_score_that_could_be_equal_or_shown() -> None:
+    story = Story()
+    story.report = Report("r", 4, STARTED, graded=False)
+    story.complete(0, *[0.0] * 100)
+    assert [notice for notice in story.notices if isinstance(notice, SampleShown)] == [
+        SampleShown("first", story.seq, graded=False)
+    ]
