@@ -18,6 +18,7 @@ from runtime.exit_codes import EXIT_OK  # noqa: E402
 if TYPE_CHECKING:
     from actors.filter.replayed import ReplayedFilter
     from runtime.samples.dumped_run import DumpedGroups
+    from runtime.settings.load import LoadedTopology
     from runtime.settings.topology import Topology
 
 GROUPS_SHOWN = 12  # ids of a batch, in its line for people
@@ -26,6 +27,9 @@ EPILOG = """--to filter   what rollout.dynamic_filter says of every group now, a
 --to batch    the batches that the buffer would make now, with their rewards
 --to trainer  a run of the trainer alone, as bin/start-topology TOPOLOGY --only trainer --load DUMP; further options
               go there
+
+A dump may come from a stranger, and its topology.json may name functions. Imported are those that --set or TOPOLOGY
+names, and those of dumps below run.dir that are yours alone to write. Any other needs --trust.
 
 exit codes: 0 told; 2 the dump or the topology cannot be used; of --to trainer those of bin/start-topology"""
 
@@ -53,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     add("topology", metavar="TOPOLOGY", type=Path, nargs="?", help="default: that of the dumped run")
     add("--to", choices=["filter", "batch", "trainer"], required=True, help="who gets the samples")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the topology")
+    add("--trust", action="store_true", help="import functions that only the dump names; see below")
     add("--json", action="store_true", help="JSON, one object for the filter, one line for each batch")
     return parser
 
@@ -73,6 +78,7 @@ def _opened(args: argparse.Namespace) -> "tuple[Topology, DumpedGroups, Replayed
 
     groups = DumpedGroups(args.dump)
     loaded = load_topology(_topology_file(args), args.set)
+    _refuse_untrusted(args, loaded)
     topology, key = loaded.topology, "rollout.dynamic_filter"
     name = topology.rollout.dynamic_filter
     try:
@@ -80,6 +86,22 @@ def _opened(args: argparse.Namespace) -> "tuple[Topology, DumpedGroups, Replayed
     except ValueError as error:  # a PluginError is one
         problem = Problem(key=key, value=show(name), message=str(error), file=loaded.loaded.origin(key))
         raise TopologyError([problem]) from error
+
+
+def _refuse_untrusted(args: argparse.Namespace, loaded: "LoadedTopology") -> None:
+    """Raises TopologyError where code would be imported that only a dump of somebody else names."""
+    from runtime.samples.trust import is_own_dump, untrusted_code
+    from runtime.settings.reading.config import TopologyError
+    from runtime.settings.reading.toml import SET
+    from runtime.settings.topology import RunConfig
+
+    inside = args.dump.resolve() in _topology_file(args).resolve().parents
+    is_set = loaded.loaded.origin("run.dir") == SET
+    runs = Path(loaded.topology.run.dir if is_set else RunConfig(name="any").dir)
+    if args.trust or not inside or is_own_dump(args.dump, runs):
+        return
+    if problems := untrusted_code(loaded, args.to):
+        raise TopologyError(problems)
 
 
 def _filter(args: argparse.Namespace) -> Iterator[str]:
@@ -137,12 +159,15 @@ def _batches(args: argparse.Namespace) -> Iterator[str]:
 
 def _train(args: argparse.Namespace, rest: list[str]) -> int:
     from bin.start_topology import main as start
+    from runtime.settings.load import load_topology
     from runtime.settings.reading.toml import load_tables
     from runtime.settings.topology import Topology
 
     path = _topology_file(args)
     name = load_tables(path, (), Topology).tables.get("run", {}).get("name", "dump")
     own = [f"run.name={name}-replay", "run.dump_details=none", *args.set]
+    half = ["run.only=trainer", f"run.load={args.dump}"]
+    _refuse_untrusted(args, load_topology(path, [*own, *half]))
     words = [str(path), "--only", "trainer", "--load", str(args.dump)]
     words += [word for item in own for word in ("--set", item)]
     return start([*words, *(["--json"] if args.json else []), *rest])

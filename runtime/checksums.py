@@ -15,6 +15,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from runtime.files import path_inside
+
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors format
@@ -55,23 +57,38 @@ def safetensors_files(directory: Path) -> list[Path]:
 
     Raises:
         FileNotFoundError: the directory holds neither, or a shard is missing.
-        ValueError: the index cannot be understood.
+        ValueError: the index cannot be understood, or a file lies elsewhere.
     """
-    index = directory / INDEX_FILE
-    if not index.is_file():
-        single = directory / SINGLE_FILE
-        if not single.is_file():
-            raise FileNotFoundError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
-        return [single]
+    if (directory / INDEX_FILE).is_file():
+        return sorted(set(shards_by_tensor(directory).values()))
+    if not (directory / SINGLE_FILE).is_file():
+        raise FileNotFoundError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+    return [path_inside(directory, SINGLE_FILE)]
+
+
+def shards_by_tensor(directory: Path) -> dict[str, Path]:
+    """The file of each tensor, by the index of a checkpoint.
+
+    Raises:
+        FileNotFoundError: a shard is missing.
+        ValueError: the index cannot be understood, or names a file elsewhere.
+    """
+    index = path_inside(directory, INDEX_FILE)
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        weight_map: dict[str, Any] = dict(json.loads(index.read_bytes())["weight_map"].items())
+        if not all(isinstance(name, str) for name in weight_map.values()):
+            raise TypeError("weight_map names files by their names")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index}: not an index of safetensors shards: {error!r}") from error
-    files = [directory / name for name in names]
-    for file in files:
-        if not file.is_file():
-            raise FileNotFoundError(f"{file}: named by {INDEX_FILE} and missing")
-    return files
+    files: dict[str, Path] = {}
+    for name in sorted(set(weight_map.values())):
+        try:
+            files[name] = path_inside(directory, name)
+        except ValueError as error:
+            raise ValueError(f"{index}: {error}") from error
+        if not files[name].is_file():
+            raise FileNotFoundError(f"{files[name]}: named by {INDEX_FILE} and missing")
+    return {tensor: files[name] for tensor, name in weight_map.items()}
 
 
 def checksums_of(directory: Path) -> Checksums:

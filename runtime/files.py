@@ -50,6 +50,26 @@ def complete_directory(partial: Path, path: Path) -> None:
     _sync(path.parent)
 
 
+def path_inside(directory: Path, name: str) -> Path:
+    """The path of a file that another file of a directory names. Links may not lead out of the directory.
+
+    Hugging Face's cache is the exception: its `snapshots/<revision>` are links to `blobs` beside them.
+
+    Raises:
+        ValueError: it is not a name, or the path leaves the directory.
+        OSError: its links go in a circle.
+    """
+    root = os.path.realpath(directory)
+    found = os.path.realpath(os.path.join(root, name), strict=False)
+    allowed = [root]
+    if os.path.basename(os.path.dirname(root)) == "snapshots":
+        allowed.append(os.path.join(os.path.dirname(os.path.dirname(root)), "blobs"))
+    is_plain = name and not os.path.isabs(name) and ".." not in Path(name).parts
+    if not is_plain or not any(found.startswith(f"{place}{os.sep}") for place in allowed):
+        raise ValueError(f"{name!r} leads out of {directory}, to {found}: files are read from that directory alone")
+    return directory / name
+
+
 def append_line(path: Path, line: bytes) -> None:
     """Append a line that outlasts a power cut; one that is cut off half-way lacks its end."""
     new = not path.exists()

@@ -157,6 +157,69 @@ def test_wrong_settings_are_wrong_input(dump: Path) -> None:
     assert replay(dump, "--to", "filter", "--plan").returncode == 2
 
 
+def with_code_of_a_stranger(dump: Path, **changes: Any) -> Path:
+    """Has a dump name a function that leaves a mark when it is imported; returns where the mark would be."""
+    mark = dump / "was-imported"
+    (dump / "evil.py").write_text(f"open({str(mark)!r}, 'w')\ndef f(*args):\n    return True\n")
+    topology = json.loads((dump / "topology.json").read_text())
+    for table, values in changes.items():
+        topology.setdefault(table, {}).update(values)
+    (dump / "topology.json").write_text(json.dumps(topology))
+    return mark
+
+
+@pytest.mark.parametrize(
+    ("target", "changes", "key"),
+    [
+        ("filter", {"rollout": {"dynamic_filter": "evil.py:f"}}, "rollout.dynamic_filter"),
+        ("batch", {"rollout": {"buffer_filter": "evil.py:f"}}, "rollout.buffer_filter"),
+        ("trainer", {"reward": {"graders": {"own": "evil.py:f"}}}, "reward.graders.own"),
+        ("trainer", {"model": {"trust_remote_code": True}}, "model.trust_remote_code"),
+    ],
+)
+def test_code_that_only_a_dump_names_is_not_imported(dump: Path, target: str, changes: Any, key: str) -> None:
+    mark = with_code_of_a_stranger(dump, **changes)
+    done = replay(dump, "--to", target)
+    assert (done.returncode, done.stdout, mark.exists()) == (2, "", False)
+    assert done.stderr.startswith(f"{dump / 'topology.json'}: {key} = ")
+    assert ": code that only the dump names: read it, then run it with --trust, or" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_code_of_a_dump_is_imported_where_the_user_says_so(dump: Path) -> None:
+    mark = with_code_of_a_stranger(dump, rollout={"dynamic_filter": "evil.py:f"})
+    assert replay(dump, "--to", "filter", "--trust").returncode == 0
+    assert mark.exists()
+    mark.unlink()
+    done = replay(dump, "--to", "filter", "--set", f"rollout.dynamic_filter={dump / 'evil.py'}:f")
+    assert (done.returncode, mark.exists()) == (0, True)
+    mark.unlink()
+    (dump.parent / "own.json").write_text((dump / "topology.json").read_text())  # a TOPOLOGY that the user names
+    done = replay(dump, dump.parent / "own.json", "--to", "filter", "--set", f"rollout.dynamic_filter={dump}/evil.py:f")
+    assert (done.returncode, mark.exists()) == (0, True)
+    mark.unlink()
+    done = replay(dump, dump / "topology.json", "--to", "filter")  # which names the dump's own all the same
+    assert (done.returncode, mark.exists()) == (2, False)
+
+
+def test_a_dump_below_run_dir_that_is_the_users_needs_no_trust(dump: Path, tmp_path: Path) -> None:
+    mark = with_code_of_a_stranger(dump, rollout={"dynamic_filter": "evil.py:f"})
+    home = tmp_path / "home"
+    (home / "runs" / "mine").mkdir(parents=True)
+    own = home / "runs" / "mine" / "dump"
+    own.mkdir()
+    for file in dump.glob("*.*"):
+        (own / file.name).write_bytes(file.read_bytes())
+    assert replay(own, "--to", "filter", cwd=home).returncode == 0
+    assert mark.exists()
+    elsewhere = replay(own, "--to", "filter", "--set", f"run.dir={tmp_path / 'others'}", cwd=home)
+    assert "only the dump names" in elsewhere.stderr
+    (home / "runs" / "link").symlink_to(dump)
+    assert "only the dump names" in replay(home / "runs" / "link", "--to", "filter", cwd=home).stderr
+    (own / "topology.json").chmod(0o666)  # anybody may have written it
+    assert "only the dump names" in replay(own, "--to", "filter", cwd=home).stderr
+
+
 def test_help_loads_no_bus() -> None:
     command = [sys.executable, "-X", "importtime", str(COMMAND), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.checksums import INDEX_FILE, SINGLE_FILE, checksums_of, combined, tensor_checksum
+from runtime.checksums import INDEX_FILE, SINGLE_FILE, checksums_of, combined, shapes_in, tensor_checksum
 
 A, B = bytes(range(8)), bytes(range(100, 112))
 
@@ -58,6 +58,41 @@ def test_damaged_and_missing_files_are_errors(tmp_path: Path) -> None:
     (tmp_path / INDEX_FILE).write_text("[]")
     with pytest.raises(ValueError, match=INDEX_FILE):
         checksums_of(tmp_path)
+
+
+@pytest.mark.parametrize("way", ["up", "absolute", "link", "single link"])
+def test_an_index_opens_no_file_outside_its_directory(tmp_path: Path, way: str) -> None:
+    outside, directory = tmp_path / "other.safetensors", tmp_path / "model"
+    write_safetensors(outside, {"a": ("F32", [2], A)})
+    directory.mkdir()
+    name = {"up": "../other.safetensors", "absolute": str(outside)}.get(way, "link.safetensors")
+    if way == "link":
+        (directory / name).symlink_to(outside)
+    if way == "single link":
+        (directory / SINGLE_FILE).symlink_to(outside)
+    else:
+        (directory / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": name}}))
+    for read in (checksums_of, shapes_in):
+        with pytest.raises(ValueError, match=f"leads out of {directory}, to {outside}"):
+            read(directory)
+
+
+def test_an_index_that_names_no_files_is_not_understood(tmp_path: Path) -> None:
+    for names in ({"a": 3}, {"a": None}, ["a"]):
+        (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": names}))
+        with pytest.raises(ValueError, match="not an index of safetensors shards"):
+            checksums_of(tmp_path)
+
+
+def test_a_snapshot_in_the_cache_of_hugging_face_is_links(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs.mkdir(parents=True)
+    write_safetensors(blobs / "77aa", {"a": ("F32", [2], A)})
+    snapshot.mkdir(parents=True)
+    (snapshot / SINGLE_FILE).symlink_to(Path("..", "..", "blobs", "77aa"))
+    assert shapes_in(snapshot) == {"a": (2,)}
+    (tmp_path / "here").symlink_to(snapshot)
+    assert shapes_in(tmp_path / "here") == {"a": (2,)}
 
 
 def write_safetensors(file: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> None:

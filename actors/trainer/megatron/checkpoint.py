@@ -20,6 +20,7 @@ from actors.trainer.megatron.imports import (
     quiet,
 )
 from actors.trainer.megatron.rank_model import Replica
+from actors.trainer.megatron.reading import reading
 from actors.trainer.megatron.saving import Saving
 
 # of a distributed optimizer's state: readable by any layout, and the only one that this version of Megatron can write
@@ -66,7 +67,7 @@ def load_checkpoint(replica: Replica, path: Path) -> int:
         Whatever Megatron raises when files are damaged or belong to another model.
     """
     saved = _saved_distributed(path)
-    with quiet():
+    with quiet(), reading(path):
         wanted = _state(replica, step=0, loading=True)
         settings = _settings(replica)
         optimizer = wanted.pop("optimizer")
@@ -106,7 +107,7 @@ def load_model(chunks: Sequence[Any], path: Path) -> None:
         path: of the checkpoint.
     """
     named = named_chunks(chunks)
-    with quiet():
+    with quiet(), reading(path):
         state = dist_checkpointing.load({key: chunk.sharded_state_dict() for key, chunk in named.items()}, str(path))
     for key, chunk in named.items():
         chunk.load_state_dict(state[key])

@@ -8,6 +8,7 @@ from typing import Any
 
 from actors.trainer.megatron import cpu
 from actors.trainer.megatron.layers import fused
+from actors.trainer.megatron.reading import checked_reader, load_common, load_plain
 
 
 @contextmanager
@@ -63,6 +64,10 @@ def _import() -> dict[str, Any]:
         }
         optimizer: Any = import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
     optimizer._set_main_param_and_optimizer_states = _set_main_states
+    torch_dist: Any = import_module("megatron.core.dist_checkpointing.strategies.torch")
+    torch_dist._get_filesystem_reader, torch_dist.MCoreLoadPlanner.load_bytes = checked_reader, load_plain
+    common: Any = parts["TorchCommonLoadStrategy"]
+    common.load_common = load_common
     rope: Any = import_module("megatron.core.models.common.embeddings.rope_utils")
     rope._apply_rotary_pos_emb_bshd = fused.rotary(rope._apply_rotary_pos_emb_bshd)
     activation: Any = import_module("megatron.core.fusions.fused_bias_swiglu")

@@ -4,7 +4,6 @@ Its saving code puts the model's tensors under the names of GPTModel, stacked ov
 under `optimizer.state.<what>.<name>`, and everything else into `common.pt`.
 """
 
-import pickle
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from actors.trainer.megatron.checkpoint import FORMAT, fill_optimizer_state, leaves, named_chunks, own_step_counts
 from actors.trainer.megatron.imports import TorchCommonLoadStrategy, dist_checkpointing, quiet
 from actors.trainer.megatron.rank_model import Replica
+from actors.trainer.megatron.reading import UnsafeCheckpoint, reading
 
 ALIKE: Final = {  # where TransformerEngine's layers have their norms, and where Megatron's local ones do
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -33,7 +33,7 @@ def begin_from_megatron_lm(replica: Replica, path: Path, *, finetune: bool) -> N
     Raises:
         ValueError: it is of another model, or its optimizer's state cannot be read; says why.
     """
-    with quiet():
+    with quiet(), reading(path):
         saved: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(path))
     one_by_one = any(name.startswith("decoder.layers.0.") for name in saved)
     model = {
@@ -43,7 +43,7 @@ def begin_from_megatron_lm(replica: Replica, path: Path, *, finetune: bool) -> N
     _take_names(model, saved)
     _check(model, saved, path)
     if finetune:
-        with quiet():
+        with quiet(), reading(path):
             state = dist_checkpointing.load(model, str(path), common_strategy=_Nothing())
         _set_model(replica, state)
         replica.optimizer.reload_model_params()
@@ -53,7 +53,7 @@ def begin_from_megatron_lm(replica: Replica, path: Path, *, finetune: bool) -> N
     optimizer = replica.optimizer.sharded_state_dict(
         model if len(model) > 1 else model["model"], is_loading=True, metadata=FORMAT
     )
-    with quiet():
+    with quiet(), reading(path):
         state = dist_checkpointing.load({**model, "optimizer": optimizer}, str(path))
     _set_model(replica, state)
     own = replica.optimizer.state_dict()["optimizer"]["param_groups"]  # the recipe's, not those of the other training
@@ -121,7 +121,7 @@ def _check_optimizer(replica: Replica, saved: Mapping[str, Any], path: Path) -> 
         raise ValueError(f"{path} was trained in {saved[EMBEDDING].dtype}, and here is {replica.dtype}; {FINETUNE}")
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
-    except pickle.UnpicklingError as error:
+    except UnsafeCheckpoint as error:
         raise ValueError(f"{path / 'common.pt'} holds objects of a program that is not here; {FINETUNE}") from error
     if "optimizer" not in common:
         raise ValueError(f"{path} was saved without its optimizer; {FINETUNE}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from actors.trainer.models.shards import write_weights
 from actors.trainer.models.sources import Cut, WeightSource
-from runtime.checksums import INDEX_FILE, SINGLE_FILE
+from runtime.checksums import INDEX_FILE, SINGLE_FILE, safetensors_files, shards_by_tensor
 from runtime.settings.topology import WeightFormat
 from runtime.weights.fp8 import quantization_config
 
@@ -22,21 +22,23 @@ def file_source(directory: Path) -> WeightSource:
     """Weights of a model directory, read from its safetensors files one tensor, or the asked part of one, at a time.
 
     Raises:
-        ValueError: the directory has no safetensors file.
+        ValueError: the directory has no safetensors file, or its index cannot be used.
+        FileNotFoundError: a file that the index names is missing.
     """
     index, single = directory / INDEX_FILE, directory / SINGLE_FILE
     if index.exists():
-        weight_map: dict[str, str] = msgspec.json.decode(index.read_bytes())["weight_map"]
+        files = shards_by_tensor(directory)
     elif single.exists():
-        with safe_open(single, framework="pt") as file:
-            weight_map = dict.fromkeys(file.keys(), single.name)
+        (only,) = safetensors_files(directory)
+        with safe_open(only, framework="pt") as file:
+            files = dict.fromkeys(file.keys(), only)
     else:
         raise ValueError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")
 
     def read(name: str, cut: Cut | None = None) -> Tensor:
-        if name not in weight_map:
+        if name not in files:
             raise ValueError(f"{directory} has no tensor {name}")
-        with safe_open(directory / weight_map[name], framework="pt") as file:
+        with safe_open(files[name], framework="pt") as file:
             return file.get_tensor(name) if cut is None else _part(file.get_slice(name), cut)
 
     return read

@@ -1,0 +1,156 @@
+"""Reads checkpoints of torch_dist without running anything that their files name.
+
+torch pickles the index of such a checkpoint (`.metadata`) and whatever is no tensor in it, and reads both with
+`pickle.load`: a program. Here an index may name the types that an index consists of, an object those that
+`torch.load(weights_only=True)` knows, and a tensor the files of the checkpoint's own directory.
+"""
+
+import io
+import pickle
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+from runtime.files import path_inside
+
+INDEX: Final = ".metadata"
+COMMON: Final = "common.pt"
+_BLOCKED: Final = re.compile(r"GLOBAL (\S+)")
+_TORCH: Final = "torch.distributed.checkpoint"
+OF_AN_INDEX: Final = {
+    f"{_TORCH}.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    f"{_TORCH}.filesystem": {"_StorageInfo"},
+    # plans of all ranks, which Megatron-LM keeps with --ckpt-assume-constant-structure
+    f"{_TORCH}.planner": {"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+    # where TensorProperties was until torch 2.3
+    "torch.distributed._shard.sharded_tensor.metadata": {"MEM_FORMAT_ENCODING", "TensorProperties"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
+}
+
+
+class UnsafeCheckpoint(ValueError):
+    """A file of a checkpoint names what no checkpoint needs, or files elsewhere; the text says which."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds the types of an index, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) == ("builtins", "getattr"):  # how some versions of Python pickle a member of an Enum
+            return _member
+        if name not in OF_AN_INDEX.get(module, ()):
+            raise UnsafeCheckpoint(f"it names {module}.{name}, which the index of a checkpoint does not need")
+        return super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> Any:
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind[name]
+    raise UnsafeCheckpoint(f"it asks for {name!r} of something that is no Enum")
+
+
+def read_index(directory: Path) -> Metadata:
+    """The index of a checkpoint.
+
+    Raises:
+        UnsafeCheckpoint: it names what no index needs, or a file elsewhere; nothing of it was run.
+        OSError: it cannot be read.
+    """
+    path = directory / INDEX
+    try:
+        found = _Unpickler(io.BytesIO(path_inside(directory, INDEX).read_bytes())).load()
+        if not isinstance(found, Metadata):
+            raise UnsafeCheckpoint(f"it is a {type(found).__name__}")
+        for stored in (found.storage_data or {}).values():
+            path_inside(directory, stored.relative_path)
+        for beside in directory.iterdir():
+            path_inside(directory, beside.name)
+    except OSError:
+        raise
+    except Exception as error:  # a damaged pickle fails in any way: it is a program
+        raise UnsafeCheckpoint(f"{path} is no index of a checkpoint: {error}; it was not loaded") from error
+    return found
+
+
+class CheckedReader(FileSystemReader):
+    """torch's reader, which takes the index from `read_index`, once."""
+
+    _index: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Called by torch and by Megatron."""
+        if self._index is None:
+            self._index = read_index(Path(self.path))
+            if getattr(self._index, "storage_meta", None) is None:
+                self._index.storage_meta = StorageMeta()
+        return self._index
+
+
+@contextmanager
+def reading(directory: Path) -> Generator[None]:
+    """Read a checkpoint in the block, whose index is looked at first. Errors of torch's are those of a rank.
+
+    Raises:
+        UnsafeCheckpoint: it names what no checkpoint needs, or files elsewhere.
+        OSError: it cannot be read.
+    """
+    read_index(directory)
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(
+            (found for found, _ in error.failures.values() if isinstance(found, ValueError | OSError)), error
+        ) from error
+
+
+def checked_reader(checkpoint_dir: str | Path, cache_metadata: bool = False) -> CheckedReader:
+    """In the place of Megatron's function of two readers."""
+    del cache_metadata  # it always is
+    return CheckedReader(checkpoint_dir)
+
+
+def load_plain(self: Any, read_item: ReadItem, value: io.BytesIO) -> None:
+    """In the place of a planner's `load_bytes`, which unpickles whatever is there."""
+    name = read_item.dest_index.fqn
+    found = _plain(value, f"{name} of the checkpoint")
+    if self.flatten_state_dict:
+        set_element(self.original_state_dict, self.mappings[name], found)
+    else:
+        self.state_dict[name] = found
+
+
+def load_common(self: Any, checkpoint_dir: str | Path) -> dict[str, Any]:
+    """In the place of Megatron's common strategy, whose errors name no file."""
+    del self
+    path = Path(checkpoint_dir) / COMMON
+    return _plain(path, str(path))
+
+
+def _plain(file: Path | io.BytesIO, name: str) -> Any:
+    """Tensors and plain values."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = _BLOCKED.search(str(error))
+        what = f"names {found[1]}" if found else "cannot be unpickled"
+        raise UnsafeCheckpoint(
+            f"{name} {what}, which is neither a tensor nor a plain value; it was not loaded"
+        ) from error
