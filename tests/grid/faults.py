@@ -13,7 +13,7 @@ from actors.trainer.algorithms import log_probs
 from actors.trainer.batches import further
 from actors.trainer.batches.context import Context
 from actors.trainer.megatron.groups import data_parallel_rank
-from actors.trainer.megatron.imports import DistributedDataParallel, MLASelfAttention
+from actors.trainer.megatron.imports import DistributedDataParallel, MLASelfAttention, TopKRouter
 from actors.trainer.megatron.layers import attention, latent, router
 from actors.trainer.models import cuts
 from actors.trainer.step import train_step
@@ -69,6 +69,13 @@ def _next_of_part(batch: Any, micro_batch: Any) -> Any:
     return replace(right, further=replace(right.further, tokens=np.roll(micro_batch.tokens, -1, axis=1)))
 
 
+def _megatrons_z_loss(self: router.Router, logits: Any, padding_mask: Any = None) -> Any:
+    """Which a rank multiplies by its own tokens."""
+    assert self._passing is not None
+    padding = ~self._passing.is_token_T if self._passing.trains else padding_mask
+    return TopKRouter.apply_z_loss(self, logits, padding)
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "replicas' gradients are not reduced": lambda: mock.patch.object(
         DistributedDataParallel, "finish_grad_sync", _nothing
@@ -86,6 +93,12 @@ FAULTS: dict[str, Callable[[], Any]] = {
     ),
     "biases of experts count padding": lambda: mock.patch.object(
         router, "in_order", lambda values, **_: values.new_ones(1).expand(1)
+    ),
+    "losses of the router count a rank's own tokens": lambda: mock.patch.object(
+        router, "_summed", lambda counts, _: counts
+    ),
+    "losses of the router are divided by their ranks": lambda: mock.patch.object(
+        router.Router, "apply_z_loss", _megatrons_z_loss
     ),
     "tokens of a further layer are counted by replica": _own_count,
     "a further layer reads its rank's next token": lambda: mock.patch.object(train_step, "with_further", _next_of_part),

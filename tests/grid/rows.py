@@ -5,6 +5,7 @@ from typing import Any
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 DISTRIBUTED = {"use_distributed_optimizer": True}
+ROUTER_LOSSES = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.02}
 NAMES = {"qwen3_moe": "Qwen3-MoE", "glm4_moe": "GLM-4-MoE", "deepseek_v3": "DeepSeek-V3"}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
@@ -72,6 +73,7 @@ LAYOUTS_OF_EXPERTS = {
     "EP2xPP2": _layout(4, ep=2, pp=2),
     "EP2xCP2": _layout(2, ep=2, cp=2),
     "EP2xCP2, gathered": _layout(2, ep=2, cp=2, dispatcher="allgather"),
+    "CP2xTP2+SP": _layout(4, cp=2, tp=2, sp=True),
 }
 
 
@@ -88,6 +90,7 @@ class Row:
     replay: bool = False  # of the experts of a pass before
     further: bool = False  # with a layer for the token after the next one
     ahead: bool = False  # log-probs are computed group by group, of every second one before its batch
+    balance: str = ""  # the router's load balancing loss, beside which its z loss trains too; empty: neither
 
     @property
     def num_layers(self) -> int:
@@ -100,6 +103,12 @@ class Row:
         return self._sizes.world
 
     @property
+    def max_tokens(self) -> int:
+        """Of a micro-batch on each rank; with losses of the router, micro-batches are those of the single rank."""
+        ranks = self._sizes.megatron.get("context_parallel_size", 1) if self.balance else 1
+        return 40 // ranks
+
+    @property
     def _sizes(self) -> Layout:
         return (LAYOUTS | LAYOUTS_OF_EXPERTS | BASELINES)[self.layout]
 
@@ -107,7 +116,12 @@ class Row:
     def baseline(self) -> "Row":
         """The single rank that it is compared with."""
         return Row(
-            f"1 of {self.num_layers} layers", tied=self.tied, kind=self.kind, replay=self.replay, further=self.further
+            f"1 of {self.num_layers} layers",
+            tied=self.tied,
+            kind=self.kind,
+            replay=self.replay,
+            further=self.further,
+            balance=self.balance,
         )
 
     @property
@@ -123,6 +137,7 @@ class Row:
         parts += ["replay"] if self.replay else []
         parts += ["MTP"] if self.further else []
         parts += ["ahead"] if self.ahead else []
+        parts += [self.balance.replace("_", " "), "z loss"] if self.balance else []
         return ", ".join([*parts, *(["recompute"] if self.recompute else []), *(["bf16"] if self.is_half else [])])
 
     @property
@@ -136,6 +151,8 @@ class Row:
         megatron = layout.megatron | (RECOMPUTE if self.recompute else {})
         if self.kind in ("glm4_moe", "deepseek_v3"):
             megatron = megatron | {"moe_router_bias_update_rate": 1e-2}
+        if self.balance:
+            megatron = megatron | {"moe_router_load_balancing_type": self.balance, **ROUTER_LOSSES}
         if self.further:
             megatron = megatron | {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.2}
         return {
@@ -210,7 +227,14 @@ AHEAD = (
     Row("EP2", kind="qwen3_moe", replay=True, ahead=True),
     Row("DP2", kind="glm4_moe", replay=True, further=True, ahead=True),
 )
+# losses of the router; that of a micro-batch depends on what is in one, so it is padded like the single rank's
+BALANCED = tuple(
+    Row(layout, packed=packed, recompute=recompute, kind="qwen3_moe", balance=balance)
+    for balance, packed in (("aux_loss", False), ("seq_aux_loss", False), ("seq_aux_loss", True))
+    for layout, recompute in (("TP2+SP", False), ("CP2", False), ("EP2xTP2+SP", True), ("CP2xTP2+SP", False))
+)
 FEW += AHEAD[:1]
+FEW += (BALANCED[0], BALANCED[9], BALANCED[2])  # TP2+SP and EP2xTP2+SP of a micro-batch, CP2 packed of a sequence
 FEW += tuple(  # those of two ranks, and one model of each kind
     row for row in EXPERTS if (row.layout, row.kind) in (("EP2xTP2+SP", "qwen3_moe"), ("EP2xCP2", "qwen3_moe"))
 )
@@ -221,6 +245,7 @@ ALL = (
     *FURTHER,
     *LATENTS,
     *AHEAD,
+    *BALANCED,
     *(
         Row(layout, packed, recompute, tied)
         for layout in LAYOUTS
@@ -270,6 +295,8 @@ FAULTY = (
         )
         if row.layout == layout
     ),
+    (BALANCED[0], "losses of the router count a rank's own tokens"),
+    (BALANCED[9], "losses of the router are divided by their ranks"),
     (Row("TP2+SP", kind="deepseek_v3", replay=True), "gradients of norms are not reduced"),
     (Row("TP2+SP", kind="deepseek_v3", replay=True), "projections to latents are cut"),
     (Row("TP2+SP", kind="deepseek_v3", replay=True), "every rank has the first part of a matrix"),

@@ -87,6 +87,25 @@ class MicroBatch:
     experts: dict[int, Any] = field(default_factory=dict[int, Any])  # by layer, of an earlier forward pass
     routed_experts: NDArray[np.int32] | None = None  # [b, s, E], of all layers, as the engine chose; -1: not known
     further: Further | None = None  # what a further layer predicts; none: nothing
+    context: Context = WHOLE  # whose part of each sequence it is
+
+    @property
+    def num_sequences(self) -> int:
+        """Of all context-parallel ranks together, and with what a packed row is padded by."""
+        return len(self.tokens) if self.bounds is None else len(self.bounds) - 1
+
+    @cached_property
+    def sequences(self) -> Ints:
+        """Like tokens: the number of the sequence that a position is of."""
+        if self.bounds is None:
+            return np.repeat(np.arange(len(self.tokens)), self.tokens.shape[1]).reshape(self.tokens.shape)
+        lengths = np.diff(self.bounds).astype(np.int64)
+        return np.repeat(np.arange(len(lengths)), lengths)[self.context.kept(lengths)][None]
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Positions that read a token."""
+        return int(np.count_nonzero(self.sources >= 0))
 
 
 def make_micro_batch(
@@ -142,6 +161,7 @@ def empty_micro_batch(*, packed: bool, multiple: int, context: Context) -> Micro
         columns_M=nothing,
         samples=nothing,
         sources=np.full((1, multiple // context.size), -1),
+        context=context,
         bounds=np.array([0, multiple], dtype=np.int32) if packed else None,
     )
 
@@ -169,25 +189,13 @@ def part_of(whole: MicroBatch, lengths: Ints, context: Context) -> MicroBatch:
     own = place[whole.rows_M] >= 0
     return replace(
         whole,
+        context=context,
         tokens=whole.tokens.ravel()[kept].reshape(len(whole.tokens), -1),
         sources=whole.sources.ravel()[kept].reshape(len(whole.tokens), -1),
         rows_M=place[whole.rows_M[own]],
         targets_M=whole.targets_M[own],
         columns_M=whole.columns_M[own],
     )
-
-
-def num_positions(lengths_B: Ints, samples: Ints, *, packed: bool, multiple: int = 1, context: Context = WHOLE) -> int:
-    """Positions of the micro-batch that `make_micro_batch` lays these samples out in, padding included.
-
-    Those of all context-parallel ranks together.
-    """
-    if not len(samples):
-        return multiple
-    inputs = np.maximum(lengths_B[samples] - 1, 1)
-    if packed:
-        return int(packed_lengths(inputs, multiple, context).sum())
-    return len(samples) * _round_up(int(inputs.max()), multiple)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -49,6 +49,7 @@ def _import() -> dict[str, Any]:
         "merge": "dist_checkpointing.dict_utils",
         "MoELayer": "transformer.moe.moe_layer",
         "TopKRouter": "transformer.moe.router",
+        "MoEAuxLossAutoScaler": "transformer.moe.moe_utils",
         "MultiTokenPredictionLayer": "transformer.multi_token_prediction",
         "get_gpt_mtp_block_spec": "models.gpt.gpt_layer_specs",
         "checkpoint": "tensor_parallel",
@@ -132,6 +133,7 @@ dict_list_map_inplace: Any = _parts["dict_list_map_inplace"]
 merge: Any = _parts["merge"]
 MoELayer: Any = _parts["MoELayer"]
 TopKRouter: Any = _parts["TopKRouter"]
+MoEAuxLossAutoScaler: Any = _parts["MoEAuxLossAutoScaler"]
 MultiTokenPredictionLayer: Any = _parts["MultiTokenPredictionLayer"]
 get_gpt_mtp_block_spec: Any = _parts["get_gpt_mtp_block_spec"]
 recomputed: Any = _parts["checkpoint"]

@@ -206,10 +206,10 @@ class Replica:
             self._resting = Offloaded(self._ddp, self.optimizer, self._rests_at, gradients=False, before=rested)
 
     def backward(self, micro_batches: Sequence[MicroBatch], loss: TokenLoss) -> None:
-        """Set the gradients of the loss of one optimizer step, summed and divided by the positions of all replicas.
+        """Set the gradients of the loss of one optimizer step, summed and divided by the tokens that replicas read.
 
-        Positions are what Megatron takes the denominator for: it multiplies the auxiliary losses of experts and of
-        further tokens by a micro-batch's positions, so that divided by all of them they are means.
+        Padding is not among them: losses of the router are sums over tokens, so that divided by all of them they are
+        means, however the tokens are laid out.
 
         Args:
             micro_batches: of this replica; each replica has equally many, `num_micro_batches` of them.
@@ -338,4 +338,4 @@ class Replica:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Called by the schedule on the last stage with what its head answers."""
         total = loss(micro_batch, TokenOutputs(*outputs))
-        return total, torch.tensor(micro_batch.tokens.size, dtype=torch.int, device=self.device), {}
+        return total, torch.tensor(micro_batch.num_tokens, dtype=torch.int, device=self.device), {}

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from actors.trainer.algorithms.kl import kl_divergence
 from actors.trainer.algorithms.losses import policy_loss, sft_loss
 from actors.trainer.algorithms.reduction import Reduction, reduction
 from actors.trainer.algorithms.schedules import entropy_coef, learning_rate
-from actors.trainer.batches.batch import Floats32, Ints, MicroBatch, TrainBatch, num_positions
+from actors.trainer.batches.batch import Floats32, Ints, MicroBatch, TrainBatch
 from actors.trainer.batches.further import num_further, with_further
 from actors.trainer.batches.known import LogProbs
 from actors.trainer.batches.plan import split_steps
@@ -54,7 +53,7 @@ class _OptimizerStep:
     micro_batches: list[MicroBatch]
     reduction: Reduction  # over the step's samples on all replicas
     share_B: Ints  # the reduction's shares, by sample of the batch
-    positions_per_share: float  # turns the mean over positions that the replica takes into the reduction's
+    tokens_per_share: float  # turns the mean over tokens, which the replica takes, into the reduction's
     shares_per_further: float  # turns the reduction into the mean over tokens that a further layer predicts
 
 
@@ -147,7 +146,7 @@ class TrainStep:
             return self._by_group.ahead(batch)
 
     def _plan(self, batch: TrainBatch) -> list[_OptimizerStep]:
-        replica, packed = self._replica, self._replica.packed
+        replica = self._replica
         steps: list[_OptimizerStep] = []
         for number, samples in enumerate(split_steps(batch, self._algorithm.num_steps_per_rollout)):
             shares = shared(replica, batch, samples, max_tokens=self._max_tokens)
@@ -161,15 +160,10 @@ class TrainStep:
             )
             share_B = np.zeros(len(batch.lengths_B), dtype=np.int64)
             share_B[samples] = reduced.shares
-            positions = sum(
-                num_positions(
-                    batch.lengths_B, members, packed=packed, multiple=replica.length_multiple, context=replica.context
-                )
-                for members in chain.from_iterable(shares)
-            )
+            tokens = int(np.maximum(batch.lengths_B[samples] - 1, 0).sum())  # that are read
             total = max(int(reduced.shares.sum()), 1)
             per_further = total / max(num_further(batch, samples), 1) if self._has_further_layer else 0.0
-            steps.append(_OptimizerStep(number, samples, own, reduced, share_B, positions / total, per_further))
+            steps.append(_OptimizerStep(number, samples, own, reduced, share_B, tokens / total, per_further))
         return steps
 
     def _with_more(self, batch: TrainBatch, micro_batch: MicroBatch) -> MicroBatch:
@@ -259,7 +253,7 @@ class TrainStep:
             sums[:-1] += terms
             if self._replica.context.rank == 0:  # context-parallel ranks have parts of the same samples
                 sums[-1] += int(step.share_B[micro_batch.samples].sum())
-            return total * step.positions_per_share
+            return total * step.tokens_per_share
 
         self._replica.backward(step.micro_batches, loss)
         return sums.cpu()

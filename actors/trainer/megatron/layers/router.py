@@ -1,14 +1,19 @@
-"""The router of experts: Megatron's, which here knows where there are tokens, and can be told which experts to take."""
+"""The router of experts: Megatron's, which here knows where there are tokens, and can be told which experts to take.
+
+Its losses are sums over tokens, which `Replica.backward` divides by all tokens of the optimizer step. Megatron's own
+losses count padding, and under calculate_per_token_loss their gradients shrink with the TP and CP sizes.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from actors.trainer.batches.batch import MicroBatch
-from actors.trainer.megatron.imports import TopKRouter, parallel_state
+from actors.trainer.megatron.imports import MoEAuxLossAutoScaler, TopKRouter, parallel_state
 
 
 @dataclass(frozen=True)
@@ -17,6 +22,8 @@ class Passing:
 
     is_token_T: Tensor  # false where there is padding
     trains: bool  # a backward pass follows
+    sequence_T: Tensor  # the number of each position's sequence
+    num_sequences: int  # over all ranks that share the micro-batch
     given: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])  # [T, k] by layer; -1: the router's choice
     chosen: dict[int, Tensor] | None = None  # what was taken, [T, k] by layer, is written here
 
@@ -66,6 +73,57 @@ class Router(TopKRouter):
             passing.chosen[layer] = chosen.to(torch.int16)
         return scores.gather(1, chosen), chosen
 
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Attach the squared log-sums of the tokens' logits to the backward pass."""
+        coefficient, passing = self.config.moe_z_loss_coeff, self._passing
+        if not coefficient or passing is None or not passing.trains or not torch.is_grad_enabled():
+            return logits
+        squares = logits.logsumexp(dim=-1).square()
+        return MoEAuxLossAutoScaler.apply(logits, coefficient * torch.where(passing.is_token_T, squares, 0.0).sum())
+
+    def _apply_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        passing, coefficient = self._passing, self.get_aux_loss_coeff("aux_loss")
+        if passing is None or not coefficient:
+            return probs
+        together = torch.zeros_like(passing.sequence_T)
+        return self._balanced(probs, scores_for_aux_loss, routing_map, coefficient, together, 1)
+
+    def _apply_seq_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, *_sizes: int, **_options: Any
+    ) -> Tensor:
+        """Megatron takes a packed row for one sequence; here it is as many as it has."""
+        passing, coefficient = self._passing, self.get_aux_loss_coeff("seq_aux_loss")
+        if passing is None or not coefficient:
+            return probs
+        sequences, number = passing.sequence_T, passing.num_sequences
+        return self._balanced(probs, scores_for_aux_loss, routing_map, coefficient, sequences, number)
+
+    def _balanced(
+        self, probs: Tensor, scores: Tensor, chosen: Tensor, coefficient: float, sequence_T: Tensor, number: int
+    ) -> Tensor:
+        """Attach the load balancing loss: a token's scores, each times its expert's share of its sequence's choices.
+
+        Args:
+            probs: [T, experts], what is returned, with the loss in its backward pass.
+            scores: [T, experts], each token's sum to one.
+            chosen: [T, experts], 1 where the router chose the expert.
+            coefficient: weight of the loss.
+            sequence_T: whose experts are to be used equally.
+            number: of sequences.
+
+        Source:
+            Switch Transformer, arXiv 2101.03961, equation 4, of tokens with k experts as in Megatron-core.
+        """
+        assert self._passing is not None
+        is_token = self._passing.is_token_T[:, None]
+        counts = scores.new_zeros(number, scores.size(1)).index_add_(0, sequence_T, (chosen & is_token).to(scores))
+        counts = _summed(counts, self.tp_cp_group)
+        shares = counts / counts.sum(dim=1, keepdim=True).clamp(min=1.0)
+        products = torch.where(is_token, scores * shares[sequence_T], 0.0)
+        return MoEAuxLossAutoScaler.apply(probs, coefficient * scores.size(1) * products.sum())
+
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count the tokens of each expert, from which its bias moves; Megatron would count padding too."""
         if self.enable_expert_bias and torch.is_grad_enabled():
@@ -79,6 +137,13 @@ class Router(TopKRouter):
         if self.enable_expert_bias:
             counts: Any = self.local_tokens_per_expert
             counts.data = counts.data.float()
+
+
+def _summed(counts: Tensor, group: Any) -> Tensor:
+    """Over the ranks that share a micro-batch's tokens."""
+    if group.size() > 1:
+        dist.all_reduce(counts, group=group)
+    return counts
 
 
 class _Choice:
@@ -133,8 +198,11 @@ class Routers:
 
     def _send(self, micro_batch: MicroBatch, **what: Any) -> None:
         if self._routers:
-            is_token = torch.from_numpy(micro_batch.sources >= 0).to(self._device)
-            passing = Passing(in_order(is_token, sequence_parallel=self._sequence_parallel), **what)
+            is_token_T, sequence_T = (
+                in_order(torch.from_numpy(column).to(self._device), sequence_parallel=self._sequence_parallel)
+                for column in (micro_batch.sources >= 0, micro_batch.sequences)
+            )
+            passing = Passing(is_token_T, sequence_T=sequence_T, num_sequences=micro_batch.num_sequences, **what)
             for router in self._routers:
                 router.next = passing
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.trainer.batches.batch import make_micro_batch, num_positions
+from actors.trainer.batches.batch import MicroBatch, TrainBatch, make_micro_batch
 from actors.trainer.batches.context import Context
 from tests.actors.trainer.tiny import random_batch
 
@@ -44,6 +44,17 @@ def test_micro_batches_of_all_ranks_are_the_whole_one(packed: bool, tensor: int)
             read = part.tokens.ravel()[part.rows_M]  # the token before the one that is predicted
             assert read.tolist() == batch.tokens_N[part.columns_M - 1].tolist()
             assert part.tokens.shape[1] % tensor == 0
-        context = Context(0, size)
-        positions = num_positions(batch.lengths_B, samples, packed=packed, multiple=multiple, context=context)
-        assert positions == sum(part.tokens.size for part in parts)
+        read = np.concatenate([part.sources[part.sources >= 0] for part in parts])
+        assert sorted(read) == sorted(whole.sources[whole.sources >= 0])
+        assert sum(part.num_tokens for part in parts) == np.maximum(batch.lengths_B[samples] - 1, 0).sum()
+        assert {part.num_sequences for part in parts} == {parts[0].num_sequences}
+        for part in parts:  # positions of one sequence read one sample
+            pairs = {(sequence, sample) for sequence, sample in zip(*_of_tokens(batch, part), strict=True)}
+            assert len(pairs) == len({sequence for sequence, _ in pairs}) == len({sample for _, sample in pairs})
+
+
+def _of_tokens(batch: TrainBatch, part: MicroBatch) -> tuple[list[int], list[int]]:
+    """The sequence and the sample of each token."""
+    is_token = part.sources >= 0
+    samples = np.searchsorted(batch.starts_B, part.sources[is_token], side="right") - 1
+    return part.sequences[is_token].tolist(), samples.tolist()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.trainer.batches.batch import TrainBatch, make_micro_batch, num_positions
+from actors.trainer.batches.batch import TrainBatch
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
@@ -65,6 +65,28 @@ def test_losses_of_the_router_have_one_scale_in_both_reductions(
     assert torch.equal(samples, tokens)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [AUXILIARY, AUXILIARY | {"moe_router_load_balancing_type": "seq_aux_loss"}, Z_LOSS],
+    ids=["of a micro-batch", "of a sequence", "z"],
+)
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
+def test_padding_counts_in_no_loss_of_the_router(
+    make_topology: MakeTopology, model_dir: Path, options: dict[str, Any], kind: str
+) -> None:
+    (model_dir / "config.json").write_text(json.dumps(config_of(kind)))
+    algorithm, train = {"num_steps_per_rollout": 1}, {"max_tokens_per_gpu": 10_000}  # one micro-batch
+    padded, packed = (
+        gradient(
+            make_topology(algorithm=algorithm, train=train, trainer={"packed": each, "megatron": options}),
+            indifferent(),
+        )
+        for each in (False, True)
+    )
+    assert padded.norm() > 1e-4
+    assert float((padded - packed).norm() / padded.norm()) < 1e-5
+
+
 def test_a_skipped_step_leaves_the_bias_of_experts_as_it_was(make_topology: MakeTopology, model_dir: Path) -> None:
     """Megatron moves it when gradients are finished, before their norm is known."""
     (model_dir / "config.json").write_text(json.dumps(config_of("glm4_moe", first_k_dense_replace=0)))
@@ -80,12 +102,3 @@ def test_a_skipped_step_leaves_the_bias_of_experts_as_it_was(make_topology: Make
     batch = random_batch(1)
     assert len(step(replace(batch, rewards_B=np.full_like(batch.rewards_B, np.nan))).skipped)
     assert all(torch.equal(bias, before[name]) for name, bias in biases.items())
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("multiple", [1, 4])
-def test_positions_are_those_of_the_micro_batch(packed: bool, multiple: int) -> None:
-    batch = random_batch()
-    for samples in (np.arange(0), np.arange(1), np.arange(3, 9)):
-        tokens = make_micro_batch(batch, samples, packed=packed, multiple=multiple).tokens
-        assert num_positions(batch.lengths_B, samples, packed=packed, multiple=multiple) == tokens.size
