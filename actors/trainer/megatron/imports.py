@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 from actors.trainer.megatron import cpu
 from actors.trainer.megatron.layers import fused
@@ -20,47 +20,49 @@ def quiet() -> Generator[None]:
         yield
 
 
+_NAMES: Final = {
+    "GPTModel": "models.gpt",
+    "TransformerConfig": "transformer.transformer_config",
+    "MLATransformerConfig": "transformer.transformer_config",
+    "MLASelfAttention": "transformer.multi_latent_attention",
+    "Float16Module": "transformer.module",
+    "get_gpt_decoder_block_spec": "models.gpt.gpt_layer_specs",
+    "PackedSeqParams": "packed_seq_params",
+    "DistributedDataParallel": "distributed",
+    "DistributedDataParallelConfig": "distributed",
+    "finalize_model_grads": "distributed",
+    "get_megatron_optimizer": "optimizer",
+    "OptimizerConfig": "optimizer",
+    "get_forward_backward_func": "pipeline_parallel",
+    "ColumnParallelLinear": "tensor_parallel",
+    "gather_from_sequence_parallel_region": "tensor_parallel",
+    "initialize_rng_tracker": "tensor_parallel.random",
+    "model_parallel_cuda_manual_seed": "tensor_parallel.random",
+    "TorchDistSaveShardedStrategy": "dist_checkpointing.strategies.torch",
+    "TorchCommonLoadStrategy": "dist_checkpointing.strategies.common",
+    "MCoreSavePlanner": "dist_checkpointing.strategies.torch",
+    "mcore_to_pyt_state_dict": "dist_checkpointing.strategies.torch",
+    "_replace_state_dict_keys_with_sharded_keys": "dist_checkpointing.strategies.torch",
+    "extract_sharded_base": "dist_checkpointing.utils",
+    "dict_list_map_inplace": "dist_checkpointing.dict_utils",
+    "merge": "dist_checkpointing.dict_utils",
+    "MoELayer": "transformer.moe.moe_layer",
+    "TopKRouter": "transformer.moe.router",
+    "MoEAuxLossAutoScaler": "transformer.moe.moe_utils",
+    "MultiTokenPredictionLayer": "transformer.multi_token_prediction",
+    "get_gpt_mtp_block_spec": "models.gpt.gpt_layer_specs",
+    "checkpoint": "tensor_parallel",
+}
+
+
 def _import() -> dict[str, Any]:
-    names = {
-        "GPTModel": "models.gpt",
-        "TransformerConfig": "transformer.transformer_config",
-        "MLATransformerConfig": "transformer.transformer_config",
-        "MLASelfAttention": "transformer.multi_latent_attention",
-        "Float16Module": "transformer.module",
-        "get_gpt_decoder_block_spec": "models.gpt.gpt_layer_specs",
-        "PackedSeqParams": "packed_seq_params",
-        "DistributedDataParallel": "distributed",
-        "DistributedDataParallelConfig": "distributed",
-        "finalize_model_grads": "distributed",
-        "get_megatron_optimizer": "optimizer",
-        "OptimizerConfig": "optimizer",
-        "get_forward_backward_func": "pipeline_parallel",
-        "ColumnParallelLinear": "tensor_parallel",
-        "gather_from_sequence_parallel_region": "tensor_parallel",
-        "initialize_rng_tracker": "tensor_parallel.random",
-        "model_parallel_cuda_manual_seed": "tensor_parallel.random",
-        "TorchDistSaveShardedStrategy": "dist_checkpointing.strategies.torch",
-        "TorchCommonLoadStrategy": "dist_checkpointing.strategies.common",
-        "MCoreSavePlanner": "dist_checkpointing.strategies.torch",
-        "mcore_to_pyt_state_dict": "dist_checkpointing.strategies.torch",
-        "_replace_state_dict_keys_with_sharded_keys": "dist_checkpointing.strategies.torch",
-        "extract_sharded_base": "dist_checkpointing.utils",
-        "dict_list_map_inplace": "dist_checkpointing.dict_utils",
-        "merge": "dist_checkpointing.dict_utils",
-        "MoELayer": "transformer.moe.moe_layer",
-        "TopKRouter": "transformer.moe.router",
-        "MoEAuxLossAutoScaler": "transformer.moe.moe_utils",
-        "MultiTokenPredictionLayer": "transformer.multi_token_prediction",
-        "get_gpt_mtp_block_spec": "models.gpt.gpt_layer_specs",
-        "checkpoint": "tensor_parallel",
-    }
     if cpu.needed():
         cpu.install()
     with (
         cpu.eager_imports() if cpu.needed() else nullcontext(),
         quiet(),
     ):  # four times: TransformerEngine and Apex are missing
-        parts = {name: getattr(import_module(f"megatron.core.{module}"), name) for name, module in names.items()} | {
+        parts = {name: getattr(import_module(f"megatron.core.{module}"), name) for name, module in _NAMES.items()} | {
             module: import_module(f"megatron.core.{module}") for module in ("parallel_state", "dist_checkpointing")
         }
         optimizer: Any = import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
