@@ -6,6 +6,7 @@
 import copy
 import gzip
 import json
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -14,6 +15,8 @@ from tests.support.spoiling_proxy import DONE, Case, Spoil, Spoiled, Truth, even
 
 HTML: Final = b"<html><body>Bad gateway, please try again later.</body></html>"
 LORIS_S: Final = 1.0  # between two bytes
+VOCAB_SIZE: Final = 64  # of tiny_models.write_model
+BAD_LOG_PROBS: Final = (math.nan, math.inf, -math.inf, -1e39, -3.4e38, -65504.0, 5.0)
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -139,6 +142,44 @@ def in_the_middle(old: bytes, new: bytes) -> Callable[[list[bytes]], Sequence[by
     return change
 
 
+def shifted(part: dict[str, Any]) -> None:
+    """Each token with the log-prob triple of the one before."""
+    triples = part["meta_info"]["output_token_logprobs"]
+    triples[:] = [[-0.5, 10**6, None], *triples[:-1]]
+
+
+def spans(bounds: Callable[[int], Sequence[tuple[int, int]]]) -> Change:
+    """Weight spans with these bounds, by the number of tokens."""
+
+    def change(part: dict[str, Any]) -> None:
+        meta = part["meta_info"]
+        label, count = meta["weight_version"], meta["completion_tokens"]
+        meta["weight_versions"] = [{"version": label, "start": start, "end": end} for start, end in bounds(count)]
+
+    return change
+
+
+def too_many(truth: Truth) -> Spoiled:
+    """Another token behind the last one, rightly counted and spanned."""
+    parts = copy.deepcopy(truth.parts)
+    meta = parts[-1]["meta_info"]
+    parts[-1]["output_ids"].append(3)
+    meta["output_token_logprobs"].append([-0.5, 3, None])
+    meta["completion_tokens"] += 1
+    spans(lambda count: [(0, count)])(parts[-1])
+    return Spoiled(truth.encoded(parts))
+
+
+def no_token(truth: Truth) -> Spoiled:
+    """A good end of nothing."""
+    parts = copy.deepcopy(truth.parts[-1:] if truth.streamed else truth.parts)
+    for part in parts:
+        part["text"], part["output_ids"] = "", []
+        part["meta_info"] |= {"completion_tokens": 0, "output_token_logprobs": [], "weight_versions": []}
+        part["meta_info"]["finish_reason"] = {"type": "stop", "matched": None}
+    return Spoiled(truth.encoded(parts))
+
+
 only_streamed = partial(Case, whole=False)
 only_whole = partial(Case, streamed=False)
 
@@ -184,7 +225,31 @@ FRAMES: Final = (
         legal=True,
     ),
 )
-LOG_PROBS: Final = (Case("a null log-prob", damaged(at_token(0, None))),)
+LOG_PROBS: Final = (
+    Case("a null log-prob", damaged(at_token(0, None))),
+    *(Case(f"a log-prob of {value:g}", damaged(at_token(0, value))) for value in BAD_LOG_PROBS),
+    Case("a log-prob missing", damaged(lambda part: part["meta_info"]["output_token_logprobs"].pop())),
+    Case("all log-probs missing", damaged(with_meta(output_token_logprobs=[]))),
+    Case("log-probs of the tokens before", damaged(shifted)),
+)
+IDS: Final = tuple(Case(f"token id {value}", damaged(at_token(1, value))) for value in (-1, VOCAB_SIZE, 10**6, 2**63))
+COUNTS: Final = (
+    Case("fewer tokens than said", damaged(with_meta(completion_tokens=10**6))),
+    Case("a negative count", damaged(with_meta(completion_tokens=-1))),
+    Case("more tokens than asked for", too_many),
+    Case("no token and a stop", no_token),
+)
+SPANS: Final = (
+    Case("weight spans too short", damaged(spans(lambda count: [(0, count - 1)]), last=True)),
+    Case("weight spans too long", damaged(spans(lambda count: [(0, count + 1)]), last=True)),
+    Case("weight spans over each other", damaged(spans(lambda count: [(0, count), (count - 1, count)]), last=True)),
+    Case("weights of another", damaged(with_meta(weight_version="7@other", weight_versions=[]), last=True)),
+    Case("no weights", damaged(with_meta(weight_version=None, weight_versions=[]), last=True)),
+)
+IDENTITY: Final = (
+    Case("another request's answer", damaged(with_meta(id="another"))),
+    Case("another prompt's answer", damaged(with_meta(prompt_tokens=10**6))),
+)
 ENDS: Final = (
     Case("an unknown reason", ended({"type": "tired"})),
     Case("an abort that nobody asked for", aborted(None, "Abort")),
@@ -195,10 +260,10 @@ TIME: Final = (
     Case("a byte a second", slowly, asks=False),
 )
 
-CASES: Final = (*UNWILLING, *EMPTY, *BROKEN, *FRAMES, *LOG_PROBS, *ENDS, *TIME)
+CASES: Final = (*UNWILLING, *EMPTY, *BROKEN, *FRAMES, *LOG_PROBS, *IDS, *COUNTS, *SPANS, *IDENTITY, *ENDS, *TIME)
 
 NOT_HELD_YET: Final = {  # rows that are left out until what they show is mended
-    *("a list of two", "an abort with 503 under 200", "an abort that nobody asked for", "an abort with 503"),
-    *("an abort with 500", "a null log-prob", "silence", "a byte a second"),
+    *("an abort that nobody asked for", "an abort with 503"),
+    *("an abort with 500", "silence", "a byte a second"),
 }
 ROWS: Final = tuple(case for case in CASES if case.name not in NOT_HELD_YET)

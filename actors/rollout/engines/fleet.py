@@ -336,9 +336,13 @@ class Fleet:
             return Autopsy(killed=False, reason=engine.reason)
         return Autopsy(killed=was_killed(exit), reason=exit.reason)
 
+    def engine_of(self, label: str) -> Engine | None:
+        """The engine that weights with this label were loaded into, if it is still here."""
+        return self._engines.get(self.loads.engine_of(label))
+
     def note_token(self, label: str) -> None:
         """A token of a load came: its engine lives."""
-        engine = self._engines.get(self.loads.engine_of(label))
+        engine = self.engine_of(label)
         if engine is not None:
             engine.sign_at = anyio.current_time()
 

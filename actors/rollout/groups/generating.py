@@ -121,8 +121,6 @@ class Generation:
         generated = await self._tools.generator.generate(request, self._show(samples))
         if generated is None:
             return False
-        if len(generated.answers) != len(samples):
-            raise ValueError(f"the engine answered {len(generated.answers)} of {len(samples)} prompts")
         self.engine = self.engine.plus(numbers_of(generated.answers))
         in_turns = self._tools.custom_generate is not None
         for sample, answer in zip(samples, generated.answers, strict=True):

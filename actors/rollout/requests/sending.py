@@ -16,8 +16,8 @@ from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.requests.trials import Trials
 from actors.rollout.sglang.answers import NOTHING, Answer, is_aborted, labels_of, oldest_version
 from actors.rollout.sglang.body import generate_body
-from actors.rollout.sglang.client import SglangClient
-from actors.rollout.sglang.errors import EngineFailed, EngineUnavailable, RequestRefused, TokensUnproven
+from actors.rollout.sglang.client import SglangClient, asked_of
+from actors.rollout.sglang.errors import BadAnswer, EngineFailed, EngineUnavailable, RequestRefused, TokensUnproven
 from actors.rollout.sglang.streams import Stream
 from runtime.retrying import Backoff
 
@@ -86,7 +86,7 @@ class Generator:
                     continue
                 rid = f"{request.rid}-{tries}"
                 tries += 1
-                stream = self._stream_for(request, show)
+                stream = self._stream_for(rid, request, show)
                 sent_at = anyio.current_time()
                 try:
                     return await self._ask(rid, request, stream, place)
@@ -140,10 +140,11 @@ class Generator:
         self._records[sample] = record
         return True
 
-    def _stream_for(self, request: GenerateRequest, show: Callable[[Stream], None] | None) -> Stream | None:
+    def _stream_for(self, rid: str, request: GenerateRequest, show: Callable[[Stream], None] | None) -> Stream | None:
         if show is None or request.max_new_tokens <= STREAM_ABOVE:
             return None
-        stream = Stream(self._fleet.version, self._fleet.loads.trust_from_now_on())
+        (asked,) = asked_of(self._body(request, rid), self._model.vocab_size)
+        stream = Stream(self._fleet.version, self._fleet.loads.trust_from_now_on(), asked)
         show(stream)
         return stream
 
@@ -162,11 +163,17 @@ class Generator:
         with self.running.entered(rid, request, stream) as sent:
             if place.alone_at is not None:
                 sent.engine = place.alone_at.name
-            if stream is not None:
-                answers = [await self._stream(rid, request, stream, place)]
-            else:
-                answers = await self._client.generate(place.url, self._body(request, rid))
-                answers = [self._model.ended(answer, answer.output_ids, request.params) for answer in answers]
+            try:
+                if stream is not None:
+                    answers = [await self._stream(rid, request, stream, place)]
+                else:
+                    answers = await self._client.generate(place.url, self._body(request, rid), self._model.vocab_size)
+                    answers = [self._model.ended(answer, answer.output_ids, request.params) for answer in answers]
+            except BadAnswer as error:
+                engine = place.alone_at or self._fleet.engine_of(error.label)
+                if engine is None:
+                    raise
+                raise BadAnswer(f"{engine.name} ({engine.url})", error.problem, error.label) from error
         if sent.given_up:
             raise EngineUnavailable(f"{sent.engine or 'the engine that may have it'} makes no token")
         labels = stream.labels if stream is not None else [label for answer in answers for label in labels_of(answer)]

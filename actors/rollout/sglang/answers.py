@@ -1,13 +1,15 @@
 """What an engine answers to /generate, packed into segments where it enters the system. Pure."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from actors.rollout.sglang.labels import version_of
 from messages import EngineNumbers, Float32Array, Int32Array, SampleKey, SampleStatus, Segment, UInt8Array, WeightSpan
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
@@ -21,18 +23,19 @@ class VersionSpan(msgspec.Struct, frozen=True):
 class MetaInfo(msgspec.Struct, frozen=True):
     """The part of meta_info that is used. A request aborted in the waiting queue lacks most keys."""
 
+    id: str | None = None  # of the request
     finish_reason: dict[str, Any] | None = None
     weight_version: str | None = None
     weight_versions: list[VersionSpan] | None = None
-    output_token_logprobs: list[tuple[float, int, str | None]] = []
-    prompt_tokens: int = 0
-    completion_tokens: int | None = None
-    cached_tokens: int = 0
-    num_retractions: int = 0
+    output_token_logprobs: list[tuple[float | None, int, str | None]] = []  # null: SGLang's JSON of NaN
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+    cached_tokens: Count = 0
+    num_retractions: Count = 0
     queue_time: float | None = None  # seconds; with --enable-metrics alone
-    spec_num_proposed_drafts: int = 0
-    spec_num_correct_drafts: int = 0
-    spec_verify_ct: int = 0
+    spec_num_proposed_drafts: Count = 0
+    spec_num_correct_drafts: Count = 0
+    spec_verify_ct: Count = 0
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -55,7 +58,7 @@ def status_of(answer: Answer) -> SampleStatus:
         ValueError: a finish reason that is none of stop, length and abort.
     """
     reason = (answer.meta_info.finish_reason or {}).get("type")
-    if reason not in _STATUS:
+    if not isinstance(reason, str) or reason not in _STATUS:
         raise ValueError(f"finish reason {reason!r}: expected stop, length or abort")
     return _STATUS[reason]
 
@@ -100,7 +103,7 @@ def numbers_of(answers: Sequence[Answer]) -> EngineNumbers:
     waits = [meta.queue_time for meta in metas if meta.queue_time is not None]
     return EngineNumbers(
         num_requests=len(metas),
-        prompt_tokens=sum(meta.prompt_tokens for meta in metas),
+        prompt_tokens=sum(meta.prompt_tokens or 0 for meta in metas),
         cached_tokens=sum(meta.cached_tokens for meta in metas),
         num_retractions=sum(meta.num_retractions for meta in metas),
         num_timed=len(waits),
@@ -133,7 +136,7 @@ def segment_of(answer: Answer, sample: SampleKey, prompt_ids: Int32Array) -> Seg
         prompt_ids=prompt_ids,
         response_ids=Int32Array(ids),
         loss_mask=UInt8Array(np.ones(len(ids), np.uint8)),
-        rollout_log_probs=Float32Array([log_prob for log_prob, _, _ in meta.output_token_logprobs]),
+        rollout_log_probs=Float32Array(np.array([log_prob for log_prob, _, _ in meta.output_token_logprobs], float)),
         weight_spans=_spans(meta, len(ids)),
         text=answer.text,
     )

@@ -10,7 +10,9 @@ import msgspec
 
 from actors.rollout.sglang.answers import Answer
 from actors.rollout.sglang.body import probe_body
+from actors.rollout.sglang.checks import Asked, answer_problem, label_in
 from actors.rollout.sglang.errors import (
+    BadAnswer,
     EngineBusy,
     EngineError,
     EngineFailed,
@@ -19,7 +21,7 @@ from actors.rollout.sglang.errors import (
     RequestRefused,
 )
 from actors.rollout.sglang.events import DONE, events_of
-from actors.rollout.sglang.streams import Stream
+from actors.rollout.sglang.streams import Stream, refusal_in
 from runtime.secrets import Secret
 
 T = TypeVar("T")
@@ -134,26 +136,41 @@ class SglangClient:
         self._plain = {"Content-Type": "application/json"}
         self._with_key = self._plain if key is None else self._plain | {"Authorization": f"Bearer {key.reveal()}"}
 
-    async def generate(self, router: str, body: dict[str, Any]) -> list[Answer]:
+    async def generate(self, router: str, body: dict[str, Any], vocab_size: int | None = None) -> list[Answer]:
         """Send a request, one sample or a batch of them, and wait for its end.
+
+        Args:
+            router: or an engine.
+            body: of the request.
+            vocab_size: of the model; none: not known.
 
         Raises:
             EngineUnavailable: connection lost, no worker.
-            EngineFailed: server error, unreadable answer.
+            EngineFailed: server error; BadAnswer: an answer that cannot be read, or cannot be true.
             RequestRefused: the request is wrong.
         """
         url = router + "/generate"
         data = await self._post(url, body, self._generate_timeout_s)
-        if isinstance(body["input_ids"][0], list):
-            return _decode(url, data, list[Answer])
-        return [_decode(url, data, Answer)]
+        all_asked = asked_of(body, vocab_size)
+        try:
+            answers = [_read(data, Answer)] if len(all_asked) == 1 else _read(data, list[Answer])
+        except ValueError as error:
+            raise BadAnswer(url, f"unreadable answer: {error}: {_shown(data)}", label_in(data)) from error
+        if len(answers) != len(all_asked):
+            raise BadAnswer(url, f"{len(answers)} answers to {len(all_asked)} prompts", label_in(data))
+        for asked, answer in zip(all_asked, answers, strict=True):
+            if (refused := refusal_in(answer.meta_info)) is not None:
+                raise _error(url, refused.code, refused.message)
+            if (problem := answer_problem(answer, asked)) is not None:
+                raise BadAnswer(url, problem, answer.meta_info.weight_version or "")
+        return answers
 
     async def stream(self, router: str, body: dict[str, Any], stream: Stream) -> None:
         """Send a request for one sample and take in what comes of it, to its end. What came stays when that fails.
 
         Raises:
             EngineUnavailable: connection lost, also on the way; no worker.
-            EngineFailed: server error, unreadable chunk.
+            EngineFailed: server error; BadAnswer: a chunk that cannot be read, or cannot be true.
             RequestRefused: the request is wrong.
         """
         url = router + "/generate"
@@ -165,8 +182,9 @@ class SglangClient:
                 _raise_streamed(url, event)
                 try:
                     stream.add(event)
-                except ValueError as error:
-                    raise EngineFailed(f"{url}: unreadable chunk: {error}: {_shown(event)}") from error
+                except (ValueError, RecursionError) as error:
+                    label = label_in(event) or stream.last_label
+                    raise BadAnswer(url, f"bad chunk: {error}: {_shown(event)}", label) from error
         if not stream.ended:
             raise EngineUnavailable(f"{url}: the stream broke off after {stream.num_tokens} tokens")
         if stream.refused is not None:
@@ -347,8 +365,24 @@ def _shown(answer: bytes) -> str:
     return answer.decode(errors="replace")[:500]
 
 
+def asked_of(body: dict[str, Any], vocab_size: int | None = None) -> list[Asked]:
+    """What the answers to a request have to fit, one for each of its prompts."""
+    rid, prompts, limit = body["rid"], body["input_ids"], body["sampling_params"]["max_new_tokens"]
+    if not isinstance(prompts[0], list):
+        return [Asked(rid, len(prompts), limit, vocab_size)]
+    return [Asked(f"{rid}_{index}", len(prompt), limit, vocab_size) for index, prompt in enumerate(prompts)]
+
+
 def _decode(url: str, data: bytes, answer_type: type[T]) -> T:
     try:
-        return msgspec.json.decode(data, type=answer_type)
-    except msgspec.DecodeError as error:
+        return _read(data, answer_type)
+    except ValueError as error:
         raise EngineFailed(f"{url}: unreadable answer: {error}") from error
+
+
+def _read(data: bytes, answer_type: type[T]) -> T:
+    """Raises ValueError: it is not of this type; so are msgspec's errors and UnicodeDecodeError."""
+    try:
+        return msgspec.json.decode(data, type=answer_type)
+    except RecursionError:
+        raise ValueError("lists and objects inside each other without end") from None

@@ -21,6 +21,22 @@ class EngineFailed(EngineUnavailable):
     """It answered with an error or with nonsense. Sent again the request may fare better, but it may be the cause."""
 
 
+class BadAnswer(EngineFailed):
+    """Its answer to /generate cannot be true, or cannot be read.
+
+    Attributes:
+        by: the engine and its URL, or the router's URL while the engine is not known.
+        problem: what is wrong.
+        label: of the weights that the answer names, which tells the engine; empty: it names none.
+    """
+
+    def __init__(self, by: str, problem: str, label: str = "") -> None:
+        super().__init__(f"{by}: {problem}")
+        self.by = by
+        self.problem = problem
+        self.label = label
+
+
 class TokensUnproven(EngineUnavailable):
     """Its tokens come from weights that the engine did not prove to hold. Sent again, the request goes elsewhere."""
 

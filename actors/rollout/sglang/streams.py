@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from actors.rollout.sglang.answers import Answer, MetaInfo, VersionSpan, cut
+from actors.rollout.sglang.checks import ANYTHING, Asked, count_problem, end_problem, meta_problem, tokens_problem
 from actors.rollout.sglang.labels import label_of, version_of
 
 
@@ -19,26 +20,6 @@ class Refused(NamedTuple):
     message: str
 
 
-class _FinishReason(msgspec.Struct, frozen=True):
-    message: str = ""
-    status_code: int | None = None
-
-
-class _ChunkMeta(msgspec.Struct, frozen=True):
-    completion_tokens: int | None = None  # all so far; an answer to an abort in the queue may lack it
-    finish_reason: msgspec.Raw = msgspec.Raw(b"null")
-    weight_version: str | None = None
-
-
-class _Chunk(msgspec.Struct, frozen=True):
-    """The part of a chunk that is looked at when it comes."""
-
-    meta_info: _ChunkMeta
-    output_ids: list[int] = []
-
-
-_decode_reason = msgspec.json.Decoder(_FinishReason).decode
-_decode_chunk = msgspec.json.Decoder(_Chunk).decode
 _decode_answer = msgspec.json.Decoder(Answer).decode
 
 
@@ -59,13 +40,17 @@ class Stream:
     be used is then asked of both.
     """
 
-    def __init__(self, sent_under: int = 0, trusts: Callable[[str], bool] = lambda _: True) -> None:
+    def __init__(
+        self, sent_under: int = 0, trusts: Callable[[str], bool] = lambda _: True, asked: Asked = ANYTHING
+    ) -> None:
         """Begin without tokens.
 
         Args:
             sent_under: weight version of the engines that may answer; 0: unknown.
             trusts: whether tokens of weights with a label may be used, as far as the last chunk has not come.
+            asked: what the chunks have to fit.
         """
+        self._asked = asked
         self._chunks: list[bytes] = []  # that are needed to put the answer together
         self._end: bytes | None = None  # a last one without new tokens, whatever it repeats of them
         self._spans: list[VersionSpan] = []
@@ -103,30 +88,42 @@ class Stream:
         """Take a chunk.
 
         Raises:
-            ValueError: it is none, or does not follow those before.
+            ValueError: it is none, does not follow those before, or says what cannot be true. It is not taken then.
         """
-        chunk = _decode_chunk(data)
-        length, before = len(chunk.output_ids), self.num_tokens
-        total = chunk.meta_info.completion_tokens
-        ended = bytes(chunk.meta_info.finish_reason) != b"null"
+        chunk = _decode_answer(data)
+        meta, length, before = chunk.meta_info, len(chunk.output_ids), self.num_tokens
+        total, ended = meta.completion_tokens, meta.finish_reason is not None
         if total is None:
             total = length if length >= before else before + length
-        self._mark(chunk.meta_info.weight_version, new=total > before)
-        if ended and total == before > length:
-            self._end = data
-        elif total == length:
-            self._chunks = [data]
-        elif total == before + length:
-            self._chunks.append(data)
-        else:
+        repeats = ended and total == before > length
+        if not repeats and total not in (length, before + length):
             raise ValueError(f"a chunk of {length} tokens after {before}, {total} in all")
         if total < before:
             raise ValueError(f"a chunk that ends after {total} tokens, when {before} had come")
-        self._note_label(chunk.meta_info.weight_version, before, total)
+        refused = refusal_in(meta) if ended else None
+        if (problem := self._problem(chunk, total, repeats=repeats, refused=refused is not None)) is not None:
+            raise ValueError(problem)
+        self._mark(meta.weight_version, new=total > before)
+        if repeats:
+            self._end = data
+        elif total == length:
+            self._chunks = [data]
+        else:
+            self._chunks.append(data)
+        self._note_label(meta.weight_version, before, total)
         self.num_tokens = total
         self.ended = ended
-        if ended and (reason := _decode_reason(chunk.meta_info.finish_reason)).status_code is not None:
-            self.refused = Refused(reason.status_code, reason.message)
+        self.refused = refused
+
+    def _problem(self, chunk: Answer, total: int, *, repeats: bool, refused: bool) -> str | None:
+        """What cannot be true of a chunk; the end of one that was refused says no more than that."""
+        num_before = total - len(chunk.output_ids)
+        return (
+            meta_problem(chunk, self._asked)
+            or (None if repeats else tokens_problem(chunk, self._asked, num_before))
+            or count_problem(total, self._asked)
+            or (end_problem(chunk, total) if chunk.meta_info.finish_reason is not None and not refused else None)
+        )
 
     @property
     def last_label(self) -> str:
@@ -208,3 +205,10 @@ class Stream:
         if self._spans and self._spans[-1].version == label:
             start = self._spans.pop().start
         self._spans.append(VersionSpan(label, start, end))
+
+
+def refusal_in(meta: MetaInfo) -> Refused | None:
+    """Why an engine ended a request that it had begun to answer; None: it ended as it should."""
+    reason = meta.finish_reason or {}
+    code = reason.get("status_code")
+    return Refused(code, str(reason.get("message", ""))) if isinstance(code, int) else None

@@ -6,10 +6,11 @@ from typing import Any, Final
 
 import anyio
 import pytest
+from structlog.testing import capture_logs
 
 from tests.support.behind_proxies import LONG, SHORT, behind_proxies, outcome, request
 from tests.support.embedded_engine import running_engine
-from tests.support.odd_answers import ROWS
+from tests.support.odd_answers import CASES, ROWS
 from tests.support.spoiling_proxy import Case
 from tests.support.tiny_models import write_model
 
@@ -75,3 +76,33 @@ async def test_no_unusual_answer_is_believed_and_each_request_is_answered_in_the
     assert spoiled == {case.name for case in ROWS}
     wrong = [f"{name}: {came}" for name, came in found.items() if came != "good"]
     assert not wrong, "\n".join(wrong)
+
+
+async def test_what_cannot_be_true_is_said_with_the_engine_and_its_url(
+    engine: str, model: Path, router_url: str
+) -> None:
+    names = ("a null log-prob", "a log-prob of nan", "token id -1", "no token and a stop")
+    rows = [case for case in CASES if case.name in names]
+    found: list[str] = []
+
+    def first_try(body: dict[str, Any]) -> Case | None:
+        rid = body["rid"]
+        return rows[int(rid.partition("-")[0]) // 2] if rid.endswith("-0") else None
+
+    with capture_logs() as logged:
+        async with (
+            behind_proxies([engine], router_url, model, [first_try]) as behind,
+            anyio.create_task_group() as group,
+        ):
+            url = behind.proxies[0].url
+
+            async def ask(number: int) -> None:
+                asked = request(f"{number}-0-1", LONG if number % 2 else SHORT)
+                found.append(await outcome(behind, asked, streamed=bool(number % 2), limit_s=LIMIT_S))
+
+            for number in range(2 * len(rows)):
+                group.start_soon(ask, number)
+    assert found == ["good"] * 2 * len(rows)
+    lost = [entry["error"] for entry in logged if entry["event"] == "request_lost"]
+    assert len(lost) == 2 * len(rows)
+    assert all(error.startswith(f"engine.policy.0 ({url}): ") for error in lost), lost

@@ -53,6 +53,7 @@ def test_the_last_chunk_of_a_retracted_stream_repeats_what_came() -> None:
     def chunk(ids: list[int], total: int, text: str, finish: object) -> bytes:
         log_probs = [[-1.0, token, None] for token in ([A, B, A] if finish else ids)]
         meta = {"completion_tokens": total, "finish_reason": finish, "output_token_logprobs": log_probs}
+        meta["weight_version"] = "1"
         return json.dumps({"text": text, "output_ids": ids, "meta_info": meta}).encode()
 
     stream = Stream()

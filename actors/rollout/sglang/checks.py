@@ -1,0 +1,112 @@
+"""Whether what an engine answers to /generate can be the answer to what was asked. Pure."""
+
+import re
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from actors.rollout.sglang.answers import Answer, VersionSpan, status_of
+from messages import SampleStatus
+from runtime.samples.tokens import id_problem, log_prob_problem
+
+_LABEL: Final = re.compile(rb'"weight_version"\s*:\s*"([^"\\]{1,200})"')
+MAX_SHOWN: Final = 80  # characters of what an engine says
+
+
+class Asked(NamedTuple):
+    """What an answer has to fit."""
+
+    rid: str = ""  # empty: not known
+    prompt_tokens: int | None = None
+    max_new_tokens: int | None = None
+    vocab_size: int | None = None
+
+
+ANYTHING: Final = Asked()
+
+
+def answer_problem(answer: Answer, asked: Asked) -> str | None:
+    """Find what cannot be true of a finished answer; its tokens, counts, weight spans, end and request id."""
+    meta, num_tokens = answer.meta_info, len(answer.output_ids)
+    if meta.completion_tokens not in (None, num_tokens):
+        return f"completion_tokens is {meta.completion_tokens}, and {num_tokens} tokens came"
+    return (
+        meta_problem(answer, asked)
+        or tokens_problem(answer, asked)
+        or count_problem(num_tokens, asked)
+        or end_problem(answer, num_tokens)
+    )
+
+
+def meta_problem(answer: Answer, asked: Asked) -> str | None:
+    """Find out whether it answers another request."""
+    meta = answer.meta_info
+    if asked.rid and meta.id != asked.rid:
+        return f"it answers request {(meta.id or 'null')[:MAX_SHOWN]}, and {asked.rid} was sent"
+    if None not in (asked.prompt_tokens, meta.prompt_tokens) and meta.prompt_tokens != asked.prompt_tokens:
+        return f"prompt_tokens is {meta.prompt_tokens}, and {asked.prompt_tokens} were sent"
+    return None
+
+
+def tokens_problem(answer: Answer, asked: Asked, num_before: int = 0) -> str | None:
+    """Find what is wrong with the tokens and log-probs of an answer, or of a streamed chunk of one.
+
+    Args:
+        answer: or chunk.
+        asked: what it has to fit.
+        num_before: tokens of earlier chunks; the log-probs of a chunk may be those of all tokens so far.
+    """
+    ids, triples = answer.output_ids, answer.meta_info.output_token_logprobs
+    own = triples[num_before:] if len(triples) == num_before + len(ids) else triples
+    named = [token for _, token, _ in own]
+    if named != ids:
+        return f"the log-probs are of other tokens: {_difference(named, ids)}"
+    return id_problem(ids, asked.vocab_size) or log_prob_problem([value for value, _, _ in triples])
+
+
+def count_problem(num_tokens: int, asked: Asked) -> str | None:
+    """Find out whether there are more tokens than asked for."""
+    if asked.max_new_tokens is not None and num_tokens > asked.max_new_tokens:
+        return f"{num_tokens} tokens came, and {asked.max_new_tokens} were asked for"
+    return None
+
+
+def end_problem(answer: Answer, num_tokens: int) -> str | None:
+    """Find what is wrong with how an answer ends, and with the weights that it names.
+
+    Args:
+        answer: whole, or the last chunk of a stream.
+        num_tokens: of all of it.
+    """
+    try:
+        status = status_of(answer)
+    except ValueError as error:
+        return str(error)
+    if num_tokens == 0:
+        aborted = status is SampleStatus.ABORTED
+        return None if aborted else f"no token came, and it ended with {answer.meta_info.finish_reason}"
+    meta = answer.meta_info
+    if meta.weight_versions:
+        return _spans_problem(meta.weight_versions, num_tokens)
+    return None if meta.weight_version is not None else "it does not say which weights sampled the tokens"
+
+
+def label_in(data: bytes) -> str:
+    """The label of the weights that an unreadable answer names, to tell whose it is; empty: none is found."""
+    found = _LABEL.search(data)
+    return found[1].decode(errors="replace") if found else ""
+
+
+def _spans_problem(spans: Sequence[VersionSpan], num_tokens: int) -> str | None:
+    position = 0
+    for span in spans:
+        if span.start != position or span.end < span.start:
+            return f"weight span [{span.start}, {span.end}) does not follow token {position}"
+        position = span.end
+    return None if position == num_tokens else f"weight spans cover {position} of {num_tokens} tokens"
+
+
+def _difference(named: Sequence[int], ids: Sequence[int]) -> str:
+    if len(named) != len(ids):
+        return f"{len(named)} log-probs and {len(ids)} tokens"
+    place = next(place for place, (first, second) in enumerate(zip(named, ids, strict=True)) if first != second)
+    return f"token {place} is {ids[place]}, its log-prob is of {named[place]}"

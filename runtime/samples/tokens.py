@@ -1,0 +1,66 @@
+"""Which token ids and log-probs of a sample can be true. Pure: the one check of every door by which they enter."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from messages import Segment
+
+MAX_LOG_PROB: Final = 1e-3  # above 0 by rounding
+MIN_LOG_PROB: Final = -1000.0  # float64 has no probability below e^-745, so no sampler draws such a token
+
+
+def id_problem(ids: Sequence[int] | NDArray[Any], vocab_size: int | None) -> str | None:
+    """Find the first id that is no token of the model.
+
+    Args:
+        ids: of any size, as they come.
+        vocab_size: of the model; none: not known, so that only negative ids are found.
+    """
+    try:
+        values = np.asarray(ids, dtype=np.int64)
+    except OverflowError:
+        values = np.asarray(ids, dtype=object)
+    wrong = values < 0 if vocab_size is None else (values < 0) | (values >= vocab_size)
+    if not wrong.any():
+        return None
+    place = int(wrong.argmax())
+    allowed = "0 or more" if vocab_size is None else f"0 to {vocab_size - 1}"
+    return f"token {place} has id {ids[place]} (allowed: {allowed})"
+
+
+def log_prob_problem(log_probs: Sequence[float | None] | NDArray[Any]) -> str | None:
+    """Find the first log-prob that no model gives to a token that it samples; none, as JSON's null, is one."""
+    values = np.asarray(log_probs, dtype=np.float64)
+    right = (values >= MIN_LOG_PROB) & (values <= MAX_LOG_PROB)
+    if right.all():
+        return None
+    place = int(right.argmin())
+    value = log_probs[place]
+    shown = "null" if value is None else f"{value:g}"
+    return f"token {place} has log-prob {shown} (allowed: {MIN_LOG_PROB:g} to {MAX_LOG_PROB:g})"
+
+
+def sample_problem(segments: Sequence[Segment], vocab_size: int | None, *, num_tokens: int | None = None) -> str | None:
+    """Find what cannot be true of a sample.
+
+    Args:
+        segments: in order.
+        vocab_size: of the model; none: not known.
+        num_tokens: that the sample is said to have, prompt and response; none: not said.
+    """
+    for number, segment in enumerate(segments):
+        where = f"segment {number}, " if len(segments) > 1 else ""
+        problems = {
+            "prompt": id_problem(segment.prompt_ids, vocab_size),
+            "response": id_problem(segment.response_ids, vocab_size) or log_prob_problem(segment.rollout_log_probs),
+        }
+        for part, problem in problems.items():
+            if problem is not None:
+                return f"{where}{part}: {problem}"
+    found = sum(len(segment.prompt_ids) + len(segment.response_ids) for segment in segments)
+    if num_tokens is not None and found != num_tokens:
+        return f"its segments have {found} tokens, and {num_tokens} are said of it"
+    return None
