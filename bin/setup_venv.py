@@ -231,7 +231,7 @@ class Setup:
                 f"torch is installed but cannot be imported; the reason is at the end of {environment.log}"
             )
         environment.unfinished.unlink()
-        write_atomically(environment.stamp, self._wanted.encode())
+        write_atomically(environment.stamp, self._wanted.encode(), mode=0o666)
         self._say("ready")
 
     def _pip(self, command: str, *arguments: str, doing: str, besides: str | None = None) -> None:

@@ -4,18 +4,21 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
+
+PRIVATE_FILE: Final = 0o600
+PRIVATE_DIRECTORY: Final = 0o700
 
 
 @contextmanager
-def whole(path: Path) -> Generator[BinaryIO]:
+def whole(path: Path, mode: int = PRIVATE_FILE) -> Generator[BinaryIO]:
     """A file to write, which takes the place of `path` when the block ends and is gone when the block raises.
 
-    Readers, and a start after a crash, see the old content or the new.
+    Readers, and a start after a crash, see the old content or the new. Others than its owner never do.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with partial.open("wb") as file:
+        with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
         complete(partial, path)
     except BaseException:
@@ -23,9 +26,9 @@ def whole(path: Path) -> Generator[BinaryIO]:
         raise
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes, mode: int = PRIVATE_FILE) -> None:
     """Replace a file at once."""
-    with whole(path) as file:
+    with whole(path, mode) as file:
         file.write(content)
 
 
@@ -39,12 +42,16 @@ def complete(partial: Path, path: Path) -> None:
 def complete_directory(partial: Path, path: Path) -> None:
     """Give a directory that is fully written its name; with all that is in it, it outlasts a power cut.
 
+    It and its files are its owner's alone.
+
     Raises:
         OSError: there is a directory of that name that is not empty.
     """
     for folder, _, names in os.walk(partial, topdown=False):
         for name in names:
+            os.chmod(Path(folder, name), PRIVATE_FILE)
             _sync(Path(folder, name))
+        os.chmod(folder, PRIVATE_DIRECTORY)
         _sync(Path(folder))
     partial.replace(path)
     _sync(path.parent)

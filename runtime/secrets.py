@@ -11,10 +11,10 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
+from runtime.files import PRIVATE_DIRECTORY, PRIVATE_FILE
+
 HIDDEN: Final = "***"
 NATS_CREDENTIALS: Final = "BEGIN NATS USER JWT"
-PRIVATE_FILE: Final = 0o600
-PRIVATE_DIRECTORY: Final = 0o700
 _BYTES: Final = 24  # of randomness in a secret that we make
 _LOGIN: Final = re.compile(r"(?<=://)[^\s,]*@")  # all before the last @ of a URL: a password may hold anything
 

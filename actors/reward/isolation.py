@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from actors.reward.seccomp import refuse_foreign_sockets
+
 _CLONE_NEWNS: Final = 0x00020000
 _CLONE_NEWIPC: Final = 0x08000000
 _CLONE_NEWUSER: Final = 0x10000000
@@ -73,7 +75,9 @@ def enter_user_and_pid_namespaces() -> None:
 
 
 def enter_the_rest(folder: str, hidden: Sequence[str]) -> None:
-    """Have no network, write nothing but the folder, see no other process and nothing hidden; drop all privileges.
+    """Have no network and no socket with a path, write nothing but the folder, see no other process and nothing hidden.
+
+    All privileges are dropped.
 
     Raises:
         OSError: the kernel refuses.
@@ -92,6 +96,7 @@ def enter_the_rest(folder: str, hidden: Sequence[str]) -> None:
         os.chdir(folder)
     _raise_loopback()
     _drop_privileges()
+    refuse_foreign_sockets()
 
 
 def refusal() -> str | None:

@@ -2,11 +2,14 @@
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 
+from actors.reward.hiding import dumps_of, files_of, hidden_now, needed_of
+from runtime.secrets import make_private
 from runtime.settings.topology import Topology
 
 ROOT: Final = Path(__file__).resolve().parents[2]  # where `actors` can be imported from
@@ -27,6 +30,10 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
     max_files: int = 1024  # open at a time, in each process
     max_processes: int = 64  # that a grader process has started and that still run
     hidden: tuple[str, ...] = ()  # files and directories, when isolated
+    runs: str | None = None  # the directory of runs, whose runs are hidden when isolated
+    dumps: tuple[str, ...] = ()  # directories whose samples are
+    files: tuple[str, ...] = ()  # with labels or logins, which are too
+    needed: tuple[str, ...] = ()  # files of graders, which are not
 
     def environment(self) -> dict[str, str]:
         """What of this process's environment a grader process gets."""
@@ -47,21 +54,32 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
             "memory_bytes": self.memory_bytes,
             "max_files": self.max_files,
             "max_processes": self.max_processes if limited else None,
-            "hidden": self.hidden,
+            "hidden": self._hidden() if self.kind == "isolated" else (),
         }
         parent, told = str(os.getpid()), msgspec.json.encode(settings).decode()
         return [sys.executable, "-P", "-m", "actors.reward.keeper", parent, told]
+
+    def _hidden(self) -> tuple[str, ...]:
+        found = hidden_now(self.runs, self.dumps, self.files, self.needed) if self.runs is not None else ()
+        return tuple(dict.fromkeys((*self.hidden, *found)))
 
 
 def sandbox_of(topology: Topology) -> Sandbox:
     """What the topology says of graders."""
     reward = topology.reward
     run_dir = os.environ.get(RUN_DIR) or str(Path(topology.run.dir) / topology.run.name)
+    if reward.sandbox == "isolated" and topology.run.dump_details is not None:
+        with suppress(OSError):  # what is not there yet cannot be hidden; the buffer says why it cannot be made
+            make_private(Path(topology.run.dump_details))
     return Sandbox(
         kind=reward.sandbox,
         env=reward.env,
         memory_bytes=reward.memory_bytes,
         max_files=reward.max_files,
         max_processes=reward.max_processes,
-        hidden=tuple(str(Path(path).resolve()) for path in (run_dir, topology.bus.credentials) if path),
+        hidden=(os.path.realpath(run_dir),),
+        runs=os.path.realpath(topology.run.dir),
+        dumps=dumps_of(topology),
+        files=files_of(topology),
+        needed=needed_of(topology),
     )

@@ -11,6 +11,7 @@ import msgspec
 from actors.trainer.checkpoints import CHECKPOINTS, checkpoints_in
 from runtime.agent.claims.rundir import TOPOLOGY_FILE
 from runtime.files import complete_directory
+from runtime.secrets import make_private
 from runtime.settings.devices import HIDDEN
 from runtime.settings.placement import weight_format
 from runtime.settings.topology import MegatronConfig, Topology, decode_topology
@@ -52,7 +53,7 @@ def export_run(directory: Path, out: Path, *, step: int | None = None) -> Source
         raise CannotExport(f"{model_directory}, the run's model.hf_checkpoint, has no config.json any more")
     unfinished = out.with_name(f".{out.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    make_private(unfinished)
     try:
         (_write_checkpoint if source.is_checkpoint else _copy_published)(source.path, unfinished, topology)
         complete_directory(unfinished, out)

@@ -84,3 +84,23 @@ def test_all_of_a_directory_is_synced_before_it_gets_its_name(tmp_path: Path, mo
 def test_the_machines_own_python_can_load_it() -> None:
     code = "import sys; sys.path.insert(0, sys.argv[1]); import runtime.files"
     subprocess.run([sys.executable, "-I", "-S", "-c", code, str(ROOT)], check=True, timeout=20)
+
+
+def test_what_is_written_whole_is_its_owners_alone(tmp_path: Path) -> None:
+    partial, before = tmp_path / ".export", os.umask(0)
+    try:
+        (partial / "inner").mkdir(parents=True)
+        (partial / "inner" / "weights").write_bytes(b"x")
+        complete_directory(partial, tmp_path / "export")
+        write_atomically(tmp_path / "samples", b"x")
+        write_atomically(tmp_path / "of-all", b"x", mode=0o644)
+    finally:
+        os.umask(before)
+    modes = {str(path.relative_to(tmp_path)): path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert modes == {
+        "export": 0o700,
+        "export/inner": 0o700,
+        "export/inner/weights": 0o600,
+        "samples": 0o600,
+        "of-all": 0o644,
+    }

@@ -24,6 +24,7 @@ from runtime.ledger.fold import LEDGER_EVENTS
 from runtime.samples.dump_files import RUN_FILE, TOKENIZER, TOPOLOGY_FILE, DumpedRun, told_by_of, write_pair
 from runtime.samples.dumps import DumpedGroup, group_of
 from runtime.samples.stored_prompts import fetch_prompt
+from runtime.secrets import make_private
 from runtime.settings.topology import Topology, encode_topology
 
 log = structlog.get_logger()
@@ -133,7 +134,7 @@ class Recorder:
 
 
 def _prepare(directory: Path, run: DumpedRun, topology: Topology) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
+    make_private(directory)
     before = _owner(directory)
     if before is not None and before != run:
         owner = f"{before.run}{' before it was started over' if before.run == run.run else ''}"
@@ -164,7 +165,7 @@ def _copy_tokenizer(model: Path, directory: Path) -> None:
     if not model.is_dir():
         log.warning("tokenizer_not_dumped", reason=f"{model} is no directory")
         return
-    directory.mkdir(exist_ok=True)
+    make_private(directory)
     for pattern in TOKENIZER_FILES:
         for path in model.glob(pattern):
             if path.is_file():

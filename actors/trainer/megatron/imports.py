@@ -67,10 +67,7 @@ def _import() -> dict[str, Any]:
         }
         optimizer: Any = import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
     optimizer._set_main_param_and_optimizer_states = _set_main_states
-    torch_dist: Any = import_module("megatron.core.dist_checkpointing.strategies.torch")
-    torch_dist._get_filesystem_reader, torch_dist.MCoreLoadPlanner.load_bytes = checked_reader, load_plain
-    common: Any = parts["TorchCommonLoadStrategy"]
-    common.load_common = load_common
+    _read_checked()
     rope: Any = import_module("megatron.core.models.common.embeddings.rope_utils")
     rope._apply_rotary_pos_emb_bshd = fused.rotary(rope._apply_rotary_pos_emb_bshd)
     activation: Any = import_module("megatron.core.fusions.fused_bias_swiglu")
@@ -84,6 +81,14 @@ def _import() -> dict[str, Any]:
             setattr(dispatcher, name, replaced(getattr(dispatcher, name)))
         cpu.install_random_state(import_module("megatron.core.tensor_parallel.random"))
     return parts
+
+
+def _read_checked() -> None:
+    """Have checkpoints be read without running what they name."""
+    strategies: Any = import_module("megatron.core.dist_checkpointing.strategies.torch")
+    strategies._get_filesystem_reader, strategies.MCoreLoadPlanner.load_bytes = checked_reader, load_plain
+    common: Any = import_module("megatron.core.dist_checkpointing.strategies.common")
+    common.TorchCommonLoadStrategy.load_common = load_common
 
 
 def _without_transformer_engine() -> None:

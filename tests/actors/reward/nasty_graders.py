@@ -1,5 +1,7 @@
 """Reward functions that look around, take more than their share, or write where they should not."""
 
+import ctypes
+import multiprocessing
 import os
 import resource
 import signal
@@ -120,6 +122,50 @@ def _tried(do: Any) -> str:
     except Exception as error:  # noqa: BLE001 - whichever way it is refused
         return type(error).__name__
     return "yes"
+
+
+def connects(sample: Any) -> dict[str, Any]:
+    """Every way to a socket with a path; and what a grader may do with sockets."""
+    path = sample.metadata["path"]
+
+    def stream() -> None:
+        with socket.socket(socket.AF_UNIX) as handle:
+            handle.connect(path)
+
+    def datagram_of_a_pair() -> None:
+        with socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0] as handle:
+            handle.sendto(b"x", path)
+
+    def pair_connected_elsewhere() -> None:
+        one, other = socket.socketpair()
+        with one, other:
+            one.connect(path)
+
+    def ring() -> None:
+        if ctypes.CDLL(None, use_errno=True).syscall(425, 8, ctypes.create_string_buffer(120)) == -1:
+            raise OSError(ctypes.get_errno(), "io_uring")
+
+    def vsock() -> None:
+        socket.socket(socket.AF_VSOCK).close()
+
+    tries = (stream, datagram_of_a_pair, pair_connected_elsewhere, ring, vsock)
+    return {
+        "score": 1.0,
+        **{found.__name__: _tried(found) for found in tries},
+        "pair": _tried(lambda: [handle.close() for handle in socket.socketpair()]),
+        "own_network": _tried(lambda: socket.create_server(("127.0.0.1", 0)).close()),
+        "pool": _tried(lambda: multiprocessing.get_context("fork").Pool(1).map(abs, [-1])),
+    }
+
+
+def reads(sample: Any) -> dict[str, Any]:
+    """Which files can be read, and which directories have something in them."""
+    files, folders = sample.metadata["files"], sample.metadata["folders"]
+    return {
+        "score": 1.0,
+        "files": " ".join(Path(file).name for file in files if Path(file).is_file() and Path(file).read_bytes()),
+        "folders": " ".join(Path(folder).name for folder in folders if Path(folder).is_dir() and os.listdir(folder)),
+    }
 
 
 def dies_by_signal(sample: Any) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
-from actors.reward import isolation
+from actors.reward import isolation, seccomp
 from actors.reward.frames import Graded, GraderSpec, Hello
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.process import GraderUnusableError
@@ -197,3 +197,25 @@ async def test_an_isolated_grader_that_dies_is_told_of_as_any_other() -> None:
         return await refused()
     (graded,) = await graded_by("dies_by_signal", sandbox=Sandbox(kind="isolated"))
     assert graded.error == "the grader process was killed by SIGSEGV, 1 times"
+
+
+@pytest.mark.parametrize("kind", ["process", "isolated"])
+async def test_an_isolated_grader_reaches_no_socket_that_has_a_path(kind: Any, tmp_path: Path) -> None:
+    if kind == "isolated" and REFUSAL is not None:
+        return await refused()
+    with socket.socket(socket.AF_UNIX) as server:  # as docker.sock and D-Bus have one, of the same user
+        server.bind(str(tmp_path / "s"))
+        server.listen()
+        (graded,) = await graded_by("connects", sandbox=Sandbox(kind=kind), path=str(tmp_path / "s"))
+    seen = details_of(graded)
+    assert (seen["pair"], seen["own_network"], seen["pool"]) == ("yes", "yes", "yes")
+    if kind == "process":
+        assert seen["stream"] == "yes"
+        return
+    assert seen["stream"] == seen["datagram_of_a_pair"] == seen["vsock"] == seen["ring"] == "PermissionError"
+    assert seen["pair_connected_elsewhere"] == "OSError"  # it is connected already
+
+
+def test_a_machine_whose_calls_are_not_known_cannot_isolate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "s390x")
+    assert str(isolation.attempted(seccomp.refuse_foreign_sockets)).startswith("s390x: its system calls are known for")

@@ -68,6 +68,8 @@ def test_an_export_has_the_names_of_the_model_and_the_dtype_that_was_trained(
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert ((tmp_path / "out").stat().st_mode & 0o777, modes) == (0o700, {0o600})
 
 
 def test_a_step_is_chosen_and_the_newest_is_taken_else(make_run: Callable[..., TrainerRank], tmp_path: Path) -> None:

@@ -377,6 +377,11 @@ async def test_the_tokenizer_and_the_topology_lie_beside_the_dumps(bus: Bus, top
     assert json.loads((directory / "topology.json").read_bytes())["run"]["name"] == "t"
     with pytest.raises(DumpError):
         steps_in(directory)
+    root = Path(str(topology.run.dump_details))
+    modes = {path.is_dir(): set[int]() for path in (root, root / "run.json")}
+    for path in (root, *root.rglob("*")):
+        modes[path.is_dir()].add(path.stat().st_mode & 0o777)
+    assert modes == {True: {0o700}, False: {0o600}}
 
 
 @pytest.mark.anyio

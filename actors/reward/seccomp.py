@@ -1,0 +1,80 @@
+"""Refuses system calls that lead around a sandbox's namespaces. Standard library only.
+
+A mount or network namespace does not guard sockets that have a path: whoever may write to the file may connect, also
+where it is mounted read-only, and then has docker.sock, D-Bus or an agent with keys do things outside. So an isolated
+process makes no AF_UNIX socket, except connected pairs, which have no path and can get none.
+"""
+
+import ctypes
+import errno
+import platform
+import struct
+from typing import Final
+
+_PR_SET_SECCOMP: Final = 22
+_MODE_FILTER: Final = 2
+_KILL_PROCESS, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
+_LOAD, _JUMP_IF_EQUAL, _JUMP_IF_AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
+_NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24  # offsets of a call's data; of arguments the lower half
+_FAMILIES: Final = (2, 10, 16)  # AF_INET, AF_INET6, AF_NETLINK: of the process's own network namespace
+_PAIRS: Final = (1, 5)  # SOCK_STREAM, SOCK_SEQPACKET: one that is connected stays so. Datagrams can be sent elsewhere
+_KIND: Final = 0xF  # of a socket's type, without its flags
+_X32: Final = 0x40000000  # from here on x86-64 numbers the calls of another ABI
+_IO_URING_SETUP: Final = 425  # whose rings make and connect sockets, unseen by a filter
+_CALLS: Final = {  # architecture, and the numbers of socket and socketpair
+    "x86_64": (0xC000003E, 41, 53),
+    "aarch64": (0xC00000B7, 198, 199),
+}
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
+
+
+def refuse_foreign_sockets() -> None:
+    """Have this process and its children make sockets of their own network only. It cannot be undone.
+
+    Raises:
+        OSError: the kernel refuses, or the machine is of an architecture whose calls are not known here.
+    """
+    machine = platform.machine()
+    if machine not in _CALLS:
+        raise OSError(errno.ENOSYS, f"its system calls are known for {', '.join(_CALLS)} alone", machine)
+    code = b"".join(_instructions(*_CALLS[machine]))
+    program = _Program(len(code) // 8, code)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program)) == -1:
+        raise OSError(ctypes.get_errno(), "refuses a filter of system calls", "seccomp")
+
+
+def _instructions(architecture: int, socket: int, socketpair: int) -> list[bytes]:
+    """A program of the kernel's BPF: load, and skip as many instructions as the test says."""
+    of_socket = [_step(_LOAD, _FIRST), *_allow_any(_FAMILIES), _refuse(errno.EACCES)]
+    of_pair = [_step(_LOAD, _SECOND), _step(_AND, _KIND), *_allow_any(_PAIRS), _refuse(errno.EACCES)]
+    return [
+        _step(_LOAD, _ARCHITECTURE),
+        _step(_JUMP_IF_EQUAL, architecture, 1, 0),
+        _step(_RETURN, _KILL_PROCESS),  # a program of 32 bits, whose calls have other numbers
+        _step(_LOAD, _NUMBER),
+        _step(_JUMP_IF_AT_LEAST, _X32, 0, 1),
+        _refuse(errno.ENOSYS),
+        _step(_JUMP_IF_EQUAL, _IO_URING_SETUP, 0, 1),
+        _refuse(errno.EPERM),
+        _step(_JUMP_IF_EQUAL, socket, 0, len(of_socket)),
+        *of_socket,
+        _step(_JUMP_IF_EQUAL, socketpair, 0, len(of_pair)),
+        *of_pair,
+        _step(_RETURN, _ALLOW),
+    ]
+
+
+def _allow_any(values: tuple[int, ...]) -> list[bytes]:
+    return [step for value in values for step in (_step(_JUMP_IF_EQUAL, value, 0, 1), _step(_RETURN, _ALLOW))]
+
+
+def _refuse(number: int) -> bytes:
+    return _step(_RETURN, _ERRNO | number)
+
+
+def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)
