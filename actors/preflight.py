@@ -16,15 +16,15 @@ from actors.rollout.engines.external import Wanted
 from actors.rollout.engines.launching.server_arguments import engine_problems
 from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.sglang.limits import KEPT_OF_INPUT
-from actors.trainer.checkpoints import beginning_of
+from actors.trainer.checkpoints import beginning_of, newest_of_run
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.layout import check_layout
-from actors.trainer.models.shapes import copies_of, hf_shapes
+from actors.trainer.models.shapes import hf_shapes
+from actors.trainer.models.weight_files import check_weights
 from messages import Prompt
 from runtime.agent.preflight.check import check_here
 from runtime.agent.preflight.findings import Checked
 from runtime.agent.preflight.hub import hub_models
-from runtime.checksums import shapes_in
 from runtime.hf_config import ModelError, read_dense_model
 from runtime.hf_experts import Qwen3MoeKeys
 from runtime.samples.data_files import DataError
@@ -68,7 +68,7 @@ def preflight(
         found += _with_origin(loaded, _of_engines(loaded.topology, broken))
         if _can_be_read(loaded, broken):
             found += _with_origin(loaded, _of_urls(loaded.topology, broken))
-            found += _with_origin(loaded, _of_model(loaded.topology, broken))
+            found += _with_origin(loaded, _of_model(loaded.topology, broken, fresh=fresh))
     return msgspec.structs.replace(checked, problems=(*checked.problems, *found))
 
 
@@ -124,7 +124,7 @@ def _of_urls(topology: Topology, broken: set[str]) -> Iterator[Problem]:
         yield from url_problems(key, engine.urls, wanted)
 
 
-def _of_model(topology: Topology, broken: set[str]) -> Iterator[Problem]:
+def _of_model(topology: Topology, broken: set[str], *, fresh: bool) -> Iterator[Problem]:
     """What the model's directory and the prompts for it are refused for; `broken` keys are known to be unusable."""
     model = topology.model
     try:
@@ -144,6 +144,7 @@ def _of_model(topology: Topology, broken: set[str]) -> Iterator[Problem]:
         yield from _weights("model.ref_load", model.ref_load, shape)
     if topology.run.only != "rollout":
         yield from _load(topology, shape)
+        yield from _resumed(topology, shape) if not fresh else ()
     yield from _limits(topology, shape)
     yield from _prompts(topology, shape, broken)
 
@@ -172,28 +173,11 @@ def _of_sglang(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
 
 
 def _weights(key: str, directory: str, shape: HfConfig) -> Iterator[Problem]:
-    """Whether the files hold every tensor of the model, in its shape."""
+    """Whether the files hold the tensors of the model and no others."""
     try:
-        found = shapes_in(Path(directory))
+        check_weights(Path(directory), shape)
     except (OSError, ValueError) as error:
         yield Problem.of(key, directory, str(error))
-        return
-    copies = {copy for name in hf_shapes(shape) for copy in copies_of(name, shape)}  # which are not read
-    for name, expected in hf_shapes(shape).items():
-        if name in copies:
-            continue
-        if name not in found:
-            yield Problem.of(key, directory, f"no tensor {name} in its weights{_why(name, shape)}")
-            return
-        if found[name] != expected:
-            message = f"{name} is {list(found[name])} in its weights, and {list(expected)} in the model of {MODEL}"
-            yield Problem.of(key, directory, message)
-            return
-
-
-def _why(name: str, shape: HfConfig) -> str:
-    further = name.startswith(f"model.layers.{shape.num_hidden_layers}.")
-    return ": trainer.megatron.mtp_num_layers = 1 trains a layer that these lack" if further else ""
 
 
 def _replay(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
@@ -227,6 +211,20 @@ def _load(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
         beginning_of(topology, shape)
     except ValueError as error:
         yield Problem.of("trainer.load", topology.trainer.load, str(error))
+
+
+def _resumed(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
+    """Whether the run's own newest checkpoint is of its model; one that cannot be read is set aside by the start."""
+    try:
+        newest = newest_of_run(Path(topology.run.dir) / topology.run.name)
+    except ValueError:
+        return
+    try:
+        if newest is not None:
+            path, saved = newest
+            saved.check(path, shape, dtype=topology.model.dtype, resumes=True)
+    except ValueError as error:
+        yield Problem.of(MODEL, topology.model.hf_checkpoint, str(error))
 
 
 def _limits(topology: Topology, shape: HfConfig) -> Iterator[Problem]:

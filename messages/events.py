@@ -244,6 +244,18 @@ class CheckpointSaved(Message, kw_only=True, tag="checkpoint_saved"):
     pause_s: float = 0.0  # of it, while the state was copied and training stood still
 
 
+@register
+class CheckpointSetAside(Message, kw_only=True, tag="checkpoint_set_aside"):
+    """A checkpoint on disk is damaged and was renamed: no start reads it. Written by trainer."""
+
+    plane = Plane.EVENT
+    topic = "checkpoint.set_aside"
+    step: int  # train steps that it was to contain
+    incarnation: int  # of the trainer that found it
+    path: str  # its new name
+    reason: str  # which file is damaged, and how
+
+
 class WeightProbe(msgspec.Struct, frozen=True, kw_only=True):
     """Fixed tokens and what the announced weights make of them; an engine that holds these weights says the same.
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from runtime.files import path_inside
 
@@ -104,24 +105,47 @@ def checksums_of(directory: Path) -> Checksums:
     return combined(tensors)
 
 
-def shapes_in(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor in the safetensors checkpoint of a directory, read from the headers of its files alone.
+class StoredTensor(NamedTuple):
+    """Where a tensor lies in a safetensors file."""
+
+    file: Path
+    dtype: str  # as safetensors spells it
+    shape: tuple[int, ...]
+    begin: int  # of its bytes in the file
+    end: int
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        """Its bytes, mapped."""
+        if self.begin == self.end:
+            return np.empty(0, dtype=np.uint8)
+        return np.memmap(self.file, dtype=np.uint8, mode="r", offset=self.begin, shape=(self.end - self.begin,))
+
+
+def tensors_in(directory: Path) -> dict[str, StoredTensor]:
+    """The tensors of the safetensors checkpoint in a directory, read from the headers of its files alone.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is not in the safetensors format.
+        ValueError: a file is not in the safetensors format, or is cut.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in safetensors_files(directory):
-        with file.open("rb") as opened:
-            try:
-                size = int.from_bytes(opened.read(8), "little")
-                header: dict[str, dict[str, Any]] = json.loads(opened.read(min(size, MAX_HEADER_BYTES)))
-                header.pop("__metadata__", None)
-                shapes |= {name: tuple(entry["shape"]) for name, entry in header.items()}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{file}: not a safetensors file: {error!r}") from error
-    return shapes
+    return {name: tensor for file in safetensors_files(directory) for name, tensor in _tensors_of(file)}
+
+
+def _tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+    size_bytes = file.stat().st_size
+    with file.open("rb") as opened:
+        try:
+            length = int.from_bytes(opened.read(8), "little")
+            header: dict[str, dict[str, Any]] = json.loads(opened.read(min(length, MAX_HEADER_BYTES)))
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                begin, end = (8 + length + offset for offset in entry["data_offsets"])
+                if not begin <= end <= size_bytes:
+                    raise ValueError(f"shorter than its header says ({name})")
+                yield name, StoredTensor(file, entry["dtype"], tuple(entry["shape"]), begin, end)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file}: not a safetensors file: {error!r}") from error
 
 
 def _file_checksums(file: Path) -> Iterator[tuple[str, str]]:

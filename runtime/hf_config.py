@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from runtime.hf_experts import EXPERT_KEYS, ExpertKeys, Experts, Glm4MoeKeys
+from runtime.hf_experts import EXPERT_KEYS, DeepseekV3Keys, ExpertKeys, Experts, Glm4MoeKeys
 from runtime.hf_latent import LATENT_KEYS, DeepseekV3Attention, Latent
 from runtime.hf_rope import Rope, RopeKeys, read_rope
 
@@ -146,7 +146,7 @@ def read_model(directory: Path) -> ModelDescription:
             eos_token_ids=_ids(raw.eos_token_id) | _ids(eos),
             dtype=raw.dtype or raw.torch_dtype or "float32",
             initializer_range=raw.initializer_range,
-            num_mtp_layers=experts.num_further_layers if isinstance(experts, Glm4MoeKeys) else 0,
+            num_mtp_layers=experts.num_further_layers if isinstance(experts, Glm4MoeKeys | DeepseekV3Keys) else 0,
         )
     except ModelError:
         raise

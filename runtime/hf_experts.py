@@ -120,6 +120,11 @@ class DeepseekV3Keys(msgspec.Struct, frozen=True):
     ep_size: int | None = None
     auto_map: dict[str, str] | None = None  # code beside the weights, which nobody here runs
 
+    @property
+    def num_further_layers(self) -> int:
+        """Layers behind the last one, for the tokens after the next."""
+        return self.num_nextn_predict_layers or self.num_mtp_layers or 0
+
     def read(self) -> Experts:
         """As transformers, DeepseekV3TopkRouter and DeepseekV3MoE.
 

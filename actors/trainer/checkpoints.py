@@ -1,19 +1,21 @@
-"""Which checkpoints a run has, without torch: directories that are either complete or ignored.
+"""Which checkpoints a run has, without torch: directories that are complete, ignored, or set aside as damaged.
 
 A checkpoint of train step 40 by the third start of the trainer is `0003/step-00000040`: every incarnation writes in a
-directory of its own, so that a predecessor that is not quite dead disturbs nobody.
+directory of its own, so that a predecessor that is not quite dead disturbs nobody. A damaged one is renamed to
+`0003/damaged-step-00000040`, which no start reads and no start deletes.
 """
 
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from actors.trainer.file_checksums import CHECKSUMS_FILE, damage_of
 from actors.trainer.models.config import HfConfig
-from actors.trainer.models.shapes import hf_shapes
 from runtime.settings.topology import MegatronConfig, Topology
 
 RUN_FILE: Final = "run.json"  # in a checkpoint
@@ -21,6 +23,8 @@ METADATA_FILE: Final = "metadata.json"  # in a checkpoint, the last file that Me
 CHECKPOINTS: Final = "checkpoints"  # in the run directory
 TRACKER: Final = "latest_checkpointed_iteration.txt"  # of Megatron-LM, beside its checkpoints
 BACKEND: Final = "torch_dist"  # the format of ours, and the only one of Megatron-LM's that is read
+DAMAGED: Final = "damaged-"  # what the name of a checkpoint that was set aside begins with
+WITHOUT_EFFECT: Final = ("initializer_range", "max_position_embeddings")  # on what weights compute
 _NAME: Final = re.compile(r"step-(\d{8})")
 _MEGATRON_LM: Final = re.compile(r"iter_\d{7,}|release")
 
@@ -41,22 +45,78 @@ def directory_of(root: Path, *, step: int, incarnation: int) -> Path:
 
 def checkpoints_in(root: Path) -> list[Checkpoint]:
     """Complete checkpoints, oldest first."""
+    return [found for found in _named_in(root) if (found.path / METADATA_FILE).is_file()]
+
+
+def _named_in(root: Path) -> list[Checkpoint]:
+    """Directories with the name of a checkpoint, oldest first. Each got its name once it was complete."""
     found: list[Checkpoint] = []
     for path in root.glob("[0-9]*/step-*"):
         match = _NAME.fullmatch(path.name)
-        if match and (path / METADATA_FILE).is_file():
+        if match:
             found.append(Checkpoint(int(match[1]), int(path.parent.name), path))
     return sorted(found)
 
 
+class SetAside(NamedTuple):
+    """A damaged checkpoint, renamed."""
+
+    step: int  # train steps that it was to contain
+    path: Path  # its new name
+    reason: str  # which file is damaged, and how
+
+
+def set_aside_damaged(root: Path, *, thorough: bool = True) -> list[SetAside]:
+    """Rename the newest checkpoints up to the first without damage, and all that lack a file or a part of one.
+
+    Args:
+        root: of checkpoints.
+        thorough: hash all files of the newest; else only sizes are compared.
+
+    Raises:
+        ValueError: a checkpoint is of an earlier version, which wrote no checksums.
+        OSError: a file cannot be opened.
+    """
+    found = _named_in(root)
+    damages = {each: damage for each in found if (damage := _damage_of(each.path, thorough=False))}
+    for each in reversed(found if thorough else []):
+        if each in damages:
+            continue
+        damage = _damage_of(each.path, thorough=True)
+        if damage is None:
+            break
+        damages[each] = damage
+    return [SetAside(each.step, _renamed(each.path), damage) for each, damage in damages.items()]
+
+
+def _damage_of(path: Path, *, thorough: bool) -> str | None:
+    damage = damage_of(path, thorough=thorough)
+    if damage is not None and not (path / CHECKSUMS_FILE).exists() and _is_of_earlier_version(path):
+        raise ValueError(f"{path} was written by an earlier version of the trainer, and is no longer read")
+    return damage
+
+
+def _is_of_earlier_version(path: Path) -> bool:
+    try:
+        said: dict[str, Any] = msgspec.json.decode((path / RUN_FILE).read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError):
+        return False
+    return not said.get("has_checksums", False)
+
+
+def _renamed(path: Path) -> Path:
+    names = (f"{DAMAGED}{path.name}{again}" for again in ("", *(f".{number}" for number in range(2, 1000))))
+    free = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    path.rename(free)
+    return free
+
+
 def prune_checkpoints(root: Path, keep: int) -> list[Checkpoint]:
-    """Delete all but the newest checkpoints, and what a crash left half written; return those left."""
-    kept = checkpoints_in(root)[-keep:]
-    paths = {checkpoint.path for checkpoint in kept}
-    for path in (*root.glob("[0-9]*/step-*"), *root.glob("[0-9]*/.step-*")):
-        if path not in paths:
-            shutil.rmtree(path, ignore_errors=True)
-    return kept
+    """Delete all complete checkpoints but the newest, and what a crash left half written; return those left."""
+    found = checkpoints_in(root)
+    for path in (*(checkpoint.path for checkpoint in found[:-keep]), *root.glob("[0-9]*/.step-*")):
+        shutil.rmtree(path, ignore_errors=True)
+    return found[-keep:]
 
 
 class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,28 +132,44 @@ class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
     num_processes: int
     megatron: MegatronConfig
     use_distributed_optimizer: bool
+    has_checksums: bool = False  # of its files; those of earlier versions have none
 
-    def check(self, path: Path, shape: HfConfig, *, dtype: str | None) -> None:
-        """Refuse a checkpoint that another model cannot begin from.
+    def check(self, path: Path, model: HfConfig, *, dtype: str | None, resumes: bool = False) -> None:
+        """Refuse a checkpoint of another model.
 
         Args:
             path: of the checkpoint.
-            shape: the model.
+            model: that is to go on from it.
             dtype: in which it trains; none: the weights alone are taken.
+            resumes: the run that wrote it goes on; else another begins, whose context may be longer.
 
         Raises:
             ValueError: says what is different.
         """
-        saved, expected = hf_shapes(self.model), hf_shapes(shape)
+        saved, expected = dict(_values("", self.model)), dict(_values("", model))
         for name in (*expected, *saved):
-            if saved.get(name) != expected.get(name):
-                has = [f"has {list(one[name])}" if name in one else "has none" for one in (saved, expected)]
-                raise ValueError(f"{path} is of another model: of {name} it {has[0]}, and this model {has[1]}")
+            there, here = (_told(values.get(name)) for values in (saved, expected))
+            if there != here and (resumes or name not in WITHOUT_EFFECT):
+                raise ValueError(f"{path} is of another model: {name} is {there} there, and {here} here (config.json)")
         if dtype not in (None, self.dtype):
             raise ValueError(
                 f"{path} was trained in {self.dtype}, and its optimizer's state does not fit model.dtype = {dtype}: "
                 f"set that, or take the weights alone with trainer.finetune = true"
             )
+
+
+def _values(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What a configuration says, by dotted names."""
+    values = msgspec.to_builtins(value)
+    if not isinstance(values, dict):
+        yield prefix, values
+        return
+    for name, each in values.items():
+        yield from _values(f"{prefix}.{name}" if prefix else name, each)
+
+
+def _told(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 class Beginning(NamedTuple):
@@ -103,12 +179,13 @@ class Beginning(NamedTuple):
     of_megatron_lm: bool = False  # else of a run of ours
 
 
-def beginning_of(topology: Topology, shape: HfConfig) -> Beginning | None:
+def beginning_of(topology: Topology, shape: HfConfig, *, thorough: bool = False) -> Beginning | None:
     """The checkpoint that a run without one of its own begins from; none: it begins from the model's weights.
 
     Args:
         topology: of the run.
         shape: its model.
+        thorough: hash all files of the checkpoint; else only sizes are compared.
 
     Raises:
         ValueError: trainer.load names nothing that the model can begin from; says why.
@@ -124,6 +201,8 @@ def beginning_of(topology: Topology, shape: HfConfig) -> Beginning | None:
             )
         return Beginning(path, of_megatron_lm=True)
     path, saved = checkpoint_at(Path(trainer.load))
+    if (damage := _damage_of(path, thorough=thorough)) is not None:
+        raise ValueError(f"{path} is damaged: {damage}")
     saved.check(path, shape, dtype=None if trainer.finetune else topology.model.dtype)
     return Beginning(path)
 
@@ -165,7 +244,26 @@ def checkpoint_at(path: Path) -> tuple[Path, SavedRun]:
         if not found:
             raise ValueError(f"{path} is neither a run with a complete checkpoint nor a complete checkpoint")
         path = found[-1].path
+    return path, saved_run(path)
+
+
+def saved_run(path: Path) -> SavedRun:
+    """What a checkpoint says of itself.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
     try:
-        return path, msgspec.json.decode((path / RUN_FILE).read_bytes(), type=SavedRun)
+        return msgspec.json.decode((path / RUN_FILE).read_bytes(), type=SavedRun)
     except (OSError, msgspec.MsgspecError) as error:
         raise ValueError(f"{path / RUN_FILE} cannot be read: {error}") from error
+
+
+def newest_of_run(directory: Path) -> tuple[Path, SavedRun] | None:
+    """The newest complete checkpoint of a run, and what it says of itself; none: it has none.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    found = checkpoints_in(directory / CHECKPOINTS)
+    return (found[-1].path, saved_run(found[-1].path)) if found else None

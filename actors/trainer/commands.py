@@ -18,8 +18,11 @@ from actors.trainer.checkpoints import (
     CHECKPOINTS,
     Checkpoint,
     SavedRun,
+    SetAside,
     beginning_of,
     prune_checkpoints,
+    saved_run,
+    set_aside_damaged,
 )
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.build import nothing
@@ -99,6 +102,7 @@ class TrainerRank:
         self._weight_format: WeightFormat = weight_format(topology)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Saving | None = None
+        self._set_aside: list[SetAside] = []  # since they were last taken
         self._handover: Handover | None = None
         device = ranks.device_of(topology.trainer.device, self._ranks)
         ranks.join(self._ranks, topology.trainer.megatron, device, seed=topology.run.seed)
@@ -123,23 +127,35 @@ class TrainerRank:
     # rank 0
 
     def resume(self) -> int:
-        """Load the newest complete checkpoint, if there is one, else the one that the run is to begin from.
+        """Load the newest checkpoint without damage, if there is one, else the one that the run is to begin from.
 
-        What a death has left half written goes.
+        What a death has left half written goes; damaged checkpoints are set aside.
 
         Returns:
             Train steps of this run that the state contains.
 
         Raises:
-            ValueError: trainer.load is no checkpoint that this model can begin from.
+            ValueError: the checkpoint, or that of trainer.load, is none that this model can go on from.
         """
-        found = prune_checkpoints(self._checkpoints, self._topology.train.keep_checkpoints)
+        found = self._sound_checkpoints(thorough=True)
         if found:
-            return self._lead(Load(str(found[-1].path)))
-        beginning = beginning_of(self._topology, self._replica.hf)
+            path = found[-1].path
+            saved_run(path).check(path, self._replica.hf, dtype=self._topology.model.dtype, resumes=True)
+            return self._lead(Load(str(path)))
+        beginning = beginning_of(self._topology, self._replica.hf, thorough=True)
         if beginning is not None:
             self._lead(Begin(str(beginning.path), beginning.of_megatron_lm))
         return 0
+
+    def _sound_checkpoints(self, *, thorough: bool) -> list[Checkpoint]:
+        """Set damaged checkpoints aside, delete old ones, and return those that are left, oldest first."""
+        self._set_aside += set_aside_damaged(self._checkpoints, thorough=thorough)
+        return prune_checkpoints(self._checkpoints, self._topology.train.keep_checkpoints)
+
+    def take_set_aside(self) -> tuple[SetAside, ...]:
+        """Checkpoints that were found damaged since the last call."""
+        taken, self._set_aside = tuple(self._set_aside), []
+        return taken
 
     def train(self, batch: TrainBatch) -> Trained:
         """Train one batch.
@@ -181,7 +197,7 @@ class TrainerRank:
             Its directory and the checkpoints that are left, oldest first.
         """
         path: Path = self._lead(FinishSave())
-        return path, prune_checkpoints(self._checkpoints, self._topology.train.keep_checkpoints)
+        return path, self._sound_checkpoints(thorough=False)
 
     def save(self, *, step: int, incarnation: int) -> tuple[Path, list[Checkpoint]]:
         """Write a checkpoint while nothing else happens; as `begin_save` and `finish_save`."""
@@ -399,4 +415,5 @@ class TrainerRank:
             num_processes=self._ranks.world_size,
             megatron=topology.trainer.megatron,
             use_distributed_optimizer=self._replica.is_distributed,
+            has_checksums=True,
         )

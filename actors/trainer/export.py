@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from actors.trainer.checkpoints import CHECKPOINTS, checkpoints_in
+from actors.trainer.file_checksums import damage_of
 from runtime.agent.claims.rundir import TOPOLOGY_FILE
 from runtime.files import complete_directory
 from runtime.secrets import make_private
@@ -63,15 +64,23 @@ def export_run(directory: Path, out: Path, *, step: int | None = None) -> Source
 
 
 def find_source(directory: Path, step: int | None) -> Source:
-    """The checkpoint of a step, or the newest one, or else the newest published weights.
+    """The checkpoint of a step, or the newest one without damage, or else the newest published weights.
 
     Raises:
         CannotExport: there is none; says which there are.
     """
-    found = checkpoints_in(directory / CHECKPOINTS)
+    found, damaged = checkpoints_in(directory / CHECKPOINTS), ""
     for checkpoint in reversed(found):
-        if step in (None, checkpoint.step):
-            return Source(f"checkpoint of step {checkpoint.step}", checkpoint.path, is_checkpoint=True)
+        if step not in (None, checkpoint.step):
+            continue
+        damage = damage_of(checkpoint.path, thorough=True)
+        if damage is None:
+            return Source(f"checkpoint of step {checkpoint.step}{damaged}", checkpoint.path, is_checkpoint=True)
+        if step is not None:
+            raise CannotExport(f"{directory}: the checkpoint of step {step} is damaged: {damage}")
+        damaged = damaged or f" (that of step {checkpoint.step} is damaged: {damage})"
+    if damaged:
+        raise CannotExport(f"{directory} has no checkpoint without damage{damaged}")
     if found:
         steps = ", ".join(str(checkpoint.step) for checkpoint in found)
         raise CannotExport(f"{directory} has no checkpoint of step {step}: it has those of {steps}")

@@ -47,7 +47,14 @@ from actors.trainer.groups_ahead import GroupsAhead
 from actors.trainer.phases.turns import Turns
 from actors.trainer.sending.leading import WeightSessions
 from actors.trainer.torch_thread import TorchThread
-from messages import BatchTrained, CheckpointSaved, PayloadsMissing, TrainerStarted, WeightsAnnounced
+from messages import (
+    BatchTrained,
+    CheckpointSaved,
+    CheckpointSetAside,
+    PayloadsMissing,
+    TrainerStarted,
+    WeightsAnnounced,
+)
 from runtime.bus.background import beside
 from runtime.bus.bus import Bus
 from runtime.host.actor import InputError
@@ -102,7 +109,7 @@ class Leader:
         turns.load_by(self.sessions.bring, self.serve)
         self._frontier = feed.history.frontier
         self._incarnation = incarnation
-        self._saved_step = feed.history.saved_step  # of the newest that was begun
+        self._saved_step = step  # of the newest that was begun, or that is not damaged
         self._saved = anyio.Event()  # the checkpoint that was begun last is told of
         self._saved.set()
         self._announced = anyio.Event()  # the version that was begun last
@@ -119,9 +126,11 @@ class Leader:
         """Waiting for a batch that was trained and forgotten would be for ever."""
         gone = [step for step in range(self.step, self._frontier) if step not in self._feed.history.batches]
         if gone:
+            aside = "".join(f"; {each.path} is damaged: {each.reason}" for each in self._rank.take_set_aside())
             raise InputError(
                 f"the newest checkpoint in {self._run_directory} contains {self.step} train steps, and the log has no "
                 f"batch of step {gone[0]} any more, as a later checkpoint had it: bring that one back, or start anew"
+                f"{aside}"
             )
 
     def waits_for(self) -> str:
@@ -137,6 +146,7 @@ class Leader:
         started = TrainerStarted(incarnation=self._incarnation, step=self.step, start=uuid.uuid4().hex)
         self._feed.started(started, await self._bus.publish(started))
         log.info("trainer_started", incarnation=self._incarnation, step=self.step, frontier=self._frontier)
+        await self._tell_set_aside()
         if self.step >= self._frontier:
             await self._announce(await self._publish())
 
@@ -416,5 +426,16 @@ class Leader:
             pause_s=pause_s,
         )
         await self._bus.publish(saved)
+        await self._tell_set_aside()
         self._saved.set()
         log.info("checkpoint_saved", step=step, took_s=took_s, pause_s=pause_s)
+
+    async def _tell_set_aside(self) -> None:
+        """Tell of checkpoints that were found damaged."""
+        for each in self._rank.take_set_aside():
+            log.warning("checkpoint_set_aside", step=each.step, path=str(each.path), reason=each.reason)
+            await self._bus.publish(
+                CheckpointSetAside(
+                    step=each.step, incarnation=self._incarnation, path=str(each.path), reason=each.reason
+                )
+            )

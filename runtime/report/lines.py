@@ -10,6 +10,7 @@ from messages import (
     ActorStarted,
     CheckpointRequested,
     CheckpointSaved,
+    CheckpointSetAside,
     EngineState,
     EngineStateChanged,
     GroupFailed,
@@ -81,6 +82,9 @@ def line_of(event: Message) -> str | None:
             return f"{event.actor} restarted (restart {event.restarts}, pid {event.pid})"
         case CheckpointSaved():
             return f"checkpoint of step {event.step} saved in {event.took_s:.1f} s"
+        case CheckpointSetAside():
+            damaged = f"the checkpoint of step {event.step} is damaged and was set aside as {event.path}"
+            return f"{damaged}: {event.reason}"
         case EngineStateChanged(new=EngineState.SUSPECT | EngineState.PAUSED):
             return f"{event.engine} is {event.new}: {event.reason}"
         case WeightsLost():

@@ -153,7 +153,10 @@ REFUSED = {
     "no run to begin from": Case(("trainer.load=TMP/none",), "trainer.load", "no such directory"),
     "nothing saved": Case(("trainer.load=TMP/dumped",), "trainer.load", "neither a run with a complete checkpoint"),
     "a checkpoint of another model": Case(
-        ("trainer.load=TMP/saved", "trainer.finetune=true"), "trainer.load", "tokens.weight it has [8, 64]"
+        ("trainer.load=TMP/saved", "trainer.finetune=true"), "trainer.load", "vocab_size is 8 there, and 16 here"
+    ),
+    "its own checkpoint, of another model": Case(
+        ("run.dir=TMP", "run.name=saved"), "model.hf_checkpoint", "vocab_size is 8 there, and 16 here"
     ),
     "weights of nobody": Case(("trainer.finetune=true",), "trainer.finetune", "no effect without trainer.load"),
     # layouts

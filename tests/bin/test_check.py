@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 
 from actors.trainer.checkpoints import CHECKPOINTS, METADATA_FILE, SavedRun, directory_of
 from actors.trainer.checkpoints import RUN_FILE as SAVED_FILE
+from actors.trainer.file_checksums import write_checksums
 from actors.trainer.models.config import read_hf_config
 from bin.start_topology import main
 from runtime.agent.claims.claim import Claim
@@ -102,8 +103,10 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_processes=1,
         megatron=MegatronConfig(),
         use_distributed_optimizer=False,
+        has_checksums=True,
     )
     (saved / SAVED_FILE).write_bytes(msgspec.json.encode(said))
+    write_checksums(saved, {})
     (folder / "dumped").mkdir()
     (folder / "dumped" / RUN_FILE).write_text('{"run": "somebody", "began": "2026"}')
     return folder

@@ -33,6 +33,7 @@ from actors.trainer.models.cuts import load_weights, tensors_of
 from actors.trainer.models.files import file_source
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sources import WeightSource, random_source
+from actors.trainer.models.weight_files import check_weights
 from runtime.settings.recipe import replays_experts
 from runtime.settings.topology import Topology
 
@@ -66,6 +67,8 @@ class Replica:
         self.packed: bool = has_kernel if topology.trainer.packed is None else topology.trainer.packed
         self._layout = topology.trainer.megatron
         self._temperature = topology.rollout.temperature
+        if not topology.model.random_init:
+            check_weights(directory, self.hf)
         source = random_source(self.hf, topology.run.seed) if topology.model.random_init else file_source(directory)
         with quiet():
             self.config = transformer_config(self.hf, self._layout, dtype=self.dtype, device=device)

@@ -1,7 +1,8 @@
 """A checkpoint that is written beside training: copied on the torch thread, written by a thread of each rank.
 
 It is written under a name that starts with a dot and gets its own when all ranks have reported. Each rank syncs what it
-wrote to the disk. A death before the rename leaves a directory that nobody takes for a checkpoint.
+wrote to the disk, and hashes it: `checksums.json` is what a start compares the files with. A death before the rename
+leaves a directory that nobody takes for a checkpoint.
 """
 
 import shutil
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state_dic
 from torch.distributed.checkpoint.storage import WriteResult
 
 from actors.trainer.checkpoints import RUN_FILE, SavedRun
+from actors.trainer.file_checksums import FileChecksum, checksum_of, write_checksums
 from actors.trainer.megatron.imports import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -48,7 +50,7 @@ class Saving:
         self._said = said
         self._unfinished = path.with_name(f".{path.name}")
         self._is_there = path.exists()
-        self._writer = _WritesLater(self._unfinished, sync_files=True)
+        self._writer = _WritesLater(self._unfinished)
         dist.barrier()  # all have looked before one of them makes it
         if self._is_there:
             self.written: Future[None] = Future()
@@ -75,6 +77,7 @@ class Saving:
         if dist.get_rank() == 0:
             if self._said is not None:
                 (self._unfinished / RUN_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self._said)))
+            write_checksums(self._unfinished, self._writer.checksums)
             complete_directory(self._unfinished, self.path)
         dist.barrier()
         return self.path
@@ -83,8 +86,14 @@ class Saving:
 class _WritesLater(FileSystemWriter):
     """torch's writer, whose files are written from copies once the plan stands, and whose index when all are there."""
 
+    def __init__(self, directory: Path) -> None:
+        """Nothing is planned yet."""
+        super().__init__(directory, sync_files=True)
+        self._directory = directory
+
     _metadata: Metadata | None = None  # on rank 0
     _results: list[WriteResult]
+    checksums: dict[str, FileChecksum]  # of this rank's files; once reported, on rank 0 of all ranks'
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Copy what is planned; called when the plan stands."""
@@ -102,14 +111,17 @@ class _WritesLater(FileSystemWriter):
         copies: Any = self._copies
         self._results = super().write_data(self._plan, copies).value()  # not quiet(): filters are of all threads
         copies.clear()
+        names = {result.storage_data.relative_path for result in self._results}
+        self.checksums = {name: checksum_of(self._directory / name) for name in names}
 
     def report(self) -> None:
         """Write the index of all ranks' files. A collective."""
-        results: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(self._results, results)
-        if results is not None:
+        reports: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object((self._results, self.checksums), reports)
+        if reports is not None:
             assert self._metadata is not None
-            super().finish(self._metadata, results)
+            super().finish(self._metadata, [results for results, _ in reports])
+            self.checksums = {name: each for _, checksums in reports for name, each in checksums.items()}
 
 
 class _Copies:

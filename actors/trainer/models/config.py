@@ -30,6 +30,7 @@ class HfConfig:
     has_qk_norm: bool  # queries and keys are normalised per head
     experts: Experts | None = None
     num_mtp_layers: int = 0  # for further tokens, behind the others, like the last of them inside; 0 or 1
+    num_unused_mtp_layers: int = 0  # that its files may have behind the others, and that are not trained
     latent: Latent | None = None  # multi-latent attention
 
     def has_experts(self, layer: int) -> bool:
@@ -80,5 +81,6 @@ def read_hf_config(directory: Path, mtp_num_layers: int | None = None) -> HfConf
         has_qk_norm=shape.qk_norm,
         experts=shape.experts,
         num_mtp_layers=mtp_num_layers or 0,
+        num_unused_mtp_layers=model.num_mtp_layers - (mtp_num_layers or 0),
         latent=shape.latent,
     )

@@ -8,6 +8,7 @@ import numpy as np
 from actors.trainer.batches.batch import Floats32, MicroBatch, TrainBatch
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.models.files import file_source
+from actors.trainer.models.weight_files import check_weights
 
 
 class ReferenceModel:
@@ -29,6 +30,7 @@ class ReferenceModel:
         self._replica = replica
         self._weights = replica.weights_copy()
         if ref_load is not None:
+            check_weights(Path(ref_load), replica.hf)
             replica.set_weights(file_source(Path(ref_load)))
             replica.exchange_weights(self._weights)
             replica.optimizer.reload_model_params()

@@ -12,6 +12,7 @@ from messages import (
     BatchTrained,
     CheckpointRequested,
     CheckpointSaved,
+    CheckpointSetAside,
     LogTrimmed,
     Message,
     PayloadsMissing,
@@ -43,6 +44,7 @@ MAKES_ROOM: Final = (  # what ledger and trainer say beside decisions: only afte
     WeightsAnnounced,
     PhaseChanged,
     CheckpointSaved,
+    CheckpointSetAside,
 )
 
 

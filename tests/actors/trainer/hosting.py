@@ -10,6 +10,7 @@ from actors.trainer.actor import TrainerActor
 from messages import (
     BatchTrained,
     CheckpointSaved,
+    CheckpointSetAside,
     Message,
     MessageT,
     PayloadsMissing,
@@ -21,7 +22,7 @@ from runtime.failures import leaves
 from runtime.host.hosting import Hosted, host
 from runtime.settings.topology import Topology
 
-SAID = (TrainerStarted, BatchTrained, PayloadsMissing, CheckpointSaved, WeightsAnnounced)
+SAID = (TrainerStarted, BatchTrained, PayloadsMissing, CheckpointSaved, CheckpointSetAside, WeightsAnnounced)
 TIMEOUT_S = 20.0
 
 

@@ -129,13 +129,19 @@ def test_what_no_run_can_begin_from_is_refused(
     refused(tmp_path / "empty", "neither a run with a complete checkpoint nor a complete checkpoint")
     refused(tmp_path / "other", "trained in float32, .* model.dtype = bfloat16", model={"dtype": "bfloat16"})
     (model_dir / "config.json").write_bytes(msgspec.json.encode(TINY | {"hidden_size": 24}))
-    says = r"of another model: of model\.embed_tokens\.weight it has \[32, 16\], and this model has \[32, 24\]"
+    says = "of another model: hidden_size is 16 there, and 24 here"
     refused(tmp_path / "other", says)
     refused(tmp_path / "other", says, trainer={"finetune": True})
     path, saved = checkpoint_at(tmp_path / "other")
     assert isinstance(saved, SavedRun)
     (path / RUN_FILE).write_bytes(b"{")
     refused(tmp_path / "other", r"run\.json cannot be read")
+    said = msgspec.json.format(msgspec.json.encode(saved))
+    (path / RUN_FILE).write_bytes(said.replace(b'"step": 2', b'"step": 3'))
+    refused(tmp_path / "other", r"step-00000002 is damaged: run\.json does not have the sha256")
+    (path / RUN_FILE).write_bytes(said)
+    (path / "common.pt").write_bytes(b"half")
+    refused(tmp_path / "other", r"step-00000002 is damaged: common\.pt has 4 bytes")
     (path / "metadata.json").unlink()
     refused(path, "nor a complete checkpoint")
     assert path.parent.parent == tmp_path / "other" / CHECKPOINTS

@@ -19,6 +19,7 @@ from messages import (
     BatchReady,
     BatchTrained,
     CheckpointSaved,
+    CheckpointSetAside,
     GroupRef,
     TrainerStarted,
     WeightsAnnounced,
@@ -30,6 +31,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.errors import Fenced
 from runtime.checksums import checksums_of
 from runtime.host.actor import InputError
+from runtime.report.lines import line_of
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hosting import errors_of, names, of, running, said_until
 from tests.actors.trainer.logs import GROUPS, completed, publish_batch
@@ -230,6 +232,52 @@ async def test_after_a_crash_the_lost_step_is_trained_again_and_announces_once_a
     replayed = of(second, BatchTrained)[0].metrics
     assert replayed["train/loss"] == lost["train/loss"]
     assert of(second, WeightsAnnounced)[0].checksum == of(first, WeightsAnnounced)[3].checksum
+
+
+async def test_a_damaged_checkpoint_is_told_of_and_the_batches_since_the_older_one_are_trained_again(
+    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+) -> None:
+    topology = make_topology(train={"num_steps": 5, "save_interval": 2})
+    async with running(topology, bus, tmp_path / "run"):
+        for step in range(4):
+            await publish_batch(bus, step)
+        first = await said_until(bus, CheckpointSaved, 2)
+    last_seq = (await bus.state(BatchTrained.plane)).last_seq
+    damaged = Path(of(first, CheckpointSaved)[1].path)
+    file = damaged / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    async with running(topology, bus, tmp_path / "run"):
+        await publish_batch(bus, 4)
+        second = await said_until(bus, CheckpointSaved, 2, from_seq=last_seq + 1)
+    assert of(second, TrainerStarted)[0].step == 2
+    (aside,) = of(second, CheckpointSetAside)
+    assert (aside.step, aside.incarnation) == (4, 2)
+    assert aside.path == str(damaged.with_name("damaged-step-00000004"))
+    assert aside.reason == "__0_0.distcp does not have the sha256 with which it was written"
+    assert line_of(aside) == f"the checkpoint of step 4 is damaged and was set aside as {aside.path}: {aside.reason}"
+    replayed = [(event.step, event.replay) for event in of(second, BatchTrained)]
+    assert replayed == [(2, True), (3, True), (4, False)]
+    losses = [event.metrics["train/loss"] for event in of([*first, *second], BatchTrained)]
+    assert losses[4:6] == losses[2:4]
+    # the ledger keeps what the older one needs until two others can be loaded
+    assert [(event.step, event.oldest_step) for event in of(second, CheckpointSaved)] == [(4, 2), (5, 4)]
+
+
+async def test_a_damaged_checkpoint_without_an_older_one_ends_the_run_by_name(
+    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+) -> None:
+    topology = make_topology(train={"num_steps": 4, "save_interval": 2, "keep_checkpoints": 1})
+    async with running(topology, bus, tmp_path / "run"):
+        for step in range(3):
+            await publish_batch(bus, step)
+        saved = of(await said_until(bus, CheckpointSaved), CheckpointSaved)
+    (Path(saved[0].path) / "common.pt").unlink()
+    (error,) = await errors_of(topology, bus, tmp_path / "run")
+    assert isinstance(error, InputError)
+    assert "no batch of step 0 any more" in str(error)
+    assert "damaged-step-00000002 is damaged: common.pt is missing" in str(error)
 
 
 async def test_without_a_checkpoint_the_whole_log_is_replayed(

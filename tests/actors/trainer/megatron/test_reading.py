@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from actors.trainer.commands import TrainerRank
 from actors.trainer.export import export_run
+from actors.trainer.file_checksums import CHECKSUMS_FILE, write_checksums
 from actors.trainer.megatron.checkpoint import load_checkpoint
 from actors.trainer.megatron.reading import UnsafeCheckpoint
 from runtime.settings.topology import Topology, encode_topology
@@ -56,7 +57,9 @@ def rewrite(saved: Path, change: Callable[[Metadata], None]) -> None:
 
 
 def refused(rank: TrainerRank, saved: Path, tmp_path: Path) -> str:
-    """Why neither an export nor a trainer reads it; nothing is written."""
+    """Why neither an export nor a trainer reads it; nothing is written. Strangers write checksums, too."""
+    (saved / CHECKSUMS_FILE).unlink()
+    write_checksums(saved, {})
     with pytest.raises(UnsafeCheckpoint) as exported:
         export_run(tmp_path / "run", tmp_path / "out")
     with pytest.raises(UnsafeCheckpoint) as loaded:

@@ -1,0 +1,86 @@
+"""Checksums of the files in a checkpoint: written with it, and compared before it is read.
+
+`checksums.json` lists every other file of the directory with its size and sha256. It is the last file to be written.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+CHECKSUMS_FILE: Final = "checksums.json"
+_MAX_THREADS: Final = 8  # that hash files of a checkpoint at once
+
+
+class FileChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a file held when it was written."""
+
+    size_bytes: int
+    sha256: str
+
+
+class Checksums(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The files of a checkpoint by their names."""
+
+    files: dict[str, FileChecksum]
+
+
+def checksum_of(file: Path) -> FileChecksum:
+    """Hash a file."""
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256")
+        return FileChecksum(opened.tell(), digest.hexdigest())
+
+
+def write_checksums(directory: Path, known: Mapping[str, FileChecksum]) -> None:
+    """Write the list of a directory's files.
+
+    Args:
+        directory: all of its files are written.
+        known: those that are hashed already; the rest is hashed here.
+    """
+    names = sorted(file.name for file in directory.iterdir())
+    files = {name: known.get(name) or checksum_of(directory / name) for name in names}
+    (directory / CHECKSUMS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(Checksums(files))))
+
+
+def damage_of(directory: Path, *, thorough: bool) -> str | None:
+    """What is wrong with a checkpoint's files; none: nothing.
+
+    Args:
+        directory: of the checkpoint.
+        thorough: hash every file; else only sizes are compared.
+
+    Raises:
+        OSError: a file cannot be opened, which says nothing of what it holds.
+    """
+    try:
+        listed = msgspec.json.decode((directory / CHECKSUMS_FILE).read_bytes(), type=Checksums).files
+    except FileNotFoundError:
+        return f"{CHECKSUMS_FILE} is missing"
+    except msgspec.MsgspecError as error:
+        return f"{CHECKSUMS_FILE} cannot be read: {error}"
+    for name, expected in listed.items():
+        try:
+            size_bytes = (directory / name).stat().st_size
+        except FileNotFoundError:
+            return f"{name} is missing"
+        if size_bytes != expected.size_bytes:
+            return f"{name} has {size_bytes} bytes, and {expected.size_bytes} were written"
+    return _changed(directory, listed.items()) if thorough else None
+
+
+def _changed(directory: Path, listed: Iterable[tuple[str, FileChecksum]]) -> str | None:
+    """The first file that holds something else than was written."""
+
+    def compare(item: tuple[str, FileChecksum]) -> str | None:
+        name, expected = item
+        is_same = checksum_of(directory / name).sha256 == expected.sha256
+        return None if is_same else f"{name} does not have the sha256 with which it was written"
+
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as executor:
+        return next(filter(None, executor.map(compare, listed)), None)
