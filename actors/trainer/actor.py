@@ -43,6 +43,7 @@ from messages import (
     WeightsAnnounced,
 )
 from runtime.bus.bus import Bus
+from runtime.hf_config import read_model
 from runtime.host.actor import Actor
 from runtime.settings.placement import num_ranks
 from runtime.settings.topology import Topology
@@ -134,7 +135,9 @@ class TrainerActor(Actor):
         self, torch_thread: TorchThread, build: Callable[[], "TrainerRank"], task_status: TaskStatus[None]
     ) -> None:
         async with anyio.create_task_group() as group:
-            feed = Feed(self._bus, Masking.of(self._topology.rollout), LengthLimit.of(self._topology))
+            shape = read_model(Path(self._topology.model.hf_checkpoint)).shape
+            masking, limit = Masking.of(self._topology.rollout), LengthLimit.of(self._topology)
+            feed = Feed(self._bus, masking, limit, shape.vocab_size)
             group.start_soon(feed.run)  # reads the log while the other thread imports torch and loads the model
             turns = self._turns = Turns(self._topology, self._bus, feed)
             await turns.take_over()  # before there is a model that needs memory

@@ -101,7 +101,7 @@ def random_batch(step: int, num_groups: int, group_size: int = 8) -> Any:
         rewards_B=(rewards := generator.random(count)),
         raw_rewards_B=rewards,
         truncated_B=np.zeros(count, dtype=np.uint8),
-        too_long_B=np.zeros(count, dtype=np.uint8),
+        left_out_B=np.zeros(count, dtype=np.uint8),
         lengths_B=lengths,
         tokens_N=generator.integers(0, 16, len(mask)).astype(np.int32),
         loss_mask_N=mask.astype(np.uint8),

@@ -173,7 +173,7 @@ def ragged_batch(
         rewards_B=(rewards := generator.random(count)),
         raw_rewards_B=rewards,
         truncated_B=np.zeros(count, dtype=np.uint8),
-        too_long_B=np.zeros(count, dtype=np.uint8),
+        left_out_B=np.zeros(count, dtype=np.uint8),
         lengths_B=lengths,
         tokens_N=generator.integers(0, vocabulary, len(mask)).astype(np.int32),
         loss_mask_N=mask.astype(np.uint8),

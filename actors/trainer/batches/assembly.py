@@ -1,15 +1,16 @@
 """Completed prompt groups and their payloads become a batch of ragged columns."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.trainer.batches.batch import TrainBatch
+from actors.trainer.batches.batch import LeftOut, TrainBatch
 from actors.trainer.batches.staleness import NOT_SAMPLED, Masking, loss_masks, staleness_of
 from actors.trainer.batches.too_long import SamplePlace
 from messages import GroupCompleted, SampleStatus, SampleSummary, Segment, SegmentsPublished
+from runtime.samples.tokens import sample_problem
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,14 @@ class CollectedGroup:
     completed: GroupCompleted
     payloads: Mapping[int, SegmentsPublished]  # by sequence in the data stream
     too_long: frozenset[SamplePlace] = frozenset()  # samples without a payload here
+    problems: Mapping[SamplePlace, str] = field(default_factory=dict[SamplePlace, str])  # of invalid samples
+
+    def left_out(self, sample: SampleSummary) -> LeftOut:
+        """Whether the tokens of a sample are left out, and why."""
+        place = sample.index, sample.part
+        if place in self.too_long:
+            return LeftOut.TOO_LONG
+        return LeftOut.INVALID if place in self.problems else LeftOut.NO
 
 
 def payload_seqs(completed: GroupCompleted, too_long: Collection[SamplePlace] = ()) -> list[int]:
@@ -53,7 +62,7 @@ def assemble(
         The batch, or None when no sample can be trained.
 
     Raises:
-        ValueError: a payload holds another sample than the event says.
+        ValueError: a payload holds another sample than the event says, of one that is not known to be invalid.
     """
     builder = _Builder(step, steps_of_versions, masking)
     for group in groups:
@@ -61,25 +70,59 @@ def assemble(
         for sample in sorted(group.completed.samples, key=lambda sample: (sample.index, sample.part)):
             if trainable(sample):
                 rollout = rollouts.setdefault(sample.index, builder.num_rollouts + len(rollouts))
-                is_long = (sample.index, sample.part) in group.too_long
-                segments = [] if is_long else list(segments_of(group, sample))
-                builder.add(group.completed.group_id, rollout, sample, segments)
+                left_out = group.left_out(sample)
+                segments = [] if left_out else list(segments_of(group.completed, group.payloads, sample))
+                builder.add(group.completed.group_id, rollout, sample, segments, left_out)
         builder.num_rollouts += len(rollouts)
     return builder.build()
 
 
-def segments_of(group: CollectedGroup, sample: SampleSummary) -> Iterator[Segment]:
+def segments_of(
+    completed: GroupCompleted, payloads: Mapping[int, SegmentsPublished], sample: SampleSummary
+) -> Iterator[Segment]:
     """The segments of a sample in order.
 
     Raises:
-        ValueError: a reference leads to another sample's segment.
+        ValueError: a reference leads to another sample's segment, or to none.
     """
     for ref in sample.segments:
-        segment = group.payloads[ref.seq].segments[ref.position]
-        key = segment.sample
-        if (key.group_id, key.index, key.part) != (group.completed.group_id, sample.index, sample.part):
+        segments = payloads[ref.seq].segments
+        if not 0 <= ref.position < len(segments):
+            raise ValueError(f"message {ref.seq} has no segment {ref.position}")
+        key = segments[ref.position].sample
+        if (key.group_id, key.index, key.part) != (completed.group_id, sample.index, sample.part):
             raise ValueError(f"segment {ref.position} of message {ref.seq} belongs to {key}")
-        yield segment
+        yield segments[ref.position]
+
+
+def problems_of(
+    completed: GroupCompleted,
+    payloads: Mapping[int, SegmentsPublished],
+    vocab_size: int | None,
+    too_long: Collection[SamplePlace] = (),
+) -> dict[SamplePlace, str]:
+    """What cannot be true of the samples of a group, of those of which something cannot.
+
+    Args:
+        completed: the group.
+        payloads: by sequence in the data stream.
+        vocab_size: of the model; none: not known.
+        too_long: samples without a payload here.
+    """
+    problems: dict[SamplePlace, str] = {}
+    for sample in completed.samples:
+        place = sample.index, sample.part
+        if place in too_long or not trainable(sample):
+            continue
+        try:
+            segments = list(segments_of(completed, payloads, sample))
+        except ValueError as error:
+            problems[place] = str(error)
+            continue
+        said = sample.prompt_len + sample.response_len or None
+        if (problem := sample_problem(segments, vocab_size, num_tokens=said)) is not None:
+            problems[place] = problem
+    return problems
 
 
 def raw_reward(sample: SampleSummary) -> float:
@@ -95,7 +138,7 @@ class _Builder:
         self._step = step
         self._steps_of_versions = steps_of_versions
         self._masking = masking
-        self._samples: list[tuple[int, int, int, int, float, float, bool, bool, int]] = []  # in the order of `build`
+        self._samples: list[tuple[int, int, int, int, float, float, bool, LeftOut, int]] = []  # in the order of `build`
         self._tokens: list[NDArray[np.int32]] = []
         self._mask: list[NDArray[np.uint8]] = []
         self._log_probs: list[NDArray[np.float32]] = []
@@ -104,7 +147,9 @@ class _Builder:
             tuple[int, NDArray[np.int32] | None]
         ] = []  # tokens, and the experts of each if they are told
 
-    def add(self, group: int, rollout: int, sample: SampleSummary, segments: Sequence[Segment]) -> None:
+    def add(
+        self, group: int, rollout: int, sample: SampleSummary, segments: Sequence[Segment], left_out: LeftOut
+    ) -> None:
         stalenesses = [staleness_of(segment, self._step, self._steps_of_versions) for segment in segments]
         masks = loss_masks(segments, stalenesses, self._masking)
         length = 0 if segments else self._add_nothing()
@@ -119,10 +164,10 @@ class _Builder:
         truncated = sample.status is SampleStatus.TRUNCATED
         assert sample.reward is not None
         names = group, rollout, sample.index, sample.part
-        self._samples.append((*names, sample.reward, raw_reward(sample), truncated, not segments, length))
+        self._samples.append((*names, sample.reward, raw_reward(sample), truncated, left_out, length))
 
     def _add_nothing(self) -> int:
-        """A token in the place of a sample that is too long: its rollout counts, without a loss."""
+        """A token in the place of a sample that is left out: its rollout counts, without a loss."""
         self._tokens.append(np.zeros(1, dtype=np.int32))
         self._mask.append(np.zeros(1, dtype=np.uint8))
         self._log_probs.append(np.zeros(1, dtype=np.float32))
@@ -133,7 +178,7 @@ class _Builder:
     def build(self) -> TrainBatch | None:
         if not self._samples:
             return None
-        groups, rollouts, indices, parts, rewards, raw_rewards, truncated, too_long, lengths = zip(
+        groups, rollouts, indices, parts, rewards, raw_rewards, truncated, left_out, lengths = zip(
             *self._samples, strict=True
         )
         mask = np.concatenate(self._mask).astype(np.uint8)
@@ -146,7 +191,7 @@ class _Builder:
             rewards_B=np.array(rewards, dtype=np.float64),
             raw_rewards_B=np.array(raw_rewards, dtype=np.float64),
             truncated_B=np.array(truncated, dtype=np.uint8),
-            too_long_B=np.array(too_long, dtype=np.uint8),
+            left_out_B=np.array(left_out, dtype=np.uint8),
             lengths_B=np.array(lengths, dtype=np.int64),
             tokens_N=np.concatenate(self._tokens).astype(np.int32),
             loss_mask_N=mask,

@@ -6,6 +6,7 @@ a number per token: element i describes token i, which the model predicts at pos
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +17,14 @@ from actors.trainer.batches.context import Context, Ints
 
 WHOLE = Context()
 Floats32 = NDArray[np.float32]
+
+
+class LeftOut(IntEnum):
+    """Why the tokens of a sample are not in its batch."""
+
+    NO = 0
+    TOO_LONG = 1  # for a rank
+    INVALID = 2  # they cannot be true
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +39,7 @@ class TrainBatch:
     rewards_B: NDArray[np.float64]
     raw_rewards_B: NDArray[np.float64]  # before graders shaped them; only shown
     truncated_B: NDArray[np.uint8]  # 1 where the response ran into its limit
-    too_long_B: NDArray[np.uint8]  # 1 where the sample is over a rank's limit: it counts, with one token and no loss
+    left_out_B: NDArray[np.uint8]  # why the sample has one token and no loss (LeftOut), though it counts; 0: it has all
     lengths_B: Ints  # tokens
     tokens_N: NDArray[np.int32]
     loss_mask_N: NDArray[np.uint8]  # 1 where the token trains

@@ -9,7 +9,7 @@ import anyio
 import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from actors.trainer.batches.assembly import NO_MASKING, CollectedGroup, assemble, payload_seqs
+from actors.trainer.batches.assembly import NO_MASKING, CollectedGroup, assemble, payload_seqs, problems_of
 from actors.trainer.batches.batch import TrainBatch
 from actors.trainer.batches.history import HISTORY, History
 from actors.trainer.batches.staleness import Masking
@@ -57,12 +57,27 @@ class FedBatch:
 class Feed:
     """Batches by step. Payloads of groups are fetched as the groups complete, before a batch names them."""
 
-    def __init__(self, bus: Bus, masking: Masking = NO_MASKING, limit: LengthLimit = NO_LIMIT) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        masking: Masking = NO_MASKING,
+        limit: LengthLimit = NO_LIMIT,
+        vocab_size: int | None = None,
+    ) -> None:
+        """Begin without anything.
+
+        Args:
+            bus: to read from.
+            masking: which tokens do not train on account of the weights that sampled them.
+            limit: how long samples may be.
+            vocab_size: of the model; none: not known.
+        """
         self.history = History()
         self.caught_up = anyio.Event()  # all that was in the log at the start is folded
         self._bus = bus
         self._masking = masking
         self._limit = limit
+        self._vocab_size = vocab_size
         self._changed = anyio.Condition()
         self._payloads: dict[int, dict[int, SegmentsPublished]] = {}  # by log sequence of the group
         self._prefetch: MemoryObjectSendStream[int] | None = None
@@ -146,8 +161,9 @@ class Feed:
     async def batch(self, step: int) -> FedBatch:
         """Wait for the batch of a step, however long it takes, and lay out what is there of it.
 
+        A sample that cannot be true is left out of it.
+
         Raises:
-            ValueError: what was stored contradicts the log.
             InputError: a sample is too long, which is to be an error.
         """
         await self.until(lambda: step in self.history.batches)
@@ -155,6 +171,9 @@ class Feed:
         groups, lost = await self._collect(refs)
         for group in groups:
             self._limit.check(group.completed)
+            for (index, part), problem in group.problems.items():
+                names = {"group_id": group.completed.group_id, "index": index, "part": part}
+                log.warning("sample_invalid", **names, written_by=group.completed.instance, reason=problem)
         batch = assemble(step, groups, self.history.steps_of_versions, self._masking)
         missing = tuple(ref for ref in refs if ref in lost)
         return FedBatch(step, refs, batch, missing, next(iter(lost.values()), ""))
@@ -164,13 +183,9 @@ class Feed:
         return (seq for seq in self.history.kept if seq in self._payloads)
 
     def group(self, seq: int) -> TrainBatch | None:
-        """Lay one of them out as it will be in its batch, but for tokens that its step masks; None: without samples.
-
-        Raises:
-            ValueError: what was stored contradicts the log.
-        """
+        """Lay one of them out as it will be in its batch, but for tokens that its step masks; None: without samples."""
         completed = self.history.completed[seq]
-        collected = CollectedGroup(completed, self._payloads[seq], self._limit.too_long(completed))
+        collected = self._checked(completed, self._payloads[seq])
         return assemble(self.history.frontier, [collected], self.history.steps_of_versions)
 
     async def prefetch(self, step: int) -> None:
@@ -194,7 +209,7 @@ class Feed:
             try:
                 completed = await self._completed(ref)
                 payloads = await self._fetch(ref.event_seq, completed)
-                collected[ref.event_seq] = CollectedGroup(completed, payloads, self._limit.too_long(completed))
+                collected[ref.event_seq] = self._checked(completed, payloads)
             except PayloadLost as error:
                 lost[ref] = str(error)
 
@@ -202,6 +217,11 @@ class Feed:
             for ref in refs:
                 group.start_soon(collect, ref)
         return [collected[ref.event_seq] for ref in refs if ref not in lost], lost
+
+    def _checked(self, completed: GroupCompleted, payloads: dict[int, SegmentsPublished]) -> CollectedGroup:
+        too_long = self._limit.too_long(completed)
+        problems = problems_of(completed, payloads, self._vocab_size, too_long)
+        return CollectedGroup(completed, payloads, too_long, problems)
 
     async def _completed(self, ref: GroupRef) -> GroupCompleted:
         if ref.event_seq in self.history.completed:

@@ -5,11 +5,11 @@ from typing import Final
 
 import numpy as np
 
-from actors.trainer.batches.batch import Ints, TrainBatch
+from actors.trainer.batches.batch import Ints, LeftOut, TrainBatch
 from messages import UntrainedSamples
 
 NOT_FINITE: Final = "not_finite"  # the gradient of their optimizer step
-TOO_LONG: Final = "too_long"  # for a rank
+WHY_LEFT_OUT: Final = {LeftOut.TOO_LONG: "too_long", LeftOut.INVALID: "invalid"}
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,12 @@ def gradients_of(batch: TrainBatch, skipped: Ints) -> Gradients:
         skipped: samples of it whose optimizer step was left out.
     """
     trained_B = np.ones(len(batch.lengths_B), dtype=bool)
-    too_long = np.flatnonzero(batch.too_long_B)
-    trained_B[skipped] = trained_B[too_long] = False
-    reasons = dict.fromkeys(skipped.tolist(), NOT_FINITE) | dict.fromkeys(too_long.tolist(), TOO_LONG)
+    trained_B[skipped] = False
+    reasons = dict.fromkeys(skipped.tolist(), NOT_FINITE)
+    for why, reason in WHY_LEFT_OUT.items():
+        left_out = np.flatnonzero(batch.left_out_B == why)
+        trained_B[left_out] = False
+        reasons |= dict.fromkeys(left_out.tolist(), reason)
     named: dict[tuple[int, str], list[tuple[int, int]]] = {}
     for sample, reason in sorted(reasons.items()):
         place = int(batch.indices_B[sample]), int(batch.parts_B[sample])

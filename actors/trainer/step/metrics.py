@@ -59,8 +59,8 @@ def difference_metrics(
 
 
 def size_metrics(batch: TrainBatch) -> dict[str, float]:
-    """How large the batch is, whoever trains it; its lengths without samples that are too long."""
-    known_B = batch.too_long_B == 0
+    """How large the batch is, whoever trains it; its lengths without samples that are left out."""
+    known_B = batch.left_out_B == 0
     return {
         "rollout/response_lengths": _mean(batch.mask_sums_B[known_B]),
         "rollout/total_lengths": _mean(batch.lengths_B[known_B]),

@@ -29,10 +29,8 @@ from tests.actors.trainer.tiny import VOCAB
 GROUPS = 3  # per published batch
 
 
-def payload(
-    group_id: int, *, num_samples: int = 4, version: int = 1, attempt: int = 0, log_prob: float | None = None
-) -> SegmentsPublished:
-    """One segment per sample: contents depend on the group alone, unless its log-probs are given."""
+def payload(group_id: int, *, num_samples: int = 4, version: int = 1, attempt: int = 0) -> SegmentsPublished:
+    """One segment per sample: contents depend on the group alone."""
     generator = np.random.default_rng(group_id)
     segments = []
     for index in range(num_samples):
@@ -43,7 +41,7 @@ def payload(
                 generator.integers(0, VOCAB, 3),
                 generator.integers(0, VOCAB, length),
                 ((version, 0, length),),
-                log_probs=-generator.random(length) * 4 if log_prob is None else [log_prob] * length,
+                log_probs=-generator.random(length) * 4,
             )
         )
     return SegmentsPublished(group_id=group_id, attempt=attempt, lease="lease", segments=tuple(segments))
@@ -68,10 +66,10 @@ def segment(
     )
 
 
-def completed(group_id: int, seq: int, *, num_samples: int = 4, attempt: int = 0) -> GroupCompleted:
-    """All samples in one payload at `seq`; rewards rise with the index."""
+def completed(group_id: int, seq: int, *, num_samples: int = 4, attempt: int = 0, scale: float = 1.0) -> GroupCompleted:
+    """All samples in one payload at `seq`; rewards rise with the index, in units of `scale`."""
     samples = tuple(
-        summary(index, [(seq, index)], reward=float(index % 3 + group_id % 2)) for index in range(num_samples)
+        summary(index, [(seq, index)], reward=scale * (index % 3 + group_id % 2)) for index in range(num_samples)
     )
     return group_of(group_id, samples, attempt=attempt)
 
@@ -92,15 +90,13 @@ def summary(index: int, refs: list[tuple[int, int]], *, reward: float | None = 1
     )
 
 
-async def publish_group(
-    bus: Bus, group_id: int, *, attempt: int = 0, version: int = 1, log_prob: float | None = None
-) -> GroupRef:
+async def publish_group(bus: Bus, group_id: int, *, attempt: int = 0, version: int = 1, scale: float = 1.0) -> GroupRef:
     """Publish a group's issue, payload, completion and verdict, as buffer, rollout and filter do."""
     issued = IssuedGroup(group_id=group_id, attempt=attempt, prompt=group_id)
     round_ = group_id // GROUPS
     await bus.publish(GroupsIssued(incarnation=1, round=round_, min_version=version, groups=(issued,), num_samples=4))
-    seq = await bus.publish(payload(group_id, version=version, attempt=attempt, log_prob=log_prob))
-    event_seq = await bus.publish(completed(group_id, seq, attempt=attempt))
+    seq = await bus.publish(payload(group_id, version=version, attempt=attempt))
+    event_seq = await bus.publish(completed(group_id, seq, attempt=attempt, scale=scale))
     await bus.publish(VerdictGiven(group_id=group_id, attempt=attempt, event_seq=event_seq, outcome=Outcome.KEEP))
     return GroupRef(group_id=group_id, attempt=attempt, event_seq=event_seq)
 

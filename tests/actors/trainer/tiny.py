@@ -117,7 +117,7 @@ def random_batch(step: int = 0, *, num_groups: int = 4, group_size: int = 4, see
         rewards_B=np.array(rewards),
         raw_rewards_B=np.array(rewards),
         truncated_B=np.zeros(len(groups), dtype=np.uint8),
-        too_long_B=np.zeros(len(groups), dtype=np.uint8),
+        left_out_B=np.zeros(len(groups), dtype=np.uint8),
         lengths_B=np.array(lengths, dtype=np.int64),
         tokens_N=np.concatenate(columns["tokens"]).astype(np.int32),
         loss_mask_N=mask_N,

@@ -1,9 +1,11 @@
 """From completed groups and payloads to a batch: what lands where."""
 
+import msgspec
 import numpy as np
 import pytest
 
-from actors.trainer.batches.assembly import CollectedGroup, assemble, payload_seqs
+from actors.trainer.batches.assembly import CollectedGroup, assemble, payload_seqs, problems_of
+from actors.trainer.batches.batch import LeftOut
 from messages import SampleKey, SampleStatus, SegmentsPublished
 from tests.actors.trainer.logs import completed, group_of, payload, segment, summary
 
@@ -77,8 +79,28 @@ def test_a_sample_that_is_too_long_keeps_its_vote_and_brings_no_tokens() -> None
     batch = assemble(0, [group], {1: 0})
     assert batch is not None
     assert (batch.rewards_B.tolist(), batch.rollouts_B.tolist()) == ([0.5, 1.0], [0, 1])
-    assert (batch.too_long_B.tolist(), batch.lengths_B.tolist()) == ([0, 1], [2, 1])
+    assert (batch.left_out_B.tolist(), batch.lengths_B.tolist()) == ([0, 1], [2, 1])
     assert batch.loss_mask_N.tolist() == [0, 1, 0]
+
+
+def test_what_cannot_be_true_of_a_sample_is_found_and_its_tokens_are_left_out() -> None:
+    segments = [segment(SampleKey(group_id=5, attempt=0, index=index), [1], [2], ((1, 0, 1),)) for index in range(3)]
+    segments[1] = segment(segments[1].sample, [1], [2], ((1, 0, 1),), log_probs=[-1e39])
+    samples = tuple(summary(index, [(9, index)], reward=float(index)) for index in range(3))
+    samples = (msgspec.structs.replace(samples[0], prompt_len=1, response_len=2), *samples[1:])
+    message = SegmentsPublished(group_id=5, attempt=0, lease="lease", segments=tuple(segments))
+    completed_group = group_of(5, samples)
+    problems = problems_of(completed_group, {9: message}, vocab_size=3)
+    assert problems == {
+        (0, 0): "its segments have 2 tokens, and 3 are said of it",
+        (1, 0): "response: token 0 has log-prob -inf (allowed: -1000 to 0.001)",
+    }
+    assert set(problems_of(completed_group, {9: message}, vocab_size=2)) == {(0, 0), (1, 0), (2, 0)}
+    batch = assemble(0, [CollectedGroup(completed_group, {9: message}, problems=problems)], {1: 0})
+    assert batch is not None
+    assert (batch.rewards_B.tolist(), batch.lengths_B.tolist()) == ([0.0, 1.0, 2.0], [1, 1, 2])
+    assert batch.left_out_B.tolist() == [LeftOut.INVALID, LeftOut.INVALID, LeftOut.NO]
+    assert np.isfinite(batch.rollout_log_probs_N).all()
 
 
 def test_a_payload_that_only_samples_too_long_have_is_not_asked_for() -> None:
