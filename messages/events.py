@@ -160,9 +160,7 @@ class UntrainedSamples(msgspec.Struct, frozen=True, kw_only=True):
     """Samples of a prompt group that were in a batch and left no gradient."""
 
     group_id: int
-    reason: (
-        str  # not_finite: their optimizer step was left out; too_long: over what a rank takes; invalid: not believed
-    )
+    reason: str  # not_finite: their loss or gradient; too_long: over what a rank takes; invalid: not believed
     samples: tuple[tuple[int, int], ...]  # index and part of each
 
 

@@ -272,7 +272,7 @@ class Leader:
     def _told(
         self, fed: FedBatch, trained: "Trained | None", metrics: dict[str, float], *, replay: bool
     ) -> BatchTrained:
-        gradients = gradients_of(fed.batch, trained.skipped) if fed.batch and trained else NO_GRADIENTS
+        gradients = gradients_of(fed.batch, trained.without_gradient) if fed.batch and trained else NO_GRADIENTS
         metrics["train/num_lost_groups"] = len(fed.lost)
         metrics["train/num_untrained_samples"] = sum(len(item.samples) for item in gradients.untrained)
         return BatchTrained(

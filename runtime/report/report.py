@@ -32,7 +32,7 @@ from runtime.wording import number
 
 ENDS = 5  # steps whose mean is the first and the last reward
 REASONS_UNTRAINED = {
-    "not_finite": "the gradient of their optimizer step was no number, so it was left out",
+    "not_finite": "their loss, or the gradient of their optimizer step, was not finite",
     "too_long": "they are over train.max_tokens_per_gpu",
     "invalid": "their token ids, log-probs or counts cannot be true (sample_invalid in the trainer's log)",
 }

@@ -131,8 +131,10 @@ class TrainConfig(Config, frozen=True, kw_only=True):
     save_interval: Positive | None = None  # train steps between checkpoints; none: at the end only
     max_tokens_per_gpu: Positive = 9216  # tokens of a micro-batch on a rank
     on_too_long: Literal["mask", "fail"] = "mask"  # samples over max_tokens_per_gpu: without a gradient, or an error
-    on_nonfinite: Literal["skip", "fail"] = "skip"  # what a gradient that is no number does to its optimizer step
-    max_skipped: Count = 3  # optimizer steps in a row that are left out; one more ends the run
+    on_nonfinite: Literal["skip", "fail"] = "skip"  # a loss or gradient that is not finite: without it, or an error
+    max_skipped: Count = 3  # optimizer steps that may be skipped in a row, across batches; one more ends the run
+    skip_window: Positive = 20  # last optimizer steps of which max_skipped_share may be skipped
+    max_skipped_share: Fraction = 0.25  # more skipped steps than this share of skip_window end the run
     keep_checkpoints: Positive = 2  # so many newest ones
     save_hf: bool = False  # write the model to hf/ in the run directory at the end
 

@@ -8,6 +8,7 @@ import faulthandler
 import gc
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,19 @@ STUCK_S = 40.0
 STEPS = {"first": (0, 1), "second": (2, 3)}
 
 
-def batch_of(step: int) -> TrainBatch:
-    """The last one is so small that some replicas have nothing to do in it."""
-    return random_batch(step) if step < 3 else random_batch(step, num_groups=1, group_size=2)
+SPOILT = {0: (3, 7), 1: (8, 9, 10, 11, 12, 13, 14, 15), 2: (6,), 3: (1,)}  # rollouts, by step
+
+
+def batch_of(step: int, *, spoilt: bool) -> TrainBatch:
+    """The last one is so small that some replicas have nothing to do in it.
+
+    Args:
+        step: its number.
+        spoilt: the rewards of some rollouts are NaN.
+    """
+    batch = random_batch(step) if step < 3 else random_batch(step, num_groups=1, group_size=2)
+    bad_B = np.isin(batch.rollouts_B, SPOILT[step] if spoilt else ())
+    return replace(batch, rewards_B=np.where(bad_B, np.nan, batch.rewards_B))
 
 
 def main(directory: Path, rank: int, port: int, half: str) -> None:
@@ -42,11 +53,11 @@ def main(directory: Path, rank: int, port: int, half: str) -> None:
         if rank < job["world"]:
             with faults.planted(job["fault"]):
                 ranks = Ranks(rank=rank, world_size=job["world"], store=dist.PrefixStore(f"{half} {number}", store))
-                train(directory / job["name"], ranks, "again" if job["reads"] else half)
+                train(directory / job["name"], ranks, "again" if job["reads"] else half, spoilt=job["spoilt"])
             gc.collect()
 
 
-def train(place: Path, ranks: Ranks, half: str) -> None:
+def train(place: Path, ranks: Ranks, half: str, *, spoilt: bool) -> None:
     topology = decode_topology((place / "topology.json").read_bytes())
     engine = TrainerRank(topology, place, ranks)
     if ranks.rank:
@@ -59,11 +70,11 @@ def train(place: Path, ranks: Ranks, half: str) -> None:
         return
     steps = STEPS[half]
     assert engine.resume() == steps[0]
-    metrics = [engine.train(with_groups_ahead(engine, topology, steps[0])).metrics]
+    metrics = [engine.train(with_groups_ahead(engine, topology, batch_of(steps[0], spoilt=spoilt))).metrics]
     same = [engine.publish(1, confirmed=0).checksum] if half == "second" else []
     begun = engine.begin_publish(2) if half == "second" else None
     metrics.append(
-        engine.train(with_groups_ahead(engine, topology, steps[1])).metrics
+        engine.train(with_groups_ahead(engine, topology, batch_of(steps[1], spoilt=spoilt))).metrics
     )  # beside the second export of the same weights
     if begun is not None:
         same.append(engine.finish_publish(begun, confirmed=0).checksum)
@@ -78,9 +89,9 @@ def train(place: Path, ranks: Ranks, half: str) -> None:
     (place / f"{half}.json").write_text(json.dumps(result))
 
 
-def with_groups_ahead(engine: TrainerRank, topology: Topology, step: int) -> TrainBatch:
-    """The batch of a step; where that is asked for, every second group's log-probs are computed before."""
-    batch, known = batch_of(step), KnownLogProbs()
+def with_groups_ahead(engine: TrainerRank, topology: Topology, batch: TrainBatch) -> TrainBatch:
+    """The batch; where that is asked for, every second group's log-probs are computed before."""
+    known = KnownLogProbs()
     if not topology.trainer.log_probs_ahead:
         return batch
     together = engine.log_probs(batch)

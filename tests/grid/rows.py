@@ -89,6 +89,7 @@ class Row:
     kind: str = "qwen3"  # of model
     replay: bool = False  # of the experts of a pass before
     further: bool = False  # with a layer for the token after the next one
+    spoilt: bool = False  # some rewards are NaN: single samples, and all of an optimizer step
     ahead: bool = False  # log-probs are computed group by group, of every second one before its batch
     balance: str = ""  # the router's load balancing loss, beside which its z loss trains too; empty: neither
 
@@ -122,6 +123,7 @@ class Row:
             replay=self.replay,
             further=self.further,
             balance=self.balance,
+            spoilt=self.spoilt,
         )
 
     @property
@@ -138,6 +140,7 @@ class Row:
         parts += ["MTP"] if self.further else []
         parts += ["ahead"] if self.ahead else []
         parts += [self.balance.replace("_", " "), "z loss"] if self.balance else []
+        parts += ["masked samples"] if self.spoilt else []
         return ", ".join([*parts, *(["recompute"] if self.recompute else []), *(["bf16"] if self.is_half else [])])
 
     @property
@@ -233,7 +236,21 @@ BALANCED = tuple(
     for balance, packed in (("aux_loss", False), ("seq_aux_loss", False), ("seq_aux_loss", True))
     for layout, recompute in (("TP2+SP", False), ("CP2", False), ("EP2xTP2+SP", True), ("CP2xTP2+SP", False))
 )
+# samples that are masked, and optimizer steps that are skipped, by all ranks alike
+SPOILT = (
+    Row("DP2", spoilt=True),
+    Row("TP2+SP", packed=True, recompute=True, spoilt=True),
+    Row("CP2", spoilt=True),
+    Row("PP2", packed=True, spoilt=True),
+    Row("CP2xTP2", packed=True, spoilt=True),
+    Row("PP4xVPP2", spoilt=True),
+    Row("DP2+DO, overlapped", packed=True, spoilt=True),
+    Row("EP2xTP2+SP", kind="glm4_moe", replay=True, spoilt=True),
+    Row("DP2", kind="glm4_moe", replay=True, further=True, spoilt=True),
+    Row("CP2", kind="qwen3_moe", balance="seq_aux_loss", spoilt=True),
+)
 FEW += AHEAD[:1]
+FEW += SPOILT[:4]
 FEW += (BALANCED[0], BALANCED[9], BALANCED[2])  # TP2+SP and EP2xTP2+SP of a micro-batch, CP2 packed of a sequence
 FEW += tuple(  # those of two ranks, and one model of each kind
     row for row in EXPERTS if (row.layout, row.kind) in (("EP2xTP2+SP", "qwen3_moe"), ("EP2xCP2", "qwen3_moe"))
@@ -246,6 +263,7 @@ ALL = (
     *LATENTS,
     *AHEAD,
     *BALANCED,
+    *SPOILT,
     *(
         Row(layout, packed, recompute, tied)
         for layout in LAYOUTS

@@ -123,7 +123,13 @@ def _topology(place: Path, row: Row, device: str) -> Topology:
 
 def _run(place: Path, jobs: Sequence[Job], half: str, timeout_s: float, device: str) -> None:
     described = [
-        {"name": job.directory, "world": job.row.world, "fault": job.fault, "reads": job.reads is not None}
+        {
+            "name": job.directory,
+            "world": job.row.world,
+            "fault": job.fault,
+            "reads": job.reads is not None,
+            "spoilt": job.row.spoilt,
+        }
         for job in jobs
     ]
     (place / "jobs.json").write_text(json.dumps(described))

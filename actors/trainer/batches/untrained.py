@@ -8,7 +8,7 @@ import numpy as np
 from actors.trainer.batches.batch import Ints, LeftOut, TrainBatch
 from messages import UntrainedSamples
 
-NOT_FINITE: Final = "not_finite"  # the gradient of their optimizer step
+NOT_FINITE: Final = "not_finite"  # their loss, or the gradient of their optimizer step
 WHY_LEFT_OUT: Final = {LeftOut.TOO_LONG: "too_long", LeftOut.INVALID: "invalid"}
 
 
@@ -30,7 +30,7 @@ def gradients_of(batch: TrainBatch, skipped: Ints) -> Gradients:
 
     Args:
         batch: as it was trained.
-        skipped: samples of it whose optimizer step was left out.
+        skipped: samples of it whose loss, or whose optimizer step's gradient, was not finite.
     """
     trained_B = np.ones(len(batch.lengths_B), dtype=bool)
     trained_B[skipped] = False

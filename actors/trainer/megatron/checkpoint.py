@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from actors.trainer.algorithms.skips import Skips
 from actors.trainer.checkpoints import SavedRun, directory_of
 from actors.trainer.megatron.imports import (
     dict_list_map_inplace,
@@ -78,7 +79,7 @@ def load_checkpoint(replica: Replica, path: Path) -> int:
         chunk.load_state_dict(state[key])
     _load_optimizer(replica.optimizer, merge(settings, state["optimizer"]), state["optimizer_steps"])
     torch.set_rng_state(state["rng"][dist.get_rank() % len(state["rng"])])
-    replica.skipped_in_a_row = state["skipped_in_a_row"]
+    replica.skips = Skips(state["skipped_in_a_row"], tuple(state.get("skipped_recently", ())))
     replica.steps_before = state["steps_before"]
     return state["step"]
 
@@ -96,7 +97,7 @@ def begin_from(replica: Replica, path: Path, *, finetune: bool) -> None:
         return
     step = load_checkpoint(replica, path)
     replica.steps_before += step
-    replica.skipped_in_a_row = 0
+    replica.skips = Skips()
 
 
 def load_model(chunks: Sequence[Any], path: Path) -> None:
@@ -126,7 +127,8 @@ def _state(replica: Replica, *, step: int, loading: bool) -> dict[str, Any]:
         "optimizer_steps": _optimizer_steps(replica.optimizer),
         "step": step,
         "steps_before": replica.steps_before,
-        "skipped_in_a_row": replica.skipped_in_a_row,
+        "skipped_in_a_row": replica.skips.in_a_row,
+        "skipped_recently": list(replica.skips.recent),
         DISTRIBUTED: replica.is_distributed,
     }
     return {**model, "optimizer": optimizer, "rng": _random_states(), **plain}

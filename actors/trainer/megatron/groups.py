@@ -118,6 +118,19 @@ def _over_replicas(values: torch.Tensor, operation: Any) -> torch.Tensor:
     return on_device.cpu()
 
 
+def on_any_rank(flags: torch.Tensor) -> torch.Tensor:
+    """Flags that any rank has set, equal on all of them.
+
+    Args:
+        flags: on the CPU, same shape on every rank.
+    """
+    if dist.get_world_size() == 1:
+        return flags
+    on_device = flags.to(torch.cuda.current_device(), torch.uint8)
+    dist.all_reduce(on_device, op=dist.ReduceOp.MAX)
+    return on_device.cpu().bool()
+
+
 def told(value: T) -> list[T]:
     """What each rank says, on all of them."""
     values: list[T] = [value] * dist.get_world_size()

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from actors.trainer.algorithms.skips import Skips
 from actors.trainer.batches.batch import MicroBatch, empty_micro_batch
 from actors.trainer.batches.context import Context
 from actors.trainer.megatron.build import build_chunks, expert_biases, nothing, with_gradients
@@ -98,7 +99,7 @@ class Replica:
         self._resting: Offloaded | None = None
         self.between: Callable[[], object] = nothing  # called before each micro-batch of a stage, by all of its ranks
         self.steps_before = 0  # train steps of the checkpoint that the run began from
-        self.skipped_in_a_row = 0  # optimizer steps without an effect since the last one that had one
+        self.skips = Skips()  # of the run's optimizer steps up to now
 
     @property
     def length_multiple(self) -> int:
@@ -254,7 +255,9 @@ class Replica:
         self._run([*micro_batches, *([empty] * missing)], fill, route, temperature=temperature, forward_only=True)
 
     def optimizer_step(self, *, learning_rate: float, weight_decay: float) -> float:
-        """Clip and apply the gradients, unless their norm is not finite: then nothing of the model or optimizer moves.
+        """Clip and apply the gradients, unless their norm is 0 or not finite: then neither model nor optimizer moves.
+
+        Adam would move weights by a gradient of 0, too: they decay, and follow the momentum of earlier steps.
 
         Returns:
             The norm of the gradient before clipping, over all ranks and therefore the same on each.
@@ -265,11 +268,10 @@ class Replica:
         with quiet(), torch.no_grad(), self.optimizer_at_hand():
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
-            if math.isfinite(norm):
+            if math.isfinite(norm) and norm:
                 self._move(norm)
-                self.skipped_in_a_row = 0
             else:
-                self._leave_out()
+                self.restore_biases()
         return norm
 
     def _move(self, norm: float) -> None:
@@ -281,8 +283,9 @@ class Replica:
                 torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
         self.optimizer.step_with_ready_grads()
 
-    def _leave_out(self) -> None:
-        self.skipped_in_a_row += 1
+    @torch.no_grad()
+    def restore_biases(self) -> None:
+        """Give experts the biases that they had before `backward`, which moves them."""
         for bias, before in zip(self._expert_biases, self._biases_before, strict=True):
             bias.copy_(before)
 

@@ -1,8 +1,12 @@
-"""One train step: a batch of scored samples becomes a few optimizer steps and the metrics that say how it went."""
+"""One train step: a batch of scored samples becomes a few optimizer steps and the metrics that say how it went.
+
+A sample with a token whose loss is not finite is masked (batches/masked.py): the gradients of its optimizer step are
+computed again without it. All ranks agree on these samples first, since each sees the losses of a part alone.
+"""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -15,10 +19,13 @@ from actors.trainer.algorithms.kl import kl_divergence
 from actors.trainer.algorithms.losses import policy_loss, sft_loss
 from actors.trainer.algorithms.reduction import Reduction, reduction
 from actors.trainer.algorithms.schedules import entropy_coef, learning_rate
+from actors.trainer.algorithms.skips import too_many
 from actors.trainer.batches.batch import Floats32, Ints, MicroBatch, TrainBatch
 from actors.trainer.batches.further import num_further, with_further
 from actors.trainer.batches.known import LogProbs
+from actors.trainer.batches.masked import Flags, names_of, samples_with, with_masked, without
 from actors.trainer.batches.plan import split_steps
+from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
 from actors.trainer.step.by_group import GroupLogProbs
 from actors.trainer.step.laps import Laps
@@ -35,6 +42,7 @@ from actors.trainer.step.metrics import (
     speed_metrics,
 )
 from actors.trainer.step.reference import ReferenceModel
+from runtime.host.actor import InputError
 from runtime.settings.placement import max_sample_tokens
 from runtime.settings.recipe import computes_old_ahead, measures_all, replays_experts, trains_demonstrations
 from runtime.settings.topology import Topology
@@ -42,6 +50,8 @@ from runtime.settings.topology import Topology
 log = structlog.get_logger()
 
 NO_SAMPLES: Final[Ints] = np.empty(0, dtype=np.int64)
+MAX_NAMED: Final = 4  # masked samples in a message
+LARGEST_LOSS: Final = 1e15  # of a token: squared in the norm of the gradient, much more is infinite in float32
 
 
 @dataclass(frozen=True)
@@ -51,10 +61,25 @@ class _OptimizerStep:
     number: int  # within the train step
     samples: Ints  # of the batch, on all replicas
     micro_batches: list[MicroBatch]
+    num_tokens: int  # that all replicas read
     reduction: Reduction  # over the step's samples on all replicas
     share_B: Ints  # the reduction's shares, by sample of the batch
-    tokens_per_share: float  # turns the mean over tokens, which the replica takes, into the reduction's
-    shares_per_further: float  # turns the reduction into the mean over tokens that a further layer predicts
+    num_further: int  # tokens that a further layer predicts
+
+    @property
+    def num_shares(self) -> int:
+        """The reduction's denominator."""
+        return max(int(self.reduction.shares.sum()), 1)
+
+    @property
+    def tokens_per_share(self) -> float:
+        """Turns the mean over tokens, which the replica takes, into the reduction's."""
+        return self.num_tokens / self.num_shares
+
+    @property
+    def shares_per_further(self) -> float:
+        """Turns the reduction into the mean over tokens that a further layer predicts."""
+        return self.num_shares / max(self.num_further, 1)
 
 
 @dataclass(frozen=True)
@@ -68,11 +93,36 @@ class _Columns:
     ref_log_probs_N: Tensor | None
 
 
+class _Gradients(NamedTuple):
+    """Those of an optimizer step are set on the replica."""
+
+    step: _OptimizerStep  # without the masked samples
+    sums: Tensor  # of metrics on this replica, and its share of the denominator behind them
+    masked_B: Flags
+    error: str  # why they cannot be used; empty if they can
+
+
+class _Done(NamedTuple):
+    """An optimizer step that was taken, or skipped."""
+
+    step: _OptimizerStep
+    sums: Tensor  # as of its gradients
+    masked_B: Flags
+    norm: float
+    is_taken: bool
+
+
 class Trained(NamedTuple):
     """What became of a batch."""
 
     metrics: dict[str, float]  # of the whole batch; complete on rank 0 and on the last pipeline stage
     skipped: Ints  # samples of the batch whose optimizer step was left out, the same on every rank
+    masked: Ints  # those whose loss was not finite; likewise
+
+    @property
+    def without_gradient(self) -> Ints:
+        """All of these."""
+        return np.union1d(self.skipped, self.masked)
 
 
 class TrainStep:
@@ -106,8 +156,9 @@ class TrainStep:
         """Train one batch. A collective of all ranks, which pass the same batch.
 
         Raises:
-            FloatingPointError: a gradient was not finite, and train.on_nonfinite or train.max_skipped say that this is
-                the end. Nothing has moved by it.
+            InputError: a loss or a gradient was not finite, and train.on_nonfinite, train.max_skipped or
+                train.max_skipped_share say that this is the end. Nothing has moved by it. Starting again would meet
+                the same batch.
         """
         laps, memory = Laps(), self._replica.memory
         steps = self._plan(batch)
@@ -115,29 +166,30 @@ class TrainStep:
         with memory.phase("prepare"):
             columns = self._prepare(batch, steps, laps)
         before = laps.total
-        sums: list[Tensor] = []
-        norms: list[float] = []
+        done: list[_Done] = []
         with memory.phase("train"):
             for step in steps:
-                sums.append(self._backward(batch, step, columns))
+                gradients = self._gradients(batch, step, columns)
                 laps.lap("perf/forward_backward_time")
-                norms.append(self._optimizer_step(batch.step, step.number))
+                done.append(self._optimizer_step(batch.step, gradients))
                 laps.lap("perf/optimizer_time")
+        steps, taken = [one.step for one in done], [one for one in done if one.is_taken]
+        masked_B = np.logical_or.reduce([one.masked_B for one in done])
         metrics = speed_metrics(self._replica.hf, batch.lengths_B.tolist(), laps.total - before, self._replica.device)
         metrics |= memory_metrics(memory.take())
-        metrics |= self._reduced(sums) | size_metrics(batch)
+        metrics |= self._reduced([one.sums for one in taken]) | size_metrics(batch)
         if not self._demonstrations:
             measured = _micro_batches(steps if self._measures_all else steps[:1])
             metrics |= difference_metrics(batch, measured, columns.trainer_log_probs_N.cpu().numpy())
-            metrics |= sampling_metrics(batch, columns.advantages_N.cpu().numpy())
+            metrics |= sampling_metrics(with_masked(batch, masked_B), columns.advantages_N.cpu().numpy())
             metrics["train/entropy_coef"] = self._entropy_coef(batch.step)
-        skipped = [step.samples for step, norm in zip(steps, norms, strict=True) if not math.isfinite(norm)]
-        metrics["train/num_skipped_steps"] = len(skipped)
-        metrics["train/grad_norm"] = float(np.mean([norm for norm in norms if math.isfinite(norm)] or norms))
+        metrics["train/num_skipped_steps"] = len(done) - len(taken)
+        metrics["train/grad_norm"] = float(np.mean([one.norm for one in taken or done]))
         metrics["train/lr-pg_0"] = self._learning_rate(batch.step, steps[-1].number)
         laps.lap("perf/metrics_time")
         metrics |= laps.metrics() | {"perf/actor_train_time": laps.total - before, "perf/train_time": laps.total}
-        return Trained(metrics, np.concatenate([NO_SAMPLES, *skipped]))
+        skipped = np.concatenate([NO_SAMPLES, *(one.step.samples for one in done if not one.is_taken)])
+        return Trained(metrics, skipped, np.flatnonzero(masked_B))
 
     def ahead(self, batch: TrainBatch) -> LogProbs:
         """Log-probs of groups that no batch has yet, as a step will want them. A collective of all ranks."""
@@ -146,25 +198,32 @@ class TrainStep:
             return self._by_group.ahead(batch)
 
     def _plan(self, batch: TrainBatch) -> list[_OptimizerStep]:
-        replica = self._replica
+        replica, none_B = self._replica, np.zeros(len(batch.lengths_B), dtype=bool)
         steps: list[_OptimizerStep] = []
         for number, samples in enumerate(split_steps(batch, self._algorithm.num_steps_per_rollout)):
             shares = shared(replica, batch, samples, max_tokens=self._max_tokens)
             missing = replica.num_micro_batches(len(shares[0])) - len(shares[0])
             shares = [[*members, *([NO_SAMPLES] * missing)] for members in shares]
             own = [self._with_more(batch, micro_batch) for micro_batch in laid_out(replica, batch, shares)]
-            reduced = reduction(
-                batch.mask_sums_B[samples],
-                batch.rollouts_B[samples],
-                per_token=self._algorithm.calculate_per_token_loss,
-            )
-            share_B = np.zeros(len(batch.lengths_B), dtype=np.int64)
-            share_B[samples] = reduced.shares
-            tokens = int(np.maximum(batch.lengths_B[samples] - 1, 0).sum())  # that are read
-            total = max(int(reduced.shares.sum()), 1)
-            per_further = total / max(num_further(batch, samples), 1) if self._has_further_layer else 0.0
-            steps.append(_OptimizerStep(number, samples, own, reduced, share_B, tokens / total, per_further))
+            steps.append(self._reduced_step(batch, number, samples, own, none_B))
         return steps
+
+    def _reduced_step(
+        self,
+        batch: TrainBatch,
+        number: int,
+        samples: Ints,
+        micro_batches: list[MicroBatch],
+        masked_B: Flags,
+    ) -> _OptimizerStep:
+        read = samples[~masked_B[samples]]
+        per_token = self._algorithm.calculate_per_token_loss
+        reduced = reduction(batch.mask_sums_B[samples], batch.rollouts_B[samples], per_token=per_token)
+        share_B = np.zeros(len(batch.lengths_B), dtype=np.int64)
+        share_B[samples] = reduced.shares
+        num_tokens = int(np.maximum(batch.lengths_B[read] - 1, 0).sum())
+        further = num_further(batch, samples) if self._has_further_layer else 0
+        return _OptimizerStep(number, samples, micro_batches, num_tokens, reduced, share_B, further)
 
     def _with_more(self, batch: TrainBatch, micro_batch: MicroBatch) -> MicroBatch:
         """With what routers and a further layer take."""
@@ -237,16 +296,62 @@ class TrainStep:
         self._replica.fill_log_probs(_micro_batches(later), column_N, is_policy=True)
         return column_N
 
-    def _backward(self, batch: TrainBatch, step: _OptimizerStep, columns: _Columns) -> Tensor:
-        """Set the gradients; return this replica's metric sums and share of the denominator behind them."""
-        sums = torch.zeros(len(self._sums) + 1, dtype=torch.float64, device=self._replica.device)
+    def _gradients(self, batch: TrainBatch, step: _OptimizerStep, columns: _Columns) -> _Gradients:
+        """Set the gradients of an optimizer step; if a sample's loss is not finite, again without that sample.
+
+        Raises:
+            InputError: there is one, and train.on_nonfinite = "fail".
+        """
+        sums, masked_B = self._backward(batch, step, columns)
+        if not masked_B.any():
+            return _Gradients(step, sums, masked_B, "")
+        self._report_masked(batch, step, np.flatnonzero(masked_B))
+        kept = with_masked(batch, masked_B)
+        micro_batches = [without(batch, micro_batch, masked_B) for micro_batch in step.micro_batches]
+        step = self._reduced_step(kept, step.number, step.samples, micro_batches, masked_B)
+        lengths = batch.lengths_B[step.samples]
+        begin = int(batch.starts_B[step.samples[0]])
+        weights = np.repeat(step.reduction.token_weights.astype(np.float32), lengths)
+        columns.weights_N[begin : begin + len(weights)] = torch.from_numpy(weights).to(self._replica.device)
+        self._replica.restore_biases()
+        sums, again_B = self._backward(kept, step, columns)
+        is_usable = kept.mask_sums_B[step.samples].any() and not again_B.any()
+        return _Gradients(step, sums, masked_B, "" if is_usable else "no sample has a finite loss")
+
+    def _report_masked(self, batch: TrainBatch, step: _OptimizerStep, masked: Ints) -> None:
+        names = names_of(batch, masked[:MAX_NAMED])
+        if self._topology.train.on_nonfinite == "fail":
+            more = f" and {len(masked) - MAX_NAMED} more" if len(masked) > MAX_NAMED else ""
+            raise InputError(
+                f"optimizer step {step.number} of train step {batch.step}: the loss is not finite, or beyond "
+                f"{LARGEST_LOSS:g}, of {'; '.join(names)}{more}; "
+                'train.on_nonfinite = "skip" would train without these samples'
+            )
+        log.warning("samples_masked", step=batch.step, number=step.number, num_samples=len(masked), samples=names)
+
+    def _backward(self, batch: TrainBatch, step: _OptimizerStep, columns: _Columns) -> tuple[Tensor, Flags]:
+        """Set the gradients.
+
+        Returns:
+            This replica's metric sums and its share of the denominator behind them; and the samples with a token whose
+            loss is not finite, the same on every rank.
+        """
+        device = self._replica.device
+        sums = torch.zeros(len(self._sums) + 1, dtype=torch.float64, device=device)
+        bad_N = torch.zeros(len(batch.tokens_N), dtype=torch.bool, device=device)
 
         def loss(micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
-            where_M = torch.from_numpy(micro_batch.columns_M).to(self._replica.device)
+            where_M = torch.from_numpy(micro_batch.columns_M).to(device)
             if step.number == 0:
                 columns.trainer_log_probs_N[where_M] = outputs.log_probs.detach()
-            total, terms = self._loss_terms(batch.step, columns, where_M, outputs)
+            loss_M, terms_KM = self._loss_terms(batch.step, columns, where_M, outputs)
+            bad_N[where_M] = ~(terms_KM.abs() < LARGEST_LOSS).all(dim=0)  # NaN is less than nothing
+            weights_M = columns.weights_N[where_M]
+            total, terms = loss_M @ weights_M, terms_KM @ weights_M
             if outputs.further is not None:
+                assert micro_batch.further is not None
+                read_F = torch.from_numpy(micro_batch.sources.ravel()[micro_batch.further.rows_F]).to(device)
+                bad_N[read_F] |= ~(outputs.further.detach().abs() < LARGEST_LOSS)
                 further = -outputs.further.sum() * step.shares_per_further
                 total = total + self._topology.trainer.megatron.mtp_loss_scaling_factor * further
                 terms = torch.cat([terms, further.detach()[None]])
@@ -256,16 +361,16 @@ class TrainStep:
             return total * step.tokens_per_share
 
         self._replica.backward(step.micro_batches, loss)
-        return sums.cpu()
+        bad_B = torch.from_numpy(samples_with(batch, bad_N.cpu().numpy()))
+        return sums.cpu(), ranks.on_any_rank(bad_B).numpy()
 
     def _loss_terms(
         self, train_step: int, columns: _Columns, where_M: Tensor, outputs: TokenOutputs
     ) -> tuple[Tensor, Tensor]:
-        """The loss of a micro-batch, and its metric sums, the loss first, which have no gradient."""
-        weights = columns.weights_N[where_M]
+        """The loss of each token of a micro-batch, [M], and its metrics, [K, M], the loss first, without a gradient."""
         if self._demonstrations:
             loss = sft_loss(outputs.log_probs)
-            return loss @ weights, torch.stack([loss, loss, outputs.entropy]).detach() @ weights
+            return loss, torch.stack([loss, loss, outputs.entropy]).detach()
         of_rollout = self._algorithm.use_rollout_logprobs
         old = columns.rollout_log_probs_N if of_rollout else columns.trainer_log_probs_N
         policy = policy_loss(
@@ -291,25 +396,33 @@ class TrainStep:
             )
             total = total + self._algorithm.kl_loss_coef * divergence
         terms = torch.stack([total, policy.loss, outputs.entropy, policy.clipped, policy.ppo_kl, divergence])
-        return total @ weights, terms.detach() @ weights
+        return total, terms.detach()
 
-    def _optimizer_step(self, train_step: int, number: int) -> float:
-        """The gradient's norm; one that is not finite has moved nothing."""
-        norm = self._replica.optimizer_step(
-            learning_rate=self._learning_rate(train_step, number), weight_decay=self._topology.optimizer.weight_decay
-        )
-        if math.isfinite(norm):
-            return norm
-        train, in_a_row = self._topology.train, self._replica.skipped_in_a_row
-        where = f"optimizer step {number} of train step {train_step}: the gradient norm is {norm}"
+    def _optimizer_step(self, train_step: int, gradients: _Gradients) -> _Done:
+        """Move the weights, unless the gradients cannot be used.
+
+        Raises:
+            InputError: they cannot, and the run is to end then.
+        """
+        replica, train, number = self._replica, self._topology.train, gradients.step.number
+        error, norm = gradients.error, math.nan
+        if error:
+            replica.restore_biases()
+        else:
+            rate = self._learning_rate(train_step, number)
+            norm = replica.optimizer_step(learning_rate=rate, weight_decay=self._topology.optimizer.weight_decay)
+            error = "" if math.isfinite(norm) else f"the gradient norm is {norm}"
+        done = _Done(gradients.step, gradients.sums, gradients.masked_B, norm, is_taken=not error)
+        replica.skips = replica.skips.then(skipped=bool(error), window=train.skip_window)
+        if not error:
+            return done
+        where = f"optimizer step {number} of train step {train_step}: {error}"
         if train.on_nonfinite == "fail":
-            raise FloatingPointError(f'{where}; train.on_nonfinite = "skip" would leave the step out')
-        if in_a_row > train.max_skipped:
-            raise FloatingPointError(
-                f"{where}, {in_a_row} in a row; train.max_skipped = {train.max_skipped} are allowed"
-            )
-        log.warning("optimizer_step_skipped", step=train_step, number=number, grad_norm=norm, in_a_row=in_a_row)
-        return norm
+            raise InputError(f'{where}; train.on_nonfinite = "skip" would leave the step out')
+        if limit := too_many(replica.skips, train):
+            raise InputError(f"{where}; optimizer steps were skipped {limit}")
+        log.warning("optimizer_step_skipped", step=train_step, number=number, reason=error, **asdict(replica.skips))
+        return done
 
     def _learning_rate(self, train_step: int, number: int) -> float:
         per_batch = self._algorithm.num_steps_per_rollout
@@ -326,7 +439,8 @@ class TrainStep:
         return entropy_coef(self._algorithm, done, num_steps=self._planned_steps)
 
     def _reduced(self, sums: Sequence[Tensor]) -> dict[str, float]:
-        metrics = reduced_sums(self._sums, sums)
+        """Mean over the optimizer steps that were taken; NaN without any."""
+        metrics = reduced_sums(self._sums, sums) if sums else dict.fromkeys(self._sums, math.nan)
         if not self._algorithm.use_kl_loss:
             metrics.pop("train/kl_loss", None)
         return metrics

@@ -17,7 +17,17 @@ METRICS_FILE = "metrics.jsonl"
 BUS_FILE = "bus.url"  # where the run's bus is, for people and tools
 
 # What a resumed run may change: how far and how often, and everything about where it runs.
-HARMLESS = frozenset({"train.num_steps", "train.save_interval", "train.keep_checkpoints", "train.max_tokens_per_gpu"})
+HARMLESS = frozenset(
+    {
+        "train.num_steps",
+        "train.save_interval",
+        "train.keep_checkpoints",
+        "train.max_tokens_per_gpu",
+        "train.max_skipped",
+        "train.skip_window",
+        "train.max_skipped_share",
+    }
+)
 LASTING = ("model", "data", "rollout", "algorithm", "optimizer", "train", "eval", "run.seed", "run.only", "run.load")
 LASTING_OF_REWARD = ("reward.on_failure", "reward.reward_key", "reward.group_rm")
 LASTING_OF_TRAINER = ("trainer.load", "trainer.finetune")

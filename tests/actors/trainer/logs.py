@@ -1,5 +1,7 @@
 """Completed groups and their payloads, as rollout would have published them."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from runtime.bus.bus import Bus
 from tests.actors.trainer.tiny import VOCAB
 
 GROUPS = 3  # per published batch
+NO_REWARDS: Mapping[int, float] = MappingProxyType({})
 
 
 def payload(group_id: int, *, num_samples: int = 4, version: int = 1, attempt: int = 0) -> SegmentsPublished:
@@ -66,10 +69,13 @@ def segment(
     )
 
 
-def completed(group_id: int, seq: int, *, num_samples: int = 4, attempt: int = 0, scale: float = 1.0) -> GroupCompleted:
-    """All samples in one payload at `seq`; rewards rise with the index, in units of `scale`."""
+def completed(
+    group_id: int, seq: int, *, num_samples: int = 4, attempt: int = 0, rewards: Mapping[int, float] = NO_REWARDS
+) -> GroupCompleted:
+    """All samples in one payload at `seq`; rewards rise with the index, but for those that are given by index."""
     samples = tuple(
-        summary(index, [(seq, index)], reward=scale * (index % 3 + group_id % 2)) for index in range(num_samples)
+        summary(index, [(seq, index)], reward=rewards.get(index, float(index % 3 + group_id % 2)))
+        for index in range(num_samples)
     )
     return group_of(group_id, samples, attempt=attempt)
 
@@ -90,13 +96,20 @@ def summary(index: int, refs: list[tuple[int, int]], *, reward: float | None = 1
     )
 
 
-async def publish_group(bus: Bus, group_id: int, *, attempt: int = 0, version: int = 1, scale: float = 1.0) -> GroupRef:
+async def publish_group(
+    bus: Bus,
+    group_id: int,
+    *,
+    attempt: int = 0,
+    version: int = 1,
+    rewards: Mapping[int, float] = NO_REWARDS,
+) -> GroupRef:
     """Publish a group's issue, payload, completion and verdict, as buffer, rollout and filter do."""
     issued = IssuedGroup(group_id=group_id, attempt=attempt, prompt=group_id)
     round_ = group_id // GROUPS
     await bus.publish(GroupsIssued(incarnation=1, round=round_, min_version=version, groups=(issued,), num_samples=4))
     seq = await bus.publish(payload(group_id, version=version, attempt=attempt))
-    event_seq = await bus.publish(completed(group_id, seq, attempt=attempt, scale=scale))
+    event_seq = await bus.publish(completed(group_id, seq, attempt=attempt, rewards=rewards))
     await bus.publish(VerdictGiven(group_id=group_id, attempt=attempt, event_seq=event_seq, outcome=Outcome.KEEP))
     return GroupRef(group_id=group_id, attempt=attempt, event_seq=event_seq)
 

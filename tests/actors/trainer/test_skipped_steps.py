@@ -1,13 +1,15 @@
-"""Batches whose gradient is no number, on a real bus: what the log and the books say of them, and replays."""
+"""Batches with losses that are not finite, on a real bus: what the log and the books say of them, and replays."""
 
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from actors.trainer.megatron import groups as ranks
 from messages import BatchReady, BatchTrained, WeightsAnnounced
 from runtime.bus.bus import Bus
+from runtime.host.actor import InputError
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hosting import errors_of, of, running, said_until
@@ -15,7 +17,7 @@ from tests.actors.trainer.logs import GROUPS, publish_group
 
 pytestmark = pytest.mark.anyio
 
-HUGE = 1e30  # its square, as in the norm of a gradient, is no float32
+LARGE = 1e30  # a reward, not normalised: the gradient's norm would be infinite
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +32,10 @@ def topology_of(make_topology: Callable[..., Topology], **train: object) -> Topo
 
 
 async def publish_poisoned(bus: Bus, step: int, *groups: int) -> None:
-    """A batch in which the gradients of some groups are infinite."""
+    """A batch in which no reward of some groups can be trained on."""
     numbers = range(step * GROUPS, (step + 1) * GROUPS)
-    refs = [await publish_group(bus, number, scale=HUGE if number in groups else 1.0) for number in numbers]
+    all_large = dict.fromkeys(range(4), LARGE)
+    refs = [await publish_group(bus, number, rewards=all_large if number in groups else {}) for number in numbers]
     await bus.publish(BatchReady(incarnation=1, step=step, groups=tuple(refs)))
 
 
@@ -56,6 +59,7 @@ async def test_samples_without_a_gradient_are_named_and_their_groups_are_skipped
     assert (trained.num_groups, trained.num_samples, trained.skipped_groups) == (2, 8, (1,))
     assert trained.metrics["train/num_skipped_steps"] == 1
     assert trained.metrics["train/num_untrained_samples"] == 4
+    assert np.isfinite(trained.metrics["train/loss"])  # the mean of the other two optimizer steps
     state = await books_of(bus)
     assert (state.books().trained, state.books().skipped, state.books().closed) == (2, 1, True)
     assert state.untrained == {"not_finite": 4}
@@ -89,5 +93,30 @@ async def test_one_skipped_step_too_many_ends_the_trainer_and_says_so(
 ) -> None:
     await publish_poisoned(bus, 0, 1, 2)
     (error,) = await errors_of(topology_of(make_topology, max_skipped=1), bus, tmp_path / "run")
-    assert isinstance(error, FloatingPointError)
+    assert isinstance(error, InputError)  # the same batch would be met after a restart
     assert "2 in a row; train.max_skipped = 1 are allowed" in str(error)
+
+
+async def test_one_sample_without_a_finite_loss_is_named_and_costs_no_other(
+    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+) -> None:
+    """In every batch."""
+    algorithm = {"disable_rewards_normalization": True, "num_steps_per_rollout": 1}
+    topology = make_topology(algorithm=algorithm, train={"num_steps": 3, "max_skipped": 0})
+    async with running(topology, bus, tmp_path / "run"):
+        for step in range(3):
+            numbers = range(step * GROUPS, (step + 1) * GROUPS)
+            refs = [
+                await publish_group(bus, number, rewards={1: LARGE} if number % GROUPS == 1 else {})
+                for number in numbers
+            ]
+            await bus.publish(BatchReady(incarnation=1, step=step, groups=tuple(refs)))
+        trained = of(await said_until(bus, BatchTrained, 3), BatchTrained)
+    for number, event in enumerate(trained):
+        (untrained,) = event.untrained
+        assert (untrained.group_id, untrained.reason) == (GROUPS * number + 1, "not_finite")
+        assert untrained.samples == ((1, 0),)
+        assert (event.num_groups, event.num_samples, event.skipped_groups) == (GROUPS, 4 * GROUPS - 1, ())
+        assert event.metrics["train/num_skipped_steps"] == 0
+    state = await books_of(bus)
+    assert (state.books().trained, state.books().skipped, state.books().closed) == (9, 0, True)

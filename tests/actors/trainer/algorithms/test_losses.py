@@ -169,3 +169,20 @@ def test_a_divergence_beyond_the_largest_log_ratio_has_a_finite_gradient(kind) -
     assert divergence.isfinite().all()
     assert new.grad is not None
     assert new.grad.tolist() == pytest.approx([0.0, 0.0, 1.0 - math.exp(0.5)])
+
+
+@pytest.mark.parametrize("normalize_std", [False, True])
+def test_equal_rewards_give_advantages_of_exactly_0(normalize_std: bool) -> None:
+    """The mean of three times 0.1 is 0.10000000000000002 in floating point."""
+    groups, rollouts = np.zeros(4, dtype=np.int64), np.array([0, 0, 1, 2])
+    found = grpo_advantages(np.full(4, 0.1), groups, rollouts, normalize_std=normalize_std)
+    assert found.tolist() == [0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e300])
+def test_a_reward_that_float32_cannot_hold_is_no_vote(bad: float) -> None:
+    groups, rollouts = np.array([0, 0, 0, 1, 1, 1]), np.arange(6)
+    rewards = np.array([1.0, bad, 0.0, bad, bad, 2.0])
+    found = grpo_advantages(rewards, groups, rollouts, normalize_std=False)
+    np.testing.assert_equal(found, [0.5, np.nan, -0.5, np.nan, np.nan, 0.0])
+    np.testing.assert_equal(grpo_advantages(rewards, groups, rollouts, normalize=False)[[1, 2]], [np.nan, 0.0])
