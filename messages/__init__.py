@@ -32,7 +32,14 @@ from messages.calls import (
 )
 from messages.codec import DecodeError, EncodeError, decode, encode
 from messages.data import ColumnPublished, PromptStored, SegmentsPublished
-from messages.engines import EngineState, EngineStateChanged, SessionEnded, WeightsLost, WeightsRefused
+from messages.engines import (
+    EngineRequestsFailed,
+    EngineState,
+    EngineStateChanged,
+    SessionEnded,
+    WeightsLost,
+    WeightsRefused,
+)
 from messages.events import (
     ActorExited,
     ActorStarted,
@@ -108,6 +115,7 @@ __all__ = [
     "EncodeError",
     "EngineLayout",
     "EngineNumbers",
+    "EngineRequestsFailed",
     "EngineState",
     "EngineStateChanged",
     "EngineTurn",

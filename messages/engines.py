@@ -15,6 +15,7 @@ class EngineState(StrEnum):
     RELEASED = "released"  # its memory, to the trainer
     SUSPECT = "suspect"  # our requests at it make no token
     GONE = "gone"  # it does not answer, or is not what it was
+    QUARANTINED = "quarantined"  # its answers cannot be used while other engines' can; it is tried again later
 
 
 @register
@@ -43,6 +44,18 @@ class WeightsRefused(Message, kw_only=True, tag="weights_refused"):
     engine: str
     reason: str
     num_refusals: int  # of this version by this engine, so far
+
+
+@register
+class EngineRequestsFailed(Message, kw_only=True, tag="engine_requests_failed"):
+    """Requests to an engine that is up failed: at once, then more and more seldom. By rollout."""
+
+    plane = Plane.EVENT
+    topic = "engine.requests_failed"
+    instance: str
+    engine: str  # several, where the router did not say which one answered
+    reason: str
+    num_failures: int  # since the first one
 
 
 @register

@@ -42,9 +42,10 @@ from actors.rollout.requests.watching import Patience, Watchdog
 from actors.rollout.sessions.conversation import Conversation
 from actors.rollout.sessions.functions import find_generate_function
 from actors.rollout.sglang.client import SglangClient
-from actors.rollout.sglang.errors import RequestRefused
+from actors.rollout.sglang.errors import EnginesUnwilling, RequestRefused
 from messages import (
     ActorExited,
+    EngineRequestsFailed,
     EnginesAnswered,
     EngineStateChanged,
     EvalCompleted,
@@ -83,7 +84,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.consumer import Delivery
 from runtime.bus.errors import MessageRefused, PayloadLost
 from runtime.failures import leaves
-from runtime.host.actor import Actor
+from runtime.host.actor import Actor, InputError
 from runtime.samples.stored_prompts import with_prompt
 from runtime.settings.placement import num_engines
 from runtime.settings.topology import Topology, reads_copies
@@ -138,6 +139,7 @@ class RolloutActor(Actor):
         WeightsLost,
         WeightsRefused,
         EngineStateChanged,
+        EngineRequestsFailed,
         KillRequested,
         LocalCopyRequested,
         PhaseReached,
@@ -205,7 +207,7 @@ class RolloutActor(Actor):
             group.start_soon(self._follow_phases, follower)
             group.start_soon(self._report_versions, fleet)
             limits = Patience(first_s=pool.first_token_after_s, next_s=pool.next_token_after_s)
-            group.start_soon(Watchdog(fleet, tools.generator.running, limits).run)
+            group.start_soon(Watchdog(client, fleet, tools.generator.running, limits).run)
             group.start_soon(fleet.notices.run, self._bus)
             group.start_soon(self._spill_long_runs)
             group.start_soon(self._pull_groups, tools)
@@ -228,7 +230,7 @@ class RolloutActor(Actor):
         scorer = Scorer(self._bus, timeout_s=reward.timeout_s, max_tries=reward.max_tries)
         return Tools(
             bus=self._bus,
-            generator=Generator(client, fleet, self._model),
+            generator=Generator(client, fleet, self._model, give_up_after_s=self._topology.rollout.generate_timeout_s),
             scorer=scorer,
             seed=self._topology.run.seed,
             batch_requests=self._topology.engines[self._pool].batch_requests,
@@ -423,6 +425,8 @@ class RolloutActor(Actor):
         self._runs.add(run)
         try:
             await run.run(release)
+        except* EnginesUnwilling as errors:
+            raise InputError(str(leaves(errors)[0])) from errors
         except* POISON as errors:
             reason = "; ".join(dict.fromkeys(str(error) for error in leaves(errors)))  # samples may fail alike
         finally:
@@ -475,6 +479,8 @@ class RolloutActor(Actor):
             run = GroupRun(eval_task(task, uuid.uuid4().hex), samples, tools)
             try:
                 await run.run(release)
+            except* EnginesUnwilling as errors:
+                raise InputError(str(leaves(errors)[0])) from errors
             except* POISON as errors:
                 log.warning("eval_item_failed", set=task.set, item=task.item, reason=str(leaves(errors)[0]))
             else:

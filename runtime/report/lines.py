@@ -11,6 +11,7 @@ from messages import (
     CheckpointRequested,
     CheckpointSaved,
     CheckpointSetAside,
+    EngineRequestsFailed,
     EngineState,
     EngineStateChanged,
     GroupFailed,
@@ -85,8 +86,11 @@ def line_of(event: Message) -> str | None:
         case CheckpointSetAside():
             damaged = f"the checkpoint of step {event.step} is damaged and was set aside as {event.path}"
             return f"{damaged}: {event.reason}"
-        case EngineStateChanged(new=EngineState.SUSPECT | EngineState.PAUSED):
+        case EngineStateChanged(new=EngineState.SUSPECT | EngineState.PAUSED | EngineState.QUARANTINED):
             return f"{event.engine} is {event.new}: {event.reason}"
+        case EngineRequestsFailed():
+            times = f", {event.num_failures} times now" if event.num_failures > 1 else ""
+            return f"{event.engine} did not answer a request{times}: {event.reason}"
         case WeightsLost():
             lost = f"no engine of {event.instance} holds weights v{event.version} any more"
             return f"{lost}: their evaluation goes on with v{event.newer}"

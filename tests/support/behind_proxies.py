@@ -12,6 +12,7 @@ import aiohttp
 import anyio
 
 from actors.rollout.engines.fleet import Fleet
+from actors.rollout.engines.notices import Notices
 from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.prover import Prover
 from actors.rollout.engines.weights.updater import Updater
@@ -22,7 +23,7 @@ from actors.rollout.requests.watching import Patience, Watchdog
 from actors.rollout.sglang.answers import Answer
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import RequestRefused
-from messages import SamplingParams
+from messages import EngineRequestsFailed, EngineStateChanged, Message, SamplingParams, WeightsRefused
 from tests.support.rollout import announcement
 from tests.support.spoiling_proxy import Case, Proxy, spoiling
 
@@ -41,6 +42,8 @@ class Behind:
     generator: Generator
     fleet: Fleet
     proxies: list[Proxy]
+    told: list[Message]  # events about engines
+    killed: list[str]  # why engines of the run were to be killed
 
     def truths(self, rid: str) -> list[dict[tuple[int, ...], tuple[float, ...]]]:
         """What engines answered to the tries of a request in truth: log-probs by tokens, of each member of a batch."""
@@ -133,6 +136,7 @@ async def behind_proxies(
     *,
     ours: bool = False,
     limits: Patience = PATIENCE,
+    give_up_after_s: float = 600.0,
 ) -> AsyncGenerator[Behind]:
     """A generator over engines that run, each behind a proxy of its own.
 
@@ -143,6 +147,7 @@ async def behind_proxies(
         chooses: which answers each proxy spoils.
         ours: the run started the engines.
         limits: of the watchdog.
+        give_up_after_s: how long engines that are up may answer nothing.
     """
     async with AsyncExitStack() as stack:
         proxies = [
@@ -151,23 +156,39 @@ async def behind_proxies(
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
         client = SglangClient(session, update_timeout_s=START_S)
         prover = Prover(client, Updater(client, "drain"), Loads(), verify="never", trainer_dtype="float32")
-        fleet = Fleet(client, prover)
-        generator = Generator(client, fleet, ServedModel.read(model))
+        told: list[Message] = []
+        fleet = Fleet(client, prover, TellingNotices(told))
+        killed: list[str] = []
+        generator = Generator(client, fleet, ServedModel.read(model), give_up_after_s=give_up_after_s)
         async with anyio.create_task_group() as group:
             for index, proxy in enumerate(proxies):
-                group.start_soon(run_engine, fleet, f"engine.policy.{index}", proxy.url, ours)
+                group.start_soon(run_engine, fleet, f"engine.policy.{index}", proxy.url, ours, killed)
             group.start_soon(fleet.run_router, router)
             group.start_soon(generator.running.run)
-            group.start_soon(Watchdog(fleet, generator.running, limits).run)
+            group.start_soon(Watchdog(client, fleet, generator.running, limits).run)
             await fleet.set_target(announcement(1, path=str(model)))
             with anyio.fail_after(START_S):
                 await fleet.next_version(0)
                 await fleet.until(lambda: fleet.num_admitted() == len(proxies))
             try:
-                yield Behind(generator, fleet, proxies)
+                yield Behind(generator, fleet, proxies, told, killed)
             finally:
                 group.cancel_scope.cancel()
 
 
-async def run_engine(fleet: Fleet, name: str, url: str, ours: bool) -> None:
-    await fleet.run_engine(name, url, ours=ours)
+class TellingNotices(Notices):
+    """Keeps the events that would be published."""
+
+    def __init__(self, told: list[Message]) -> None:
+        super().__init__("rollout")
+        self._told = told
+
+    def _put(self, event: EngineStateChanged | WeightsRefused | EngineRequestsFailed) -> None:
+        self._told.append(event)
+
+
+async def run_engine(fleet: Fleet, name: str, url: str, ours: bool, killed: list[str]) -> None:
+    async def kill(reason: str) -> None:
+        killed.append(reason)
+
+    await fleet.run_engine(name, url, ours=ours, kill=kill if ours else None)

@@ -77,6 +77,7 @@ class Proxy:
     engine: str
     choose: Callable[[dict[str, Any]], Case | None]
     url: str = ""
+    hangs_probes: bool = False  # calls of /generate without a token to sample are not answered
     num_calls: int = 0  # of /generate with tokens to sample
     spoiled: Counter[str] = field(default_factory=Counter[str])  # by name of the case
     truths: dict[str, Truth] = field(default_factory=dict[str, Truth])  # by request id
@@ -96,6 +97,8 @@ class Proxy:
                 if case is not None:
                     self.spoiled[case.name] += 1
                     return await self._spoil(request, data, body, case)
+            elif self.hangs_probes:
+                await self._over.wait()
         assert self._session is not None
         async with self._session.request(request.method, self.engine + request.path_qs, data=data) as answer:
             if request.path == "/generate":
@@ -110,6 +113,8 @@ class Proxy:
         read = bytearray()
         async for chunk in answer.content.iter_any():
             read += chunk
+            if read.endswith(DONE):  # which the client takes for the end
+                self._note(bytes(read), answer.status, body)
             await response.write(chunk)
         self._note(bytes(read), answer.status, body)
         return response

@@ -1,5 +1,6 @@
 """One engine behind its address: what it is asked and told, by the state that it is in (states.py)."""
 
+import math
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, nullcontext, suppress
 
@@ -25,10 +26,12 @@ from actors.rollout.engines.weights.session import Part, WeightSessions, new_key
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineSilent, EngineUnavailable
 from messages import EngineState, WeightsAnnounced
+from runtime.retrying import Backoff
 
 log = structlog.get_logger()
 
 SUSPECT_LOOK_S = 5.0  # for a sign of life of an engine that showed none
+QUARANTINE = Backoff(first_s=60.0, max_s=600.0)  # before an engine in quarantine is tried again
 
 
 class Engine:
@@ -71,10 +74,14 @@ class Engine:
         self.version = 0  # proven; 0: none yet
         self.pause_s = self.brought_at = 0.0  # how long it stood still for that version, and when it had proven it
         self.reason = ""  # for its state
+        self.served_at = -math.inf  # when the newest request was sent of which it made a token
+        self._quarantines = 0  # so far
+        self._tried_again_at = 0.0  # when that is due
         self.sign_at = 0.0  # of its last sign of life: a token, or that it is asked from now on
         self.ours = ours
         self.pid = pid
         self.registration = Registration(url, workers, target, lambda: self.is_asked)
+        self.shares_memory = tenure is not None
         self.tenure = tenure or Tenure(client, name, url)
         self._turn = Turn(
             url, self.tenure, target, state=lambda: self.state, happened=self._happened, emptied=self._note_emptied
@@ -122,6 +129,10 @@ class Engine:
         """Whether it may be given weights. One that we paused, or an earlier actor before it died, goes on."""
         if self.state is EngineState.SUSPECT:
             return self.tenure.is_sure and await self._recovered()
+        if self.state is EngineState.QUARANTINED:
+            if anyio.current_time() < self._tried_again_at:
+                return False
+            self._happened(Happening.TRIED_AGAIN, "it is tried again")
         if await self._client.ready(self.url):
             await self._prover.forget_pause(self.url)
         elif not await self._continued():
@@ -206,6 +217,22 @@ class Engine:
         self._happened(Happening.STALLED, reason)
         await self.registration.leave_unless_asked()
 
+    async def quarantine(self, reason: str) -> None:
+        """Send it no request for a while: its answers cannot be used, those of other engines can."""
+        self._quarantines += 1
+        pause_s = QUARANTINE.pause_s(self._quarantines)
+        self._tried_again_at = anyio.current_time() + pause_s
+        reason = f"{self.url}: {reason}; it is tried again in {pause_s:.0f} s"
+        log.warning("engine_quarantined", engine=self.name, url=self.url, reason=reason)
+        self._happened(Happening.QUARANTINED, reason)
+        await self.registration.leave_unless_asked()
+
+    async def condemn(self, reason: str) -> None:
+        """Send it no request: it is to be restarted, for its answers cannot be used."""
+        log.warning("engine_suspect", engine=self.name, url=self.url, reason=reason)
+        self._happened(Happening.CONDEMNED, reason)
+        await self.registration.leave_unless_asked()
+
     def replaced(self) -> None:
         """Its server was started again: another Engine stands for that one."""
         self._happened(Happening.LOST, "it was started again")
@@ -287,7 +314,7 @@ class Engine:
 
     async def _note_failure(self, error: EngineError) -> None:
         """Say why it does not work under the newest weights."""
-        if self.state in (EngineState.SUSPECT, EngineState.GONE):
+        if self.state in (EngineState.SUSPECT, EngineState.GONE, EngineState.QUARANTINED):
             return  # which is told
         if isinstance(error, EngineSilent) and self.tenure.room is not Stage.EVERYTHING:  # it could make no token
             self._happened(Happening.STALLED, str(error))
@@ -311,7 +338,8 @@ class Engine:
             self.reason = reason
         if self.state in (EngineState.GONE, EngineState.SUSPECT):
             self.answers = False
-        if is_asked(old) and self.state in (EngineState.GONE, EngineState.SUSPECT):
+        died = self.state in (EngineState.GONE, EngineState.SUSPECT) and happening is not Happening.CONDEMNED
+        if is_asked(old) and died:
             self._deaths.note(self.name)
         if self.state is EngineState.CURRENT:
             self.sign_at = anyio.current_time()

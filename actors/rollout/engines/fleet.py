@@ -9,6 +9,7 @@ from typing import NamedTuple
 import anyio
 import structlog
 
+from actors.rollout.engines.conduct import Conduct
 from actors.rollout.engines.deaths import Deaths, was_killed
 from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.external import Wanted
@@ -57,6 +58,8 @@ class Fleet:
         self._prover = prover
         self.notices = notices or Notices()
         self.deaths = Deaths()
+        self.conduct = Conduct()
+        self._num_direct = 0  # requests that were sent to an engine directly
         self._engines: dict[str, Engine] = {}
         self._target = FleetTarget()
         self.is_held = False  # requests wait, whichever engines are up
@@ -293,6 +296,7 @@ class Fleet:
         at_hand: AtHand,
     ) -> Engine:
         """A new engine in the place of the one of that name, which the router forgets."""
+        self.conduct.forget(name)
         old = self._engines.get(name)
         engine = self._engines[name] = Engine(
             name,
@@ -324,6 +328,78 @@ class Fleet:
         """One that may be asked, if there is one."""
         return next(iter(self._admitted()), None)
 
+    def another_engine(self, than: str) -> Engine | None:
+        """The next engine in turn that may be asked, another one than that; none: there is only one to choose from.
+
+        A request that failed is sent there past the router, which does not say who answered.
+        """
+        admitted = self._admitted()
+        if len(admitted) < 2:
+            return None
+        others = [engine for engine in admitted if engine.name != than]
+        self._num_direct += 1
+        return others[self._num_direct % len(others)]
+
+    def engine_behind(self, label: str) -> Engine | None:
+        """The engine that an answer under that label comes from, or the only one that may be asked."""
+        engine = self.engine_of(label)
+        admitted = self._admitted()
+        return admitted[0] if engine is None and len(admitted) == 1 else engine
+
+    @property
+    def serves(self) -> bool:
+        """Whether router and an engine are up, as far as is known."""
+        return self._target.router is not None and bool(self._admitted())
+
+    def admitted_names(self) -> str:
+        """The engines that may be asked, with their URLs, for people."""
+        return " or ".join(f"{engine.name} ({engine.url})" for engine in self._admitted())
+
+    def refused_by(self) -> str:
+        """Why no engine can be asked, where the run started none and can restart none; empty otherwise."""
+        engines = self._engines.values()
+        if self._admitted() or self.is_held or not engines or any(engine.ours for engine in engines):
+            return ""
+        return "; ".join(f"{engine.name} ({engine.url}) is {engine.state}: {engine.reason}" for engine in engines)
+
+    async def note_failure(self, engine: Engine, group: str, reason: str, *, counts: bool) -> None:
+        """A request failed at an engine that is up.
+
+        Args:
+            engine: the one.
+            group: whose request it was.
+            reason: why it failed.
+            counts: the engine is to blame; not where it was only busy.
+        """
+        self.conduct.failed(engine.name, group, reason, counts=counts)
+        await self._judge(engine)
+
+    async def note_answer(self, label: str) -> None:
+        """An answer under that label can be used."""
+        engine = self.engine_of(label)
+        if engine is None:
+            return
+        self.conduct.answered(engine.name, anyio.current_time())
+        for other in self._admitted():
+            await self._judge(other)
+
+    async def _judge(self, engine: Engine) -> None:
+        """Quarantine an engine that fails again and again while another one answers well.
+
+        Where no other one answers, it is restarted if the run started it, and asked on otherwise.
+        """
+        if not self.conduct.keeps_failing(engine.name) or not engine.is_asked or engine.registration.is_apart:
+            return
+        others = [each.name for each in self._admitted() if each is not engine]
+        reason = self.conduct.reason(engine.name)
+        if not engine.shares_memory and any(self.conduct.answers(name) for name in others):
+            self.conduct.forget(engine.name)
+            await engine.quarantine(reason)
+        elif engine.ours and all(self.conduct.keeps_failing(name) for name in others):
+            self.conduct.forget(engine.name)
+            await engine.condemn(reason)
+        await self.notify()
+
     async def autopsy(self, engine: Engine) -> Autopsy | None:
         """Whether an engine that lost a request is dead, and whether somebody killed it; None: it lives.
 
@@ -340,11 +416,12 @@ class Fleet:
         """The engine that weights with this label were loaded into, if it is still here."""
         return self._engines.get(self.loads.engine_of(label))
 
-    def note_token(self, label: str) -> None:
-        """A token of a load came: its engine lives."""
+    def note_token(self, label: str, sent_at: float) -> None:
+        """A token of a load came, of a request that was sent then: its engine lives."""
         engine = self.engine_of(label)
         if engine is not None:
             engine.sign_at = anyio.current_time()
+            engine.served_at = max(engine.served_at, sent_at)
 
     async def report_unavailable(self) -> None:
         """A request failed: find out who is not as it was, router or engine, and ask it no more until it is.

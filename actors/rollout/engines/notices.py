@@ -8,7 +8,7 @@ from typing import Final
 import anyio
 import structlog
 
-from messages import EngineState, EngineStateChanged, WeightsRefused
+from messages import EngineRequestsFailed, EngineState, EngineStateChanged, WeightsRefused
 from messages.plain import clipped
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
@@ -55,6 +55,8 @@ class Refusals:
         self.number += 1
         if now < self.due_at:
             return False
+        if now > self.due_at + self.gap_s:  # it was quiet for long
+            self.gap_s = FIRST_REFUSAL_S
         self.due_at, self.gap_s = now + self.gap_s, 2 * self.gap_s
         return True
 
@@ -66,7 +68,10 @@ class Notices:
         self._instance = instance
         self._allowances: dict[str, Allowance] = {}
         self._refusals: dict[str, Refusals] = {}
-        self._waiting = deque[EngineStateChanged | WeightsRefused](maxlen=BOUND)  # the oldest give way
+        self._failures: dict[tuple[str, str], Refusals] = {}  # of requests, by engine and kind
+        self._waiting = deque[EngineStateChanged | WeightsRefused | EngineRequestsFailed](
+            maxlen=BOUND
+        )  # the oldest give way
         self._arrived = anyio.Event()
 
     def changed(self, engine: str, old: EngineState, new: EngineState, reason: str, version: int) -> None:
@@ -99,6 +104,17 @@ class Notices:
             )
             self._put(event)
 
+    def failed(self, engine: str, kind: str, reason: str) -> None:
+        """Tell that a request to an engine that is up failed; of each kind of failure seldom."""
+        failures = self._failures.setdefault((engine, kind), Refusals(0))
+        if failures.take(anyio.current_time()):
+            reason = clipped(reason, REASON_CHARS)
+            self._put(
+                EngineRequestsFailed(
+                    instance=self._instance, engine=engine, reason=reason, num_failures=failures.number
+                )
+            )
+
     async def run(self, bus: Bus) -> None:
         """Publish, for ever. What cannot be is logged: the fleet waits for nobody."""
         while True:
@@ -111,6 +127,6 @@ class Notices:
                 except BusError as error:
                     log.warning("engine_event_not_told", engine=event.engine, error=str(error))
 
-    def _put(self, event: EngineStateChanged | WeightsRefused) -> None:
+    def _put(self, event: EngineStateChanged | WeightsRefused | EngineRequestsFailed) -> None:
         self._waiting.append(event)
         self._arrived.set()

@@ -7,7 +7,7 @@ from messages import EngineState
 
 STARTING, CURRENT, UPDATING = EngineState.STARTING, EngineState.CURRENT, EngineState.UPDATING
 PAUSED, RELEASED = EngineState.PAUSED, EngineState.RELEASED
-SUSPECT, GONE = EngineState.SUSPECT, EngineState.GONE
+SUSPECT, GONE, QUARANTINED = EngineState.SUSPECT, EngineState.GONE, EngineState.QUARANTINED
 
 
 class Happening(Enum):
@@ -24,6 +24,9 @@ class Happening(Enum):
     RESUMED = "resumed"
     STALLED = "stalled"  # it has requests of ours, or weights to load, and makes nothing of them
     MOVED = "moved"  # it makes tokens again
+    CONDEMNED = "condemned"  # its answers cannot be used, and no other engine's: it is to be restarted
+    QUARANTINED = "quarantined"  # its answers cannot be used, those of others can
+    TRIED_AGAIN = "tried again"
     LOST = "lost"
     FOUND = "found"
 
@@ -44,6 +47,9 @@ _NEXT: Final[dict[Happening, dict[EngineState, EngineState]]] = {
     Happening.RESUMED: {RELEASED: STARTING},
     Happening.STALLED: {STARTING: SUSPECT, CURRENT: SUSPECT, UPDATING: SUSPECT, RELEASED: SUSPECT},
     Happening.MOVED: {SUSPECT: STARTING},
+    Happening.CONDEMNED: {CURRENT: SUSPECT, UPDATING: SUSPECT},
+    Happening.QUARANTINED: {CURRENT: QUARANTINED, UPDATING: QUARANTINED},
+    Happening.TRIED_AGAIN: {QUARANTINED: STARTING},
     Happening.LOST: {state: GONE for state in EngineState},
     Happening.FOUND: {GONE: STARTING},
 }

@@ -1,6 +1,6 @@
 """Which requests are at the engines, and how they are ended early: by a halt, or for new weights."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -112,6 +112,14 @@ class RunningRequests:
                 await anyio.sleep(ABORT_AGAIN_S)
         finally:
             self._num_interrupting -= 1
+
+    async def drop(self, rids: Sequence[str], reason: str) -> None:
+        """Give up requests that engines lost, so that they are sent again, and abort what may be there of them."""
+        engine_rids = _engine_rids(list(rids), self._running)
+        for rid in rids:
+            self.open[rid].lost = reason
+            self.open[rid].give_up()
+        await self._abort_everywhere(engine_rids, everything=False)
 
     def halt(self, round: int) -> None:
         """Give back everything of this round and older ones; `run` aborts what is running of it."""

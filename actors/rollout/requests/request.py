@@ -32,6 +32,7 @@ class OpenRequest:
     token_at: float = 0.0  # when there were more than at the look before
     engine: str = ""  # that has it; empty: not known before its first token
     given_up: bool = False  # it is to be sent again elsewhere
+    lost: str = ""  # why it is, where the engine that has it makes tokens of others
     give_up: Callable[[], None] = lambda: None  # ends the waiting for its answer
 
 

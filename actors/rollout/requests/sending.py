@@ -1,7 +1,9 @@
 """Requests to the engines: sent to confirmed ones, and sent again when lost."""
 
+import math
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import anyio
@@ -17,7 +19,15 @@ from actors.rollout.requests.trials import Trials
 from actors.rollout.sglang.answers import NOTHING, Answer, is_aborted, labels_of, oldest_version
 from actors.rollout.sglang.body import generate_body
 from actors.rollout.sglang.client import SglangClient, asked_of
-from actors.rollout.sglang.errors import BadAnswer, EngineFailed, EngineUnavailable, RequestRefused, TokensUnproven
+from actors.rollout.sglang.errors import (
+    BadAnswer,
+    EngineBusy,
+    EngineFailed,
+    EnginesUnwilling,
+    EngineUnavailable,
+    RequestRefused,
+    TokensUnproven,
+)
 from actors.rollout.sglang.streams import Stream
 from runtime.retrying import Backoff
 
@@ -32,16 +42,36 @@ class Destination(NamedTuple):
     """Where a request is sent."""
 
     url: str  # the router's, or an engine's
-    alone_at: Engine | None  # that has nothing else of ours
+    engine: Engine | None = None  # that it is sent to past the router
+    alone: bool = False  # the engine has nothing else of ours
+
+
+@dataclass
+class Failures:
+    """What became of the tries of one request."""
+
+    tries: int = 0
+    failures: int = 0  # for which it may be the cause itself
+    lost: int = 0  # tries since the last time that an engine died, or none was up
+    since: float = math.inf  # when the first of them failed
+    engine: str = ""  # that failed last, where that is known
 
 
 class Generator:
     """Generates through the router; `running` knows what is under way, so that a halt can reach it."""
 
-    def __init__(self, client: SglangClient, fleet: Fleet, model: ServedModel) -> None:
+    def __init__(
+        self, client: SglangClient, fleet: Fleet, model: ServedModel, *, give_up_after_s: float = 14_400.0
+    ) -> None:
+        """Generate on the engines of a fleet.
+
+        Args:
+            give_up_after_s: seconds for which engines that are up may answer nothing that can be used.
+        """
         self._client = client
         self._fleet = fleet
         self._model = model
+        self._give_up_after_s = give_up_after_s
         self.running = RunningRequests(client, fleet)
         self._trials = Trials(fleet, self.running)
         self._records: dict[str, DeathRecord] = {}  # by sample, of those whose engines died
@@ -52,7 +82,8 @@ class Generator:
         """Wait for an engine that may answer, ask it, and ask again if the request is lost.
 
         It is asked again for as long as engines or the router are away, which is their agent's to end; but not for ever
-        when they answer and fail. A long request is streamed; if it is lost, what came of it is the answer.
+        when they are up and fail: then elsewhere, more and more seldom. A long request is streamed; if it is lost, what
+        came of it is the answer.
 
         Args:
             request: what is asked.
@@ -63,7 +94,8 @@ class Generator:
 
         Raises:
             RequestRefused: the request is wrong, by what the model allows or as the engine says, or engines failed on
-                it too often or die of it (poison.py).
+                it too often while they answer others, or die of it (poison.py).
+            EnginesUnwilling: they answered nothing for `give_up_after_s`.
         """
         self._check(request)
         sample, generated = sample_of(request.rid), None
@@ -77,35 +109,84 @@ class Generator:
     async def _generate(
         self, request: GenerateRequest, sample: str, show: Callable[[Stream], None] | None
     ) -> Generated | None:
-        tries = failures = 0
+        failures = Failures()
         while True:
-            async with self._place(request, sample) as place:
+            async with self._place(request, sample, failures) as place:
                 if place is None:
                     return None
                 if await self.running.wait_for_sweep():
                     continue
-                rid = f"{request.rid}-{tries}"
-                tries += 1
+                rid = f"{request.rid}-{failures.tries}"
+                failures.tries += 1
                 stream = self._stream_for(rid, request, show)
                 sent_at = anyio.current_time()
                 try:
                     return await self._ask(rid, request, stream, place)
                 except EngineUnavailable as error:
-                    log.warning("request_lost", rid=rid, tries=tries, error=str(error))
-                    if not await self._note_death(sample, place, stream, sent_at):
-                        failures += isinstance(error, EngineFailed)
-                    if failures >= MAX_FAILURES:
-                        raise RequestRefused(f"{failures} times in vain, at last: {error}") from error
-            await anyio.sleep(RESEND.pause_s(failures))
+                    log.warning("request_lost", rid=rid, tries=failures.tries, error=str(error))
+                    died = await self._note_death(sample, place, stream, sent_at)
+                    if died or not self._fleet.serves:
+                        failures.lost = 0
+                    elif not isinstance(error, TokensUnproven):
+                        await self._note_failure(sample.rpartition("-")[0], place, failures, error)
+            await anyio.sleep(RESEND.pause_s(failures.lost))
             if stream is not None and (kept := await self._kept(stream, request.min_version)) is not None:
                 return Generated([kept], cut_short=True)
 
+    async def _note_failure(self, group: str, place: Destination, failures: Failures, error: EngineUnavailable) -> None:
+        """Count a failure of an engine that is up, tell of it, and give the request up once it is enough.
+
+        Raises:
+            RequestRefused: the request is the cause, as far as can be known: engines answer others.
+            EnginesUnwilling: engines answer none.
+        """
+        counts, now = not isinstance(error, EngineBusy), anyio.current_time()
+        failures.lost += 1
+        failures.failures += counts
+        failures.since = min(failures.since, now)
+        engine = place.engine or self._fleet.engine_behind(error.label)
+        failures.engine = engine.name if engine is not None else ""
+        who = f"{engine.name} ({engine.url})" if engine is not None else self._fleet.admitted_names()
+        problem = error.problem if isinstance(error, BadAnswer) else str(error)
+        reason = problem.removeprefix(f"{place.url}/generate: ")
+        self._fleet.notices.failed(who, type(error).__name__, reason)
+        if engine is not None:
+            await self._fleet.note_failure(engine, group, reason, counts=counts)
+        conduct = self._fleet.conduct
+        others_answered = conduct.any_answered_since(failures.since)
+        if failures.failures >= MAX_FAILURES and (others_answered or conduct.fails_alone(group)):
+            raise RequestRefused(f"{failures.failures} times in vain, at last at {who}: {reason}") from error
+        if now - failures.since >= self._give_up_after_s:
+            if others_answered:
+                raise RequestRefused(f"in vain for {self._give_up_after_s:g} s, at last at {who}: {reason}") from error
+            raise self._unwilling(f"{who}: {reason}") from error
+
+    def _unwilling(self, reason: str) -> EnginesUnwilling:
+        limit = f"{self._give_up_after_s:g} s (rollout.generate_timeout_s)"
+        return EnginesUnwilling(f"engines that are up answered no request for {limit}, at last {reason}")
+
+    async def _wait_ready(self, request: GenerateRequest, halted: Callable[[], bool]) -> bool:
+        """Wait for an engine that may be asked; false: the round was halted before.
+
+        Raises:
+            EnginesUnwilling: there was none for long, and none that this run could restart.
+        """
+        while True:
+            with anyio.move_on_after(self._give_up_after_s):
+                return await self._fleet.wait_ready(request.min_version, unless=halted)
+            refused = self._fleet.refused_by()
+            if refused:
+                raise self._unwilling(refused)
+
     @asynccontextmanager
-    async def _place(self, request: GenerateRequest, sample: str) -> AsyncGenerator[Destination | None]:
+    async def _place(
+        self, request: GenerateRequest, sample: str, failures: Failures
+    ) -> AsyncGenerator[Destination | None]:
         """Where to send a request, once that may be; None: its round was halted before.
 
         Raises:
             RequestRefused: engines die of it.
+            EnginesUnwilling: no engine can be asked, for long.
         """
 
         def halted() -> bool:
@@ -117,16 +198,19 @@ class Generator:
                 raise RequestRefused(f"engines die of it: {record.alone} that had nothing else to do")
             case Standing.SUSPECT:
                 async with self._trials.alone(request.min_version, halted) as engine:
-                    yield None if engine is None else Destination(engine.url, engine)
+                    yield None if engine is None else Destination(engine.url, engine, alone=True)
             case Standing.ORDINARY:
-                ready = await self._fleet.wait_ready(request.min_version, unless=halted)
-                yield Destination(self._fleet.router, None) if ready else None
+                if not await self._wait_ready(request, halted):
+                    yield None
+                    return
+                engine = self._fleet.another_engine(failures.engine) if failures.lost else None
+                yield Destination(self._fleet.router) if engine is None else Destination(engine.url, engine)
 
     async def _note_death(self, sample: str, place: Destination, stream: Stream | None, sent_at: float) -> bool:
         """Find out whether a request was lost with its engine, and remember that."""
         record = self._records.get(sample, DeathRecord())
-        if place.alone_at is not None:
-            autopsy = await self._fleet.autopsy(place.alone_at)
+        if place.engine is not None and place.alone:
+            autopsy = await self._fleet.autopsy(place.engine)
             if autopsy is None:
                 return False
             log.warning("engine_died_of", sample=sample, reason=autopsy.reason, killed=autopsy.killed)
@@ -134,6 +218,8 @@ class Generator:
         else:
             await self._fleet.report_unavailable()
             engine = "" if stream is None else self._fleet.loads.engine_of(stream.last_label)
+            if place.engine is not None:
+                engine = place.engine.name
             if not self._fleet.deaths.any_since(sent_at, engine):
                 return False
             record = record.after_death(alone=False, killed=False)
@@ -161,8 +247,8 @@ class Generator:
         mark = self.running.interruption_mark()
         answers: list[Answer] = []
         with self.running.entered(rid, request, stream) as sent:
-            if place.alone_at is not None:
-                sent.engine = place.alone_at.name
+            if place.engine is not None:
+                sent.engine = place.engine.name
             try:
                 if stream is not None:
                     answers = [await self._stream(rid, request, stream, place)]
@@ -170,15 +256,17 @@ class Generator:
                     answers = await self._client.generate(place.url, self._body(request, rid), self._model.vocab_size)
                     answers = [self._model.ended(answer, answer.output_ids, request.params) for answer in answers]
             except BadAnswer as error:
-                engine = place.alone_at or self._fleet.engine_of(error.label)
+                engine = place.engine or self._fleet.engine_behind(error.label)
                 if engine is None:
                     raise
                 raise BadAnswer(f"{engine.name} ({engine.url})", error.problem, error.label) from error
         if sent.given_up:
-            raise EngineUnavailable(f"{sent.engine or 'the engine that may have it'} makes no token")
+            who = sent.engine or "the engine that may have it"
+            label = "" if stream is None else stream.last_label
+            raise EngineUnavailable(f"{who} {sent.lost or 'makes no token'}", label=label)
         labels = stream.labels if stream is not None else [label for answer in answers for label in labels_of(answer)]
         for label in labels:
-            self._fleet.note_token(label)
+            self._fleet.note_token(label, sent.sent_at)
         if not await self._fleet.loads.settled(set(labels)):
             raise TokensUnproven(f"sampled by weights that were not proven: {', '.join(sorted(set(labels)))}")
         if not all(is_recent(answer, request.min_version) for answer in answers):
@@ -188,13 +276,22 @@ class Generator:
             and self.running.interrupted_since(mark)
             and not self.running.halted(request.round)
         )
-        return Generated(answers, cut_short=interrupted and any(is_aborted(answer) for answer in answers))
+        aborted = [answer for answer in answers if is_aborted(answer)]
+        if aborted and not interrupted and not self.running.halted(request.round):
+            if not all(answer.output_ids for answer in aborted):
+                raise EngineFailed(
+                    "it aborted a request that nobody asked it to abort", label=labels[0] if labels else ""
+                )
+            interrupted = True  # it goes on from its tokens
+        for label in set(labels):
+            await self._fleet.note_answer(label)
+        return Generated(answers, cut_short=interrupted and bool(aborted))
 
     async def _stream(self, rid: str, request: GenerateRequest, stream: Stream, place: Destination) -> Answer:
         try:
             await self._client.stream(place.url, self._body(request, rid), stream)
         except EngineUnavailable:
-            if not stream.ended:  # else nothing is missing but the end of the connection
+            if not stream.ended or stream.refused is not None:  # else nothing is missing but the connection's end
                 raise
         rest = stream.rest()
         return self._model.ended(rest, stream.output_ids, request.params) if is_aborted(rest) else rest

@@ -3,22 +3,29 @@
 A server whose scheduler stands still answers its readiness probe, and says of its load what it last wrote down. The
 router does not say which engine has a request, so until its first token names the engine it may be at any; an engine
 that is silent for too long while there are such requests is asked for a sign of life before it is taken for dead.
+
+A live engine may lose a request: one without a token for long, while later ones have some, is aborted and sent again.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import anyio
+from anyio.abc import TaskGroup
 
+from actors.rollout.engines.asking import makes_tokens
 from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.request import OpenRequest
+from actors.rollout.sglang.client import SglangClient
 from messages import EngineState
 from runtime.wording import count_of
 
 LOOK_S = 1.0  # between two looks, at most
 LOOKS_PER_LIMIT = 4
+IDLE_LOOKS = 2  # at which an engine must have nothing to do
 
 
 class Patience(NamedTuple):
@@ -31,11 +38,13 @@ class Patience(NamedTuple):
 class Watchdog:
     """Finds engines that make nothing of our requests, and gives these up there: they are sent again."""
 
-    def __init__(self, fleet: Fleet, running: RunningRequests, limits: Patience) -> None:
+    def __init__(self, client: SglangClient, fleet: Fleet, running: RunningRequests, limits: Patience) -> None:
+        self._client = client
         self._fleet = fleet
         self._running = running
         self._limits = limits
         self._doubted: set[Engine] = set()
+        self._looks_for_idle = False
 
     async def run(self) -> None:
         """Watch for ever."""
@@ -48,6 +57,7 @@ class Watchdog:
                     if reason and engine not in self._doubted:
                         self._doubted.add(engine)
                         group.start_soon(self._doubt, engine, reason)
+                self._drop_lost(group)
 
     async def _doubt(self, engine: Engine, reason: str) -> None:
         try:
@@ -62,6 +72,51 @@ class Watchdog:
             if sent.engine == engine.name or lost:
                 sent.give_up()
 
+    def _drop_lost(self, group: TaskGroup) -> None:
+        """Have requests sent again that live engines lost."""
+        now, engines = anyio.current_time(), self._fleet.current_engines()
+        if len(engines) != self._fleet.num_admitted():
+            return  # one of them takes weights, or has to show that it lives
+        served = {engine.name: engine.served_at for engine in engines}
+        begun_at = max((engine.brought_at for engine in engines), default=now)
+        requests = self._running.open.items()
+        overdue = [rid for rid, sent in requests if is_overdue(sent, begun_at, now, self._limits)]
+        lost = [rid for rid in overdue if is_overtaken(self._running.open[rid], served)]
+        if lost:
+            group.start_soon(self._running.drop, lost, "got no token for long, while later requests did")
+        elif overdue and not self._looks_for_idle:
+            self._looks_for_idle = True
+            group.start_soon(self._drop_if_idle, engines, overdue)
+
+    async def _drop_if_idle(self, engines: Sequence[Engine], rids: Sequence[str]) -> None:
+        """Drop requests if engines are alive and say that they have none. Whole answers have no other sign of life."""
+        try:
+            before = {rid: self._running.open[rid].num_tokens for rid in rids}
+            for _ in range(IDLE_LOOKS):
+                if not await self._are_idle(engines):
+                    return
+            still = [
+                rid
+                for rid, num_tokens in before.items()
+                if rid in self._running.open and self._running.open[rid].num_tokens == num_tokens
+            ]
+            if still and set(engines) == set(self._fleet.current_engines()):
+                await self._running.drop(still, "got no token for long, and its engine has nothing to do")
+        finally:
+            self._looks_for_idle = False
+
+    async def _are_idle(self, engines: Sequence[Engine]) -> bool:
+        """Whether engines live, generate, and have no request."""
+        for engine in engines:
+            loads = await self._client.loads(engine.url)
+            if loads is None or any(load.num_running_reqs or load.num_waiting_reqs for load in loads):
+                return False
+            if await self._client.is_paused(engine.url):
+                return False
+            if not await makes_tokens(self._client, engine.url, self._limits.next_s):
+                return False
+        return True
+
     def _requests(self) -> list[OpenRequest]:
         return list(self._running.open.values())
 
@@ -73,7 +128,33 @@ class Watchdog:
                 continue
             sent.num_tokens, sent.token_at = stream.num_tokens, anyio.current_time()
             sent.engine = self._fleet.loads.engine_of(stream.last_label)
-            self._fleet.note_token(stream.last_label)
+            self._fleet.note_token(stream.last_label, sent.sent_at)
+
+
+def is_overdue(sent: OpenRequest, begun_at: float, now: float, limits: Patience) -> bool:
+    """Whether a request should have got its first token, or a further one, by now. Pure.
+
+    Args:
+        sent: the request.
+        begun_at: since when all engines generate from their weights.
+        now: on the same clock.
+        limits: how long it may take.
+    """
+    limit_s = max(limits) if sent.token_at else limits.first_s
+    return now - max(sent.sent_at, sent.token_at, begun_at) > limit_s
+
+
+def is_overtaken(sent: OpenRequest, served: Mapping[str, float]) -> bool:
+    """Whether every engine that may have a streamed request made tokens of one that was sent after its last sign. Pure.
+
+    Args:
+        sent: the request.
+        served: by engine that may be asked, when the newest request was sent of which it made a token.
+    """
+    if sent.stream is None:  # it shows no token before its end
+        return False
+    there = [served.get(sent.engine, -math.inf)] if sent.engine else list(served.values())
+    return bool(there) and min(there) > max(sent.sent_at, sent.token_at)
 
 
 def silence(requests: Iterable[OpenRequest], engine: str, sign_at: float, now: float, limits: Patience) -> str:
@@ -86,12 +167,12 @@ def silence(requests: Iterable[OpenRequest], engine: str, sign_at: float, now: f
         now: on the same clock.
         limits: how long it may make none.
     """
-    there = [sent for sent in requests if sent.engine == engine]
+    there = [sent for sent in requests if sent.engine == engine and sent.token_at]
     late = [sent for sent in there if now - max(sent.token_at, sign_at) > limits.next_s]
     if late:
         return f"no further token of {count_of(len(late), 'request')} there for {limits.next_s:g} s"
-    unknown = [sent for sent in requests if not sent.engine]
-    late = [sent for sent in unknown if now - max(sent.sent_at, sign_at) > limits.first_s]
+    before_first = [sent for sent in requests if sent.engine in ("", engine) and not sent.token_at]
+    late = [sent for sent in before_first if now - max(sent.sent_at, sign_at) > limits.first_s]
     if late:
         return f"no first token for {limits.first_s:g} s, of {count_of(len(late), 'request')} that may be there"
     return ""

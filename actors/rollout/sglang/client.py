@@ -160,7 +160,7 @@ class SglangClient:
             raise BadAnswer(url, f"{len(answers)} answers to {len(all_asked)} prompts", label_in(data))
         for asked, answer in zip(all_asked, answers, strict=True):
             if (refused := refusal_in(answer.meta_info)) is not None:
-                raise _error(url, refused.code, refused.message)
+                raise _error(url, refused.code, refused.message, label=answer.meta_info.weight_version or "")
             if (problem := answer_problem(answer, asked)) is not None:
                 raise BadAnswer(url, problem, answer.meta_info.weight_version or "")
         return answers
@@ -188,7 +188,7 @@ class SglangClient:
         if not stream.ended:
             raise EngineUnavailable(f"{url}: the stream broke off after {stream.num_tokens} tokens")
         if stream.refused is not None:
-            raise _error(url, stream.refused.code, stream.refused.message)
+            raise _error(url, stream.refused.code, stream.refused.message, label=stream.last_label)
 
     async def ready(self, engine: str) -> bool:
         """Whether an engine answers its readiness probe."""
@@ -347,10 +347,10 @@ class SglangClient:
             raise EngineUnavailable(f"{url}: {error!r}") from error
 
 
-def _error(url: str, code: int, message: str) -> EngineError:
+def _error(url: str, code: int, message: str, *, label: str = "") -> EngineError:
     if code in REFUSALS:
-        return RequestRefused(f"{url}: {message}")
-    return (EngineBusy if code in PASSING else EngineFailed)(f"{url}: {code} {message}")
+        return RequestRefused(f"{url}: {message}", label=label)
+    return (EngineBusy if code in PASSING else EngineFailed)(f"{url}: {code} {message}", label=label)
 
 
 def _raise_streamed(url: str, event: bytes) -> None:

@@ -2,7 +2,16 @@
 
 
 class EngineError(Exception):
-    """Base of what an engine or the router answers, or does not."""
+    """Base of what an engine or the router answers, or does not.
+
+    Args:
+        message: what happened.
+        label: of the weights that the failed answer names, which tells the engine; empty where it names none.
+    """
+
+    def __init__(self, message: str = "", *, label: str = "") -> None:
+        super().__init__(message)
+        self.label = label
 
 
 class EngineUnavailable(EngineError):
@@ -31,14 +40,17 @@ class BadAnswer(EngineFailed):
     """
 
     def __init__(self, by: str, problem: str, label: str = "") -> None:
-        super().__init__(f"{by}: {problem}")
+        super().__init__(f"{by}: {problem}", label=label)
         self.by = by
         self.problem = problem
-        self.label = label
 
 
 class TokensUnproven(EngineUnavailable):
     """Its tokens come from weights that the engine did not prove to hold. Sent again, the request goes elsewhere."""
+
+
+class EnginesUnwilling(EngineError):
+    """Engines that are up answered nothing that can be used for so long that the run ends."""
 
 
 class RequestRefused(EngineError):

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from tests.support.behind_proxies import LONG, SHORT, behind_proxies, outcome, request
 from tests.support.embedded_engine import running_engine
-from tests.support.odd_answers import CASES, ROWS
+from tests.support.odd_answers import CASES
 from tests.support.spoiling_proxy import Case
 from tests.support.tiny_models import write_model
 
@@ -42,7 +42,7 @@ def first_try_of_each_row(body: dict[str, Any]) -> Case | None:
     how, _, rest = body["rid"].partition(".")
     if how not in ("streamed", "whole") or not body["rid"].endswith("-0"):
         return None
-    return ROWS[int(rest.partition("-")[0])]
+    return CASES[int(rest.partition("-")[0])]
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ async def test_no_unusual_answer_is_believed_and_each_request_is_answered_in_the
 ) -> None:
     rows = [
         (index, streamed)
-        for index, case in enumerate(ROWS)
+        for index, case in enumerate(CASES)
         for streamed in (True, False)
         if (case.streamed if streamed else case.whole)
     ]
@@ -67,13 +67,13 @@ async def test_no_unusual_answer_is_believed_and_each_request_is_answered_in_the
             found[name] = await outcome(behind, asked, streamed=streamed, limit_s=LIMIT_S)
 
         for index, streamed in rows:
-            name = f"{ROWS[index].name}, {'streamed' if streamed else 'whole'}"
+            name = f"{CASES[index].name}, {'streamed' if streamed else 'whole'}"
             group.start_soon(ask, name, rid_of(index, streamed=streamed), streamed)
         for number in range(NUM_GOOD):
             group.start_soon(ask, f"good {number}", f"good.{number}-0-1", number % 2 == 0)
             await anyio.sleep(LIMIT_S / 8 / NUM_GOOD)
     spoiled = set(behind.proxies[0].spoiled)
-    assert spoiled == {case.name for case in ROWS}
+    assert spoiled == {case.name for case in CASES}
     wrong = [f"{name}: {came}" for name, came in found.items() if came != "good"]
     assert not wrong, "\n".join(wrong)
 

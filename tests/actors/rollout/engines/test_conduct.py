@@ -1,0 +1,50 @@
+"""Which engines are to blame for answers that cannot be used."""
+
+from actors.rollout.engines.conduct import Conduct
+
+
+def failing(conduct: Conduct, engine: str, *groups: str, counts: bool = True) -> None:
+    for group in groups:
+        conduct.failed(engine, group, "it broke", counts=counts)
+
+
+def test_five_failures_in_a_row_of_several_prompt_groups_are_the_engines() -> None:
+    conduct = Conduct()
+    failing(conduct, "a", "g", "g", "h", "g")
+    assert not conduct.keeps_failing("a")
+    failing(conduct, "a", "g")
+    assert conduct.keeps_failing("a")
+    assert conduct.reason("a") == "it broke"
+    assert not conduct.keeps_failing("b")
+
+
+def test_a_good_answer_in_between_begins_the_row_anew() -> None:
+    conduct = Conduct()
+    failing(conduct, "a", "g", "h", "g", "h")
+    conduct.answered("a", 10.0)
+    assert conduct.answers("a")
+    failing(conduct, "a", "g")
+    assert not conduct.answers("a")
+    assert not conduct.keeps_failing("a")
+
+
+def test_one_prompt_group_alone_proves_nothing_against_an_engine() -> None:
+    conduct = Conduct()
+    failing(conduct, "a", *["g"] * 20)
+    failing(conduct, "b", *["g"] * 20)
+    assert not conduct.keeps_failing("a")
+    assert conduct.fails_alone("g")
+    failing(conduct, "b", "h")
+    assert not conduct.fails_alone("g")
+
+
+def test_a_busy_engine_is_not_blamed_and_has_not_answered() -> None:
+    conduct = Conduct()
+    failing(conduct, "a", *"ghghghgh", counts=False)
+    assert not conduct.keeps_failing("a")
+    assert not conduct.answers("a")
+    assert not conduct.any_answered_since(0.0)
+
+
+def test_an_engine_that_was_asked_nothing_yet_has_not_answered() -> None:
+    assert not Conduct().answers("a")
