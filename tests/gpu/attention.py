@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.trainer.megatron import groups as ranks
-from actors.trainer.megatron.layers.attention import CoreAttention, packing
+from actors.trainer.megatron.layers.attention import CoreAttention
+from actors.trainer.megatron.layers.rows import packing
 from runtime.settings.topology import MegatronConfig
 from tests.gpu.measured import Measured, forget_peak, peak_bytes, seconds
 

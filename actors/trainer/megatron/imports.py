@@ -48,6 +48,8 @@ _NAMES: Final = {
     "merge": "dist_checkpointing.dict_utils",
     "MoELayer": "transformer.moe.moe_layer",
     "TopKRouter": "transformer.moe.router",
+    "SequentialMLP": "transformer.moe.experts",
+    "weighted_bias_swiglu_impl": "fusions.fused_bias_swiglu",
     "MoEAuxLossAutoScaler": "transformer.moe.moe_utils",
     "MultiTokenPredictionLayer": "transformer.multi_token_prediction",
     "get_gpt_mtp_block_spec": "models.gpt.gpt_layer_specs",
@@ -69,6 +71,7 @@ def _import() -> dict[str, Any]:
     optimizer._set_main_param_and_optimizer_states = _set_main_states
     _read_checked()
     rope: Any = import_module("megatron.core.models.common.embeddings.rope_utils")
+    rope._apply_rotary_pos_emb_thd = fused.packed_rotary(rope._apply_rotary_pos_emb_bshd)
     rope._apply_rotary_pos_emb_bshd = fused.rotary(rope._apply_rotary_pos_emb_bshd)
     activation: Any = import_module("megatron.core.fusions.fused_bias_swiglu")
     activation.swiglu, activation.swiglu_back = fused.swiglu, fused.swiglu_back  # Megatron's want a compiler
@@ -140,6 +143,8 @@ dict_list_map_inplace: Any = _parts["dict_list_map_inplace"]
 merge: Any = _parts["merge"]
 MoELayer: Any = _parts["MoELayer"]
 TopKRouter: Any = _parts["TopKRouter"]
+SequentialMLP: Any = _parts["SequentialMLP"]
+weighted_bias_swiglu_impl: Any = _parts["weighted_bias_swiglu_impl"]
 MoEAuxLossAutoScaler: Any = _parts["MoEAuxLossAutoScaler"]
 MultiTokenPredictionLayer: Any = _parts["MultiTokenPredictionLayer"]
 get_gpt_mtp_block_spec: Any = _parts["get_gpt_mtp_block_spec"]

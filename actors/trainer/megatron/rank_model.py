@@ -15,19 +15,19 @@ from torch import Tensor
 
 from actors.trainer.algorithms.skips import Skips
 from actors.trainer.batches.batch import MicroBatch, empty_micro_batch
-from actors.trainer.batches.context import Context
+from actors.trainer.batches.context import Context, Ints
 from actors.trainer.megatron.build import build_chunks, expert_biases, nothing, with_gradients
+from actors.trainer.megatron.columns import on_device
 from actors.trainer.megatron.config import DTYPES, optimizer_config, transformer_config
 from actors.trainer.megatron.imports import (
     finalize_model_grads,
     get_forward_backward_func,
     get_megatron_optimizer,
-    parallel_state,
     quiet,
 )
-from actors.trainer.megatron.layers.attention import packing
 from actors.trainer.megatron.layers.head import Asked, AskedFurther
 from actors.trainer.megatron.layers.router import Routers
+from actors.trainer.megatron.layers.rows import own_context, packing
 from actors.trainer.megatron.memory import Offloaded, PeakMemory, host_copy
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.cuts import load_weights, tensors_of
@@ -45,6 +45,7 @@ class TokenOutputs:
 
     log_probs: Tensor
     entropy: Tensor
+    columns_M: Tensor  # where those tokens are in the batch's columns
     further: Tensor | None = None  # log-probs [F] of the tokens after the next ones, by the further layer
 
 
@@ -111,7 +112,7 @@ class Replica:
     @property
     def context(self) -> Context:
         """This rank among those that share each sample's tokens."""
-        return Context(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size())
+        return own_context()
 
     @cached_property
     def layer_weights(self) -> int:
@@ -245,14 +246,19 @@ class Replica:
             is_policy: of the policy that is to be trained, whose choice of experts is kept where that is asked for.
         """
 
+        filled: list[tuple[Ints, Tensor]] = []  # brought to the host together: each time waits for the device
+
         def fill(micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
-            column_N[micro_batch.columns_M] = outputs.log_probs.cpu().numpy()
+            filled.append((micro_batch.columns_M, outputs.log_probs))
             return outputs.log_probs.sum()
 
         missing = self.num_micro_batches(len(micro_batches)) - len(micro_batches)
         empty = empty_micro_batch(packed=self.packed, multiple=self.length_multiple, context=self.context)
         route = self._routers.keep if is_policy and self._replays_experts else self._routers.look
         self._run([*micro_batches, *([empty] * missing)], fill, route, temperature=temperature, forward_only=True)
+        if filled:
+            columns, log_probs = zip(*filled, strict=True)
+            column_N[np.concatenate(columns)] = torch.cat(log_probs).cpu().numpy()
 
     def optimizer_step(self, *, learning_rate: float, weight_decay: float) -> float:
         """Clip and apply the gradients, unless their norm is 0 or not finite: then neither model nor optimizer moves.
@@ -320,28 +326,25 @@ class Replica:
         self.between()
         micro_batch: MicroBatch = next(micro_batches)
         route(micro_batch)
-        tokens = torch.from_numpy(micro_batch.tokens).to(self.device)
-        asked = Asked(
-            torch.from_numpy(micro_batch.rows_M).to(self.device),
-            torch.from_numpy(micro_batch.targets_M).to(self.device),
-            temperature,
-            self._asked_further(micro_batch),
+        read = np.array(micro_batch.num_tokens)
+        tokens, rows, targets, columns, num_tokens = on_device(
+            [micro_batch.tokens, micro_batch.rows_M, micro_batch.targets_M, micro_batch.columns_M, read], self.device
         )
+        asked = Asked(rows, targets, temperature, self._asked_further(micro_batch))
         packed = packing(micro_batch.bounds, self.device)
         output = model(tokens, None, None, labels=asked, packed_seq_params=packed)
-        return output, partial(self._token_loss, loss, micro_batch)
+        return output, partial(self._token_loss, loss, micro_batch, columns, num_tokens)
 
     def _asked_further(self, micro_batch: MicroBatch) -> AskedFurther | None:
         further = micro_batch.further
         if further is None:
             return None
-        return AskedFurther(
-            *(torch.from_numpy(each).to(self.device) for each in (further.tokens, further.rows_F, further.targets_F))
-        )
+        return AskedFurther(*on_device([further.tokens, further.rows_F, further.targets_F], self.device))
 
     def _token_loss(
-        self, loss: TokenLoss, micro_batch: MicroBatch, outputs: tuple[Tensor, ...]
+        self, loss: TokenLoss, micro_batch: MicroBatch, columns: Tensor, num_tokens: Tensor, outputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Called by the schedule on the last stage with what its head answers."""
-        total = loss(micro_batch, TokenOutputs(*outputs))
-        return total, torch.tensor(micro_batch.num_tokens, dtype=torch.int, device=self.device), {}
+        log_probs, entropy, *further = outputs
+        total = loss(micro_batch, TokenOutputs(log_probs, entropy, columns, *further))
+        return total, num_tokens.int(), {}

@@ -341,7 +341,7 @@ class TrainStep:
         bad_N = torch.zeros(len(batch.tokens_N), dtype=torch.bool, device=device)
 
         def loss(micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
-            where_M = torch.from_numpy(micro_batch.columns_M).to(device)
+            where_M = outputs.columns_M
             if step.number == 0:
                 columns.trainer_log_probs_N[where_M] = outputs.log_probs.detach()
             loss_M, terms_KM = self._loss_terms(batch.step, columns, where_M, outputs)

@@ -1,19 +1,21 @@
 """Attention on torch's kernels, in the form in which Megatron's layers call it."""
 
 import inspect
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
-from actors.trainer.batches.context import Context, Ints
-from actors.trainer.megatron.imports import PackedSeqParams, parallel_state
+from actors.trainer.batches.context import Context
+from actors.trainer.megatron.columns import on_device
+from actors.trainer.megatron.imports import parallel_state
+from actors.trainer.megatron.layers.rows import PackedRow, Stretch, own_context
 
 SHORT: Final = 16  # positions up to which torch's kernel for the CPU, made for long sequences, takes longer
 SHARES_HEADS: Final = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11's kernel does not
@@ -76,17 +78,19 @@ class CoreAttention(nn.Module):
         packed_seq_params: Any = None,
     ) -> Tensor:
         """Return [s, b, heads * d], or [t, heads * d] when packed."""
-        context = _context()
         if packed_seq_params is None:
+            context = own_context()
             if context.size > 1:
                 return self._padded_part(query, key, value, context).flatten(2)
             return self._padded(query, key, value).flatten(2)
-        lengths: Ints = packed_seq_params.lengths
-        if context.size > 1:
-            return self._packed_part(query, key, value, packed_seq_params, context).flatten(1)
-        if _has_kernel(query):
-            return self._varlen(query, key, value, lengths, lengths).flatten(1)
-        return self._masked(query, key, value, packed_seq_params, context).flatten(1)
+        row: PackedRow = packed_seq_params
+        if row.order is not None:
+            key, value = _gathered(key, value, row.order)
+        if not _has_kernel(query):
+            return self._masked(query, key, value, row.mask).flatten(1)
+        if row.order is not None:
+            return self._halves(query, key, value, row).flatten(1)
+        return self._varlen(query, key, value, row.stretches[0]).flatten(1)
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, heads, s, d]
@@ -101,7 +105,7 @@ class CoreAttention(nn.Module):
     def _padded_part(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         """Each of the two chunks attends to all that is before its end."""
         whole = query.size(0) * context.size
-        key, value = _gathered(key, value, np.array([whole]), context)
+        key, value = _gathered(key, value, _order_of_padded(whole, context.size, key.device))
         chunk = query.size(0) // 2
         parts: list[Tensor] = []
         for index, which in enumerate((context.rank, context.multiple - 1 - context.rank)):
@@ -115,42 +119,31 @@ class CoreAttention(nn.Module):
             parts.append(attended.permute(2, 0, 1, 3))
         return torch.cat(parts)
 
-    def _packed_part(self, query: Tensor, key: Tensor, value: Tensor, packed: Any, context: Context) -> Tensor:
-        lengths: Ints = packed.lengths
-        key, value = _gathered(key, value, lengths, context)
-        if not _has_kernel(query):
-            return self._masked(query, key, value, packed, context)
+    def _halves(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
+        """A context-parallel rank's two chunks of each sequence, one after the other."""
         out = query.new_empty(*query.shape[:-1], value.size(-1))
-        chunks, starts = lengths // context.multiple, np.cumsum(lengths) - lengths
-        for index, which in enumerate((context.rank, context.multiple - 1 - context.rank)):
-            rows = _ranges(starts // context.size + index * chunks, chunks).to(query.device)
-            seen = _ranges(starts, (which + 1) * chunks).to(query.device)
-            attended = self._varlen(query[rows], key[seen], value[seen], chunks, (which + 1) * chunks)
-            out = out.index_copy(0, rows, attended)
+        for half in row.stretches:
+            attended = self._varlen(query[half.rows], key[half.seen], value[half.seen], half)
+            out = out.index_copy(0, half.rows, attended)
         return out
 
-    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, lengths: Ints, key_lengths: Ints) -> Tensor:
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, stretch: Stretch) -> Tensor:
         """By torch's kernel, which wants values of the size of keys; a sequence's last query sees its last key."""
         size = value.size(-1)
         if size < key.size(-1):
             value = F.pad(value, (0, key.size(-1) - size))
-        bounds, key_bounds = (_bounds(each).to(query.device) for each in (lengths, key_lengths))
         sharing = query.size(1) // key.size(1)
         if sharing > 1 and not SHARES_HEADS:
             key, value = (tensor.repeat_interleave(sharing, dim=1) for tensor in (key, value))
         sharing_told: dict[str, Any] = {"enable_gqa": sharing > 1} if SHARES_HEADS else {}
         context = varlen_attn(
-            query, key, value, bounds, key_bounds, int(lengths.max()), int(key_lengths.max()),
+            query, key, value, stretch.bounds, stretch.key_bounds, stretch.longest, stretch.longest_keys,
             scale=self._scale, window_size=(-1, 0), **sharing_told,
         )  # fmt: skip
         assert isinstance(context, Tensor)
         return context[..., :size]
 
-    def _masked(self, query: Tensor, key: Tensor, value: Tensor, packed: Any, context: Context) -> Tensor:
-        """By a dense mask, which the first layer makes for all."""
-        if packed.mask is None:
-            packed.mask = _mask(packed.lengths, context).to(query.device)
-        mask: Tensor = packed.mask
+    def _masked(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         grouped = key.size(1) != query.size(1)
         query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, t, d]
         attended = F.scaled_dot_product_attention(query, key, value, mask, scale=self._scale, enable_gqa=grouped)
@@ -160,13 +153,6 @@ class CoreAttention(nn.Module):
 def _has_kernel(query: Tensor) -> bool:
     """Whether torch has a kernel for sequences of several lengths."""
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-
-
-def _mask(lengths: Ints, context: Context) -> Tensor:
-    """Which of all keys each query of this rank sees: those of its sequence up to its own."""
-    segment, everywhere = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)), np.arange(int(lengths.sum()))
-    positions, keys = torch.from_numpy(context.kept(lengths)), torch.from_numpy(everywhere)
-    return (segment[positions][:, None] == segment[None, :]) & (positions[:, None] >= keys[None, :])
 
 
 def _short(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
@@ -179,45 +165,15 @@ def _short(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Te
     return (scores.softmax(-1) @ value).reshape(batch, heads, length, value.size(-1))
 
 
-def _bounds(lengths: Ints) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+@lru_cache(maxsize=64)
+def _order_of_padded(length: int, size: int, device: torch.device) -> Tensor:
+    """As `PackedRow.order`, of rows of one length."""
+    return on_device([Context(0, size).order(np.array([length]))], device)[0]
 
 
-def _ranges(starts: Ints, lengths: Ints) -> Tensor:
-    """Positions of stretches, behind each other."""
-    within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return torch.from_numpy(np.repeat(starts, lengths) + within)
-
-
-def packing(bounds: NDArray[np.int32] | None, device: torch.device) -> Any:
-    """Megatron's description of a packed row.
-
-    Args:
-        bounds: where each whole sequence begins, and the end; none: the batch is padded.
-        device: of the row.
-    """
-    if bounds is None:
-        return None
-    on_device = torch.from_numpy(bounds).to(device)
-    lengths = np.diff(bounds).astype(np.int64)
-    longest = int(lengths.max())
-    described = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=on_device, cu_seqlens_kv=on_device, max_seqlen_q=longest, max_seqlen_kv=longest
-    )
-    described.lengths = lengths  # for our attention, which then need not ask the device
-    described.mask = None
-    return described
-
-
-def _context() -> Context:
-    """This rank among those that share each sequence."""
-    return Context(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size())
-
-
-def _gathered(key: Tensor, value: Tensor, lengths: Ints, context: Context) -> tuple[Tensor, Tensor]:
+def _gathered(key: Tensor, value: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of all positions in order; heads may differ in size, not in number."""
     group, size = parallel_state.get_context_parallel_group(), key.size(-1)
     both = _Gather.apply(torch.cat([key, value], dim=-1), group)
-    order = torch.from_numpy(context.order(lengths)).to(key.device)
     ordered = both.flatten(0, 1)[order]  # pyright: ignore[reportOptionalMemberAccess]
     return ordered[..., :size], ordered[..., size:]

@@ -57,6 +57,33 @@ def rotary(general: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return apply
 
 
+def packed_rotary(general: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The rotary embedding of a packed row [t, heads, d]; Megatron's asks the device where each sequence begins.
+
+    Args:
+        general: Megatron's function for padded rows, `_apply_rotary_pos_emb_bshd`.
+    """
+
+    def apply(
+        t: Tensor,
+        cu_seqlens: Any,  # our `Positions`
+        freqs: Tensor,
+        rotary_interleaved: bool = False,
+        multi_latent_attention: bool = False,
+        mscale: float = 1.0,
+        cp_group: Any = None,
+    ) -> Tensor:
+        row = t[:, None]
+        is_usual = freqs.size(-1) == t.size(-1) and mscale == 1.0
+        if rotary_interleaved or multi_latent_attention or not is_usual:
+            angles = cu_seqlens.angles(freqs)
+            return general(row, angles, rotary_interleaved, multi_latent_attention, mscale)[:, 0]
+        rotated: Any = _Rotated.apply(row, *cu_seqlens.waves(freqs, t.dtype))
+        return rotated[:, 0]
+
+    return apply
+
+
 class _RmsNorm(torch.autograd.Function):
     """Of float32: autograd would keep and go through every product of the formula."""
 

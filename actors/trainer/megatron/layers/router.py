@@ -8,11 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from actors.trainer.batches.batch import MicroBatch
+from actors.trainer.megatron.columns import on_device
 from actors.trainer.megatron.imports import MoEAuxLossAutoScaler, TopKRouter, parallel_state
 
 
@@ -198,9 +200,11 @@ class Routers:
 
     def _send(self, micro_batch: MicroBatch, **what: Any) -> None:
         if self._routers:
+            is_token, sequence = on_device(
+                [(micro_batch.sources >= 0).astype(np.int64), micro_batch.sequences], self._device
+            )
             is_token_T, sequence_T = (
-                in_order(torch.from_numpy(column).to(self._device), sequence_parallel=self._sequence_parallel)
-                for column in (micro_batch.sources >= 0, micro_batch.sequences)
+                in_order(column, sequence_parallel=self._sequence_parallel) for column in (is_token != 0, sequence)
             )
             passing = Passing(is_token_T, sequence_T=sequence_T, num_sequences=micro_batch.num_sequences, **what)
             for router in self._routers:

@@ -12,7 +12,7 @@ from actors.trainer.batches.batch import make_micro_batch
 from actors.trainer.megatron.build import build_chunks
 from actors.trainer.megatron.config import transformer_config
 from actors.trainer.megatron.imports import quiet
-from actors.trainer.megatron.layers.attention import packing
+from actors.trainer.megatron.layers.rows import packing
 from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.cuts import load_weights
 from actors.trainer.models.files import file_source

@@ -1,0 +1,140 @@
+"""A packed row, and what layers want to know of it: computed once for a micro-batch, no layer asks the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from actors.trainer.batches.context import Context, Ints
+from actors.trainer.megatron.columns import on_device
+from actors.trainer.megatron.imports import PackedSeqParams, parallel_state
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Queries of a row, and the keys up to the last one of them, for torch's variable-length kernel."""
+
+    rows: Tensor  # where the queries are in this rank's part; empty: all of a whole row
+    seen: Tensor  # where the keys are in the whole row; the same
+    bounds: Tensor  # of the queries of each sequence, int32
+    key_bounds: Tensor
+    longest: int
+    longest_keys: int
+
+
+class Positions:
+    """The position of each token in its sequence, which Megatron hands to the rotary embedding as cu_seqlens."""
+
+    def __init__(self, column: Tensor) -> None:
+        self.column = column
+        self._waves: dict[Any, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def angles(self, by_position: Tensor) -> Tensor:
+        """Angles [t, 1, 1, d] of the row's tokens, of those of all positions."""
+        return by_position[self.column]
+
+    def waves(self, by_position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the row's angles, the same tensors in each call for the same angles."""
+        key = (by_position.data_ptr(), by_position.shape, dtype)
+        if key not in self._waves:
+            angles = self.angles(by_position)
+            self._waves[key] = (angles.cos().to(dtype), angles.sin().to(dtype), by_position)  # the last keeps its place
+        return self._waves[key][:2]
+
+
+class PackedRow(PackedSeqParams):
+    """Megatron's description of a packed row, with what our attention takes."""
+
+    def __init__(self, lengths: Ints, context: Context, device: torch.device) -> None:
+        """Compute all of it.
+
+        Args:
+            lengths: of the whole sequences.
+            context: whose part of each sequence the row has.
+            device: of the row.
+        """
+        starts, kept = np.cumsum(lengths) - lengths, context.kept(lengths)
+        within = np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
+        positions, *others = on_device([within[kept], *_columns(lengths, starts, context)], device)
+        places, longest = Positions(positions), int(lengths.max())
+        super().__init__(
+            qkv_format="thd", cu_seqlens_q=places, cu_seqlens_kv=places, max_seqlen_q=longest, max_seqlen_kv=longest
+        )
+        self.order: Tensor | None = None  # where each position is in the parts of all ranks behind each other
+        if context.size == 1:
+            bounds, everything = others[0].to(torch.int32), positions[:0]
+            self.stretches = [Stretch(everything, everything, bounds, bounds, longest, longest)]
+        else:
+            self.order, *others = others
+            self.stretches = [
+                Stretch(
+                    rows=others[4 * index],
+                    seen=others[4 * index + 1],
+                    bounds=others[4 * index + 2].to(torch.int32),
+                    key_bounds=others[4 * index + 3].to(torch.int32),
+                    longest=int(queries.max()),
+                    longest_keys=int(keys.max()),
+                )
+                for index, (queries, keys) in enumerate(_halves(lengths, context))
+            ]
+        self._lengths, self._context, self._device = lengths, context, device
+        self._mask: Tensor | None = None
+
+    @property
+    def mask(self) -> Tensor:
+        """Which of all keys each query of this rank sees, [queries, keys]: those of its sequence up to its own."""
+        if self._mask is None:
+            self._mask = _mask(self._lengths, self._context).to(self._device)
+        return self._mask
+
+
+def packing(bounds: NDArray[np.int32] | None, device: torch.device) -> PackedRow | None:
+    """Megatron's description of a packed row.
+
+    Args:
+        bounds: where each whole sequence begins, and the end; none: the batch is padded.
+        device: of the row.
+    """
+    return None if bounds is None else PackedRow(np.diff(bounds).astype(np.int64), own_context(), device)
+
+
+def own_context() -> Context:
+    """This rank among those that share each sequence."""
+    return Context(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size())
+
+
+def _halves(lengths: Ints, context: Context) -> list[tuple[Ints, Ints]]:
+    """For each of a rank's two chunks of every sequence, how many queries it has and how many keys they see."""
+    chunks = lengths // context.multiple
+    return [(chunks, (which + 1) * chunks) for which in (context.rank, context.multiple - 1 - context.rank)]
+
+
+def _columns(lengths: Ints, starts: Ints, context: Context) -> Sequence[Ints]:
+    """Bounds of whole sequences; of a part its order, and of each half its rows, keys and their bounds."""
+    if context.size == 1:
+        return [_bounds(lengths)]
+    columns = [context.order(lengths)]
+    for index, (queries, keys) in enumerate(_halves(lengths, context)):
+        rows = _ranges(starts // context.size + index * queries, queries)
+        columns += [rows, _ranges(starts, keys), _bounds(queries), _bounds(keys)]
+    return columns
+
+
+def _bounds(lengths: Ints) -> Ints:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+
+
+def _ranges(starts: Ints, lengths: Ints) -> Ints:
+    """Positions of stretches, behind each other."""
+    within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return np.repeat(starts, lengths) + within
+
+
+def _mask(lengths: Ints, context: Context) -> Tensor:
+    segment, everywhere = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)), np.arange(int(lengths.sum()))
+    positions, keys = torch.from_numpy(context.kept(lengths)), torch.from_numpy(everywhere)
+    return (segment[positions][:, None] == segment[None, :]) & (positions[:, None] >= keys[None, :])
