@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+import structlog
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from actors.trainer.megatron.imports import (
     parallel_state,
 )
 from actors.trainer.megatron.layers.attention import CoreAttention
+from actors.trainer.megatron.layers.experts import GroupedExperts
 from actors.trainer.megatron.layers.further import FurtherLayer
 from actors.trainer.megatron.layers.fused import rms_norm
 from actors.trainer.megatron.layers.head import Model
@@ -24,6 +26,8 @@ from actors.trainer.megatron.layers.router import Router
 from actors.trainer.models.config import HfConfig
 from runtime.hf_rope import Rope
 from runtime.settings.topology import TrainerConfig
+
+log = structlog.get_logger()
 
 
 class RmsNorm(nn.RMSNorm):
@@ -82,6 +86,8 @@ def _build(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
     built.to(config.params_dtype)
     for _, bias in expert_biases(built):
         bias.data = bias.data.float()  # Megatron keeps them so
+    if reasons := {module.one_by_one for module in built.modules() if isinstance(module, GroupedExperts)} - {None}:
+        log.info("experts_one_by_one", reason=reasons.pop())
     return built
 
 
@@ -108,6 +114,7 @@ def _layer_spec(config: Any, virtual_stage: int | None) -> Any:
         attention.core_attention = CoreAttention
         if layer.mlp.module is MoELayer:
             layer.mlp.submodules.router = Router
+            layer.mlp.submodules.experts.module = GroupedExperts
         if config.multi_latent_attention:
             layer.self_attention.module = LatentAttention
             attention.q_layernorm = attention.kv_layernorm = LatentNorm
