@@ -1,7 +1,7 @@
 """What is said on the bus. Importing this package registers every message type."""
 
 from messages.arrays import Float32Array, Int32Array, UInt8Array
-from messages.base import Message, MessageT, Plane, message_types, tag_of
+from messages.base import FileSum, Message, MessageT, Plane, message_types, tag_of
 from messages.calls import (
     ActorDescribed,
     BucketSent,
@@ -126,6 +126,7 @@ __all__ = [
     "EvalIssued",
     "EvalRequested",
     "EvalSetSize",
+    "FileSum",
     "Float32Array",
     "GroupAborted",
     "GroupCompleted",

@@ -67,3 +67,10 @@ def tag_of(message_type: type[Message]) -> str:
 def message_types() -> dict[str, type[Message]]:
     """All registered message types by tag, in order of definition."""
     return dict(_registry)
+
+
+class FileSum(msgspec.Struct, frozen=True, kw_only=True):
+    """Size and checksum of a file that is announced."""
+
+    size_bytes: int
+    crc32: int

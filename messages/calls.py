@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from messages.base import Message, Plane, register
+from messages.base import FileSum, Message, Plane, register
 from messages.samples import SampleSummary
 
 
@@ -140,6 +140,8 @@ class LocalCopyRequested(Message, kw_only=True, tag="local_copy_requested"):
     path: str  # where the version is published, whole or as changes
     timeout_s: float  # that is waited for an answer
     doubted: bool = False  # an engine did not hold the version after it had read the copy: it is looked at again
+    files: dict[str, FileSum] = {}  # by name, as announced: a copy that is there already is compared with them
+    was_read: bool = False  # an engine has read the copy: it is compared once more, and not made again
 
 
 @register
@@ -151,6 +153,7 @@ class LocalCopyGiven(Message, kw_only=True, tag="local_copy_given"):
     answers = True
     path: str = ""
     reason: str = ""  # why there is none
+    unusable: bool = False  # the published files are not what was announced
 
 
 class EngineLayout(msgspec.Struct, frozen=True, kw_only=True):

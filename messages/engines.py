@@ -44,6 +44,7 @@ class WeightsRefused(Message, kw_only=True, tag="weights_refused"):
     engine: str
     reason: str
     num_refusals: int  # of this version by this engine, so far
+    unusable: bool = False  # its files are not what was announced, whichever engine reads them
 
 
 @register

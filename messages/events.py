@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from messages.base import Message, Plane, register
+from messages.base import FileSum, Message, Plane, register
 from messages.ledger import GroupRef, leave_out_not_finite
 from messages.samples import EngineNumbers, SampleSummary
 
@@ -290,6 +290,8 @@ class WeightsAnnounced(Message, kw_only=True, tag="weights_announced"):
     sender: str = ""  # the instance that leads them
     base_version: int = 0  # of a delta: the version that it is changes to
     delta_bytes: int = 0  # of a delta: what lies there, in place of `size_bytes`
+    files: dict[str, FileSum] = {}  # by name, of the whole files that an engine reads; empty: they are not compared
+    again_of: int = 0  # the weights are those of this version, of which engines could not read the files; 0: new ones
 
 
 @register

@@ -22,7 +22,8 @@ from actors.rollout.engines.target import TargetWeights
 from actors.rollout.engines.turns.follower import Follower
 from actors.rollout.engines.turns.notes import MemoryNotes
 from actors.rollout.engines.turns.tenure import Tenure
-from actors.rollout.engines.weights.copies import AtHand, as_announced, from_copy
+from actors.rollout.engines.weights.copies import AsAnnounced, AtHand, NodeCopies
+from actors.rollout.engines.weights.files import FileChecks
 from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.pauses import Pauses
 from actors.rollout.engines.weights.prover import Prover
@@ -163,6 +164,7 @@ class RolloutActor(Actor):
         self._num_pulled = 0  # tasks at work, of training and evaluation
         self._at_work: dict[tuple[int, int], anyio.Event] = {}  # by group and attempt, set when it has ended
         self._target = TargetWeights()
+        self._file_checks = FileChecks(engines.update_timeout_s)
         self._targets_set: dict[int, float] = {}  # when, by version, until it is confirmed
         self._conversations: set[Conversation] = set()
         self._waits: list[Callable[[], str]] = []
@@ -194,6 +196,7 @@ class RolloutActor(Actor):
             fleet = Fleet(client, prover, Notices(self._bus.name), update_groups=pool.update_groups)
             tools = self._tools(client, fleet)
             updater.interrupt_by(tools.generator.running.interrupt)
+            fleet.give_up_by(partial(self._gives_up, fleet))
             if pool.update_groups == 1:  # else the others serve
                 updater.hold_by(fleet.held)
             follower = await self._follower(fleet, tools.generator.running)
@@ -261,12 +264,13 @@ class RolloutActor(Actor):
         notes = MemoryNotes(self._bus.kv, name, address.pid)
         return Tenure(client, name, address.url, pid=address.pid, is_shown=shown, notes=notes)
 
-    def _at_hand(self, address: Address) -> AtHand:
-        """From where an engine reads weights that are in files."""
+    def _at_hand(self, agent: str = "") -> AtHand:
+        """From where an engine reads weights that are in files; `agent` is its node's, if it has one."""
         pool = self._topology.engines[self._pool]
-        if not reads_copies(self._topology, pool) or not address.agent:
-            return as_announced
-        return partial(from_copy, self._bus, address.agent, pool.update_timeout_s)
+        are_checked = pool.verify != "never"
+        if reads_copies(self._topology, pool) and agent:
+            return NodeCopies(self._bus, agent, pool.update_timeout_s, are_checked=are_checked)
+        return AsAnnounced(self._file_checks if are_checked else None)
 
     async def _watch_engines(self, fleet: Fleet, client: SglangClient, follower: Follower | None) -> None:
         if follower is not None:
@@ -275,7 +279,11 @@ class RolloutActor(Actor):
             pool = self._topology.engines[self._pool]
             for index, url in enumerate(pool.urls):
                 wanted = Wanted.by(self._topology, pool)
-                group.start_soon(partial(fleet.run_engine, f"external-{index}", url, ours=False, wanted=wanted))
+                group.start_soon(
+                    partial(
+                        fleet.run_engine, f"external-{index}", url, ours=False, wanted=wanted, at_hand=self._at_hand()
+                    )
+                )
 
             async def attend(name: str, address: Address) -> None:
                 kill = partial(kill_server, self._bus, name, address)
@@ -285,7 +293,7 @@ class RolloutActor(Actor):
                     pid=address.pid,
                     kill=kill,
                     tenure=self._tenure(client, name, address),
-                    at_hand=self._at_hand(address),
+                    at_hand=self._at_hand(address.agent),
                 )
 
             await attend_servers(self._bus, "engine", self._pool, attend)

@@ -139,12 +139,19 @@ def _write_weights(path: Path, unfinished: Path, topology: Topology, device: "to
 
 
 def _copy_published(path: Path, unfinished: Path, topology: Topology) -> None:
-    from runtime.checksums import INDEX_FILE, safetensors_files
+    from actors.trainer.models.publish import BASE
+    from runtime.checksums import INDEX_FILE, checksums_of, safetensors_files
+    from runtime.weights.versions import name_of, on_disk
 
     for file in safetensors_files(path):
         shutil.copyfile(file, unfinished / file.name)
     if (path / INDEX_FILE).is_file():
         shutil.copyfile(path / INDEX_FILE, unfinished / INDEX_FILE)
+    root = path.parent.parent if path.parent.name == BASE else path.parent
+    noted = [stored.version for stored in on_disk(root) if name_of(stored.version.number) == path.name]
+    found = checksums_of(unfinished).total
+    if noted and found != noted[0].checksum:
+        raise CannotExport(f"{path} is damaged: its checksum is {found}, {noted[0].checksum} was published")
     _copy_small_files(unfinished, topology)
     if weight_format(topology) != "as_trained":
         shutil.copyfile(path / "config.json", unfinished / "config.json")  # which says in which form they are

@@ -45,6 +45,7 @@ from actors.trainer.batches.feed import FedBatch, Feed
 from actors.trainer.batches.untrained import NO_GRADIENTS, gradients_of
 from actors.trainer.groups_ahead import GroupsAhead
 from actors.trainer.phases.turns import Turns
+from actors.trainer.republishing import MAX_TIMES, Republishing, WeightsUnusable
 from actors.trainer.sending.leading import WeightSessions
 from actors.trainer.torch_thread import TorchThread
 from messages import (
@@ -114,7 +115,7 @@ class Leader:
         self._saved.set()
         self._announced = anyio.Event()  # the version that was begun last
         self._announced.set()
-        self._whole_version = 0  # the last that was published in whole files, by this incarnation
+        self._republishing = Republishing()
         self._waiting: tuple[str, float] | None = None  # for what, since when
         self.step = step
         self.version = feed.history.version
@@ -175,10 +176,13 @@ class Leader:
             yield
 
     async def serve(self) -> None:
-        """Bring the last weights to engines that come late. For ever."""
+        """Bring the last weights to engines that come late, or that cannot use their files. For ever."""
         while True:
-            await self._feed.until(lambda: self.sessions.is_requested)
-            await self.sessions.bring()
+            await self._feed.until(lambda: self.sessions.is_requested or self._is_out_of_reach)
+            if self._is_out_of_reach:
+                await self._publish_again()
+            else:
+                await self.sessions.bring()
 
     async def _train_step(self) -> None:
         begin = time.perf_counter()
@@ -289,21 +293,32 @@ class Leader:
 
     @property
     def _is_out_of_reach(self) -> bool:
-        """Whether the newest version is changes, and engines could not take it: nothing would come from them."""
-        return self._announced.is_set() and 0 < self._whole_version < self.version <= self._feed.history.refused
+        """Whether engines cannot take the newest version from its files: nothing would come from them."""
+        return self._announced.is_set() and self._republishing.is_wanted(self._feed.history)
 
     async def _publish_again(self) -> None:
-        log.warning("weights_published_again", weight_version=self.version, reason="an engine refused the changes")
-        await self._announce(await self._publish())
+        """Publish the newest weights once more, whole, under the next version.
+
+        Raises:
+            WeightsUnusable: that was done repeatedly.
+        """
+        republishing, reason = self._republishing, self._feed.history.refusal
+        if republishing.times >= MAX_TIMES:
+            raise WeightsUnusable(
+                f"the weights of step {self.step} were published {1 + republishing.times} times in "
+                f"{self._run_directory}, and engines could use none of these versions: {reason}"
+            )
+        log.warning("weights_published_again", weight_version=self.version, reason=reason)
+        with anyio.CancelScope(shield=True):  # a phase may end meanwhile
+            await self._announce(await self._publish(whole=True), again=True)
 
     @property
     def _must_be_whole(self) -> bool:
-        """Whether changes since the last whole version may lead nowhere."""
-        return self._feed.history.refused > self._whole_version
+        return self._republishing.must_be_whole(self._feed.history)
 
-    async def _publish(self) -> "Published":
+    async def _publish(self, *, whole: bool = False) -> "Published":
         """Write the weights to disk under the next version, if engines read them there; else only probe them."""
-        confirmed, whole = self._feed.history.confirmed, self._must_be_whole
+        confirmed, whole = self._feed.history.confirmed, whole or self._must_be_whole
         self.version += 1
         if self.sessions.keeps:
             published = await self._torch_thread.run(self._rank.copy_unwritten, self.version)
@@ -358,10 +373,10 @@ class Leader:
         """Whether engines are to be brought the weights by who trains."""
         return self.sessions.is_requested and not self.sessions.sends_beside
 
-    async def _announce(self, published: "Published", step: int | None = None) -> None:
+    async def _announce(self, published: "Published", step: int | None = None, *, again: bool = False) -> None:
         step = self.step if step is None else step
-        if not published.base_version:
-            self._whole_version = self.version
+        if published.path is not None:
+            self._republishing.announced(self.version, again=again, is_whole=not published.base_version)
         announced = WeightsAnnounced(
             version=self.version,
             step=step,
@@ -377,6 +392,8 @@ class Leader:
             kind="delta" if published.base_version else "full",
             base_version=published.base_version,
             delta_bytes=published.delta_bytes,
+            files=dict(published.files),
+            again_of=self._republishing.first if again else 0,
         )
         await self._turns.give(step, lambda: self._tell(announced))
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -14,8 +15,10 @@ import structlog
 
 from messages import LocalCopyGiven, LocalCopyRequested
 from messages.plain import clipped
-from runtime.weights.copies import CopyFailed, make_copy
+from runtime.weights.copies import CopyFailed, damage_of, make_copy
 from runtime.weights.delta import Version
+from runtime.weights.looks import SharedLooks
+from runtime.weights.versions import name_of
 
 log = structlog.get_logger()
 
@@ -44,10 +47,13 @@ class LocalCopies:
         self._directory = directory.resolve()
         self._jobs: dict[Version, _Job] = {}
         self._making = threading.Lock()
+        self._looks = SharedLooks()
 
     async def answer(self, request: LocalCopyRequested) -> LocalCopyGiven:
         """Have a copy made, or wait for one that is being made, as long as the request says."""
         version = Version(request.version, request.checksum)
+        if request.was_read:
+            return await self._compare(version, request)
         job = self._jobs.get(version)
         if job is None:
             if len(self._jobs) >= MAX_JOBS:
@@ -57,6 +63,14 @@ class LocalCopies:
             await job.done.wait()
             return job.answer
         return LocalCopyGiven(reason=f"not copied within {request.timeout_s:g} s; it goes on")
+
+    async def _compare(self, version: Version, request: LocalCopyRequested) -> LocalCopyGiven:
+        """Compare a copy that an engine has read, and leave it as it is."""
+        place = self._directory / name_of(version.number)
+        with anyio.move_on_after(request.timeout_s):
+            damage = await self._looks.look(version, partial(damage_of, place, version, request.files))
+            return LocalCopyGiven(reason=clipped(damage, REASON_CHARS)) if damage else LocalCopyGiven(path=str(place))
+        return LocalCopyGiven(reason=f"not read again within {request.timeout_s:g} s")
 
     def _start(self, version: Version, request: LocalCopyRequested) -> _Job:
         job = self._jobs[version] = _Job()
@@ -80,11 +94,12 @@ class LocalCopies:
         try:
             with self._making:
                 begin = time.perf_counter()
-                path = make_copy(version, Path(request.path), self._directory, doubted=request.doubted)
+                published = Path(request.path)
+                path = make_copy(version, published, self._directory, doubted=request.doubted, files=request.files)
                 log.info("weights_copied", weight_version=version.number, took_s=time.perf_counter() - begin)
             answer = LocalCopyGiven(path=str(path))
         except CopyFailed as error:
             log.warning("weights_not_copied", weight_version=version.number, reason=str(error))
-            answer = LocalCopyGiven(reason=clipped(str(error), REASON_CHARS))
+            answer = LocalCopyGiven(reason=clipped(str(error), REASON_CHARS), unusable=error.unusable)
         finally:
             tell(answer)

@@ -1,6 +1,6 @@
 """The life of an evaluation. What an event makes of the state."""
 
-from messages import EvalCompleted, EvalEnded, EvalIssued, SampleStatus
+from messages import EvalCompleted, EvalEnded, EvalIssued, SampleStatus, WeightsAnnounced
 from runtime.ledger.state import MAX_ENDINGS_LOST, EvalItem, Evaluation, LedgerState
 
 
@@ -19,7 +19,8 @@ def evaluate(state: LedgerState, event: EvalIssued | EvalCompleted | EvalEnded) 
             if running is not None and running.step == event.step:
                 rewards = tuple(sample.reward or 0.0 for sample in event.samples)
                 truncated = sum(sample.status is SampleStatus.TRUNCATED for sample in event.samples)
-                newer = [v for sample in event.samples if (v := sample.last_version or 0) > running.version]
+                own = max(running.version, running.same_until)
+                newer = [v for sample in event.samples if (v := sample.last_version or 0) > own]
                 ended = EvalItem(
                     rewards=rewards,
                     num_truncated=truncated,
@@ -31,6 +32,12 @@ def evaluate(state: LedgerState, event: EvalIssued | EvalCompleted | EvalEnded) 
             if running is not None and running.step <= event.step:
                 state.evaluation = None
             state.eval_step = max(state.eval_step, event.step)
+
+
+def note_same_weights(running: Evaluation, event: WeightsAnnounced) -> None:
+    """Count the evaluation's weights as its own where they are published again under another version."""
+    if 0 < event.again_of <= running.version < event.version:
+        running.same_until = event.version
 
 
 def end_item(running: Evaluation, name: str, item: int, ended: EvalItem) -> None:

@@ -36,7 +36,7 @@ from messages import (
 from messages.subjects import key_of
 from runtime.ledger.batches import take_batch, take_step
 from runtime.ledger.changes import Change
-from runtime.ledger.evaluations import evaluate, lose_ending_of_item, lose_item
+from runtime.ledger.evaluations import evaluate, lose_ending_of_item, lose_item, note_same_weights
 from runtime.ledger.groups import close, end_attempt, issue, judge, oldest_version, spill
 from runtime.ledger.state import MAX_ENDINGS_LOST, Books, EvalItem, Evaluation, Group, LedgerState, Stage
 
@@ -53,7 +53,7 @@ __all__ = [
     "fold",
 ]
 
-FOLD_VERSION: Final = 8  # raised whenever the same log folds to another state; older snapshots are then not loaded
+FOLD_VERSION: Final = 9  # raised whenever the same log folds to another state; older snapshots are then not loaded
 
 LedgerEvent = (
     BufferStarted
@@ -157,6 +157,8 @@ def _announce(state: LedgerState, event: WeightsAnnounced) -> None:
     if event.version <= state.version:
         return
     state.version, state.version_step = event.version, event.step
+    if state.evaluation is not None:
+        note_same_weights(state.evaluation, event)
     versions = [batch.oldest_version for batch in state.batches.values()]
     oldest = min([event.version, *versions, *(oldest_version(group) for group in state.groups.values())])
     kept = {version: step for version, step in state.version_steps.items() if version >= oldest}

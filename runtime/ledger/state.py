@@ -68,6 +68,7 @@ class Evaluation(msgspec.Struct, kw_only=True):
     items: dict[str, dict[int, EvalItem]]
     payload_seq: int = 0  # no data message below this one is needed by it; 0: none at all
     endings_lost: dict[str, int] = {}  # by key of an item: how often nobody could read how it ended
+    same_until: int = 0  # the newest version that was announced with the same weights again; 0: none was
 
     @property
     def complete(self) -> bool:

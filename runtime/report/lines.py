@@ -22,6 +22,7 @@ from messages import (
     RunStalled,
     SelectionFailed,
     VerdictGiven,
+    WeightsAnnounced,
     WeightsLost,
     WeightsRefused,
 )
@@ -96,6 +97,8 @@ def line_of(event: Message) -> str | None:
             return f"{lost}: their evaluation goes on with v{event.newer}"
         case WeightsRefused():
             return _refusal_line(event)
+        case WeightsAnnounced(again_of=int(first)) if first:
+            return f"weights v{event.version} are those of v{first} once more: engines could not use its files"
         case RunStalled():
             return stall_words(event)
         case CheckpointRequested():

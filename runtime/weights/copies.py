@@ -6,14 +6,17 @@ checksum, and the copy made once more, of whole files.
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
+from messages import FileSum
 from runtime.checksums import checksums_of
 from runtime.files import complete_directory
 from runtime.weights.delta import INDEX, NOTE, DeltaError, Version, apply_deltas, held_in, write_held
 from runtime.weights.route import route_to
+from runtime.weights.sums import damage_in
 from runtime.weights.versions import name_of, on_disk, versions_in
 
 KEEP_COPIES: Final = 2  # the newest, and the one that an engine may still be reading
@@ -22,8 +25,19 @@ KEEP_COPIES: Final = 2  # the newest, and the one that an engine may still be re
 class CopyFailed(Exception):
     """A version cannot be copied; says why, with file and tensor where that is known."""
 
+    def __init__(self, reason: str, *, unusable: bool = False) -> None:
+        super().__init__(reason)
+        self.unusable = unusable  # what is published is not what was announced
 
-def make_copy(wanted: Version, published: Path, copies: Path, *, doubted: bool = False) -> Path:
+
+def make_copy(
+    wanted: Version,
+    published: Path,
+    copies: Path,
+    *,
+    doubted: bool = False,
+    files: Mapping[str, FileSum] = MappingProxyType({}),
+) -> Path:
     """Directory with a whole copy of a version, made unless it is there. One call at a time.
 
     Args:
@@ -31,33 +45,47 @@ def make_copy(wanted: Version, published: Path, copies: Path, *, doubted: bool =
         published: its directory, beside those of other versions.
         copies: where this node has its own.
         doubted: an engine did not hold the version after it had read the copy: the copy is hashed.
+        files: by name, as announced: a copy that is there already is compared with them.
 
     Raises:
         CopyFailed: it cannot be made.
     """
     place = copies / name_of(wanted.number)
-    if held_in(place) == wanted and (not doubted or _is_whole(place, wanted)):
+    if held_in(place) == wanted and not (damage_of(place, wanted, files) if files or doubted else ""):
         return place
     copies.mkdir(parents=True, exist_ok=True)
     for left in (place, *copies.glob(".v*")):  # another's, damaged, or of a death
         shutil.rmtree(left, ignore_errors=True)
     reasons: list[str] = []
+    unusable = False
     for held in (*_newest_held(copies, wanted), None):
         try:
             _make(wanted, published, copies, place, held)
         except (DeltaError, OSError, ValueError) as error:
             reasons.append(f"{error}")
+            unusable = not isinstance(error, OSError) or isinstance(error, FileNotFoundError)
         else:
             _forget_old(copies, place)
             return place
-    raise CopyFailed("; ".join(dict.fromkeys(reasons)))
+    raise CopyFailed("; ".join(dict.fromkeys(reasons)), unusable=unusable)
 
 
-def _is_whole(place: Path, wanted: Version) -> bool:
+def damage_of(place: Path, wanted: Version, files: Mapping[str, FileSum]) -> str:
+    """What of a copy is not as it was announced; empty when it is right.
+
+    Args:
+        place: of the copy.
+        wanted: which version it is to be.
+        files: by name, as announced. One that differs counts only if the tensors do: their hash is slow and decides.
+    """
+    damage = damage_in(place, files)
+    if files and not damage:
+        return ""
     try:
-        return checksums_of(place).total == wanted.checksum
-    except (OSError, ValueError):
-        return False
+        found = checksums_of(place).total
+    except (OSError, ValueError) as error:
+        return damage or str(error)
+    return "" if found == wanted.checksum else damage or f"{place}: its checksum is {found}, not {wanted.checksum}"
 
 
 def _newest_held(copies: Path, wanted: Version) -> Iterator[Version]:

@@ -9,7 +9,8 @@ from torch import Tensor
 from actors.trainer.models.publish import Published, Versions, Written
 from actors.trainer.models.shards import bytes_of, entry_of, write_weights
 from actors.trainer.sending.delta import DeltaWriter
-from runtime.checksums import checksums_of
+from runtime.checksums import checksums_of, safetensors_files
+from runtime.weights.sums import sum_of
 
 Weights = Mapping[str, Tensor]
 
@@ -38,7 +39,8 @@ def publish(versions: Versions, number: int, weights: Weights, *, whole: bool = 
         for name, tensor in weights.items():
             writer.write(entry_of(name, tensor), bytes_of(tensor))
         tensors = writer.close()
-    return versions.complete(begun, Written(checksums_of(begun.whole).tensors, tensors))
+    files = {file.name: sum_of(file) for file in safetensors_files(begun.whole)}
+    return versions.complete(begun, Written(checksums_of(begun.whole).tensors, tensors, files=files))
 
 
 def flip(file: Path, place: int) -> None:

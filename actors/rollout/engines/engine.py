@@ -3,6 +3,7 @@
 import math
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, nullcontext, suppress
+from functools import partial
 
 import anyio
 import structlog
@@ -18,9 +19,10 @@ from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.turns.stages import Stage
 from actors.rollout.engines.turns.tenure import Tenure, TurnLost
 from actors.rollout.engines.turns.turn import Turn
-from actors.rollout.engines.weights.copies import AtHand, as_announced
+from actors.rollout.engines.weights.copies import UNCHECKED, AtHand
+from actors.rollout.engines.weights.files import WeightsDamaged
 from actors.rollout.engines.weights.proof import WeightsMismatch
-from actors.rollout.engines.weights.prover import Prover
+from actors.rollout.engines.weights.prover import Prover, nothing
 from actors.rollout.engines.weights.rolling import Rolling
 from actors.rollout.engines.weights.session import Part, WeightSessions, new_key
 from actors.rollout.sglang.client import SglangClient
@@ -65,7 +67,7 @@ class Engine:
         deaths: Deaths | None = None,
         wanted: Wanted | None = None,
         tenure: Tenure | None = None,
-        at_hand: AtHand = as_announced,
+        at_hand: AtHand = UNCHECKED,
         rolling: Rolling | None = None,
     ) -> None:
         self.name = name
@@ -89,7 +91,7 @@ class Engine:
         self.answers = False  # since it was last down
         self._is_loaded = False  # with the target weights, though they may be unproven yet
         self._at_hand = at_hand
-        self._failed_version = 0  # the last that it did not take
+        self.failed_version = 0  # the last that it did not take, or could not be given
         self._sessions = sessions
         self._key = new_key(name)
         self._deaths = deaths or Deaths()
@@ -329,7 +331,8 @@ class Engine:
                 self._happened(Happening.LOST, str(error))
         else:
             log.warning("weights_refused", engine=self.name, weight_version=self._target.version, reason=str(error))
-            self._notices.refused(self.name, self._target.version, str(error))
+            unusable = isinstance(error, WeightsDamaged)
+            self._notices.refused(self.name, self._target.version, str(error), unusable=unusable)
             self._happened(Happening.REFUSED, f"refused weights {self._target.version}: {error}")
 
     def _happened(self, happening: Happening, reason: str) -> None:
@@ -364,13 +367,21 @@ class Engine:
             announced = self._target.weights
             assert announced is not None
             if self._target.is_in_files:
-                announced = await self._at_hand(announced, announced.version == self._failed_version)
+                announced = await self._at_hand_for(announced)
             async with self._group_turn():
                 if self.state not in (state, EngineState.UPDATING):
                     return  # lost meanwhile
                 async with self._taking_part(announced) as part:
                     if part is None or await self._is_member(part):
                         await self._bring(announced, part)
+
+    async def _at_hand_for(self, announced: WeightsAnnounced) -> WeightsAnnounced:
+        """Those weights where it is to read them."""
+        try:
+            return await self._at_hand.bring(announced, doubted=announced.version == self.failed_version)
+        except EngineError:
+            self.failed_version = announced.version
+            raise
 
     async def _bring(self, announced: WeightsAnnounced, part: Part | None) -> None:
         if self.state is EngineState.CURRENT:
@@ -379,13 +390,20 @@ class Engine:
         first, others_serve = self.version == 0, self._rolling.is_on and self.is_asked
         try:
             async with self.registration.apart() if others_serve else nullcontext():
+                check_read = nothing if part is not None else partial(self._at_hand.check_read, announced)
                 brought = await self._prover.bring(
-                    self.name, self.url, announced, first=first, loaded=self._take_rest, part=part
+                    self.name,
+                    self.url,
+                    announced,
+                    first=first,
+                    loaded=self._take_rest,
+                    check_read=check_read,
+                    part=part,
                 )
                 self._label = brought.label
                 self.pause_s, self.brought_at = brought.pause_s, anyio.current_time()
         except EngineError:
-            self._failed_version = announced.version
+            self.failed_version = announced.version
             self._key = new_key(self.name)  # it may be another process, and is in none of the groups that it was in
             raise
         self.version = announced.version  # once requests may go there again: then all are said to serve it

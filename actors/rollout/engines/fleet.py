@@ -1,12 +1,12 @@
 """The engines of a rollout actor: who is up, who holds which weights, who is behind the router."""
 
-import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import anyio
+import anyio.lowlevel
 import structlog
 
 from actors.rollout.engines.conduct import Conduct
@@ -14,12 +14,14 @@ from actors.rollout.engines.deaths import Deaths, was_killed
 from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.external import Wanted
 from actors.rollout.engines.notices import Notices
+from actors.rollout.engines.refusing import RefusedBy, Step
 from actors.rollout.engines.registration import wait_until
 from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.turns.stages import Stage
 from actors.rollout.engines.turns.tenure import Tenure
-from actors.rollout.engines.weights.copies import AtHand, CopyRefused, as_announced
+from actors.rollout.engines.weights.copies import UNCHECKED, AtHand, CopyRefused
+from actors.rollout.engines.weights.files import WeightsDamaged
 from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.prover import Prover
 from actors.rollout.engines.weights.rolling import Rolling
@@ -33,7 +35,7 @@ log = structlog.get_logger()
 
 RETRY = Backoff(max_s=1.0)  # between attempts to admit an engine, without end: it may yet come, or other weights
 Kill = Callable[[str], Awaitable[None]]
-REFUSED_PATIENCE_S = 60.0  # newer weights, or a trainer's restart, may help
+RELOOK_S = 60.0  # without other weights than damaged ones: their disk may be back
 
 
 class Autopsy(NamedTuple):
@@ -66,6 +68,8 @@ class Fleet:
         self._rolling = Rolling(update_groups, lambda: self._engines)
         self.sessions = WeightSessions(self._target, self._lacking, self._rolling.group_of)
         self._check: anyio.Event | None = None  # of all engines that are asked, under way
+        self._refusals: dict[str, RefusedBy] = {}  # by engine
+        self._give_up_lost: Callable[[], Awaitable[object]] = anyio.lowlevel.checkpoint
 
     @property
     def router(self) -> str:
@@ -212,6 +216,10 @@ class Fleet:
         self._target.weights = announced
         await self.notify()
 
+    def give_up_by(self, give_up: Callable[[], Awaitable[object]]) -> None:
+        """Say what has engines hold newer weights, where there are any, in place of some that no engine can read."""
+        self._give_up_lost = give_up
+
     async def run_router(self, url: str) -> None:
         """Send requests to a router: wait until it answers and knows no engine, and again when it is lost.
 
@@ -239,7 +247,7 @@ class Fleet:
         kill: Kill | None = None,
         wanted: Wanted | None = None,
         tenure: Tenure | None = None,
-        at_hand: AtHand = as_announced,
+        at_hand: AtHand = UNCHECKED,
     ) -> None:
         """Keep one engine admitted: wait for it, give it the current weights, register it, and again when it is lost.
 
@@ -256,33 +264,54 @@ class Fleet:
             at_hand: brings weights in files to where it reads them.
 
         Raises:
-            WeightsMismatch, RequestRefused, CopyRefused: it has refused the weights for long, and no other engine has
-                taken any.
+            WeightsMismatch, RequestRefused, CopyRefused: it has refused the weights for long, started anew too, and no
+                other engine has taken any.
         """
         engine = await self._replace(name, url, ours=ours, pid=pid, wanted=wanted, tenure=tenure, at_hand=at_hand)
-        refused_since, failures = math.inf, 0
+        refusals, failures = self._refusals.setdefault(name, RefusedBy()), 0
         while True:
             await wait_until(engine.is_up)
             try:
                 await engine.admit()
             except EngineError as error:
-                away = isinstance(error, EngineUnavailable)
-                refused_since = math.inf if away else min(refused_since, anyio.current_time())
-                if anyio.current_time() - refused_since > REFUSED_PATIENCE_S:
-                    if not self._admitted():
+                match self._next_step(refusals, error, may_restart=kill is not None):
+                    case Step.GIVE_UP:
                         raise
-                    if kill is not None and not isinstance(error, CopyRefused):  # which its node has to mend
-                        await kill(f"it refused for {REFUSED_PATIENCE_S:g} s the weights that others took: {error}")
-                        refused_since = math.inf
+                    case Step.WAIT:
+                        await self._wait_for_others_than(engine.failed_version)
+                    case Step.RESTART:
+                        assert kill is not None, "it may be started again"
+                        await kill(f"it went on refusing weights {self.target_version}: {error}")
+                    case Step.AGAIN:
+                        pass
                 failures += 1
                 await anyio.sleep(RETRY.pause_s(failures))
             else:
-                refused_since, failures = math.inf, 0
+                failures = 0
+                refusals.took()
                 log.info("engine_admitted", engine=name, url=url, weight_version=engine.version)
                 await self.notify()
                 await engine.keep_current()
             if engine.state is EngineState.SUSPECT and kill is not None:
                 await kill(engine.reason)
+
+    def _next_step(self, refusals: RefusedBy, error: EngineError, *, may_restart: bool) -> Step:
+        """What to do about an engine that was not admitted."""
+        if isinstance(error, EngineUnavailable):
+            refusals.away()
+            return Step.AGAIN
+        return refusals.refused(
+            anyio.current_time(),
+            damaged=isinstance(error, WeightsDamaged),
+            may_restart=may_restart and not isinstance(error, CopyRefused),  # which its node has to mend
+            others_serve=bool(self._admitted()),
+        )
+
+    async def _wait_for_others_than(self, version: int) -> None:
+        """Wait until engines are to hold another version, but not for ever."""
+        await self._give_up_lost()
+        with anyio.move_on_after(RELOOK_S):
+            await self._target.until(lambda: self._target.version != version)
 
     async def _replace(
         self,

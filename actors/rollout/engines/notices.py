@@ -46,6 +46,7 @@ class Refusals:
     """How often an engine refused one version, and when that is told next. Pure."""
 
     version: int
+    unusable: bool = False  # its files
     number: int = 0
     due_at: float = -math.inf
     gap_s: float = FIRST_REFUSAL_S
@@ -92,15 +93,20 @@ class Notices:
         allowance.num_untold = 0
         self._put(event)
 
-    def refused(self, engine: str, version: int, reason: str) -> None:
-        """Tell that an engine does not work under a version of the weights."""
+    def refused(self, engine: str, version: int, reason: str, *, unusable: bool = False) -> None:
+        """Tell that an engine does not work under a version of the weights, or that no engine can, for its files."""
         refusals = self._refusals.get(engine)
-        if refusals is None or refusals.version != version:
-            refusals = self._refusals[engine] = Refusals(version)
+        if refusals is None or (refusals.version, refusals.unusable) != (version, unusable):
+            refusals = self._refusals[engine] = Refusals(version, unusable)
         if refusals.take(anyio.current_time()):
             reason = clipped(reason, REASON_CHARS)
             event = WeightsRefused(
-                version=version, instance=self._instance, engine=engine, reason=reason, num_refusals=refusals.number
+                version=version,
+                instance=self._instance,
+                engine=engine,
+                reason=reason,
+                num_refusals=refusals.number,
+                unusable=unusable,
             )
             self._put(event)
 

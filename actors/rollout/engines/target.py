@@ -12,6 +12,8 @@ from messages import EvalEnded, EvalIssued, WeightsAnnounced
 class TargetWeights:
     """Between an evaluation's issue and its end, in log order, announcements newer than its weights are held back.
 
+    The same weights, published again since engines could not use their files, are not newer.
+
     A fold of the log: whoever reads it from the start, at once or over time, has the same target at its end, but for
     weights that were given up meanwhile.
     """
@@ -51,7 +53,7 @@ class TargetWeights:
 
     def _let_go(self) -> None:
         limit = min(self._evaluated.values(), default=math.inf)
-        while self._held_back and self._held_back[0].version <= limit:
+        while self._held_back and (self._held_back[0].again_of or self._held_back[0].version) <= limit:
             self.newest = self._held_back.pop(0)
 
 

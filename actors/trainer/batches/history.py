@@ -58,6 +58,9 @@ class History:
         self.version = ledger.version  # highest announced
         self.confirmed = 0  # highest that an engine holds, of those seen; a snapshot does not know it
         self.refused = 0  # highest that an engine refused, likewise
+        self.refused_again = 0  # the same, of those that it was told of more than once: it had some seconds to take it
+        self.unusable = 0  # the same, of those whose files are not what was announced
+        self.refusal = ""  # the newest one, in words
         self.steps_of_versions = dict(ledger.version_steps)  # train steps that an announced version contains
         self.turn: Turn | None = None  # whose it is; a snapshot does not know it
         self.requested_step = 0  # newest step that a checkpoint was asked for
@@ -140,7 +143,7 @@ class History:
             case WeightsApplied():
                 self.confirmed = max(self.confirmed, event.version)
             case WeightsRefused():
-                self.refused = max(self.refused, event.version)
+                self._refuse(event)
             case _:
                 pass
         return ()
@@ -157,6 +160,14 @@ class History:
             for step in before.keys() - self.batches.keys():
                 self._forget(ref.group_id for ref in before[step].groups)
         return changes
+
+    def _refuse(self, event: WeightsRefused) -> None:
+        self.refused = max(self.refused, event.version)
+        if event.num_refusals > 1:
+            self.refused_again = max(self.refused_again, event.version)
+        if event.unusable:
+            self.unusable = max(self.unusable, event.version)
+        self.refusal = f"{event.engine}: {event.reason}"
 
     def settle(self, step: int) -> None:
         """Forget batches below a step: no checkpoint of this process goes back behind it."""

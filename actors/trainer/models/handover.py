@@ -15,6 +15,7 @@ from actors.trainer.models.gathering import Bucket, Part, buckets, first_rank, s
 from actors.trainer.models.publish import Written
 from actors.trainer.models.shards import Entry, Shard, ShardWriter, bytes_of, cut_into_shards, named, write_index
 from actors.trainer.sending.delta import DeltaWriter
+from messages import FileSum
 from runtime.weights.delta import DeltaError, TensorDelta
 
 WRITE_TIMEOUT_S = 3600.0  # of a bucket
@@ -33,6 +34,7 @@ class _Share(NamedTuple):
 
     shards: Sequence[Shard]
     checksums: dict[str, str]  # by tensor
+    files: dict[str, FileSum]  # by name
     error: str  # why it could not; empty: it could
     tensors: Sequence[TensorDelta]  # how each goes as changes
     no_delta: str  # why they cannot be had; empty: nothing speaks against it
@@ -218,6 +220,7 @@ class Handover:
             {name: checksum for share in shares for name, checksum in share.checksums.items()},
             [tensor for share in shares for tensor in share.tensors],
             "; ".join(reasons),
+            {name: each for share in shares for name, each in share.files.items()},
         )
 
 
@@ -292,7 +295,7 @@ class _Writer:
         self._files.close()
         tensors = [] if self._changes is None else self._changes.close()
         no_delta = "" if self._changes is None else self._changes.reason
-        return _Share(self._shards, self._files.checksums, self._error, tensors, no_delta)
+        return _Share(self._shards, self._files.checksums, self._files.files, self._error, tensors, no_delta)
 
     def _wait(self) -> None:
         writing, self.writing = self.writing, None

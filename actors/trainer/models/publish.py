@@ -8,7 +8,7 @@ first version goes whole.
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -16,12 +16,13 @@ from typing import Final, NamedTuple
 import structlog
 
 from actors.trainer.models.files import copy_small_files, set_format
-from messages import WeightProbe
-from runtime.checksums import combined, safetensors_files
+from messages import FileSum, WeightProbe
+from runtime.checksums import INDEX_FILE, combined, safetensors_files
 from runtime.files import complete_directory
 from runtime.settings.topology import WeightFormat
 from runtime.weights.delta import DeltaError, TensorDelta, Version, write_index
 from runtime.weights.route import OnDisk, goes_whole, needed_for
+from runtime.weights.sums import sum_of
 from runtime.weights.versions import name_of, on_disk, versions_in, write_note
 
 log = structlog.get_logger()
@@ -42,6 +43,7 @@ class Published:
     probe: WeightProbe | None = None
     base_version: int = 0  # which what lies there is changes to; 0: it is whole
     delta_bytes: int = 0  # of these
+    files: Mapping[str, FileSum] = field(default_factory=dict[str, FileSum])  # of those that an engine reads, by name
 
 
 NOT_WRITTEN: Final = Published(path=None, checksum="", size_bytes=0, took_s=0.0)
@@ -53,6 +55,7 @@ class Written(NamedTuple):
     checksums: Mapping[str, str]  # by tensor
     tensors: Sequence[TensorDelta] = ()  # how each goes as changes; none: they were not asked for, or cannot be had
     no_delta: str = ""  # why they cannot be had
+    files: Mapping[str, FileSum] = MappingProxyType({})  # by name; none: they are not to be compared
 
     @property
     def checksum(self) -> str:
@@ -122,6 +125,7 @@ class Versions:
         copy_small_files(self._model_directory, begun.whole, tokenizer=False)
         set_format(begun.whole / "config.json", self._weight_format, self._shapes)
         size_bytes = sum(file.stat().st_size for file in safetensors_files(begun.whole))
+        files = _with_small_files(begun.whole, written.files)
         version = Version(begun.number, written.checksum)
         path = self._root / name_of(begun.number)
         changes = self._with_index(begun, written)
@@ -141,7 +145,13 @@ class Versions:
         base_version = 0 if own == path or begun.before is None else begun.before.number
         delta_bytes = _size_of(path) if base_version else 0
         return Published(
-            path.resolve(), version.checksum, size_bytes, 0.0, base_version=base_version, delta_bytes=delta_bytes
+            path.resolve(),
+            version.checksum,
+            size_bytes,
+            0.0,
+            base_version=base_version,
+            delta_bytes=delta_bytes,
+            files=files,
         )
 
     def prune(self, *, confirmed: int) -> None:
@@ -194,6 +204,14 @@ def newest_whole(root: Path) -> tuple[int, Path] | None:
     """The newest version of which whole files lie in a directory of versions, the trainer's own included."""
     found = [(number, path) for place in (root, root / BASE) for number, path in versions_in(place)]
     return max((each for each in found if list(each[1].glob("*.safetensors"))), default=None)
+
+
+def _with_small_files(directory: Path, files: Mapping[str, FileSum]) -> dict[str, FileSum]:
+    """With those that an engine reads beside the tensors."""
+    if not files:
+        return {}
+    small = [file for name in (INDEX_FILE, "config.json") if (file := directory / name).is_file()]
+    return {**files, **{file.name: sum_of(file) for file in small}}
 
 
 def _size_of(directory: Path) -> int:

@@ -10,7 +10,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from messages import FileSum
 from runtime.checksums import INDEX_FILE, SINGLE_FILE, tensor_checksum
+from runtime.weights.sums import RunningSum
 
 SHARD_BYTES: Final = 5_000_000_000  # of tensors in a file
 _DTYPES: Final = {
@@ -85,7 +87,7 @@ def write_index(directory: Path, shards: Sequence[Shard]) -> None:
 
 
 class ShardWriter:
-    """Writes tensors one after the other, and reckons their checksums on the way."""
+    """Writes tensors one after the other, and computes their checksums and the files' on the way."""
 
     def __init__(self, directory: Path, shards: Sequence[Shard]) -> None:
         """Nothing is written yet.
@@ -97,7 +99,9 @@ class ShardWriter:
         self._directory = directory
         self._left = [(shard, list(reversed(shard.entries))) for shard in reversed(shards)]
         self._file: FileIO | None = None
+        self._sum = RunningSum()
         self.checksums: dict[str, str] = {}  # by tensor
+        self.files: dict[str, FileSum] = {}  # by name, of those that are complete
 
     def write(self, name: str, data: memoryview) -> Entry:
         """Write the next tensor; what the file says of it."""
@@ -106,15 +110,20 @@ class ShardWriter:
         if (entry.name, entry.size_bytes) != (name, data.nbytes):
             raise ValueError(f"{name} of {data.nbytes} bytes came, not {entry.name} of {entry.size_bytes}")
         if self._file is None:
-            self._file = FileIO(self._directory / shard.file, "w")
-            _write_all(self._file, memoryview(_header(shard.entries)))
-        _write_all(self._file, data)
+            self._file, self._sum = FileIO(self._directory / shard.file, "w"), RunningSum()
+            self._write(self._file, memoryview(_header(shard.entries)))
+        self._write(self._file, data)
         self.checksums[name] = tensor_checksum(name, entry.dtype, entry.shape, data)
         if not entries:
             os.fsync(self._file.fileno())  # by who wrote it: on a file system of several nodes no other can
             self.close()
+            self.files[shard.file] = self._sum.sum
             self._left.pop()
         return entry
+
+    def _write(self, file: FileIO, data: memoryview) -> None:
+        self._sum.add(data)  # of what is in memory: what the disk makes of it is compared with that
+        _write_all(file, data)
 
     def close(self) -> None:
         """Leave a file unfinished, if one is."""

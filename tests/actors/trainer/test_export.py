@@ -17,6 +17,7 @@ from actors.trainer.models.shapes import hf_shapes
 from runtime.settings.topology import Topology, encode_topology
 from tests.actors.trainer.hf import write_model
 from tests.actors.trainer.tiny import random_batch
+from tests.support.published import flip
 
 MakeTopology = Callable[..., Topology]
 
@@ -143,3 +144,14 @@ def test_what_cannot_be_exported_is_refused_with_what_there_is(
     assert [path.name for path in out.iterdir()] == ["precious"]
     assert not (tmp_path / "other").exists()
     assert not (tmp_path / ".other").exists()
+
+
+def test_published_weights_that_are_damaged_are_not_exported(
+    make_run: Callable[..., TrainerRank], tmp_path: Path
+) -> None:
+    path = make_run().publish(1, confirmed=0).path
+    assert path is not None
+    flip(path / "model.safetensors", -1)
+    with pytest.raises(CannotExport, match=r"weights/v000001 is damaged: its checksum is \w+, \w+ was published"):
+        export_run(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

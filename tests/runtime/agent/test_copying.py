@@ -1,15 +1,17 @@
 """An agent's copies of weights: each is made once, however many ask; nobody waits for ever."""
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Event
 
 import anyio
+import msgspec
 import pytest
 
 import runtime.agent.copying as copying
 from actors.trainer.models.publish import Published, Versions
-from messages import LocalCopyGiven, LocalCopyRequested
+from messages import FileSum, LocalCopyGiven, LocalCopyRequested
 from runtime.agent.copying import MAX_JOBS, LocalCopies
 from runtime.checksums import checksums_of
 from runtime.weights.copies import make_copy
@@ -41,10 +43,12 @@ class Gate:
         self.made: list[int] = []
         monkeypatch.setattr(copying, "make_copy", self._make)
 
-    def _make(self, wanted: Version, published: Path, copies: Path, *, doubted: bool) -> Path:
+    def _make(
+        self, wanted: Version, published: Path, copies: Path, *, doubted: bool, files: Mapping[str, FileSum]
+    ) -> Path:
         assert self.open.wait(20)
         self.made.append(wanted.number)
-        return make_copy(wanted, published, copies, doubted=doubted)
+        return make_copy(wanted, published, copies, doubted=doubted, files=files)
 
 
 async def test_many_ask_and_a_copy_is_made_once(
@@ -114,3 +118,20 @@ async def test_a_failure_of_ours_is_an_answer_too(
         if thread.name == "copy":
             thread.join(20)  # it fails after its answer
     assert answer.reason == "the agent failed to copy it; its log says how"
+
+
+async def test_a_copy_that_an_engine_has_read_is_compared_and_left_as_it_is(
+    published: list[Published], tmp_path: Path
+) -> None:
+    each = published[1]
+    copies = LocalCopies(tmp_path / "copies")
+    ask = msgspec.structs.replace(request(published, 2), files=dict(each.files))
+    given = await copies.answer(ask)
+    was_read = msgspec.structs.replace(ask, was_read=True)
+    assert await copies.answer(was_read) == given
+    flip(Path(given.path) / "model.safetensors", -1)
+    for _ in range(2):
+        damaged = await copies.answer(was_read)
+        assert damaged.path == ""
+        assert damaged.reason.startswith(f"{given.path}/model.safetensors: damaged: its CRC-32 is ")
+    assert await copies.answer(ask) == await copies.answer(was_read) == given

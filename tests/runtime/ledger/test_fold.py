@@ -38,6 +38,7 @@ from runtime.ledger.fold import LedgerState, Stage, fold
 from runtime.ledger.groups import spills_of
 from runtime.ledger.state import MAX_ENDINGS_LOST
 from tests.support.ledger_log import Log, aborted, completed, judged, kinds, saved, summary, trained
+from tests.support.rollout import announcement
 
 
 def test_a_group_given_back_untouched_is_pooled_too() -> None:
@@ -483,3 +484,19 @@ def test_an_item_whose_ending_stays_unreadable_ends_without_rewards() -> None:
     assert done == [False] * MAX_ENDINGS_LOST + [True]
     assert state.evaluation is not None
     assert state.evaluation.items["t"][0].rewards == ()
+
+
+def test_samples_of_an_evaluation_s_weights_published_again_are_not_of_newer_ones() -> None:
+    sets = (EvalSetSize(set="t", num_items=3),)
+    events: list[Message] = [EvalIssued(incarnation=1, step=0, version=1, sets=sets)]
+    for version, again_of in ((2, 1), (3, 1), (4, 0)):
+        events.append(announcement(version, again_of=again_of))
+    for item, version in enumerate((1, 3, 4)):
+        sample = msgspec.structs.replace(summary(1), last_version=version)
+        events.append(EvalCompleted(step=0, set="t", item=item, version=1, instance="r", samples=(sample,)))
+    state = LedgerState()
+    for seq, event in enumerate(events, start=1):
+        fold(state, event, seq)
+    assert state.evaluation is not None
+    items = state.evaluation.items["t"]
+    assert [(item.num_newer, item.newest_version) for item in items.values()] == [(0, 0), (0, 0), (1, 4)]

@@ -1,5 +1,6 @@
 """A node's own copies: of whole files and of changes, made once, mended when damaged, and no more than are needed."""
 
+import errno
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import runtime.weights.copies as copies_module
 from actors.trainer.models.publish import Published, Versions
 from runtime.checksums import checksums_of
-from runtime.weights.copies import CopyFailed, make_copy
+from runtime.weights.copies import CopyFailed, damage_of, make_copy
 from runtime.weights.delta import Version, apply_deltas, held_in
 from runtime.weights.stored import read_tensors
 from runtime.weights.versions import on_disk, versions_in
@@ -183,3 +184,46 @@ def test_a_death_while_changes_are_applied_leaves_what_is_there(published: list[
     assert is_right(held, published, 2)
     assert is_right(copy_of(published, 3, copies), published, 3)
     assert sorted(path.name for path in copies.iterdir()) == ["v000002", "v000003"]
+
+
+def test_a_copy_that_is_there_is_compared_with_the_announced_files(published: list[Published], copies: Path) -> None:
+    for number in (1, 2):  # a copy of whole files, and one that changes led to
+        each = published[number - 1]
+        assert each.path is not None
+        version = Version(number, each.checksum)
+        copy = make_copy(version, each.path, copies, files=each.files)
+        assert damage_of(copy, version, each.files) == ""
+        flip(copy / "model.safetensors", -1)
+        assert damage_of(copy, version, each.files).startswith(f"{copy}/model.safetensors: damaged: its CRC-32 is ")
+        assert make_copy(version, each.path, copies, files=each.files) == copy
+        assert is_right(copy, published, number)
+
+
+def test_a_copy_whose_tensors_are_right_is_not_damaged_whatever_its_files_are(
+    published: list[Published], copies: Path
+) -> None:
+    each = published[0]
+    assert each.path is not None
+    version = Version(1, each.checksum)
+    copy = make_copy(version, each.path, copies, files=each.files)
+    (copy / "config.json").write_text("{ }")
+    assert damage_of(copy, version, each.files) == ""
+
+
+def test_what_is_published_and_cannot_become_a_copy_is_said_to_be_unusable(
+    published: list[Published], copies: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    each = published[0]
+    assert each.path is not None
+    with monkeypatch.context() as patched:
+        patched.setattr("runtime.weights.copies.shutil.copyfile", no_room)
+        with pytest.raises(CopyFailed, match="No space left") as failed:
+            copy_of(published, 1, copies)
+    assert not failed.value.unusable
+    flip(each.path / "model.safetensors", -1)
+    with pytest.raises(CopyFailed) as damaged:
+        copy_of(published, 1, copies)
+    assert damaged.value.unusable

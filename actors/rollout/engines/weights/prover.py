@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
+from actors.rollout.engines.weights.files import WeightsDamaged
 from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.proof import (
     KnownChecksums,
@@ -22,6 +23,7 @@ from actors.rollout.engines.weights.session import Part, Place
 from actors.rollout.engines.weights.tensors import layout_of, tensors_mismatch
 from actors.rollout.engines.weights.updater import Expected, Updater
 from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.errors import RequestRefused
 from messages import WeightProbe, WeightsAnnounced
 from runtime.settings.topology import StartWeights, Verify, WeightFormat
 
@@ -30,7 +32,11 @@ log = structlog.get_logger()
 FROM_PEER: Final = "remote_instance"  # SGLang's load format
 UNTOLD: Final = "default"  # what SGLang calls weights until it is told
 
-Loaded = Callable[[], Awaitable[None]]
+Done = Callable[[], Awaitable[None]]
+
+
+async def nothing() -> None:
+    """There is nothing to be done."""
 
 
 class Sent(NamedTuple):
@@ -45,10 +51,6 @@ class Brought(NamedTuple):
 
     label: str  # under which the engine holds the weights, proven
     pause_s: float  # that it began no request, as `Updater.update` says
-
-
-async def nothing() -> None:
-    """There is nothing to be done."""
 
 
 class Prover:
@@ -86,7 +88,8 @@ class Prover:
         announced: WeightsAnnounced,
         *,
         first: bool,
-        loaded: Loaded | None = None,
+        loaded: Done = nothing,
+        check_read: Done = nothing,
         part: Part | None = None,
     ) -> Brought:
         """Have an engine load weights, and prove that it holds them.
@@ -97,6 +100,7 @@ class Prover:
             announced: what it is to load.
             first: whether it has not proven any weights since it was last not admitted.
             loaded: done once it holds them, before it is to generate.
+            check_read: done once it has read its files, or failed to; raises where these are not what was announced.
             part: in the session that brings them; none: they are in files.
 
         Raises:
@@ -106,14 +110,19 @@ class Prover:
         label = self.loads.begin(engine, announced.version)
         try:
             if is_thorough(self._verify, announced, first=first):
-                pause_s = await self._load_and_prove(engine, url, announced, label, loaded or nothing, part)
+                pause_s = await self._load_and_prove(engine, url, announced, label, loaded, check_read, part)
             else:
                 pause_s = await self._updater.update(url, announced, label, part=part)
                 await self._check_label(engine, url, label)
                 if part is not None and announced.transport == "ipc":
                     part.finish()
-                await (loaded or nothing)()
+                await loaded()
+                await check_read()
             self.loads.prove(label)
+        except (RequestRefused, WeightsMismatch) as error:
+            if not isinstance(error, WeightsDamaged):
+                await check_read()  # which tells why
+            raise
         finally:
             self.loads.refuse(label)
         return Brought(label, pause_s)
@@ -187,7 +196,14 @@ class Prover:
         return Place(num_ranks, is_compared, layout_of(info) if is_compared else None)
 
     async def _load_and_prove(
-        self, engine: str, url: str, announced: WeightsAnnounced, label: str, loaded: Loaded, part: Part | None
+        self,
+        engine: str,
+        url: str,
+        announced: WeightsAnnounced,
+        label: str,
+        loaded: Done,
+        check_read: Done,
+        part: Part | None,
     ) -> float:
         server = server_of(await self._client.server_info(url))
         sent, tensors, by_tensor = "", None, False
@@ -213,6 +229,7 @@ class Prover:
         begin = time.perf_counter()
         if announced.probe is not None:
             await self._check_probe(engine, url, announced.probe, server)
+        await check_read()  # before its checksum is what others are compared with
         self._refuse_if(engine, self._checksum_mismatch(server, sent, tensors))  # others may have proven theirs
         assert tensors is not None
         self._known.add(server, engine, sent, tensors)

@@ -6,6 +6,7 @@ import pytest
 from aiohttp import ClientSession
 from structlog.testing import capture_logs
 
+from actors.rollout.engines.refusing import MAX_RESTARTS
 from messages import (
     EvalCompleted,
     EvalRequested,
@@ -173,44 +174,82 @@ async def test_an_engine_that_the_router_lost_is_registered_again(bus: Bus, rout
         group.cancel_scope.cancel()
 
 
-async def test_weights_that_no_engine_takes_end_the_actor_with_the_reason(
-    bus: Bus, router_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tried again for ever, they would hold up the run without a word."""
-    monkeypatch.setattr("actors.rollout.engines.fleet.REFUSED_PATIENCE_S", 0.2)
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refusals have their consequences soon."""
+    monkeypatch.setattr("actors.rollout.engines.refusing.REFUSED_PATIENCE_S", 0.4)
+    monkeypatch.setattr("actors.rollout.engines.refusing.RESTART_AFTER_S", 0.2)
     monkeypatch.setattr("actors.rollout.engines.fleet.RETRY", Backoff(first_s=0.05))
+
+
+class Agent:
+    """Starts engines again, as a node's agent does, one after the other at a new address."""
+
+    def __init__(self, bus: Bus, *others: ScriptedEngine) -> None:
+        self.asked: list[KillRequested] = []
+        self._bus = bus
+        self._others = list(others)
+
+    async def kill(self, request: KillRequested) -> KillAnswered:
+        self.asked.append(request)
+        pid = 17 + len(self.asked)
+        again = self._others.pop(0)
+        await self._bus.kv.put(
+            address_key("engine", "policy", 0), Address(url=again.url, agent=self._bus.name, pid=pid)
+        )
+        return KillAnswered(killed=True)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_weights_that_no_engine_takes_end_the_actor_with_the_reason(bus: Bus, router_url: str) -> None:
+    """Tried again for ever, they would hold up the run without a word. It was started again as often as that helps."""
     errors: list[BaseException] = []
-    async with serving(ScriptedEngine(prompt_log_prob=-0.6)) as engine:
+    engines = [ScriptedEngine(prompt_log_prob=-0.6) for _ in range(3)]
+    async with serving(engines[0]), serving(engines[1]), serving(engines[2]):
+        agent = Agent(bus, *engines[1:])
         try:
-            async with rollout_actor(bus, router_url, [engine], topology_with()):
+            async with (
+                bus.serve({KillRequested: agent.kill}),
+                rollout_actor(bus, router_url, engines[:1], topology_with(), agent=bus.name),
+            ):
                 await bus.publish(announcement(1, probe=PROBE))
-                await anyio.sleep(10)
+                await anyio.sleep(20)
         except ExceptionGroup as group:
             errors = leaves(group)
     assert ["differ from the trainer's by 0.1 in the mean, over 0.001" in str(error) for error in errors] == [True]
+    assert len(agent.asked) == MAX_RESTARTS
 
 
-async def test_an_engine_that_refuses_what_another_took_is_started_again(
-    bus: Bus, router_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is wrong with it may be its process, and it would never serve."""
-    monkeypatch.setattr("actors.rollout.engines.fleet.REFUSED_PATIENCE_S", 0.2)
-    monkeypatch.setattr("actors.rollout.engines.fleet.RETRY", Backoff(first_s=0.05))
-    asked: list[KillRequested] = []
-
-    async def kill(request: KillRequested) -> KillAnswered:
-        asked.append(request)
-        await bus.kv.put(address_key("engine", "policy", 0), Address(url=again.url, agent=bus.name, pid=18))
-        return KillAnswered(killed=True)
-
-    wrong, right, again = ScriptedEngine(prompt_log_prob=-0.6), ScriptedEngine(), ScriptedEngine()
-    async with serving(wrong), serving(right), serving(again), bus.serve({KillRequested: kill}):
-        async with rollout_actor(bus, router_url, [wrong, right], topology_with(), agent=bus.name):
+@pytest.mark.usefixtures("impatient")
+async def test_the_only_engine_is_started_again_when_it_goes_on_refusing(bus: Bus, router_url: str) -> None:
+    """What is wrong with it may be its process, as where one of its children was killed."""
+    wrong, again = ScriptedEngine(prompt_log_prob=-0.6), ScriptedEngine()
+    async with serving(wrong), serving(again):
+        agent = Agent(bus, again)
+        async with (
+            bus.serve({KillRequested: agent.kill}),
+            rollout_actor(bus, router_url, [wrong], topology_with(), agent=bus.name),
+        ):
             await bus.publish(announcement(1, probe=PROBE))
-            await eventually(lambda: len(asked) > 0)
+            await until_applied(bus, 1)
+    assert [request.process for request in agent.asked] == ["engine.policy.0"]
+    assert agent.asked[0].reason.startswith(
+        "it went on refusing weights 1: engine.policy.0: its log-probs of the probe"
+    )
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_an_engine_that_refuses_what_another_took_is_started_again(bus: Bus, router_url: str) -> None:
+    wrong, right, again = ScriptedEngine(prompt_log_prob=-0.6), ScriptedEngine(), ScriptedEngine()
+    async with serving(wrong), serving(right), serving(again):
+        agent = Agent(bus, again)
+        async with (
+            bus.serve({KillRequested: agent.kill}),
+            rollout_actor(bus, router_url, [wrong, right], topology_with(), agent=bus.name),
+        ):
+            await bus.publish(announcement(1, probe=PROBE))
             await eventually(lambda: again.updates != [])
-    assert [request.process for request in asked] == ["engine.policy.0"]
-    assert asked[0].reason.startswith("it refused for 0.2 s the weights that others took: engine.policy.0: ")
+    assert [request.process for request in agent.asked] == ["engine.policy.0"]
 
 
 @pytest.mark.parametrize("path", ["/weights_checker", "/model_info"])

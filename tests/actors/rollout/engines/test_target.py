@@ -91,3 +91,10 @@ def test_what_is_wanted_never_goes_back_and_never_passes_an_evaluation_that_runs
         assert now >= before
         assert now == before or now <= min(running.values(), default=99)
         before = now
+
+
+def test_the_same_weights_published_again_are_not_held_back() -> None:
+    """Else an evaluation would wait for ever for weights of which no engine can read the files."""
+    again, twice = announcement(2, again_of=1), announcement(3, again_of=1)
+    assert wanted_after(announcement(1), issued(0, 1), again, twice, announcement(4), ended(0, 1)) == [1, 1, 2, 3, 3, 4]
+    assert wanted_after(announcement(1), issued(0, 1), announcement(2), announcement(3, again_of=2)) == [1, 1, 1, 1]

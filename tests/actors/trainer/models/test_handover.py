@@ -12,6 +12,7 @@ from actors.trainer.models.gathering import own_parts
 from actors.trainer.models.handover import Handover, copied
 from actors.trainer.sending.cast import FORMS
 from runtime.checksums import checksums_of, tensors_in
+from runtime.weights.sums import sum_of
 from tests.actors.trainer.hf import write_model
 from tests.actors.trainer.models.export_peaks import BUCKET, COPY_BUCKET, LARGEST, MB
 from tests.actors.trainer.models.test_model_parity import load
@@ -26,8 +27,9 @@ def test_files_have_all_tensors_and_the_checksum_that_is_told(tmp_path: Path, bu
     built, hf = load(tmp_path)
     out = tmp_path / "out"
     out.mkdir()
-    told = Handover(own_parts([built], hf), hf, out, device=CPU, bucket_bytes=bucket_bytes).finish().checksum
-    assert told == checksums_of(out).total == checksums_of(tmp_path).total
+    told = Handover(own_parts([built], hf), hf, out, device=CPU, bucket_bytes=bucket_bytes).finish()
+    assert told.checksum == checksums_of(out).total == checksums_of(tmp_path).total
+    assert told.files == {file.name: sum_of(file) for file in out.iterdir()}
     assert {name: tensor.shape for name, tensor in tensors_in(out).items()} == {
         name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()
     }

@@ -18,6 +18,7 @@ from actors.trainer.models.shards import (
     write_weights,
 )
 from runtime.checksums import checksums_of
+from runtime.weights.sums import sum_of
 
 WEIGHTS = {
     "model.b": torch.arange(6.0).reshape(2, 3),
@@ -46,6 +47,7 @@ def test_checksums_reckoned_on_the_way_are_those_of_the_files(tmp_path: Path) ->
     for name, tensor in WEIGHTS.items():
         writer.write(name, bytes_of(tensor))
     assert dict(sorted(writer.checksums.items())) == checksums_of(tmp_path).tensors
+    assert writer.files == {"model.safetensors": sum_of(tmp_path / "model.safetensors")}
 
 
 def test_shards_are_at_most_so_large_and_a_larger_tensor_is_alone(

@@ -1,0 +1,56 @@
+"""Compares the files of a version with what was announced of them, before and after an engine reads them.
+
+An engine reads files by itself and says nothing of their bytes: a flipped bit that moves the probe by less than its
+tolerance would be served under a right label. The comparison reads what lies on the disk, as the rollout actor's node
+sees it. An engine of another node may see other bytes, of a cache of its own.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import anyio
+import structlog
+
+from actors.rollout.engines.weights.proof import WeightsMismatch
+from actors.rollout.sglang.errors import EngineUnavailable
+from messages import WeightsAnnounced
+from runtime.weights.looks import SharedLooks
+from runtime.weights.sums import damage_in
+
+log = structlog.get_logger()
+
+
+class WeightsDamaged(WeightsMismatch):
+    """The files of a version are not what was announced, whichever engine reads them."""
+
+
+class FileChecks:
+    """Compares published files with their announcement, for all engines of a rollout actor.
+
+    Args:
+        timeout_s: of one comparison.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._looks = SharedLooks()
+
+    async def check(self, announced: WeightsAnnounced) -> None:
+        """Compare all files of a whole version; of one that an older trainer announced nothing is known.
+
+        Raises:
+            WeightsDamaged: one differs, or cannot be read.
+            EngineUnavailable: they were not read in time.
+        """
+        if not announced.files or announced.base_version:
+            return
+        begin = anyio.current_time()
+        with anyio.move_on_after(self._timeout_s):
+            read = partial(damage_in, Path(announced.path), announced.files)
+            damage = await self._looks.look(announced.version, read)
+            took_s = anyio.current_time() - begin
+            log.info("weight_files_checked", weight_version=announced.version, damage=damage, took_s=took_s)
+            if damage:
+                raise WeightsDamaged(f"its files are not what was announced: {damage}")
+            return
+        raise EngineUnavailable(f"{announced.path} was not read within {self._timeout_s:g} s (update_timeout_s)")

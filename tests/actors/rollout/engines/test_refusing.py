@@ -1,0 +1,71 @@
+"""What follows when an engine refuses weights, by hand."""
+
+from functools import partial
+
+from actors.rollout.engines.refusing import (
+    DAMAGED_PATIENCE_S,
+    MAX_RESTARTS,
+    REFUSED_PATIENCE_S,
+    RESTART_AFTER,
+    RESTART_AFTER_S,
+    RefusedBy,
+    Step,
+)
+
+ALONE = {"damaged": False, "may_restart": True, "others_serve": False}
+
+
+def refusals(number: int, *, within_s: float, begin: float = 0.0, by: RefusedBy | None = None, **said: bool) -> Step:
+    """What follows from the last of so many refusals, evenly over a time."""
+    engine = by or RefusedBy()
+    step = Step.AGAIN
+    for index in range(number):
+        step = engine.refused(begin + within_s * index / (number - 1), **(ALONE | said))
+    return step
+
+
+def test_an_engine_that_goes_on_refusing_is_started_again_also_the_only_one() -> None:
+    for others_serve in (False, True):
+        assert refusals(30, within_s=RESTART_AFTER_S, others_serve=others_serve) is Step.AGAIN
+        after = RESTART_AFTER_S + 1
+        assert refusals(RESTART_AFTER, within_s=after, others_serve=others_serve) is Step.RESTART
+
+
+def test_the_only_engine_is_started_again_so_often_and_then_given_up() -> None:
+    engine = RefusedBy()
+    begin = 0.0
+    for _ in range(MAX_RESTARTS):
+        assert refusals(5, within_s=RESTART_AFTER_S + 1, begin=begin, by=engine) is Step.RESTART
+        begin += 100
+    assert refusals(5, within_s=RESTART_AFTER_S + 1, begin=begin, by=engine) is Step.AGAIN
+    assert refusals(2, within_s=1, begin=begin + REFUSED_PATIENCE_S + 1, by=engine) is Step.GIVE_UP
+
+
+def test_one_that_others_serve_beside_is_never_given_up() -> None:
+    engine, begin = RefusedBy(), 0.0
+    for _ in range(10 * MAX_RESTARTS):
+        step = refusals(5, within_s=RESTART_AFTER_S + 1, begin=begin, by=engine, others_serve=True)
+        assert step is Step.RESTART
+        begin += 100
+
+
+def test_one_that_cannot_be_started_again_is_given_up_where_nobody_serves() -> None:
+    refuse = partial(refusals, 100, may_restart=False)
+    assert refuse(within_s=REFUSED_PATIENCE_S) is Step.AGAIN
+    assert refuse(within_s=REFUSED_PATIENCE_S + 1) is Step.GIVE_UP
+    assert refuse(within_s=100 * REFUSED_PATIENCE_S, others_serve=True) is Step.AGAIN
+
+
+def test_damaged_weights_are_waited_out_and_nothing_is_started_again() -> None:
+    refuse = partial(refusals, 100, damaged=True)
+    assert refuse(within_s=DAMAGED_PATIENCE_S) is Step.WAIT
+    assert refuse(within_s=DAMAGED_PATIENCE_S + 1) is Step.GIVE_UP
+    assert refuse(within_s=DAMAGED_PATIENCE_S + 1, others_serve=True) is Step.WAIT
+
+
+def test_what_an_engine_refused_before_it_served_or_was_away_does_not_count() -> None:
+    for forget in (RefusedBy.took, RefusedBy.away):
+        engine = RefusedBy()
+        assert refusals(5, within_s=RESTART_AFTER_S, by=engine) is Step.AGAIN
+        forget(engine)
+        assert refusals(2, within_s=1, begin=RESTART_AFTER_S + 1, by=engine) is Step.AGAIN
