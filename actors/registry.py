@@ -58,12 +58,12 @@ def _build(role: Role, topology: Topology, run_dir: Path, bus: Bus) -> Actor:
             from actors.rollout.recorded.actor import RecordedRolloutActor
             from actors.rollout.recorded.dump import Dumped
 
-            return RecordedRolloutActor(bus, Dumped(Path(topology.run.load)))
+            return RecordedRolloutActor(bus, Dumped(Path(topology.run.load), _vocab_size(topology)))
         case "rollout" if answers_are_recorded(topology):
             from actors.rollout.recorded.actor import RecordedRolloutActor
             from actors.rollout.recorded.demonstrations import Demonstrations
 
-            return RecordedRolloutActor(bus, Demonstrations())
+            return RecordedRolloutActor(bus, Demonstrations(_vocab_size(topology)))
         case "rollout":
             from actors.rollout.actor import RolloutActor
 
@@ -84,3 +84,9 @@ def _build(role: Role, topology: Topology, run_dir: Path, bus: Bus) -> Actor:
             from actors.trainer.actor import TrainerActor
 
             return TrainerActor(topology, bus, run_dir=run_dir)
+
+
+def _vocab_size(topology: Topology) -> int:
+    from actors.rollout.requests.served_model import ServedModel
+
+    return ServedModel.read(Path(topology.model.hf_checkpoint)).vocab_size

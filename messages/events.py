@@ -180,6 +180,7 @@ class BatchTrained(Message, kw_only=True, tag="batch_trained"):
     not_finite: tuple[str, ...] = ()  # names of metrics that were infinite or no number, for which JSON has no word
     untrained: tuple[UntrainedSamples, ...] = ()  # of the batch, beside those that trained
     skipped_groups: tuple[int, ...] = ()  # groups of which no sample left a gradient
+    not_finite_values: tuple[str, ...] = ()  # of the metrics in not_finite, in their order: nan, inf, -inf
 
     def __post_init__(self) -> None:
         leave_out_not_finite(self)

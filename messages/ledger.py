@@ -106,15 +106,26 @@ class _Measured(Protocol):
     def metrics(self) -> dict[str, float]: ...
     @property
     def not_finite(self) -> tuple[str, ...]: ...
+    @property
+    def not_finite_values(self) -> tuple[str, ...]: ...
 
 
 def leave_out_not_finite(event: _Measured) -> None:
-    """Name the metrics that JSON cannot say instead of sending them: what was sent must be read again."""
-    names = tuple(name for name, value in event.metrics.items() if not math.isfinite(value))
-    if names:
-        finite = {name: value for name, value in event.metrics.items() if name not in names}
+    """Spell the metrics that JSON cannot say instead of sending them: what was sent must be read again."""
+    wrong = {name: str(float(value)) for name, value in event.metrics.items() if not math.isfinite(value)}
+    if wrong:
+        finite = {name: value for name, value in event.metrics.items() if name not in wrong}
         msgspec.structs.force_setattr(event, "metrics", finite)  # pyright: ignore[reportArgumentType] - a struct
-        msgspec.structs.force_setattr(event, "not_finite", (*event.not_finite, *names))  # pyright: ignore[reportArgumentType]
+        msgspec.structs.force_setattr(event, "not_finite", (*event.not_finite, *wrong))  # pyright: ignore[reportArgumentType]
+        values = (*event.not_finite_values, *wrong.values())
+        msgspec.structs.force_setattr(event, "not_finite_values", values)  # pyright: ignore[reportArgumentType]
+
+
+def not_finite_in(event: _Measured) -> dict[str, float]:
+    """The metrics of an event that are infinite or no number."""
+    values = {"inf": math.inf, "-inf": -math.inf}
+    spelled = (*event.not_finite_values, *[""] * len(event.not_finite))  # older events name them alone
+    return {name: values.get(value, math.nan) for name, value in zip(event.not_finite, spelled, strict=False)}
 
 
 @register
@@ -129,6 +140,7 @@ class EvalEnded(Message, kw_only=True, tag="eval_ended"):
     metrics: dict[str, float]  # eval/<set>, and eval/<set>-truncated_ratio, -pass@k, -newer_weights_ratio
     not_finite: tuple[str, ...] = ()  # names of metrics that were infinite or no number, for which JSON has no word
     newest_version: int = 0  # of the weights that answered, where newer ones than `version` did; else 0
+    not_finite_values: tuple[str, ...] = ()  # of those metrics, in their order: nan, inf, -inf
 
     def __post_init__(self) -> None:
         leave_out_not_finite(self)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import signal
 from collections.abc import Sequence
@@ -71,12 +72,23 @@ def count_of(count: int, thing: str) -> str:
 
 
 def sparkline(values: Sequence[float], columns: int = CURVE_COLUMNS) -> str:
-    """A small curve; values within 0 and 1 are drawn on that scale, others between their least and greatest."""
+    """A small curve; values within 0 and 1 are drawn on that scale, others between their least and greatest.
+
+    A stretch with a value that is infinite or no number is "?".
+    """
+    finite = [value for value in values if math.isfinite(value)]
     if not values:
         return ""
     columns = min(columns, len(values))
     edges = [len(values) * column // columns for column in range(columns + 1)]
-    means = [fmean(values[start:end]) for start, end in itertools.pairwise(edges)]
-    low, high = (0.0, 1.0) if min(values) >= 0 and max(values) <= 1 else (min(values), max(values))
+    least, greatest = min(finite, default=0.0), max(finite, default=0.0)
+    low, high = (0.0, 1.0) if least >= 0 and greatest <= 1 else (least, greatest)
     span = (high - low) or 1.0
-    return "".join(_BARS[min(len(_BARS) - 1, int((mean - low) / span * len(_BARS)))] for mean in means)
+
+    def bar(part: Sequence[float]) -> str:
+        if not all(map(math.isfinite, part)):
+            return "?"
+        share = fmean((value - low) / span for value in part)
+        return _BARS[min(len(_BARS) - 1, int(share * len(_BARS)))]
+
+    return "".join(bar(values[start:end]) for start, end in itertools.pairwise(edges))

@@ -22,7 +22,12 @@ class GroupNumbers(msgspec.Struct, frozen=True, kw_only=True):
 
 def is_ungraded(sample: SampleSummary) -> bool:
     """Whether its score failed and it is trained all the same, as `reward.on_failure = "zero"` has it."""
-    return sample.reason is not None and sample.reward is not None
+    return sample.reason is not None and sample.reward is not None and not is_left_out(sample)
+
+
+def is_left_out(sample: SampleSummary) -> bool:
+    """Whether it failed in a group that completed, as one of a dump that cannot be true does."""
+    return sample.status is SampleStatus.FAILED
 
 
 def _round_numbers(samples: Iterable[SampleSummary]) -> Iterator[float]:

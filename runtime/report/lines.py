@@ -1,5 +1,6 @@
 """What a report says in lines, of events and of each step; a failure that repeats is said only so often. Pure."""
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ from runtime.wording import count_of, duration, number
 
 SHOWN_PER_REASON = 3  # a failure that repeats is shown so often
 SHOWN_REASONS = 20  # so many are shown at all
+SHOWN_NOT_FINITE = 5  # metrics of a step that are no numbers
 
 
 class Failures:
@@ -154,7 +156,14 @@ def step_line(
         fields.append(f"weights v{row['weights/version']}")
     if step_times_s and row["step"] < num_steps:
         fields.append(f"{duration(statistics.fmean(step_times_s) * (num_steps - row['step']))} left")
-    return " | ".join(fields)
+    return " | ".join([*fields, *_not_finite_field(row)])
+
+
+def _not_finite_field(row: Mapping[str, Any]) -> list[str]:
+    """The metrics of a step that are no numbers; nothing when all are."""
+    wrong = [f"{name} {value}" for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+    more = f" and {len(wrong) - SHOWN_NOT_FINITE} more" if len(wrong) > SHOWN_NOT_FINITE else ""
+    return [f"not finite: {', '.join(wrong[:SHOWN_NOT_FINITE])}{more}"] if wrong else []
 
 
 def _staleness_field(row: Mapping[str, Any]) -> list[str]:

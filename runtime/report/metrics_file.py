@@ -1,7 +1,9 @@
 """metrics.jsonl of a run directory: one row per step, however often the run is resumed."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -20,7 +22,8 @@ class MetricsFile:
             self._rewrite(rows)
 
     def put(self, row: MetricRow) -> None:
-        """Write the row of a step."""
+        """Write the row of a step; a number that JSON has no word for as a text: "NaN", "Infinity", "-Infinity"."""
+        row = {key: _spelled(value) for key, value in row.items()}
         step, known = row["step"], self._num_keys.get(row["step"])
         if known is not None and known >= len(row):
             return
@@ -44,3 +47,10 @@ def _rows(path: Path) -> Iterator[MetricRow]:
             continue
         if isinstance(row.get("step"), int):
             yield row
+
+
+def _spelled(value: Any) -> Any:
+    """As protobuf's JSON spells it; Python's float() reads it."""
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -17,12 +17,13 @@ from messages import (
     TrainerStarted,
     WeightsApplied,
 )
+from messages.ledger import not_finite_in
 from runtime.ledger.books import sum_line
 from runtime.ledger.changes import AttemptEnded, Closed
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
 from runtime.ledger.steps import Settled, TakenBack
 from runtime.report.equal_scores import EqualScores
-from runtime.report.group_numbers import CompletedNumbers, is_ungraded
+from runtime.report.group_numbers import CompletedNumbers, is_left_out, is_ungraded
 from runtime.report.lines import Failures, failure_in, line_of, step_line
 from runtime.report.progress import StepProgress
 from runtime.report.rows import MetricRow, drop_metrics, eval_means, group_metrics, mean_of, rewards_of
@@ -222,12 +223,13 @@ class Report:
         if time < self.started:
             self._earlier_steps = self.steps
         self.tokens += event.num_tokens
-        if SFT_LOSS in event.metrics:
-            self.losses.append(event.metrics[SFT_LOSS])
+        metrics = event.metrics | not_finite_in(event)
+        if SFT_LOSS in metrics:
+            self.losses.append(metrics[SFT_LOSS])
         self.rewards.append(mean_of(rewards_of(groups)) or 0.0)
         row: MetricRow = {"step": event.step + 1, "time": time, "rollout/step": event.step}
         row |= group_metrics(groups, graded=not self.losses) | drop_metrics(self._ledger.dropped, self._dropped)
-        row |= self._times.metrics(event, time) | event.metrics
+        row |= self._times.metrics(event, time) | metrics
         row |= {"train/num_tokens": event.num_tokens, "weights/version": self.version}
         row |= {f"groups/{name}": count for name, count in msgspec.structs.asdict(self._ledger.books()).items()}
         self._row, self._dropped = row, dict(self._ledger.dropped)
@@ -261,6 +263,7 @@ class Report:
     def _complete(self, event: GroupCompleted, seq: int, time: float) -> list[Notice]:
         ungraded = [sample for sample in event.samples if is_ungraded(sample)]
         reasons = {f"no score, reward {sample.reward:g} instead: {sample.reason}" for sample in ungraded}
+        reasons |= {f"sample left out: {sample.reason}" for sample in event.samples if is_left_out(sample)}
         lines: list[Notice] = [Line(text) for reason in sorted(reasons) for text in self._failures.lines(reason)]
         if self._scores is not None and self._scores.take(event.samples) and time >= self.started:
             lines.append(SampleShown("typical", seq, why=self._scores.why, causes=self._scores.causes))
@@ -270,11 +273,12 @@ class Report:
         return [*lines, SampleShown("first", seq, graded=self._graded)]
 
     def _evaluate(self, event: EvalEnded, time: float) -> list[Notice]:
-        means = eval_means(event.metrics)
+        all_metrics = event.metrics | not_finite_in(event)
+        means = eval_means(all_metrics)
         self.evals |= means
         self.first_evals = means | self.first_evals
         self._times.end_evaluation(time)
-        metrics = {"eval/step": event.step, **event.metrics}
+        metrics = {"eval/step": event.step, **all_metrics}
         shown = ", ".join(f"{name} {number(value)}" for name, value in means.items())
         weights = f"weights v{event.version}"
         if event.newest_version:

@@ -16,7 +16,12 @@ NOT_MEANS: Final = ("-truncated_ratio", "-newer_weights_ratio")  # what these en
 
 def mean_of(values: Sequence[float]) -> float | None:
     """Their mean; none of nothing."""
-    return math.fsum(values) / len(values) if values else None
+    if not values:
+        return None
+    try:
+        return math.fsum(values) / len(values)
+    except (ValueError, OverflowError):  # infinities of both signs, or a sum beyond all numbers
+        return sum(values) / len(values)
 
 
 def rewards_of(groups: Sequence[GroupNumbers]) -> list[float]:

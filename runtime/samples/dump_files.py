@@ -24,9 +24,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from messages import Float32Array, Int32Array, SampleKey, Segment, UInt8Array, WeightSpan
+from messages import Float32Array, Int32Array, SampleKey, SampleStatus, Segment, UInt8Array, WeightSpan
 from runtime.files import whole
 from runtime.samples.dumps import DumpedGroup, DumpedSample
+from runtime.samples.tokens import sample_problem
 
 RUN_FILE: Final = "run.json"
 TOPOLOGY_FILE: Final = "topology.json"
@@ -138,8 +139,15 @@ def check_columns(directory: Path, step: int, num_samples: int) -> None:
         raise DumpError(f"{path}: has {found} samples, {lines.name} has {num_samples} lines")
 
 
-def read_pair(directory: Path, step: int) -> tuple[DumpedGroup, ...]:
+def read_pair(directory: Path, step: int, vocab_size: int | None = None) -> tuple[DumpedGroup, ...]:
     """The groups of a step, in order of their ids.
+
+    A sample that cannot be true has failed, with the reason, and has no segments.
+
+    Args:
+        directory: of the dump.
+        step: of the pair.
+        vocab_size: of the model that it is read for; none: of any.
 
     Raises:
         DumpError: a file cannot be read, or the two do not belong together; names file and line.
@@ -151,10 +159,13 @@ def read_pair(directory: Path, step: int) -> tuple[DumpedGroup, ...]:
         key = tuple(int(columns[name][number]) for name in _KEYS)
         if key != (sample.group_id, sample.attempt, sample.index, sample.part):
             raise DumpError(f"{lines_path(directory, step)}:{number + 1}: is another sample than in {path.name}")
-    try:
-        segments = [tuple(_segments_of(sample, number, columns)) for number, sample in enumerate(samples)]
-    except (ValueError, IndexError, OverflowError) as error:
-        raise DumpError(f"{path}: {error}") from error
+    segments: list[tuple[Segment, ...]] = []
+    for number, sample in enumerate(samples):
+        own, problem = _checked_segments(sample, number, columns, vocab_size)
+        if problem is not None:
+            reason = f"{path}: sample {sample.index} of group {sample.group_id}: {problem}"
+            samples[number] = msgspec.structs.replace(sample, status=SampleStatus.FAILED, reason=reason)
+        segments.append(own)
     found: list[DumpedGroup] = []
     for _, numbers in groupby(
         range(len(samples)), key=lambda number: (samples[number].group_id, samples[number].attempt)
@@ -218,6 +229,18 @@ def _load(path: Path, names: Sequence[str], may_lack: Sequence[str] = ()) -> Col
         raise DumpError(f"{path}: has no column {error}") from error
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise DumpError(f"{path}: cannot be read: {error}") from error
+
+
+def _checked_segments(
+    sample: DumpedSample, number: int, columns: Columns, vocab_size: int | None
+) -> tuple[tuple[Segment, ...], str | None]:
+    """The segments of a sample; or none, and what cannot be true of them."""
+    try:
+        own = tuple(_segments_of(sample, number, columns))
+    except (ValueError, IndexError, OverflowError) as error:
+        return (), str(error)
+    problem = sample_problem(own, vocab_size, num_tokens=sample.prompt_len + sample.response_len or None)
+    return ((), problem) if own and problem is not None else (own, None)
 
 
 def _segments_of(sample: DumpedSample, number: int, columns: Columns) -> Iterator[Segment]:

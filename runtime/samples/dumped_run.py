@@ -21,8 +21,12 @@ PAIRS_KEPT: Final = 2  # in memory
 class DumpedGroups:
     """The groups of a dump, by their position in it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, vocab_size: int | None = None) -> None:
         """Look through all lines.
+
+        Args:
+            directory: of the dump.
+            vocab_size: of the model that it is read for; none: of any.
 
         Raises:
             DumpError: there is no dump, a line that cannot be read, or no tokens of a step's samples.
@@ -45,7 +49,7 @@ class DumpedGroups:
             self.sizes |= {len(indices) for indices in groups.values()}
             self.num_kept += len(kept)
         self._ends = list(accumulate(counts))
-        self._pair = lru_cache(maxsize=PAIRS_KEPT)(partial(read_pair, directory))
+        self._pair = lru_cache(maxsize=PAIRS_KEPT)(partial(read_pair, directory, vocab_size=vocab_size))
 
     def __len__(self) -> int:
         return self._ends[-1]

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from messages import BatchTrained, DecodeError, EncodeError, GroupCompleted, decode, encode, message_types
+from messages import BatchTrained, DecodeError, EncodeError, EvalEnded, GroupCompleted, decode, encode, message_types
 from messages.codec import CONTENT_TYPE_HEADER, JSON, MSGPACK, TYPE_HEADER
+from messages.ledger import not_finite_in
 from tests.messages.mutations import Case, real_cases, search, wrong_with
 
 HEADERS = {TYPE_HEADER: "group_completed", CONTENT_TYPE_HEADER: JSON}
@@ -122,5 +123,12 @@ def test_a_metric_that_json_cannot_say_is_named_instead() -> None:
     back = decode(*encode(trained))
     assert isinstance(back, BatchTrained)
     assert back.metrics == {"train/lr": 0.5}
-    assert back.not_finite == ("train/loss", "train/grad_norm")
-    assert msgspec.structs.replace(back, step=2).not_finite == back.not_finite
+    assert (back.not_finite, back.not_finite_values) == (("train/loss", "train/grad_norm"), ("nan", "inf"))
+    again = msgspec.structs.replace(back, step=2)
+    assert (again.not_finite, again.not_finite_values) == (back.not_finite, back.not_finite_values)
+    assert str(not_finite_in(back)) == "{'train/loss': nan, 'train/grad_norm': inf}"
+
+
+def test_an_older_event_names_its_metrics_that_are_no_numbers_alone() -> None:
+    old = EvalEnded(incarnation=1, step=2, version=3, metrics={}, not_finite=("eval/s",))
+    assert str(not_finite_in(old)) == "{'eval/s': nan}"

@@ -164,6 +164,11 @@ OLD = [
         "eval_ended",
         b'{"type":"eval_ended","incarnation":1,"step":2,"version":3,"metrics":{"eval/s":0.5},"not_finite":[]}',
     ),
+    (
+        "eval_ended",
+        b'{"type":"eval_ended","incarnation":1,"step":2,"version":3,"metrics":{"eval/s":0.5},"not_finite":[],'
+        b'"newest_version":0}',
+    ),
 ]
 GOLDEN = [
     (
@@ -202,7 +207,7 @@ GOLDEN = [
     (
         JSON,
         b'{"type":"eval_ended","incarnation":1,"step":2,"version":3,"metrics":{"eval/s":0.5},"not_finite":[],'
-        b'"newest_version":0}',
+        b'"newest_version":0,"not_finite_values":[]}',
         EvalEnded(incarnation=1, step=2, version=3, metrics={"eval/s": 0.5}),
     ),
     (

@@ -15,14 +15,23 @@ from messages import (
     Segment,
     WeightSpan,
 )
+from runtime.samples.tokens import sample_problem
 
 
 class Demonstrations:
     """Answers with the demonstration that the prompt brings along: reward 0, log-probs 0, nobody's weights."""
 
+    def __init__(self, vocab_size: int | None = None) -> None:
+        """Answer for a model with so many tokens; none: for any."""
+        self._vocab_size = vocab_size
+
     def answer(self, task: RolloutRequested) -> Sequence[RecordedSample]:
         """One sample per index, all the same."""
-        return [_demonstration(task, index) for index in range(task.num_samples)]
+        samples = [_demonstration(task, index) for index in range(task.num_samples)]
+        for sample in samples[:1]:
+            if (problem := sample_problem(sample.segments, self._vocab_size)) is not None:
+                raise ValueError(f"prompt {task.prompt.row} of {task.prompt.data}: {problem}")
+        return samples
 
     def prompt(self, task: RolloutRequested) -> Prompt:
         """The task's."""

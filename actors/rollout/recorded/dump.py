@@ -16,9 +16,9 @@ EXHAUSTED = "the dump is exhausted"
 class Dumped:
     """The samples of a dump, with the rewards, log-probs and weight versions that they had."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, vocab_size: int | None = None) -> None:
         """Raises DumpError, a ValueError, when there is no dump that can be read."""
-        self._groups = DumpedGroups(directory)
+        self._groups = DumpedGroups(directory, vocab_size)
 
     def answer(self, task: RolloutRequested) -> Sequence[RecordedSample]:
         """The group at the task's place in the order of issue.

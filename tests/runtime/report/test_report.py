@@ -1,5 +1,6 @@
 """The report, folded from events made by hand."""
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -45,6 +46,7 @@ from messages import (
 from runtime.ledger.fold import LedgerState
 from runtime.report.metrics_file import MetricsFile
 from runtime.report.report import Line, Notice, Report, RowDone, SampleShown
+from runtime.report.rows import mean_of
 from runtime.wording import duration, sparkline
 
 STARTED = 1000.0
@@ -644,3 +646,52 @@ def test_demonstrations_have_no_score_that_could_be_equal_or_shown() -> None:
     assert [notice for notice in story.notices if isinstance(notice, SampleShown)] == [
         SampleShown("first", story.seq, graded=False)
     ]
+
+
+def test_a_metric_that_is_no_number_is_in_the_line_the_row_and_the_file(tmp_path: Path) -> None:
+    story = Story()
+    story.issue(0)
+    story.judge(0, story.complete(0, 1.0))
+    story.train(0, 0, train__loss=math.nan, train__kl=-math.inf, train__grad_norm=2.0)
+    assert story.lines()[-1].endswith(" | not finite: train/loss nan, train/kl -inf")
+    (done,) = story.report.close()
+    assert isinstance(done, RowDone)
+    path = tmp_path / "metrics.jsonl"
+    MetricsFile(path).put(done.row)
+    MetricsFile(path)  # of the next start, which reads it
+    row = msgspec.json.decode(path.read_bytes())
+    assert (row["train/loss"], row["train/kl"], row["train/grad_norm"]) == ("NaN", "-Infinity", 2.0)
+    assert math.isnan(float(row["train/loss"]))
+
+
+def test_a_loss_on_demonstrations_that_is_no_number_is_the_steps_loss() -> None:
+    story = Story()
+    story.issue(0)
+    story.judge(0, story.complete(0, 0.0))
+    story.train(0, 0, train__sft_loss=math.nan)
+    assert "| loss nan |" in story.lines()[-1]
+    assert "?" in "\n".join(story.report.summary(story.now))
+
+
+def test_an_evaluation_whose_mean_is_no_number_is_told() -> None:
+    story = Story()
+    story.tell(EvalEnded(incarnation=1, step=0, version=1, metrics={"eval/math": math.inf}))
+    assert story.lines()[-1] == "evaluation after step 0 (weights v1): math inf"
+    (row,) = [notice.row for notice in story.notices if isinstance(notice, RowDone)]
+    assert row["eval/math"] == math.inf
+
+
+@given(st.lists(st.floats(), min_size=1))
+def test_any_numbers_have_a_mean_and_a_curve(values: list[float]) -> None:
+    assert isinstance(mean_of(values), float)
+    assert len(sparkline(values)) == min(40, len(values))
+
+
+def test_a_sample_of_a_dump_that_cannot_be_true_is_told_with_its_file() -> None:
+    story = Story()
+    reason = "d/rollout_0.npz: sample 0 of group 0: token 1 has id 99 (allowed: 0 to 63)"
+    failed = SampleSummary(index=0, status=SampleStatus.FAILED, reward=1.0, reason=reason)
+    story.tell(
+        GroupCompleted(group_id=0, attempt=0, lease="a", round=0, instance="rollout", data="d", samples=(failed,))
+    )
+    assert story.lines() == [f"sample left out: {reason}"]

@@ -1,14 +1,18 @@
 """Groups of a dump as answers: in the dump's order, under the names that are asked for."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
+from actors.rollout.recorded.demonstrations import Demonstrations
 from actors.rollout.recorded.dump import Dumped
-from messages import Int32Array, Prompt, RolloutRequested, SamplingParams
-from runtime.samples.dump_files import DumpError, columns_path, write_pair
+from messages import Int32Array, Prompt, RolloutRequested, SampleStatus, SamplingParams, UInt8Array
+from runtime.samples.dump_files import DumpError, columns_path, lines_path, write_pair
 from runtime.samples.dumped_run import DumpedGroups, fitted
 from runtime.settings.reading.config import TopologyError
 from runtime.settings.topology import Topology
@@ -98,3 +102,53 @@ def test_columns_that_are_missing_or_of_other_samples_end_the_start(dump: Path) 
     columns.unlink()
     with pytest.raises(TopologyError, match=r"run\.load = .*rollout_2\.npz: no such file"):
         fitted(on(dump))
+
+
+def spoil(dump: Path, step: int, column: str, place: int, value: float) -> str:
+    """Write another value into the columns of a step; the name of their file."""
+    path = columns_path(dump, step)
+    columns = dict(np.load(path))
+    columns[column][place] = value
+    np.savez(path, **columns)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("column", "place", "value", "said"),
+    [
+        ("response_ids", 0, 64, r"response: token 0 has id 64 \(allowed: 0 to 63\)"),
+        ("response_ids", 0, -1, "response: token 0 has id -1"),
+        ("prompt_ids", 1, 10**6, "prompt: token 1 has id 1000000"),
+        ("rollout_log_probs", 1, -1e39, "response: token 1 has log-prob -inf"),
+        ("rollout_log_probs", 0, 5.0, "response: token 0 has log-prob 5"),
+        ("weight_spans", (0, 2), 9, "weight spans cover 9 of 2 tokens"),
+    ],
+)
+def test_a_sample_that_cannot_be_true_fails_alone_with_its_file(
+    dump: Path, column: str, place: Any, value: float, said: str
+) -> None:
+    with np.errstate(over="ignore"):
+        file = spoil(dump, 2, column, place, value)
+    wrong, right = Dumped(dump, vocab_size=64).answer(task(2))
+    assert (wrong.summary.status, wrong.segments, wrong.summary.reward) == (SampleStatus.FAILED, (), 1.0)
+    assert re.search(f"^{re.escape(file)}: sample 0 of group 5: {said}", wrong.summary.reason or "")
+    assert (right.summary.status, len(right.segments)) == (SampleStatus.COMPLETED, 2)
+    assert all(sample.summary.reason is None for sample in Dumped(dump, vocab_size=64).answer(task(0)))
+
+
+def test_a_sample_with_other_tokens_than_its_line_says_fails(dump: Path) -> None:
+    lines = lines_path(dump, 2)
+    lines.write_bytes(lines.read_bytes().replace(b'"response_len":2', b'"response_len":9'))
+    wrong, right = Dumped(dump).answer(task(2))
+    assert "its segments have 4 tokens, and 11 are said of it" in (wrong.summary.reason or "")
+    assert right.summary.reason is None
+
+
+def test_a_demonstration_of_other_tokens_than_the_models_is_refused_with_its_row() -> None:
+    prompt = msgspec.structs.replace(
+        task(0).prompt, response_ids=Int32Array([3, 64]), loss_mask=UInt8Array([1, 1]), response="x"
+    )
+    asked = msgspec.structs.replace(task(0), prompt=prompt)
+    assert len(Demonstrations(65).answer(asked)) == 2
+    with pytest.raises(ValueError, match="prompt 9 of other: response: token 1 has id 64"):
+        Demonstrations(64).answer(asked)
