@@ -15,8 +15,9 @@ from actors.reward.graders.boxed import BOXED_PREFIX
 from actors.reward.graders.builtin import BUILT_IN_GRADERS
 from actors.reward.graders.calling import resolve_grader
 from actors.rollout.sessions.functions import find_generate_function
+from runtime.agent.preflight.apart import Doing, unlimited
 from runtime.settings.load import places
-from runtime.settings.plugins import PluginError
+from runtime.settings.plugins import PluginError, is_plugin
 from runtime.settings.reading.config import Problem
 from runtime.settings.reading.toml import Loaded
 from runtime.settings.topology import Topology
@@ -25,16 +26,18 @@ from runtime.wording import show
 Find = Callable[[Sequence[Path]], object]  # takes the directories in which relative files are looked for
 
 
-def check_hooks(topology: Topology, loaded: Loaded | None = None) -> list[Problem]:
+def check_hooks(topology: Topology, loaded: Loaded | None = None, doing: Doing = unlimited) -> list[Problem]:
     """Find every function that is named and check what it takes. Imports users' modules.
 
     Args:
         topology: the topology.
         loaded: where its keys came from: problems name that, and relative files are looked for beside it. Without it
             they are looked for in the current directory.
+        doing: is told what is done next.
     """
     problems: list[Problem] = []
     for key, value, find in _hooks(topology):
+        doing(key, value, "importing it" if is_plugin(value) else "trying it")
         problem = _problem(key, value, partial(find, places(loaded, key) if loaded else (Path.cwd(),)))
         if problem is not None:
             problems.append(msgspec.structs.replace(problem, file=loaded.origin(key)) if loaded else problem)

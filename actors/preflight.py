@@ -1,55 +1,50 @@
 """Whether a start would go on this machine: the one decision that --check tells and a start obeys."""
 
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from actors.buffer.prompts.prompts import PromptReader, Reader
-from actors.buffer.prompts.source import training_reader
-from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
 from actors.hooks import check_hooks
-from actors.reward.graders.builtin import find_grader
+from actors.preflight_prompts import MODEL, Look, context_of, end_of, prompt_problems
 from actors.rollout.engines.external import Wanted
 from actors.rollout.engines.launching.server_arguments import engine_problems
 from actors.rollout.requests.served_model import ServedModel
-from actors.rollout.sglang.limits import KEPT_OF_INPUT
 from actors.trainer.checkpoints import beginning_of, newest_of_run
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.layout import check_layout
-from actors.trainer.models.shapes import hf_shapes
+from actors.trainer.models.shapes import hf_shapes, num_weights
 from actors.trainer.models.weight_files import check_weights
-from messages import Prompt
-from runtime.agent.preflight.check import check_here
+from runtime.agent.preflight.apart import Doing, unlimited
+from runtime.agent.preflight.check import ASK_TIMEOUT_S, check_here
 from runtime.agent.preflight.findings import Checked
 from runtime.agent.preflight.hub import hub_models
+from runtime.agent.preflight.limits import free_memory_bytes
 from runtime.hf_config import ModelError, read_dense_model
 from runtime.hf_experts import Qwen3MoeKeys
-from runtime.samples.data_files import DataError
 from runtime.samples.dump_files import RUN_FILE, DumpedRun
-from runtime.samples.rows import read_rows
 from runtime.settings.load import LoadedTopology
+from runtime.settings.placement import data_parallel_size
 from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
-from runtime.settings.recipe import (
-    DataConfig,
-    eval_data,
-    eval_sampling,
-    max_prompt_len,
-    rollout_sampling,
-    trains_demonstrations,
-)
+from runtime.settings.sizes import show_bytes
 from runtime.settings.topology import Topology, answers_are_recorded, sglang_arguments
 from runtime.weights.fp8 import sglang_refuses
+from runtime.wording import count_of
 
-READ_ROWS: Final = 1000  # of each data file, rendered and tokenised as the buffer will
-MODEL: Final = "model.hf_checkpoint"
+WIDEST: Final = 1 << 17  # of hidden_size; at 2^19 an engine's log-probs differed from the trainer's by 0.011, tried
+BYTES_TRAINED: Final = 18  # of each weight on the CPU: itself, gradient, Adam's moments, what is being published
+BYTES_SERVED: Final = 10  # and in an embedded engine, while it takes new weights; both measured with 80 million
 
 
 def preflight(
-    loaded: LoadedTopology, node: str | None = None, *, fresh: bool = False, elsewhere: bool = False
+    loaded: LoadedTopology,
+    node: str | None = None,
+    *,
+    fresh: bool = False,
+    elsewhere: bool = False,
+    doing: Doing = unlimited,
 ) -> Checked:
     """Everything that a start would be refused for.
 
@@ -58,18 +53,26 @@ def preflight(
         node: which of its nodes this machine is; none: the one with the bus.
         fresh: the run that is there is to be discarded.
         elsewhere: leave out what only the machine can show where the run is to be.
+        doing: is told what is done next.
     """
-    checked = check_here(loaded, node, fresh=fresh, elsewhere=elsewhere)
-    hooks = check_hooks(loaded.topology, loaded.loaded)
+    checked = check_here(loaded, node, fresh=fresh, elsewhere=elsewhere, doing=doing)
+    hooks, notes = check_hooks(loaded.topology, loaded.loaded, doing), list(checked.notes)
     found = [problem for problem in hooks if not (elsewhere and _is_of_a_machine(problem))]
     if not elsewhere:
         broken = {problem.key for problem in checked.problems}
         found += _with_origin(loaded, _of_dumps(loaded.topology))
         found += _with_origin(loaded, _of_engines(loaded.topology, broken))
         if _can_be_read(loaded, broken):
+            broken |= {problem.key for problem in found}
+            doing(
+                MODEL,
+                loaded.topology.model.hf_checkpoint,
+                "reading it, or asking engines for it",
+                limit_s=ASK_TIMEOUT_S,
+            )
             found += _with_origin(loaded, _of_urls(loaded.topology, broken))
-            found += _with_origin(loaded, _of_model(loaded.topology, broken, fresh=fresh))
-    return msgspec.structs.replace(checked, problems=(*checked.problems, *found))
+            found += _with_origin(loaded, _of_model(loaded.topology, broken, Look(doing, notes), fresh=fresh))
+    return msgspec.structs.replace(checked, problems=(*checked.problems, *found), notes=tuple(notes))
 
 
 def _can_be_read(loaded: LoadedTopology, broken: set[str]) -> bool:
@@ -124,7 +127,7 @@ def _of_urls(topology: Topology, broken: set[str]) -> Iterator[Problem]:
         yield from url_problems(key, engine.urls, wanted)
 
 
-def _of_model(topology: Topology, broken: set[str], *, fresh: bool) -> Iterator[Problem]:
+def _of_model(topology: Topology, broken: set[str], look: Look, *, fresh: bool) -> Iterator[Problem]:
     """What the model's directory and the prompts for it are refused for; `broken` keys are known to be unusable."""
     model = topology.model
     try:
@@ -140,13 +143,36 @@ def _of_model(topology: Topology, broken: set[str], *, fresh: bool) -> Iterator[
         return
     if not model.random_init:
         yield from _weights(MODEL, model.hf_checkpoint, shape)
+    if shape.hidden_size > WIDEST:
+        message = f"hidden_size = {shape.hidden_size}: at most {WIDEST}; wider sums differ by more than weights may"
+        yield Problem.of(MODEL, model.hf_checkpoint, message)
+    yield from _memory(topology, shape)
     if model.ref_load is not None and "model.ref_load" not in broken:
         yield from _weights("model.ref_load", model.ref_load, shape)
     if topology.run.only != "rollout":
         yield from _load(topology, shape)
         yield from _resumed(topology, shape) if not fresh else ()
     yield from _limits(topology, shape)
-    yield from _prompts(topology, shape, broken)
+    found = list(prompt_problems(topology, shape, broken, look))
+    if not answers_are_recorded(topology) and MODEL not in {problem.key for problem in found}:
+        yield from _served(topology)
+    yield from found
+
+
+def _memory(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
+    """Whether the weights fit the memory of this machine, where they are trained or served on the CPU."""
+    weights, replicas = num_weights(shape), data_parallel_size(topology.trainer)
+    trains = topology.run.only != "rollout" and topology.trainer.device == "cpu"
+    needed = weights * replicas * BYTES_TRAINED if trains else 0
+    engines = sum(topology.engines[name].num_engines for name in _embedded(topology))
+    needed += weights * engines * BYTES_SERVED
+    free = free_memory_bytes()
+    if needed > free:
+        message = (
+            f"its {weights:,} weights need {show_bytes(needed)} of memory, trained in {count_of(replicas, 'replica')} "
+            f"and served by {count_of(engines, 'engine')}, and this machine has {show_bytes(free)} free"
+        )
+        yield Problem.of(MODEL, topology.model.hf_checkpoint, message)
 
 
 def _embedded(topology: Topology) -> Iterator[str]:
@@ -229,21 +255,12 @@ def _resumed(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
 
 def _limits(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
     rollout = topology.rollout
-    if rollout.max_context_len is not None and rollout.max_context_len > _context(shape):
-        message = f"at most {_context(shape)}: {_ends(shape)}"
+    if rollout.max_context_len is not None and rollout.max_context_len > context_of(shape):
+        message = f"at most {context_of(shape)}: {end_of(shape)}"
         yield Problem.of("rollout.max_context_len", rollout.max_context_len, message)
     if beyond := [token for token in rollout.stop_token_ids if token >= shape.vocab_size]:
         message = f"{beyond[0]} is no token of the model, which has {shape.vocab_size}"
         yield Problem.of("rollout.stop_token_ids", list(rollout.stop_token_ids), message)
-
-
-def _context(shape: HfConfig) -> int:
-    """Tokens of a prompt and its response at most."""
-    return shape.max_position_embeddings - KEPT_OF_INPUT
-
-
-def _ends(shape: HfConfig) -> str:
-    return f"the model ends at {shape.max_position_embeddings} tokens, of which engines keep {KEPT_OF_INPUT} free"
 
 
 def _served(topology: Topology) -> Iterator[Problem]:
@@ -259,79 +276,3 @@ def _served(topology: Topology) -> Iterator[Problem]:
         served.check_stop(stop)
     except ValueError as error:
         yield Problem.of("rollout.stop", list(stop), str(error))
-
-
-def _prompts(topology: Topology, shape: HfConfig, broken: set[str]) -> Iterator[Problem]:
-    try:
-        tokenizing = load_tokenizing(topology.model.hf_checkpoint, trust_remote_code=topology.model.trust_remote_code)
-    except DataError as error:
-        yield Problem.of(MODEL, topology.model.hf_checkpoint, str(error))
-        return
-    if not answers_are_recorded(topology):
-        yield from _served(topology)
-    own_graders = topology.reward.graders
-    for key, data, reader, response in _sources(topology, tokenizing):
-        if data.path is None or key in broken:
-            continue
-        try:
-            rows = list(islice(read_rows(data), READ_ROWS + 1))
-            prompts = reader.read(rows[:READ_ROWS], data)
-        except DataError as error:
-            yield Problem.of(key, data.path, str(error))
-            continue
-        usable = [prompt for prompt in prompts if reader.too_long(prompt) is None]
-        if not usable and len(rows) <= READ_ROWS:
-            shortest = min(prompts, key=lambda prompt: len(prompt.prompt_ids))
-            message = f"every row is over a limit; of the shortest {reader.too_long(shortest)}"
-            yield Problem.of(key, data.path, message)
-        if not trains_demonstrations(topology):
-            yield from _ungraded(key, data, [prompt for prompt in usable if prompt.rm_type not in own_graders])
-        yield from _too_large(topology, shape, key, data.path, usable, response)
-
-
-def _ungraded(key: str, data: DataConfig, prompts: list[Prompt]) -> Iterator[Problem]:
-    """Built-in graders that do not exist, or that have no label to compare with."""
-    built_in = [(prompt.rm_type, prompt) for prompt in prompts if prompt.rm_type and not is_plugin(prompt.rm_type)]
-    for name, prompt in dict(reversed(built_in)).items():
-        try:
-            find_grader(name)
-        except ValueError as error:
-            yield Problem.of(key, data.path, f"row {prompt.row}: {error}")
-    for name, prompt in built_in:
-        if prompt.label is None:
-            message = f"row {prompt.row} of {data.path} has no label, which the grader {name} compares with"
-            yield Problem(key=key.replace("path", "label_key"), message=message)
-            return
-
-
-def _sources(topology: Topology, tokenizing: Tokenizing) -> Iterator[tuple[str, DataConfig, Reader, int]]:
-    """Key of the path, data, what reads it, and how many tokens a response may have."""
-    for index, data in enumerate(topology.data):
-        response = rollout_sampling(topology).max_response_len
-        yield f"data.{index}.path", data, training_reader(topology, tokenizing), response
-    reader = PromptReader(tokenizing, max_prompt_len(topology.rollout))
-    for index, item in enumerate(topology.eval):
-        response = eval_sampling(topology, item).max_response_len
-        yield f"eval.{index}.path", eval_data(topology, item), reader, response
-
-
-def _too_large(
-    topology: Topology, shape: HfConfig, key: str, path: str, prompts: list[Prompt], response: int
-) -> Iterator[Problem]:
-    """Token ids that the model has not, and prompts after which it has no room for a response."""
-    highest = max((int(prompt.prompt_ids.max()) for prompt in prompts), default=0)
-    if highest >= shape.vocab_size:
-        message = f"its tokenizer gives token {highest} for {path}, and the model has {shape.vocab_size}"
-        yield Problem.of(MODEL, topology.model.hf_checkpoint, message)
-    longest = max((len(prompt.prompt_ids) for prompt in prompts), default=0)
-    needed = min(longest + response, topology.rollout.max_context_len or longest + response)
-    why = f"a prompt of {longest} tokens in {path} and a response of {response} need {needed}"
-    for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
-        room = engine.max_total_tokens
-        if room is not None and room < needed + KEPT_OF_INPUT:
-            message = f"is too small: {why}, and engines keep {KEPT_OF_INPUT} free"
-            yield Problem.of(f"engines.{name}.max_total_tokens", room, message)
-    if not answers_are_recorded(topology) and needed > _context(shape):
-        length = "rollout.max_response_len" if key.startswith("data") else key.replace("path", "max_response_len")
-        remedy = "rollout.max_context_len cuts responses, rollout.max_prompt_len leaves long prompts out"
-        yield Problem.of(length, response, f"{why}, and {_ends(shape)}; {remedy}")

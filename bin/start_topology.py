@@ -1,15 +1,20 @@
 """Start the run that a topology file describes, or resume it, and follow it to its end."""
 
-import argparse
-import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import msgspec
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    from runtime.import_path import refuse_shadows
+
+    refuse_shadows()
+
+import argparse  # noqa: E402 - not before it is known to be Python's own
+import shlex  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
+
+import msgspec  # noqa: E402
 
 from actors.processes import process_specs  # noqa: E402 - found in place, without an installation
 from bin.entry import Screen, WrongInput, ended, parser_of, run  # noqa: E402
@@ -24,6 +29,7 @@ from runtime.settings.slime.hints import flag_hint  # noqa: E402
 from runtime.settings.topology import Topology  # noqa: E402
 
 if TYPE_CHECKING:
+    from runtime.agent.preflight.findings import Checked
     from runtime.agent.start import SpecsOf
 
 COMMAND = "bin/start-topology"
@@ -101,24 +107,38 @@ def _node_of(topology: Topology, wanted: str | None) -> str:
 
 def _ready(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen) -> Topology:
     """The topology as it would be started here now; whatever refuses it, refuses it here, for --check and a start."""
-    from actors.preflight import preflight  # numpy and users' modules, which --help can do without
     from runtime.agent.claims.rundir import RunRefused, check_start
     from runtime.agent.preflight.hub import hub_models, with_cached
 
     loaded = with_cached(loaded, lambda found: screen.show(f"note: {found}"))
-    checked = preflight(loaded, _node_of(loaded.topology, args.node), fresh=args.fresh is not None)
+    checked = _checked(loaded, screen, node=_node_of(loaded.topology, args.node), fresh=args.fresh is not None)
     for note in checked.notes:
         screen.show(f"note: {note}")
     if checked.problems:
         raise TopologyError(checked.problems)
     if any(hub_models(loaded)):  # to be downloaded: nothing more can be told of the run
         return loaded.topology
-    topology = _fitted(_counted(loaded).topology, screen)
+    topology = _fitted(_counted(loaded, screen).topology, screen)
     try:
         check_start(topology, args.fresh)
     except RunRefused as error:
         raise WrongInput(str(error)) from error
     return topology
+
+
+def _checked(
+    loaded: LoadedTopology, screen: Screen, *, node: str | None = None, fresh: bool = False, elsewhere: bool = False
+) -> "Checked":
+    """What is found out before a start, by a process that can be killed: it runs users' code."""
+    from runtime.agent.preflight.apart import Doing, apart
+    from runtime.agent.preflight.findings import Checked
+
+    def work(doing: Doing) -> Checked:
+        from actors.preflight import preflight  # numpy and users' modules, which --help can do without
+
+        return preflight(loaded, node, fresh=fresh, elsewhere=elsewhere, doing=doing)
+
+    return apart(loaded, work, Checked, screen.show)
 
 
 def _check(loaded: LoadedTopology, args: argparse.Namespace) -> int:
@@ -127,9 +147,7 @@ def _check(loaded: LoadedTopology, args: argparse.Namespace) -> int:
         _ready(loaded, args, Screen(sys.stderr))
         Screen(sys.stdout).show(f"{file}: valid, and a start on this machine would go")
         return EXIT_OK
-    from actors.preflight import preflight
-
-    checked = preflight(loaded, elsewhere=True)
+    checked = _checked(loaded, Screen(sys.stderr), elsewhere=True)
     if checked.problems:
         raise TopologyError(checked.problems)
     Screen(sys.stdout).show(
@@ -142,8 +160,8 @@ def _plan(loaded: LoadedTopology, specs_of: "SpecsOf", args: argparse.Namespace)
     """Draws, whether or not it could be started here; what is in the way is said beside it."""
     screen = Screen(sys.stderr)
     try:
-        loaded = _counted(loaded)
-    except DataError as error:
+        loaded = _counted(loaded, screen)
+    except (DataError, TopologyError) as error:
         screen.show(f"note: train.num_epoch cannot be counted here: {error}")
     topology = loaded.topology
     if topology.run.load is not None and Path(topology.run.load).exists():
@@ -159,13 +177,18 @@ def _plan(loaded: LoadedTopology, specs_of: "SpecsOf", args: argparse.Namespace)
     return EXIT_OK
 
 
-def _counted(loaded: LoadedTopology) -> LoadedTopology:
+def _counted(loaded: LoadedTopology, screen: Screen) -> LoadedTopology:
     """With train.num_steps in the place of train.num_epoch; reads all data if there is one."""
     if loaded.topology.train.num_epoch is None:
         return loaded
-    from actors.buffer.prompts.epochs import count_steps  # tokenizers and numpy, which the rest can do without
+    from runtime.agent.preflight.apart import Doing, apart
 
-    return msgspec.structs.replace(loaded, topology=count_steps(loaded.topology))
+    def work(doing: Doing) -> Topology:
+        from actors.buffer.prompts.epochs import count_steps  # tokenizers and numpy, which the rest can do without
+
+        return count_steps(loaded.topology, doing)
+
+    return msgspec.structs.replace(loaded, topology=apart(loaded, work, Topology, screen.show))
 
 
 def _fitted(topology: Topology, screen: Screen) -> Topology:

@@ -28,6 +28,7 @@ from runtime.agent.claims.rundir import (
 from runtime.agent.display import Show
 from runtime.agent.node import NodeAgent
 from runtime.agent.node_plan import NodePlan, RunEnd, exit_code_of
+from runtime.agent.preflight.limits import raise_open_files
 from runtime.agent.supervision.changes import GivenUp
 from runtime.bus.nats.server import ServerSettings
 from runtime.exit_codes import EXIT_INPUT_ERROR
@@ -77,6 +78,7 @@ def start(topology: Topology, wish: Wish, *, specs_of: SpecsOf, show: Show, rewr
         RunRefused: it cannot be started like this.
     """
     check_start(topology, wish.fresh)
+    raise_open_files(topology)
     run_dir = Path(topology.run.dir) / topology.run.name
     with _claim(run_dir, wish.node if len(topology.nodes) > 1 else None) as claim:
         if wish.fresh is not None:

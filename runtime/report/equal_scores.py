@@ -1,4 +1,4 @@
-"""Notices a run whose first scores are all equal: a grader and a model that do not fit, or a task already solved. Pure."""
+"""Notices a run whose first scores are all equal: grader and model do not fit, or the task is solved. Pure."""
 
 from collections.abc import Sequence
 from typing import Final

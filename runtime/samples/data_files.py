@@ -14,6 +14,7 @@ from runtime.wording import show
 BOM: Final = b"\xef\xbb\xbf"
 PARQUET_SUFFIXES: Final = (".parquet", ".pq")
 BOUNDS: Final = re.compile(r"^@\[\s*(-?\d+)?\s*:\s*(-?\d+)?\s*\]$")
+MAX_LINE_BYTES: Final = 256 << 20  # of a JSONL file; a file without ends of lines is none
 BATCH_ROWS: Final = 1024  # of a Parquet file, in memory at a time
 
 
@@ -79,7 +80,9 @@ def _whole(file: str) -> Iterator[Record]:
 def _read_jsonl(path: Path) -> Iterator[Record]:
     with path.open("rb") as file:
         number = 0
-        for line, raw in enumerate(file, start=1):
+        for line, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
+            if len(raw) > MAX_LINE_BYTES:
+                raise DataError(f"{path}:{line}: the line is over {MAX_LINE_BYTES >> 20} MiB: is this JSONL?")
             if text := raw.removeprefix(BOM if line == 1 else b"").strip():
                 place = f"{path}:{line}"
                 yield Record(number=number, place=place, columns=_json_object(text, place))

@@ -68,6 +68,7 @@ def load_plugin(
     if not callable(found):
         raise PluginError(key, value, f"{attribute} is a {type(found).__name__}, which cannot be called")
     _check_parameters(key, value, found, parameters)
+    _refuse_generators(key, value, found, attribute)
     is_async = _is_async(found)
     if is_async and not allow_async:
         raise PluginError(key, value, f"{attribute} is async; a plain function is needed here")
@@ -177,6 +178,13 @@ def _check_parameters(key: str, value: str, function: Callable[..., Any], parame
 def _without_types(signature: inspect.Signature) -> str:
     plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
     return str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+
+
+def _refuse_generators(key: str, value: str, function: Callable[..., Any], attribute: str) -> None:
+    """A function with `yield` in it gives a generator, whatever it yields."""
+    calls = (function, getattr(type(function), "__call__"))  # noqa: B004, B009 - of an object that can be called
+    if any(inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call) for call in calls):
+        raise PluginError(key, value, f"{attribute} is a generator: it has yield where return is needed")
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -26,6 +26,7 @@ class RunConfig(Config, frozen=True, kw_only=True):
     dump_details: Text | None = None  # directory for dumps of all samples, two files a train step; none: no dumps
     only: Literal["rollout", "trainer"] | None = None  # start this half alone; the trainer then trains on a dump
     load: Text | None = None  # that dump: a directory that dump_details of another run has written
+    check_timeout_s: Timeout = 60.0  # Seconds that one check before the start may take, such as importing your grader.
     stall_after_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0  # without any event, before an event says who waits
     unresponsive_after_s: StillFor = 300.0  # an actor whose event loop stands still for so long is started again
 

@@ -2,8 +2,9 @@
 
 import msgspec
 
-from actors.buffer.prompts.source import load_data, training_reader
+from actors.buffer.prompts.source import read_in_parts, training_reader
 from actors.buffer.prompts.tokenizing import load_tokenizing
+from runtime.agent.preflight.apart import Doing, unlimited
 from runtime.samples.data_files import DataError
 from runtime.settings.reading.config import TopologyError
 from runtime.settings.recipe import Recipe
@@ -11,8 +12,8 @@ from runtime.settings.rules.validate import validate
 from runtime.settings.topology import Topology
 
 
-def count_steps(topology: Topology) -> Topology:
-    """Put train.num_steps in the place of train.num_epoch. Blocks: reads and tokenises the data.
+def count_steps(topology: Topology, doing: Doing = unlimited) -> Topology:
+    """Put train.num_steps in the place of train.num_epoch. Blocks: reads and tokenises the data, says how far it is.
 
     Raises:
         DataError: the data cannot be used, or has less than a batch of prompts.
@@ -21,7 +22,7 @@ def count_steps(topology: Topology) -> Topology:
     num_epoch = topology.train.num_epoch
     if num_epoch is None:
         return topology
-    num_steps = num_epoch * steps_per_epoch(topology)
+    num_steps = num_epoch * steps_per_epoch(topology, doing)
     train = msgspec.structs.replace(topology.train, num_steps=num_steps, num_epoch=None)
     counted = msgspec.structs.replace(topology, train=train)
     if problems := validate(counted):
@@ -29,7 +30,7 @@ def count_steps(topology: Topology) -> Topology:
     return counted
 
 
-def steps_per_epoch(recipe: Recipe) -> int:
+def steps_per_epoch(recipe: Recipe, doing: Doing = unlimited) -> int:
     """Full batches in one pass over all usable prompts; the rest of a pass opens the next one's first batch.
 
     Raises:
@@ -39,7 +40,12 @@ def steps_per_epoch(recipe: Recipe) -> int:
         recipe, load_tokenizing(recipe.model.hf_checkpoint, trust_remote_code=recipe.model.trust_remote_code)
     )
     batch_size = recipe.rollout.rollout_batch_size
-    num_prompts = sum(len(load_data(data, reader).prompts) for data in recipe.data)
+    num_prompts = 0
+    for index, data in enumerate(recipe.data):
+        doing(f"data.{index}.path", data.path, "counting its rows")
+        for prompts in read_in_parts(data, reader):
+            num_prompts += sum(reader.too_long(prompt) is None for prompt in prompts)
+            doing(f"data.{index}.path", data.path, f"counting its rows: {num_prompts:,} so far")
     if num_prompts < batch_size:
         raise DataError(
             f"train.num_epoch: an epoch of {num_prompts} prompts has no full batch: "

@@ -45,6 +45,7 @@ class MadePrompts:
         self._data = data
         self._reader = reader
         first, again = ([self.prompt(number) for number in range(NUM_PROBED)] for _ in range(2))
+        self.first: Sequence[Prompt] = first
         if fingerprint_of(first) != fingerprint_of(again):
             message = (
                 "gives other rows when it is asked again; a number must always give the same, as restarts ask again"

@@ -2,7 +2,8 @@
 
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Final
 
 import msgspec
@@ -18,6 +19,7 @@ from runtime.samples.data_files import DataError
 from runtime.samples.rows import read_rows
 from runtime.settings.recipe import DataConfig, Recipe, eval_data, max_prompt_len, trains_demonstrations
 
+PART_ROWS: Final = 1000  # of a data file, rendered and tokenised at a time
 WORD: Final = 2**64  # seeds and epochs are taken modulo this
 
 
@@ -108,6 +110,17 @@ def training_reader(recipe: Recipe, tokenizing: Tokenizing) -> Reader:
     if trains_demonstrations(recipe):
         return DemonstrationReader(tokenizing, recipe.rollout)
     return PromptReader(tokenizing, max_prompt_len(recipe.rollout))
+
+
+def read_in_parts(data: DataConfig, reader: Reader) -> Iterator[list[Prompt]]:
+    """Read, render and tokenise one data source, PART_ROWS at a time; what is over a limit is among them.
+
+    Raises:
+        DataError: a row cannot be used.
+    """
+    rows = read_rows(data)
+    while part := list(islice(rows, PART_ROWS)):
+        yield reader.read(part, data)
 
 
 def load_data(data: DataConfig, reader: Reader) -> LoadedData:

@@ -1,7 +1,9 @@
 """Whether a start would go on this machine, as far as it can be told without knowing an actor."""
 
 from collections.abc import Iterator
+from typing import Final
 
+from runtime.agent.preflight.apart import Doing, unlimited
 from runtime.agent.preflight.built import not_built
 from runtime.agent.preflight.buses import Asker, check_bus
 from runtime.agent.preflight.files import check_paths, paths_of
@@ -12,9 +14,16 @@ from runtime.settings.placement import home_node, max_sample_tokens
 from runtime.settings.recipe import max_prompt_len
 from runtime.settings.topology import Topology
 
+ASK_TIMEOUT_S: Final = 120.0  # of servers and interpreters, each of which has a limit of its own
+
 
 def check_here(
-    loaded: LoadedTopology, node: str | None = None, *, fresh: bool = False, elsewhere: bool = False
+    loaded: LoadedTopology,
+    node: str | None = None,
+    *,
+    fresh: bool = False,
+    elsewhere: bool = False,
+    doing: Doing = unlimited,
 ) -> Checked:
     """Look for what a topology needs, and for what is not built.
 
@@ -24,8 +33,9 @@ def check_here(
         fresh: the run that is there is to be discarded.
         elsewhere: leave out what only the machine can show where the run is to be: GPUs, interpreters with their
             packages, paths, addresses.
+        doing: is told what is done next.
     """
-    findings = Findings(loaded)
+    findings = Findings(loaded, doing)
     topology = loaded.topology
     for problem in not_built(topology):
         findings.add(problem)
@@ -35,6 +45,7 @@ def check_here(
     here = node or home_node(topology)
     check_machine(findings, here)
     check_paths(findings)
+    doing("bus.url", topology.bus.url, "asking it", limit_s=ASK_TIMEOUT_S)
     check_bus(findings, Asker(node=here, bus_login=loaded.bus_login, fresh=fresh))
     return findings.checked()
 

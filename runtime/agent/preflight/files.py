@@ -84,9 +84,14 @@ def _no_directory(findings: Findings, key: str, value: str) -> None:
 def _data(findings: Findings, key: str, data: DataConfig) -> None:
     if data.path is None:
         return  # a function, which is looked for where plug-ins are
-    if not Path(split_slice(data.path)[0]).exists():
+    file = Path(split_slice(data.path)[0])
+    if not file.exists():
         findings.missing(f"{key}.path", data.path, "no such file")
         return
+    if not file.is_file():
+        findings.problem(f"{key}.path", data.path, "is no regular file: a run reads its data anew at each start")
+        return
+    findings.doing(f"{key}.path", data.path, f"reading the first {CHECKED_ROWS:,} rows")
     try:
         for _ in read_rows(data, CHECKED_ROWS):
             pass
@@ -99,7 +104,7 @@ def _credentials(findings: Findings) -> None:
     key, value = "bus.credentials", findings.topology.bus.credentials
     if value is None:
         return
-    if not Path(value).exists():
+    if not Path(value).is_file():
         findings.missing(key, value, "no such file")
         return
     try:

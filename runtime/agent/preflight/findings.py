@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from runtime.agent.preflight.apart import Doing, unlimited
 from runtime.agent.preflight.hub import HubModel, hub_models
 from runtime.settings.load import LoadedTopology, places
 from runtime.settings.reading.config import Problem
@@ -20,8 +21,9 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
 class Findings:
     """Collects problems, each with the file that wrote its key."""
 
-    def __init__(self, loaded: LoadedTopology) -> None:
+    def __init__(self, loaded: LoadedTopology, doing: Doing = unlimited) -> None:
         self.topology = loaded.topology
+        self.doing = doing
         self._whole = loaded
         self._loaded = loaded.loaded
         self._problems: list[Problem] = []

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from runtime.agent.preflight.findings import Findings
+from runtime.agent.preflight.limits import check_open_files
 from runtime.settings.devices import gpus_here, handed_out
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
 
@@ -39,6 +40,8 @@ def check_machine(findings: Findings, node: str) -> None:
         node: what this machine is.
     """
     topology = findings.topology
+    check_open_files(findings)
+    findings.doing("trainer.device", topology.trainer.device, "asking torch for GPUs", limit_s=2 * ASK_TIMEOUT_S)
     _check_gpus(findings, node)
     for needed in _needed(topology):
         absent = [name for name in needed.packages if not _is_installed(name)]
@@ -48,6 +51,7 @@ def check_machine(findings: Findings, node: str) -> None:
             )
             findings.problem(needed.key, needed.value, message)
     for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
+        findings.doing(f"engines.{name}", engine.kind, "asking its interpreter or servers", limit_s=2 * ASK_TIMEOUT_S)
         _check_engine(findings, f"engines.{name}", engine)
 
 

@@ -1,5 +1,6 @@
 """What a schema says of plain tables: which keys there are, and what is wrong with the values."""
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, TypeGuard, cast, get_args, get_origin
@@ -32,6 +33,8 @@ def find_problems(value: object, expected: Any, key: str = "", schema: Any = Non
     elif item is not None and isinstance(value, list) and get_origin(expected) is tuple:
         for index, entry in enumerate(cast("list[object]", value)):
             yield from find_problems(entry, item, f"{key}.{index}", schema)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield Problem(key=key, value=str(value), message="is not finite; allowed: numbers that are")
     else:
         try:
             msgspec.convert(value, expected)

@@ -1,5 +1,6 @@
 """Settings from files: TOML with its includes, or the JSON of a run directory; who wrote which key."""
 
+import codecs
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from runtime.settings.reading.schema import find_problems
 from runtime.wording import show
 
 Table = dict[str, Any]
+BOMS: Final = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 SET: Final = "--set"  # the origin of a key that an override wrote
 SHIPPED_TOPOLOGIES: Final = Path(__file__).resolve().parents[3] / "topologies"
 
@@ -125,7 +127,12 @@ class _Reader:
 
 def _parse(path: Path) -> Table:
     try:
-        text = path.read_text(encoding="utf-8")
+        if path.exists() and not path.is_file():
+            raise OSError("is no regular file: a run reads its topology anew at each start")  # or this would hang
+        if (data := path.read_bytes()).startswith(BOMS):
+            message = "begins with a byte-order mark (BOM): save it as plain UTF-8, without one"
+            raise TopologyError([Problem(key="", message=message, file=str(path))])
+        text = data.decode()
         return msgspec.json.decode(text, type=Table) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         message = f"cannot be read: {error.strerror or error}"

@@ -185,7 +185,8 @@ def _schedule(recipe: Recipe) -> Iterator[Problem]:
 def _length(recipe: Recipe) -> Iterator[Problem]:
     train = recipe.train
     if not train.num_steps and train.num_epoch is None:
-        yield Problem(key="train.num_steps", message="missing: train steps, at least 1; or train.num_epoch")
+        message = "no train step, unless train.num_epoch says how many: set one of them to 1 or more"
+        yield Problem.of("train.num_steps", 0, message)
     if train.num_steps and train.num_epoch is not None:
         message = f"a run is as long as train.num_steps = {train.num_steps} or train.num_epoch says; unset one"
         yield Problem.of("train.num_epoch", train.num_epoch, message)

@@ -127,7 +127,7 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
         (("data.0.source=m:f",), "data.0.source", "a source is a file or a function, and data.0.path is set"),
         (("data.0.source=m:f", "data.0.path=none"), "rollout.shuffle", "has no effect on data.0.source"),
         (("data.1.name=e", "data.1.source=m:f"), "data.1.source", "must be the only data source"),
-        (("train.num_steps=0",), "train.num_steps", "missing: train steps, at least 1; or train.num_epoch"),
+        (("train.num_steps=0",), "train.num_steps", "no train step, unless train.num_epoch says how many"),
         (("train.num_epoch=2",), "train.num_epoch", "train.num_steps = 200 or train.num_epoch says; unset one"),
         (("data.0.source=m:f", "train.num_steps=0", "train.num_epoch=2"), "train.num_epoch", "has no length"),
         (("run.name=a.b",), "run.name", "string matching"),

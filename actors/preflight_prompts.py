@@ -1,0 +1,201 @@
+"""Pre-start checks of data sources: every row is rendered and tokenised, and one of each source is graded."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from actors.buffer.prompts.made import MadePrompts, find_source
+from actors.buffer.prompts.prompts import PromptReader, Reader
+from actors.buffer.prompts.source import read_in_parts, training_reader
+from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
+from actors.reward.graders.builtin import find_grader
+from actors.reward.samples import GradedSample
+from actors.reward.trial import Trial, trial_notes
+from actors.rollout.sglang.limits import KEPT_OF_INPUT
+from actors.trainer.models.config import HfConfig
+from messages import Prompt
+from runtime.agent.preflight.apart import Doing
+from runtime.samples.data_files import DataError
+from runtime.settings.plugins import PluginError, is_plugin
+from runtime.settings.reading.config import Problem
+from runtime.settings.recipe import (
+    DataConfig,
+    eval_data,
+    eval_sampling,
+    max_prompt_len,
+    rollout_sampling,
+    trains_demonstrations,
+)
+from runtime.settings.topology import Topology, answers_are_recorded
+
+MODEL = "model.hf_checkpoint"
+
+
+class Look(NamedTuple):
+    """With what a check reports."""
+
+    doing: Doing
+    notes: list[str]  # is added to
+
+
+class Source(NamedTuple):
+    """A data source or an evaluation set."""
+
+    key: str  # of its table: "data.0"
+    data: DataConfig
+    reader: Reader
+    max_response_len: int  # tokens
+
+    @property
+    def place(self) -> str:
+        """Where its rows come from."""
+        return self.data.path or self.data.source or ""
+
+    @property
+    def place_key(self) -> str:
+        """The key that says so."""
+        return f"{self.key}.{'source' if self.data.path is None else 'path'}"
+
+
+class Found(msgspec.Struct):
+    """What the rows of a source are like, over all of them."""
+
+    first: Prompt | None = None  # usable
+    highest: int = -1  # token id
+    longest: int = 0  # prompt, in tokens
+    too_long: str | None = None  # what is wrong with the shortest prompt that cannot be used
+    shortest: int = 0  # its tokens
+    problem: Problem | None = None  # of the first row that its grader cannot grade
+
+    def add(self, prompts: Sequence[Prompt], source: Source) -> list[Prompt]:
+        """Note prompts; return those that can be used."""
+        usable: list[Prompt] = []
+        for prompt in prompts:
+            reason, length = source.reader.too_long(prompt), len(prompt.prompt_ids)
+            if reason is None:
+                usable.append(prompt)
+                self.longest = max(self.longest, length)
+                ids = [prompt.prompt_ids] if prompt.response_ids is None else [prompt.prompt_ids, prompt.response_ids]
+                self.highest = max([self.highest, *(int(part.max()) for part in ids if len(part))])
+            elif self.too_long is None or length < self.shortest:
+                self.too_long, self.shortest = reason, length
+        self.first = self.first or next(iter(usable), None)
+        return usable
+
+
+def context_of(shape: HfConfig) -> int:
+    """Tokens of a prompt and its response at most."""
+    return shape.max_position_embeddings - KEPT_OF_INPUT
+
+
+def end_of(shape: HfConfig) -> str:
+    """Where the model ends, in words."""
+    return f"the model ends at {shape.max_position_embeddings} tokens, of which engines keep {KEPT_OF_INPUT} free"
+
+
+def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], look: Look) -> Iterator[Problem]:
+    """What data, tokenizer and graders are refused for; a grader that raises is noted.
+
+    Args:
+        broken: keys that are known to be unusable.
+        look: with what it reports.
+    """
+    model = topology.model
+    look.doing(MODEL, model.hf_checkpoint, "loading its tokenizer")
+    try:
+        tokenizing = load_tokenizing(model.hf_checkpoint, trust_remote_code=model.trust_remote_code)
+    except DataError as error:
+        yield Problem.of(MODEL, model.hf_checkpoint, str(error))
+        return
+    graded: dict[str, Trial] = {}
+    for source in _sources(topology, tokenizing):
+        if source.place_key in broken:
+            continue
+        found = Found()
+        try:
+            for prompts in _parts(source, look.doing):
+                usable = found.add(prompts, source)
+                if found.problem is None and not trains_demonstrations(topology):
+                    found.problem = _ungraded(source, usable, topology.reward.graders)
+        except (DataError, PluginError) as error:
+            yield Problem.of(source.place_key, source.place, str(error))
+            continue
+        if found.problem is not None:
+            yield found.problem
+        if found.first is None:
+            message = f"every row is over a limit; of the shortest {found.too_long}"
+            yield Problem.of(source.place_key, source.place, message)
+        elif f"{source.key}.rm_type" not in broken:
+            graded[source.key] = Trial(found.first, group=topology.reward.group_rm and source.key.startswith("data"))
+        yield from _too_large(topology, shape, source, found)
+    if graded and not answers_are_recorded(topology) and not any(key.startswith("reward.") for key in broken):
+        yield from trial_notes(topology, graded, look.doing, look.notes)
+
+
+def _parts(source: Source, doing: Doing) -> Iterator[list[Prompt]]:
+    """The prompts of a source, part by part; of a function the first ones, which it makes at a start."""
+    if source.data.source is not None:
+        doing(source.place_key, source.place, "calling it for its first rows")
+        yield list(MadePrompts(find_source(source.place_key, source.data.source), source.data, source.reader).first)
+        return
+    number, parts = 0, read_in_parts(source.data, source.reader)
+    while True:
+        doing(source.place_key, source.place, f"rendering and tokenising its rows from {number:,} on")
+        prompts = next(parts, None)
+        if prompts is None:
+            return
+        number += len(prompts)
+        yield prompts
+
+
+def _ungraded(source: Source, prompts: Sequence[Prompt], own: Mapping[str, str]) -> Problem | None:
+    """The first prompt whose built-in grader does not exist, or cannot compare with its label."""
+    for prompt in prompts:
+        name = prompt.rm_type
+        if name is None or name in own or is_plugin(name):
+            continue
+        try:
+            grader = find_grader(name)
+        except ValueError as error:
+            return Problem.of(source.place_key, source.place, f"row {prompt.row}: {error}")
+        try:
+            grader(GradedSample(prompt=prompt.text, label=prompt.label, metadata=prompt.metadata))
+        except ValueError as error:
+            if prompt.label is None:
+                wrong = f"has no label, which the grader {name} compares with"
+            else:
+                wrong = f"has a label that the grader {name} cannot compare with: {error}"
+            message = f"row {prompt.row} of {source.place} {wrong}"
+            return Problem(key=f"{source.key}.label_key", message=message)
+    return None
+
+
+def _sources(topology: Topology, tokenizing: Tokenizing) -> Iterator[Source]:
+    for index, data in enumerate(topology.data):
+        response = rollout_sampling(topology).max_response_len
+        yield Source(f"data.{index}", data, training_reader(topology, tokenizing), response)
+    reader = PromptReader(tokenizing, max_prompt_len(topology.rollout))
+    for index, item in enumerate(topology.eval):
+        response = eval_sampling(topology, item).max_response_len
+        yield Source(f"eval.{index}", eval_data(topology, item), reader, response)
+
+
+def _too_large(topology: Topology, shape: HfConfig, source: Source, found: Found) -> Iterator[Problem]:
+    """Token ids that the model has not, and prompts after which it has no room for a response."""
+    place, response = source.place, source.max_response_len
+    if found.highest >= shape.vocab_size:
+        message = f"its tokenizer gives token {found.highest} for {place}, and the model has {shape.vocab_size}"
+        yield Problem.of(MODEL, topology.model.hf_checkpoint, message)
+    needed = min(found.longest + response, topology.rollout.max_context_len or found.longest + response)
+    why = f"a prompt of {found.longest} tokens in {place} and a response of {response} need {needed}"
+    for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
+        room = engine.max_total_tokens
+        if room is not None and room < needed + KEPT_OF_INPUT:
+            message = f"is too small: {why}, and engines keep {KEPT_OF_INPUT} free"
+            yield Problem.of(f"engines.{name}.max_total_tokens", room, message)
+    if not answers_are_recorded(topology) and needed > context_of(shape):
+        of_run = source.key.startswith("data")
+        length = "rollout.max_response_len" if of_run else f"{source.key}.max_response_len"
+        remedy = "rollout.max_context_len cuts responses, rollout.max_prompt_len leaves long prompts out"
+        yield Problem.of(length, response, f"{why}, and {end_of(shape)}; {remedy}")
