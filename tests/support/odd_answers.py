@@ -119,6 +119,10 @@ def split_everywhere(written: list[bytes]) -> Sequence[bytes]:
     return [joined[start : start + 7] for start in range(0, len(joined), 7)]
 
 
+def without_spaces(written: list[bytes]) -> Sequence[bytes]:
+    return [b"data:" + part.removeprefix(b"data: ") for part in written]
+
+
 def without_a_middle_one(written: list[bytes]) -> Sequence[bytes]:
     return [*written[:1], *written[2:]]
 
@@ -214,6 +218,14 @@ BROKEN: Final = (
     only_streamed("an end before the last chunk", framed(lambda written: [*written[:-2], DONE])),
 )
 FRAMES: Final = (
+    only_streamed("CRLF", framed(lambda written: [part.replace(b"\n", b"\r\n") for part in written]), legal=True),
+    only_streamed("comments", framed(lambda written: [b": ping\n\n: pong\n" + part for part in written]), legal=True),
+    only_streamed("data without a space", framed(without_spaces), legal=True),
+    only_streamed(
+        "other fields", framed(lambda written: [b"event: x\nid: 1\n" + part for part in written]), legal=True
+    ),
+    only_streamed("bad UTF-8", framed(in_the_middle(b'"text": "', b'"text": "\xff'))),
+    only_whole("bad UTF-8 in an answer", framed(in_the_middle(b'"text": "', b'"text": "\xff'))),
     only_streamed("broken JSON", framed(in_the_middle(b'"output_ids"', b'"output_ids'))),
     only_streamed("a chunk lost", framed(without_a_middle_one)),
     only_streamed("a chunk doubled", framed(doubled)),

@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import AsyncGenerator, Collection, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import aiohttp
@@ -20,7 +20,7 @@ from actors.rollout.sglang.errors import (
     EngineUnavailable,
     RequestRefused,
 )
-from actors.rollout.sglang.events import DONE, events_of
+from actors.rollout.sglang.events import DONE, EventTooLarge, events_of
 from actors.rollout.sglang.streams import Stream, refusal_in
 from runtime.secrets import Secret
 
@@ -29,6 +29,8 @@ T = TypeVar("T")
 BEYOND_ROUTER_S = 10.0  # that we wait longer for an answer than the router does: it says why there is none
 ADMIN_TIMEOUT_S = 10.0
 PROBE_TRIES = 5
+SILENT_TRIES = 2  # of a look at an engine: one answer that comes late does not make it another one
+MAX_ANSWER_BYTES = 1 << 29  # SGLang writes about 40 bytes for a token
 REFUSALS = (400, 413, 422)
 PASSING = (408, 425, 429, 502, 503, 504)
 
@@ -176,24 +178,23 @@ class SglangClient:
         url = router + "/generate"
         data = msgspec.json.encode({**body, "stream": True})
         async with self._request("POST", url, data, self._generate_timeout_s) as response:
-            async for event in events_of(response.content):
-                if event == DONE:
-                    break
-                _raise_streamed(url, event)
-                try:
-                    stream.add(event)
-                except (ValueError, RecursionError) as error:
-                    label = label_in(event) or stream.last_label
-                    raise BadAnswer(url, f"bad chunk: {error}: {_shown(event)}", label) from error
+            try:
+                async for event in events_of(response.content):
+                    if event == DONE:
+                        break
+                    _raise_streamed(url, event)
+                    _add(url, stream, event)
+            except EventTooLarge as error:
+                raise BadAnswer(url, str(error), stream.last_label) from error
         if not stream.ended:
             raise EngineUnavailable(f"{url}: the stream broke off after {stream.num_tokens} tokens")
         if stream.refused is not None:
             raise _error(url, stream.refused.code, stream.refused.message, label=stream.last_label)
 
     async def ready(self, engine: str) -> bool:
-        """Whether an engine answers its readiness probe."""
+        """Whether an engine answers its readiness probe, the second one if the first is not answered in time."""
         try:
-            await self._send("GET", engine + "/ready", None, ADMIN_TIMEOUT_S)
+            await self._look(engine + "/ready")
         except EngineError:
             return False
         return True
@@ -222,7 +223,7 @@ class SglangClient:
     async def weight_version(self, engine: str) -> str | None:
         """What an engine calls its weights."""
         url = engine + "/model_info"
-        return _decode(url, await self._send("GET", url, None, ADMIN_TIMEOUT_S), ModelInfo).weight_version
+        return _decode(url, await self._look(url), ModelInfo).weight_version
 
     async def pause(self, engine: str, mode: str) -> None:
         """Stop an engine from generating; what it has is put back or frozen, as the mode says."""
@@ -325,9 +326,16 @@ class SglangClient:
     async def _post(self, url: str, body: dict[str, Any], timeout_s: float) -> bytes:
         return await self._send("POST", url, msgspec.json.encode(body), timeout_s)
 
+    async def _look(self, url: str) -> bytes:
+        """Ask again what is not answered in time."""
+        for _ in range(SILENT_TRIES - 1):
+            with suppress(EngineSilent):
+                return await self._send("GET", url, None, ADMIN_TIMEOUT_S)
+        return await self._send("GET", url, None, ADMIN_TIMEOUT_S)
+
     async def _send(self, method: str, url: str, data: bytes | None, timeout_s: float) -> bytes:
         async with self._request(method, url, data, timeout_s) as response:
-            return await response.read()
+            return await _read_all(url, response)
 
     @asynccontextmanager
     async def _request(
@@ -339,7 +347,7 @@ class SglangClient:
         try:
             async with self._session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
                 if response.status >= 300:
-                    raise _error(url, response.status, _shown(await response.read()))
+                    raise _error(url, response.status, _shown(await _read_all(url, response)))
                 yield response
         except TimeoutError as error:  # some are ClientErrors too
             raise EngineSilent(f"{url}: no answer within {timeout_s:g} s") from error
@@ -351,6 +359,24 @@ def _error(url: str, code: int, message: str, *, label: str = "") -> EngineError
     if code in REFUSALS:
         return RequestRefused(f"{url}: {message}", label=label)
     return (EngineBusy if code in PASSING else EngineFailed)(f"{url}: {code} {message}", label=label)
+
+
+def _add(url: str, stream: Stream, event: bytes) -> None:
+    try:
+        stream.add(event)
+    except (ValueError, RecursionError) as error:
+        label = label_in(event) or stream.last_label
+        raise BadAnswer(url, f"bad chunk: {error}: {_shown(event)}", label) from error
+
+
+async def _read_all(url: str, response: aiohttp.ClientResponse) -> bytes:
+    """Raises EngineFailed: it is larger than any answer."""
+    data = bytearray()
+    async for part in response.content.iter_any():
+        data += part
+        if len(data) > MAX_ANSWER_BYTES:
+            raise EngineFailed(f"{url}: an answer of more than {MAX_ANSWER_BYTES} bytes")
+    return bytes(data)
 
 
 def _raise_streamed(url: str, event: bytes) -> None:

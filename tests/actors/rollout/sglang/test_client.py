@@ -1,6 +1,7 @@
 """What is sent to engines that no scripted engine keeps."""
 
 import asyncio
+import contextlib
 from typing import Any
 
 import aiohttp
@@ -9,7 +10,8 @@ import pytest
 from aiohttp import web
 
 from actors.rollout.sglang.client import SglangClient
-from actors.rollout.sglang.errors import EngineUnavailable
+from actors.rollout.sglang.errors import BadAnswer, EngineFailed, EngineUnavailable
+from actors.rollout.sglang.streams import Stream
 from runtime.secrets import Secret
 from tests.support.scripted_engine import ScriptedEngine, serving
 
@@ -79,3 +81,64 @@ async def test_a_weight_update_names_its_version_and_drops_what_was_computed_und
     assert bodies == [
         {"model_path": "/weights/v7", "weight_version": "7@e", "flush_cache": True, "load_format": "auto"}
     ]
+
+
+async def test_one_look_that_is_answered_late_does_not_make_an_engine_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("actors.rollout.sglang.client.ADMIN_TIMEOUT_S", 0.3)
+    asked: list[str] = []
+    never = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        if asked.count(request.path) == 1 or request.path.startswith("/hung"):
+            await never.wait()
+        return web.json_response({"weight_version": "7@e"})
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with aiohttp.ClientSession() as session:
+            client = SglangClient(session)
+            assert await client.ready(url)
+            assert await client.weight_version(url) == "7@e"
+            assert not await client.ready(url + "/hung")
+    finally:
+        never.set()
+        await runner.cleanup()
+    assert asked == 2 * ["/ready"] + 2 * ["/model_info"] + 2 * ["/hung/ready"]
+
+
+async def test_an_answer_without_end_is_the_engines_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.rollout.sglang.client.MAX_ANSWER_BYTES", 100_000)
+    monkeypatch.setattr("actors.rollout.sglang.events.MAX_EVENT_BYTES", 100_000)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await response.write(b"data: " + b"x" * 5_000)
+        return response
+
+    app = web.Application()
+    app.router.add_post("/generate", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    body = {"rid": "r", "input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with aiohttp.ClientSession() as session:
+            client = SglangClient(session)
+            with pytest.raises(EngineFailed, match="an answer of more than 100000 bytes"):
+                await client.generate(url, body)
+            with pytest.raises(BadAnswer, match="an event has no end within 100000 bytes"):
+                await client.stream(url, body, Stream())
+    finally:
+        await runner.cleanup()

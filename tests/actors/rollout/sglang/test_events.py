@@ -1,16 +1,25 @@
-"""Server-sent events out of a connection."""
+"""Server-sent events out of a connection, however they are written and cut."""
 
 import asyncio
+from itertools import pairwise
 
 import aiohttp
 import pytest
 from aiohttp.base_protocol import BaseProtocol
+from hypothesis import given
+from hypothesis import strategies as st
 
-from actors.rollout.sglang.events import events_of
+from actors.rollout.sglang import events as sse
+from actors.rollout.sglang.events import EventReader, EventTooLarge, events_of
 
-pytestmark = pytest.mark.anyio
+
+def events_in(*parts: bytes) -> list[bytes]:
+    """The events in bytes that come in these parts."""
+    reader = EventReader()
+    return [event for part in parts for event in reader.feed(part)]
 
 
+@pytest.mark.anyio
 async def test_what_came_before_a_connection_broke_is_read_though_nobody_looked_until_then() -> None:
     """On a busy machine the last chunk and the end of the connection are met in one turn of the loop."""
     loop = asyncio.get_running_loop()
@@ -22,3 +31,47 @@ async def test_what_came_before_a_connection_broke_is_read_though_nobody_looked_
     assert [await anext(events), await anext(events)] == [b"one", b"two"]
     with pytest.raises(aiohttp.ClientPayloadError):
         await anext(events)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        b"data: one\n\ndata: two\n\n",
+        b"data: one\r\n\r\ndata: two\r\n\r\n",
+        b"data: one\r\rdata: two\r\r\n",
+        b"data:one\n\ndata:two\n\n",
+        b": hello\n\ndata: one\n: ping\n\n:\n\ndata: two\n\n",
+        b"event: token\nid: 7\nretry: 10\ndata: one\n\ndata: two\nevent: x\n\n",
+        b"\xef\xbb\xbfdata: one\n\n\n\n\ndata: two\n\n",
+        b"data: one\r\n\ndata: two\n\r\n",
+    ],
+)
+def test_each_way_that_the_standard_allows_is_read_wherever_it_is_cut(written: bytes) -> None:
+    assert events_in(written) == [b"one", b"two"]
+    assert events_in(*(bytes([byte]) for byte in written)) == [b"one", b"two"]
+
+
+def test_lines_of_data_are_joined_and_an_event_without_its_end_is_not_given() -> None:
+    assert events_in(b"data: {\ndata:   1}\n\ndata: cut") == [b"{\n  1}"]
+
+
+@given(
+    st.lists(st.tuples(st.binary(min_size=1), st.sampled_from(["\n", "\r\n"]), st.sampled_from(["", " "]))),
+    st.lists(st.integers(0, 200)),
+)
+def test_events_are_read_however_they_are_cut(written: list[tuple[bytes, str, str]], cuts: list[int]) -> None:
+    data = [text.replace(b"\n", b"").replace(b"\r", b"").lstrip(b" ") for text, _, _ in written]
+    joined = b"".join(
+        b"data:" + space.encode() + text + 2 * end.encode() for text, (_, end, space) in zip(data, written, strict=True)
+    )
+    bounds = sorted({0, *(cut for cut in cuts if cut < len(joined)), len(joined)})
+    parts = [joined[start:end] for start, end in pairwise(bounds)]
+    assert events_in(*parts) == data
+
+
+@pytest.mark.parametrize("endless", [b"data: xxxxxxx", b": comment", b"data: x\n"])
+def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch, endless: bytes) -> None:
+    monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 1000)
+    assert events_in(b"data: " + b"x" * 900 + b"\n\n", b"data: " + b"x" * 900 + b"\n\n") == 2 * [b"x" * 900]
+    with pytest.raises(EventTooLarge, match="no end within 1000 bytes"):
+        events_in(*[endless] * 2000)
