@@ -24,7 +24,7 @@ CHECKPOINTS: Final = "checkpoints"  # in the run directory
 TRACKER: Final = "latest_checkpointed_iteration.txt"  # of Megatron-LM, beside its checkpoints
 BACKEND: Final = "torch_dist"  # the format of ours, and the only one of Megatron-LM's that is read
 DAMAGED: Final = "damaged-"  # what the name of a checkpoint that was set aside begins with
-WITHOUT_EFFECT: Final = ("initializer_range", "max_position_embeddings")  # on what weights compute
+WITHOUT_EFFECT: Final = ("initializer_range", "max_position_embeddings", "num_unused_mtp_layers")  # on what is computed
 _NAME: Final = re.compile(r"step-(\d{8})")
 _MEGATRON_LM: Final = re.compile(r"iter_\d{7,}|release")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from actors.trainer.checkpoints import CHECKPOINTS, checkpoints_in
+from actors.trainer.checkpoints import CHECKPOINTS, checkpoints_in, saved_run
 from actors.trainer.file_checksums import damage_of
 from runtime.agent.claims.rundir import TOPOLOGY_FILE
 from runtime.files import complete_directory
@@ -129,6 +129,7 @@ def _write_weights(path: Path, unfinished: Path, topology: Topology, device: "to
     alone = MegatronConfig(mtp_num_layers=topology.trainer.megatron.mtp_num_layers)
     groups.join(groups.Ranks(), alone, device, seed=topology.run.seed)
     model = read_hf_config(Path(topology.model.hf_checkpoint), alone.mtp_num_layers)
+    saved_run(path).check(path, model, dtype=None, resumes=True)  # config.json, which is exported too
     with quiet():
         chunks = build_chunks(
             model, transformer_config(model, alone, dtype=DTYPES[topology.model.dtype], device=device)

@@ -72,9 +72,7 @@ class MegatronConfig(Config, frozen=True, kw_only=True):
     disable_bf16_reduced_precision_matmul: bool = False  # products of bfloat16 are summed in float32
     deallocate_pipeline_outputs: bool = False  # what was sent to the next stage is freed
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"  # how tokens reach the ranks of experts
-    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = (
-        "aux_loss"  # per micro-batch or sequence
-    )
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = "aux_loss"  # per batch or sequence
     moe_aux_loss_coeff: NonNegative = 0.0  # weight of that loss; 0: none
     moe_z_loss_coeff: NonNegative | None = None  # weight of the router's squared log-sum; none: no such loss
     moe_router_bias_update_rate: NonNegative = 0.0  # step of experts' biases towards equal use; 0: they stay

@@ -20,18 +20,13 @@ from actors.trainer.megatron.imports import (
     merge,
     quiet,
 )
+from actors.trainer.megatron.optimizer_shards import PREFIX, sharded_optimizer
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.megatron.reading import reading
 from actors.trainer.megatron.saving import Saving
 
-# of a distributed optimizer's state: readable by any layout, and the only one that this version of Megatron can write
-FORMAT = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
-    "chained_optim_avoid_prefix": True,  # experts that are shared out have an optimizer of their own
-}
 DISTRIBUTED = "use_distributed_optimizer"
-MAIN_PARAMETERS = {True: "optimizer.state.param.", False: "optimizer.state.fp32_param."}  # by whether it is distributed
+MAIN_PARAMETERS = {True: f"{PREFIX}param.", False: f"{PREFIX}fp32_param."}  # by whether it is distributed
 
 
 def begin_save(
@@ -77,7 +72,8 @@ def load_checkpoint(replica: Replica, path: Path) -> int:
         state |= dist_checkpointing.load({"optimizer": optimizer}, str(path))  # which may ask for the model's, too
     for key, chunk in named_chunks(replica.complete_chunks()).items():
         chunk.load_state_dict(state[key])
-    _load_optimizer(replica.optimizer, merge(settings, state["optimizer"]), state["optimizer_steps"])
+    loaded = settings if replica.is_distributed else merge(settings, state["optimizer"])  # which is in its place
+    load_settings(replica.optimizer, loaded, state["optimizer_steps"])
     torch.set_rng_state(state["rng"][dist.get_rank() % len(state["rng"])])
     replica.skips = Skips(state["skipped_in_a_row"], tuple(state.get("skipped_recently", ())))
     replica.steps_before = state["steps_before"]
@@ -122,7 +118,7 @@ def _state(replica: Replica, *, step: int, loading: bool) -> dict[str, Any]:
     """
     fill_optimizer_state(replica.optimizer)
     model = {key: chunk.sharded_state_dict() for key, chunk in named_chunks(replica.complete_chunks()).items()}
-    optimizer, _ = extract_sharded_base(_optimizer_state(replica, model, loading=loading))
+    optimizer = sharded_state(replica, model, loading=loading)
     plain = {
         "optimizer_steps": _optimizer_steps(replica.optimizer),
         "step": step,
@@ -134,16 +130,41 @@ def _state(replica: Replica, *, step: int, loading: bool) -> dict[str, Any]:
     return {**model, "optimizer": optimizer, "rng": _random_states(), **plain}
 
 
-def _optimizer_state(replica: Replica, model: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+def sharded_state(replica: Replica, model: dict[str, Any], *, loading: bool) -> dict[Any, Any]:
+    """The optimizer's tensors, described for dist_checkpointing. Those of the distributed optimizer are the live ones.
+
+    Args:
+        replica: whose optimizer's state is filled.
+        model: Megatron's descriptions of its chunks.
+        loading: they are to be read.
+    """
+    if replica.is_distributed:
+        described = {id(leaf.data): leaf for leaf in leaves(model)}
+        return sharded_optimizer(_parts(replica.optimizer), described)
+    sharded, _ = extract_sharded_base(_plain_state(replica, model, loading=loading))
+    return sharded
+
+
+def _plain_state(replica: Replica, model: dict[str, Any], *, loading: bool) -> dict[Any, Any]:
+    """Of the optimizer that is not distributed."""
     of_chunks = model if len(model) > 1 else model["model"]
-    return replica.optimizer.sharded_state_dict(of_chunks, loading, metadata=FORMAT)
+    metadata = {"chained_optim_avoid_prefix": True}  # experts that are shared out have an optimizer of their own
+    return replica.optimizer.sharded_state_dict(of_chunks, loading, metadata=metadata)
 
 
-def _settings(replica: Replica) -> dict[str, Any]:
+def _settings(replica: Replica) -> dict[Any, Any]:
     """What Megatron wants to load of an optimizer beside its tensors."""
+    if replica.is_distributed:
+        return own_settings(replica.optimizer)
     model = {key: chunk.sharded_state_dict() for key, chunk in named_chunks(replica.complete_chunks()).items()}
-    _, settings = extract_sharded_base(_optimizer_state(replica, model, loading=True))
+    _, settings = extract_sharded_base(_plain_state(replica, model, loading=True))
     return dict_list_map_inplace(lambda value: value.unwrap() if hasattr(value, "unwrap") else value, settings)
+
+
+def own_settings(optimizer: Any) -> dict[Any, Any]:
+    """Those of a distributed optimizer, which has its tensors already."""
+    settings = [part.state_dict() for part in _parts(optimizer)]
+    return settings[0] if len(settings) == 1 else dict(enumerate(settings))
 
 
 def _optimizer_steps(optimizer: Any) -> float:
@@ -151,7 +172,8 @@ def _optimizer_steps(optimizer: Any) -> float:
     return max(counts, default=0.0)
 
 
-def _load_optimizer(optimizer: Any, state: dict[Any, Any], steps: float) -> None:
+def load_settings(optimizer: Any, state: dict[Any, Any], steps: float) -> None:
+    """Load an optimizer's settings and count of steps, and the state that comes with them."""
     parts = _parts(optimizer)
     for index in range(len(parts)):
         of_part = state if len(parts) == 1 else state[index]

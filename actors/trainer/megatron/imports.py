@@ -39,6 +39,7 @@ _NAMES: Final = {
     "initialize_rng_tracker": "tensor_parallel.random",
     "model_parallel_cuda_manual_seed": "tensor_parallel.random",
     "TorchDistSaveShardedStrategy": "dist_checkpointing.strategies.torch",
+    "FullyParallelSaveStrategyWrapper": "dist_checkpointing.strategies.fully_parallel",
     "TorchCommonLoadStrategy": "dist_checkpointing.strategies.common",
     "MCoreSavePlanner": "dist_checkpointing.strategies.torch",
     "mcore_to_pyt_state_dict": "dist_checkpointing.strategies.torch",
@@ -67,8 +68,6 @@ def _import() -> dict[str, Any]:
         parts = {name: getattr(import_module(f"megatron.core.{module}"), name) for name, module in _NAMES.items()} | {
             module: import_module(f"megatron.core.{module}") for module in ("parallel_state", "dist_checkpointing")
         }
-        optimizer: Any = import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
-    optimizer._set_main_param_and_optimizer_states = _set_main_states
     _read_checked()
     rope: Any = import_module("megatron.core.models.common.embeddings.rope_utils")
     rope._apply_rotary_pos_emb_thd = fused.packed_rotary(rope._apply_rotary_pos_emb_bshd)
@@ -103,16 +102,6 @@ def _without_transformer_engine() -> None:
     latent.HAVE_TE = isinstance(latent.TELinear, type)  # else a stand-in, of which nothing is an instance
 
 
-def _set_main_states(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
-    """Load what there is of a parameter's optimizer state. Megatron's own asks for the step count of torch's AdamW too,
-    which is not among what is saved by parameter; with fused optimizers it would not be in the state."""
-    group, order = self.model_param_group_index_map[parameter]
-    main = self.optimizer.param_groups[group]["params"][order]
-    destinations = {"param": main, **self.optimizer.state[main]}
-    for name, tensor in tensors.items():
-        destinations[name].copy_(tensor)
-
-
 _parts = _import()
 
 parallel_state: Any = _parts["parallel_state"]
@@ -135,6 +124,7 @@ gather_from_sequence_parallel_region: Any = _parts["gather_from_sequence_paralle
 initialize_rng_tracker: Any = _parts["initialize_rng_tracker"]
 model_parallel_cuda_manual_seed: Any = _parts["model_parallel_cuda_manual_seed"]
 TorchDistSaveShardedStrategy: Any = _parts["TorchDistSaveShardedStrategy"]
+FullyParallelSaveStrategyWrapper: Any = _parts["FullyParallelSaveStrategyWrapper"]
 TorchCommonLoadStrategy: Any = _parts["TorchCommonLoadStrategy"]
 MCoreSavePlanner: Any = _parts["MCoreSavePlanner"]
 mcore_to_pyt_state_dict: Any = _parts["mcore_to_pyt_state_dict"]

@@ -10,7 +10,14 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from actors.trainer.megatron.checkpoint import FORMAT, fill_optimizer_state, leaves, named_chunks, own_step_counts
+from actors.trainer.megatron.checkpoint import (
+    fill_optimizer_state,
+    leaves,
+    load_settings,
+    named_chunks,
+    own_settings,
+    sharded_state,
+)
 from actors.trainer.megatron.imports import TorchCommonLoadStrategy, dist_checkpointing, quiet
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.megatron.reading import UnsafeCheckpoint, reading
@@ -50,16 +57,12 @@ def begin_from_megatron_lm(replica: Replica, path: Path, *, finetune: bool) -> N
         return
     steps = _check_optimizer(replica, saved, path)
     fill_optimizer_state(replica.optimizer)
-    optimizer = replica.optimizer.sharded_state_dict(
-        model if len(model) > 1 else model["model"], is_loading=True, metadata=FORMAT
-    )
-    with quiet(), reading(path):
+    optimizer = sharded_state(replica, model, loading=True)
+    with quiet():
         state = dist_checkpointing.load({**model, "optimizer": optimizer}, str(path))
     _set_model(replica, state)
-    own = replica.optimizer.state_dict()["optimizer"]["param_groups"]  # the recipe's, not those of the other training
-    state["optimizer"]["optimizer"]["param_groups"] = [{**group, "step": steps} for group in own]
-    replica.optimizer.load_state_dict(state["optimizer"])
-    own_step_counts(replica.optimizer)
+    # settings are the recipe's, not those of the other training
+    load_settings(replica.optimizer, own_settings(replica.optimizer), steps)
 
 
 class _Nothing(TorchCommonLoadStrategy):

@@ -22,10 +22,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from actors.trainer.checkpoints import RUN_FILE, SavedRun
 from actors.trainer.file_checksums import FileChecksum, checksum_of, write_checksums
 from actors.trainer.megatron.imports import (
+    FullyParallelSaveStrategyWrapper,
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
     dist_checkpointing,
     mcore_to_pyt_state_dict,
+    parallel_state,
     quiet,
     replace_state_dict_keys_with_sharded_keys,
 )
@@ -61,7 +63,9 @@ class Saving:
             self._unfinished.mkdir(parents=True)
         dist.barrier()
         with quiet():
-            dist_checkpointing.save(state, str(self._unfinished), _SaveInProcess(self._writer))
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)  # each writes a share of copies
+            strategy = FullyParallelSaveStrategyWrapper(_SaveInProcess(self._writer), group)
+            dist_checkpointing.save(state, str(self._unfinished), strategy)
         self.written = executor.submit(self._writer.write)  # this rank's files are on the disk
 
     def finish(self) -> Path:

@@ -152,3 +152,11 @@ def test_an_export_passes_a_damaged_checkpoint_over_and_says_so(saved: TrainerRa
     assert newest(tmp_path / "run").name == "step-00000002"  # the run may be at work
     with pytest.raises(CannotExport, match=r"checkpoint of step 2 is damaged: __0_0\.distcp"):
         export_run(tmp_path / "run", tmp_path / "named", step=2)
+
+
+def test_an_export_has_the_config_of_what_was_trained(saved: TrainerRank, model_dir: Path, tmp_path: Path) -> None:
+    changed = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    (model_dir / "config.json").write_text(json.dumps(TINY | changed))
+    with pytest.raises(ValueError, match=r"rope\.theta is 10000\.0 there"):
+        export_run(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from actors.trainer.commands import TrainerRank
-from actors.trainer.megatron.checkpoint import FORMAT, fill_optimizer_state, leaves
+from actors.trainer.megatron.checkpoint import fill_optimizer_state, leaves
 from actors.trainer.megatron.config import transformer_config
 from actors.trainer.megatron.imports import GPTModel, dist_checkpointing, quiet
 from actors.trainer.megatron.megatron_lm import ALIKE
@@ -33,6 +33,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"
 MakeTopology = Callable[..., Topology]
 ITERATION = 10
 PADDED = 128  # rows of the vocabulary: Megatron-LM's --make-vocab-size-divisible-by
+FORMAT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
 DISTRIBUTED = {"optimizer": {"use_distributed_optimizer": True}}
 
 
