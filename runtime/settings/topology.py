@@ -150,7 +150,7 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     start_weights: StartWeights = "files"  # of a restarted one; "peer": a serving SGLang's, GPU to GPU
     local_copy: bool = False  # engines read weights from their node's own copy; of versions that are changes always
     update_groups: Positive = 1  # engines take new weights in so many groups, while the others serve; 1: all at once
-    verify: Verify | None = None  # what engines must prove of new weights; none: always up to 4 GiB, then first
+    verify: Verify | None = None  # what engines prove of new weights; none: always, from 4 GiB on first; never: nothing
     batch_requests: bool = False  # one request per prompt group instead of one per sample
     python: Text | None = None  # interpreter that has SGLang; none: ours
     urls: tuple[Annotated[str, msgspec.Meta(pattern=r"^https?://")], ...] = ()  # engines that run already

@@ -194,7 +194,9 @@ def check_weights(log: Log) -> None:
 
 def check_evaluations(log: Log, run: Run) -> None:
     """Each one that was due ran once, on weights of its step, and of no other unless it says so of lost ones."""
-    steps = {event.version: event.step for _, event in log if isinstance(event, WeightsAnnounced)}
+    announced = [event for _, event in log if isinstance(event, WeightsAnnounced)]
+    steps = {event.version: event.step for event in announced}
+    first = {event.version: event.again_of or event.version for event in announced}  # of the same weights
     issued = [event for _, event in log if isinstance(event, EvalIssued)]
     ended = [event for _, event in log if isinstance(event, EvalEnded)]
     assert [event.step for event in issued] == evaluated_steps(run)
@@ -204,7 +206,7 @@ def check_evaluations(log: Log, run: Run) -> None:
         assert steps[event.version] == event.step
         counted = _first_answers(log, event.step).values()
         versions = {v for answer in counted for s in answer.samples for v in (s.first_version, s.last_version)}
-        newer = {version for version in versions if version is not None and version != event.version}
+        newer = {version for version in versions if version is not None and first[version] != first[event.version]}
         assert max(newer, default=0) == end.newest_version, counted
         assert event.version in lost or {steps[version] for version in newer} <= {event.step}, counted
 

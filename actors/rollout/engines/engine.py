@@ -26,7 +26,7 @@ from actors.rollout.engines.weights.prover import Prover, nothing
 from actors.rollout.engines.weights.rolling import Rolling
 from actors.rollout.engines.weights.session import Part, WeightSessions, new_key
 from actors.rollout.sglang.client import SglangClient
-from actors.rollout.sglang.errors import EngineError, EngineSilent, EngineUnavailable
+from actors.rollout.sglang.errors import EngineError, EngineSilent, is_away
 from messages import EngineState, WeightsAnnounced
 from runtime.retrying import Backoff
 
@@ -324,7 +324,7 @@ class Engine:
             self._happened(Happening.STALLED, str(error))
         elif self._prover.is_paused(self.url):
             self._happened(Happening.LEFT_PAUSED, str(error))
-        elif isinstance(error, EngineUnavailable):
+        elif is_away(error):
             log.warning("engine_not_admitted", engine=self.name, error=str(error))
             self.answers = False
             if self.is_asked:  # else it is only starting yet

@@ -27,7 +27,7 @@ from actors.rollout.engines.weights.prover import Prover
 from actors.rollout.engines.weights.rolling import Rolling
 from actors.rollout.engines.weights.session import WeightSessions
 from actors.rollout.sglang.client import SglangClient
-from actors.rollout.sglang.errors import EngineError, EngineUnavailable
+from actors.rollout.sglang.errors import EngineError, is_away
 from messages import EngineState, EngineUpdate, WeightsAnnounced
 from runtime.retrying import Backoff
 
@@ -297,7 +297,7 @@ class Fleet:
 
     def _next_step(self, refusals: RefusedBy, error: EngineError, *, may_restart: bool) -> Step:
         """What to do about an engine that was not admitted."""
-        if isinstance(error, EngineUnavailable):
+        if is_away(error):
             refusals.away()
             return Step.AGAIN
         return refusals.refused(

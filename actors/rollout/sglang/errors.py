@@ -55,3 +55,8 @@ class EnginesUnwilling(EngineError):
 
 class RequestRefused(EngineError):
     """The engine says that the request itself is wrong; sending it again cannot help."""
+
+
+def is_away(error: EngineError) -> bool:
+    """Whether an engine that takes weights may be gone or starting; one that answers an error or nonsense is there."""
+    return isinstance(error, EngineUnavailable) and not isinstance(error, EngineFailed)

@@ -221,9 +221,18 @@ async def test_weights_that_no_engine_takes_end_the_actor_with_the_reason(bus: B
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_the_only_engine_is_started_again_when_it_goes_on_refusing(bus: Bus, router_url: str) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (ScriptedEngine(prompt_log_prob=-0.6), "engine.policy.0: its log-probs of the probe"),
+        (ScriptedEngine(raw_answers={"/weights_checker": b"<html>"}), "http://"),
+    ],
+)
+async def test_the_only_engine_is_started_again_when_it_goes_on_refusing(
+    bus: Bus, router_url: str, wrong: ScriptedEngine, reason: str
+) -> None:
     """What is wrong with it may be its process, as where one of its children was killed."""
-    wrong, again = ScriptedEngine(prompt_log_prob=-0.6), ScriptedEngine()
+    again = ScriptedEngine()
     async with serving(wrong), serving(again):
         agent = Agent(bus, again)
         async with (
@@ -233,9 +242,7 @@ async def test_the_only_engine_is_started_again_when_it_goes_on_refusing(bus: Bu
             await bus.publish(announcement(1, probe=PROBE))
             await until_applied(bus, 1)
     assert [request.process for request in agent.asked] == ["engine.policy.0"]
-    assert agent.asked[0].reason.startswith(
-        "it went on refusing weights 1: engine.policy.0: its log-probs of the probe"
-    )
+    assert agent.asked[0].reason.startswith(f"it went on refusing weights 1: {reason}")
 
 
 @pytest.mark.usefixtures("impatient")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import anyio
 import pytest
 
-from messages import LocalCopyGiven, LocalCopyRequested, WeightsRefused
+from messages import FileSum, LocalCopyGiven, LocalCopyRequested, WeightsRefused
 from runtime.bus.bus import Bus
 from runtime.settings.topology import Topology
 from tests.fixtures.nats import eventually
@@ -113,6 +113,43 @@ async def test_an_engine_that_fails_with_its_copy_has_it_looked_at(bus: Bus, rou
             engine.refuses_weights = False
             await until_applied(bus, 1)
     assert [one.doubted for one in agent.asked][:3] == [False, True, True]
+
+
+async def test_a_copy_that_was_damaged_when_an_engine_had_read_it_is_made_again(bus: Bus, router_url: str) -> None:
+    agent = Agent()
+    right = agent.answer
+
+    def damaged_once(request: LocalCopyRequested) -> LocalCopyGiven:
+        if not request.was_read:
+            return right(request)
+        agent.answer = right
+        return LocalCopyGiven(reason="/copies/v1/model.safetensors: damaged")
+
+    agent.answer = damaged_once
+    files = {"model.safetensors": FileSum(size_bytes=9, crc32=7)}
+    async with bus.serve({LocalCopyRequested: agent.copy}), serving(ScriptedEngine()) as engine:
+        async with rollout_actor(bus, router_url, [engine], with_changes(), agent=bus.name):
+            await bus.publish(announcement(1, files=files))
+            refused, _ = await next_event(bus, WeightsRefused)
+            await until_applied(bus, 1)
+    assert isinstance(refused, WeightsRefused)
+    assert refused.reason == "its node's copy of version 1: /copies/v1/model.safetensors: damaged"
+    assert not refused.unusable  # the published files may be right
+    asked = [(one.doubted, one.was_read, one.path) for one in agent.asked]
+    assert asked[:2] == [(False, False, "/weights/v1"), (False, True, "/copies/v1")]
+    assert asked[-2:] == [(True, False, "/weights/v1"), (False, True, "/copies/v1")]
+    assert all(one.files == files for one in agent.asked)
+
+
+async def test_what_no_agent_can_copy_is_unusable(bus: Bus, router_url: str) -> None:
+    agent = Agent()
+    agent.answer = lambda _: LocalCopyGiven(reason="delta-00001.bin: damaged", unusable=True)
+    async with bus.serve({LocalCopyRequested: agent.copy}), serving(ScriptedEngine()) as engine:
+        async with rollout_actor(bus, router_url, [engine], with_changes(), agent=bus.name):
+            await bus.publish(announcement(1))
+            refused, _ = await next_event(bus, WeightsRefused)
+    assert isinstance(refused, WeightsRefused)
+    assert (refused.unusable, refused.reason) == (True, "no copy of version 1 on its node: delta-00001.bin: damaged")
 
 
 async def test_an_agent_that_comes_late_is_asked_until_it_answers_and_not_longer_than_the_deadline(
