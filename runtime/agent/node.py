@@ -27,6 +27,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.calls import Handler
 from runtime.bus.errors import BusError
 from runtime.bus.limits import BusLimits
+from runtime.disk import free_bytes, is_full, no_space, no_space_of
 from runtime.exit_codes import EXIT_FENCED
 from runtime.failures import leaves
 from runtime.secrets import Secret, with_login, write_private
@@ -35,6 +36,8 @@ from runtime.settings.processes import ProcessSpec, Tier
 log = structlog.get_logger()
 
 CHANGES_BOUND = 1000  # of processes, waiting to be told
+LOOK_AT_DISK_S = 1.0
+STORE = "nats"  # of the bus, in the run directory
 STOP_DEADLINE_S = 9.5  # from the wish to stop to the kill of all
 TELL_TIMEOUT_S = 1.0  # for the last changes of processes
 RELEASE_TIMEOUT_S = 1.0
@@ -77,15 +80,31 @@ class NodeAgent:
         with self._changes, self._changes_to_tell:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._obey_signals, tasks.cancel_scope)
+                tasks.start_soon(self._watch_disk)
                 await tasks.start(self._supervision.run)
                 try:
                     await self._work()
                 except* BusError as errors:
                     self._end(RunEnd(finished=False, error=f"the bus failed: {leaves(errors)[0]}"))
                 except* OSError as errors:  # a full disk, for one
-                    self._end(RunEnd(finished=False, error=f"the agent failed: {leaves(errors)[0]}"))
+                    self._end(RunEnd(finished=False, error=self._failure_of(leaves(errors)[0])))
                 await self._supervision.stop()
                 tasks.cancel_scope.cancel()
+
+    def _failure_of(self, error: BaseException) -> str:
+        return str(no_space_of(error, self._plan.run_dir)) if is_full(error) else f"the agent failed: {error}"
+
+    async def _watch_disk(self) -> None:
+        """End the run while its processes and the bus can still store what they have in hand."""
+        plan = self._plan
+        while (free := free_bytes(plan.run_dir)) >= plan.min_free_bytes:
+            with anyio.move_on_after(LOOK_AT_DISK_S):
+                await self._ending.wait()
+                return
+        stored = sum(file.stat().st_size for file in (plan.run_dir / STORE).rglob("*") if file.is_file())
+        needed = plan.min_free_bytes + max(0, plan.stream_bytes - stored)
+        log.error("no_space", free_bytes=free, needed_bytes=needed)
+        self._end(RunEnd(finished=False, error=str(no_space(plan.run_dir, needed))))
 
     async def _work(self) -> None:
         """Bring the bus and all processes up; return when the end has come and the processes are stopped."""
@@ -207,7 +226,11 @@ class NodeAgent:
     def _found_bus(self, url: Secret) -> None:
         """The bus is up, and who may read the run directory may find it."""
         self._bus_url = url
-        write_private(self._plan.run_dir / BUS_FILE, f"{url.reveal()}\n")
+        try:
+            write_private(self._plan.run_dir / BUS_FILE, f"{url.reveal()}\n")
+        except OSError as error:
+            self._end(RunEnd(finished=False, error=self._failure_of(error)))
+            return
         self._bus_ready.set()
 
     def _log_change(self, change: Change) -> None:

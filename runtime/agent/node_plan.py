@@ -32,6 +32,8 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     keeps_metrics: bool = True  # one node of a run does
     stall_after_s: float | None = None  # without any event, before it is said who waits; one node of a run says so
     bus_unresponsive_after_s: float = 60.0
+    stream_bytes: int = 0  # that the streams in the run directory may grow to
+    min_free_bytes: int = 0  # on the run directory's disk; with less the run ends in order
 
 
 class RunEnd(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import TextIO, cast
 
 import anyio
 import msgspec
@@ -31,13 +33,15 @@ from runtime.agent.node_plan import NodePlan, RunEnd, exit_code_of
 from runtime.agent.preflight.limits import raise_open_files
 from runtime.agent.supervision.changes import GivenUp
 from runtime.bus.nats.server import ServerSettings
-from runtime.exit_codes import EXIT_INPUT_ERROR
+from runtime.disk import LinesWhileRoom, is_full, no_space_of
+from runtime.exit_codes import EXIT_INPUT_ERROR, EXIT_NO_SPACE
 from runtime.host.logs import configure_logging
 from runtime.secrets import Login, Secret, kept_secret, read_login, with_login
 from runtime.settings.placement import bus_node, home_node
-from runtime.settings.plan import stream_limits, stream_sizes
+from runtime.settings.plan import stream_limits
 from runtime.settings.processes import ProcessSpec
 from runtime.settings.recipe import trains_demonstrations
+from runtime.settings.sizes import min_free_bytes, stream_sizes
 from runtime.settings.topology import Topology
 from runtime.wording import printable_json
 
@@ -95,6 +99,10 @@ def start(topology: Topology, wish: Wish, *, specs_of: SpecsOf, show: Show, rewr
         except RunRefused:
             put_back(claim, before)
             raise
+        except OSError as error:
+            if not is_full(error):
+                raise
+            raise RunRefused(str(no_space_of(error, run_dir))) from error
 
 
 def _claim(run_dir: Path, node: str | None) -> Claim:
@@ -103,7 +111,8 @@ def _claim(run_dir: Path, node: str | None) -> Claim:
     except RunClaimed as error:
         raise RunRefused(str(error)) from error
     except OSError as error:
-        raise RunRefused(f"{run_dir} cannot be used: {error}") from error
+        told = no_space_of(error, run_dir) if is_full(error) else f"{run_dir} cannot be used: {error}"
+        raise RunRefused(str(told)) from error
 
 
 def _start_over(claim: Claim, topology: Topology, wish: Wish) -> None:
@@ -118,7 +127,7 @@ def _start_over(claim: Claim, topology: Topology, wish: Wish) -> None:
 
 
 def _plan(topology: Topology, wish: Wish, claim: Claim, specs_of: SpecsOf) -> NodePlan:
-    is_home = wish.node == home_node(topology)
+    is_home, sizes = wish.node == home_node(topology), stream_sizes(topology)
     return NodePlan(
         run=topology.run.name,
         node=wish.node,
@@ -136,6 +145,8 @@ def _plan(topology: Topology, wish: Wish, claim: Claim, specs_of: SpecsOf) -> No
         owns_streams=is_home,
         keeps_metrics=wish.node == next(iter(topology.nodes)),
         stall_after_s=topology.run.stall_after_s if is_home else None,
+        stream_bytes=sizes.event_bytes + sizes.work_bytes + sizes.data_bytes if is_home else 0,
+        min_free_bytes=min_free_bytes(topology),
         bus_unresponsive_after_s=max((pool.unresponsive_after_s for pool in topology.engines.values()), default=60.0),
     )
 
@@ -163,8 +174,8 @@ def _login(topology: Topology, wish: Wish) -> Login | None:
 def _run(plan: NodePlan, wish: Wish, show: Show, rewrite: Show | None) -> End:
     log_path = plan.run_dir / "logs" / "agent.jsonl"
     log_path.parent.mkdir(exist_ok=True)
-    with log_path.open("a", encoding="utf-8") as log_file:
-        configure_logging("agent", plan.run, log_file)
+    with closing(LinesWhileRoom(log_path.open("a", encoding="utf-8"))) as log_file:
+        configure_logging("agent", plan.run, cast("TextIO", log_file))
         show(f"{'resuming' if plan.incarnation > 1 else 'starting'} run {plan.run} in {plan.run_dir}")
         agent = NodeAgent(plan, show=show, rewrite=rewrite)
         outcome = anyio.run(agent.run, backend="asyncio")  # the plain loop: children are forked from the main thread
@@ -172,7 +183,10 @@ def _run(plan: NodePlan, wish: Wish, show: Show, rewrite: Show | None) -> End:
         raise RunRefused(outcome.refused)
     report, now = agent.reporting.report, time.time()
     stored = StoredResult(finished=outcome.finished, result=report.result(now))
-    store_result(plan.run_dir, stored)
+    try:
+        store_result(plan.run_dir, stored)
+    except OSError as error:
+        show(f"how the run ended is not kept: {error}")
     _show_all(show, ["", _headline(plan.run, outcome), *report.summary(now)])
     _show_all(show, _what_next(plan.run, plan.run_dir, wish, finished=outcome.finished))
     if outcome.failure is not None:
@@ -215,7 +229,10 @@ def _lines_of_a_finished_run(stored: StoredResult, run: str, run_dir: Path, wish
 def _lines_of_a_failure(run: str, failure: GivenUp) -> Iterator[str]:
     """Where it failed, and last, where the eye falls, why."""
     yield f"log       {failure.log}"
-    if failure.tail and failure.exit_code != EXIT_INPUT_ERROR:  # wrong input is told in one sentence
+    if failure.tail and failure.exit_code not in (
+        EXIT_INPUT_ERROR,
+        EXIT_NO_SPACE,
+    ):  # wrong input is told in one sentence
         yield f"its last {len(failure.tail)} lines:"
         yield from (f"  {line}" for line in failure.tail)
     name = failure.spec.name

@@ -15,7 +15,8 @@ from anyio.abc import TaskStatus
 from runtime.bus.bus import DEFAULT_LIMITS, Bus
 from runtime.bus.errors import Fenced
 from runtime.bus.limits import BusLimits
-from runtime.exit_codes import EXIT_FAILED, EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_OK
+from runtime.disk import is_full, no_space_of
+from runtime.exit_codes import EXIT_FAILED, EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_NO_SPACE, EXIT_OK
 from runtime.failures import leaves
 from runtime.host.actor import InputError
 from runtime.host.hosting import Hosted, host
@@ -24,17 +25,20 @@ from runtime.settings.reading.config import TopologyError
 
 log = structlog.get_logger()
 
+RUN_DIR: Final = "PHYSARUM_RUN_DIR"
 STOP_TIMEOUT_S: Final = 8.0  # from the signal to the end of the process, whatever hangs
 COLLECT_AFTER: Final = 20_000  # objects more than before: a few megabytes
 
 
 def exit_code_of(error: BaseException) -> int:
-    """What a process says at its end: fenced and wrong input are lasting, anything else may be tried again."""
+    """What a process says at its end: fenced, wrong input and a full disk are lasting, else it may be tried again."""
     found = leaves(error)
     if any(isinstance(leaf, Fenced) for leaf in found):
         return EXIT_FENCED
     if any(isinstance(leaf, (InputError, TopologyError)) for leaf in found):
         return EXIT_INPUT_ERROR
+    if any(is_full(leaf) for leaf in found):
+        return EXIT_NO_SPACE
     return EXIT_FAILED
 
 
@@ -78,7 +82,8 @@ def run_process(
     except Exception as error:  # the end of the process: every error becomes an exit code
         code = EXIT_OK if stopping else exit_code_of(error)
         for leaf in leaves(error):
-            log.error("actor_failed", error=repr(leaf), exit_code=code, exc_info=leaf)
+            told = no_space_of(leaf, os.environ.get(RUN_DIR, os.curdir)) if is_full(leaf) else leaf
+            log.error("actor_failed", error=repr(told), exit_code=code, exc_info=leaf)
         return code
     return EXIT_OK
 

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from messages import Float32Array, Int32Array, SampleKey, SampleStatus, Segment, UInt8Array, WeightSpan
+from runtime.disk import writing
 from runtime.files import whole
 from runtime.samples.dumps import DumpedGroup, DumpedSample
 from runtime.samples.tokens import sample_problem
@@ -56,12 +57,13 @@ def write_pair(directory: Path, step: int, groups: Sequence[DumpedGroup], told_b
         told_by: log sequence and Unix microseconds of the event that closed it; see `told_by_of`.
 
     Raises:
-        OSError: the disk.
+        OSError: the disk; NoSpace where it is full.
     """
     lines = b"".join(msgspec.json.encode(sample) + b"\n" for group in groups for sample in group.samples)
     columns: dict[str, Any] = _columns(groups) | {"told_by": np.array(told_by, dtype=np.int64)}
+    needed_bytes = len(lines) + sum(column.nbytes for column in columns.values())
     for path in (columns_path(directory, step), lines_path(directory, step)):
-        with whole(path) as file:
+        with writing(path, needed_bytes), whole(path) as file:
             if path.suffix == ".npz":
                 np.savez(file, **columns)
             else:

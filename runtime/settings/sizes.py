@@ -45,6 +45,9 @@ class EventSize(msgspec.Struct, frozen=True, kw_only=True):
     each_bytes: int  # for one more of it
 
 
+KEPT_FREE_BYTES: Final = 1024 * KIB  # of logs and other small files
+
+
 class StreamSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Room for a run's messages, in bytes."""
 
@@ -78,6 +81,12 @@ def stream_sizes(topology: Topology) -> StreamSizes:
         data_bytes=bus.data_bytes or _derived(needed, "data_bytes"),
         max_payload_bytes=bus.max_payload_bytes or max(DEFAULT_MESSAGE_BYTES, _round_up(needed.max_payload_bytes)),
     )
+
+
+def min_free_bytes(topology: Topology) -> int:
+    """Bytes on the run directory's disk below which a run cannot go on: a message, logs, and how it ended."""
+    stored_here = 0 if topology.bus.url is not None else stream_sizes(topology).max_payload_bytes
+    return KEPT_FREE_BYTES + stored_here
 
 
 def stream_limits(topology: Topology) -> StreamLimits:

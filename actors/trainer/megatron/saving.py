@@ -6,7 +6,9 @@ leaves a directory that nobody takes for a checkpoint.
 """
 
 import shutil
+from collections.abc import Generator
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from actors.trainer.megatron.imports import (
     quiet,
     replace_state_dict_keys_with_sharded_keys,
 )
+from runtime.disk import NoSpace, free_bytes, no_space, writing
 from runtime.files import complete_directory
 
 WRITE_TIMEOUT_S = 3600.0  # of a rank's files, once rank 0 has written its own
@@ -47,6 +50,9 @@ class Saving:
             path: of the checkpoint. One that is there already is taken as this one.
             executor: a thread that writes.
             said: what it says of itself.
+
+        Raises:
+            NoSpace: it does not fit on the disk.
         """
         self.path = path
         self._said = said
@@ -61,8 +67,8 @@ class Saving:
         if dist.get_rank() == 0:
             shutil.rmtree(self._unfinished, ignore_errors=True)
             self._unfinished.mkdir(parents=True)
-        dist.barrier()
-        with quiet():
+        needed_bytes = _check_room(self._unfinished, state)
+        with quiet(), _written(self._unfinished, needed_bytes):
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)  # each writes a share of copies
             strategy = FullyParallelSaveStrategyWrapper(_SaveInProcess(self._writer), group)
             dist_checkpointing.save(state, str(self._unfinished), strategy)
@@ -72,19 +78,64 @@ class Saving:
         """Wait for all ranks' files and give the checkpoint its name; return it.
 
         Raises:
-            OSError: this rank could not write.
+            OSError: this rank could not write; NoSpace where the disk is full.
         """
         self.written.result(WRITE_TIMEOUT_S)
         if self._is_there:
             return self.path
+        with _written(self._unfinished, self._writer.size_bytes):
+            self._complete()
+        dist.barrier()
+        return self.path
+
+    def _complete(self) -> None:
         self._writer.report()
         if dist.get_rank() == 0:
             if self._said is not None:
                 (self._unfinished / RUN_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self._said)))
             write_checksums(self._unfinished, self._writer.checksums)
             complete_directory(self._unfinished, self.path)
-        dist.barrier()
-        return self.path
+
+
+@contextmanager
+def _written(unfinished: Path, needed_bytes: int) -> Generator[None]:
+    """Write in the block. What a full disk leaves half written is deleted: others need the room."""
+    try:
+        with writing(unfinished, needed_bytes):
+            yield
+    except NoSpace:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _check_room(unfinished: Path, state: dict[str, Any]) -> int:
+    """Bytes that this rank writes, once it is known that those of all ranks fit. A collective.
+
+    Raises:
+        NoSpace: they do not; of all ranks alike.
+    """
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    own = _size_of(state)
+    dist.all_gather_object(everywhere, (own, free_bytes(unfinished)))  # and rank 0 has made the directory
+    total = sum(size for size, _ in everywhere)
+    if total > min(free for _, free in everywhere):
+        error = no_space(unfinished, total)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise error
+    return own
+
+
+def _size_of(value: Any) -> int:
+    """Bytes of the tensors that this rank saves, of Megatron's descriptions and of tensors."""
+    if isinstance(value, dict | list | tuple):
+        items: Any = value.values() if isinstance(value, dict) else value
+        return sum(map(_size_of, items))
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    replica: Any = getattr(value, "replica_id", None)
+    is_saved = replica is not None and not any(replica if isinstance(replica, tuple) else (replica,))
+    data = getattr(value, "data", None)
+    return data.nbytes if is_saved and isinstance(data, torch.Tensor) else 0
 
 
 class _WritesLater(FileSystemWriter):
@@ -97,11 +148,13 @@ class _WritesLater(FileSystemWriter):
 
     _metadata: Metadata | None = None  # on rank 0
     _results: list[WriteResult]
+    size_bytes: int  # that this rank writes
     checksums: dict[str, FileChecksum]  # of this rank's files; once reported, on rank 0 of all ranks'
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Copy what is planned; called when the plan stands."""
         self._plan, self._copies = plan, _Copies(plan, planner)
+        self.size_bytes = self._copies.size_bytes
         nothing: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         nothing.set_result([])
         return nothing
@@ -113,7 +166,8 @@ class _WritesLater(FileSystemWriter):
     def write(self) -> None:
         """Write this rank's files; on a thread of its own."""
         copies: Any = self._copies
-        self._results = super().write_data(self._plan, copies).value()  # not quiet(): filters are of all threads
+        with _written(self._directory, self.size_bytes):
+            self._results = super().write_data(self._plan, copies).value()  # not quiet(): filters are of all threads
         copies.clear()
         names = {result.storage_data.relative_path for result in self._results}
         self.checksums = {name: checksum_of(self._directory / name) for name in names}
@@ -137,6 +191,13 @@ class _Copies:
     def resolve_data(self, item: WriteItem) -> Any:
         """As of a planner."""
         return self._copies[item.index]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all of them."""
+        return sum(
+            data.nbytes if isinstance(data, torch.Tensor) else len(data.getbuffer()) for data in self._copies.values()
+        )
 
     def clear(self) -> None:
         """Give the memory back."""

@@ -16,6 +16,7 @@ from actors.trainer.models.publish import Written
 from actors.trainer.models.shards import Entry, Shard, ShardWriter, bytes_of, cut_into_shards, named, write_index
 from actors.trainer.sending.delta import DeltaWriter
 from messages import FileSum
+from runtime.disk import is_full, no_space
 from runtime.weights.delta import DeltaError, TensorDelta
 
 WRITE_TIMEOUT_S = 3600.0  # of a bucket
@@ -38,6 +39,12 @@ class _Share(NamedTuple):
     error: str  # why it could not; empty: it could
     tensors: Sequence[TensorDelta]  # how each goes as changes
     no_delta: str  # why they cannot be had; empty: nothing speaks against it
+    is_full: bool = False  # the disk is, that is why
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its files' tensors."""
+        return sum(entry.size_bytes for shard in self.shards for entry in shard.entries)
 
 
 class Form(NamedTuple):
@@ -206,11 +213,13 @@ class Handover:
             What was written, the same on all ranks.
 
         Raises:
-            OSError: a rank could not write; says which.
+            OSError: a rank could not write; says which. NoSpace where the disk is full.
             ValueError: as `WeightFlow.finish`.
         """
         shares: list[_Share] = self._flow.finish()
         errors = [f"rank {rank}: {share.error}" for rank, share in enumerate(shares) if share.error]
+        if any(share.is_full for share in shares):
+            raise no_space(self._directory, sum(share.size_bytes for share in shares))
         if errors:
             raise OSError(f"weights could not be written to {self._directory}: {'; '.join(errors)}")
         if dist.get_rank() == 0:
@@ -272,6 +281,7 @@ class _Writer:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self.writing: Future[None] | None = None
         self._error = ""
+        self._is_full = False
 
     @property
     def is_free(self) -> bool:
@@ -295,7 +305,9 @@ class _Writer:
         self._files.close()
         tensors = [] if self._changes is None else self._changes.close()
         no_delta = "" if self._changes is None else self._changes.reason
-        return _Share(self._shards, self._files.checksums, self._files.files, self._error, tensors, no_delta)
+        return _Share(
+            self._shards, self._files.checksums, self._files.files, self._error, tensors, no_delta, self._is_full
+        )
 
     def _wait(self) -> None:
         writing, self.writing = self.writing, None
@@ -303,7 +315,7 @@ class _Writer:
             try:
                 writing.result(WRITE_TIMEOUT_S)
             except (OSError, TimeoutError) as error:
-                self._error = f"{type(error).__name__}: {error}"
+                self._error, self._is_full = f"{type(error).__name__}: {error}", is_full(error)
 
     def _write(self, data: list[tuple[str, memoryview]]) -> None:
         while data:

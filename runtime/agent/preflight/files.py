@@ -1,18 +1,18 @@
 """Files and directories that a topology names: models, data, dumps, and the place of the run."""
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from runtime.agent.preflight.findings import Findings
 from runtime.agent.preflight.hub import HubModel, NotOnHub, offer
+from runtime.disk import free_bytes
 from runtime.samples.data_files import DataError
 from runtime.samples.rows import read_rows
 from runtime.secrets import read_login
 from runtime.settings.recipe import DataConfig, eval_data
-from runtime.settings.sizes import show_bytes, stream_sizes
+from runtime.settings.sizes import min_free_bytes, show_bytes, stream_sizes
 from runtime.settings.slices import split_slice
 from runtime.settings.topology import EXPORT_DIRECTORY, Topology
 from runtime.wording import show
@@ -125,8 +125,10 @@ def _dumps(findings: Findings) -> None:
 def _run_dir(findings: Findings) -> None:
     run, sizes = findings.topology.run, stream_sizes(findings.topology)
     place = _writable(findings, "run.dir", Path(run.dir) / run.name)
-    total, free = sizes.event_bytes + sizes.work_bytes + sizes.data_bytes, shutil.disk_usage(place).free
-    if total > free:
+    total, free = sizes.event_bytes + sizes.work_bytes + sizes.data_bytes, free_bytes(place)
+    if free < (least := min_free_bytes(findings.topology)):
+        findings.problem("run.dir", run.dir, f"{place}: {least:,} bytes needed at least to run, {free:,} free")
+    elif total > free:
         findings.notes.append(f"the streams may grow to {show_bytes(total)}; {place} has {show_bytes(free)} free")
 
 

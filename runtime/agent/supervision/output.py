@@ -20,7 +20,7 @@ TAIL_LINES = 50
 MAX_SHOWN = 2000  # characters of a line, and of the reason of an end
 RECENT_LINES = 40  # an error before these was survived
 
-_input_error = re.compile(r"^InputError\((['\"])(.*)\1\)$", re.DOTALL)  # its text was written for people
+_input_error = re.compile(r"^(?:InputError|NoSpace)\((['\"])(.*)\1\)$", re.DOTALL)  # its text was written for people
 _terminal_codes = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 

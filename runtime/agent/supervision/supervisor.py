@@ -21,7 +21,7 @@ from runtime.agent.supervision.restarts import RestartBudget
 from runtime.agent.supervision.spawn import Child, Guard
 from runtime.agent.supervision.together import Together
 from runtime.bus.addresses import BUS_URL_VARIABLE, ENGINE_KEY_VARIABLE
-from runtime.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_NOT_STARTED
+from runtime.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_NO_SPACE, EXIT_NOT_STARTED
 from runtime.host.pulse import PULSE_VARIABLE
 from runtime.secrets import Secret, split_login
 from runtime.settings.devices import with_own_gpus
@@ -33,7 +33,11 @@ PEERS_HOST = "127.0.0.1"  # where the processes of one server meet
 STOP_WITHIN_S = 8.0
 TIER_RESERVE_S = 1.5  # kept for each tier still to be stopped
 
-_LASTING = {EXIT_INPUT_ERROR: "input error", EXIT_FENCED: "fenced: another process took over"}
+_LASTING = {
+    EXIT_INPUT_ERROR: "input error",
+    EXIT_FENCED: "fenced: another process took over",
+    EXIT_NO_SPACE: "no space left",
+}
 
 
 class Supervisor:

@@ -369,6 +369,14 @@ async def test_a_group_whose_payload_is_gone_is_left_out(bus: Bus, topology: Top
     assert responses(directory, 0) == {1: "answer 1"}
 
 
+def modes_below(root: Path) -> dict[bool, set[int]]:
+    """Of directories and of files."""
+    modes = {True: set[int](), False: set[int]()}
+    for path in (root, *root.rglob("*")):
+        modes[path.is_dir()].add(path.stat().st_mode & 0o777)
+    return modes
+
+
 @pytest.mark.anyio
 async def test_the_tokenizer_and_the_topology_lie_beside_the_dumps(bus: Bus, topology: Topology) -> None:
     directory = Path(topology.run.dump_details or "")
@@ -377,10 +385,7 @@ async def test_the_tokenizer_and_the_topology_lie_beside_the_dumps(bus: Bus, top
     assert json.loads((directory / "topology.json").read_bytes())["run"]["name"] == "t"
     with pytest.raises(DumpError):
         steps_in(directory)
-    root = Path(str(topology.run.dump_details))
-    modes = {path.is_dir(): set[int]() for path in (root, root / "run.json")}
-    for path in (root, *root.rglob("*")):
-        modes[path.is_dir()].add(path.stat().st_mode & 0o777)
+    modes = modes_below(Path(str(topology.run.dump_details)))
     assert modes == {True: {0o700}, False: {0o600}}
 
 

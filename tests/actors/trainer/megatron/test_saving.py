@@ -13,9 +13,11 @@ from actors.trainer.commands import TrainerRank
 from actors.trainer.megatron.checkpoint import begin_save, load_checkpoint
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.train_step import TrainStep
+from runtime.disk import NoSpace, free_bytes
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.tiny import random_batch
+from tests.support.small_disk import fill, small_disk
 
 MakeTopology = Callable[..., Topology]
 TIMEOUT_S = 20.0
@@ -96,3 +98,40 @@ def test_a_file_that_cannot_be_written_fails_the_checkpoint(make_topology: MakeT
     with pytest.raises(OSError, match="No such file"):
         rank.finish_save()
     assert checkpoints_in(tmp_path / "run" / "checkpoints") == []
+
+
+@pytest.mark.parametrize("room", ["none from the start", "taken meanwhile"])
+def test_a_checkpoint_that_does_not_fit_on_the_disk_says_how_large_it_is_and_leaves_nothing(
+    make_topology: MakeTopology, tmp_path: Path, busy: tuple[ThreadPoolExecutor, Event], room: str
+) -> None:
+    (executor, go), replica = busy, Replica(make_topology(), torch.device("cpu"))
+    with small_disk(tmp_path / "small", 1 << 20) as place:
+        path = place / "0001" / "step-00000001"
+        if room == "none from the start":
+            fill(place, 40_000)
+            with pytest.raises(
+                NoSpace, match=f"for {path.parent}/.{path.name}: [0-9,]* bytes needed, 3[0-9,]* bytes free"
+            ):
+                begin_save(replica, place, executor, step=1, incarnation=1)
+        else:
+            saving = begin_save(replica, place, executor, step=1, incarnation=1)
+            filler = fill(place, 8192)
+            go.set()
+            with pytest.raises(NoSpace, match=r"bytes needed, [0-9,]* bytes free; free some, and the same command"):
+                saving.finish()
+            assert free_bytes(place) >= 8192
+            filler.unlink()
+            assert begin_save(replica, place, executor, step=1, incarnation=1).finish() == path
+        assert not (path.parent / f".{path.name}").exists()
+
+
+def test_weights_that_do_not_fit_on_the_disk_say_how_large_they_are(
+    make_topology: MakeTopology, tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "small", 1 << 20) as place:
+        rank = TrainerRank(make_topology(), place)
+        filler = fill(place, 8192)
+        with pytest.raises(NoSpace, match=f"for {place}/weights/.v000001: [0-9,]* bytes needed"):
+            rank.publish(1, confirmed=0)
+        filler.unlink()
+        assert rank.publish(1, confirmed=0).size_bytes > 8192
