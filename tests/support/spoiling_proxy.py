@@ -80,6 +80,7 @@ class Proxy:
     hangs_probes: bool = False  # calls of /generate without a token to sample are not answered
     num_calls: int = 0  # of /generate with tokens to sample
     spoiled: Counter[str] = field(default_factory=Counter[str])  # by name of the case
+    spoiled_as: dict[str, str] = field(default_factory=dict[str, str])  # name of the case, by request id
     truths: dict[str, Truth] = field(default_factory=dict[str, Truth])  # by request id
     aborts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     _session: aiohttp.ClientSession | None = None
@@ -96,6 +97,7 @@ class Proxy:
                 case = self.choose(body)
                 if case is not None:
                     self.spoiled[case.name] += 1
+                    self.spoiled_as[body["rid"]] = case.name
                     return await self._spoil(request, data, body, case)
             elif self.hangs_probes:
                 await self._over.wait()
