@@ -115,8 +115,9 @@ class RunningRequests:
 
     async def drop(self, rids: Sequence[str], reason: str) -> None:
         """Give up requests that engines lost, so that they are sent again, and abort what may be there of them."""
-        engine_rids = _engine_rids(list(rids), self._running)
-        for rid in rids:
+        still = [rid for rid in rids if rid in self.open]
+        engine_rids = _engine_rids(still, self._running)
+        for rid in still:
             self.open[rid].lost = reason
             self.open[rid].give_up()
         await self._abort_everywhere(engine_rids, everything=False)

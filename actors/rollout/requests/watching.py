@@ -91,14 +91,13 @@ class Watchdog:
     async def _drop_if_idle(self, engines: Sequence[Engine], rids: Sequence[str]) -> None:
         """Drop requests if engines are alive and say that they have none. Whole answers have no other sign of life."""
         try:
-            before = {rid: self._running.open[rid].num_tokens for rid in rids}
+            requests = self._running.open
+            before = {rid: requests[rid].num_tokens for rid in rids if rid in requests}
             for _ in range(IDLE_LOOKS):
                 if not await self._are_idle(engines):
                     return
             still = [
-                rid
-                for rid, num_tokens in before.items()
-                if rid in self._running.open and self._running.open[rid].num_tokens == num_tokens
+                rid for rid, num_tokens in before.items() if rid in requests and requests[rid].num_tokens == num_tokens
             ]
             if still and set(engines) == set(self._fleet.current_engines()):
                 await self._running.drop(still, "got no token for long, and its engine has nothing to do")
