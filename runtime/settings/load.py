@@ -1,8 +1,9 @@
 """From a topology file to a checked Topology with its paths found."""
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -15,6 +16,8 @@ from runtime.settings.recipe import RolloutConfig
 from runtime.settings.rules.validate import validate
 from runtime.settings.slices import split_slice
 from runtime.settings.topology import RewardConfig, Topology, TrainerConfig
+
+IMPORT_PATH: Final = "PYTHONPATH"
 
 
 class LoadedTopology(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,7 +122,11 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
             load=finder.optional("run.load", run.load),
         ),
         engines={
-            name: msgspec.structs.replace(engine, python=finder.interpreter(f"engines.{name}.python", engine.python))
+            name: msgspec.structs.replace(
+                engine,
+                python=finder.interpreter(f"engines.{name}.python", engine.python),
+                env=finder.import_path(f"engines.{name}.env", engine.env),
+            )
             for name, engine in topology.engines.items()
         },
     )
@@ -161,6 +168,13 @@ class _Finder:
     def plug_in(self, key: str, value: str | None) -> str | None:
         file, colon, function = (value or "").rpartition(":")
         return f"{self.path(key, file)}:{function}" if colon and file.endswith(".py") else value
+
+    def import_path(self, key: str, env: dict[str, str]) -> dict[str, str]:
+        """Variables of a process; the directories in PYTHONPATH are looked up like any path of the topology."""
+        if (value := env.get(IMPORT_PATH)) is None:
+            return env
+        places = (self.path(f"{key}.{IMPORT_PATH}", place) if place else "" for place in value.split(os.pathsep))
+        return {**env, IMPORT_PATH: os.pathsep.join(places)}
 
     def interpreter(self, key: str, value: str | None) -> str | None:
         """Links are kept: that of a virtual environment leads out of it. A bare name is looked up on PATH later."""

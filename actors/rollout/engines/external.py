@@ -21,6 +21,7 @@ class Wanted(NamedTuple):
     architectures: tuple[str, ...]
     dtype: str
     context: int  # tokens of the longest sample; 0: not limited by the recipe
+    keeps_prefixes: bool = True  # whether its prefix cache may be on
 
     @classmethod
     def by(cls, topology: Topology, engine: EngineConfig) -> Self:
@@ -34,6 +35,7 @@ class Wanted(NamedTuple):
             architectures=_architectures_of((directory / "config.json").read_bytes()),
             dtype=served_dtype(topology, engine),
             context=topology.rollout.max_context_len or 0,
+            keeps_prefixes=topology.rollout.on_weight_update != "in_place",
         )
 
 
@@ -73,6 +75,8 @@ def _differences(says: Mapping[str, Any], wanted: Wanted) -> Iterator[str]:
     dp_size = says.get("dp_size")
     if dp_size not in (None, 1):
         yield _wrong("dp_size", dp_size, "1: each replica is an engine with a URL of its own")
+    if not wanted.keeps_prefixes and says.get("disable_radix_cache") is False:
+        yield _wrong("disable_radix_cache", False, 'true with rollout.on_weight_update = "in_place"')
     room = says.get("max_req_input_len")  # what is left of its context, or of its memory where that is less
     if isinstance(room, int) and room < wanted.context:
         yield _wrong("max_req_input_len", room, f"at least rollout.max_context_len = {wanted.context}")

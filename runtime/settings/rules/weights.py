@@ -37,8 +37,25 @@ def transport_problems(topology: Topology) -> Iterator[Problem]:
         if engine.local_copy:
             yield from _in_copies(engine, key)
         yield from _rolling(engine, key)
+        yield from _in_place(topology, engine, key)
         if engine.start_weights == "peer":
             yield from _from_peers(engine, key)
+
+
+def _in_place(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Problem]:
+    """A request that waits at an engine while weights come is prefilled from the prefixes of older ones.
+
+    What it is labelled with is the new weights. The embedded engine keeps no prefixes; servers of others are asked.
+    """
+    mode = topology.rollout.on_weight_update
+    if mode != "in_place" or engine.kind == "embedded" or engine.urls or answers_are_recorded(topology):
+        return
+    if not any(name == "disable_radix_cache" and value is True for name, _, value in sglang_arguments(engine)):
+        message = (
+            "requests that wait at an engine would use prefixes that older weights computed, labelled with the new "
+            f'ones: needs {key}.sglang.disable_radix_cache = true; allowed otherwise: "drain", "abort", "retract"'
+        )
+        yield Problem.of("rollout.on_weight_update", mode, message)
 
 
 def _as_changes(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Problem]:

@@ -113,6 +113,19 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
         (("optimizer.min_lr=1",), "optimizer.min_lr", "is above optimizer.lr"),
         (("optimizer.lr_decay_style=cosine", "optimizer.lr_decay_iters=20"), "optimizer.lr_warmup_iters", "must end"),
         (("reward.group_rm=true", "data.0.rm_type=my:rank", "eval.0.rm_type=none"), "eval.0.rm_type", "sample by"),
+        (
+            ("rollout.on_weight_update=in_place", "rollout.max_staleness=1", "engines.policy.kind=sglang"),
+            "rollout.on_weight_update",
+            "needs engines.policy.sglang.disable_radix_cache = true",
+        ),
+        (
+            (
+                *("rollout.on_weight_update=in_place", "rollout.max_staleness=1", "engines.policy.kind=sglang"),
+                "engines.policy.sglang.disable-radix-cache=false",
+            ),
+            "rollout.on_weight_update",
+            'allowed otherwise: "drain", "abort", "retract"',
+        ),
         (("eval.0.max_response_len=64", "rollout.max_context_len=64"), "eval.0.max_response_len", "no room for a"),
         (("rollout.stale_tokens=mask",), "rollout.stale_tokens", "unless rollout.max_token_staleness says"),
         (("rollout.mask_off_policy=true", "rollout.on_halt=restart"), "rollout.mask_off_policy", "one set of weights"),
@@ -570,3 +583,29 @@ def test_the_schema_has_no_mutable_table() -> None:
     with pytest.raises(AttributeError):
         topology.run.name = "x"  # type: ignore[misc]
     assert msgspec.structs.replace(topology.run, name="x").name == "x"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("engines.policy.kind=embedded",),  # which keeps no prefixes
+        ("engines.policy.kind=sglang", "engines.policy.sglang.disable-radix-cache=true"),
+        ("engines.policy.kind=sglang", 'engines.policy.urls=["http://127.0.0.1:30000"]'),  # asked at the start
+    ],
+)
+def test_an_update_in_place_is_allowed_without_a_prefix_cache(overrides: tuple[str, ...]) -> None:
+    in_place = ("rollout.on_weight_update=in_place", "rollout.max_staleness=1")
+    assert load_topology(LAPTOP, [*in_place, *overrides]).topology.rollout.on_weight_update == "in_place"
+
+
+def test_directories_of_an_engines_import_path_are_looked_up_beside_their_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shim").mkdir()
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    file = tmp_path / "mine.toml"
+    path = os.pathsep.join(["shim", "/elsewhere", "nowhere", ""])
+    file.write_text(f'include = "laptop.toml"\n[engines.policy.env]\nPYTHONPATH = "{path}"\nA = "shim"\n')
+    env = load_topology(file).topology.engines["policy"].env
+    assert env == {"PYTHONPATH": os.pathsep.join([str(tmp_path / "shim"), "/elsewhere", "nowhere", ""]), "A": "shim"}

@@ -56,6 +56,15 @@ def external(engine: ScriptedEngine) -> dict[str, Any]:
     return {"policy": {"kind": "embedded", "concurrency": 8, "urls": [engine.url]}}
 
 
+def test_one_with_a_prefix_cache_is_wrong_for_updates_in_place() -> None:
+    in_place = WANTED._replace(keeps_prefixes=False)
+    for says in (RIGHT, RIGHT | {"disable_radix_cache": True}):
+        check_server("http://e", says, in_place)
+    with pytest.raises(WrongEngine, match="disable_radix_cache = False; allowed: true with rollout.on_weight_update"):
+        check_server("http://e", RIGHT | {"disable_radix_cache": False}, in_place)
+    check_server("http://e", RIGHT | {"disable_radix_cache": False}, WANTED)
+
+
 @pytest.mark.anyio
 async def test_a_wrong_one_is_told_and_gets_no_weights(bus: Bus, router_url: str) -> None:
     async with serving(ScriptedEngine(info={"dp_size": 2})) as engine:
