@@ -32,6 +32,8 @@ from runtime.settings.devices import HIDDEN  # noqa: E402
 
 CUDA_LOCK = ROOT / "requirements" / "cuda.lock"
 
+ELF = b"\x7fELF"  # how a program of the machine begins; the others are texts
+
 QUIET_S = 15.0  # say something at least this often
 BIG_DOWNLOAD_MB = 20.0
 WAIT_FOR_OTHER_S = 3600
@@ -167,6 +169,10 @@ class Setup:
         if found == self._wanted and self._works():
             self._say(f"the other call has made {environment.name}")
             return
+        if found is not None and (old := self._moved_from(found)) is not None and self._works():
+            self._say(f"{environment.name} was moved here from {old}; repairing it")
+            self._repair(old)
+            return
         if found is not None and found.startswith(f"checkout {ROOT}\n") and self._works():
             self._say(f"the lock has changed; updating {environment.name}")
             environment.unfinished.touch()
@@ -181,6 +187,31 @@ class Setup:
             )
             self._install(CUDA_LOCK)
         self._finish()
+
+    def _moved_from(self, found: str) -> str | None:
+        """The checkout whose environment this was, if nothing but its place has changed."""
+        first, _, rest = found.partition("\n")
+        old = first.removeprefix("checkout ")
+        return old if old not in {first, str(ROOT)} and rest == self._wanted.partition("\n")[2] else None
+
+    def _repair(self, old: str) -> None:
+        """Put the new place into every text that names the old one. The stamp comes last, so another call goes on."""
+        environment = self._environment
+        before, now = (os.fsencode(f"{root}/{environment.name}") for root in (old, ROOT))
+        for file in (environment.directory / "pyvenv.cfg", *(environment.directory / "bin").iterdir()):
+            if file.is_symlink() or not file.is_file():
+                continue
+            content = file.read_bytes()
+            if before in content and not content.startswith(ELF):
+                write_atomically(file, content.replace(before, now), file.stat().st_mode & 0o777)
+        self._link_us()
+        write_atomically(environment.stamp, self._wanted.encode())
+        self._say("ready")
+
+    def _link_us(self) -> None:
+        packages = next(self._environment.directory.glob("lib/python3*/site-packages"))
+        if self._environment.imports_us:
+            (packages / "physarum.pth").write_text(f"{ROOT}\n")  # works in place, as an editable install does
 
     def _works(self) -> bool:
         return self._environment.python.exists() and self._python("-c", "import pip") == 0
@@ -220,9 +251,8 @@ class Setup:
     def _finish(self) -> None:
         environment = self._environment
         self._say("compiling")
+        self._link_us()
         packages = next(environment.directory.glob("lib/python3*/site-packages"))
-        if environment.imports_us:
-            (packages / "physarum.pth").write_text(f"{ROOT}\n")  # works in place, as an editable install does
         self._python("-m", "compileall", "-q", "-j", "0", str(packages))  # what is no Python 3 at all is left out
         self._say("checking")
         self._pip("check", doing="verify the packages", besides=environment.foreign)

@@ -239,14 +239,15 @@ def _downloaded(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen
 
 
 def _command_of(args: argparse.Namespace) -> str:
-    """The command that resumes this run; a login in it is hidden, and has to be put in again."""
-    words = [COMMAND, str(args.topology)]
+    """The command that resumes this run, from any folder; a login in it is hidden, and has to be put in again."""
+    here = Path.cwd()
+    words = [COMMAND if here == ROOT else str(ROOT / COMMAND), str(args.topology)]
     for override in args.set:
         words += ["--set", without_logins(override)]
     for option in ("node", "only", "load"):
         value = getattr(args, option)
         words += [] if value is None else [f"--{option}", value]
-    return shlex.join(words)
+    return f"cd {shlex.quote(str(here))} && {shlex.join(words)}"
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ def test_changed_lock_updates_what_is_there(checkout: Checkout) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_incomplete_lock_is_refused_and_a_moved_checkout_is_made_anew(checkout: Checkout) -> None:
+def test_incomplete_lock_is_refused_and_a_moved_checkout_is_repaired_without_the_index(checkout: Checkout) -> None:
     checkout.lock("mould==1.0")
     incomplete = checkout.call("bin/setup")
     assert incomplete.returncode == 1
@@ -221,10 +221,14 @@ def test_incomplete_lock_is_refused_and_a_moved_checkout_is_made_anew(checkout: 
 
     checkout.lock("mould==1.0", "spore==1.0")
     assert checkout.call("bin/setup").returncode == 0
-    checkout.root = checkout.root.rename(checkout.root.with_name("elsewhere"))
-    moved = checkout.call("bin/start-topology")
-    assert "removing a .venv made elsewhere or broken" in moved.stderr
+    old = checkout.root
+    checkout.root = old.rename(old.with_name("else where"))
+    moved = checkout.call("bin/start-topology", PIP_INDEX_URL="http://127.0.0.1:9")
+    assert f".venv was moved here from {old}; repairing it" in moved.stderr
     assert moved.stdout == "mould 1.0\n"
+    assert checkout.call("bin/start-topology", PIP_INDEX_URL="http://127.0.0.1:9").stderr == ""
+    pip = subprocess.run([checkout.root / ".venv/bin/pip", "--version"], capture_output=True, text=True, check=True)
+    assert str(checkout.root) in pip.stdout
 
 
 @pytest.mark.slow

@@ -148,7 +148,7 @@ def test_a_failed_run_exits_with_1_and_says_who_why_and_where(tmp_path: Path) ->
     assert f"log       {tmp_path / 'r' / 'logs' / 'player.0.jsonl'}" in text
     assert "last 20 lines:" in text
     assert command.lines[-2] == "  RuntimeError: the player stumbled"
-    assert "continue  bin/start-topology" in text
+    assert f"continue  cd {Path.cwd()} && " in text
 
 
 def test_wrong_input_of_a_process_is_told_in_one_sentence(tmp_path: Path) -> None:

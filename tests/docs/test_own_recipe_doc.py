@@ -41,10 +41,18 @@ def test_the_run_of_the_page_learns(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 60)
-def test_a_run_whose_scores_are_all_equal_shows_a_sample_its_label_and_likely_causes(tmp_path: Path) -> None:
+def test_equal_scores_are_shown_with_a_sample_and_causes_and_the_last_line_starts_over_from_any_folder(
+    tmp_path: Path,
+) -> None:
     done = start(tmp_path, "--set", "data.0.label_key=question", "--set", "train.num_steps=1")
     assert done.returncode == 0, done.stderr
     assert "all of the first 64 graded samples have the score 0: nothing is learnt" in done.stdout
     assert "typical sample: group " in done.stdout
     assert "  label     '<user>" in done.stdout
     assert "rollout.skip_special_tokens = true" in done.stdout
+    (again,) = [line.partition("again")[2] for line in done.stdout.splitlines() if line.startswith("again ")]
+    checked = subprocess.run(
+        ["bash", "-c", f"{again} --check"], cwd="/", capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert checked.returncode == 0, checked.stderr
+    assert done.stdout.count(f"run dir   {tmp_path}") == 1

@@ -65,9 +65,9 @@ def _table_problems(value: object, expected: type[Config], key: str, schema: Any
 
 
 def unknown_key(key: str, allowed: Sequence[str], schema: Any) -> str:
-    """Say that a key does not exist, what may have been meant, and which exist in its table."""
+    """Say that a key does not exist, and what may have been meant, or else which exist in its table."""
     meant = hint(key, allowed, keys_of(schema))
-    return f"unknown key{f', {meant}' if meant else ''}; allowed: {', '.join(allowed) or 'none'}"
+    return f"unknown key, {meant}" if meant else f"unknown key; allowed: {', '.join(allowed) or 'none'}"
 
 
 @cache

@@ -446,11 +446,28 @@ def test_paths_of_a_file_are_found_beside_it_before_the_current_directory(
     shadow = tmp_path / "demo/data/reverse-digits/train.jsonl"
     shadow.parent.mkdir(parents=True)
     shadow.write_text('{"input": "1", "label": "1"}\n')
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # of which ../demo is the shadow
     topology = load_topology(LAPTOP).topology
     assert topology.data[0].path == str(ROOT / "topologies/demo/data/reverse-digits/train.jsonl")
     assert topology.model.hf_checkpoint == str(ROOT / "topologies/demo/models/reverse-digits")
-    assert topology.run.dir == str(tmp_path / "runs")
+    assert topology.run.dir == str(tmp_path / "here/runs")
+
+
+@pytest.mark.parametrize("name", ["laptop.toml", "recipes/reverse-digits.toml", "boxed-copy-sft.toml"])
+def test_a_topology_of_ones_own_may_include_a_shipped_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text(
+        f'include = "{name}"\nrun.name = "mine"\ntrainer.device = "cpu"\nengines.policy = {{ kind = "embedded" }}\n'
+        if "recipes" in name
+        else f'include = "{name}"\nrun.name = "mine"\n'
+    )
+    topology = load_topology(Path("mine.toml")).topology
+    for path in (topology.model.hf_checkpoint, topology.data[0].path):
+        assert str(path).startswith(str(ROOT / "topologies/demo"))
+        assert Path(str(path)).exists()
 
 
 def test_paths_of_an_override_are_found_in_the_current_directory_first(
