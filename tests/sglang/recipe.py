@@ -1,18 +1,14 @@
-"""The laptop recipe on SGLang's own server, with what depends on where it is tried."""
+"""The laptop recipe on SGLang's own server, which starts as it is named from any directory."""
 
+import os
 from typing import Final
 
-from tests.sglang.server import ROOT, SHIM, sglang_python
+from tests.sglang.server import PYTHON_VARIABLE, ROOT
 
 RECIPE: Final = ROOT / "tests" / "sglang" / "laptop.toml"
 DEMO: Final = ROOT / "topologies" / "demo"
-HERE: Final[dict[str, object]] = {
-    "engines.policy.python": sglang_python(),
-    "engines.policy.env.PYTHONPATH": SHIM,
-    "model.hf_checkpoint": DEMO / "models/reverse-digits",
-    "data.0.path": DEMO / "data/reverse-digits/train.jsonl",
-    "eval.0.path": DEMO / "data/reverse-digits/eval.jsonl",
-}
+ELSEWHERE: Final = os.environ.get(PYTHON_VARIABLE)  # an interpreter that has SGLang, beside .venv-sglang
+HERE: Final[dict[str, object]] = {"engines.policy.python": ELSEWHERE} if ELSEWHERE else {}
 
 
 def overrides(**settings: object) -> list[str]:

@@ -19,6 +19,7 @@ from runtime.agent.supervision.ports import free_port
 from tests.support.embedded_engine import get, post
 
 ROOT: Final = Path(__file__).parents[2]
+PYTHON_VARIABLE: Final = "PHYSARUM_SGLANG_PYTHON"
 SHIM: Final = Path(__file__).parent / "shim"
 SGLANG_START_S: Final = 600.0  # 22 s on an idle machine; its imports took 240 s on one that did six things at once
 EMBEDDED_START_S: Final = 30.0
@@ -42,7 +43,7 @@ CPU_FLAGS: Final = (
 
 def sglang_python() -> str:
     """The interpreter that has SGLang."""
-    return os.environ.get("PHYSARUM_SGLANG_PYTHON", str(ROOT / ".venv-sglang" / "bin" / "python"))
+    return os.environ.get(PYTHON_VARIABLE, str(ROOT / ".venv-sglang" / "bin" / "python"))
 
 
 def sglang_environment() -> dict[str, str]:

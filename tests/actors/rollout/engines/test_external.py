@@ -60,7 +60,7 @@ def test_one_with_a_prefix_cache_is_wrong_for_updates_in_place() -> None:
     in_place = WANTED._replace(keeps_prefixes=False)
     for says in (RIGHT, RIGHT | {"disable_radix_cache": True}):
         check_server("http://e", says, in_place)
-    with pytest.raises(WrongEngine, match="disable_radix_cache = False; allowed: true with rollout.on_weight_update"):
+    with pytest.raises(WrongEngine, match=r"disable_radix_cache = False; allowed: true with rollout\.on_weight_update"):
         check_server("http://e", RIGHT | {"disable_radix_cache": False}, in_place)
     check_server("http://e", RIGHT | {"disable_radix_cache": False}, WANTED)
 
