@@ -4,7 +4,7 @@ A model of Megatron-core on one rank, and the embedded engine, both on the CPU, 
 transport is measured from the export of the first bucket until the engine holds all and goes on; its label alone is
 asked (what proofs take is told apart). Everything is done once before, then in turns; medians, smallest and largest.
 
-- disk: against a copy of the file with its sha256, and the engine's own reload.
+- disk: against a copy of the file with its sha256, and the engine's own reload. Files are compared before and after.
 - collective: against a gloo broadcast of the same buckets to a process that only receives.
 - ipc: against the same calls, with the same segments, to a server that decodes and copies them; memcpy beside it.
 
@@ -23,10 +23,10 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import numpy as np
@@ -34,6 +34,9 @@ import numpy as np
 from runtime.agent.supervision.ports import free_port
 from tests.bench.bench_weights import copy_and_hash
 from tests.support.embedded_engine import post, running_engine, wait_until_200
+
+if TYPE_CHECKING:
+    from messages import FileSum
 
 LAYERS = 10  # 0.5 GB
 SIZES = (2, 5, 10, 20, 40)  # layers of 50 MB
@@ -147,8 +150,8 @@ class Rig:
         self.size_bytes = sum(parameter.nbytes for chunk in self.chunks for parameter in chunk.parameters())
         self.export()
 
-    def export(self) -> None:
-        """The files of a version."""
+    def export(self) -> "Mapping[str, FileSum]":
+        """The files of a version, and what is announced of them."""
         from actors.trainer.models.gathering import own_parts
         from actors.trainer.models.handover import Handover
 
@@ -157,7 +160,7 @@ class Rig:
         out.mkdir()
         (out / "config.json").write_bytes((self.place / "config.json").read_bytes())
         parts = own_parts(self.chunks, self.hf)
-        Handover(parts, self.hf, out, device=self._device, bucket_bytes=BUCKET_BYTES).finish()
+        return Handover(parts, self.hf, out, device=self._device, bucket_bytes=BUCKET_BYTES).finish().files
 
     def buckets(self) -> Iterator[Any]:
         """The bytes of each bucket, as they are sent; what is told of it goes to `steps`."""
@@ -202,7 +205,7 @@ class Rig:
             }
             for run in range(num_runs + 1):
                 found = {name: await asyncio.to_thread(call) for name, call in least.calls.items()}
-                found["disk"], found["disk, pause"] = await self._from_files(prover)
+                found |= await self._from_files(prover)
                 for name, half in halves.items():
                     begin = time.perf_counter()
                     assert await half.bring({}, send=self.send) == {}
@@ -215,15 +218,27 @@ class Rig:
                 await half.leave()
         return seconds
 
-    async def _from_files(self, prover: Any) -> tuple[float, float]:
+    async def _from_files(self, prover: Any) -> dict[str, float]:
+        """Files that are compared before the engine reads them and after, as a rollout actor does."""
+        from actors.rollout.engines.weights.files import FileChecks
         from tests.support.rollout import announcement
 
         self._version += 1
+        checks, comparing_s = FileChecks(LIMIT_S), 0.0
         begin = time.perf_counter()
-        await asyncio.to_thread(self.export)
-        told = announcement(self._version, path=str(self.place / "out"))
-        brought = await prover.bring("engine-0", self.url, told, first=False)
-        return time.perf_counter() - begin, brought.pause_s
+        files = await asyncio.to_thread(self.export)
+        told = announcement(self._version, path=str(self.place / "out"), files=dict(files))
+
+        async def check() -> None:
+            nonlocal comparing_s
+            began = time.perf_counter()
+            await checks.check(told)
+            comparing_s += time.perf_counter() - began
+
+        await check()
+        brought = await prover.bring("engine-0", self.url, told, first=False, check_read=check)
+        took_s = time.perf_counter() - begin
+        return {"disk": took_s, "disk, pause": brought.pause_s, "disk, comparing files twice": comparing_s}
 
 
 class Least:
