@@ -62,5 +62,5 @@ class Republishing:
         return self.times == 0 and told.confirmed < self._version <= told.refused_again
 
     def must_be_whole(self, told: Refusals) -> bool:
-        """Whether changes since the newest whole version may lead nowhere, for that or a later one was refused."""
-        return told.refused >= self.whole_version
+        """Whether changes since the newest whole version may lead nowhere: some were refused, or its files damaged."""
+        return told.refused > self.whole_version or told.unusable >= self.whole_version

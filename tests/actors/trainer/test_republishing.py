@@ -52,8 +52,8 @@ def test_it_is_told_whose_weights_they_are_again() -> None:
     assert (after((7, False, True), (8, True, True), (9, False, True)).first) == 9
 
 
-def test_changes_against_a_refused_whole_version_are_not_made() -> None:
+def test_changes_are_not_made_after_refused_ones_or_against_damaged_files() -> None:
     told = after((6, False, True), (7, False, False))
-    assert told.must_be_whole(Told(refused=6))
     assert told.must_be_whole(Told(refused=7))
-    assert not told.must_be_whole(Told(refused=5))
+    assert told.must_be_whole(Told(refused=6, unusable=6))
+    assert not told.must_be_whole(Told(refused=6, unusable=5))

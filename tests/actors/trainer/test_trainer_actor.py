@@ -14,6 +14,7 @@ from actors.trainer.commands import TrainerRank
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.saving import _WritesLater
 from actors.trainer.models.shards import ShardWriter
+from actors.trainer.republishing import WeightsUnusable
 from actors.trainer.step.train_step import Trained
 from messages import (
     BatchReady,
@@ -183,6 +184,41 @@ async def test_changes_that_an_engine_cannot_take_are_followed_by_a_whole_versio
     assert announced[2].checksum == announced[3].checksum == checksums_of(Path(announced[3].path)).total
     assert [event.delta_bytes > 0 for event in announced] == [False, True, True, False, True]
     assert len({event.size_bytes for event in announced}) == 1
+
+
+async def test_weights_whose_files_are_unusable_are_written_again_and_not_for_ever(
+    topology: Topology, bus: Bus, tmp_path: Path
+) -> None:
+    """Before the first batch, and after the last: then an evaluation may wait for them."""
+
+    async def refuse(version: int) -> None:
+        await said_until(bus, WeightsAnnounced, version)
+        refused = WeightsRefused(
+            version=version, instance="r", engine="e", reason="v: damaged", num_refusals=1, unusable=True
+        )
+        await bus.publish(refused)
+
+    async def meanwhile() -> None:
+        await refuse(1)
+        await said_until(bus, WeightsAnnounced, 2)
+        for step in range(4):
+            await publish_batch(bus, step)
+        for version in (6, 7, 8, 9):
+            await refuse(version)
+
+    errors = await errors_of(topology, bus, tmp_path / "run", meanwhile)
+    announced = of(await said_until(bus, WeightsAnnounced, 9), WeightsAnnounced)
+    assert [(event.step, event.again_of) for event in announced] == [
+        *((0, 0), (0, 1), (1, 0), (2, 0), (3, 0)),
+        *((4, 0), (4, 6), (4, 6), (4, 6)),
+    ]
+    assert announced[0].checksum == announced[1].checksum
+    assert len({event.checksum for event in announced[5:]}) == 1
+    assert all(event.kind == "full" and event.files for event in announced)
+    (error,) = errors
+    assert isinstance(error, WeightsUnusable)
+    assert str(error).startswith("the weights of step 4 were published 4 times in ")
+    assert str(error).endswith(", and engines could use none of these versions: e: v: damaged")
 
 
 async def test_a_trainer_that_starts_again_publishes_a_whole_version_whatever_was_refused(
