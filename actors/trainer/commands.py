@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from actors.trainer.batches.batch import TrainBatch
+from actors.trainer.batches.batch import ExpertIds, TrainBatch
 from actors.trainer.batches.known import LogProbs
 from actors.trainer.channel import Channel
 from actors.trainer.checkpoints import (
@@ -104,6 +104,7 @@ class TrainerRank:
         self._saving: Saving | None = None
         self._set_aside: list[SetAside] = []  # since they were last taken
         self._handover: Handover | None = None
+        self._routed_experts: ExpertIds | None = None  # of the batch that is told of, on rank 0
         device = ranks.device_of(topology.trainer.device, self._ranks)
         ranks.join(self._ranks, topology.trainer.megatron, device, seed=topology.run.seed)
         self._channel = Channel(self._ranks, device)
@@ -165,7 +166,8 @@ class TrainerRank:
         """
         if self._ranks.world_size == 1:
             return self._train(batch)
-        encoded = encode_batch(batch)
+        self._routed_experts = batch.routed_experts_N
+        encoded = encode_batch(replace(batch, routed_experts_N=None))  # each replica gets its part of them later
         return self._lead(Train(len(encoded)), encoded)
 
     def log_probs(self, batch: TrainBatch) -> LogProbs:
@@ -174,7 +176,7 @@ class TrainerRank:
         Args:
             batch: groups that no batch has yet.
         """
-        encoded = encode_batch(batch)
+        encoded = encode_batch(replace(batch, routed_experts_N=None))
         return self._lead(ComputeLogProbs(len(encoded)), encoded)
 
     def begin_save(self, *, step: int, incarnation: int, frontier: int = 0) -> Future[None]:
@@ -333,7 +335,9 @@ class TrainerRank:
                 with self._replica.optimizer_at_hand():
                     return begin(self._replica, Path(command.path), finetune=self._topology.trainer.finetune)
             case Train():
-                return self._train(decode_batch(self._channel.broadcast(payload, command.size_bytes)))
+                batch = decode_batch(self._channel.broadcast(payload, command.size_bytes))
+                routed, self._routed_experts = self._routed_experts, None
+                return self._train(replace(batch, routed_experts_N=routed))
             case ComputeLogProbs():
                 return self._train_step.ahead(decode_batch(self._channel.broadcast(payload, command.size_bytes)))
             case Save():

@@ -12,6 +12,7 @@ import numpy as np
 from actors.trainer.algorithms import log_probs
 from actors.trainer.batches import further
 from actors.trainer.batches.context import Context
+from actors.trainer.megatron import groups
 from actors.trainer.megatron.groups import data_parallel_rank
 from actors.trainer.megatron.imports import DistributedDataParallel, MLASelfAttention, TopKRouter
 from actors.trainer.megatron.layers import attention, latent, router
@@ -69,6 +70,11 @@ def _next_of_part(batch: Any, micro_batch: Any) -> Any:
     return replace(right, further=replace(right.further, tokens=np.roll(micro_batch.tokens, -1, axis=1)))
 
 
+def _experts_of_others() -> Any:
+    right = groups.own_rows
+    return mock.patch.object(groups, "own_rows", lambda column, rows: np.roll(right(column, rows), 1, axis=0))
+
+
 def _megatrons_z_loss(self: router.Router, logits: Any, padding_mask: Any = None) -> Any:
     """Which a rank multiplies by its own tokens."""
     assert self._passing is not None
@@ -94,6 +100,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "biases of experts count padding": lambda: mock.patch.object(
         router, "in_order", lambda values, **_: values.new_ones(1).expand(1)
     ),
+    "replicas get experts of other tokens": _experts_of_others,
     "losses of the router count a rank's own tokens": lambda: mock.patch.object(
         router, "_summed", lambda counts, _: counts
     ),

@@ -91,6 +91,7 @@ class Row:
     further: bool = False  # with a layer for the token after the next one
     spoilt: bool = False  # some rewards are NaN: single samples, and all of an optimizer step
     ahead: bool = False  # log-probs are computed group by group, of every second one before its batch
+    told: bool = False  # routed experts of all tokens come with the samples
     balance: str = ""  # the router's load balancing loss, beside which its z loss trains too; empty: neither
 
     @property
@@ -121,6 +122,7 @@ class Row:
             tied=self.tied,
             kind=self.kind,
             replay=self.replay,
+            told=self.told,
             further=self.further,
             balance=self.balance,
             spoilt=self.spoilt,
@@ -137,6 +139,7 @@ class Row:
         parts = [self.layout, "packed" if self.packed else "padded", "tied" if self.tied else "untied"]
         parts += [NAMES[self.kind]] if self.kind in NAMES else []
         parts += ["replay"] if self.replay else []
+        parts += ["told experts"] if self.told else []
         parts += ["MTP"] if self.further else []
         parts += ["ahead"] if self.ahead else []
         parts += [self.balance.replace("_", " "), "z loss"] if self.balance else []
@@ -230,6 +233,17 @@ AHEAD = (
     Row("EP2", kind="qwen3_moe", replay=True, ahead=True),
     Row("DP2", kind="glm4_moe", replay=True, further=True, ahead=True),
 )
+# experts of the engine, of which each replica gets those of its tokens
+TOLD = tuple(
+    Row(layout, packed=packed, kind="qwen3_moe", told=True)
+    for layout, packed in (
+        ("DP2", True),
+        ("EP2xDP2+DO", False),
+        ("EP2xPP2", True),
+        ("EP2xCP2", True),
+    )
+)
+FEW += TOLD[:1]
 # losses of the router; that of a micro-batch depends on what is in one, so it is padded like the single rank's
 BALANCED = tuple(
     Row(layout, packed=packed, recompute=recompute, kind="qwen3_moe", balance=balance)
@@ -263,6 +277,7 @@ ALL = (
     *LATENTS,
     *AHEAD,
     *BALANCED,
+    *TOLD,
     *SPOILT,
     *(
         Row(layout, packed, recompute, tied)
@@ -313,6 +328,7 @@ FAULTY = (
         )
         if row.layout == layout
     ),
+    (TOLD[0], "replicas get experts of other tokens"),
     (BALANCED[0], "losses of the router count a rank's own tokens"),
     (BALANCED[9], "losses of the router are divided by their ranks"),
     (Row("TP2+SP", kind="deepseek_v3", replay=True), "gradients of norms are not reduced"),

@@ -113,6 +113,7 @@ def _topology(place: Path, row: Row, device: str) -> Topology:
             "kl_loss_coef": 0.1,
             "num_steps_per_rollout": 2,
             "use_routing_replay": row.replay,
+            "use_rollout_routing_replay": row.told,
         },
         "optimizer": {"lr": 1e-2, "adam_eps": 1e-4},  # at 1e-8 correct code differs by 3e-5
         "train": {"max_tokens_per_gpu": row.max_tokens, "num_steps": 4},

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.trainer.batches.batch import LeftOut, TrainBatch
+from actors.trainer.batches.batch import NOT_KNOWN, ExpertIds, LeftOut, TrainBatch, expert_ids
 from actors.trainer.batches.staleness import NOT_SAMPLED, Masking, loss_masks, staleness_of
 from actors.trainer.batches.too_long import SamplePlace
 from messages import GroupCompleted, SampleStatus, SampleSummary, Segment, SegmentsPublished
@@ -200,11 +200,11 @@ class _Builder:
             routed_experts_N=self._routed_experts(),
         )
 
-    def _routed_experts(self) -> NDArray[np.int32] | None:
+    def _routed_experts(self) -> ExpertIds | None:
         """Of all tokens, if they are told of any.
 
         Raises:
-            ValueError: of some tokens more experts are told than of others.
+            ValueError: of some tokens more experts are told than of others, or numbers that no expert has.
         """
         told = [routed.reshape(num_tokens, -1) for num_tokens, routed in self._experts if routed is not None]
         if not told:
@@ -215,9 +215,15 @@ class _Builder:
                 f"step {self._step}: tokens have {sorted(widths)} routed experts: of one model all have as many"
             )
         (width,) = widths
+        lowest, highest = min(int(routed.min()) for routed in told), max(int(routed.max()) for routed in told)
+        if lowest < NOT_KNOWN or highest > np.iinfo(np.int16).max:
+            raise ValueError(f"step {self._step}: routed experts are numbered {lowest} to {highest}")
         return np.concatenate(
             [
-                np.full((num_tokens, width), -1, dtype=np.int32) if routed is None else routed.reshape(num_tokens, -1)
+                expert_ids(
+                    np.full((num_tokens, width), NOT_KNOWN) if routed is None else routed.reshape(num_tokens, -1),
+                    highest,
+                )
                 for num_tokens, routed in self._experts
             ]
         )

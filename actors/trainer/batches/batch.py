@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,23 @@ from actors.trainer.batches.context import Context, Ints
 
 WHOLE = Context()
 Floats32 = NDArray[np.float32]
+ExpertIds = NDArray[np.uint8 | np.int16]  # `NOT_KNOWN`, which is 255 in the former, where there is none
+NOT_KNOWN: Final = -1
+
+
+def expert_ids(values: NDArray[Any], highest: int) -> ExpertIds:
+    """Numbers of experts, or -1, in as few bytes as they take.
+
+    Args:
+        values: the numbers.
+        highest: of them, and of others that are to have the same form.
+    """
+    return values.astype(np.uint8) if highest < 255 else values.astype(np.int16)
+
+
+def only_where(known: NDArray[np.bool_], ids: ExpertIds) -> ExpertIds:
+    """Numbers [..., E] of experts where a position is known, and elsewhere none."""
+    return np.where(known[..., None], ids, np.array(NOT_KNOWN).astype(ids.dtype))
 
 
 class LeftOut(IntEnum):
@@ -45,7 +62,7 @@ class TrainBatch:
     loss_mask_N: NDArray[np.uint8]  # 1 where the token trains
     rollout_log_probs_N: Floats32  # of the policy that sampled; 0 where the token does not train
     staleness_N: NDArray[np.int32]  # train steps; 0: sampled by the weights that this step starts from; -1: not sampled
-    routed_experts_N: NDArray[np.int32] | None = None  # [N, E]: of tokens that are read E of all layers; -1: not known
+    routed_experts_N: ExpertIds | None = None  # [N, E]: of tokens that are read E of all layers; on rank 0 alone
     ref_log_probs_N: Floats32 | None = None  # of the reference, computed before; NaN: of a group that they were not
     old_log_probs_N: Floats32 | None = None  # of the weights that this step starts from; likewise
 
@@ -67,6 +84,12 @@ class TrainBatch:
     def mask_sums_B(self) -> Ints:
         """Tokens of each sample that train."""
         return np.add.reduceat(self.loss_mask_N.astype(np.int64), self.starts_B)
+
+    def tokens_of(self, samples: Ints) -> Ints:
+        """Where the tokens of some samples are in the columns."""
+        lengths = self.lengths_B[samples]
+        within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return np.repeat(self.starts_B[samples], lengths) + within
 
     def spread(self, values_B: NDArray[np.float64]) -> Floats32:
         """A column from one number per sample."""
@@ -94,7 +117,7 @@ class MicroBatch:
     sources: Ints  # like tokens: where the token that is read is in the batch's columns; -1: there is padding
     bounds: NDArray[np.int32] | None = None  # packed: where each whole sequence begins, and the end
     experts: dict[int, Any] = field(default_factory=dict[int, Any])  # by layer, of an earlier forward pass
-    routed_experts: NDArray[np.int32] | None = None  # [b, s, E], of all layers, as the engine chose; -1: not known
+    routed_experts: ExpertIds | None = None  # [b, s, E], of all layers, as the engine chose
     further: Further | None = None  # what a further layer predicts; none: nothing
     context: Context = WHOLE  # whose part of each sequence it is
 

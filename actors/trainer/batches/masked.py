@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.trainer.batches.batch import Further, Ints, MicroBatch, TrainBatch
+from actors.trainer.batches.batch import Further, Ints, MicroBatch, TrainBatch, only_where
 
 Flags = NDArray[np.bool_]
 
@@ -44,7 +44,7 @@ def without(batch: TrainBatch, micro_batch: MicroBatch, masked_B: Flags) -> Micr
         rows_M=micro_batch.rows_M[kept_M],
         targets_M=micro_batch.targets_M[kept_M],
         columns_M=micro_batch.columns_M[kept_M],
-        routed_experts=None if routed is None else np.where(gone[..., None], -1, routed).astype(routed.dtype),
+        routed_experts=None if routed is None else only_where(~gone, routed),
         further=None if further is None else _further_without(further, gone),
     )
 

@@ -1,12 +1,15 @@
 """The trainer's processes as torch.distributed and Megatron see them."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from actors.trainer.megatron import cpu
 from actors.trainer.megatron.imports import initialize_rng_tracker, model_parallel_cuda_manual_seed, parallel_state
@@ -116,6 +119,44 @@ def _over_replicas(values: torch.Tensor, operation: Any) -> torch.Tensor:
     last = parallel_state.get_pipeline_model_parallel_last_rank()
     dist.broadcast(on_device, src=last, group=parallel_state.get_pipeline_model_parallel_group())
     return on_device.cpu()
+
+
+def own_rows(column: NDArray[Any] | None, rows_of_replica: Sequence[NDArray[np.int64]]) -> NDArray[Any] | None:
+    """The rows of a column that this rank's replica takes. A collective of all ranks.
+
+    Args:
+        column: [N, E], on rank 0 alone; none: there is none, on any rank.
+        rows_of_replica: which rows each replica takes; the same on every rank.
+    """
+    own = rows_of_replica[data_parallel_rank()]
+    if dist.get_world_size() == 1:
+        return None if column is None else column[own]
+    device = torch.cuda.current_device()
+    form = torch.zeros(2, dtype=torch.int64, device=device)
+    replicas = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(replicas, torch.tensor([data_parallel_rank()], dtype=torch.int64, device=device))
+    if column is not None:
+        form.copy_(torch.tensor([column.shape[1], column.dtype.itemsize]))
+    dist.broadcast(form, src=0)
+    width, item_bytes = form.tolist()
+    if not width:
+        return None
+    received = torch.empty(max(map(len, rows_of_replica)) * width * item_bytes, dtype=torch.uint8, device=device)
+    parts = None
+    if column is not None:
+        of_replica = [_padded(column[rows], received) for rows in rows_of_replica]
+        parts = [of_replica[int(replica)] for replica in replicas]
+    dist.scatter(received, parts, src=0)
+    whole = received.cpu().numpy()[: len(own) * width * item_bytes]
+    return whole.view({1: np.uint8, 2: np.int16}[item_bytes]).reshape(len(own), width)
+
+
+def _padded(rows: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
+    """Their bytes, and what is missing to as many as another has."""
+    found = torch.zeros_like(like)
+    sent = torch.from_numpy(np.ascontiguousarray(rows).view(np.uint8).ravel())
+    found[: len(sent)].copy_(sent)
+    return found
 
 
 def on_any_rank(flags: torch.Tensor) -> torch.Tensor:

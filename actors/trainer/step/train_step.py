@@ -20,7 +20,7 @@ from actors.trainer.algorithms.losses import policy_loss, sft_loss
 from actors.trainer.algorithms.reduction import Reduction, reduction
 from actors.trainer.algorithms.schedules import entropy_coef, learning_rate
 from actors.trainer.algorithms.skips import too_many
-from actors.trainer.batches.batch import Floats32, Ints, MicroBatch, TrainBatch
+from actors.trainer.batches.batch import ExpertIds, Floats32, Ints, MicroBatch, TrainBatch, only_where
 from actors.trainer.batches.further import num_further, with_further
 from actors.trainer.batches.known import LogProbs
 from actors.trainer.batches.masked import Flags, names_of, samples_with, with_masked, without
@@ -112,6 +112,13 @@ class _Done(NamedTuple):
     is_taken: bool
 
 
+class _Routed(NamedTuple):
+    """The experts that the engine had, of this replica's tokens."""
+
+    tokens: Ints  # where they are in the batch's columns, rising
+    experts: ExpertIds  # [tokens, E]
+
+
 class Trained(NamedTuple):
     """What became of a batch."""
 
@@ -199,12 +206,15 @@ class TrainStep:
 
     def _plan(self, batch: TrainBatch) -> list[_OptimizerStep]:
         replica, none_B = self._replica, np.zeros(len(batch.lengths_B), dtype=bool)
-        steps: list[_OptimizerStep] = []
-        for number, samples in enumerate(split_steps(batch, self._algorithm.num_steps_per_rollout)):
+        planned: list[tuple[Ints, list[list[Ints]]]] = []
+        for samples in split_steps(batch, self._algorithm.num_steps_per_rollout):
             shares = shared(replica, batch, samples, max_tokens=self._max_tokens)
             missing = replica.num_micro_batches(len(shares[0])) - len(shares[0])
-            shares = [[*members, *([NO_SAMPLES] * missing)] for members in shares]
-            own = [self._with_more(batch, micro_batch) for micro_batch in laid_out(replica, batch, shares)]
+            planned.append((samples, [[*members, *([NO_SAMPLES] * missing)] for members in shares]))
+        routed = self._routed_experts(batch, [shares for _, shares in planned])
+        steps: list[_OptimizerStep] = []
+        for number, (samples, shares) in enumerate(planned):
+            own = [self._with_more(batch, micro_batch, routed) for micro_batch in laid_out(replica, batch, shares)]
             steps.append(self._reduced_step(batch, number, samples, own, none_B))
         return steps
 
@@ -225,29 +235,36 @@ class TrainStep:
         further = num_further(batch, samples) if self._has_further_layer else 0
         return _OptimizerStep(number, samples, micro_batches, num_tokens, reduced, share_B, further)
 
-    def _with_more(self, batch: TrainBatch, micro_batch: MicroBatch) -> MicroBatch:
+    def _with_more(self, batch: TrainBatch, micro_batch: MicroBatch, routed: _Routed | None) -> MicroBatch:
         """With what routers and a further layer take."""
-        micro_batch = self._with_experts(batch, micro_batch)
+        if routed is not None and len(routed.tokens):
+            place = np.searchsorted(routed.tokens, np.maximum(micro_batch.sources, routed.tokens[0]))
+            known = only_where(micro_batch.sources >= 0, routed.experts[place])
+            micro_batch = replace(micro_batch, routed_experts=known)
         return with_further(batch, micro_batch) if self._has_further_layer else micro_batch
 
-    def _with_experts(self, batch: TrainBatch, micro_batch: MicroBatch) -> MicroBatch:
-        """With those that the engine had, where they are asked for.
+    def _routed_experts(self, batch: TrainBatch, steps: Sequence[list[list[Ints]]]) -> _Routed | None:
+        """Those that the engine had of this replica's tokens, where they are asked for. A collective of all ranks.
 
         Raises:
             ValueError: they are not there, or of another model.
         """
         if not self._algorithm.use_rollout_routing_replay:
-            return micro_batch
-        model, routed = self._replica.hf, batch.routed_experts_N
-        expected = model.num_hidden_layers * (model.experts.num_experts_per_tok if model.experts is not None else 0)
+            return None
+        tokens = [
+            batch.tokens_of(np.sort(np.concatenate([members for shares in steps for members in shares[replica]])))
+            for replica in range(ranks.data_parallel_size())
+        ]
+        routed = ranks.own_rows(batch.routed_experts_N, tokens)
+        experts, layers = self._replica.hf.experts, self._replica.hf.num_hidden_layers
+        expected = 0 if experts is None else layers * experts.num_experts_per_tok
         if routed is None or routed.shape[1] != expected:
             told = "none" if routed is None else routed.shape[1]
             raise ValueError(
                 f"step {batch.step}: algorithm.use_rollout_routing_replay wants {expected} routed experts "
                 f"of each token, those of all layers, and samples tell {told}"
             )
-        known = np.where((micro_batch.sources < 0)[..., None], -1, routed[micro_batch.sources])
-        return replace(micro_batch, routed_experts=known)
+        return _Routed(tokens[ranks.data_parallel_rank()], routed)
 
     def _prepare(self, batch: TrainBatch, steps: list[_OptimizerStep], laps: Laps) -> _Columns:
         """Compute what the loss needs besides the policy's own forward pass."""

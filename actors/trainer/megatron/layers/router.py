@@ -70,7 +70,8 @@ class Router(TopKRouter):
         passing, layer = self._passing, self.layer
         if passing is not None and layer in passing.given:
             given = passing.given[layer].to(scores.device, torch.int64)
-            chosen = torch.where(given < 0, chosen, given)
+            is_known = (given >= 0) & (given < scores.size(1))  # uint8 says 255 where it is not
+            chosen = torch.where(is_known, given, chosen)
         if passing is not None and passing.chosen is not None:
             passing.chosen[layer] = chosen.to(torch.int16)
         return scores.gather(1, chosen), chosen

@@ -6,7 +6,7 @@ import pytest
 
 from actors.trainer.batches.assembly import CollectedGroup, assemble, payload_seqs, problems_of
 from actors.trainer.batches.batch import LeftOut
-from messages import SampleKey, SampleStatus, SegmentsPublished
+from messages import Int32Array, SampleKey, SampleStatus, Segment, SegmentsPublished
 from tests.actors.trainer.logs import completed, group_of, payload, segment, summary
 
 KEY = SampleKey(group_id=5, attempt=0, index=0)
@@ -136,3 +136,26 @@ def test_a_raw_reward_that_only_a_later_sample_names_is_that_samples_alone() -> 
     batch = assemble(0, [collected(*samples, segments=segments)], {1: 0})
     assert batch is not None
     assert (batch.rewards_B.tolist(), batch.raw_rewards_B.tolist()) == ([0.1, 0.2, 0.3], [0.1, 7.0, 0.3])
+
+
+def with_experts(part: Segment, experts: list[int]) -> Segment:
+    """A segment each of whose tokens has one expert; those of its last token are not known."""
+    return msgspec.structs.replace(part, routed_experts=Int32Array([*experts, -1]))
+
+
+def test_routed_experts_take_as_few_bytes_as_they_can() -> None:
+    one, other = (segment(KEY, prompt, [9], ((1, 0, 1),)) for prompt in ([7, 8], [7]))
+    for highest, dtype in ((254, np.uint8), (255, np.int16)):
+        told = [with_experts(one, [3, highest]), other]
+        batch = assemble(0, [collected(summary(0, [(9, 0), (9, 1)]), segments=told)], {1: 0})
+        assert batch is not None
+        assert batch.routed_experts_N is not None
+        assert batch.routed_experts_N.dtype == dtype
+        unknown = np.array(-1).astype(dtype)
+        assert batch.routed_experts_N[:, 0].tolist() == [3, highest, unknown, unknown, unknown]
+
+
+def test_routed_experts_that_no_number_fits_are_refused() -> None:
+    part = with_experts(segment(KEY, [7, 8], [9], ((1, 0, 1),)), [3, 40_000])
+    with pytest.raises(ValueError, match="routed experts are numbered -1 to 40000"):
+        assemble(0, [collected(summary(0, [(9, 0)]), segments=[part])], {1: 0})
