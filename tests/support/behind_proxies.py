@@ -29,7 +29,7 @@ from tests.support.spoiling_proxy import Case, Proxy, spoiling
 
 LONG: Final = 260  # tokens: as few as are streamed
 SHORT: Final = 12
-PATIENCE: Final = Patience(first_s=2.0, next_s=2.0)
+PATIENCE: Final = Patience(first_s=4.0, next_s=4.0)
 START_S: Final = 60.0
 
 Choose = Callable[[dict[str, Any]], Case | None]
@@ -137,16 +137,18 @@ async def behind_proxies(
     ours: bool = False,
     limits: Patience = PATIENCE,
     give_up_after_s: float = 600.0,
+    weights: Path | None = None,
 ) -> AsyncGenerator[Behind]:
     """A generator over engines that run, each behind a proxy of its own.
 
     Args:
         engines: their URLs.
         router: URL of one that knows none of them.
-        model: that they serve, with its weights.
+        model: that they serve.
         chooses: which answers each proxy spoils.
         ours: the run started the engines.
         limits: of the watchdog.
+        weights: directory of the model's weights; none: they lie with it.
         give_up_after_s: how long engines that are up may answer nothing.
     """
     async with AsyncExitStack() as stack:
@@ -166,7 +168,7 @@ async def behind_proxies(
             group.start_soon(fleet.run_router, router)
             group.start_soon(generator.running.run)
             group.start_soon(Watchdog(client, fleet, generator.running, limits).run)
-            await fleet.set_target(announcement(1, path=str(model)))
+            await fleet.set_target(announcement(1, path=str(weights or model)))
             with anyio.fail_after(START_S):
                 await fleet.next_version(0)
                 await fleet.until(lambda: fleet.num_admitted() == len(proxies))

@@ -113,12 +113,15 @@ class Proxy:
         response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
         await response.prepare(request)
         read = bytearray()
-        async for chunk in answer.content.iter_any():
-            read += chunk
-            if read.endswith(DONE):  # which the client takes for the end
+        try:
+            async for chunk in answer.content.iter_any():
+                read += chunk
+                if read.endswith(DONE):  # which the client takes for the end
+                    self._note(bytes(read), answer.status, body)
+                await response.write(chunk)
+        finally:  # what came before the client went away may be used
+            if body.get("stream") or answer.content.at_eof():
                 self._note(bytes(read), answer.status, body)
-            await response.write(chunk)
-        self._note(bytes(read), answer.status, body)
         return response
 
     async def _spoil(self, request: web.Request, data: bytes, body: dict[str, Any], case: Case) -> web.StreamResponse:
@@ -151,7 +154,8 @@ class Proxy:
             return
         streamed, batch = bool(body.get("stream")), isinstance(body["input_ids"][0], list)
         if streamed:
-            events = [event.removeprefix(b"data: ") for event in read.split(b"\n\n") if event]
+            complete = read.split(b"\n\n")[:-1]
+            events = [event.removeprefix(b"data: ") for event in complete]
             parts = [json.loads(event) for event in events if event != b"[DONE]" and not event.startswith(b'{"error"')]
         else:
             decoded = json.loads(read)

@@ -8,16 +8,18 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from tests.support.behind_proxies import LONG, SHORT, behind_proxies, outcome, request
+from actors.rollout.requests.watching import Patience
+from tests.support.behind_proxies import LONG, PATIENCE, SHORT, behind_proxies, outcome, request
 from tests.support.embedded_engine import running_engine
 from tests.support.odd_answers import CASES
+from tests.support.odd_table import check_every_row
 from tests.support.spoiling_proxy import Case
 from tests.support.tiny_models import write_model
 
 pytestmark = [pytest.mark.anyio]
 
-LIMIT_S: Final = 40.0
-NUM_GOOD: Final = 60  # requests that are not spoiled, before, among and behind the others
+NO_WATCH: Final = Patience(first_s=600.0, next_s=600.0)
+LIMIT_S: Final = 150.0
 
 FLAGS: Final = ("--load-format", "dummy", "--max-running-requests", "64", "--incremental-streaming-output")
 
@@ -33,49 +35,12 @@ def engine(model: Path) -> Iterator[str]:
         yield engine.url
 
 
-def rid_of(index: int, *, streamed: bool) -> str:
-    return f"{'streamed' if streamed else 'whole'}.{index}-0-1"
-
-
-def first_try_of_each_row(body: dict[str, Any]) -> Case | None:
-    """The row that a request is for, at its first try."""
-    how, _, rest = body["rid"].partition(".")
-    if how not in ("streamed", "whole") or not body["rid"].endswith("-0"):
-        return None
-    return CASES[int(rest.partition("-")[0])]
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 async def test_no_unusual_answer_is_believed_and_each_request_is_answered_in_the_end(
     engine: str, model: Path, router_url: str
 ) -> None:
-    rows = [
-        (index, streamed)
-        for index, case in enumerate(CASES)
-        for streamed in (True, False)
-        if (case.streamed if streamed else case.whole)
-    ]
-    found: dict[str, str] = {}
-    async with (
-        behind_proxies([engine], router_url, model, [first_try_of_each_row]) as behind,
-        anyio.create_task_group() as group,
-    ):
-
-        async def ask(name: str, rid: str, streamed: bool) -> None:
-            asked = request(rid, LONG if streamed else SHORT, members=1 if streamed else 3)
-            found[name] = await outcome(behind, asked, streamed=streamed, limit_s=LIMIT_S)
-
-        for index, streamed in rows:
-            name = f"{CASES[index].name}, {'streamed' if streamed else 'whole'}"
-            group.start_soon(ask, name, rid_of(index, streamed=streamed), streamed)
-        for number in range(NUM_GOOD):
-            group.start_soon(ask, f"good {number}", f"good.{number}-0-1", number % 2 == 0)
-            await anyio.sleep(LIMIT_S / 8 / NUM_GOOD)
-    spoiled = set(behind.proxies[0].spoiled)
-    assert spoiled == {case.name for case in CASES}
-    wrong = [f"{name}: {came}" for name, came in found.items() if came != "good"]
-    assert not wrong, "\n".join(wrong)
+    await check_every_row(engine, router_url, model, limits=PATIENCE, limit_s=LIMIT_S)
 
 
 async def test_what_cannot_be_true_is_said_with_the_engine_and_its_url(
@@ -91,7 +56,7 @@ async def test_what_cannot_be_true_is_said_with_the_engine_and_its_url(
 
     with capture_logs() as logged:
         async with (
-            behind_proxies([engine], router_url, model, [first_try]) as behind,
+            behind_proxies([engine], router_url, model, [first_try], limits=NO_WATCH) as behind,
             anyio.create_task_group() as group,
         ):
             url = behind.proxies[0].url

@@ -1,0 +1,58 @@
+"""The table of unusual answers, tried on one engine: every row at once, among requests that are answered as usual."""
+
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+
+from actors.rollout.requests.watching import Patience
+from tests.support.behind_proxies import LONG, SHORT, behind_proxies, outcome, request
+from tests.support.odd_answers import CASES
+from tests.support.spoiling_proxy import Case
+
+NUM_GOOD: Final = 60  # requests that are not spoiled, before, among and behind the others
+SPREAD_S: Final = 5.0  # over which they are sent
+
+
+def first_try_of_each_row(body: dict[str, Any]) -> Case | None:
+    """The row that a request is for, at its first try."""
+    how, _, rest = body["rid"].partition(".")
+    if how not in ("streamed", "whole") or not body["rid"].endswith("-0"):
+        return None
+    return CASES[int(rest.partition("-")[0])]
+
+
+async def check_every_row(
+    engine: str, router: str, model: Path, *, limits: Patience, limit_s: float, weights: Path | None = None
+) -> None:
+    """Spoil the first try of a request for each row, streamed and whole: each is answered, by what the engine sampled.
+
+    Args:
+        engine: URL of the engine.
+        router: URL of one that knows none.
+        model: that the engine serves.
+        limits: of the watchdog.
+        limit_s: seconds for a request.
+        weights: directory of the model's weights; none: they lie with it.
+    """
+    found: dict[str, str] = {}
+    async with (
+        behind_proxies([engine], router, model, [first_try_of_each_row], limits=limits, weights=weights) as behind,
+        anyio.create_task_group() as group,
+    ):
+
+        async def ask(name: str, rid: str, streamed: bool) -> None:
+            asked = request(rid, LONG if streamed else SHORT, members=1 if streamed else 3)
+            found[name] = await outcome(behind, asked, streamed=streamed, limit_s=limit_s)
+
+        for index, case in enumerate(CASES):
+            if case.streamed:
+                group.start_soon(ask, f"{case.name}, streamed", f"streamed.{index}-0-1", True)
+            if case.whole:
+                group.start_soon(ask, f"{case.name}, whole", f"whole.{index}-0-1", False)
+        for number in range(NUM_GOOD):
+            group.start_soon(ask, f"good {number}", f"good.{number}-0-1", number % 2 == 0)
+            await anyio.sleep(SPREAD_S / NUM_GOOD)
+    assert set(behind.proxies[0].spoiled) == {case.name for case in CASES}
+    wrong = [f"{name}: {came}" for name, came in found.items() if came != "good"]
+    assert not wrong, "\n".join(wrong)
