@@ -12,7 +12,7 @@ import anyio
 import msgspec
 import structlog
 
-from runtime.agent.claims.claim import Claim, RunClaimed
+from runtime.agent.claims.claim import Claim, RunClaimed, refuse_claimed
 from runtime.agent.claims.discarding import NotDiscarded, discard
 from runtime.agent.claims.incarnation import raise_incarnation
 from runtime.agent.claims.rundir import (
@@ -20,6 +20,7 @@ from runtime.agent.claims.rundir import (
     RunRefused,
     StoredResult,
     check_start,
+    claimed_node,
     prepare,
     put_back,
     store_result,
@@ -81,10 +82,11 @@ def start(topology: Topology, wish: Wish, *, specs_of: SpecsOf, show: Show, rewr
     Raises:
         RunRefused: it cannot be started like this.
     """
-    check_start(topology, wish.fresh)
+    check_start(topology, wish.fresh, wish.node)
     raise_open_files(topology)
     run_dir = Path(topology.run.dir) / topology.run.name
-    with _claim(run_dir, wish.node if len(topology.nodes) > 1 else None) as claim:
+    with _claim(run_dir, claimed_node(topology, wish.node)) as claim:
+        _refuse_beside(claim)
         if wish.fresh is not None:
             _start_over(claim, topology, wish)
         stored = stored_result(run_dir)
@@ -113,6 +115,14 @@ def _claim(run_dir: Path, node: str | None) -> Claim:
     except OSError as error:
         told = no_space_of(error, run_dir) if is_full(error) else f"{run_dir} cannot be used: {error}"
         raise RunRefused(str(told)) from error
+
+
+def _refuse_beside(claim: Claim) -> None:
+    """Refuse to run beside an agent that claimed another part of the directory since `check_start` looked."""
+    try:
+        refuse_claimed(claim.run_dir, claim.node, held=claim)
+    except RunClaimed as error:
+        raise RunRefused(str(error)) from error
 
 
 def _start_over(claim: Claim, topology: Topology, wish: Wish) -> None:

@@ -5,7 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -56,7 +56,7 @@ class Claim:
             OSError: the directory cannot be made or written.
         """
         make_private(run_dir)
-        path = run_dir / (LOCK_FILE if node is None else NODE_LOCK_FILE.format(node))
+        path = lock_of(run_dir, node)
         file = path.open("a+", encoding="utf-8")  # not truncated: it may be another agent's
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,6 +79,11 @@ class Claim:
         self._file.close()  # the file stays: removing it would let two agents lock two files of one name
 
 
+def lock_of(run_dir: Path, node: str | None) -> Path:
+    """The file whose lock is the claim on a directory, or on a node's part in it."""
+    return run_dir / (LOCK_FILE if node is None else NODE_LOCK_FILE.format(node))
+
+
 def nodes_in(run_dir: Path) -> list[str]:
     """The nodes that have ever claimed a part in a shared directory."""
     before, after = NODE_LOCK_FILE.split("{}")
@@ -93,22 +98,33 @@ def is_lock(path: Path) -> bool:
 
 @contextmanager
 def kept_unclaimed(run_dir: Path) -> Generator[bool]:
-    """Keep an agent from claiming a directory for the duration of a block; False if one holds it. Writes nothing.
+    """Keep agents from claiming a directory, or a node's part in it, for the duration of a block. Writes nothing.
 
-    Several may do so at the same time. An agent that starts meanwhile is refused.
+    Yields False if one holds a claim. Several may do so at the same time. An agent that starts meanwhile is refused,
+    unless it is the first one of its node.
     """
-    path = run_dir / LOCK_FILE
-    if not path.exists():  # no agent has ever run here
-        yield True
-        return
-    with path.open("rb") as file:
-        yield _locks_shared(file)
+    with ExitStack() as opened:  # a directory without a lock: no agent has ever run there
+        files = [opened.enter_context(path.open("rb")) for path in run_dir.glob("*") if is_lock(path)]
+        yield all([_locks_shared(file) for file in files])
 
 
-def refuse_claimed(run_dir: Path) -> None:
-    """Raise RunClaimed if an agent holds the directory. Writes nothing."""
-    path = run_dir / LOCK_FILE
-    if path.exists():
+def refuse_claimed(run_dir: Path, node: str | None, *, held: Claim | None = None) -> None:
+    """Refuse a start beside an agent that holds the directory. Writes nothing.
+
+    Args:
+        run_dir: of the run.
+        node: that is to be started, if nodes share the directory: others may hold their parts in it. None: the whole
+            directory is to be claimed.
+        held: the claim of the caller, if it has one.
+
+    Raises:
+        RunClaimed: an agent holds the directory, or the node's part; without a node, the part of any node.
+    """
+    own = None if held is None else lock_of(run_dir, held.node)
+    nodes = nodes_in(run_dir) if node is None else [node]
+    for path in (lock_of(run_dir, each) for each in (None, *nodes)):
+        if path == own or not path.exists():
+            continue
         with path.open("r", encoding="utf-8") as file:
             if not _locks_shared(file):
                 raise RunClaimed(run_dir, _read_holder(file))

@@ -44,11 +44,13 @@ class StoredResult(msgspec.Struct, frozen=True, kw_only=True):
     result: Result
 
 
-def check_start(topology: Topology, fresh: str | None) -> None:
+def check_start(topology: Topology, fresh: str | None, node: str) -> None:
     """Look at the run directory as a start will find it. Writes nothing.
 
     Args:
+        topology: of the run.
         fresh: the name of the run to discard, "" for none; None: it is resumed.
+        node: that is to be started.
 
     Raises:
         RunRefused: a start would be refused.
@@ -59,11 +61,16 @@ def check_start(topology: Topology, fresh: str | None) -> None:
     if fresh == "" and (run_dir / TOPOLOGY_FILE).exists():
         raise RunRefused(f"{run_dir} exists; to discard that run and start over, name it: --fresh {run}")
     try:
-        refuse_claimed(run_dir)
+        refuse_claimed(run_dir, claimed_node(topology, node))
     except RunClaimed as error:
         raise RunRefused(str(error)) from error
     if fresh is None:
         changes_since(run_dir, topology)
+
+
+def claimed_node(topology: Topology, node: str) -> str | None:
+    """The node whose part in the run directory an agent claims; None: the whole directory, as the only node."""
+    return node if len(topology.nodes) > 1 else None
 
 
 def prepare(claim: Claim, topology: Topology) -> list[str]:

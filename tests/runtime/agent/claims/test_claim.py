@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.agent.claims.claim import Claim, RunClaimed, kept_unclaimed
+from runtime.agent.claims.claim import Claim, RunClaimed, kept_unclaimed, refuse_claimed
 from runtime.agent.claims.incarnation import raise_incarnation
 
 
@@ -50,3 +50,41 @@ def test_spectators_keep_a_directory_unclaimed_together_and_only_for_their_block
             Claim.take(tmp_path)
     with Claim.take(tmp_path):
         pass
+
+
+def test_spectators_see_the_claim_of_each_node_of_a_shared_directory(tmp_path: Path) -> None:
+    with Claim.take(tmp_path, node="n1"), kept_unclaimed(tmp_path) as unclaimed:
+        assert not unclaimed
+    with kept_unclaimed(tmp_path) as unclaimed:
+        assert unclaimed
+        with pytest.raises(RunClaimed):
+            Claim.take(tmp_path, node="n1")
+
+
+@pytest.mark.parametrize(
+    ("held", "started", "is_refused"),
+    [
+        (None, None, True),
+        ("n1", None, True),
+        (None, "n0", True),
+        ("n0", "n0", True),
+        ("n1", "n0", False),
+    ],
+)
+def test_a_start_is_refused_beside_an_agent_that_holds_the_directory_or_its_own_part(
+    tmp_path: Path, held: str | None, started: str | None, is_refused: bool
+) -> None:
+    with Claim.take(tmp_path, node=held):
+        if is_refused:
+            with pytest.raises(RunClaimed, match=f"process {os.getpid()} on"):
+                refuse_claimed(tmp_path, started)
+        else:
+            refuse_claimed(tmp_path, started)
+    refuse_claimed(tmp_path, started)
+
+
+def test_a_claim_does_not_refuse_its_own_holder(tmp_path: Path) -> None:
+    with Claim.take(tmp_path, node="n0") as claim:
+        refuse_claimed(tmp_path, "n0", held=claim)
+    with Claim.take(tmp_path, node="n1"), Claim.take(tmp_path) as claim, pytest.raises(RunClaimed):
+        refuse_claimed(tmp_path, None, held=claim)
