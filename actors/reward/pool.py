@@ -1,7 +1,7 @@
 """A bounded queue of samples in front of several grader processes that may hang, die and be killed."""
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -20,6 +20,8 @@ BATCH_S = 0.002  # of expected grading per frame: cheap graders share the cost o
 MAX_BATCH = 32
 BACKOFF = Backoff()
 MAX_FAILED_STARTS = 8  # in a row, of one process
+TICK_S = 0.25
+LATE_S = 0.25  # a tick that comes later than this tells of a standstill, not of a busy loop
 TIMEOUT = "timeout"  # the reason of a score whose grader had to be killed
 
 log = structlog.get_logger()
@@ -52,6 +54,30 @@ class _Grading:
         self.done.set()
 
 
+class RunningTime:
+    """Measures how long this process did not run, as while it was stopped, by ticks that come late."""
+
+    def __init__(self) -> None:
+        self._lost_s = 0.0
+        self._due: float | None = None  # the next tick
+
+    async def run(self) -> None:
+        """Tick until cancelled."""
+        try:
+            while True:
+                self._due = anyio.current_time() + TICK_S
+                await anyio.sleep(TICK_S)
+                self._lost_s = self.lost_s
+        finally:
+            self._due = None
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds of standstills since the beginning, also of one that ended just now."""
+        late_s = 0.0 if self._due is None else anyio.current_time() - self._due
+        return self._lost_s + (late_s if late_s > LATE_S else 0.0)
+
+
 class GraderPool:
     """Grades samples in processes of its own. Made by `open_pool`."""
 
@@ -61,6 +87,7 @@ class GraderPool:
         self._mean_s: dict[GraderSpec, float] = {}
         self._counts: Counter[str] = Counter()
         self._grading_s = 0.0
+        self.running = RunningTime()
 
     async def grade(self, grader: GraderSpec, samples: Sequence[GradedSample]) -> list[Graded]:
         """Grade samples over all processes; one grade each, in order, whatever the graders do.
@@ -149,17 +176,35 @@ class GraderPool:
             except FrameError as error:
                 self._fail(gradings.pop(0), f"too large for a grader process: {error}")
                 continue
-            with anyio.move_on_after(self._settings.timeout_s) as limit:
-                await process.send(frame)
-            if limit.cancelled_caught:
+            if not await self._in_time(lambda frame=frame: process.send(frame), process.flush):
                 return True
             for grading in batch:
-                if process.num_received < len(grading.samples):
-                    with anyio.move_on_after(self._settings.timeout_s) as limit:
-                        await process.receive(len(grading.samples))
-                    if limit.cancelled_caught:
-                        return True
+                size = len(grading.samples)
+                if process.num_received < size and not await self._in_time(lambda size=size: process.receive(size)):
+                    return True
                 self._finish(gradings.pop(0), process.take(len(grading.samples)))
+
+    async def _in_time(
+        self, do: Callable[[], Awaitable[None]], go_on: Callable[[], Awaitable[None]] | None = None
+    ) -> bool:
+        """Whether something is done within timeout_s of this process running: its standstills do not count.
+
+        Args:
+            do: may be cancelled.
+            go_on: goes on with it then; none: the same again.
+        """
+        left_s = self._settings.timeout_s
+        while True:
+            lost_s = self.running.lost_s
+            with anyio.move_on_after(left_s) as limit:
+                await do()
+            if not limit.cancelled_caught:
+                return True
+            left_s = self.running.lost_s - lost_s
+            if not left_s:
+                return False
+            log.warning("grading_stood_still", lost_s=left_s)
+            do = go_on or do
 
     async def _take(self) -> list[_Grading]:
         gradings = list(await self._gradings.receive())
@@ -208,6 +253,7 @@ async def open_pool(settings: PoolSettings) -> AsyncGenerator[GraderPool]:
     first = await GraderProcess.start(settings.hello, settings.sandbox)
     with closing(GraderPool(settings)) as pool:
         async with anyio.create_task_group() as keepers:
+            keepers.start_soon(pool.running.run)
             keepers.start_soon(pool.keep_process, first)
             for _ in range(settings.num_processes - 1):
                 keepers.start_soon(pool.keep_process)

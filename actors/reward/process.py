@@ -112,6 +112,14 @@ class GraderProcess:
         except anyio.BrokenResourceError as error:
             raise GraderDiedError(await self._await_ending()) from error
 
+    async def flush(self) -> None:
+        """Wait until it has taken what a cancelled `send` left.
+
+        Raises:
+            GraderDiedError: it has ended.
+        """
+        await self.send(b"")
+
     @property
     def num_received(self) -> int:
         """Grades that can be taken."""

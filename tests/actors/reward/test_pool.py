@@ -155,6 +155,32 @@ async def test_a_grader_that_hangs_is_killed_and_replaced(command: str) -> None:
     assert 1.0 <= took_s < 10  # one timeout and one start of a process; a busy machine takes its time for these
 
 
+async def test_a_standstill_of_the_process_is_no_timeout_of_its_graders(tmp_path: Path) -> None:
+    """As of a machine that is suspended: twice as long as a score may take."""
+    code = (
+        "import sys, anyio, actors.reward.pool as p, actors.reward.frames as f, actors.reward.samples as s\n"
+        "async def main():\n"
+        "    async with p.open_pool(p.PoolSettings(hello=f.Hello(), timeout_s=1)) as pool:\n"
+        "        files = {'started': sys.argv[2], 'file': sys.argv[3]}\n"
+        "        told = s.GradedSample(response='wait for file', metadata=files)\n"
+        "        print(await pool.grade(f.GraderSpec(name=sys.argv[1]), [told]))\n"
+        "anyio.run(main)\n"
+    )
+    started, go = tmp_path / "started", tmp_path / "go"
+    names = AS_TOLD.name, str(started), str(go)
+    async with await anyio.open_process([sys.executable, "-c", code, *names], stdin=None) as parent:
+        grader = int(await until_exists(started))
+        for pid in (parent.pid, grader):
+            os.kill(pid, signal.SIGSTOP)
+        await anyio.sleep(2)  # the standstill itself
+        go.touch()
+        for pid in (parent.pid, grader):
+            os.kill(pid, signal.SIGCONT)
+        assert parent.stdout is not None
+        printed = b"".join([chunk async for chunk in parent.stdout])
+    assert b"error=None" in printed, printed
+
+
 async def test_an_async_grader_that_never_ends_is_killed() -> None:
     async with pool_of(timeout_s=0.2) as pool:
         (graded,) = await tell(pool, "", grader=GraderSpec(name=f"{USER_CODE}:never"))
