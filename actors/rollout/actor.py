@@ -75,6 +75,7 @@ from messages import (
     SessionRequested,
     SpillsGiven,
     SpillsRequested,
+    TrainerStarted,
     WeightsAnnounced,
     WeightsApplied,
     WeightsLost,
@@ -112,6 +113,7 @@ class RolloutActor(Actor):
         RolloutRequested,
         EvalRequested,
         RoundHalted,
+        TrainerStarted,
         WeightsAnnounced,
         EvalIssued,
         EvalEnded,
@@ -307,14 +309,14 @@ class RolloutActor(Actor):
         At the start only the last target matters.
         """
         target = self._target
-        types = (RoundHalted, WeightsAnnounced, EvalIssued, EvalEnded, ActorExited, PhaseChanged)
+        types = (RoundHalted, TrainerStarted, WeightsAnnounced, EvalIssued, EvalEnded, ActorExited, PhaseChanged)
         async with self._bus.read(*types) as events:
             while True:
                 received = await events.next()
                 match received and received.message:
                     case RoundHalted(round=round):
                         running.halt(round)
-                    case WeightsAnnounced() | EvalIssued() | EvalEnded() as event:
+                    case TrainerStarted() | WeightsAnnounced() | EvalIssued() | EvalEnded() as event:
                         target.fold(event)
                     case ActorExited() as event:
                         fleet.deaths.note_exit(event)

@@ -53,7 +53,7 @@ __all__ = [
     "fold",
 ]
 
-FOLD_VERSION: Final = 9  # raised whenever the same log folds to another state; older snapshots are then not loaded
+FOLD_VERSION: Final = 10  # raised whenever the same log folds to another state; older snapshots are then not loaded
 
 LedgerEvent = (
     BufferStarted
@@ -154,7 +154,8 @@ def _note(
 
 
 def _announce(state: LedgerState, event: WeightsAnnounced) -> None:
-    if event.version <= state.version:
+    """Take up new weights. Those of a trainer that was replaced are not those that its successor trains."""
+    if event.version <= state.version or state.is_replaced(event.incarnation):
         return
     state.version, state.version_step = event.version, event.step
     if state.evaluation is not None:

@@ -69,8 +69,8 @@ def trained(step: int, *, incarnation: int = 1, replay: bool = False) -> BatchTr
     )
 
 
-def weights(version: int, step: int) -> WeightsAnnounced:
-    return WeightsAnnounced(version=version, step=step, incarnation=1, path="w", checksum="c", size_bytes=1)
+def weights(version: int, step: int, *, incarnation: int = 1) -> WeightsAnnounced:
+    return WeightsAnnounced(version=version, step=step, incarnation=incarnation, path="w", checksum="c", size_bytes=1)
 
 
 # Eight groups. Step 0 trains 0 and 1; 2 is dropped, 3 aborted and issued again, 4 fails. The trainer dies after it has
@@ -102,7 +102,7 @@ LOG: tuple[Message, ...] = (
     GroupsClosed(incarnation=1, group_ids=(6,), outcome="dropped", reason="too_stale"),
     CheckpointSaved(step=2, incarnation=1, path="c", oldest_step=0, took_s=0.1),
     TrainerStarted(incarnation=2, step=2),  # 26
-    weights(3, 2),
+    weights(3, 2, incarnation=2),
     EvalIssued(incarnation=1, step=2, version=3, sets=(EvalSetSize(set="heldout", num_items=2),)),
     EvalCompleted(step=2, set="heldout", item=0, version=3, instance=INSTANCE, samples=(SAMPLE,)),
 )

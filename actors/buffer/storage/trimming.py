@@ -31,7 +31,7 @@ class Landmarks:
         """Take the next event of the log."""
         match event:
             case WeightsAnnounced():
-                self.announced[event.version] = seq
+                self.announced.setdefault(event.version, seq)  # a replaced trainer may use a number again
             case RoundHalted():
                 self.halted = seq
             case EvalIssued():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import anyio
 
 from actors.rollout.engines.turns.stages import Stage
-from messages import EvalEnded, EvalIssued, WeightsAnnounced
+from messages import EvalEnded, EvalIssued, TrainerStarted, WeightsAnnounced
 
 
 class TargetWeights:
@@ -22,13 +22,18 @@ class TargetWeights:
         self.newest: WeightsAnnounced | None = None  # of those that engines may take
         self.evaluated_step = -1  # the newest step whose evaluation has ended: of none up to it anything is wanted
         self._known_version = 0
+        self._incarnation = 0  # of the trainer that started last
         self._held_back: list[WeightsAnnounced] = []  # rising; as many as trainers get ahead of an evaluation
         self._evaluated: dict[int, int] = {}  # step of an evaluation that runs -> its weight version
 
-    def fold(self, event: WeightsAnnounced | EvalIssued | EvalEnded) -> None:
-        """Take the next event. A replaced trainer's last word, of older weights than are known, is ignored."""
+    def fold(self, event: TrainerStarted | WeightsAnnounced | EvalIssued | EvalEnded) -> None:
+        """Take the next event. What a replaced trainer announces, and versions that are known, are ignored."""
         match event:
-            case WeightsAnnounced(version=version) if version > self._known_version:
+            case TrainerStarted():
+                self._incarnation = max(self._incarnation, event.incarnation)
+            case WeightsAnnounced(version=version, incarnation=incarnation) if (
+                version > self._known_version and incarnation >= self._incarnation
+            ):
                 self._known_version = version
                 self._held_back.append(event)
             case EvalIssued():

@@ -136,8 +136,9 @@ class History:
             case CheckpointRequested():
                 self.requested_step = max(self.requested_step, event.step)
             case WeightsAnnounced():
-                self.version = max(self.version, event.version)
-                self.steps_of_versions[event.version] = event.step
+                self.version = max(self.version, event.version)  # a replaced trainer's, too: no number is used twice
+                if not self._steps.is_replaced(event.incarnation):
+                    self.steps_of_versions[event.version] = event.step
             case PhaseChanged():
                 self.turn = next_turn(self.turn, event, seq)
             case WeightsApplied():

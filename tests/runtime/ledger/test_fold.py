@@ -37,7 +37,7 @@ from messages.subjects import filter_of
 from runtime.ledger.fold import LedgerState, Stage, fold
 from runtime.ledger.groups import spills_of
 from runtime.ledger.state import MAX_ENDINGS_LOST
-from tests.support.ledger_log import Log, aborted, completed, judged, kinds, saved, summary, trained
+from tests.support.ledger_log import Log, aborted, announced, completed, judged, kinds, saved, summary, trained
 from tests.support.rollout import announcement
 
 
@@ -101,6 +101,16 @@ def test_a_trainer_that_starts_ahead_of_the_log_settles_its_batches() -> None:
     log.add(TrainerStarted(incarnation=2, step=1))
     assert log.state.books().trained == 2
     assert log.state.trained_steps == 1
+
+
+def test_weights_of_a_trainer_that_was_replaced_are_not_taken_up() -> None:
+    log = Log()
+    log.add(announced(6, 5))
+    log.add(TrainerStarted(incarnation=2, step=4))
+    log.add(announced(7, 6))
+    assert (log.state.version, log.state.version_step) == (6, 5)
+    log.add(msgspec.structs.replace(announced(7, 4), incarnation=2))
+    assert (log.state.version, log.state.version_step, log.state.version_steps[7]) == (7, 4, 4)
 
 
 def test_payloads_are_needed_until_no_loadable_checkpoint_lacks_their_batch() -> None:

@@ -1,13 +1,14 @@
 """Which weights are wanted at each point of the log."""
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.rollout.engines.target import TargetWeights
-from messages import EvalEnded, EvalIssued, EvalSetSize, WeightsAnnounced
+from messages import EvalEnded, EvalIssued, EvalSetSize, TrainerStarted, WeightsAnnounced
 from tests.support.rollout import announcement
 
-Event = WeightsAnnounced | EvalIssued | EvalEnded
+Event = TrainerStarted | WeightsAnnounced | EvalIssued | EvalEnded
 
 
 def issued(step: int, version: int) -> EvalIssued:
@@ -29,6 +30,16 @@ def wanted_after(*events: Event) -> list[int]:
 
 def test_the_newest_announcement_is_wanted_and_a_late_older_one_is_not() -> None:
     assert wanted_after(announcement(1), announcement(3), announcement(2)) == [1, 3, 3]
+
+
+def test_weights_of_a_trainer_that_was_replaced_are_not_wanted() -> None:
+    started, late = TrainerStarted(incarnation=2, step=0), announcement(2)
+    of_successor = msgspec.structs.replace(announcement(2), incarnation=2, path="successor")
+    assert wanted_after(announcement(1), started, late) == [1, 1, 1]
+    wanted = TargetWeights()
+    for event in (announcement(1), started, late, of_successor):
+        wanted.fold(event)
+    assert wanted.newest == of_successor
 
 
 def test_newer_weights_wait_for_the_end_of_an_evaluation() -> None:

@@ -160,15 +160,15 @@ def run_of_three_steps() -> list[Any]:
 
     lost = GroupRef(group_id=2, attempt=0, event_seq=9)
     return [
-        TrainerStarted(incarnation=3, step=0), announced(1, 0),  # 1, 2
+        TrainerStarted(incarnation=1, step=0), announced(1, 0),  # 1, 2
         GroupsIssued(incarnation=1, round=0, min_version=1, groups=issued),  # 3
         completed(0, 1), kept(0, 4), batch(0, (0, 0, 4)), trained(0), announced(2, 1),  # 4 - 8
         completed(2, 2), kept(2, 9), completed(1, 3), kept(1, 11), batch(1, (1, 0, 11), (2, 0, 9)),  # 9 - 13
-        PayloadsMissing(step=1, incarnation=3, groups=(lost,), reason="purged"),  # 14
+        PayloadsMissing(step=1, incarnation=1, groups=(lost,), reason="purged"),  # 14
         GroupsIssued(incarnation=1, round=1, min_version=2, groups=again),  # 15
         completed(2, 4, attempt=1), VerdictGiven(group_id=2, attempt=1, event_seq=16, outcome=Outcome.KEEP),  # 16, 17
         batch(1, (1, 0, 11), (2, 1, 16)), trained(1), announced(3, 2),  # 18 - 20
-        CheckpointSaved(step=2, incarnation=3, path="", oldest_step=1, took_s=0.0),  # 21
+        CheckpointSaved(step=2, incarnation=1, path="", oldest_step=1, took_s=0.0),  # 21
         completed(3, 5), kept(3, 22), batch(2, (3, 0, 22)),  # 22 - 24
         completed(6, 6), kept(6, 25), completed(7, 7), kept(7, 27, Outcome.DROP),  # 25 - 28
         CheckpointRequested(step=2, stream="data", used=0.7), trained(2), announced(4, 3),  # 29 - 31
