@@ -24,6 +24,10 @@ OURS: Final = {
     "OMP_NUM_THREADS": "1",  # two threads were 10 to 200 times slower on shared cores
     "MKL_NUM_THREADS": "1",
 }
+NO_DIAGNOSTICS: Final = {  # a dying server of SGLang waits 65 s for them, with its requests open
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
+}
 READY_TIMEOUT_S: Final = {"embedded": 120.0, "sglang": 1800.0}  # a large model is read from a slow disk
 CRASH_WORDS: Final = ("hit an exception",)  # of SGLang's scheduler; its server then kills itself with SIGKILL
 OVERRIDES: Final = "json_model_override_args"  # SGLang's: keys that config.json is to have
@@ -83,7 +87,12 @@ def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, dev
     return ProcessSpec(
         name=f"engine.{pool}.{index}",
         command=_embedded(topology, engine, index) if embedded else _sglang(topology, engine, index),
-        env={**(OURS | HIDDEN if embedded else FOREIGN), **engine.env, **_visible(devices), **_peers(engine)},
+        env={
+            **(OURS | HIDDEN if embedded else FOREIGN | NO_DIAGNOSTICS),
+            **engine.env,
+            **_visible(devices),
+            **_peers(engine),
+        },
         port=PortRequest(),
         ready=WhenListening(),
         ready_timeout_s=engine.ready_timeout_s or READY_TIMEOUT_S[engine.kind],

@@ -157,3 +157,13 @@ def test_what_computes_on_the_cpu_sees_no_gpu_whatever_the_machine_has() -> None
     stand_in = specs("laptop.toml", "local", "run.only=rollout")["stand-in"]
     for spec in (*on_cpu, stand_in):
         assert (spec.env["CUDA_VISIBLE_DEVICES"], spec.env["HIP_VISIBLE_DEVICES"]) == ("", "")
+
+
+def test_a_dying_server_of_sglang_waits_for_no_diagnostics_unless_its_pool_says_so() -> None:
+    names = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
+    env = specs("disaggregate-2x8gpu.toml", "n1")["engine.policy.0"].env
+    assert [env[name] for name in names] == ["false", "false"]
+    wanted = "engines.policy.env={SGLANG_PYSPY_DUMP_BEFORE_CRASH = 'true'}"
+    env = specs("disaggregate-2x8gpu.toml", "n1", wanted)["engine.policy.0"].env
+    assert [env[name] for name in names] == ["true", "false"]
+    assert not {*names} & {*specs("laptop.toml", "local")["engine.policy.0"].env}
