@@ -72,6 +72,24 @@ class Screen:
             return COLUMNS
 
 
+def open_closed_streams() -> None:
+    """Give a process its standard streams where it was started without: else the next files that it opens are these.
+
+    What it would print goes nowhere then, and it goes on.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))
+
+
 def send_nowhere(stream: TextIO) -> None:
     """Have nobody read a stream, or the interpreter complains when it flushes it at its end."""
     null = os.open(os.devnull, os.O_WRONLY)
@@ -102,11 +120,13 @@ def ended(work: Callable[[], int], *wrong_input: type[Exception]) -> int:
         Screen(sys.stderr).show_all(str(error).split("\n"))
         return EXIT_INPUT_ERROR
     except KeyboardInterrupt:
+        Screen(sys.stderr).show("interrupted")
         return EXIT_INTERRUPTED
 
 
 def run(main: Callable[[], int]) -> None:
     """Run a command as this process."""
+    open_closed_streams()
     user_folder_last()
     try:
         sys.exit(main())

@@ -7,6 +7,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+if __name__ == "__main__":
+    from bin.interrupt import told_in_one_line
+
+    told_in_one_line()
+
 from bin.entry import Screen, ended, parser_of, run  # noqa: E402 - found in place, without an installation
 from runtime.exit_codes import EXIT_OK  # noqa: E402
 

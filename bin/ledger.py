@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+if __name__ == "__main__":
+    from bin.interrupt import told_in_one_line
+
+    told_in_one_line()
+
 from bin.entry import Screen, ended, parser_of, run  # noqa: E402 - found in place, without an installation
 from runtime.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_INTERRUPTED, EXIT_OK  # noqa: E402
 from runtime.wording import printable_json  # noqa: E402

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from collections import Counter
@@ -11,6 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+if __name__ == "__main__":
+    from bin.interrupt import told_in_one_line
+
+    told_in_one_line()
 
 from bin.entry import Screen, ended, parser_of, run  # noqa: E402 - found in place, without an installation
 from runtime.exit_codes import EXIT_OK  # noqa: E402
@@ -95,7 +101,8 @@ def _refuse_untrusted(args: argparse.Namespace, loaded: "LoadedTopology") -> Non
     from runtime.settings.reading.toml import SET
     from runtime.settings.topology import RunConfig
 
-    inside = args.dump.resolve() in _topology_file(args).resolve().parents
+    dump, file = (Path(os.path.realpath(path)) for path in (args.dump, _topology_file(args)))
+    inside = dump in file.parents
     is_set = loaded.loaded.origin("run.dir") == SET
     runs = Path(loaded.topology.run.dir if is_set else RunConfig(name="any").dir)
     if args.trust or not inside or is_own_dump(args.dump, runs):

@@ -6,8 +6,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 if __name__ == "__main__":
+    from bin.interrupt import told_in_one_line
     from runtime.import_path import refuse_shadows
 
+    told_in_one_line()
     refuse_shadows()
 
 import argparse  # noqa: E402 - not before it is known to be Python's own

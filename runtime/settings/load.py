@@ -78,8 +78,8 @@ def _two_logins(topology: Topology, login: Login | None) -> Iterator[Problem]:
 def places(loaded: Loaded, key: str) -> tuple[Path, ...]:
     """Directories in which the relative path under a key is looked up, in order."""
     origin = loaded.origin(key)
-    beside = loaded.files[-1].parent.resolve()
-    found = (Path.cwd(), beside) if origin == SET else (Path(origin).parent.resolve(), beside, Path.cwd())
+    beside = Path(os.path.realpath(loaded.files[-1].parent))
+    found = (Path.cwd(), beside) if origin == SET else (Path(os.path.realpath(Path(origin).parent)), beside, Path.cwd())
     return tuple(dict.fromkeys(found))
 
 
@@ -117,8 +117,8 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
         reward=_graders_found(topology.reward, finder),
         run=msgspec.structs.replace(
             run,
-            dir=str(Path(run.dir).resolve()),
-            dump_details=None if run.dump_details is None else str(Path(run.dump_details).resolve()),
+            dir=os.path.realpath(run.dir),
+            dump_details=None if run.dump_details is None else os.path.realpath(run.dump_details),
             load=finder.optional("run.load", run.load),
         ),
         engines={
@@ -155,7 +155,7 @@ class _Finder:
 
     def path(self, key: str, value: str) -> str:
         candidates = (place / value for place in places(self._loaded, key))
-        return next((str(candidate.resolve()) for candidate in candidates if candidate.exists()), value)
+        return next((os.path.realpath(candidate) for candidate in candidates if candidate.exists()), value)
 
     def optional(self, key: str, value: str | None) -> str | None:
         return None if value is None else self.path(key, value)

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -153,3 +154,69 @@ def test_only_a_terminal_that_can_takes_a_line_back(monkeypatch: pytest.MonkeyPa
             assert not Screen(null).can_rewrite
     finally:
         os.close(leader)
+
+
+STALLS = """
+import pathlib, sys, time
+
+class Stalls:
+    def find_spec(self, name, path=None, target=None):
+        if name == "bin.entry":
+            pathlib.Path({mark!r}).touch()
+            time.sleep(60)
+
+sys.meta_path.insert(0, Stalls())
+"""
+
+
+@pytest.mark.parametrize("file", sorted(PYTHON_OF.values()))
+def test_ctrl_c_while_a_command_imports_is_one_line(file: str, tmp_path: Path) -> None:
+    mark = tmp_path / "imports"
+    (tmp_path / "sitecustomize.py").write_text(STALLS.format(mark=str(mark)))
+    command = [sys.executable, "-P", str(ROOT / "bin" / file), "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        while not mark.exists():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (130, ("", "interrupted\n"))
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+def test_a_command_without_standard_streams_does_its_work(closed: tuple[int, ...], tmp_path: Path) -> None:
+    words = " ".join(f"{number}{'<' if number == 0 else '>'}&-" for number in closed)
+    for file, arguments, code in (
+        ("start_topology.py", f"{LAPTOP} --plan", 0),
+        ("ledger.py", str(tmp_path), 2),
+        ("export_hf.py", f"{tmp_path} --out {tmp_path / 'out'}", 2),
+        ("replay.py", f"{tmp_path} --to filter", 2),
+    ):
+        command = f"{sys.executable} -P {ROOT / 'bin' / file} {arguments} {words}"
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("key", ["run.dir", "run.dump_details"])
+@pytest.mark.parametrize("more", [["--check"], []])
+def test_a_link_in_a_circle_is_named(key: str, more: list[str], tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    command = [sys.executable, "-P", str(ROOT / "bin" / "start_topology.py"), str(LAPTOP), *more]
+    command += ["--set", f"run.dir={tmp_path}", "--set", f"{key}={tmp_path / 'loop'}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert f"{tmp_path / 'loop'} is a symbolic link that leads nowhere, or in a circle" in done.stderr
+
+
+def test_a_topology_file_that_is_a_link_in_a_circle_is_named(tmp_path: Path) -> None:
+    (tmp_path / "loop.toml").symlink_to("loop.toml")
+    command = [sys.executable, "-P", str(ROOT / "bin" / "start_topology.py"), str(tmp_path / "loop.toml"), "--check"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"{tmp_path / 'loop.toml'}: cannot be read: Too many levels of symbolic links\n"

@@ -76,6 +76,8 @@ class FastTokenizing:
             return self._template(bool(tools)).render(messages=messages, tools=tools, **variables)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template of {self._directory} refuses it: {error}") from None
+        except Exception as error:  # noqa: BLE001 - a template is a program, and may raise anything
+            raise ValueError(f"the chat template of {self._directory} fails: {error!r}") from None
 
     def encode(self, texts: Sequence[str]) -> list[Int32Array]:
         """Tokenise all at once, on as many threads as the library likes."""
@@ -127,12 +129,19 @@ def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
 def _environment() -> jinja2.Environment:
     """What transformers gives a chat template: a sandbox, loop controls, {% generation %}, JSON that is not escaped."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, jinja2.ext.loopcontrols],
+        loader=jinja2.FunctionLoader(_refuse_another),
     )
     environment.filters["tojson"] = _to_json
     functions = cast("dict[str, Any]", environment.globals)  # declared as holding jinja2's own alone
     functions.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
     return environment
+
+
+def _refuse_another(name: str) -> NoReturn:
+    raise jinja2.TemplateError(f"it includes {name!r}, and a chat template is one file")
 
 
 class _Generation(jinja2.ext.Extension):
@@ -171,6 +180,8 @@ class TransformersTokenizing:
             return apply(messages, tools=tools, tokenize=False, **options)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses it: {error}") from None
+        except Exception as error:  # noqa: BLE001 - as above
+            raise ValueError(f"the chat template fails: {error!r}") from None
 
     def encode(self, texts: Sequence[str]) -> list[Int32Array]:
         """In one batch."""

@@ -135,7 +135,11 @@ def _run_dir(findings: Findings) -> None:
 def _writable(findings: Findings, key: str, path: Path) -> Path:
     """Whether a directory can be made or written; returns the nearest that exists."""
     place = next(path for path in (path, *path.parents) if path.exists())
-    if not place.is_dir():
+    if (
+        link := next((each for each in (path, *path.parents) if each.is_symlink() and not each.exists()), None)
+    ) is not None:
+        findings.problem(key, str(path), f"{link} is a symbolic link that leads nowhere, or in a circle")
+    elif not place.is_dir():
         findings.problem(key, str(path), f"{place} is a file, not a directory")
     elif not os.access(place, os.W_OK | os.X_OK):
         findings.problem(key, str(path), f"{place} cannot be written")

@@ -1,6 +1,7 @@
 """Settings from files: TOML with its includes, or the JSON of a run directory; who wrote which key."""
 
 import codecs
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -86,12 +87,12 @@ class _Reader:
         self.origins: dict[str, str] = {}
 
     def read(self, path: Path, including: tuple[Path, ...]) -> Table:
-        if path.resolve() in including:
+        if (place := Path(os.path.realpath(path))) in including:  # a link in a circle raises nothing here
             raise TopologyError([Problem(key="include", message=f"{path} includes itself", file=str(including[-1]))])
         own = _parse(path)
         merged: Table = {}
         for name in _includes(own.pop("include", ()), path):
-            self._merge(merged, self.read(self._find(name, path), (*including, path.resolve())), None)
+            self._merge(merged, self.read(self._find(name, path), (*including, place)), None)
         self._merge(merged, own, str(path))
         self.files.append(path)
         return merged

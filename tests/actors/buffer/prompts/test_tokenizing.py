@@ -82,6 +82,22 @@ def test_a_template_that_refuses_says_why(tmp_path: Path) -> None:
             tokenizing.render(TURNS)
 
 
+@pytest.mark.parametrize("tag", ["include 'x'", "import 'x' as x", "extends 'x'"])
+def test_a_template_that_wants_another_file_is_refused(tmp_path: Path, tag: str) -> None:
+    ours, theirs = both(model_with(tmp_path, f"{{% {tag} %}}"))
+    with pytest.raises(ValueError, match="it includes 'x', and a chat template is one file"):
+        ours.render(TURNS)
+    with pytest.raises(ValueError, match=r"the chat template fails: .*no loader"):
+        theirs.render(TURNS)
+
+
+@pytest.mark.parametrize("fails", ["1 / 0", "1 + 'x'", "[][3].x", "x()", "'%d' % 'x'"])
+def test_a_template_that_fails_says_how(tmp_path: Path, fails: str) -> None:
+    for tokenizing in both(model_with(tmp_path, f"{{{{ {fails} }}}}")):
+        with pytest.raises(ValueError, match="the chat template"):
+            tokenizing.render(TURNS)
+
+
 def test_a_template_cannot_reach_the_interpreter(tmp_path: Path) -> None:
     ours = FastTokenizing(model_with(tmp_path, "{{ ''.__class__.__mro__ }}"))
     with pytest.raises(ValueError, match="unsafe"):
