@@ -72,6 +72,11 @@ async def appends_letters_as_ids(conversation: Conversation) -> None:
     conversation.append_ids("ab")  # type: ignore[arg-type]
 
 
+async def appends_what_is_no_token(conversation: Conversation) -> None:
+    await conversation.generate()
+    conversation.append_ids([60, 1_000_000])
+
+
 def plain(conversation: Conversation) -> None:
     """Not async."""
 

@@ -140,6 +140,7 @@ async def test_a_conversation_without_end_is_truncated_where_there_is_no_more_ro
         ("stops_at_letters", "stop = '</add>': write a list of texts"),
         ("appends_a_number", "append(5): a text is needed"),
         ("appends_letters_as_ids", "'str' object cannot be interpreted as an integer"),
+        ("appends_what_is_no_token", "1000000 is no token of the model, which has 1000000"),
         ("talks_twice_at_once", "two turns at the same time"),
         ("leaves_a_turn", "ended in the middle of a turn"),
         ("notes_what_no_message_can_carry", "sample_metadata cannot be sent"),
