@@ -47,8 +47,8 @@ class Rig:
     def __post_init__(self) -> None:
         ask = self.client.generate
 
-        async def generate(router: str, body: dict[str, Any]) -> list[Answer]:
-            answers = await ask(router, body)
+        async def generate(router: str, body: dict[str, Any], vocab_size: int | None = None) -> list[Answer]:
+            answers = await ask(router, body, vocab_size)
             self.raw_answers |= {tuple(answer.output_ids): answer for answer in answers}
             return answers
 
