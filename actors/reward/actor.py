@@ -62,6 +62,7 @@ class RewardActor(Actor):
             max_tries=config.max_tries,
         )
         self._names = names_of(topology)
+        self._of_eval_alone = {item.rm_type for item in topology.eval} - {item.rm_type for item in topology.data}
         self._pool: GraderPool | None = None
         self._first = FirstGrades(bus)
         self._counts: Counter[str] = Counter()
@@ -150,7 +151,8 @@ class RewardActor(Actor):
             except PayloadLost as error:
                 return [Graded(error=f"prompt: {error}") for _ in request.items]
             grades = await pool.grade(spec, [_sample_of(item) for item in items])
-            await self._first.note(name, grades, group=spec.group)
+            if request.rm_type not in self._of_eval_alone:
+                await self._first.note(name, grades, group=spec.group)
             return grades
         self._counts["late_requests"] += 1
         log.warning("score_request_late", num_samples=len(request.items))

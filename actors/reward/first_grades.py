@@ -14,7 +14,7 @@ CPU_LIMIT: Final = "raised CpuLimitError("
 
 
 class FirstGrades:
-    """Counts calls of graders until the first good grade of the run.
+    """Counts calls of graders for training samples until the first good grade of the run.
 
     The bus remembers that grade, so an actor that is restarted later does not count again.
     """

@@ -14,6 +14,7 @@ import pytest
 
 import actors.reward.actor
 from actors.reward.actor import RewardActor
+from actors.reward.first_grades import KEY
 from actors.reward.process import GraderUnusableError
 from messages import MessageDeadLettered
 from messages.base import Plane
@@ -24,6 +25,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.calls import Inbox
 from runtime.failures import leaves
 from runtime.host.actor import InputError
+from runtime.settings.recipe import EvalConfig
 from runtime.settings.topology import Topology
 from tests.fixtures.nats import NatsServer
 
@@ -344,6 +346,19 @@ async def test_a_grader_that_was_good_once_may_fail_ever_after(bus: Bus, asker: 
         assert len(await asker.scores("own-as_told", *["raise"] * 20)) == 20
     async with running(bus):  # started again
         assert len(await asker.scores("own-as_told", *["raise"] * 20)) == 20
+
+
+async def test_good_grades_of_an_evaluation_hide_no_grader_that_never_works(bus: Bus) -> None:
+    topology = msgspec.structs.replace(
+        topology_of(f"{USER_CODE}:as_told"),
+        eval=(EvalConfig(name="e", path="p", interval=1, rm_type="exact_match"),),
+    )
+    actor = RewardActor(topology, bus)
+    async with anyio.create_task_group() as group, bus.inbox(ScoresGiven) as inbox:
+        await group.start(actor.run)
+        await Asker(bus, inbox).scores("exact_match", *["7"] * 20, label="7")
+        group.cancel_scope.cancel()
+    assert await bus.kv.get(KEY, bool) is None
 
 
 async def test_graders_that_are_only_slow_never_end_a_run(bus: Bus, asker: Asker) -> None:
