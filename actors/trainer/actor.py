@@ -17,7 +17,7 @@ from actors.trainer.leader import Leader
 from actors.trainer.phases.turns import Turns
 from actors.trainer.rendezvous import meet, own_rank
 from actors.trainer.sending.asking import AskOf, from_threads
-from actors.trainer.torch_thread import TorchThread
+from actors.trainer.torch_thread import TorchThread, collecting_nothing
 from messages import (
     BatchTrained,
     BucketSent,
@@ -157,8 +157,9 @@ class TrainerActor(Actor):
 
     def _build_rank(self, store: Any, ask_of: AskOf) -> "TrainerRank":
         """On the torch thread: importing torch and Megatron takes seconds."""
-        from actors.trainer.commands import TrainerRank
-        from actors.trainer.megatron.groups import Ranks
+        with collecting_nothing():
+            from actors.trainer.commands import TrainerRank
+            from actors.trainer.megatron.groups import Ranks
 
         rank = Ranks(
             rank=self._rank,

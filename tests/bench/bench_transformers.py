@@ -1,7 +1,7 @@
 """A train step of ours against a plain transformers loop, CPU seconds of one thread, in turns. Prints JSON.
 
 Run: python -m tests.bench.bench_transformers. The loop has what a step cannot do without: SDPA, log-probs of the rows
-that train, PPO's loss, clipped gradients, fused AdamW; of three widths of its length buckets the fastest counts. Ours
+that train, with a head of all rows as transformers has it and with one of those rows alone, PPO's loss, clipped gradients, fused AdamW; of three widths of its length buckets the fastest counts. Ours
 has its usual metrics: entropy, clip fraction, KL to the old policy, distance to the engine.
 """
 
@@ -19,6 +19,7 @@ from tests.bench.bench_trainer import random_batch as laptop_batch
 from tests.bench.rig import rounded
 
 ROOT = Path(__file__).resolve().parents[2]
+HEADS: Final = ("all", "trained")  # the rows of hidden states that the loop makes logits of
 WIDTHS: Final = (16, 64, 4096)  # of the loop's length buckets, in tokens
 TABLES: dict[str, Any] = {
     "run": {"name": "bench"},
@@ -75,7 +76,11 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         case = CASES[name](Path(folder), args)
         engine = TrainerRank(case.topology, Path(folder))
         sides: dict[str, Callable[[Any], object]] = {"ours": engine.train}
-        sides |= {f"loop, width {width}": plain_loop(case.topology, width) for width in WIDTHS}
+        for head in HEADS:
+            sides |= {
+                f"loop, head of {head} rows, width {width}": plain_loop(case.topology, width, head=head)
+                for width in WIDTHS
+            }
         for step in sides.values():
             step(case.batches[0])
         if args.profile:
@@ -89,13 +94,13 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
                 seconds[side].append((time.process_time() - begin) / len(case.batches))
         engine.close()
     medians = {side: statistics.median(values) for side, values in seconds.items()}
-    best = min(value for side, value in medians.items() if side != "ours")
+    best = {head: min(value for side, value in medians.items() if f"of {head} rows" in side) for head in HEADS}
     tokens = statistics.mean(int(batch.lengths_B.sum()) for batch in case.batches)
     return rounded(
         {
             "tokens": tokens,
             "trained_tokens": statistics.mean(int(batch.loss_mask_N.sum()) for batch in case.batches),
-            "loop_by_ours": best / medians["ours"],
+            "loop_by_ours": {f"head of {head} rows": value / medians["ours"] for head, value in best.items()},
             "cpu_s_per_step": {side: {"median": medians[side], "all": values} for side, values in seconds.items()},
         }
     )
@@ -125,15 +130,15 @@ def laptop(folder: Path, args: argparse.Namespace) -> Case:
     return Case(topology, [laptop_batch(step, topology.rollout.rollout_batch_size) for step in range(args.steps)])
 
 
-def of_vocabulary(size: int) -> Callable[[Path, argparse.Namespace], Case]:
-    """Hidden 256, 4 layers, batches of 2,048 tokens."""
+def of_vocabulary(size: int, **sizes: int) -> Callable[[Path, argparse.Namespace], Case]:
+    """Hidden 256 and 4 layers if nothing else is given, batches of 2,048 tokens."""
 
     def case(folder: Path, args: argparse.Namespace) -> Case:
         import msgspec
 
         from runtime.settings.topology import Topology
 
-        config = MODEL | {"vocab_size": size, "tie_word_embeddings": args.tied}
+        config = MODEL | sizes | {"vocab_size": size, "tie_word_embeddings": args.tied}
         (folder / "config.json").write_text(json.dumps(config))
         tables = TABLES | {
             "model": {"hf_checkpoint": str(folder), "random_init": True},
@@ -148,6 +153,7 @@ def of_vocabulary(size: int) -> Callable[[Path, argparse.Namespace], Case]:
 CASES: dict[str, Callable[[Path, argparse.Namespace], Case]] = {
     "vocabulary_4096": of_vocabulary(4096),
     "vocabulary_32768": of_vocabulary(32768),
+    "deep": of_vocabulary(4096, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, head_dim=64),
     "laptop": laptop,
 }
 
@@ -182,8 +188,15 @@ def ragged_batch(
     )
 
 
-def plain_loop(topology: Any, width: int, device: str = "cpu") -> Callable[[Any], None]:
-    """A train step as one writes it with transformers and torch alone; in bfloat16 by autocast, on float32 weights."""
+def plain_loop(topology: Any, width: int, device: str = "cpu", *, head: str = "all") -> Callable[[Any], None]:
+    """A train step as one writes it with transformers and torch alone; in bfloat16 by autocast, on float32 weights.
+
+    Args:
+        topology: of the model and the algorithm.
+        width: of buckets of like length, in tokens.
+        device: that computes.
+        head: of "all" rows, as transformers' models have it, or of those that are "trained" alone.
+    """
     import numpy as np
     import torch
     import transformers
@@ -214,7 +227,11 @@ def plain_loop(topology: Any, width: int, device: str = "cpu") -> Callable[[Any]
                 )
                 tokens, picked = tokens.to(device), picked.to(device)
                 with half:
-                    logits = model(tokens[:, :-1], use_cache=False).logits[picked].float()
+                    if head == "all":
+                        logits = model(tokens[:, :-1], use_cache=False).logits[picked].float()
+                    else:
+                        hidden = model.model(tokens[:, :-1], use_cache=False).last_hidden_state
+                        logits = model.lm_head(hidden[picked]).float()
                 spread = (logits / topology.rollout.temperature).log_softmax(-1)
                 log_probs = spread.gather(1, tokens[:, 1:][picked][:, None])[:, 0]
                 ratio = (log_probs - old).exp()

@@ -15,7 +15,13 @@ KEPT_ELEMENTS = 1 << 26  # logits that stay for the backward pass, 256 MB; those
 
 
 def log_probs_and_entropy(
-    hidden_MH: Tensor, weight_VH: Tensor, targets_M: Tensor, *, temperature: float = 1.0, group: Any = None
+    hidden_MH: Tensor,
+    weight_VH: Tensor,
+    targets_M: Tensor,
+    *,
+    temperature: float = 1.0,
+    group: Any = None,
+    into_VH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Natural log-probs of targets and entropies, differentiable in hidden states and weight.
 
@@ -25,12 +31,14 @@ def log_probs_and_entropy(
         targets_M: token ids over the whole vocabulary.
         temperature: divides the logits, as it did when the tokens were sampled.
         group: ranks that share the vocabulary, in its order; none: this rank has all of it.
+        into_VH: what the weight's gradient is added to, in float32; the weight then gets an undefined one, if any.
 
     Returns:
         Log-probs [M] and entropies [M], nats, float32.
     """
     keeps = torch.is_grad_enabled()
-    log_probs, entropy = _LogProbsAndEntropy.apply(hidden_MH, weight_VH, targets_M, temperature, group, keeps)  # pyright: ignore
+    given = hidden_MH, weight_VH, targets_M, temperature, group, into_VH, keeps
+    log_probs, entropy = _LogProbsAndEntropy.apply(*given)  # pyright: ignore
     return log_probs, entropy
 
 
@@ -52,7 +60,14 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, hidden_MH: Tensor, weight_VH: Tensor, targets_M: Tensor, temperature: float, group: Any, keeps: bool
+        ctx: Any,
+        hidden_MH: Tensor,
+        weight_VH: Tensor,
+        targets_M: Tensor,
+        temperature: float,
+        group: Any,
+        into_VH: Tensor | None,
+        keeps: bool,
     ) -> tuple[Tensor, Tensor]:
         own_M = targets_M if group is None else targets_M - dist.get_rank(group) * weight_VH.size(0)
         own = _Statistics(*hidden_MH.new_empty(len(_Statistics._fields), len(hidden_MH), dtype=torch.float32))
@@ -67,19 +82,21 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         log_sum, mean = whole.normaliser.log(), whole.weighted / whole.normaliser
         lower = own.highest - whole.highest
         ctx.save_for_backward(hidden_MH, weight_VH, own_M, own.highest, lower - log_sum, mean - lower)
-        ctx.temperature, ctx.group = temperature, group
+        ctx.temperature, ctx.group, ctx.into_VH = temperature, group, into_VH
         ctx.set_materialize_grads(False)
         return whole.chosen - log_sum, log_sum - mean
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
         hidden_MH, weight_VH, own_M, highest, log_scale, mean = ctx.saved_tensors
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_scale)
         of_hidden = torch.empty_like(hidden_MH)
-        of_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        of_weight: Tensor | None = ctx.into_VH
+        if of_weight is None and ctx.needs_input_grad[1]:
+            of_weight = torch.zeros_like(weight_VH, dtype=torch.float32)
         for rows in _chunks(hidden_MH, weight_VH):
             logits = ctx.kept.pop(rows.start, None)
             if logits is None:
@@ -101,7 +118,11 @@ class _LogProbsAndEntropy(torch.autograd.Function):
                 of_weight += gradient.t() @ hidden_MH[rows]
         if ctx.group is not None:
             dist.all_reduce(of_hidden, group=ctx.group)
-        return of_hidden, None if of_weight is None else of_weight.to(weight_VH.dtype), None, None, None, None
+        returned = None
+        if ctx.needs_input_grad[1] and of_weight is not None:
+            is_added = ctx.into_VH is not None
+            returned = torch.empty_like(weight_VH) if is_added else of_weight.to(weight_VH.dtype)
+        return of_hidden, returned, None, None, None, None, None
 
 
 def _chunks(hidden_MH: Tensor, weight_VH: Tensor) -> Iterator[slice]:

@@ -48,3 +48,29 @@ def test_a_trainer_on_the_cpu_starts_on_a_machine_with_a_gpu() -> None:
 def test_the_actor_is_imported_without_torch_which_its_own_thread_imports() -> None:
     code = "import sys, actors.trainer.actor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False).returncode == 0
+
+
+COUNTED = """
+import contextlib, gc, types, anyio
+from actors.trainer.actor import TrainerActor
+from actors.trainer.torch_thread import TorchThread
+
+async def start():
+    with TorchThread() as thread:
+        phases = []
+        gc.callbacks.append(lambda phase, _: phases.append(phase))
+        with contextlib.suppress(AttributeError):  # behind its imports: there is no topology
+            await thread.run(TrainerActor._build_rank, types.SimpleNamespace(), None, None)
+        print(phases.count("start"), gc.isenabled())
+
+anyio.run(start)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_imports_torch_and_megatron_without_garbage_collection() -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    told = subprocess.run([sys.executable, "-c", COUNTED], env=environment, capture_output=True, check=True, text=True)
+    collections, is_enabled = told.stdout.split()
+    assert int(collections) < 20  # before and behind the imports, which are over 800 collections long
+    assert is_enabled == "True"

@@ -59,14 +59,31 @@ class Head(ColumnParallelLinear):
                 input_, tensor_parallel_output_grad=False, group=self.tp_group
             )
         length, num_rows, _ = input_.shape
+        weight, into = self._accumulating(weight)
         rows = asked.rows_M if num_rows == 1 else asked.rows_M % length * num_rows + asked.rows_M // length
         return log_probs_and_entropy(
             input_.flatten(0, 1).index_select(0, rows),
-            self.weight if weight is None else weight,
+            weight,
             asked.targets_M,
             temperature=asked.temperature,
             group=self.tp_group if self.tp_group.size() > 1 else None,
+            into_VH=into,
         )
+
+    def _accumulating(self, shared: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The weight, and its gradient buffer, to which the head adds what else autograd would copy there.
+
+        Megatron learns so by `grad_added_to_main_grad`, as from its own fused layers. A weight that the embedding here
+        has too, which Megatron marks with `zero_out_wgrad`, gets autograd's gradient from there alone.
+        """
+        weight = self.weight if shared is None else shared
+        into: Tensor | None = getattr(weight, "main_grad", None)
+        if into is None or not weight.requires_grad or not torch.is_grad_enabled() or into.dtype is not torch.float32:
+            return weight, None
+        if getattr(weight, "zero_out_wgrad", False):
+            return weight.detach(), into
+        weight.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
+        return weight, into
 
 
 class Model(GPTModel):
