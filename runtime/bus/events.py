@@ -177,6 +177,8 @@ class Log:
             pending = reader.num_pending
             while pending:
                 item = await reader.next(self._connection.limits.publish_timeout_s)
+                if item is None and not reader.num_pending:
+                    return  # it was deleted meanwhile
                 if item is None:
                     raise BusUnavailable(f"{stream}: nothing more came to be read")
                 raw, place = item

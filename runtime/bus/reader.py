@@ -92,7 +92,10 @@ class LogReader:
             await forget_reader(self._connection, self._stream, self._consumer)
 
     async def next(self, timeout_s: float | None = None) -> tuple[RawMessage, Place] | None:
-        """The next message and its place, or None after timeout_s."""
+        """The next message and its place, or None after timeout_s.
+
+        None also if messages were pending and are gone since: who reads until `num_pending` is 0 comes to an end.
+        """
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
         while True:
@@ -100,16 +103,24 @@ class LogReader:
             try:
                 message = await self._pull.next(remaining_s)
             except ConsumerLost:
-                await self.open()
+                if await self._reopened_on_nothing():
+                    return None
                 continue
             if message is None:
                 return None
             place = place_of(message.reply)
             if place.consumer != self._consumer or place.consumer_seq != self._consumer_seq + 1:
-                await self.open()  # something was dropped on the way
+                if await self._reopened_on_nothing():  # something was dropped on the way
+                    return None
                 continue
             self._consumer_seq = place.consumer_seq
             self._last_seq = place.stream_seq
             self.num_pending = place.num_pending
             self._connection.counters.received += 1
             return message, place
+
+    async def _reopened_on_nothing(self) -> bool:
+        """Open anew; whether what was pending before is not there any more."""
+        pending = self.num_pending
+        await self.open()
+        return pending > 0 and not self.num_pending

@@ -161,3 +161,46 @@ async def test_a_reader_leaves_no_consumer_behind(bus: Bus) -> None:
         return await num_consumers() == 0
 
     await eventually(are_gone)
+
+
+async def test_a_reader_whose_pending_messages_are_gone_after_an_outage_comes_to_an_end(
+    own_bus: Bus, own_nats_server: NatsServer
+) -> None:
+    """It began before the outage; while it was away they were deleted, as keys expire."""
+    for number in range(3):
+        await own_bus.publish(group_failed(number))
+    filters = [plane_filter(own_bus.run, Plane.EVENT)]
+    reader = LogReader(own_bus._connection, stream_of(own_bus.run, Plane.EVENT), filters, from_seq=1)
+    await reader.open()
+    assert reader.num_pending == 3
+    await own_nats_server.restart()
+    await own_bus.purge(Plane.EVENT, below_seq=4)
+    with anyio.fail_after(10):
+        while reader.num_pending:
+            assert await reader.next() is None
+        await own_bus.publish(group_failed(3))
+        found = await reader.next()
+    assert found is not None
+    assert found[1].stream_seq == 4
+    await reader.close()
+
+
+async def test_a_reader_begun_while_the_server_is_down_reads_on_when_it_is_back(
+    own_bus: Bus, own_nats_server: NatsServer
+) -> None:
+    await own_bus.publish(group_failed(0))
+    own_nats_server.kill()
+    begun = anyio.Event()
+
+    async def start_again() -> None:
+        await begun.wait()
+        own_nats_server.spawn()
+        await own_nats_server.wait_ready()
+        await own_bus.publish(group_failed(1))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(start_again)
+        begun.set()
+        async with own_bus.read(GroupFailed) as events:
+            with anyio.fail_after(20):
+                assert [(await anext(events)).message for _ in range(2)] == [group_failed(0), group_failed(1)]
