@@ -53,7 +53,7 @@ __all__ = [
     "fold",
 ]
 
-FOLD_VERSION: Final = 10  # raised whenever the same log folds to another state; older snapshots are then not loaded
+FOLD_VERSION: Final = 11  # raised whenever the same log folds to another state; older snapshots are then not loaded
 
 LedgerEvent = (
     BufferStarted
@@ -143,7 +143,9 @@ def _note(
             _announce(state, event)
         case BufferStarted():
             state.incarnation = max(state.incarnation, event.incarnation)
-            state.finished, state.gave_up, state.barren = None, None, 0
+            if state.gave_up is not None:  # a new try: only what is spare was dropped, as a spare counts, before it
+                state.barren = len(state.in_stage(Stage.SPARE))
+            state.finished, state.gave_up = None, None
         case SnapshotTaken():
             if event.fold_version == FOLD_VERSION:  # another one is of no use: one that is gets taken at once
                 state.snapshot_step = state.checkpoint_step

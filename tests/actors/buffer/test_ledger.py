@@ -243,6 +243,25 @@ def test_a_run_whose_groups_are_all_rejected_is_given_up_and_tried_again_by_the_
     assert BatchReady in kinds(log.decide())
 
 
+def test_a_buffer_that_starts_again_counts_rejected_groups_as_the_one_before() -> None:
+    """Each spare is one of them; only a run that was given up is tried with a new count."""
+    log = Log(max_barren_groups=3, keep_when_insufficient=True, rollout_batch_size=4, over_sampling_batch_size=4)
+    log.announce(0)
+    log.decide()
+    for group_id, verdict in enumerate((Outcome.SPARE, Outcome.SPARE, Outcome.DROP)):
+        log.complete(group_id, verdict=verdict)
+    log.add(BufferStarted(incarnation=2))
+    assert (len(log.state.in_stage(Stage.SPARE)), log.state.barren) == (2, 3)
+    for group_id in (3, 4):
+        log.decide()
+        log.complete(group_id, verdict=Outcome.DROP)
+    (failed,) = log.decide()
+    assert isinstance(failed, RunFailed)
+    assert "5 prompt groups in a row" in failed.reason
+    log.add(BufferStarted(incarnation=3))
+    assert (len(log.state.in_stage(Stage.SPARE)), log.state.barren) == (2, 2)
+
+
 def test_a_batch_ends_the_count_of_rejected_groups() -> None:
     log = Log(max_barren_groups=3)
     log.announce(0)
