@@ -79,6 +79,7 @@ def _give_back(state: LedgerState, change: TakenBack, seq: int) -> None:
         if ref in change.lost:
             describe(group, ())
             group.event_seq, group.carried, group.payload_seq = seq, (), state.newest_payload + 1
+            group.fruitless += 1
             group.prompt_parts, group.reason = (), "payloads_missing"  # which may be gone too: it is stored again
             state.move(group, Stage.POOLED)
         else:

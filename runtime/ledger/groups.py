@@ -97,11 +97,21 @@ def end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | Group
     group.event_seq, group.spilled = seq, ()
     if completed and (reason := wrong_count(event, group.num_samples)):
         return ended, *close(state, event.group_id, state.failed, reason)
+    group.fruitless += not completed and not _goes_on(group.carried, samples)
     group.carried = () if completed else samples
     group.data = event.data if completed else group.data
     describe(group, samples)
     state.move(group, Stage.COMPLETED if completed else Stage.POOLED)
     return (ended,)
+
+
+def _goes_on(before: Iterable[SampleSummary], after: Iterable[SampleSummary]) -> bool:
+    """Whether samples have more tokens, or more scores, than they had before an attempt."""
+    (tokens, scores), (more_tokens, more_scores) = (
+        (sum(sample.response_len for sample in some), sum(sample.reward is not None for sample in some))
+        for some in (tuple(before), tuple(after))
+    )
+    return more_tokens > tokens or more_scores > scores
 
 
 def wrong_count(event: GroupCompleted, num_samples: int) -> str:

@@ -48,6 +48,7 @@ class Group(msgspec.Struct, kw_only=True):
     newest_version: int | None = None
     reason: str | None = None  # why it is a spare, or passed over
     endings_lost: int = 0  # how often nobody could read how an attempt ended
+    fruitless: int = 0  # attempts that ended without bringing a token or a score
 
 
 class EvalItem(msgspec.Struct, kw_only=True, frozen=True):
@@ -99,7 +100,7 @@ class Index:
     def __init__(self, groups: dict[int, Group]) -> None:
         self._by_stage: dict[Stage, dict[int, Group]] = {stage: {} for stage in Stage}
         self.rounds: Counter[int] = Counter()  # groups in flight by round
-        self.attempts: Counter[int] = Counter()  # pooled groups by attempt
+        self.fruitless: Counter[int] = Counter()  # pooled groups by attempts that brought nothing
         for group in groups.values():
             self.enter(group)
 
@@ -121,7 +122,7 @@ class Index:
         if group.stage is Stage.IN_FLIGHT:
             _add(self.rounds, group.round, change)
         elif group.stage is Stage.POOLED:
-            _add(self.attempts, group.attempt, change)
+            _add(self.fruitless, group.fruitless, change)
 
 
 def _add(counts: Counter[int], key: int, change: int) -> None:

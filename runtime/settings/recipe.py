@@ -80,7 +80,7 @@ class RolloutConfig(Config, frozen=True, kw_only=True):
     on_weight_update: Literal["drain", "abort", "retract", "in_place"] = "drain"  # what running requests do meanwhile
     generate_timeout_s: Positive = 14_400  # of one request, whole s; engines that answer none for so long end the run
     eval_overlap: bool = True  # generate and train beside an evaluation; else everything waits for it
-    max_attempts: Positive = 5  # issues of one prompt group before it fails
+    max_attempts: Positive = 5  # issues of a prompt group that bring no token and no score, before it is dropped
     max_barren_groups: Positive | None = None  # dropped or failed in a row before the run fails; none: 16 refills
 
 

@@ -206,8 +206,8 @@ def _close_pooled(state: LedgerState, schedule: Schedule) -> Message | None:
         halted = [group for group in pooled.values() if group.reason is None]
         if halted:
             return _closed(state, halted, "halted")
-    if any(attempt + 1 >= schedule.max_attempts for attempt in state.index.attempts):
-        worn = [group for group in pooled.values() if group.attempt + 1 >= schedule.max_attempts]
+    if any(fruitless >= schedule.max_attempts for fruitless in state.index.fruitless):
+        worn = [group for group in pooled.values() if group.fruitless >= schedule.max_attempts]
         return _closed(state, worn, "max_attempts")
     least = state.round - schedule.max_staleness - POOLED_ROUNDS
     left = [group for group in pooled.values() if group.round < least and group.reason is None] if least > 0 else ()

@@ -313,7 +313,7 @@ class AnyLog(RuleBasedStateMachine):
     @invariant()
     def every_group_is_where_its_stage_says(self) -> None:
         known, fresh = self.state.index, Index(self.state.groups)
-        assert (known.rounds, known.attempts) == (fresh.rounds, fresh.attempts)
+        assert (known.rounds, known.fruitless) == (fresh.rounds, fresh.fruitless)
         for stage in Stage:
             assert known.of(stage).keys() == fresh.of(stage).keys()
 

@@ -262,6 +262,23 @@ def test_a_buffer_that_starts_again_counts_rejected_groups_as_the_one_before() -
     assert (len(log.state.in_stage(Stage.SPARE)), log.state.barren) == (2, 2)
 
 
+@pytest.mark.parametrize("brings_tokens", [True, False])
+def test_a_group_that_is_halted_again_and_again_is_dropped_only_if_it_brings_no_tokens(brings_tokens: bool) -> None:
+    log = Log(rollout_batch_size=1, over_sampling_batch_size=1, max_attempts=5)
+    log.announce(0)
+    log.decide()
+    for attempt in range(6):
+        if log.state.groups.get(0) is None:
+            break
+        (sample,) = aborted(0, attempt).samples
+        length = 10 * (attempt + 1) if brings_tokens else 10
+        longer = msgspec.structs.replace(sample, response_len=length)
+        log.add(msgspec.structs.replace(aborted(0, attempt), samples=(longer,)))
+        log.decide()
+    assert log.state.dropped == ({} if brings_tokens else {"max_attempts": 1})
+    assert log.state.books().closed
+
+
 def test_a_batch_ends_the_count_of_rejected_groups() -> None:
     log = Log(max_barren_groups=3)
     log.announce(0)
