@@ -170,12 +170,14 @@ class World:
         if step >= frontier and self.random.random() < 0.1:
             refs = self.batches.pop(step).groups
             lost = tuple(self.random.sample(refs, self.random.randint(1, len(refs))))
-            self.add(PayloadsMissing(step=step, incarnation=1, groups=lost, reason="purged"))
+            self.add(PayloadsMissing(step=step, incarnation=self.incarnation, groups=lost, reason="purged"))
             return
         self.step += 1
         if self.dies():
             return
-        self.add(BatchTrained(step=step, incarnation=1, num_groups=1, num_samples=1, num_tokens=1, metrics={}))
+        self.add(
+            BatchTrained(step=step, incarnation=self.incarnation, num_groups=1, num_samples=1, num_tokens=1, metrics={})
+        )
         if self.dies():
             return
         if self.step >= frontier:
@@ -202,7 +204,14 @@ class World:
     def announce(self) -> None:
         self.version += 1
         self.add(
-            WeightsAnnounced(version=self.version, step=self.step, incarnation=1, path="", checksum="", size_bytes=0)
+            WeightsAnnounced(
+                version=self.version,
+                step=self.step,
+                incarnation=self.incarnation,
+                path="",
+                checksum="",
+                size_bytes=0,
+            )
         )
 
     def save(self) -> None:
