@@ -26,6 +26,7 @@ async def test_the_only_engine_loses_the_child_that_opens_shared_memory_for_it(t
     async with run.reopened() as bus:
         events = [event for _, event in await read_all(bus, run)]
     refused = [event.reason for event in events if isinstance(event, WeightsRefused)]
-    assert "Broken pipe" in refused[0]
-    (ended,) = [event for event in events if isinstance(event, ActorExited) and event.actor == "engine.policy.0"]
-    assert "it went on refusing weights" in ended.reason
+    assert "unreadable tensors: " in refused[0]  # "Broken pipe", or "Connection reset by peer"
+    ended = [event for event in events if isinstance(event, ActorExited) and event.restart_in_s is not None]
+    assert [event.actor for event in ended] == ["engine.policy.0"]
+    assert "it went on refusing weights" in ended[0].reason
