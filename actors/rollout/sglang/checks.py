@@ -85,6 +85,9 @@ def end_problem(answer: Answer, num_tokens: int) -> str | None:
         aborted = status is SampleStatus.ABORTED
         return None if aborted else f"no token came, and it ended with {answer.meta_info.finish_reason}"
     meta = answer.meta_info
+    matched = (meta.finish_reason or {}).get("matched")
+    if isinstance(matched, int) and answer.output_ids and answer.output_ids[-1] != matched:
+        return f"it stopped at token {matched}, and its last one is {answer.output_ids[-1]}"
     if meta.weight_versions:
         return _spans_problem(meta.weight_versions, num_tokens)
     return None if meta.weight_version is not None else "it does not say which weights sampled the tokens"

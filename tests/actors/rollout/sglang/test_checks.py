@@ -66,6 +66,10 @@ BAD_ANSWERS: Final[dict[str, tuple[Spoil, str]]] = {  # and what is said of it
     "spans too long": (_meta(weight_versions=[{"version": "1", "start": 0, "end": 5}]), "cover 5 of 4"),
     "spans with a gap": (_meta(weight_versions=[{"version": "1", "start": 1, "end": 4}]), "does not follow token 0"),
     "no weights": (_meta(weight_versions=[], weight_version=None), "does not say which weights"),
+    "a token behind the stop token": (
+        _meta(finish_reason={"type": "stop", "matched": 9}),
+        "it stopped at token 9, and",
+    ),
     "an unknown end": (_meta(finish_reason={"type": "tired"}), "'tired': expected"),
     "an end of no type": (_meta(finish_reason={"type": ["stop"]}), "expected stop, length or abort"),
 }
