@@ -1,8 +1,9 @@
 """A train step of ours against a plain transformers loop, CPU seconds of one thread, in turns. Prints JSON.
 
 Run: python -m tests.bench.bench_transformers. The loop has what a step cannot do without: SDPA, log-probs of the rows
-that train, with a head of all rows as transformers has it and with one of those rows alone, PPO's loss, clipped gradients, fused AdamW; of three widths of its length buckets the fastest counts. Ours
-has its usual metrics: entropy, clip fraction, KL to the old policy, distance to the engine.
+that train, PPO's loss, clipped gradients, fused AdamW. Its head is applied to all rows, as transformers does, and to
+those rows alone; of three widths of its length buckets the fastest counts. Ours has its usual metrics: entropy, clip
+fraction, KL to the old policy, distance to the engine.
 """
 
 import argparse

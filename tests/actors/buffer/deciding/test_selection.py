@@ -113,15 +113,15 @@ def test_whatever_is_answered_no_group_is_invented_or_taken_twice(answer: list[A
 
 
 FUNCTIONS = """
+import itertools
 import time
 def longest(groups, n): return sorted(groups, key=lambda group: -group.group_id)[:n]
 def raises(groups, n): raise RuntimeError("no")
 def doubles(groups, n): return [groups[0], groups[0]]
 def hangs(groups, n): time.sleep(1.0)
 def empties(groups, n): groups.clear(); return []
-def lazily_hangs(groups, n): yield time.sleep(1.0)
-def endless(groups, n):
-    while True: yield groups[0]
+def lazily_hangs(groups, n): return (time.sleep(each) for each in [1.0])
+def endless(groups, n): return itertools.repeat(groups[0])
 """
 
 
