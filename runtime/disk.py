@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -46,23 +47,23 @@ def is_full(error: BaseException) -> bool:
 
 
 def free_bytes(path: Path | str) -> int:
-    """Bytes that this user may write below a directory, or the nearest that exists above it.
+    """Bytes that this user may write below a directory, or the nearest that exists above it; no bound where unknown.
 
     Raises:
         OSError: it cannot be asked.
     """
     place = next(each for each in (Path(path), *Path(path).absolute().parents) if each.exists())
     found = os.statvfs(place)
-    return found.f_bavail * found.f_frsize
+    return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize  # some network disks tell no size
 
 
 @contextmanager
-def writing(path: Path, needed_bytes: int) -> Generator[None]:
+def writing(path: Path, needed_bytes: int | None) -> Generator[None]:
     """Write something in the block.
 
     Args:
         path: of what is written, for the message.
-        needed_bytes: for all of it.
+        needed_bytes: for all of it; none: unknown, and only what says so itself is an error of a full disk.
 
     Raises:
         NoSpace: the disk was too small for it, also where a library says something else of that.
@@ -70,7 +71,8 @@ def writing(path: Path, needed_bytes: int) -> Generator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError("unexpected pos 704 vs 598")
-        if is_full(error) or (isinstance(error, RuntimeError) and free_bytes(path) < needed_bytes):
+        may_be = needed_bytes is not None and isinstance(error, RuntimeError)
+        if is_full(error) or (may_be and free_bytes(path) < needed_bytes):
             raise no_space(path, needed_bytes) from error
         raise
 

@@ -63,3 +63,8 @@ def test_a_process_that_meets_a_full_disk_is_not_started_again_and_says_so_in_on
     log.feed(b'{"level": "error", "event": "actor_failed", "error": "NoSpace(\'no space left for /x: 5 bytes\')"}\n')
     log.close()
     assert log.why() == "no space left for /x: 5 bytes"
+
+
+def test_a_file_system_that_does_not_tell_its_size_counts_as_empty() -> None:
+    assert os.statvfs("/proc").f_blocks == 0
+    assert free_bytes("/proc") > 1 << 60

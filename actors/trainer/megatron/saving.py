@@ -83,7 +83,7 @@ class Saving:
         self.written.result(WRITE_TIMEOUT_S)
         if self._is_there:
             return self.path
-        with _written(self._unfinished, self._writer.size_bytes):
+        with _written(self._unfinished):  # little: the disk need not have that much room again
             self._complete()
         dist.barrier()
         return self.path
@@ -98,7 +98,7 @@ class Saving:
 
 
 @contextmanager
-def _written(unfinished: Path, needed_bytes: int) -> Generator[None]:
+def _written(unfinished: Path, needed_bytes: int | None = None) -> Generator[None]:
     """Write in the block. What a full disk leaves half written is deleted: others need the room."""
     try:
         with writing(unfinished, needed_bytes):

@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from actors.trainer.checkpoints import checkpoints_in
 from actors.trainer.commands import TrainerRank
@@ -123,6 +125,22 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_says_how_large_it_is_and_lea
             filler.unlink()
             assert begin_save(replica, place, executor, step=1, incarnation=1).finish() == path
         assert not (path.parent / f".{path.name}").exists()
+
+
+def test_a_rank_that_is_lost_while_a_checkpoint_is_completed_is_no_full_disk(
+    make_topology: MakeTopology, tmp_path: Path, busy: tuple[ThreadPoolExecutor, Event]
+) -> None:
+    (executor, go), replica = busy, Replica(make_topology(), torch.device("cpu"))
+    with small_disk(tmp_path / "small", 1 << 20) as place:
+        saving = begin_save(replica, place, executor, step=1, incarnation=1)
+        go.set()
+        saving.written.result(TIMEOUT_S)
+        fill(place, 8192)  # less than the checkpoint, and more than what is still to be written of it
+        with (
+            mock.patch.object(dist, "gather_object", side_effect=RuntimeError("Connection closed by peer")),
+            pytest.raises(RuntimeError, match="Connection closed by peer"),
+        ):
+            saving.finish()
 
 
 def test_weights_that_do_not_fit_on_the_disk_say_how_large_they_are(
