@@ -69,9 +69,8 @@ class Router(TopKRouter):
         """
         passing, layer = self._passing, self.layer
         if passing is not None and layer in passing.given:
-            given = passing.given[layer].to(scores.device, torch.int64)
-            is_known = (given >= 0) & (given < scores.size(1))  # uint8 says 255 where it is not
-            chosen = torch.where(is_known, given, chosen)
+            given = passing.given[layer].to(scores.device)
+            chosen = torch.where(is_known(given, scores.size(1)), given.to(torch.int64), chosen)
         if passing is not None and passing.chosen is not None:
             passing.chosen[layer] = chosen.to(torch.int16)
         return scores.gather(1, chosen), chosen
@@ -140,6 +139,12 @@ class Router(TopKRouter):
         if self.enable_expert_bias:
             counts: Any = self.local_tokens_per_expert
             counts.data = counts.data.float()
+
+
+def is_known(given: Tensor, num_experts: int) -> Tensor:
+    """Where numbers of experts are told, and are those of experts. In uint8, 255 says that none is."""
+    is_told = given != 255 if given.dtype is torch.uint8 else given >= 0
+    return is_told & (given.to(torch.int64) < num_experts)
 
 
 def _summed(counts: Tensor, group: Any) -> Tensor:
