@@ -12,6 +12,8 @@ from runtime.settings.topology import Topology
 FILES: Final = 128  # that one process of a run may have open, besides those below
 FILES_OF_RANK: Final = 8
 FILES_OF_SLOT: Final = 1  # a connection for each sample in flight
+CGROUP: Final = Path("/sys/fs/cgroup")
+CACHED: Final = ("active_file", "inactive_file")  # of files that were read, which the kernel gives back when asked
 ROOM: Final = 4  # times the open files that are needed, where the limit can be raised
 
 
@@ -40,12 +42,18 @@ def raise_open_files(topology: Topology) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
-def free_memory_bytes() -> int:
-    """Memory that this machine, or our share of it, has left."""
+def free_memory_bytes(cgroup: Path = CGROUP) -> int:
+    """Memory that this machine, or our share of it, has left.
+
+    Args:
+        cgroup: the directory that tells of our share.
+    """
     info = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(info["MemAvailable"].split()[0]) * 1024
     try:
-        most, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-    except (OSError, ValueError):  # no limit, or another kind of cgroup
+        most, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
+        uses = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        cached = sum(int(uses[name]) for name in CACHED)
+    except (OSError, ValueError, KeyError):  # no limit, or another kind of cgroup
         return free
-    return min(free, most - used)
+    return min(free, most - used + cached)
