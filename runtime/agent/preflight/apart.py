@@ -1,6 +1,7 @@
 """Runs pre-start checks in a process of their own, with a limit: they read users' files and run users' code."""
 
 import ctypes
+import gc
 import os
 import select
 import signal
@@ -186,6 +187,7 @@ def _be_child(work: Callable[[Doing], T], writing: int, limit_s: float) -> NoRet
         say(Activity(key, show(value), what, limit_s or default_s))
 
     default_s = limit_s
+    gc.freeze()  # what was the parent's is not collected here: its threads, which some destructors wait for, are not
     try:
         os.setpgid(0, 0)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
