@@ -62,6 +62,7 @@ def completed(group_id: int, payload_seq: int, attempt: int = 0) -> GroupComplet
         status=SampleStatus.COMPLETED,
         segments=(SegmentRef(seq=payload_seq, position=0),),
         reward=float(group_id),
+        prompt_len=2,
         response_len=2,
     )
     return GroupCompleted(
