@@ -57,6 +57,16 @@ def free_bytes(path: Path | str) -> int:
     return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize  # some network disks tell no size
 
 
+def stored_bytes(directory: Path) -> int:
+    """Bytes of the files below a directory, which may come and go meanwhile."""
+    total = 0
+    for folder, _, names in os.walk(directory):  # passes over folders that are gone
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total
+
+
 @contextmanager
 def writing(path: Path, needed_bytes: int | None) -> Generator[None]:
     """Write something in the block.
@@ -71,8 +81,8 @@ def writing(path: Path, needed_bytes: int | None) -> Generator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError("unexpected pos 704 vs 598")
-        may_be = needed_bytes is not None and isinstance(error, RuntimeError)
-        if is_full(error) or (may_be and free_bytes(path) < needed_bytes):
+        needed_now = needed_bytes if isinstance(error, RuntimeError) else None
+        if is_full(error) or (needed_now is not None and free_bytes(path) < needed_now):
             raise no_space(path, needed_bytes) from error
         raise
 

@@ -27,7 +27,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.calls import Handler
 from runtime.bus.errors import BusError
 from runtime.bus.limits import BusLimits
-from runtime.disk import free_bytes, is_full, no_space, no_space_of
+from runtime.disk import free_bytes, is_full, no_space, no_space_of, stored_bytes
 from runtime.exit_codes import EXIT_FENCED
 from runtime.failures import leaves
 from runtime.secrets import Secret, with_login, write_private
@@ -101,7 +101,7 @@ class NodeAgent:
             with anyio.move_on_after(LOOK_AT_DISK_S):
                 await self._ending.wait()
                 return
-        stored = sum(file.stat().st_size for file in (plan.run_dir / STORE).rglob("*") if file.is_file())
+        stored = stored_bytes(plan.run_dir / STORE)
         needed = plan.min_free_bytes + max(0, plan.stream_bytes - stored)
         log.error("no_space", free_bytes=free, needed_bytes=needed)
         self._end(RunEnd(finished=False, error=str(no_space(plan.run_dir, needed))))

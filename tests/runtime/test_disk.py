@@ -2,12 +2,15 @@
 
 import errno
 import os
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from runtime.agent.supervision.output import OutputLog
-from runtime.disk import LinesWhileRoom, NoSpace, free_bytes, is_full, no_space, no_space_of, writing
+from runtime.disk import LinesWhileRoom, NoSpace, free_bytes, is_full, no_space, no_space_of, stored_bytes, writing
 from runtime.exit_codes import EXIT_NO_SPACE
 from runtime.host.process import exit_code_of
 from tests.support.small_disk import fill, small_disk
@@ -68,3 +71,22 @@ def test_a_process_that_meets_a_full_disk_is_not_started_again_and_says_so_in_on
 def test_a_file_system_that_does_not_tell_its_size_counts_as_empty() -> None:
     assert os.statvfs("/proc").f_blocks == 0
     assert free_bytes("/proc") > 1 << 60
+
+
+def test_files_that_go_while_they_are_counted_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "stays").write_bytes(b"x" * 100)
+    over = threading.Event()
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            for number in range(10):
+                (tmp_path / f"{number}").mkdir()
+                (tmp_path / f"{number}" / "file").write_bytes(b"")
+                shutil.rmtree(tmp_path / f"{number}")
+
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(come_and_go)
+        try:
+            assert {stored_bytes(tmp_path) for _ in range(3000)} == {100}
+        finally:
+            over.set()
