@@ -92,8 +92,12 @@ def set_aside_damaged(root: Path, *, thorough: bool = True) -> list[SetAside]:
 def _damage_of(path: Path, *, thorough: bool) -> str | None:
     damage = damage_of(path, thorough=thorough)
     if damage is not None and not (path / CHECKSUMS_FILE).exists() and _is_of_earlier_version(path):
-        raise ValueError(f"{path} was written by an earlier version of the trainer, and is no longer read")
+        raise _too_old(path)
     return damage
+
+
+def _too_old(path: Path) -> ValueError:
+    return ValueError(f"{path} was written by an earlier version of the trainer, and is no longer read")
 
 
 def _is_of_earlier_version(path: Path) -> bool:
@@ -144,13 +148,15 @@ class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
             resumes: the run that wrote it goes on; else another begins, whose context may be longer.
 
         Raises:
-            ValueError: says what is different.
+            ValueError: says what is different, or that an earlier version wrote it.
         """
         saved, expected = dict(_values("", self.model)), dict(_values("", model))
         for name in (*expected, *saved):
             there, here = (_told(values.get(name)) for values in (saved, expected))
             if there != here and (resumes or name not in WITHOUT_EFFECT):
                 raise ValueError(f"{path} is of another model: {name} is {there} there, and {here} here (config.json)")
+        if resumes and not self.has_checksums:
+            raise _too_old(path)
         if dtype not in (None, self.dtype):
             raise ValueError(
                 f"{path} was trained in {self.dtype}, and its optimizer's state does not fit model.dtype = {dtype}: "

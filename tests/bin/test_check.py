@@ -359,6 +359,21 @@ def test_a_run_of_another_recipe_is_not_said_to_resume(tmp_path: Path, capsys: p
     assert capsys.readouterr().err == told
 
 
+def test_a_checkpoint_of_an_earlier_version_is_not_said_to_resume(
+    things: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = directory_of(Path(CHECKPOINTS), step=3, incarnation=1)
+    shutil.copytree(things / "saved" / saved, tmp_path / "checked" / saved)
+    file = tmp_path / "checked" / saved / SAVED_FILE
+    said = msgspec.json.decode(file.read_bytes(), type=SavedRun)
+    command = [*arguments(Case(()), tmp_path, tmp_path, {}), "--check"]
+    for has_checksums, code in ((True, 0), (False, 2)):
+        of_model = msgspec.structs.replace(said, model=read_hf_config(MODEL), has_checksums=has_checksums)
+        file.write_bytes(msgspec.json.encode(of_model))
+        assert main(command) == code
+    assert "step-00000003 was written by an earlier version of the trainer" in capsys.readouterr().err
+
+
 def test_rows_may_name_graders_of_the_topology_and_no_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
