@@ -18,6 +18,7 @@ class Record:
 
     failures: int = 0
     groups: set[str] = field(default_factory=set[str])  # whose requests failed; no more than are needed
+    blamed_by: set[str] = field(default_factory=set[str])  # those of them that failed while it was not busy
     answered_at: float = -math.inf  # seconds of the caller's clock
     reason: str = ""  # of the last failure
 
@@ -39,6 +40,8 @@ class Conduct:
         record.reason = reason if counts else record.reason
         if len(record.groups) < NUM_GROUPS:
             record.groups.add(group)
+        if counts and len(record.blamed_by) < NUM_GROUPS:
+            record.blamed_by.add(group)
 
     def forget(self, engine: str) -> None:
         """Begin anew: the engine was restarted, or is tried again."""
@@ -47,7 +50,7 @@ class Conduct:
     def keeps_failing(self, engine: str) -> bool:
         """Whether an engine failed too often in a row, with requests of several prompt groups."""
         record = self._records.get(engine, Record())
-        return record.failures >= FAILURES_IN_A_ROW and len(record.groups) >= NUM_GROUPS
+        return record.failures >= FAILURES_IN_A_ROW and len(record.blamed_by) >= NUM_GROUPS
 
     def reason(self, engine: str) -> str:
         """Why an engine's last request failed."""

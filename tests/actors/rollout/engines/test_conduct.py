@@ -46,5 +46,14 @@ def test_a_busy_engine_is_not_blamed_and_has_not_answered() -> None:
     assert not conduct.any_answered_since(0.0)
 
 
+def test_a_queue_that_was_full_for_another_prompt_group_adds_no_blame() -> None:
+    conduct = Conduct()
+    failing(conduct, "a", "h", counts=False)
+    failing(conduct, "a", *["g"] * 20)
+    assert not conduct.keeps_failing("a")
+    failing(conduct, "a", "h")
+    assert conduct.keeps_failing("a")
+
+
 def test_an_engine_that_was_asked_nothing_yet_has_not_answered() -> None:
     assert not Conduct().answers("a")
