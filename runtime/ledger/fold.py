@@ -53,7 +53,7 @@ __all__ = [
     "fold",
 ]
 
-FOLD_VERSION: Final = 11  # raised whenever the same log folds to another state; older snapshots are then not loaded
+FOLD_VERSION: Final = 12  # raised whenever the same log folds to another state; older snapshots are then not loaded
 
 LedgerEvent = (
     BufferStarted
