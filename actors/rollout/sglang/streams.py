@@ -1,6 +1,7 @@
 """What has come of a streamed request, chunk by chunk; taken from it in pieces while it still grows. Pure.
 
-Chunks hold what is new or all so far: both are understood. Log-probs are decoded only when a piece is taken.
+Chunks hold what is new or all so far: both are understood. Each is decoded whole and checked when it comes, so chunks
+that repeat all so far cost time that grows with the square of the answer's length.
 """
 
 from collections.abc import Callable
