@@ -1,7 +1,8 @@
 """How engines that are up answer requests: failures in a row, and when each last answered well. Pure; times are given.
 
 An engine may be alive, hold the right weights, and still answer nothing that can be used. A request that fails
-everywhere looks alike, so an engine is only judged by the requests of several prompt groups.
+everywhere looks alike, so an engine is only judged by the requests of several prompt groups. The samples of two bad
+prompts fail at one moment, so it is only judged when it gave no good answer for some seconds meanwhile.
 """
 
 import math
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 FAILURES_IN_A_ROW: Final = 5  # after which an engine is quarantined or restarted
+FAILING_FOR_S: Final = 5.0  # since the first of them, without a good answer
 NUM_GROUPS: Final = 2  # whose requests failed in that time; the prompt of one alone may be the cause itself
 
 
@@ -17,6 +19,7 @@ class Record:
     """One engine's failures since its last good answer."""
 
     failures: int = 0
+    failed_at: float = math.inf  # the first of them
     groups: set[str] = field(default_factory=set[str])  # whose requests failed; no more than are needed
     blamed_by: set[str] = field(default_factory=set[str])  # those of them that failed while it was not busy
     answered_at: float = -math.inf  # seconds of the caller's clock
@@ -33,10 +36,11 @@ class Conduct:
         """An answer of an engine can be used."""
         self._records[engine] = Record(answered_at=at)
 
-    def failed(self, engine: str, group: str, reason: str, *, counts: bool) -> None:
+    def failed(self, engine: str, group: str, reason: str, at: float, *, counts: bool) -> None:
         """A request of a prompt group failed at an engine; one that the engine was too busy for does not count."""
         record = self._records.setdefault(engine, Record())
         record.failures += counts
+        record.failed_at = min(record.failed_at, at) if counts else record.failed_at
         record.reason = reason if counts else record.reason
         if len(record.groups) < NUM_GROUPS:
             record.groups.add(group)
@@ -47,10 +51,11 @@ class Conduct:
         """Begin anew: the engine was restarted, or is tried again."""
         self._records.pop(engine, None)
 
-    def keeps_failing(self, engine: str) -> bool:
-        """Whether an engine failed too often in a row, with requests of several prompt groups."""
+    def keeps_failing(self, engine: str, now: float) -> bool:
+        """Whether an engine failed too often in a row, for some seconds, with requests of several prompt groups."""
         record = self._records.get(engine, Record())
-        return record.failures >= FAILURES_IN_A_ROW and len(record.blamed_by) >= NUM_GROUPS
+        is_row = record.failures >= FAILURES_IN_A_ROW and now - record.failed_at >= FAILING_FOR_S
+        return is_row and len(record.blamed_by) >= NUM_GROUPS
 
     def reason(self, engine: str) -> str:
         """Why an engine's last request failed."""

@@ -400,7 +400,7 @@ class Fleet:
             reason: why it failed.
             counts: the engine is to blame; not where it was only busy.
         """
-        self.conduct.failed(engine.name, group, reason, counts=counts)
+        self.conduct.failed(engine.name, group, reason, anyio.current_time(), counts=counts)
         await self._judge(engine)
 
     async def note_answer(self, label: str) -> None:
@@ -417,14 +417,15 @@ class Fleet:
 
         Where no other one answers, it is restarted if the run started it, and asked on otherwise.
         """
-        if not self.conduct.keeps_failing(engine.name) or not engine.is_asked or engine.registration.is_apart:
+        now = anyio.current_time()
+        if not self.conduct.keeps_failing(engine.name, now) or not engine.is_asked or engine.registration.is_apart:
             return
         others = [each.name for each in self._admitted() if each is not engine]
         reason = self.conduct.reason(engine.name)
         if not engine.shares_memory and any(self.conduct.answers(name) for name in others):
             self.conduct.forget(engine.name)
             await engine.quarantine(reason)
-        elif engine.ours and all(self.conduct.keeps_failing(name) for name in others):
+        elif engine.ours and all(self.conduct.keeps_failing(name, now) for name in others):
             self.conduct.forget(engine.name)
             await engine.condemn(reason)
         await self.notify()

@@ -39,7 +39,8 @@ def engines(model: Path) -> Iterator[list[str]]:
 
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests are sent again soon."""
+    """Requests are sent again soon, and engines judged soon."""
+    monkeypatch.setattr("actors.rollout.engines.conduct.FAILING_FOR_S", 0.2)
     monkeypatch.setattr("actors.rollout.requests.sending.RESEND", Backoff(first_s=0.02, max_s=0.2))
 
 
@@ -140,6 +141,32 @@ async def test_the_last_engine_of_the_run_is_restarted(engines: list[str], model
         assert "unreadable answer" in behind.killed[0]
         assert any(line.startswith("engine.policy.0 is suspect: ") for line in terminal(behind.told))
         assert await asked_all(behind, 4) == ["good"] * 4
+
+
+async def test_two_prompts_that_always_fail_cost_no_engine_that_answers_others(
+    engines: list[str], model: Path, router_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.rollout.requests.sending.MAX_FAILURES", 4)
+
+    def choose(body: dict[str, Any]) -> Case | None:
+        return BY_NAME["HTML"] if body["rid"].startswith("cursed") else None
+
+    async with behind_proxies(engines[:1], router_url, model, [choose], ours=True) as behind:
+        ended: list[str] = []
+
+        async def ask(index: int) -> None:
+            with pytest.raises(RequestRefused, match="4 times in vain"):
+                await behind.generator.generate(request(f"cursed{index % 2}-{index}-1", SHORT))
+            ended.append("cursed")
+
+        async with anyio.create_task_group() as group:
+            for index in range(8):
+                group.start_soon(ask, index)
+            number = 0
+            while len(ended) < 8:
+                assert await outcome(behind, request(f"good{number}-0-1", SHORT), streamed=False, limit_s=60) == "good"
+                number += 1
+        assert behind.killed == []
 
 
 @pytest.mark.usefixtures("_quick")
