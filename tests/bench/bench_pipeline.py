@@ -219,7 +219,12 @@ async def engine_alone(running: Services, size: Size, *, batched: bool) -> dict[
     async def send(http: SglangClient, left: Iterator[int]) -> None:
         for _ in left:
             ids: Any = [prompt] * per_request if batched else prompt
-            body = {"rid": str(next(numbers)), "input_ids": ids, "sampling_params": {}, "return_logprob": True}
+            body = {
+                "rid": str(next(numbers)),
+                "input_ids": ids,
+                "sampling_params": {"max_new_tokens": 8},
+                "return_logprob": True,
+            }
             await http.generate(running.router_url, body)
 
     async def step(http: SglangClient) -> float:
