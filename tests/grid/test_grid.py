@@ -25,11 +25,11 @@ LIMITS = {
     "gradient norm": 2e-5,  # relative
     "log-probs": 1e-4,
     "weights": 5e-5,
-    "moments": 1e-5,  # of the largest
+    "moments": 2e-5,  # of the largest; sums in another order leave up to 1.06e-5
 }
 DEEP_LIMIT = 1e-4  # of moments in 8 layers
 HALF_LIMIT = 2e-2  # of loss and entropy in bfloat16 against float32
-HALVES_LIMIT = 1e-2  # of loss and entropy in bfloat16 against a single rank in bfloat16: 5e-3 was hoped for
+HALVES_LIMIT = 2e-2  # the same against a single rank in bfloat16: its own packed and padded losses are 2.3e-2 apart
 WRITES = "PHYSARUM_WRITE_GRID"  # set: the table of this run goes into docs/trainer.md
 
 
