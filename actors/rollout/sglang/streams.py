@@ -102,6 +102,10 @@ class Stream:
         if total < before:
             raise ValueError(f"a chunk that ends after {total} tokens, when {before} had come")
         refused = refusal_in(meta) if ended else None
+        if refused is not None and tokens_problem(chunk, self._asked, total - length) is not None:
+            # SGLang ends the stream of a prompt that it refuses with a token without a log-prob.
+            self.ended, self.refused = True, refused
+            return
         if (problem := self._problem(chunk, total, repeats=repeats, refused=refused is not None)) is not None:
             raise ValueError(problem)
         self._mark(meta.weight_version, new=total > before)

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from actors.rollout.sglang.client import SglangClient, asked_of
-from actors.rollout.sglang.errors import BadAnswer, EngineBusy, EngineFailed
+from actors.rollout.sglang.errors import BadAnswer, EngineBusy, EngineFailed, RequestRefused
 from actors.rollout.sglang.streams import Stream
 
 pytestmark = pytest.mark.anyio
@@ -204,3 +204,10 @@ async def test_an_abort_with_a_status_under_http_200_is_that_error(code: int, er
     reason = {"type": "abort", "message": "queue is full", "status_code": code}
     with pytest.raises(error, match="queue is full"):
         await whole(json.dumps(answer([], finish_reason=reason)).encode())
+
+
+async def test_a_stream_that_refuses_its_prompt_says_so_whatever_token_it_ends_with() -> None:
+    reason = {"type": "abort", "message": "Input length (506 tokens) exceeds the limit", "status_code": 400}
+    refused = answer([11], finish_reason=reason, output_token_logprobs=[])  # as SGLang 0.5.23 ends it
+    with pytest.raises(RequestRefused, match="exceeds the limit"):
+        await streamed(json.dumps(refused).encode())
