@@ -95,7 +95,7 @@ def _opened(args: argparse.Namespace) -> "tuple[Topology, DumpedGroups, Replayed
 
 
 def _refuse_untrusted(args: argparse.Namespace, loaded: "LoadedTopology") -> None:
-    """Raises TopologyError where code would be imported that only a dump of somebody else names."""
+    """Raises TopologyError if an external dump alone names code that would be imported."""
     from runtime.samples.trust import is_own_dump, untrusted_code
     from runtime.settings.reading.config import TopologyError
     from runtime.settings.reading.toml import SET

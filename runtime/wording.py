@@ -74,7 +74,7 @@ def count_of(count: int, thing: str) -> str:
 def sparkline(values: Sequence[float], columns: int = CURVE_COLUMNS) -> str:
     """A small curve; values within 0 and 1 are drawn on that scale, others between their least and greatest.
 
-    A stretch with a value that is infinite or no number is "?".
+    A stretch with a value that is NaN or infinite is "?".
     """
     finite = [value for value in values if math.isfinite(value)]
     if not values:

@@ -104,7 +104,7 @@ class TrainerRank:
         self._saving: Saving | None = None
         self._set_aside: list[SetAside] = []  # since they were last taken
         self._handover: Handover | None = None
-        self._routed_experts: ExpertIds | None = None  # of the batch that is told of, on rank 0
+        self._routed_experts: ExpertIds | None = None  # of the batch to train, on rank 0 alone
         device = ranks.device_of(topology.trainer.device, self._ranks)
         ranks.join(self._ranks, topology.trainer.megatron, device, seed=topology.run.seed)
         self._channel = Channel(self._ranks, device)

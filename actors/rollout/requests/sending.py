@@ -43,7 +43,7 @@ class Destination(NamedTuple):
 
     url: str  # the router's, or an engine's
     engine: Engine | None = None  # that it is sent to past the router
-    alone: bool = False  # the engine has nothing else of ours
+    alone: bool = False  # no other request of this run is sent to that engine
 
 
 @dataclass

@@ -59,7 +59,7 @@ def difference_metrics(
 
 
 def size_metrics(batch: TrainBatch) -> dict[str, float]:
-    """How large the batch is, whoever trains it; its lengths without samples that are left out."""
+    """Size metrics of a batch. Samples that are left out do not count in its lengths."""
     known_B = batch.left_out_B == 0
     return {
         "rollout/response_lengths": _mean(batch.mask_sums_B[known_B]),
