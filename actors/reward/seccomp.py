@@ -1,7 +1,8 @@
 """Refuses system calls that lead around a sandbox's namespaces. Standard library only.
 
-A mount or network namespace does not guard sockets that have a path: any process that may write to the file may connect, also
-where it is mounted read-only, and then has docker.sock, D-Bus or an agent with keys do things outside. So an isolated
+A mount or network namespace does not guard sockets that have a path: any process that may write the file may connect,
+also where it is mounted read-only, and then has docker.sock, D-Bus or an agent with keys do things outside. So an
+isolated
 process makes no AF_UNIX socket, except connected pairs, which have no path and can get none.
 """
 

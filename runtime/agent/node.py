@@ -1,6 +1,7 @@
 """The node agent: runs the processes of one node, and ends everything together."""
 
 import signal
+import sys
 from contextlib import suppress
 
 import anyio
@@ -37,6 +38,7 @@ log = structlog.get_logger()
 
 CHANGES_BOUND = 1000  # of processes, waiting to be told
 LOOK_AT_DISK_S = 1.0
+DISK_ANSWERS_S = 5.0  # or its free bytes are unknown
 STORE = "nats"  # of the bus, in the run directory
 STOP_DEADLINE_S = 9.5  # from the wish to stop to the kill of all
 TELL_TIMEOUT_S = 1.0  # for the last changes of processes
@@ -62,6 +64,7 @@ class NodeAgent:
         self._changes, self._changes_to_tell = send, receive
         self._told = anyio.Event()
         self._ending = anyio.Event()
+        self._disk_asked = anyio.CapacityLimiter(1)  # an abandoned thread waits for its disk
         self._outcome: RunEnd | None = None
         self._bus_url = None if plan.bus_url is None else Secret(with_login(plan.bus_url, plan.bus_login))
         self._bus_ready = anyio.Event()
@@ -97,7 +100,7 @@ class NodeAgent:
     async def _watch_disk(self) -> None:
         """End the run while its processes and the bus can still store what they have in hand."""
         plan = self._plan
-        while (free := free_bytes(plan.run_dir)) >= plan.min_free_bytes:
+        while (free := await self._free_bytes()) >= plan.min_free_bytes:
             with anyio.move_on_after(LOOK_AT_DISK_S):
                 await self._ending.wait()
                 return
@@ -105,6 +108,17 @@ class NodeAgent:
         needed = plan.min_free_bytes + max(0, plan.stream_bytes - stored)
         log.error("no_space", free_bytes=free, needed_bytes=needed)
         self._end(RunEnd(finished=False, error=str(no_space(plan.run_dir, needed))))
+
+    async def _free_bytes(self) -> int:
+        """Free bytes for the run directory, without a bound while its disk does not answer: that is no full disk."""
+        try:
+            with anyio.fail_after(DISK_ANSWERS_S):  # a network disk may hang; the event loop must not
+                return await anyio.to_thread.run_sync(
+                    free_bytes, self._plan.run_dir, abandon_on_cancel=True, limiter=self._disk_asked
+                )
+        except OSError as error:  # a TimeoutError is one
+            log.warning("disk_unknown", path=str(self._plan.run_dir), reason=str(error) or "no answer")
+            return sys.maxsize
 
     async def _work(self) -> None:
         """Bring the bus and all processes up; return when the end has come and the processes are stopped."""

@@ -136,7 +136,7 @@ class History:
             case CheckpointRequested():
                 self.requested_step = max(self.requested_step, event.step)
             case WeightsAnnounced():
-                self.version = max(self.version, event.version)  # a replaced trainer's version counts too: numbers are never reused
+                self.version = max(self.version, event.version)  # also a replaced trainer's: numbers are never reused
                 if not self._steps.is_replaced(event.incarnation):
                     self.steps_of_versions[event.version] = event.step
             case PhaseChanged():
