@@ -1,5 +1,6 @@
 """The node agent with a real nats-server and small real processes."""
 
+import errno
 import os
 import signal
 import sys
@@ -318,3 +319,24 @@ def pid_of(run_dir: Path, process: str) -> int:
     words = {"nats-server": str(run_dir / "bus" / "nats.conf"), "engine.policy.0": "create_server"}
     (found,) = [child.pid for child in children if any(words[process] in part for part in child.cmdline())]
     return found
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["an error", "silence"])
+async def test_a_disk_that_does_not_tell_its_free_bytes_ends_no_run(
+    answers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over, asked = threading.Event(), threading.Event()
+
+    def stale(path: Path) -> int:
+        asked.set()
+        assert answers or over.wait(30)
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr("runtime.agent.node.free_bytes", stale)
+    monkeypatch.setattr("runtime.agent.node.DISK_ANSWERS_S", 0.1)
+    try:
+        outcome = await Running(plan(tmp_path / "r", player("3"))).run()
+    finally:
+        over.set()
+    assert asked.is_set()
+    assert outcome.finished, outcome
