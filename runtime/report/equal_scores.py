@@ -35,9 +35,7 @@ class EqualScores:
     @property
     def why(self) -> tuple[str, ...]:
         """What was noticed, in lines."""
-        return (
-            f"all of the first {self._num} graded samples have the score {self._score or 0.0:g}: nothing is learnt",
-        )
+        return (f"all of the first {self._num} graded samples have the same score, {self._score or 0.0:g}",)
 
     @property
     def causes(self) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ def test_equal_scores_are_shown_with_a_sample_and_causes_and_the_last_line_start
 ) -> None:
     done = start(tmp_path, "--set", "data.0.label_key=question", "--set", "train.num_steps=1")
     assert done.returncode == 0, done.stderr
-    assert "all of the first 64 graded samples have the score 0: nothing is learnt" in done.stdout
+    assert "all of the first 64 graded samples have the same score, 0" in done.stdout
     assert "typical sample: group " in done.stdout
     assert "  label     '<user>" in done.stdout
     assert "rollout.skip_special_tokens = true" in done.stdout

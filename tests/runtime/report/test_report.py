@@ -617,7 +617,7 @@ def test_after_64_equal_scores_a_sample_is_shown_with_likely_causes() -> None:
     seq = story.complete(16, 0.0)
     (shown,) = typical(story)
     assert shown.seq == seq
-    assert shown.why == ("all of the first 64 graded samples have the score 0: nothing is learnt",)
+    assert shown.why == ("all of the first 64 graded samples have the same score, 0",)
     assert "15 of 64 responses were cut: rollout.max_response_len is too small" in shown.causes[1]
     assert any("rollout.skip_special_tokens = true" in line for line in shown.causes)
     story.complete(17, *[0.0] * 200)
