@@ -1,5 +1,6 @@
 """What all tests share; fixtures for one subject are in tests/fixtures/, one plug-in per file."""
 
+import gc
 import os
 import uuid
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ pytest_plugins = [f"tests.fixtures.{file.stem}" for file in sorted(Path(__file__
 SESSION_MARK = "PHYSARUM_TEST_SESSION"  # in the environment of every process that a test starts, orphans included
 END_S = float(os.environ.get("PHYSARUM_TEST_END_S", "5"))  # a process that was told to stop has this long to be gone
 # The standard library's own helpers live as long as the interpreter that started them.
+MANY_DESCRIPTORS = 250
 OUTLIVES_A_TEST = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
@@ -33,6 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole runs first: what takes longest is not to begin when one of the workers has nothing else left."""
     items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+
+
+def pytest_runtest_logfinish() -> None:
+    """Ends what trainers in this process left: a process group's threads and sockets live until it is collected."""
+    if psutil.Process().num_fds() > MANY_DESCRIPTORS:
+        gc.collect()
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import ctypes
 import gc
 import os
-import select
+import selectors
 import signal
 import sys
 import time
@@ -128,6 +128,9 @@ class _Watched:
     def last_word(self) -> Said:
         """What it said last: its result, or what it was doing when it ended or its time was over."""
         ended, rest = os.pidfd_open(self._pid), b""
+        readable = selectors.DefaultSelector()  # select() takes no descriptor above 1,023
+        for descriptor in (self._reading, ended):
+            readable.register(descriptor, selectors.EVENT_READ)
         try:
             began, noted = time.monotonic(), False
             while True:
@@ -138,7 +141,7 @@ class _Watched:
                     noted = True
                     self._note(f"note: waiting for {_subject(self._activity)}")
                 wait_s = min(self._activity.limit_s, self._activity.limit_s if noted else NOTE_AFTER_S) - spent_s
-                ready, _, _ = select.select([self._reading, ended], [], [], max(0.01, wait_s))
+                ready = {key.fd for key, _ in readable.select(max(0.01, wait_s))}
                 if self._reading in ready:
                     *lines, rest = (rest + os.read(self._reading, 1 << 16)).split(b"\n")
                     for line in lines:
@@ -152,6 +155,7 @@ class _Watched:
                     _, self._status = os.waitpid(self._pid, 0)
                     return self._activity
         finally:
+            readable.close()
             os.close(ended)
 
     def ending(self, activity: Activity) -> str:

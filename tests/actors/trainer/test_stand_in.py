@@ -72,7 +72,7 @@ async def test_every_batch_passes_and_every_step_announces_the_same_weights(bus:
             if isinstance(message, WeightsAnnounced):
                 announced.append(message)
             if isinstance(message, BatchTrained):
-                assert (message.num_groups, message.num_samples, message.num_tokens) == (1, 1, 2)
+                assert (message.num_groups, message.num_samples, message.num_tokens) == (1, 1, 4)
     step = ["BatchTrained", "WeightsAnnounced", "CheckpointSaved"]
     assert told == ["TrainerStarted", "WeightsAnnounced", *step, *step]
     assert [(weights.version, weights.step) for weights in announced] == [(1, 0), (2, 1), (3, 2)]

@@ -2,7 +2,9 @@
 
 import gc
 import os
+import resource
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 from runtime.agent.preflight.apart import Doing, apart
@@ -34,3 +36,13 @@ def test_what_the_forking_process_left_to_the_garbage_collector_is_not_collected
         assert apart(load_topology(LAPTOP), collected, bool, print)
     finally:
         gc.enable()
+
+
+def test_a_process_with_many_open_files_is_answered() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with ExitStack() as opened:
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):  # select() takes none above 1,023
+            opened.enter_context(open(os.devnull))
+        assert apart(load_topology(LAPTOP), lambda _: True, bool, print)
