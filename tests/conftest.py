@@ -17,8 +17,14 @@ pytest_plugins = [f"tests.fixtures.{file.stem}" for file in sorted(Path(__file__
 SESSION_MARK = "PHYSARUM_TEST_SESSION"  # in the environment of every process that a test starts, orphans included
 END_S = float(os.environ.get("PHYSARUM_TEST_END_S", "5"))  # a process that was told to stop has this long to be gone
 # The standard library's own helpers live as long as the interpreter that started them.
-MANY_DESCRIPTORS = 250
+MANY_DESCRIPTORS = 250  # opened by tests since the last collection of garbage
 OUTLIVES_A_TEST = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+class Collected:
+    """What a collection of garbage left."""
+
+    num_fds = 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,8 +45,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_logfinish() -> None:
     """Ends what trainers in this process left: a process group's threads and sockets live until it is collected."""
-    if psutil.Process().num_fds() > MANY_DESCRIPTORS:
+    process = psutil.Process()
+    if process.num_fds() > Collected.num_fds + MANY_DESCRIPTORS:
         gc.collect()
+        Collected.num_fds = process.num_fds()
 
 
 @pytest.fixture
