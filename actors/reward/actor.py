@@ -12,6 +12,7 @@ from anyio.abc import TaskStatus
 from actors.reward.first_grades import FirstGrades
 from actors.reward.frames import Graded, GraderSpec, Hello
 from actors.reward.pool import GraderPool, PoolSettings, open_pool
+from actors.reward.recipe import graders_of, names_of
 from actors.reward.samples import GradedSample
 from actors.reward.sandbox import sandbox_of
 from messages.calls import Score, ScoresGiven
@@ -168,22 +169,6 @@ class RewardActor(Actor):
             self._prompts.pop(next(iter(self._prompts)))
         added = {"prompt": prompt.text, "label": prompt.label, "metadata": prompt.metadata}
         return [msgspec.structs.replace(item, **added) for item in request.items]
-
-
-def names_of(topology: Topology) -> dict[str, str]:
-    """The graders that a topology names, by the names under which requests may ask for them."""
-    own = topology.reward.graders
-    named = {item.rm_type for item in (*topology.data, *topology.eval) if item.rm_type is not None}
-    return {name: own.get(name, name) for name in (*named, *own)}
-
-
-def graders_of(topology: Topology) -> tuple[GraderSpec, ...]:
-    """The graders that a recipe names, each once. Evaluation is scored sample by sample."""
-    group, names = topology.reward.group_rm, names_of(topology)
-    found = [GraderSpec(name=names[item.rm_type], group=group) for item in topology.data if item.rm_type is not None]
-    found += [GraderSpec(name=names[item.rm_type], group=False) for item in topology.eval if item.rm_type is not None]
-    found += [GraderSpec(name=name, group=group) for name in topology.reward.graders.values()]
-    return tuple(dict.fromkeys(found))
 
 
 def _sample_of(item: ScoreItem) -> GradedSample:

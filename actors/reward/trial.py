@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import anyio
 
-from actors.reward.actor import graders_of, names_of
 from actors.reward.frames import FrameError, Grade, GraderSpec, Hello, encode_frame
 from actors.reward.process import START_TIMEOUT_S, GraderProcess, GraderProcessError
+from actors.reward.recipe import graders_of, names_of
 from actors.reward.samples import GradedSample
 from actors.reward.sandbox import sandbox_of
 from messages import Prompt
