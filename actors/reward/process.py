@@ -3,6 +3,8 @@
 import os
 import signal
 import subprocess
+import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,10 +12,10 @@ from contextlib import suppress
 import anyio
 import anyio.abc
 import msgspec
+import structlog
 
 from actors.reward.frames import FrameBuffer, FrameError, Graded, Hello, WorkerReady, encode_frame
 from actors.reward.keeper import children_of
-from actors.reward.printed import Printed
 from actors.reward.sandbox import Sandbox
 from runtime.bus.background import beside
 from runtime.exit_codes import EXIT_TOO_MANY_PROCESSES
@@ -23,7 +25,11 @@ START_TIMEOUT_S = 30.0  # a user's module may import much
 KILL_TIMEOUT_S = 5.0
 WROTE = "the grader wrote to the pipe of its process, or its answer is over the limit"
 TIDY_S = 2.0  # for a keeper to end what its grader started
+PRINTED_BYTES = 64 << 10  # of what a grader prints, shown in each window of time: it cannot fill a disk
+PRINTED_WINDOW_S = 10.0
 EXIT_GRACE_S = 0.2  # for what a process wrote just before it ended
+
+log = structlog.get_logger()
 
 
 class GraderProcessError(Exception):
@@ -206,3 +212,37 @@ def describe_exit(returncode: int | None) -> str:
     if returncode < 0:
         return f"the grader process was killed by {signal_name(-returncode)}"
     return f"the grader process exited with code {returncode}"
+
+
+class Printed:
+    """Shows what a grader prints: the first bytes of each window of time, and how many more there were."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._began = time.monotonic()
+        self._left = PRINTED_BYTES
+        self._num_left_out = 0
+
+    def feed(self, data: bytes) -> None:
+        """Take what was printed."""
+        if time.monotonic() - self._began > PRINTED_WINDOW_S:
+            self.end()
+            self._began, self._left = time.monotonic(), PRINTED_BYTES
+        shown = data[: self._left]
+        self._left -= len(shown)
+        self._num_left_out += len(data) - len(shown)
+        if shown:
+            _write(shown)
+
+    def end(self) -> None:
+        """Say what was left out so far."""
+        if self._num_left_out:
+            _write(b"\n")
+            log.warning("grader_output_left_out", pid=self._pid, num_bytes=self._num_left_out)
+            self._num_left_out = 0
+
+
+def _write(data: bytes) -> None:
+    sys.stderr.flush()
+    while data:
+        data = data[os.write(2, data) :]
