@@ -12,9 +12,10 @@ import anyio
 import psutil
 import pytest
 
-from messages import WeightsAnnounced
+from messages import ActorExited, WeightsAnnounced
 from tests.chaos.audit import audit
 from tests.chaos.harness import EVENTS_PER_STEP, SMALL, Command, Run, moments_of
+from tests.chaos.test_kill import finish
 from tests.fixtures.nats import eventually
 from tests.sglang.recipe import RECIPE, overrides
 from tests.support.embedded_engine import get
@@ -22,18 +23,20 @@ from tests.support.embedded_engine import get
 LIMIT_S: Final = 1500
 RESTART_S: Final = 400.0  # of a server, beside other work
 UPDATE_S: Final = 0.3  # an update takes about so long
+DETOKENIZER_S: Final = 15.0  # until the engine ends; its requests would be overdue after 120
 NUM_STEPS: Final = 10
 EVERY: Final = 2  # steps between two kills
 
 ENGINE: Final = "engine.policy.0"
 SECOND: Final = "engine.policy.0.1"  # of an engine of two processes
-VICTIMS: Final = {  # the process that the agent started, and whom of it
-    "front end": (ENGINE, False),
-    "scheduler": (ENGINE, True),
-    "second process": (SECOND, False),
-    "second scheduler": (SECOND, True),
-    "router": ("router.policy", False),
-    "rollout": ("rollout", False),
+VICTIMS: Final = {  # the process that the agent started, and which child of it
+    "front end": (ENGINE, None),
+    "scheduler": (ENGINE, "scheduler"),
+    "detokenizer": (ENGINE, "detokenizer"),
+    "second process": (SECOND, None),
+    "second scheduler": (SECOND, "scheduler"),
+    "router": ("router.policy", None),
+    "rollout": ("rollout", None),
 }
 ONE: Final = ("front end", "scheduler", "router", "rollout")
 TWO_PROCESSES: Final = ("engines.policy.num_processes=2", 'engines.policy.env.SGLANG_CPU_OMP_THREADS_BIND="0|1"')
@@ -55,11 +58,11 @@ def run_of(directory: Path, num_steps: int, *changes: str) -> Run:
 
 def pid_of(command: Command, victim: str) -> int:
     """The newest process of a role."""
-    name, scheduler = VICTIMS[victim]
+    name, child = VICTIMS[victim]
     pid = command.log.pids[name]
-    if not scheduler:
+    if child is None:
         return pid
-    (found,) = [child for child in psutil.Process(pid).children(recursive=True) if "scheduler" in child.cmdline()[0]]
+    (found,) = [item for item in psutil.Process(pid).children(recursive=True) if child in item.cmdline()[0]]
     return found.pid
 
 
@@ -135,3 +138,34 @@ async def test_scheduler_front_end_router_and_rollout_actor_are_stopped(tmp_path
     """With SIGSTOP: who gives no sign of life is killed by the node agent, and so is an engine that makes no tokens."""
     victims = ("scheduler", "front end", "router", "rollout")
     await check_a_run(tmp_path, victims, "stopped", *SOON, how=signal.SIGSTOP)
+
+
+@pytest.mark.sglang_all
+async def test_a_detokenizer_is_killed(tmp_path: Path) -> None:
+    """SGLang notices by itself and ends the engine, long before its requests are overdue."""
+    run = run_of(tmp_path, 4)
+    async with run.started() as command:
+        command.log.event_s = command.end_s = RESTART_S
+        await command.log.until_trained(1)
+        psutil.Process(pid_of(command, "detokenizer")).kill()
+        command.log.event_s = DETOKENIZER_S
+        await command.log.until(lambda event: isinstance(event, ActorExited) and event.actor == ENGINE)
+        command.log.event_s = RESTART_S
+        await finish(run, command)
+    books = await audit(run, killed=[ENGINE])
+    assert books.issued == books.trained
+
+
+@pytest.mark.sglang_all
+async def test_a_queue_of_four_requests_costs_no_group(tmp_path: Path) -> None:
+    """64 requests at a time, of which SGLang takes 4 and keeps 4: the others are refused with 503 and sent again."""
+    few = ("engines.policy.sglang.max_running_requests=4", "engines.policy.sglang.max_queued_requests=4")
+    run = run_of(tmp_path, 2, *few, "engines.policy.batch_requests=false")
+    async with run.started() as command:
+        command.log.event_s = command.end_s = RESTART_S
+        await finish(run, command)
+    books = await audit(run)
+    assert books.issued == books.trained
+    assert f"{ENGINE} (http://" in (told := run.output.read_text())
+    assert "503" in told
+    assert "queue is full" in told
