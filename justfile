@@ -43,15 +43,15 @@ kills *args="--minutes 30": setup
 
 # all that is asked of SGLang's own server; the matrix in docs/engines.md is what this prints
 sglang *args: setup setup-sglang
-    .venv/bin/python -m pytest -m "sglang or sglang_all" -n 0 tests/sglang tests/test_sglang_lock.py {{ args }}
-
-# weights to engines, whoever dies at whichever moment, an hour and more; begun again it leaves out what has passed
-weights *args: setup setup-sglang
-    .venv/bin/python -m pytest -m weights_all -n 0 tests --resume .weights-passed {{ args }}
+    .venv/bin/python -m pytest -m "sglang or nightly" -n 0 tests/sglang tests/test_sglang_lock.py {{ args }}
 
 # the trainer in every parallel layout and form; writes the table in docs/trainer.md
 grid *args: setup
-    PHYSARUM_WRITE_GRID=1 .venv/bin/python -m pytest -m "grid or grid_all" -n 0 tests/grid tests/chaos/test_ranks.py {{ args }}
+    PHYSARUM_WRITE_GRID=1 .venv/bin/python -m pytest -m "grid or nightly" -n 0 tests/grid tests/chaos/test_ranks.py {{ args }}
+
+# what is too long for every change, some hours; begun again it leaves out what has passed; writes docs/results
+nightly *args: setup setup-sglang
+    .venv/bin/python -m pytest -m nightly -n 0 tests --resume .nightly-passed --results docs/results {{ args }}
 
 # what needs a GPU: one JSON; PHYSARUM_PYTHON names an interpreter with a CUDA torch, where there is no .venv
 test-gpu *args:

@@ -48,7 +48,7 @@ def test_the_laptop_run_learns_to_reverse_digits_and_its_books_close(tmp_path: P
     assert next(i for i, mean in enumerate(five_step_means) if mean >= 0.85) <= 80
 
 
-@pytest.mark.weights_all
+@pytest.mark.nightly
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("layout", ["laptop", "laptop-split", "laptop-colocated"])

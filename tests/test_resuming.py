@@ -1,4 +1,4 @@
-"""--resume: what has passed at a commit is left out the next time, and nothing else."""
+"""--resume: what has passed at a commit is left out the next time, and nothing else; --results tells of all of it."""
 
 from pathlib import Path
 
@@ -9,9 +9,10 @@ class Report:
     """Of a test that was called."""
 
     when = "call"
+    duration = 2.0
 
     def __init__(self, nodeid: str, *, passed: bool) -> None:
-        self.nodeid, self.passed = nodeid, passed
+        self.nodeid, self.passed, self.failed = nodeid, passed, not passed
 
 
 class Item:
@@ -44,3 +45,19 @@ def test_what_has_passed_at_this_commit_is_left_out(tmp_path: Path) -> None:
     assert left(Passed(file, "1")) == ["b", "c"]
     assert left(Passed(file, "2")) == ["a", "b", "c"]
     assert left(Passed(file, "1")) == ["a", "b", "c"]
+
+
+def test_a_page_tells_of_what_passed_in_earlier_sessions_too(tmp_path: Path) -> None:
+    file, results = tmp_path / "passed", tmp_path / "results"
+    Passed(file, "1").pytest_runtest_logreport(Report("tests/a.py::one", passed=True))  # type: ignore[arg-type]
+    second = Passed(file, "1", results)
+    for name, passed in (("tests/a.py::two", False), ("tests/b.py::three", True)):
+        second.pytest_runtest_logreport(Report(name, passed=passed))  # type: ignore[arg-type]
+    second.pytest_sessionfinish()
+    (page,) = results.iterdir()
+    assert page.name.endswith("-nightly.md")
+    told = page.read_text()
+    assert "Commit 1; " in told
+    assert "| tests/a.py | 1 | 1 | 2 |" in told
+    assert "| tests/b.py | 1 | 0 | 2 |" in told
+    assert told.endswith("Failed: `tests/a.py::two`\n")

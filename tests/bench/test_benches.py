@@ -35,8 +35,8 @@ TINY = {
     "weights": "--small --runs 1",
 }
 MARKS = {
-    "handover": (pytest.mark.weights_all,),  # whole runs
-    "sglang": (pytest.mark.sglang_all, pytest.mark.timeout(900)),  # it has a server to start
+    "handover": (pytest.mark.nightly,),  # whole runs
+    "sglang": (pytest.mark.nightly, pytest.mark.timeout(900)),  # it has a server to start
 }
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]

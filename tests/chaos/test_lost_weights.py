@@ -72,7 +72,7 @@ def check_result(log: Log) -> None:
 
 @pytest.mark.parametrize(
     "handover",
-    [pytest.param("stream", marks=pytest.mark.chaos), pytest.param("copy", marks=pytest.mark.weights_all)],
+    [pytest.param("stream", marks=pytest.mark.chaos), pytest.param("copy", marks=pytest.mark.nightly)],
 )
 async def test_both_engines_are_killed_when_the_trainer_is_ahead_of_the_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handover: str
@@ -92,7 +92,7 @@ async def test_both_engines_are_killed_when_the_trainer_is_ahead_of_the_evaluati
     assert "no engine of rollout holds weights v1 any more: their evaluation goes on with v" in run.output.read_text()
 
 
-@pytest.mark.weights_all
+@pytest.mark.nightly
 async def test_one_of_two_engines_is_killed_and_the_other_ends_the_evaluation_by_its_own_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +112,7 @@ async def test_one_of_two_engines_is_killed_and_the_other_ends_the_evaluation_by
 @pytest.mark.parametrize(
     "topology",
     [
-        pytest.param(SPLIT, id="collective", marks=pytest.mark.weights_all),
+        pytest.param(SPLIT, id="collective", marks=pytest.mark.nightly),
         pytest.param(COLOCATED, id="ipc", marks=pytest.mark.chaos),
     ],
 )
@@ -133,7 +133,7 @@ async def test_everything_is_killed_within_an_evaluation(
     check_result(await log_of(run))
 
 
-@pytest.mark.weights_all
+@pytest.mark.nightly
 async def test_a_trainer_in_turns_with_its_engines_is_killed_within_an_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,7 +80,7 @@ async def test_each_of_them_dies_in_phases_that_need_it(tmp_path: Path) -> None:
     await survive(tmp_path, FEW)
 
 
-@pytest.mark.weights_all
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
 @pytest.mark.parametrize("victim", list(ALL))

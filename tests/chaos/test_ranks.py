@@ -63,7 +63,7 @@ ALL = {
 }
 CASES = [
     *(pytest.param(layout, moments, id=layout, marks=pytest.mark.chaos) for layout, moments in FEW.items()),
-    *(pytest.param(*case, id=name, marks=pytest.mark.grid_all) for name, case in ALL.items()),
+    *(pytest.param(*case, id=name, marks=pytest.mark.nightly) for name, case in ALL.items()),
 ]
 
 

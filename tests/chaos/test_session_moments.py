@@ -59,9 +59,9 @@ CASES: Final = [
         for signal, places in FEW.items()
     ),
     pytest.param(moments_of(FEW[KILLED], KILLED), COPIED, id="of a copy", marks=pytest.mark.chaos),
-    *(pytest.param(moments, (), id=name, marks=pytest.mark.weights_all) for name, moments in ALL.items()),
+    *(pytest.param(moments, (), id=name, marks=pytest.mark.nightly) for name, moments in ALL.items()),
     *(
-        pytest.param(moments, COPIED, id=f"of a copy, {name}", marks=pytest.mark.weights_all)
+        pytest.param(moments, COPIED, id=f"of a copy, {name}", marks=pytest.mark.nightly)
         for name, moments in ALL.items()
         if "trainer.1" not in name  # which sends nothing of a copy
     ),

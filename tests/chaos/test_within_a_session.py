@@ -24,10 +24,10 @@ ROUTER: Final = "router.policy"
 CASES: Final = [
     pytest.param(*SPLIT, "everything", id="collective, everything", marks=pytest.mark.chaos),
     pytest.param(*COLOCATED, "everything", id="ipc, everything", marks=pytest.mark.chaos),
-    pytest.param(*SPLIT, "node agent", id="collective, node agent", marks=pytest.mark.weights_all),
-    pytest.param(*COLOCATED, "node agent", id="ipc, node agent", marks=pytest.mark.weights_all),
-    pytest.param(*SPLIT, "router", id="collective, router", marks=pytest.mark.weights_all),
-    pytest.param(*COLOCATED, "router", id="ipc, router", marks=pytest.mark.weights_all),
+    pytest.param(*SPLIT, "node agent", id="collective, node agent", marks=pytest.mark.nightly),
+    pytest.param(*COLOCATED, "node agent", id="ipc, node agent", marks=pytest.mark.nightly),
+    pytest.param(*SPLIT, "router", id="collective, router", marks=pytest.mark.nightly),
+    pytest.param(*COLOCATED, "router", id="ipc, router", marks=pytest.mark.nightly),
 ]
 
 

@@ -36,7 +36,7 @@ WRITES = "PHYSARUM_WRITE_GRID"  # set: the table of this run goes into docs/trai
 def marked(items: Sequence[Any], few: Sequence[Any], names: Sequence[str]) -> list[Any]:
     """Those of CI and the others, by their marks."""
     return [
-        pytest.param(item, id=name, marks=pytest.mark.grid if item in few else pytest.mark.grid_all)
+        pytest.param(item, id=name, marks=pytest.mark.grid if item in few else pytest.mark.nightly)
         for item, name in zip(items, names, strict=True)
     ]
 

@@ -21,7 +21,7 @@ from tests.sglang.server import EMBEDDED, TP1, TWO_PROCESSES, Server, Servers, k
 LAYOUTS = [
     pytest.param(EMBEDDED, marks=pytest.mark.sglang, id="embedded"),
     pytest.param(TP1, marks=pytest.mark.sglang, id="sglang"),
-    pytest.param(TWO_PROCESSES, marks=pytest.mark.sglang_all, id="two-processes"),
+    pytest.param(TWO_PROCESSES, marks=pytest.mark.nightly, id="two-processes"),
 ]
 MATRIX = pytest.StashKey[Matrix]()
 ROW = "row of the matrix"

@@ -15,7 +15,7 @@ from tests.fixtures.nats import eventually
 from tests.sglang.recipe import RECIPE, overrides
 from tests.sglang.test_kills import LIMIT_S, RESTART_S
 
-pytestmark = [pytest.mark.sglang_all, pytest.mark.anyio, pytest.mark.timeout(LIMIT_S)]
+pytestmark = [pytest.mark.nightly, pytest.mark.anyio, pytest.mark.timeout(LIMIT_S)]
 
 
 async def test_a_bit_that_is_flipped_before_sglang_reads_it_is_refused_and_the_weights_come_again(

@@ -53,13 +53,13 @@ CASES: Final = [
             Moment("in bucket 2", 2, "engine.policy.1", "SIGSTOP"),
         ),
         id="split: rollout and rank, SIGKILL, engine, SIGSTOP",
-        marks=pytest.mark.weights_all,
+        marks=pytest.mark.nightly,
     ),
     pytest.param(
         COLOCATED,
         (Moment("in bucket 2", 2, "engine.policy.0"),),
         id="in turns: engine, SIGKILL",
-        marks=pytest.mark.weights_all,
+        marks=pytest.mark.nightly,
     ),
 ]
 
@@ -98,7 +98,7 @@ async def test_sglang_gets_the_newest_weights_whoever_dies_in_a_session(
     check_log_probs(run)
 
 
-@pytest.mark.weights_all
+@pytest.mark.nightly
 async def test_sglang_gets_the_newest_weights_in_turns_when_everything_dies_in_a_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,7 +73,7 @@ def write_model(directory: Path, changes: dict[str, Any]) -> None:
     save_file(drawn, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.sglang_all
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", [TP1, TWO_PROCESSES])
 @pytest.mark.parametrize("changes", [TIED, EXPERTS], ids=["biases, tied, odd sizes", "experts, odd sizes"])
 def test_another_model_says_what_was_expected(layout: str, changes: dict[str, Any], tmp_path: Path) -> None:

@@ -114,33 +114,33 @@ async def check_a_run(
     assert books.issued == books.trained
 
 
-@pytest.mark.sglang_all
+@pytest.mark.nightly
 async def test_a_scheduler_and_a_rollout_actor_in_its_update_are_killed(tmp_path: Path) -> None:
     await check_a_run(tmp_path, ("scheduler", "rollout"), "two kills", num_steps=6)
 
 
-@pytest.mark.sglang_all
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(4))
 async def test_front_end_scheduler_router_and_rollout_actor_are_killed(tmp_path: Path, seed: int) -> None:
     order = moments_of(f"order {seed}").sample(ONE, len(ONE))
     await check_a_run(tmp_path, order, f"four kills {seed}")
 
 
-@pytest.mark.sglang_all
+@pytest.mark.nightly
 async def test_processes_of_an_engine_of_two_are_killed(tmp_path: Path) -> None:
     victims = ("second process", "scheduler", "front end", "second scheduler")
     # the engine's other process ends with each of them
     await check_a_run(tmp_path, victims, "two processes", *TWO_PROCESSES, others_die=True)
 
 
-@pytest.mark.sglang_all
+@pytest.mark.nightly
 async def test_scheduler_front_end_router_and_rollout_actor_are_stopped(tmp_path: Path) -> None:
     """With SIGSTOP: who gives no sign of life is killed by the node agent, and so is an engine that makes no tokens."""
     victims = ("scheduler", "front end", "router", "rollout")
     await check_a_run(tmp_path, victims, "stopped", *SOON, how=signal.SIGSTOP)
 
 
-@pytest.mark.sglang_all
+@pytest.mark.nightly
 async def test_a_detokenizer_is_killed(tmp_path: Path) -> None:
     """SGLang notices by itself and ends the engine, long before its requests are overdue."""
     run = run_of(tmp_path, 4)
@@ -156,7 +156,7 @@ async def test_a_detokenizer_is_killed(tmp_path: Path) -> None:
     assert books.issued == books.trained
 
 
-@pytest.mark.sglang_all
+@pytest.mark.nightly
 async def test_a_queue_of_four_requests_costs_no_group(tmp_path: Path) -> None:
     """64 requests at a time, of which SGLang takes 4 and keeps 4: the others are refused with 503 and sent again."""
     few = ("engines.policy.sglang.max_running_requests=4", "engines.policy.sglang.max_queued_requests=4")

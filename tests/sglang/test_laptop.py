@@ -96,7 +96,7 @@ def run(
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize(
     "transport",
-    [pytest.param("disk", marks=pytest.mark.sglang_all), pytest.param("collective", marks=pytest.mark.sglang)],
+    [pytest.param("disk", marks=pytest.mark.nightly), pytest.param("collective", marks=pytest.mark.sglang)],
 )
 def test_twelve_steps_on_sglang_learn_and_their_books_close(tmp_path: Path, transport: str) -> None:
     result, rows = run(tmp_path, NUM_STEPS, LIMIT_S, **{"engines.policy.weight_transport": transport})
@@ -106,7 +106,7 @@ def test_twelve_steps_on_sglang_learn_and_their_books_close(tmp_path: Path, tran
     assert sum(rewards[-4:]) > 1.5 * sum(rewards[:4])
 
 
-@pytest.mark.weights_all
+@pytest.mark.nightly
 @pytest.mark.timeout(LONG_LIMIT_S + 60)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_twenty_steps_on_sglang_without_a_file_of_weights(tmp_path: Path, layout: str) -> None:
@@ -117,7 +117,7 @@ def test_twenty_steps_on_sglang_without_a_file_of_weights(tmp_path: Path, layout
     assert sum(rewards[-5:]) > 1.5 * sum(rewards[:5])
 
 
-@pytest.mark.sglang_all
+@pytest.mark.nightly
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_sglang_computes_in_bfloat16_with_weights_that_are_trained_in_float32(tmp_path: Path) -> None:
     settings = {"model.dtype": "float32", "engines.policy.weight_format": "bfloat16", "engines.policy.verify": "always"}
@@ -128,7 +128,7 @@ def test_sglang_computes_in_bfloat16_with_weights_that_are_trained_in_float32(tm
     assert all(json.loads((each / "config.json").read_bytes())["torch_dtype"] == "bfloat16" for each in versions)
 
 
-@pytest.mark.sglang_all
+@pytest.mark.nightly
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_sglang_reads_its_node_s_copies_of_versions_that_are_changes(tmp_path: Path) -> None:
     run(tmp_path, FEW_STEPS, LIMIT_S, **{"trainer.full_export_interval": 10, "engines.policy.verify": "always"})
@@ -140,7 +140,7 @@ def test_sglang_reads_its_node_s_copies_of_versions_that_are_changes(tmp_path: P
     assert held_in(directory / "copies/local" / name_of(newest.number)) == newest
 
 
-@pytest.mark.sglang_all
+@pytest.mark.nightly
 @pytest.mark.timeout(LONG_LIMIT_S + 60)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_recipe_learns_on_sglang(tmp_path: Path, seed: int) -> None:
@@ -149,7 +149,7 @@ def test_the_recipe_learns_on_sglang(tmp_path: Path, seed: int) -> None:
     assert result["groups"]["issued"] == ENOUGH_STEPS * BATCH
 
 
-@pytest.mark.sglang_all
+@pytest.mark.nightly
 @pytest.mark.timeout(LONG_LIMIT_S + 60)
 def test_the_recipe_learns_on_sglang_with_partial_rollout_and_a_step_of_staleness(tmp_path: Path) -> None:
     partial = {"rollout.over_sampling_batch_size": BATCH * 3 // 2, "rollout.max_staleness": 1}
@@ -160,7 +160,7 @@ def test_the_recipe_learns_on_sglang_with_partial_rollout_and_a_step_of_stalenes
     assert max(row["rollout/staleness_max"] for row in rows) >= 1
 
 
-@pytest.mark.sglang_all
+@pytest.mark.nightly
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("kind", list(EXPERTS))
 def test_a_mixture_of_experts_shared_out_over_two_ranks_agrees_with_sglang(tmp_path: Path, kind: str) -> None:

@@ -11,7 +11,7 @@ from tests.sglang.router import Router
 from tests.sglang.server import TP1, Servers
 from tests.support.odd_table import check_every_row
 
-pytestmark = [pytest.mark.anyio, pytest.mark.sglang_all, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.anyio, pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 LIMIT_S: Final = 400.0  # six requests run at a time
 PATIENCE: Final = Patience(first_s=20.0, next_s=20.0)

@@ -16,7 +16,7 @@ from tests.sglang.server import ROOT, SGLANG_START_S, sglang_python
 from tests.sglang.test_launch import CPU, ENV, KEY, TYPED, toml
 from tests.support.stand_in_seed import Seed, standing_in
 
-pytestmark = [pytest.mark.sglang_all, pytest.mark.timeout(2 * SGLANG_START_S)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(2 * SGLANG_START_S)]
 
 
 def start_from(seed: Seed, directory: Path) -> tuple[int, str]:

@@ -51,7 +51,7 @@ def asked(number: int, *, deadly: bool) -> GenerateRequest:
     return request([OUTSIDE if deadly else 3, 2 + number], NUM_TOKENS, rid=f"lease-{number}-1")
 
 
-@pytest.mark.sglang_all
+@pytest.mark.nightly
 async def test_a_request_that_kills_the_server_fails_alone(tmp_path: Path, session_router: Router) -> None:
     served = write_model(tmp_path / "served", tokenizer=True)
     believed = write_model(tmp_path / "believed", tokenizer=True, vocab_size=OUTSIDE + 1)

@@ -31,8 +31,8 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
 }
 CASES = [
     *(pytest.param(EMBEDDED, model, True, marks=pytest.mark.sglang, id=f"embedded, {model}") for model in MODELS),
-    pytest.param(TP1, "biases, tied head", False, marks=pytest.mark.sglang_all, id="sglang"),
-    *(pytest.param(TP1, model, True, marks=pytest.mark.sglang_all, id=f"sglang, fresh, {model}") for model in MODELS),
+    pytest.param(TP1, "biases, tied head", False, marks=pytest.mark.nightly, id="sglang"),
+    *(pytest.param(TP1, model, True, marks=pytest.mark.nightly, id=f"sglang, fresh, {model}") for model in MODELS),
 ]
 
 

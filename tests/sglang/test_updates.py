@@ -37,7 +37,7 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
 CASES: Final = [
     *(pytest.param((EMBEDDED, name), marks=pytest.mark.sglang, id=f"embedded, {name}") for name in list(MODELS)[:2]),
     *(
-        pytest.param((layout, name), marks=pytest.mark.weights_all, id=f"{layout}, {name}")
+        pytest.param((layout, name), marks=pytest.mark.nightly, id=f"{layout}, {name}")
         for layout in (TP1, TWO_PROCESSES)
         for name in MODELS
     ),

@@ -123,7 +123,7 @@ async def test_a_session_ends_within_its_deadline(
     await outlive(hang, model, client, monkeypatch)
 
 
-@pytest.mark.weights_all
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", range(NUM_HANGS))
 async def test_random_sessions_end_within_their_deadline(
     number: int, model: Path, client: SglangClient, monkeypatch: pytest.MonkeyPatch
