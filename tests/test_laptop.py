@@ -11,18 +11,28 @@ import pytest
 from tests.support.metric_names import undocumented
 
 ROOT = Path(__file__).parent.parent
-FEWER_STEPS = 100  # it has learnt by then
+FEWER_STEPS = 100  # of the recipe's 200: it has learnt by then
 LIMIT_S = 900  # a loaded machine takes several times the two minutes of an idle one
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 60)
-def test_the_laptop_run_learns_to_reverse_digits_and_its_books_close(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_steps", "reward", "held_out"),
+    [
+        pytest.param(FEWER_STEPS, 0.9, 0.7, marks=pytest.mark.slow),
+        pytest.param(200, 0.95, 0.85, marks=pytest.mark.nightly),
+    ],
+)
+def test_the_laptop_run_learns_to_reverse_digits_and_its_books_close(
+    tmp_path: Path, num_steps: int, reward: float, held_out: float
+) -> None:
     command = [
         sys.executable,
         str(ROOT / "bin" / "start_topology.py"),
         str(ROOT / "topologies" / "laptop.toml"),
         "--json",
+        "--set",
+        f"train.num_steps={num_steps}",
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
@@ -30,21 +40,21 @@ def test_the_laptop_run_learns_to_reverse_digits_and_its_books_close(tmp_path: P
     (line,) = done.stdout.splitlines()
     result = json.loads(line)
     assert result["run"] == "laptop"
-    assert result["steps"] == 200
+    assert result["steps"] == num_steps
     assert result["reward_first"] < 0.2
-    assert result["reward_last"] >= 0.95
-    assert result["eval_last"] >= 0.85
+    assert result["reward_last"] >= reward
+    assert result["eval_last"] >= held_out
     groups = result["groups"]
-    assert groups["issued"] == groups["trained"] == 200 * 64
+    assert groups["issued"] == groups["trained"] == num_steps * 64
     rows = [json.loads(row) for row in (tmp_path / "runs" / "laptop" / "metrics.jsonl").read_text().splitlines()]
     assert undocumented(rows) == set()
     steps = [row for row in rows if row["step"] > 0]
-    assert [row["step"] for row in steps] == list(range(1, 201))
+    assert [row["step"] for row in steps] == list(range(1, num_steps + 1))
     # engine and trainer compute the same model: their log-probs of the same tokens under the same weights
     assert max(row["train/train_rollout_logprob_abs_diff"] for row in steps) < 1e-3
     assert max(row["train/train_rollout_logprob_abs_diff_max"] for row in steps) < 1e-3
     assert all(0 < row["perf/update_weights_pause_time"] < row["perf/update_weights_applied_time"] for row in steps)
-    five_step_means = [sum(row["rollout/raw_reward"] for row in steps[i : i + 5]) / 5 for i in range(196)]
+    five_step_means = [sum(row["rollout/raw_reward"] for row in steps[i : i + 5]) / 5 for i in range(num_steps - 4)]
     assert next(i for i, mean in enumerate(five_step_means) if mean >= 0.85) <= 80
 
 

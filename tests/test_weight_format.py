@@ -16,7 +16,9 @@ SPLIT: Final = ROOT / "topologies" / "laptop-split.toml"
 NUM_STEPS: Final = 4
 
 
-@pytest.mark.parametrize("topology", [LAPTOP, SPLIT], ids=["disk", "collective"])
+@pytest.mark.parametrize(
+    "topology", [pytest.param(LAPTOP, id="disk", marks=pytest.mark.nightly), pytest.param(SPLIT, id="collective")]
+)
 async def test_engines_get_bfloat16_of_what_is_trained_in_float32(topology: Path, tmp_path: Path) -> None:
     overrides = ("model.dtype=float32", "engines.policy.weight_format=bfloat16", "train.save_hf=true")
     run = Run(tmp_path, num_steps=NUM_STEPS, topology=topology, overrides=overrides)

@@ -34,10 +34,8 @@ TINY = {
     "transports": "--small --runs 1",
     "weights": "--small --runs 1",
 }
-MARKS = {
-    "handover": (pytest.mark.nightly,),  # whole runs
-    "sglang": (pytest.mark.nightly, pytest.mark.timeout(900)),  # it has a server to start
-}
+TOO_LONG = ("ahead", "demo", "engine", "handover", "memory", "sglang", "transformers", "transports")
+MARKS = {name: (pytest.mark.nightly, pytest.mark.timeout(900)) for name in TOO_LONG}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 

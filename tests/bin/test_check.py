@@ -51,6 +51,8 @@ from tests.bin.check_cases import (
 )
 from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS
 
+TRAINED_ELSEWHERE = ("as shipped", "turns in the same memory", "demonstrations", "a copy by broadcast")
+
 
 @pytest.fixture(scope="module")
 def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -251,7 +253,9 @@ def test_an_engine_that_serves_what_is_asked_for_is_accepted(
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name in TRAINED_ELSEWHERE else ()) for name in ACCEPTED]
+)
 def test_what_is_accepted_trains_a_step(name: str, things: Path, tmp_path: Path, ports: dict[str, str]) -> None:
     make_parquet(things)
     command = [sys.executable, str(ROOT / "bin/start_topology.py"), *arguments(ACCEPTED[name], things, tmp_path, ports)]

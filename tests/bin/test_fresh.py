@@ -63,7 +63,7 @@ def test_fresh_counts_from_the_first_step_again(nats_server: NatsServer, tmp_pat
 
 @pytest.mark.parametrize(
     "moment",
-    [pytest.param(at, id=name, marks=[] if name == USUAL else pytest.mark.slow) for name, at in MOMENTS.items()],
+    [pytest.param(at, id=name, marks=[] if name == USUAL else pytest.mark.nightly) for name, at in MOMENTS.items()],
 )
 def test_killed_while_it_discards_it_goes_on_when_given_again_and_no_other_start_does(
     nats_server: NatsServer, tmp_path: Path, moment: str

@@ -148,7 +148,8 @@ async def outcome_of(arguments: list[str], *players: list[str]) -> tuple[int, st
     return done.returncode, done.stdout.decode()
 
 
-SLOW = [pytest.param(how, marks=pytest.mark.slow) for how in ("url in a file", "url on the command line", "token")]
+SLOW = [pytest.param(how, marks=pytest.mark.slow) for how in ("url on the command line", "token")]
+SLOW += [pytest.param("url in a file", marks=pytest.mark.nightly)]
 
 
 @pytest.mark.timeout(120)  # five starts
