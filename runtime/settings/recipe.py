@@ -1,4 +1,4 @@
-"""What is trained: model, prompts, rollout, algorithm, evaluation. A key that exists in slime keeps its name."""
+"""Recipe settings: model, prompts, rollout, algorithm, evaluation. Keys that exist in slime keep slime's name."""
 
 from typing import Annotated, Any, Literal
 
@@ -23,141 +23,261 @@ Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 class ModelConfig(Config, frozen=True, kw_only=True):
     """The model, as a Hugging Face directory or hub name (organisation/model)."""
 
-    hf_checkpoint: Text  # config, tokenizer and (unless random_init) weights; of a hub name, its cache comes first
-    trust_remote_code: bool = False  # run code that comes with the model: in engines, and to load its tokenizer
-    random_init: bool = False  # weights drawn from run.seed; the directory needs config and tokenizer only
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and activations; on a GPU by default the model's
-    ref_load: Text | None = None  # reference model; none: the weights training starts from
+    # Model directory or hub name, with config, tokenizer and (unless `random_init` is set) weights. A hub name is
+    # taken from the local cache, or downloaded at the start.
+    hf_checkpoint: Text
+    # Run code that comes with the model: in engines, and to load its tokenizer.
+    trust_remote_code: bool = False
+    # Initialize the weights from `run.seed`. The model directory then needs only config and tokenizer.
+    random_init: bool = False
+    # Dtype of weights and activations. If it is unset and the trainer uses GPUs, the checkpoint's dtype applies.
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    # Reference model of the KL loss. By default the weights that training starts from.
+    ref_load: Text | None = None
 
 
 class DataConfig(Config, frozen=True, kw_only=True):
     """One source of training prompts: a data file or a function, and the names of its columns."""
 
-    name: Name  # of the source, in events and logs
-    path: Text | None = None  # JSONL or Parquet; "file@[a:b]" for some of its rows
-    source: Text | None = None  # instead: "module:function" or "path/file.py:function", called with a prompt's number
-    input_key: Text = "input"  # column of the prompt: a text or a list of chat messages
-    label_key: Text | None = None  # column of the label that graders compare with; none: there is none
-    metadata_key: Text = "metadata"  # column of what graders get beside: an object, or a string of JSON
-    tool_key: Text = "tools"  # column of tools for the chat template: a list, or a string of JSON
-    apply_chat_template: bool = False  # render prompts by the tokenizer's chat template
-    apply_chat_template_kwargs: dict[str, Any] = {}  # passed to the chat template
-    rm_type: Text | None = None  # grader: a built-in, "module:function" or "path/file.py:function"
-    max_row_bytes: RowBytes = 16 << 20  # of a row's prompt, label and metadata; a larger row is refused
+    # Name of the source in events and logs.
+    name: Name
+    # Data file, JSONL or Parquet. "file@[a:b]" reads only these rows.
+    path: Text | None = None
+    # Function to use instead of `path`: "module:function" or "path/file.py:function". It gets a prompt's number and
+    # returns its row.
+    source: Text | None = None
+    # Column of the prompt: a text or a list of chat messages.
+    input_key: Text = "input"
+    # Column of the label that graders compare with. By default there is no label.
+    label_key: Text | None = None
+    # Column of metadata for graders: an object, or a string of JSON.
+    metadata_key: Text = "metadata"
+    # Column of tools for the chat template: a list, or a string of JSON.
+    tool_key: Text = "tools"
+    # Render prompts with the tokenizer's chat template.
+    apply_chat_template: bool = False
+    # Extra arguments of the chat template.
+    apply_chat_template_kwargs: dict[str, Any] = {}
+    # Grader of the samples: a built-in, a name in `reward.graders`, "module:function" or "path/file.py:function".
+    rm_type: Text | None = None
+    # Size limit of a row's prompt, label and metadata in bytes. A larger row ends the start with its file and line.
+    max_row_bytes: RowBytes = 16 << 20
 
 
 class RolloutConfig(Config, frozen=True, kw_only=True):
     """How samples are generated and collected."""
 
-    rollout_batch_size: Positive  # prompt groups per train step
-    over_sampling_batch_size: Positive | None = None  # groups asked for at a time; none: rollout_batch_size
-    n_samples_per_prompt: Positive = 1  # samples of a prompt group
-    max_prompt_len: Positive | None = None  # tokens; longer prompts are left out; none: what max_context_len leaves
-    max_response_len: Positive  # tokens of a response at most
-    max_context_len: Positive | None = None  # tokens of prompt and response at most; none: no limit of its own
-    temperature: Temperature = 1.0  # of sampling; log-probs are taken at it too
-    top_p: TopP = 1.0  # share of probability to sample from; 1: off
-    top_k: TopK = -1  # number of likeliest tokens to sample from; -1: off
-    stop: tuple[Text, ...] = ()  # texts that end a response
-    stop_token_ids: tuple[Count, ...] = ()  # tokens that end a response, beside the model's own
-    skip_special_tokens: bool = False  # leave special tokens out of a response's text, as graders see it
-    shuffle: bool = False  # a new order of prompts in each epoch
-    seed: int = 42  # of shuffle
-    refill: Literal["batch", "group"] = "batch"  # ask for a whole over_sampling_batch_size again, or top up to it
-    dynamic_filter: Text | None = None  # a built-in, "module:function" or "path/file.py:function"; none: keeps all
-    over_sampling_filter: Text | None = None  # chooses the batch from over_sampling_batch_size groups; none: the first
-    buffer_filter: Text = "fifo"  # which halted groups go on first: also "newest", "by_reward" or a function
-    keep_when_insufficient: bool = False  # after max_barren_groups train what the filter dropped, instead of failing
-    on_halt: Literal["resume", "restart", "drop"] = "resume"  # halted groups go on with their tokens, begin anew, end
-    release_when: Literal["idle", "batch_ready"] = "idle"  # colocated: running groups end first, or are halted
-    on_surplus: Literal["train", "drop"] = "train"  # groups of a round that its batch has no room for
-    mask_off_policy: bool = False  # of a resumed sample, train only what its newest weights sampled
-    max_token_staleness: Count | None = None  # train steps that a token's weights may be behind; none: no limit
-    stale_tokens: Literal["drop", "mask"] = "drop"  # with those beyond: drop their group, or mask them
-    spill_every_s: NonNegative = 30.0  # store what long samples have so far; 0: only at their end
-    custom_generate: Text | None = None  # "module:function" or "path/file.py:function" in place of one request
-    max_staleness: Count = 0  # train steps that generation may be ahead of training; 0: synchronous
-    on_weight_update: Literal["drain", "abort", "retract", "in_place"] = "drain"  # what running requests do meanwhile
-    generate_timeout_s: Positive = 14_400  # of one request, whole s; engines that answer none for so long end the run
-    eval_overlap: bool = True  # generate and train beside an evaluation; else everything waits for it
-    max_attempts: Positive = 5  # issues of a prompt group that bring no token and no score, before it is dropped
-    max_barren_groups: Positive | None = None  # dropped or failed in a row before the run fails; none: 16 refills
+    # Number of prompt groups per train step.
+    rollout_batch_size: Positive
+    # Number of prompt groups to issue at a time. By default `rollout_batch_size`.
+    over_sampling_batch_size: Positive | None = None
+    # Number of samples per prompt group.
+    n_samples_per_prompt: Positive = 1
+    # Maximum prompt length in tokens; longer prompts are left out and counted. By default one token less than
+    # `max_context_len`.
+    max_prompt_len: Positive | None = None
+    # Maximum response length in tokens. A response that reaches it ends as truncated.
+    max_response_len: Positive
+    # Maximum length of prompt and response together, in tokens. By default only the model's context limits it.
+    max_context_len: Positive | None = None
+    # Sampling temperature. Log-probs are computed at this temperature too.
+    temperature: Temperature = 1.0
+    # Nucleus sampling: sample from the likeliest tokens with this total probability. 1 turns it off.
+    top_p: TopP = 1.0
+    # Sample from this number of likeliest tokens. -1 turns it off.
+    top_k: TopK = -1
+    # Texts that end a response.
+    stop: tuple[Text, ...] = ()
+    # Token ids that end a response, in addition to the model's own.
+    stop_token_ids: tuple[Count, ...] = ()
+    # Leave special tokens out of the response text that graders see.
+    skip_special_tokens: bool = False
+    # Shuffle the prompts anew in each epoch.
+    shuffle: bool = False
+    # Seed of `shuffle`.
+    seed: int = 42
+    # How to replace groups that did not reach the batch: issue another full `over_sampling_batch_size` ("batch"), or
+    # only the missing groups ("group").
+    refill: Literal["batch", "group"] = "batch"
+    # Filter that judges each completed group: a built-in, "module:function" or "path/file.py:function". By default all
+    # groups are kept.
+    dynamic_filter: Text | None = None
+    # Function that selects the batch from `over_sampling_batch_size` completed groups. By default the first ones to
+    # complete.
+    over_sampling_filter: Text | None = None
+    # Order in which halted groups are issued again: "fifo", "newest", "by_reward", or your own function.
+    buffer_filter: Text = "fifo"
+    # After `max_barren_groups`, fill the batch with groups that the filter dropped. By default the run fails then.
+    keep_when_insufficient: bool = False
+    # What halted groups do: continue from their tokens ("resume"), begin anew ("restart"), or end ("drop").
+    on_halt: Literal["resume", "restart", "drop"] = "resume"
+    # With colocation, when the engines release their memory: after running groups end ("idle"), or as soon as the
+    # batch is ready, which halts them ("batch_ready").
+    release_when: Literal["idle", "batch_ready"] = "idle"
+    # What to do with completed groups that do not fit into their round's batch: "train" keeps them for a later batch.
+    on_surplus: Literal["train", "drop"] = "train"
+    # Train only the tokens of a resumed sample that its newest weights sampled.
+    mask_off_policy: bool = False
+    # Maximum age of a token's weights, in train steps. By default there is no limit.
+    max_token_staleness: Count | None = None
+    # What to do with tokens beyond `max_token_staleness`: drop their group, or mask the tokens.
+    stale_tokens: Literal["drop", "mask"] = "drop"
+    # Seconds between spills: long-running samples store the tokens that they have so far. 0 stores samples only at
+    # their end.
+    spill_every_s: NonNegative = 30.0
+    # Async function that generates a sample in several turns: "module:function" or "path/file.py:function". By default
+    # a sample is one request.
+    custom_generate: Text | None = None
+    # Number of train steps that generation may be ahead of training. 0 is synchronous.
+    max_staleness: Count = 0
+    # What running requests do during a weight update: end first ("drain"), be aborted and continued ("abort"), or be
+    # frozen ("retract" recomputes their KV cache, "in_place" keeps it).
+    on_weight_update: Literal["drain", "abort", "retract", "in_place"] = "drain"
+    # Seconds that one request may take. If engines that are up answer no request for this long, the run ends.
+    generate_timeout_s: Positive = 14_400
+    # Generate and train during an evaluation. If false, both wait until it ends.
+    eval_overlap: bool = True
+    # Number of attempts at a prompt group that may bring neither a token nor a score. Then the group is dropped.
+    max_attempts: Positive = 5
+    # Number of groups that may be dropped or fail in a row before the run fails. By default 16 times
+    # `over_sampling_batch_size`.
+    max_barren_groups: Positive | None = None
 
 
 class AlgorithmConfig(Config, frozen=True, kw_only=True):
     """Advantages and loss."""
 
-    loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"  # sft_loss trains demonstrations, without engines
-    advantage_estimator: Literal["grpo"] = "grpo"  # how rewards become advantages
-    num_steps_per_rollout: Positive = 1  # optimizer steps per batch
-    eps_clip: Annotated[float, msgspec.Meta(gt=0)] = 0.2  # the probability ratio is clipped at 1 - eps_clip
-    eps_clip_high: Annotated[float, msgspec.Meta(gt=0)] | None = None  # and at 1 + eps_clip_high; none: eps_clip
-    eps_clip_c: Annotated[float, msgspec.Meta(gt=1)] | None = None  # dual clip of negative advantages; none: off
-    use_kl_loss: bool = False  # add the divergence from the reference model to the loss
-    kl_loss_coef: NonNegative = 0.0  # its weight
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"  # its estimator; low_var_kl is k3 limited to 10 nats
-    entropy_coef: NonNegative = 0.0  # weight of the entropy bonus
-    entropy_coef_end: NonNegative | None = None  # reached linearly at the last planned train step; none: constant
-    disable_rewards_normalization: bool = False  # use rewards as they are, not centred in their group
-    disable_grpo_std_normalization: bool = False  # centre rewards without dividing by their standard deviation
-    calculate_per_token_loss: bool = False  # mean of the loss over tokens; else over samples of their means
-    max_log_ratio: LogRatio = 20.0  # nats; log-ratios of losses are cut there: near 88 their gradient is no number
-    use_routing_replay: bool = False  # tokens train with the experts that they had for the old log-probs
-    use_rollout_routing_replay: bool = False  # with those of the engine, which for now a dump must tell
-    use_rollout_logprobs: bool = False  # the engines' log-probs are the old policy's: saves a forward pass
-    get_mismatch_metrics: bool = False  # do it, and measure the distance on all samples, not on the first step's
+    # Loss to train with. "sft_loss" trains on demonstrations and runs no engines.
+    loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"
+    # Estimator that turns rewards into advantages.
+    advantage_estimator: Literal["grpo"] = "grpo"
+    # Number of optimizer steps per batch.
+    num_steps_per_rollout: Positive = 1
+    # Lower clip range of the probability ratio: it is clipped at 1 - `eps_clip`.
+    eps_clip: Annotated[float, msgspec.Meta(gt=0)] = 0.2
+    # Upper clip range: the ratio is clipped at 1 + `eps_clip_high`. By default `eps_clip`.
+    eps_clip_high: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    # Dual clip: bound of the ratio for negative advantages. By default it is off.
+    eps_clip_c: Annotated[float, msgspec.Meta(gt=1)] | None = None
+    # Add the KL divergence from the reference model to the loss.
+    use_kl_loss: bool = False
+    # Weight of the KL loss.
+    kl_loss_coef: NonNegative = 0.0
+    # Estimator of the KL divergence. "low_var_kl" is k3 clipped at 10 nats.
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"
+    # Weight of the entropy bonus.
+    entropy_coef: NonNegative = 0.0
+    # Weight of the entropy bonus at the last planned train step, reached linearly. By default the weight is constant.
+    entropy_coef_end: NonNegative | None = None
+    # Use rewards as they are, without subtracting their group's mean.
+    disable_rewards_normalization: bool = False
+    # Subtract the mean of the group's rewards, but do not divide by their standard deviation.
+    disable_grpo_std_normalization: bool = False
+    # Average the loss over all tokens. By default it is averaged over each sample first, then over samples.
+    calculate_per_token_loss: bool = False
+    # Bound of the losses' log-ratios, in nats. Near 88 their gradients would become NaN or infinite in float32.
+    max_log_ratio: LogRatio = 20.0
+    # MoE routing replay (R2): train tokens with the experts that computed the old log-probs.
+    use_routing_replay: bool = False
+    # MoE rollout routing replay (R3): train tokens with the engine's experts. Not implemented yet: reading them from an
+    # engine, so they must come from a dump.
+    use_rollout_routing_replay: bool = False
+    # Use the engines' log-probs as those of the old policy. This saves a forward pass.
+    use_rollout_logprobs: bool = False
+    # Compute trainer log-probs for all samples, to report the trainer/engine mismatch. With `use_rollout_logprobs` they
+    # are otherwise computed only for the first optimizer step.
+    get_mismatch_metrics: bool = False
 
 
 class OptimizerConfig(Config, frozen=True, kw_only=True):
-    """AdamW and its schedule, counted in optimizer steps."""
+    """AdamW and its learning rate schedule, counted in optimizer steps."""
 
-    lr: NonNegative = 1e-6  # learning rate after the warm-up
-    min_lr: NonNegative = 0.0  # where the decay ends
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"  # how lr falls to min_lr
-    lr_warmup_iters: Count = 0  # optimizer steps of linear warm-up
-    lr_decay_iters: Positive | None = None  # optimizer steps at whose end lr is min_lr; none: all that are planned
-    weight_decay: NonNegative = 0.01  # decoupled, as in AdamW
-    adam_beta1: Beta = 0.9  # decay of the mean of gradients
-    adam_beta2: Beta = 0.999  # decay of the mean of their squares
-    adam_eps: Annotated[float, msgspec.Meta(gt=0)] = 1e-8  # added to the root of the latter
-    clip_grad: NonNegative = 1.0  # norm to which gradients are clipped; 0: off
+    # Learning rate after the warm-up.
+    lr: NonNegative = 1e-6
+    # Learning rate at the end of the decay.
+    min_lr: NonNegative = 0.0
+    # How the learning rate decays from `lr` to `min_lr`. "constant" does not decay.
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    # Number of optimizer steps of linear warm-up.
+    lr_warmup_iters: Count = 0
+    # Optimizer step at which the learning rate reaches `min_lr`. By default the last planned one.
+    lr_decay_iters: Positive | None = None
+    # Weight decay, decoupled as in AdamW.
+    weight_decay: NonNegative = 0.01
+    # Decay of the gradients' moving average.
+    adam_beta1: Beta = 0.9
+    # Decay of the squared gradients' moving average.
+    adam_beta2: Beta = 0.999
+    # Constant added to the denominator, the root of the squared gradients' average.
+    adam_eps: Annotated[float, msgspec.Meta(gt=0)] = 1e-8
+    # Maximum gradient norm; larger gradients are scaled down to it. 0 turns clipping off.
+    clip_grad: NonNegative = 1.0
 
 
 class TrainConfig(Config, frozen=True, kw_only=True):
     """Length of the run, checkpoints, micro-batches."""
 
-    num_steps: Count = 0  # train steps; 0: so many as num_epoch has
-    num_epoch: Positive | None = None  # passes over the data; counted in full batches when the run starts
-    save_interval: Positive | None = None  # train steps between checkpoints; none: at the end only
-    max_tokens_per_gpu: Positive = 9216  # tokens of a micro-batch on a rank
-    on_too_long: Literal["mask", "fail"] = "mask"  # samples over max_tokens_per_gpu: without a gradient, or an error
-    on_nonfinite: Literal["skip", "fail"] = "skip"  # a loss or gradient that is not finite: without it, or an error
-    max_skipped: Count = 3  # optimizer steps that may be skipped in a row, across batches; one more ends the run
-    skip_window: Positive = 20  # last optimizer steps of which max_skipped_share may be skipped
-    max_skipped_share: Fraction = 0.25  # more skipped steps than this share of skip_window end the run
-    keep_checkpoints: Positive = 2  # so many newest ones
-    save_hf: bool = False  # write the model to hf/ in the run directory at the end
+    # Number of train steps. 0 derives it from `num_epoch`.
+    num_steps: Count = 0
+    # Number of passes over the data, counted in full batches when the run starts. Cannot be combined with `num_steps`.
+    num_epoch: Positive | None = None
+    # Number of train steps between checkpoints. By default one checkpoint is written, at the end.
+    save_interval: Positive | None = None
+    # Maximum number of tokens of a micro-batch on one rank.
+    max_tokens_per_gpu: Positive = 9216
+    # What to do with a sample over `max_tokens_per_gpu` times the context-parallel size: leave out its gradient
+    # ("mask"), or end the run ("fail").
+    on_too_long: Literal["mask", "fail"] = "mask"
+    # What to do with a NaN or infinite loss or gradient: leave out the sample or optimizer step ("skip"), or end the
+    # run ("fail").
+    on_nonfinite: Literal["skip", "fail"] = "skip"
+    # Maximum number of optimizer steps skipped in a row, across batches. One more ends the run.
+    max_skipped: Count = 3
+    # Number of most recent optimizer steps to which `max_skipped_share` applies.
+    skip_window: Positive = 20
+    # Maximum share of skipped steps in `skip_window`. A larger share ends the run.
+    max_skipped_share: Fraction = 0.25
+    # Number of newest checkpoints to keep.
+    keep_checkpoints: Positive = 2
+    # At the end, write the model to `hf/` in the run directory.
+    save_hf: bool = False
 
 
 class EvalConfig(Config, frozen=True, kw_only=True):
-    """One evaluation set. What is unset is taken from the rollout table, and from the first data source for columns."""
+    """One evaluation set. Unset keys take their values from the rollout table and the first data source."""
 
-    name: Name  # of the set, in metrics: eval/<name>
-    path: Text  # data file, as of a data source
-    interval: Positive  # train steps between evaluations
-    n_samples_per_eval_prompt: Positive = 1  # samples of a prompt; the metric is their mean
-    temperature: NonNegative | None = None  # of sampling; 0: greedy; none: rollout.temperature
-    top_p: TopP | None = None  # none: rollout.top_p
-    top_k: TopK | None = None  # none: rollout.top_k
-    max_response_len: Positive | None = None  # tokens; none: rollout.max_response_len
-    input_key: Text | None = None  # none: that of the first data source
-    label_key: Text | None = None  # none: that of the first data source
-    metadata_key: Text | None = None  # none: that of the first data source
-    tool_key: Text | None = None  # none: that of the first data source
-    apply_chat_template: bool | None = None  # none: that of the first data source
-    apply_chat_template_kwargs: dict[str, Any] | None = None  # none: those of the first data source
-    rm_type: Text | None = None  # grader; none: that of the first data source
-    skip_eval_before_train: bool = False  # no evaluation of the weights that training starts from
+    # Name of the set. Its metrics begin with `eval/<name>`.
+    name: Name
+    # Data file, as in a data source.
+    path: Text
+    # Number of train steps between evaluations.
+    interval: Positive
+    # Number of samples per prompt. The metric is their mean.
+    n_samples_per_eval_prompt: Positive = 1
+    # Sampling temperature; 0 is greedy. By default `rollout.temperature`.
+    temperature: NonNegative | None = None
+    # Nucleus sampling. By default `rollout.top_p`.
+    top_p: TopP | None = None
+    # Number of likeliest tokens to sample from. By default `rollout.top_k`.
+    top_k: TopK | None = None
+    # Maximum response length in tokens. By default `rollout.max_response_len`.
+    max_response_len: Positive | None = None
+    # Column of the prompt. By default that of the first data source.
+    input_key: Text | None = None
+    # Column of the label. By default that of the first data source.
+    label_key: Text | None = None
+    # Column of metadata for graders. By default that of the first data source.
+    metadata_key: Text | None = None
+    # Column of tools for the chat template. By default that of the first data source.
+    tool_key: Text | None = None
+    # Render prompts with the tokenizer's chat template. By default as in the first data source.
+    apply_chat_template: bool | None = None
+    # Extra arguments of the chat template. By default those of the first data source.
+    apply_chat_template_kwargs: dict[str, Any] | None = None
+    # Grader of the samples. By default that of the first data source.
+    rm_type: Text | None = None
+    # Do not evaluate the weights that training starts from.
+    skip_eval_before_train: bool = False
 
 
 class FilledSampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,10 +290,11 @@ class FilledSampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recipe(Config, frozen=True, kw_only=True):
-    """Everything that decides what is learnt, and nothing about where."""
+    """All settings that decide what is learnt. Where it runs is in the topology."""
 
     model: ModelConfig
-    data: tuple[DataConfig, ...]  # at least one
+    # At least one is needed.
+    data: tuple[DataConfig, ...]
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -182,34 +303,37 @@ class Recipe(Config, frozen=True, kw_only=True):
 
 
 def trains_demonstrations(recipe: Recipe) -> bool:
-    """Whether the data holds the samples that are trained, so that nothing is generated and nothing graded."""
+    """Return whether training uses demonstrations, so that nothing is generated and nothing is graded."""
     return recipe.algorithm.loss_type == "sft_loss"
 
 
 def replays_experts(algorithm: AlgorithmConfig) -> bool:
-    """Whether tokens are trained with the experts that they had before: the engine's, or of the old log-probs."""
+    """Return whether tokens are trained with recorded experts: the engine's, or those of the old log-probs."""
     return algorithm.use_routing_replay or algorithm.use_rollout_routing_replay
 
 
 def measures_all(recipe: Recipe) -> bool:
-    """Whether the trainer's log-probs before the first optimizer step are asked for of what later ones train, too."""
+    """Return whether the trainer computes old log-probs for all samples, not only for the first optimizer step's."""
     algorithm = recipe.algorithm
     return not trains_demonstrations(recipe) and (algorithm.get_mismatch_metrics or not algorithm.use_rollout_logprobs)
 
 
 def computes_old_ahead(recipe: Recipe) -> bool:
-    """Whether they can be computed of a group that no batch has yet: while it waits, the weights are those already."""
+    """Return whether old log-probs can be computed before a batch is ready.
+
+    They can if the weights that wait for the batch are those that it starts from.
+    """
     steps, experts = recipe.algorithm.num_steps_per_rollout, replays_experts(recipe.algorithm)
     return measures_all(recipe) and steps > 1 and not experts and recipe.rollout.max_staleness == 0
 
 
 def over_sampling_batch_size(rollout: RolloutConfig) -> int:
-    """Groups asked for at a time."""
+    """Return the number of groups to issue at a time."""
     return rollout.over_sampling_batch_size or rollout.rollout_batch_size
 
 
 def rollout_sampling(recipe: Recipe) -> FilledSampling:
-    """How training samples are drawn."""
+    """Return the sampling settings of training samples."""
     rollout = recipe.rollout
     return FilledSampling(
         temperature=rollout.temperature,
@@ -220,7 +344,7 @@ def rollout_sampling(recipe: Recipe) -> FilledSampling:
 
 
 def eval_sampling(recipe: Recipe, item: EvalConfig) -> FilledSampling:
-    """How an evaluation set is drawn: its own settings over the rollout's."""
+    """Return the sampling settings of an evaluation set: its own, completed by the rollout's."""
     rollout = recipe.rollout
     return FilledSampling(
         temperature=rollout.temperature if item.temperature is None else item.temperature,
@@ -231,7 +355,7 @@ def eval_sampling(recipe: Recipe, item: EvalConfig) -> FilledSampling:
 
 
 def eval_data(recipe: Recipe, item: EvalConfig) -> DataConfig:
-    """An evaluation set as a data source: its own columns and reward over those of the first data source."""
+    """Return an evaluation set as a data source: its own columns and grader, completed by the first data source's."""
     first = recipe.data[0]
     kwargs = item.apply_chat_template_kwargs
     template = item.apply_chat_template
@@ -250,7 +374,7 @@ def eval_data(recipe: Recipe, item: EvalConfig) -> DataConfig:
 
 
 def max_prompt_len(rollout: RolloutConfig) -> int | None:
-    """The longest prompt that is used, in tokens: as set, else one less than the context, else no limit."""
+    """Return the maximum prompt length in tokens: as set, else one less than the context, else none (no limit)."""
     if rollout.max_prompt_len is not None or rollout.max_context_len is None:
         return rollout.max_prompt_len
     return rollout.max_context_len - 1

@@ -1,4 +1,4 @@
-"""What runs where: the tables of a topology file and the sizes that follow from them."""
+"""Topology settings: which process runs where. The schema of a topology file."""
 
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -8,8 +8,8 @@ from runtime.settings.reading.config import Config
 from runtime.settings.recipe import Count, Name, NonNegative, Positive, Recipe, Text, trains_demonstrations
 
 BusUrl = Annotated[str, msgspec.Meta(pattern=r"^(nats|tls|ws|wss)://[^@]*$")]  # a login is cut out before
-Timeout = Annotated[float, msgspec.Meta(ge=1, le=86_400)]  # seconds, a day at most
-StillFor = Annotated[float, msgspec.Meta(ge=5)]  # seconds; signs come once a second
+Timeout = Annotated[float, msgspec.Meta(ge=1, le=86_400)]  # seconds; at most a day
+StillFor = Annotated[float, msgspec.Meta(ge=5)]  # seconds; heartbeats come once a second
 Variable = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 LightActor = Literal["rollout", "reward", "filter", "buffer"]
@@ -18,105 +18,172 @@ EXPORT_DIRECTORY: Final = "hf"  # below the run directory, written at the end wi
 
 
 class RunConfig(Config, frozen=True, kw_only=True):
-    """The run's name, seed and place."""
+    """The run's name, seed and directory."""
 
-    name: Name  # of the run, its directory, streams and subjects
-    seed: Count = 1234  # of drawn weights, of the trainer and of engines
-    dir: Text = "runs"  # directory of run directories; this run's is dir/name
-    dump_details: Text | None = None  # directory for dumps of all samples, two files a train step; none: no dumps
-    only: Literal["rollout", "trainer"] | None = None  # start this half alone; the trainer then trains on a dump
-    load: Text | None = None  # that dump: a directory that dump_details of another run has written
-    check_timeout_s: Timeout = 60.0  # Seconds that one check before the start may take, such as importing your grader.
-    stall_after_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0  # without any event, before an event says who waits
-    unresponsive_after_s: StillFor = 300.0  # an actor whose event loop stands still for so long is started again
+    # Name of the run, of its directory, its NATS streams and its subjects.
+    name: Name
+    # Seed of randomly initialized weights, of the trainer's ranks, and of sampling.
+    seed: Count = 1234
+    # Directory that holds the run directories. This run's is `dir/name`.
+    dir: Text = "runs"
+    # Directory for dumps of all samples, two files per train step. By default nothing is dumped.
+    dump_details: Text | None = None
+    # Run only this half of the topology. "rollout" generates without training; "trainer" trains on the dump in `load`.
+    only: Literal["rollout", "trainer"] | None = None
+    # Dump to train on with `only = "trainer"`: a directory that `dump_details` of another run wrote.
+    load: Text | None = None
+    # Seconds that one pre-start check may take, such as importing your grader. A slower check is stopped and reported.
+    check_timeout_s: Timeout = 60.0
+    # Seconds without any event before the event `run.stalled` says what each actor waits for.
+    stall_after_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+    # Seconds without a heartbeat from an actor's event loop before the actor is killed and restarted.
+    unresponsive_after_s: StillFor = 300.0
 
 
 class BusConfig(Config, frozen=True, kw_only=True):
-    """The NATS server. Limits left unset are derived from the recipe."""
+    """The NATS server. Limits that are unset are derived from the recipe."""
 
-    node: Name | None = None  # the node that runs it; none: the only node
-    url: BusUrl | None = None  # of a server that runs already
-    credentials: Text | None = None  # file with the user and password of bus.url, or its token, for its owner alone
-    port: Port | None = None  # of the server that is started; none: a free one is picked
-    event_bytes: Positive | None = None  # limit of the event stream
-    work_bytes: Positive | None = None  # limit of the stream of tasks and score requests
-    data_bytes: Positive | None = None  # limit of the stream of samples
-    max_payload_bytes: Positive | None = None  # largest message
+    # Node that runs the NATS server. Needed only with several nodes and without `url`.
+    node: Name | None = None
+    # URL of a NATS server that already runs. By default the run starts its own server.
+    url: BusUrl | None = None
+    # File with the user and password, or the token, for `url`. Only its owner may be able to read it.
+    credentials: Text | None = None
+    # Port of the server that the run starts. By default a free port is chosen at each start.
+    port: Port | None = None
+    # Size limit of the event stream in bytes. A limit below what the recipe can need is refused.
+    event_bytes: Positive | None = None
+    # Size limit of the work stream (tasks and score requests) in bytes. One below what the recipe can need is refused.
+    work_bytes: Positive | None = None
+    # Size limit of the data stream (sample payloads) in bytes. A limit below what the recipe can need is refused.
+    data_bytes: Positive | None = None
+    # Size limit of one message in bytes. A limit below what the recipe can need is refused.
+    max_payload_bytes: Positive | None = None
 
 
 class NodeConfig(Config, frozen=True, kw_only=True):
     """One machine."""
 
-    address: Text = "auto"  # an address other nodes reach; "auto": its own, found at start
-    gpus: Count = 0  # so many, numbered from 0
+    # Address at which other nodes reach this one. "auto" finds it at the start.
+    address: Text = "auto"
+    # Number of GPUs that the run may use here. They are numbered from 0.
+    gpus: Count = 0
 
 
 class MegatronConfig(Config, frozen=True, kw_only=True):
-    """Fields of Megatron's TransformerConfig: the trainer's layout (data parallelism is what is left of the ranks), and
-    how it computes. Why others are no keys: runtime/settings/megatron/answers.toml."""
+    """Megatron's parallel layout, activation recomputation, MoE and MTP: fields of its TransformerConfig.
 
-    tensor_model_parallel_size: Positive = 1  # ranks that share each layer
-    pipeline_model_parallel_size: Positive = 1  # ranks that share the layers' sequence
-    context_parallel_size: Positive = 1  # ranks that share each sample's tokens
-    expert_model_parallel_size: Positive = 1  # ranks that share the experts
-    expert_tensor_parallel_size: Positive | None = None  # that share each expert; none: tensor_model_parallel_size
-    sequence_parallel: bool = False  # split activations between the tensor-parallel ranks too
-    virtual_pipeline_model_parallel_size: Positive | None = None  # stages of each pipeline rank, interleaved; none: 1
-    num_layers_in_first_pipeline_stage: Positive | None = None  # none: as many as in the others
-    num_layers_in_last_pipeline_stage: Positive | None = None  # the same for the last one
-    recompute_granularity: Literal["selective", "full"] | None = None  # activations computed again in backward passes
-    recompute_method: Literal["uniform", "block"] | None = None  # of "full": groups of layers, or the first of a stage
-    recompute_num_layers: Positive | None = None  # of "full": layers of a group, or how many of a stage
-    recompute_modules: tuple[Literal["core_attn", "mlp"], ...] | None = None  # of "selective"; none: core_attn
-    distribute_saved_activations: bool = False  # of "full": what is kept is shared out among tensor-parallel ranks
-    disable_bf16_reduced_precision_matmul: bool = False  # products of bfloat16 are summed in float32
-    deallocate_pipeline_outputs: bool = False  # what was sent to the next stage is freed
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"  # how tokens reach the ranks of experts
-    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = "aux_loss"  # per batch or sequence
-    moe_aux_loss_coeff: NonNegative = 0.0  # weight of that loss; 0: none
-    moe_z_loss_coeff: NonNegative | None = None  # weight of the router's squared log-sum; none: no such loss
-    moe_router_bias_update_rate: NonNegative = 0.0  # step of experts' biases towards equal use; 0: they stay
-    mtp_num_layers: Positive | None = None  # layers that predict the token after the next one, and train; none: none
-    mtp_loss_scaling_factor: NonNegative = 0.2  # weight of the loss of that layer
+    Data parallelism uses the ranks that tensor, pipeline and context parallelism leave. runtime/settings/megatron/
+    answers.toml says why Megatron's other fields are not settings here.
+    """
+
+    # Tensor-parallel size: the number of ranks that share each layer.
+    tensor_model_parallel_size: Positive = 1
+    # Pipeline-parallel size: the number of ranks that share the sequence of layers.
+    pipeline_model_parallel_size: Positive = 1
+    # Context-parallel size: the number of ranks that share the tokens of each sample.
+    context_parallel_size: Positive = 1
+    # Expert-parallel size: the number of ranks that share the experts.
+    expert_model_parallel_size: Positive = 1
+    # Number of ranks that share each expert. By default `tensor_model_parallel_size`.
+    expert_tensor_parallel_size: Positive | None = None
+    # Split activations along the sequence between tensor-parallel ranks. Needs a tensor-parallel size above 1.
+    sequence_parallel: bool = False
+    # Number of virtual pipeline stages per pipeline rank, interleaved. By default 1.
+    virtual_pipeline_model_parallel_size: Positive | None = None
+    # Number of layers in the first pipeline stage. By default all stages have equally many.
+    num_layers_in_first_pipeline_stage: Positive | None = None
+    # Number of layers in the last pipeline stage. By default all stages have equally many.
+    num_layers_in_last_pipeline_stage: Positive | None = None
+    # Recompute activations in the backward pass: of whole layers ("full") or of `recompute_modules` ("selective").
+    # By default nothing is recomputed.
+    recompute_granularity: Literal["selective", "full"] | None = None
+    # Layers that "full" recomputation covers: "uniform" all, in groups; "block" the first ones of each pipeline stage.
+    recompute_method: Literal["uniform", "block"] | None = None
+    # Number of layers per group ("uniform"), or recomputed per pipeline stage ("block").
+    recompute_num_layers: Positive | None = None
+    # Modules that "selective" recomputation covers. By default `core_attn`.
+    recompute_modules: tuple[Literal["core_attn", "mlp"], ...] | None = None
+    # Shard the activations that "full" recomputation keeps across the tensor-parallel ranks.
+    distribute_saved_activations: bool = False
+    # Accumulate bfloat16 matrix products in float32.
+    disable_bf16_reduced_precision_matmul: bool = False
+    # Free a pipeline stage's output once it is sent to the next stage.
+    deallocate_pipeline_outputs: bool = False
+    # How tokens reach the ranks of their experts.
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    # Load-balancing loss of the router, per micro-batch ("aux_loss") or per sequence ("seq_aux_loss").
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = "aux_loss"
+    # Weight of the load-balancing loss. 0 turns it off.
+    moe_aux_loss_coeff: NonNegative = 0.0
+    # Weight of the router's z-loss, the squared log-sum-exp of its logits. By default there is none.
+    moe_z_loss_coeff: NonNegative | None = None
+    # Change per optimizer step of the expert biases, towards equal load. 0 leaves the biases as they are.
+    moe_router_bias_update_rate: NonNegative = 0.0
+    # Number of MTP layers to train. At most 1; by default MTP layers are not trained.
+    mtp_num_layers: Positive | None = None
+    # Weight of the MTP loss.
+    mtp_loss_scaling_factor: NonNegative = 0.2
 
 
 class MegatronOptimizerConfig(Config, frozen=True, kw_only=True):
-    """Megatron's own settings of its optimizer; the recipe's are in `optimizer`."""
+    """Megatron's own optimizer settings. The recipe's are in `optimizer`."""
 
-    use_distributed_optimizer: bool = False  # optimizer state is shared out among the replicas
-    optimizer_cpu_offload: bool = False  # between optimizer steps the optimizer's state is on the host
-    apply_wd_to_qk_layernorm: bool = False  # weight decay is of the norms of queries and keys too
+    # Shard the optimizer state across the data-parallel replicas.
+    use_distributed_optimizer: bool = False
+    # Keep the optimizer state on the host between optimizer steps.
+    optimizer_cpu_offload: bool = False
+    # Apply weight decay also to the norms of queries and keys.
+    apply_wd_to_qk_layernorm: bool = False
 
 
 class DdpConfig(Config, frozen=True, kw_only=True):
-    """Megatron's own settings of data parallelism."""
+    """Megatron's own data-parallel settings."""
 
-    overlap_grad_reduce: bool = False  # gradients are reduced while the backward pass goes on
-    overlap_param_gather: bool = False  # parameters are gathered while the forward pass goes on
-    bucket_size: Positive | None = None  # parameters of a bucket that is reduced at once; none: at least 40 million
-    pad_buckets_for_high_nccl_busbw: bool = False  # buckets are multiples of 65,536 elements
+    # Reduce gradients during the backward pass.
+    overlap_grad_reduce: bool = False
+    # Gather parameters during the forward pass. Needs the distributed optimizer and `overlap_grad_reduce`.
+    overlap_param_gather: bool = False
+    # Number of parameters per gradient bucket. By default Megatron's, at least 40 million.
+    bucket_size: Positive | None = None
+    # Pad buckets to multiples of 65,536 elements. Needs the distributed optimizer.
+    pad_buckets_for_high_nccl_busbw: bool = False
 
 
 class ProfileConfig(Config, frozen=True, kw_only=True):
-    """Where the time of chosen train steps goes, in files of the run directory, `profiles/`."""
+    """PyTorch profiles of chosen train steps, written to `profiles/` in the run directory."""
 
-    steps: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()  # train steps to profile, counted from 0
-    memory_snapshot: bool = False  # on a GPU also its allocations, for torch's memory viewer
+    # Train steps to profile, counted from 0.
+    steps: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
+    # On a GPU, also record its allocations, for torch's memory viewer.
+    memory_snapshot: bool = False
 
 
 class TrainerConfig(Config, frozen=True, kw_only=True):
-    """The trainer's ranks: one per GPU, or num_processes on the CPU."""
+    """The trainer's ranks: one per GPU, or `num_processes` on the CPU."""
 
-    device: Literal["cuda", "cpu"] = "cuda"  # where the ranks compute
-    gpus: Text | None = None  # one rank on each: "n0:0-7,n1:0-7"
-    num_processes: Positive = 1  # ranks on the CPU
-    packed: bool | None = None  # sequences behind each other in a row instead of padded; none: on a GPU in bfloat16
-    load: Text | None = None  # what a new run begins from, another one's directory or Megatron-LM's; none: the model
-    finetune: bool = False  # of load take the weights alone; else optimizer, schedule and random state too
-    handover: Literal["stream", "copy"] = "stream"  # of new weights: training waits, or goes on beside a copy of them
-    log_probs_ahead: bool = False  # reference and old log-probs of groups, computed while a batch is awaited
-    export_bucket_bytes: Positive = 512 << 20  # of weights that are gathered before they are written
-    full_export_interval: Positive = 1  # of so many weight versions one is published whole, the others as changes
+    # Device of the ranks.
+    device: Literal["cuda", "cpu"] = "cuda"
+    # GPUs of the trainer, with one rank on each, such as "n0:0-7,n1:0-7". Needed with `device = "cuda"`.
+    gpus: Text | None = None
+    # Number of ranks on the CPU. On GPUs there is one rank per GPU.
+    num_processes: Positive = 1
+    # Pack sequences into one row instead of padding them. By default this is done on a GPU in bfloat16.
+    packed: bool | None = None
+    # Checkpoint that a new run starts from: another run's directory, or Megatron-LM's. By default a new run starts
+    # from `model.hf_checkpoint`.
+    load: Text | None = None
+    # Load only the weights from `load`. By default optimizer, schedule and random state are loaded too.
+    finetune: bool = False
+    # How new weights are exported: "stream" blocks training until they are written; "copy" copies them to the host
+    # first and exports that copy while training continues.
+    handover: Literal["stream", "copy"] = "stream"
+    # Compute reference and old log-probs of finished groups while the trainer waits for a batch.
+    log_probs_ahead: bool = False
+    # Size of one weight export bucket in bytes. A rank gathers one bucket at a time.
+    export_bucket_bytes: Positive = 512 << 20
+    # Publish every Nth weight version in full and the others as deltas. 1 publishes every version in full.
+    full_export_interval: Positive = 1
     profile: ProfileConfig = ProfileConfig()
     megatron: MegatronConfig = MegatronConfig()
     optimizer: MegatronOptimizerConfig = MegatronOptimizerConfig()
@@ -124,62 +191,106 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
 
 
 WeightTransport = Literal["disk", "collective", "ipc"]
-WeightFormat = Literal["as_trained", "bfloat16", "fp8"]  # fp8: matrices of layers in blocks of 128 x 128
+WeightFormat = Literal["as_trained", "bfloat16", "fp8"]  # fp8: the layers' matrices, in blocks of 128 x 128
 StartWeights = Literal["files", "peer"]
-Verify = Literal["always", "first", "never"]  # each load, an engine's first one, none: only its label is asked
+Verify = Literal["always", "first", "never"]
 
 
 class EngineConfig(Config, frozen=True, kw_only=True):
     """One pool of engines that serve the same model."""
 
-    kind: Literal["sglang", "embedded"] = "sglang"  # SGLang's server, or our small one on the CPU
-    gpus: Text | None = None  # of the pool: "n0:0-7"; none: num_engines engines on the CPU
-    colocate: Literal["trainer"] | None = None  # take turns with it: one has the memory at a time
-    num_gpus_per_engine: Positive = 1  # GPUs of one engine
-    num_processes: Positive = 1  # of one engine of SGLang, each with its share of the ranks and GPUs
-    num_engines: Positive = 1  # so many, without GPUs
-    concurrency: Positive = 64  # samples in flight per engine
-    ready_timeout_s: Timeout | None = None  # from an engine's start; none: 1800, embedded ones 120
-    update_timeout_s: Timeout = 600.0  # of one weight update, requests that it waits for included
-    unresponsive_after_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0  # without an answer to probes it is restarted
-    first_token_after_s: Timeout = 300.0  # without a first token of our requests there it is restarted; SGLang's too
-    next_token_after_s: Timeout = 120.0  # the same between two tokens
-    max_total_tokens: Positive | None = None  # key-value slots per engine; none: the engine decides
-    weight_transport: WeightTransport = "disk"  # how new weights come; "ipc", by memory, to engines in turns alone
-    weight_format: WeightFormat = "as_trained"  # in which engines get new weights; "fp8": SGLang's on GPUs
-    start_weights: StartWeights = "files"  # of a restarted one; "peer": a serving SGLang's, GPU to GPU
-    local_copy: bool = False  # engines read weights from their node's own copy; of versions that are changes always
-    update_groups: Positive = 1  # engines take new weights in so many groups, while the others serve; 1: all at once
-    verify: Verify | None = None  # what engines prove of new weights; none: always, from 4 GiB on first; never: nothing
-    batch_requests: bool = False  # one request per prompt group instead of one per sample
-    python: Text | None = None  # interpreter that has SGLang; none: ours
-    urls: tuple[Annotated[str, msgspec.Meta(pattern=r"^https?://")], ...] = ()  # engines that run already
-    sglang: dict[str, Any] = {}  # arguments of SGLang's server; --check compares them with its own list
-    env: dict[Variable, str] = {}  # variables of the engines' environment, not for secrets: the run directory has them
+    # Inference server: SGLang, or the tiny engine ("embedded"), which runs on the CPU.
+    kind: Literal["sglang", "embedded"] = "sglang"
+    # GPUs of the pool, such as "n0:0-7". By default the pool has `num_engines` engines on the CPU.
+    gpus: Text | None = None
+    # Share memory with the trainer: engines and trainer use it alternately. Needs `rollout.max_staleness = 0`.
+    colocate: Literal["trainer"] | None = None
+    # Number of GPUs per engine.
+    num_gpus_per_engine: Positive = 1
+    # Number of processes per SGLang engine. Each takes an equal share of the engine's ranks and GPUs.
+    num_processes: Positive = 1
+    # Number of CPU engines. With `gpus` set, the GPUs decide the number.
+    num_engines: Positive = 1
+    # Maximum number of samples in flight per engine. At the limit, further groups wait for a free slot.
+    concurrency: Positive = 64
+    # Seconds from an engine's start until it must serve; a slower one is killed and restarted. By default 1800 for
+    # SGLang and 120 for the tiny engine.
+    ready_timeout_s: Timeout | None = None
+    # Seconds that one weight update may take, including the running requests that it waits for.
+    update_timeout_s: Timeout = 600.0
+    # Seconds without an answer to liveness probes before the engine is restarted.
+    unresponsive_after_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    # Seconds without a first token for our requests before the engine is restarted. Requests to an engine of `urls`
+    # are given up instead and sent again.
+    first_token_after_s: Timeout = 300.0
+    # Seconds without a further token before the engine is restarted.
+    next_token_after_s: Timeout = 120.0
+    # Number of key-value cache slots (tokens) per engine. By default the engine decides.
+    max_total_tokens: Positive | None = None
+    # How new weights reach the engines: through files ("disk"), a broadcast ("collective"), or shared memory ("ipc").
+    # "ipc" needs `colocate`; "collective" needs engines outside the trainer's memory.
+    weight_transport: WeightTransport = "disk"
+    # Dtype or quantization in which engines receive new weights. "fp8" needs SGLang on GPUs.
+    weight_format: WeightFormat = "as_trained"
+    # Source of a restarted engine's first weights: files, or a serving SGLang engine on the same node ("peer").
+    start_weights: StartWeights = "files"
+    # Engines read full versions from their node's local copy of the weights. Deltas always use the local copy.
+    local_copy: bool = False
+    # Number of update groups. Engines of one group take new weights while the others serve; 1 updates all at once.
+    update_groups: Positive = 1
+    # Weight updates to verify in full: every one, an engine's first after its start or a failure, or none but their
+    # label. By default "always", and "first" for weights over 4 GiB.
+    verify: Verify | None = None
+    # Send one request per prompt group instead of one per sample.
+    batch_requests: bool = False
+    # Python interpreter that has SGLang installed. By default the interpreter of the run.
+    python: Text | None = None
+    # URLs of engines that already run. The run neither starts nor restarts them.
+    urls: tuple[Annotated[str, msgspec.Meta(pattern=r"^https?://")], ...] = ()
+    # Arguments of SGLang's server. `--check` compares them with SGLang's own list.
+    sglang: dict[str, Any] = {}
+    # Environment variables of the engines. Do not put secrets here: the run directory stores them.
+    env: dict[Variable, str] = {}
 
 
 class RewardConfig(Config, frozen=True, kw_only=True):
-    """Reward workers and what a failed score means."""
+    """Reward workers, and how failed scores are handled."""
 
-    processes: Positive = 2  # grader processes of a reward actor
-    timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0  # of one score
-    max_tries: Positive = 3  # grader processes that may die of a sample before it fails
-    on_failure: Literal["drop", "zero"] = "drop"  # a sample without a score drops its group, or trains with reward 0
-    reward_key: Text | None = None  # which entry of a dict that a grader returned is the reward
-    group_rm: bool = False  # the function gets a whole prompt group
-    graders: dict[Name, Text] = {}  # own functions by the names that rows, data.rm_type and eval.rm_type may use
-    sandbox: Literal["none", "process", "isolated"] = "process"  # against nothing, accidents, or curiosity too
-    env: tuple[Text, ...] = ()  # variables of the environment that graders get beside PATH, HOME and the like
-    memory_bytes: Positive = 8 << 30  # of data, of a grader process
-    cpu_s: Annotated[float, msgspec.Meta(gt=0)] | None = None  # processor time of a call; none: twice timeout_s
-    max_files: Positive = 1024  # that a grader process has open at a time
-    max_processes: Positive = 64  # that a grader process has started and that still run
+    # Number of grader processes per reward actor.
+    processes: Positive = 2
+    # Seconds that one score may take. After that the sample fails and its grader process is killed.
+    timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    # Number of grader processes that may die while grading one sample. Then the sample fails.
+    max_tries: Positive = 3
+    # What a sample without a score does: "drop" drops its group, "zero" trains it with reward 0.
+    on_failure: Literal["drop", "zero"] = "drop"
+    # Key of the reward in a dict that a grader returns.
+    reward_key: Text | None = None
+    # Call the grader once per prompt group, with all of its samples.
+    group_rm: bool = False
+    # Your own grader functions by name. Rows, `data.rm_type` and `eval.rm_type` may use these names.
+    graders: dict[Name, Text] = {}
+    # Isolation of grader processes: "process" limits resources, "isolated" also blocks network, files and other
+    # processes, "none" sets no limits.
+    sandbox: Literal["none", "process", "isolated"] = "process"
+    # Environment variables that graders get in addition to PATH, HOME and the like.
+    env: tuple[Text, ...] = ()
+    # Memory limit of a grader process in bytes (data segment). Beyond it an allocation raises MemoryError.
+    memory_bytes: Positive = 8 << 30
+    # CPU seconds of one grader call. A call that uses more fails; by default twice `timeout_s`.
+    cpu_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    # Number of files that a grader process may have open at a time.
+    max_files: Positive = 1024
+    # Number of running processes that a grader process may have started. With more they are killed and the sample is
+    # tried again.
+    max_processes: Positive = 64
 
 
 class BufferConfig(Config, frozen=True, kw_only=True):
-    """The buffer actor; what it does is the recipe's rollout table."""
+    """The buffer actor. The recipe's `rollout` table decides what it issues."""
 
-    trim_min_events: Positive = 10_000  # so many are moved from the log to the archive at a time, after a checkpoint
+    # Minimum number of events to move from the log to the archive at a time. Fewer stay until the log is half full.
+    trim_min_events: Positive = 10_000
 
 
 def _sole_node() -> dict[str, NodeConfig]:
@@ -187,56 +298,59 @@ def _sole_node() -> dict[str, NodeConfig]:
 
 
 class Topology(Recipe, frozen=True, kw_only=True):
-    """A whole run: the recipe and where its actors live."""
+    """A whole run: the recipe, and where its actors run."""
 
     run: RunConfig
     bus: BusConfig = BusConfig()
-    nodes: dict[Name, NodeConfig] = msgspec.field(default_factory=_sole_node)  # only one is built; left out: "local"
+    # Not implemented yet: several nodes. Without this table there is one node, "local".
+    nodes: dict[Name, NodeConfig] = msgspec.field(default_factory=_sole_node)
     trainer: TrainerConfig = TrainerConfig()
-    engines: dict[Name, EngineConfig] = {}  # the pool "policy" generates samples; none runs for demonstrations
+    # The pool "policy" generates samples. Training on demonstrations runs no engines.
+    engines: dict[Name, EngineConfig] = {}
     reward: RewardConfig = RewardConfig()
     buffer: BufferConfig = BufferConfig()
-    share: tuple[Annotated[tuple[LightActor, ...], msgspec.Meta(min_length=1)], ...] = ()  # actors in one process
+    # Groups of actors that share one process. By default each actor has its own process.
+    share: tuple[Annotated[tuple[LightActor, ...], msgspec.Meta(min_length=1)], ...] = ()
 
 
 def encode_topology(topology: Topology) -> bytes:
-    """The resolved topology as the run directory keeps it: indented JSON, every default spelled out."""
+    """Encode the resolved topology for the run directory: indented JSON with all defaults."""
     return msgspec.json.format(msgspec.json.encode(topology), indent=2) + b"\n"
 
 
 def decode_topology(data: bytes) -> Topology:
-    """Read what `encode_topology` wrote.
+    """Decode what `encode_topology` wrote.
 
     Raises:
-        msgspec.ValidationError, msgspec.DecodeError: written by another version, or edited.
+        msgspec.ValidationError, msgspec.DecodeError: another version wrote it, or it was edited.
     """
     return msgspec.json.decode(data, type=Topology)
 
 
 class SglangArgument(NamedTuple):
-    """An argument of SGLang's server, from a pool's table."""
+    """An argument of SGLang's server, from a pool's `sglang` table."""
 
     name: str  # with underscores
-    spelled: str  # as the table spells it, where dashes are allowed too
+    spelled: str  # as in the table, which also allows dashes
     value: Any
 
 
 def sglang_arguments(engine: EngineConfig) -> list[SglangArgument]:
-    """The arguments of a pool's servers."""
+    """Return the SGLang server arguments of a pool."""
     return [SglangArgument(spelled.replace("-", "_"), spelled, value) for spelled, value in engine.sglang.items()]
 
 
 def takes_turns(topology: Topology) -> bool:
-    """Whether trainer and engines have the same memory, one after the other."""
+    """Return whether trainer and engines are colocated: they use the same memory alternately."""
     return not answers_are_recorded(topology) and any(engine.colocate for engine in topology.engines.values())
 
 
 def reads_copies(topology: Topology, engine: EngineConfig) -> bool:
-    """Whether engines read weights from copies of their node's agent."""
+    """Return whether engines read weights from their node's local copy."""
     in_files = engine.weight_transport == "disk"
     return in_files and (engine.local_copy or topology.trainer.full_export_interval > 1)
 
 
 def answers_are_recorded(topology: Topology) -> bool:
-    """Whether prompt groups are answered with samples that exist already, so that no engine and no grader runs."""
+    """Return whether rollout is offline: it reads existing samples, so no engine and no grader runs."""
     return trains_demonstrations(topology) or topology.run.only == "trainer"

@@ -1,4 +1,4 @@
-"""docs/settings.md: every setting with what it allows, its default and what it means, made from the schema.
+"""docs/settings.md: every setting with its allowed values, default and description, generated from the schema.
 
-Open page.py first; meanings.py reads what stands beside a field in its source.
+Open page.py first; meanings.py reads the descriptions from the comments of the fields.
 """

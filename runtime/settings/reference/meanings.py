@@ -1,4 +1,8 @@
-"""What the fields of a settings table mean: the comment at the end of each one's line in the source."""
+"""Descriptions of settings, read from the comments in their source.
+
+A description is the block of comment lines directly above the field, joined by spaces, or else the comment at the end
+of the field's last line.
+"""
 
 import ast
 import inspect
@@ -12,7 +16,7 @@ from runtime.settings.reading.config import Config
 
 @cache
 def meanings(config: type[Config]) -> Mapping[str, str]:
-    """The meaning of each field of a table by its name, inherited ones included; "" where nothing stands beside it."""
+    """Return the description of each field of a table by name, inherited fields included; "" where there is none."""
     found: dict[str, str] = {}
     for base in reversed(config.__mro__):
         if issubclass(base, Config):
@@ -21,18 +25,31 @@ def meanings(config: type[Config]) -> Mapping[str, str]:
 
 
 def _own_meanings(source: str) -> dict[str, str]:
-    comments = _comments(source)
+    above, beside = _comments(source)
     (table,) = ast.parse(source).body
     if not isinstance(table, ast.ClassDef):
         raise TypeError(f"not the source of a class: {source.partition(':')[0]}")
     return {
-        field.target.id: comments.get(field.end_lineno or field.lineno, "")
+        field.target.id: _block(above, field.lineno) or beside.get(field.end_lineno or field.lineno, "")
         for field in table.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     }
 
 
-def _comments(source: str) -> dict[int, str]:
-    """The comments of a source by the number of their line, without the hash."""
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+def _block(above: Mapping[int, str], line: int) -> str:
+    """Join the comment lines that end directly above a line; "" if there are none."""
+    first = line
+    while first - 1 in above:
+        first -= 1
+    return " ".join(above[number] for number in range(first, line))
+
+
+def _comments(source: str) -> tuple[dict[int, str], dict[int, str]]:
+    """Return comments by line number, without the hash: those that have a line of their own, and those behind code."""
+    above: dict[int, str] = {}
+    beside: dict[int, str] = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            own_line = not token.line[: token.start[1]].strip()
+            (above if own_line else beside)[token.start[0]] = token.string.lstrip("# ")
+    return above, beside

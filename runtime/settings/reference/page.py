@@ -1,4 +1,4 @@
-"""docs/settings.md, made from the schema: a section for each table, a row for each key."""
+"""Generates docs/settings.md from the schema: a section per table, a row per key."""
 
 from collections.abc import Iterator
 from typing import Any, Final, get_origin
@@ -35,20 +35,20 @@ Rules between keys are told by `bin/start-topology FILE --check`, all of them at
 RECIPE: Final = "\n# Recipe: what is trained\n"
 TOPOLOGY: Final = "\n# Topology: what runs where\n"
 ROWS: Final = "\n| key | allowed | default | means |\n|---|---|---|---|\n"
-BAR: Final = r"\|"  # in a cell
+BAR: Final = r"\|"  # a bar inside a cell
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
-    """A settings table where it is used."""
+    """A settings table at one place in the topology."""
 
     config: type[Config]
-    place: str  # its keys are below that: "run", "data.0", "engines.<name>"; "" for the whole
+    place: str  # prefix of its keys: "run", "data.0", "engines.<name>"; "" for the whole topology
     heading: str  # as TOML writes it
-    note: str = ""  # what stands beside it there
+    note: str = ""  # description of the field that holds it
 
 
 def settings_page() -> str:
-    """The page's text."""
+    """Return the page's text."""
     tables = list(tables_of(Table(config=Topology, place="", heading="")))
     recipe = set(Recipe.__struct_fields__)
     parts = [[table for table in tables if (_top(table) in recipe) is is_recipe] for is_recipe in (True, False)]
@@ -56,7 +56,7 @@ def settings_page() -> str:
 
 
 def tables_of(whole: Table) -> Iterator[Table]:
-    """A table and all those in it, each before its own."""
+    """Yield a table and all tables in it, outer tables first."""
     yield whole
     for field in msgspec.structs.fields(whole.config):
         if not _is_plain(field):
@@ -88,7 +88,7 @@ def _top(table: Table) -> str:
 def _section(table: Table) -> str:
     heading = f"## `{table.heading}`" if table.heading else "## Above all tables"
     about = (table.config.__doc__ or "").partition("\n")[0]
-    note = f" Here: {table.note}." if table.note else ""
+    note = f" {table.note}" if table.note else ""
     fields = [field for field in msgspec.structs.fields(table.config) if _is_plain(field)]
     rows = "".join(_row(table, field) for field in fields)
     return f"\n{heading}\n\n{about}{note}\n{f'{ROWS}{rows}' if rows else ''}"
