@@ -1,4 +1,4 @@
-"""What is said on the bus. Importing this package registers every message type."""
+"""Messages of the bus. Importing this package registers every message type."""
 
 from messages.arrays import Float32Array, Int32Array, UInt8Array
 from messages.base import FileSum, Message, MessageT, Plane, message_types, tag_of

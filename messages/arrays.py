@@ -1,4 +1,4 @@
-"""One-dimensional arrays that travel packed: an extension type per dtype, numpy views at both ends."""
+"""One-dimensional arrays packed as msgpack extensions: one extension type per dtype, numpy views at both ends."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar, Self
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 class PackedArray(np.ndarray[Any, Any]):
-    """A 1-D little-endian array of one dtype. A decoded one is read-only and keeps its whole message alive."""
+    """A 1-D little-endian array of one dtype. A decoded array is read-only and keeps its whole message alive."""
 
     wire_dtype: ClassVar[np.dtype[Any]]
     extension_code: ClassVar[int]
@@ -18,13 +18,13 @@ class PackedArray(np.ndarray[Any, Any]):
         """Pack values once, where they enter the system.
 
         Raises:
-            ValueError: the values are not one-dimensional, no numbers, or an integer dtype cannot hold them.
+            ValueError: the values are not one-dimensional or not numeric, or an integer dtype cannot hold them.
         """
         array = np.asarray(values if isinstance(values, np.ndarray) else list(values))
         if array.dtype.kind not in "biuf":
             raise ValueError(f"{cls.__name__} takes numbers of at most 64 bits, got {array.dtype.name}")
-        if array.dtype.kind == "f":  # alone warns; setting numpy's state costs more than all the rest
-            with np.errstate(over="ignore", invalid="ignore"):  # becomes infinite; as an integer it is compared below
+        if array.dtype.kind == "f":  # only float casts warn; setting numpy's error state costs more than the rest
+            with np.errstate(over="ignore", invalid="ignore"):  # infinite on overflow; integers are compared below
                 packed = array.astype(cls.wire_dtype, copy=False)
         else:
             packed = array.astype(cls.wire_dtype, copy=False)
@@ -35,7 +35,7 @@ class PackedArray(np.ndarray[Any, Any]):
         return packed.view(cls)
 
     def __array_wrap__(self, array: NDArray[Any], context: Any = None, return_scalar: bool = False) -> Any:
-        """Arithmetic leaves the packed type: its result may have another dtype or shape."""
+        """Return a plain array or scalar: the result of arithmetic may have another dtype or shape."""
         plain = np.asarray(array)
         return plain[()] if return_scalar else plain
 
@@ -66,14 +66,14 @@ _by_code: dict[int, type[PackedArray]] = {array_type.extension_code: array_type 
 
 
 def to_extension(value: Any) -> msgspec.msgpack.Ext:
-    """Encoding hook of msgpack."""
+    """Encoding hook of msgpack: pack an array as an extension."""
     if isinstance(value, PackedArray) and value.dtype == value.wire_dtype and value.ndim == 1:
         return msgspec.msgpack.Ext(value.extension_code, np.ascontiguousarray(value).data.cast("B"))
     raise NotImplementedError(f"cannot send {type(value).__name__}")
 
 
 def from_extension(code: int, data: memoryview) -> PackedArray:
-    """Extension hook of msgpack: a view on the message, not a copy."""
+    """Extension hook of msgpack: return a view on the message, not a copy."""
     array_type = _by_code.get(code)
     if array_type is None:
         raise msgspec.ValidationError(f"unknown extension code {code}")
@@ -83,14 +83,14 @@ def from_extension(code: int, data: memoryview) -> PackedArray:
 
 
 def to_list(value: Any) -> list[float]:
-    """Encoding hook of JSON, for people and other languages."""
+    """Encoding hook of JSON: write an array as a list of numbers."""
     if isinstance(value, PackedArray):
         return value.tolist()
     raise NotImplementedError(f"cannot send {type(value).__name__}")
 
 
 def from_list(expected: type[Any], value: Any) -> Any:
-    """Decoding hook: a list of numbers becomes a packed array. msgpack asks it for unpacked arrays too."""
+    """Decoding hook: turn a list of numbers into a packed array. msgpack calls it for unpacked arrays too."""
     if isinstance(value, expected):
         return value
     if issubclass(expected, PackedArray) and isinstance(value, list):

@@ -1,15 +1,15 @@
-"""What every message is: a frozen struct with a tag, a plane and a subject, kept in one registry."""
+"""Base of all messages: a frozen struct with a tag, a plane and a subject, and the registry of message types."""
 
 from enum import StrEnum
 from typing import Any, ClassVar, Final, TypeVar, dataclass_transform
 
 import msgspec
 
-VERSION: Final = 1  # of the messages; raised when the ledger gains an event, which older readers must not pass over
+VERSION: Final = 1  # of the message set; raised when the ledger gains an event that older readers must not skip
 
 
 class Plane(StrEnum):
-    """The four planes of the bus, and the stream of dead letters. Each has one delivery rule (docs/design.md, 3)."""
+    """The four planes of the bus, and the dead-letter stream. Each has one delivery rule (docs/design.md, 3)."""
 
     EVENT = "event"
     WORK = "work"
@@ -18,20 +18,20 @@ class Plane(StrEnum):
     DEAD = "dead"
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))  # msgspec inherits frozen; say so
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))  # subclasses inherit frozen
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """Base of all messages: no methods beyond checks and derived properties.
 
-    Fields are added with defaults and never change their type; a new meaning is a new tag.
+    New fields have defaults. A field never changes its type. A new meaning gets a new tag.
     """
 
     plane: ClassVar[Plane]
-    topic: ClassVar[str]  # the subject after the plane, shared by all instances of the type
-    keyed: ClassVar[bool] = False  # whether subjects go on after the topic with key()
-    answers: ClassVar[bool] = False  # whether it is sent to the inbox of who asked, and to no subject of its own
+    topic: ClassVar[str]  # subject tokens after the plane, shared by all instances of the type
+    keyed: ClassVar[bool] = False  # whether key() is appended to the subject
+    answers: ClassVar[bool] = False  # whether it is sent to the caller's inbox and has no subject of its own
 
     def key(self) -> str:
-        """Last tokens of the subject: what makes this instance's subject its own."""
+        """Last tokens of the subject, which make it unique to this instance."""
         return ""
 
 
@@ -41,7 +41,7 @@ _registry: dict[str, type[Message]] = {}
 
 
 def register(message_type: type[MessageT]) -> type[MessageT]:
-    """Enter a message type under its tag; used as a decorator.
+    """Register a message type under its tag. Used as a decorator.
 
     Raises:
         ValueError: the tag is taken, or the type lacks a plane or a topic.
@@ -57,7 +57,11 @@ def register(message_type: type[MessageT]) -> type[MessageT]:
 
 
 def tag_of(message_type: type[Message]) -> str:
-    """The tag that names a message type on the wire."""
+    """The tag that identifies a message type on the wire.
+
+    Raises:
+        ValueError: the type has no string tag.
+    """
     tag: Any = message_type.__struct_config__.tag
     if not isinstance(tag, str):
         raise ValueError(f"{message_type.__name__} has no tag")
@@ -70,7 +74,7 @@ def message_types() -> dict[str, type[Message]]:
 
 
 class FileSum(msgspec.Struct, frozen=True, kw_only=True):
-    """Size and checksum of a file that is announced."""
+    """Size and checksum of a published file."""
 
     size_bytes: int
     crc32: int

@@ -1,4 +1,4 @@
-"""The call plane: questions to one actor, and small answers."""
+"""The call plane: requests to one actor instance, and small answers."""
 
 from typing import Any
 
@@ -9,18 +9,18 @@ from messages.samples import SampleSummary
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """A grader's answer for one sample: a reward, or why there is none."""
+    """A grader's answer for one sample: a reward, or the reason why it has none."""
 
     index: int
     part: int = 0
     reward: float | None = None
-    details: dict[str, Any] | None = None  # the whole answer when it was a dict
+    details: dict[str, Any] | None = None  # the full answer if the grader returned a dict
     error: str | None = None  # "timeout", "nan", the exception's text, ...
 
 
 @register
 class ScoresGiven(Message, kw_only=True, tag="scores_given"):
-    """Answers a ScoreRequested, one score per item and in its order."""
+    """Answers a ScoreRequested with one score per item, in the order of its items."""
 
     plane = Plane.CALL
     topic = "scores_given"
@@ -31,7 +31,7 @@ class ScoresGiven(Message, kw_only=True, tag="scores_given"):
 
 @register
 class DescribeRequested(Message, kw_only=True, tag="describe_requested"):
-    """Asks an actor instance what it is; answered by ActorDescribed."""
+    """Asks an actor instance to describe itself. Answered by ActorDescribed."""
 
     plane = Plane.CALL
     topic = "describe"
@@ -39,7 +39,7 @@ class DescribeRequested(Message, kw_only=True, tag="describe_requested"):
 
 @register
 class ActorDescribed(Message, kw_only=True, tag="actor_described"):
-    """What an actor instance is."""
+    """Describes an actor instance: role, process, and the messages that it reads and writes."""
 
     plane = Plane.CALL
     topic = "actor_described"
@@ -54,7 +54,7 @@ class ActorDescribed(Message, kw_only=True, tag="actor_described"):
 
 @register
 class StatsRequested(Message, kw_only=True, tag="stats_requested"):
-    """Asks an actor instance for its numbers; answered by StatsGiven."""
+    """Asks an actor instance for its statistics. Answered by StatsGiven."""
 
     plane = Plane.CALL
     topic = "stats"
@@ -62,7 +62,7 @@ class StatsRequested(Message, kw_only=True, tag="stats_requested"):
 
 @register
 class StatsGiven(Message, kw_only=True, tag="stats_given"):
-    """Numbers of an actor instance since its start."""
+    """Statistics of an actor instance since its start."""
 
     plane = Plane.CALL
     topic = "stats_given"
@@ -70,7 +70,7 @@ class StatsGiven(Message, kw_only=True, tag="stats_given"):
     instance: str
     uptime_s: float
     stats: dict[str, float]
-    waits_for: str = ""  # for people: what it waits for now
+    waits_for: str = ""  # human-readable: what the actor is waiting for now
 
 
 @register
@@ -85,7 +85,7 @@ class CallFailed(Message, kw_only=True, tag="call_failed"):
 
 @register
 class SpillsRequested(Message, kw_only=True, tag="spills_requested"):
-    """Asks the buffer what was spilled of an attempt; answered by SpillsGiven."""
+    """Asks the buffer for the spilled samples of an attempt. Answered by SpillsGiven."""
 
     plane = Plane.CALL
     topic = "spills"
@@ -95,7 +95,7 @@ class SpillsRequested(Message, kw_only=True, tag="spills_requested"):
 
 @register
 class SpillsGiven(Message, kw_only=True, tag="spills_given"):
-    """What is stored of an attempt that has not ended."""
+    """Lists the stored samples of an attempt that has not ended."""
 
     plane = Plane.CALL
     topic = "spills_given"
@@ -107,18 +107,18 @@ class SpillsGiven(Message, kw_only=True, tag="spills_given"):
 
 @register
 class KillRequested(Message, kw_only=True, tag="kill_requested"):
-    """Asks a node agent to kill a server of its own that hangs, and so to start it again; answered by KillAnswered."""
+    """Asks a node daemon to kill a hung server that it runs, and so to restart it. Answered by KillAnswered."""
 
     plane = Plane.CALL
     topic = "kill"
     process: str
-    pid: int  # that is meant; a process that was started since is left alone
-    reason: str  # for the log and for people
+    pid: int  # expected process id; the daemon does not kill a process that was started since
+    reason: str  # for the log, human-readable
 
 
 @register
 class KillAnswered(Message, kw_only=True, tag="kill_answered"):
-    """Whether that process was there to be killed."""
+    """Reports whether the process to be killed was still running."""
 
     plane = Plane.CALL
     topic = "kill_answered"
@@ -128,59 +128,59 @@ class KillAnswered(Message, kw_only=True, tag="kill_answered"):
 
 @register
 class LocalCopyRequested(Message, kw_only=True, tag="local_copy_requested"):
-    """Asks a node agent for its own whole copy of a version of the weights; answered by LocalCopyGiven. By rollout.
+    """Asks a node daemon for the node's full local copy of a weight version. Answered by LocalCopyGiven.
 
-    It is made once, however many ask and however often.
+    The daemon makes the copy once, whatever the number of requests. Sent by rollout.
     """
 
     plane = Plane.CALL
     topic = "local_copy"
     version: int
     checksum: str
-    path: str  # where the version is published, whole or as changes
-    timeout_s: float  # that is waited for an answer
-    doubted: bool = False  # an engine did not hold the version after it had read the copy: it is looked at again
-    files: dict[str, FileSum] = {}  # by name, as announced: a copy that is there already is compared with them
-    was_read: bool = False  # an engine has read the copy: it is compared once more, and not made again
+    path: str  # where the version is published, in full or as a delta
+    timeout_s: float  # how long the caller waits for the answer
+    doubted: bool = False  # an engine read the copy and did not hold the version; the copy is verified again
+    files: dict[str, FileSum] = {}  # published sizes and checksums by file name; an existing copy is compared with them
+    was_read: bool = False  # an engine has read the copy; it is compared once more, but not made again
 
 
 @register
 class LocalCopyGiven(Message, kw_only=True, tag="local_copy_given"):
-    """Where a node's own copy of a version lies."""
+    """Gives the path of a node's local copy of a weight version, or the reason why it has none."""
 
     plane = Plane.CALL
     topic = "local_copy_given"
     answers = True
     path: str = ""
-    reason: str = ""  # why there is none
-    unusable: bool = False  # the published files are not what was announced
+    reason: str = ""  # why there is no copy
+    unusable: bool = False  # the published files do not match their announcement
 
 
 class EngineLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine on the CPU holds its weights, as far as it matters for the checksums that it will say."""
+    """How a CPU engine shards and stores its weights: all that its tensor checksums depend on."""
 
     tp_size: int
     dtype: str  # as torch names it
-    is_filled_up: bool  # sides that cannot be divided evenly, as SGLang does
+    is_filled_up: bool  # whether uneven dimensions are padded, as SGLang does
 
     @property
     def key(self) -> str:
-        """Names it."""
+        """Identifies the layout."""
         return f"{self.dtype}.tp{self.tp_size}.{'filled' if self.is_filled_up else 'bare'}"
 
 
 class SessionMember(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine that takes part in a session."""
+    """An engine that takes part in a weight sync."""
 
     engine: str
-    key: str  # of this process of the engine, as its rollout actor knows it: another after a restart of either
-    num_ranks: int  # that receive tensors: its tensor-parallel ranks
-    wants: EngineLayout | None = None  # it will be asked for the checksums of its tensors, which can be reckoned so
-    is_compared: bool = True  # what it says of its tensors will be compared with what others said of equal ones
+    key: str  # identifies this engine process to its rollout actor; a restart of either changes it
+    num_ranks: int  # ranks that receive tensors: the engine's tensor-parallel ranks
+    wants: EngineLayout | None = None  # predict the checksums of its tensors for this layout; it is asked for them
+    is_compared: bool = True  # its tensor checksums are compared with those of others for equal weights
 
 
 class UpdateGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a pipeline stage of the trainer meets the engines: it is rank 0 of a torch process group."""
+    """A torch process group in which a pipeline stage of the trainer, as rank 0, broadcasts to the engines."""
 
     name: str
     address: str
@@ -191,32 +191,32 @@ class UpdateGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 @register
 class SessionOffered(Message, kw_only=True, tag="weight_session_offered"):
-    """Asks a rollout actor which of its engines take a version now; answered by MembersGiven. By trainer."""
+    """Asks a rollout actor which of its engines take a version now. Answered by MembersGiven. Sent by trainer."""
 
     plane = Plane.CALL
     topic = "weight_session.offered"
     session: str
-    incarnation: int  # of the trainer: an older one's sessions are over
+    incarnation: int  # of the trainer; weight syncs of an older incarnation are over
     version: int
-    deadline_s: float  # for each later step of the session
-    part: int = 0  # of the engines: those of this one are asked, the others go on serving
+    deadline_s: float  # for each later step of the weight sync
+    part: int = 0  # index of the engine subset to update; the other engines go on serving
     num_parts: int = 1
 
 
 @register
 class MembersGiven(Message, kw_only=True, tag="weight_session_members"):
-    """The engines that will take part, in their order."""
+    """Lists the engines that take part in a weight sync, in order."""
 
     plane = Plane.CALL
     topic = "weight_session.members"
     answers = True
     members: tuple[SessionMember, ...]
-    held_back: str = ""  # why there are none although engines lack the version: it is asked for later
+    held_back: str = ""  # why no engine takes part although some lack the version; the rollout actor requests it later
 
 
 @register
 class SessionPrepared(Message, kw_only=True, tag="weight_session_prepared"):
-    """Has members stop and open themselves for weights; answered by EnginesAnswered. By trainer."""
+    """Pauses the member engines and prepares them to receive weights. Answered by EnginesAnswered. Sent by trainer."""
 
     plane = Plane.CALL
     topic = "weight_session.prepared"
@@ -225,50 +225,50 @@ class SessionPrepared(Message, kw_only=True, tag="weight_session_prepared"):
 
 @register
 class GroupsOffered(Message, kw_only=True, tag="weight_session_groups"):
-    """Has members meet the trainer in process groups, one for each pipeline stage, in place of those that they had.
+    """Has members join the trainer in new process groups, one per pipeline stage, which replace the old ones.
 
-    Answered by EnginesAnswered; while it is, the trainer waits in the groups. By trainer.
+    Answered by EnginesAnswered. The trainer waits in the groups until then. Sent by trainer.
     """
 
     plane = Plane.CALL
     topic = "weight_session.groups"
     session: str
     groups: tuple[UpdateGroup, ...]
-    offsets: dict[str, int]  # each engine's first rank in them
+    offsets: dict[str, int]  # each engine's first rank in the groups
 
 
 @register
 class BucketSent(Message, kw_only=True, tag="weight_session_bucket"):
-    """Tensors that are on their way, one behind the other in one buffer; answered by EnginesAnswered. By trainer."""
+    """Announces one bucket of tensors, concatenated in one buffer. Answered by EnginesAnswered. Sent by trainer."""
 
     plane = Plane.CALL
     topic = "weight_session.bucket"
     session: str
-    stage: int  # of the trainer's pipeline
-    index: int  # from 0 in each stage
-    names: tuple[str, ...]  # Hugging Face's
+    stage: int  # pipeline stage of the trainer
+    index: int  # from 0 in each pipeline stage
+    names: tuple[str, ...]  # Hugging Face tensor names
     dtypes: tuple[str, ...]  # as torch names them
     shapes: tuple[tuple[int, ...], ...]
-    group: str = ""  # where they are broadcast
-    payloads: dict[str, tuple[str, ...]] = {}  # else by engine, for each of its ranks: where they lie
-    segments: tuple[str, ...] = ()  # of that memory, to be removed when it is read
+    group: str = ""  # process group in which the bucket is broadcast; "": it is in `payloads`
+    payloads: dict[str, tuple[str, ...]] = {}  # by engine, one memory handle (GPU IPC or shared memory) per rank
+    segments: tuple[str, ...] = ()  # shared-memory segments to remove once they are read
 
 
 @register
 class SessionFinished(Message, kw_only=True, tag="weight_session_finished"):
-    """Has members close and prove what they hold; answered by EnginesAnswered. By trainer."""
+    """Has members finish loading and verify their weights. Answered by EnginesAnswered. Sent by trainer."""
 
     plane = Plane.CALL
     topic = "weight_session.finished"
     session: str
-    checksum: str  # an identity of all tensors that were sent: equal ones have equal ones; "": nobody compares
+    checksum: str  # identity of all tensors sent: equal weights have equal checksums; "": not compared
     num_buckets: int
-    expected: dict[str, list[dict[str, str]]] = {}  # hash by the engine's name, of each rank, by a layout's key
+    expected: dict[str, list[dict[str, str]]] = {}  # by EngineLayout.key, per rank: hash by engine tensor name
 
 
 @register
 class SessionClosed(Message, kw_only=True, tag="weight_session_closed"):
-    """Ends a session that cannot be finished; answered by EnginesAnswered. By trainer."""
+    """Aborts a weight sync that cannot finish. Answered by EnginesAnswered. Sent by trainer."""
 
     plane = Plane.CALL
     topic = "weight_session.closed"
@@ -278,17 +278,20 @@ class SessionClosed(Message, kw_only=True, tag="weight_session_closed"):
 
 @register
 class EnginesAnswered(Message, kw_only=True, tag="weight_session_answered"):
-    """What became of a step of a session at the engines of a rollout actor."""
+    """Reports the result of one weight-sync step on the engines of a rollout actor."""
 
     plane = Plane.CALL
     topic = "weight_session.answered"
     answers = True
-    failed: dict[str, str]  # reason by engine; the others did it
+    failed: dict[str, str]  # reason by engine; the step succeeded on all other engines
 
 
 @register
 class SessionRequested(Message, kw_only=True, tag="weight_session_requested"):
-    """Asks the trainer for a session, for engines that came late; answered by SessionGranted. By rollout."""
+    """Asks the trainer for a weight sync for engines that became ready late. Answered by SessionGranted.
+
+    Sent by rollout.
+    """
 
     plane = Plane.CALL
     topic = "weight_session.requested"
@@ -298,7 +301,7 @@ class SessionRequested(Message, kw_only=True, tag="weight_session_requested"):
 
 @register
 class SessionGranted(Message, kw_only=True, tag="weight_session_granted"):
-    """Whether there will be one. If not, the trainer's weights are others by now, and will be announced."""
+    """Reports whether the weight sync will happen. If not, the trainer announces newer weights instead."""
 
     plane = Plane.CALL
     topic = "weight_session.granted"

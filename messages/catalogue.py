@@ -1,4 +1,4 @@
-"""The catalogue of messages, derived from the structs and from what actors declare: JSON Schema, AsyncAPI, tables."""
+"""The message catalogue as JSON Schema, AsyncAPI and tables, from the structs and the actors' declarations."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,14 +16,14 @@ SCHEMA_PATH = "#/components/schemas/"
 
 
 class Surface(NamedTuple):
-    """What one actor declares."""
+    """The messages that one actor declares to read and write."""
 
     reads: Sequence[type[Message]]
     writes: Sequence[type[Message]]
 
 
 def json_schemas() -> dict[str, Any]:
-    """JSON Schema of every message and of every struct inside them, by name."""
+    """JSON Schema of every message and every nested struct, by name."""
     _, components = msgspec.json.schema_components(
         message_types().values(), schema_hook=array_schema, ref_template=SCHEMA_PATH + "{name}"
     )
@@ -31,10 +31,10 @@ def json_schemas() -> dict[str, Any]:
 
 
 def asyncapi(surfaces: Mapping[str, Surface]) -> dict[str, Any]:
-    """An AsyncAPI 3.0 document: channels are subjects, operations are what actors read and write.
+    """An AsyncAPI 3.0 document: channels are subjects, operations are the actors' reads and writes.
 
     Args:
-        surfaces: by actor.
+        surfaces: declared messages by actor.
     """
     types = message_types()
     return {
@@ -54,7 +54,7 @@ def asyncapi(surfaces: Mapping[str, Surface]) -> dict[str, Any]:
 
 
 def table(surfaces: Mapping[str, Surface]) -> list[tuple[str, str, str, str, str]]:
-    """Per message: tag, subject, writers, readers, first line of its description."""
+    """One row per message: tag, subject, writers, readers, first line of its docstring."""
     rows: list[tuple[str, str, str, str, str]] = []
     for tag, message_type in message_types().items():
         writers = [actor for actor, surface in surfaces.items() if message_type in surface.writes]

@@ -1,4 +1,4 @@
-"""Bytes to messages and back. The type header chooses the decoder, the content type its encoding."""
+"""Encoding and decoding of messages. The headers select the message type and its encoding."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -14,9 +14,9 @@ JSON = "application/json"
 MSGPACK = "application/msgpack"
 CONTENT_TYPE_HEADER = "Content-Type"
 TYPE_HEADER = "Physarum-Type"
-VERSION_HEADER = "Physarum-Version"  # of the messages that a writer of the ledger knows
+VERSION_HEADER = "Physarum-Version"  # VERSION of the messages that the writer of a ledger event knows
 
-TOLD_CHARS: Final = 300  # of a reason, which may cite what came
+TOLD_CHARS: Final = 300  # bound of an error text, which may quote the received bytes
 
 _json_encoder = msgspec.json.Encoder(enc_hook=to_list)
 _msgpack_encoder = msgspec.msgpack.Encoder(enc_hook=to_extension)
@@ -27,7 +27,7 @@ StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
 class DecodeError(ValueError):
-    """A message that cannot be used; its text is the reason."""
+    """A message that cannot be used. The text is the reason."""
 
 
 class UnknownType(DecodeError):
@@ -39,23 +39,23 @@ class UnknownType(DecodeError):
 
 
 class EncodeError(ValueError):
-    """A message that no reader could use, so that it is not to be sent; its text is the reason."""
+    """A message that no reader could decode and that must not be sent. The text is the reason."""
 
 
 class Encoded(NamedTuple):
-    """A message on the wire."""
+    """An encoded message: payload and headers."""
 
     payload: bytes
     headers: dict[str, str]
 
 
 class _Form(NamedTuple):
-    """How a type is encoded; looked up once, since small messages cost little more than what is asked about them."""
+    """How a type is encoded. Cached, because a lookup per message would cost as much as encoding a small one."""
 
     encode: Callable[[Message], bytes]
     content_type: str
     tag: str
-    is_open: bool  # users' values are in it
+    is_open: bool  # it holds values from user code
 
 
 @cache
@@ -65,7 +65,7 @@ def _form(message_type: type[Message], content_type: str | None) -> _Form:
 
 
 def content_type_of(message_type: type[Message]) -> str:
-    """The encoding of a type unless the sender asks for another: events and dead letters are for people too."""
+    """The default content type of a message type. Events and dead letters are JSON, so that people can read them."""
     return JSON if message_type.plane in (Plane.EVENT, Plane.DEAD) else MSGPACK
 
 
@@ -74,13 +74,13 @@ def encode(message: Message, *, content_type: str | None = None) -> Encoded:
 
     Raises:
         ValueError: the content type is neither JSON nor msgpack.
-        EncodeError: what a user's function put into it cannot be sent: an object, text that is no Unicode, an integer
-            over 64 bits, lists within lists without end.
+        EncodeError: a value from user code cannot be sent: an object, text that is not valid Unicode, an integer over
+            64 bits, or lists nested too deeply.
     """
     form = _form(type(message), content_type)
     try:
         payload = form.encode(message)
-        if form.is_open:  # the others hold what we put there
+        if form.is_open:  # other types hold only values from this code base
             _check(message, payload, form.content_type)
     except (*UNREADABLE, TypeError, NotImplementedError) as error:
         raise EncodeError(f"{form.tag}: {str(error)[:TOLD_CHARS] or type(error).__name__}") from error
@@ -88,11 +88,11 @@ def encode(message: Message, *, content_type: str | None = None) -> Encoded:
 
 
 def decode(payload: bytes, headers: Mapping[str, str] | None) -> Message:
-    """Decode a message of any registered type.
+    """Decode a message of any registered type. Every decoded message can be encoded again.
 
     Raises:
-        DecodeError: no or unknown type or content type, or bytes that do not fit the type. Nothing else, whatever
-            the bytes are; and what was decoded can be encoded again.
+        DecodeError: type or content type is missing or unknown, or the bytes do not fit the type. No bytes cause any
+            other error.
     """
     headers = headers or {}
     tag, content_type = headers.get(TYPE_HEADER), headers.get(CONTENT_TYPE_HEADER, JSON)
@@ -138,12 +138,12 @@ def _make_decoder(tag: str, content_type: str) -> Any:
 
 
 def pack(struct: msgspec.Struct) -> bytes:
-    """A struct that is no message, in msgpack."""
+    """Encode a struct that is not a message as msgpack."""
     return _msgpack_encoder.encode(struct)
 
 
 def unpack(content: bytes, struct: type[StructT]) -> StructT:
-    """Read what `pack` wrote.
+    """Decode the output of `pack`.
 
     Raises:
         DecodeError: the bytes do not fit the type.

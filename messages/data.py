@@ -18,8 +18,8 @@ class SegmentsPublished(Message, kw_only=True, tag="segments_published", eq=Fals
     attempt: int
     lease: str  # delivery of the task that produced them
     segments: tuple[Segment, ...]
-    prompt: str = ""  # as text, for people and replay; the beginning of one that is stored by itself
-    label: Any = None  # none of a prompt that is stored by itself
+    prompt: str = ""  # text, for people and replay; only the beginning if the prompt is stored separately
+    label: Any = None  # None if the prompt is stored separately
 
     def key(self) -> str:
         return f"{self.group_id}.{self.attempt}"
@@ -27,7 +27,7 @@ class SegmentsPublished(Message, kw_only=True, tag="segments_published", eq=Fals
 
 @register
 class PromptStored(Message, kw_only=True, tag="prompt_stored", eq=False):
-    """A stretch of a prompt that is too large for tasks and events, which cite it. Written by buffer, read by many."""
+    """A chunk of a prompt too large for tasks and events, which refer to it. Written by buffer, read by many."""
 
     plane = Plane.DATA
     topic = "prompt"
@@ -36,7 +36,7 @@ class PromptStored(Message, kw_only=True, tag="prompt_stored", eq=False):
     row: int
     part: int  # from 0
     num_parts: int
-    content: bytes  # of all parts behind each other: a Prompt in msgpack
+    content: bytes  # a chunk; all chunks concatenated are a Prompt in msgpack
 
     def key(self) -> str:
         return f"{self.row}.{self.part}"
@@ -44,7 +44,7 @@ class PromptStored(Message, kw_only=True, tag="prompt_stored", eq=False):
 
 @register
 class ColumnPublished(Message, kw_only=True, tag="column_published", eq=False):
-    """A named column of one sample, added by a declared stage: ref_log_probs, values, teacher_log_probs."""
+    """A named per-token column of one sample: ref_log_probs, values, teacher_log_probs."""
 
     plane = Plane.DATA
     topic = "column"

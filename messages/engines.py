@@ -1,4 +1,4 @@
-"""The event plane: what becomes of the engines of a rollout actor."""
+"""The event plane: state changes and failures of a rollout actor's engines."""
 
 from enum import StrEnum
 
@@ -6,21 +6,21 @@ from messages.base import Message, Plane, register
 
 
 class EngineState(StrEnum):
-    """What an engine is to its rollout actor. Requests go to one that is current or updating."""
+    """State of an engine as its rollout actor sees it. Only CURRENT and UPDATING engines receive requests."""
 
-    STARTING = "starting"  # it has to prove that it holds the weights, and the router to take it
-    CURRENT = "current"  # it may be asked
-    UPDATING = "updating"  # it may be asked, and takes newer weights
-    PAUSED = "paused"  # by us, and could not be told to go on
-    RELEASED = "released"  # its memory, to the trainer
-    SUSPECT = "suspect"  # our requests at it make no token
-    GONE = "gone"  # it does not answer, or is not what it was
-    QUARANTINED = "quarantined"  # its answers cannot be used while other engines' can; it is tried again later
+    STARTING = "starting"  # its weights are not verified yet, or the router has not registered it
+    CURRENT = "current"  # serving
+    UPDATING = "updating"  # serving, and loading newer weights
+    PAUSED = "paused"  # paused by the rollout actor, and the call to resume it failed
+    RELEASED = "released"  # its GPU memory is released to the trainer
+    SUSPECT = "suspect"  # the rollout actor's requests to it produce no tokens
+    GONE = "gone"  # it does not answer, or another process answers in its place
+    QUARANTINED = "quarantined"  # its answers are unusable while other engines' are usable; it is retried later
 
 
 @register
 class EngineStateChanged(Message, kw_only=True, tag="engine_state_changed"):
-    """An engine is in another state, unless an update alone brought that. Only so often for an engine. By rollout."""
+    """An engine changed its state, other than by a weight update alone. Rate-limited per engine. Written by rollout."""
 
     plane = Plane.EVENT
     topic = "engine.state_changed"
@@ -29,13 +29,13 @@ class EngineStateChanged(Message, kw_only=True, tag="engine_state_changed"):
     old: EngineState
     new: EngineState
     reason: str
-    version: int  # of the weights that it proved to hold; 0: none
-    num_untold: int = 0  # changes of this engine before this one that were not told, for there were too many
+    version: int  # verified weight version; 0: none
+    num_untold: int = 0  # state changes of this engine that the rate limit suppressed before this one
 
 
 @register
 class WeightsRefused(Message, kw_only=True, tag="weights_refused"):
-    """An engine did not take weights, or did not prove to hold them: at once, then more and more seldom. By rollout."""
+    """An engine did not load or verify weights. Published at once, then ever less often. Written by rollout."""
 
     plane = Plane.EVENT
     topic = "weights.refused"
@@ -43,36 +43,36 @@ class WeightsRefused(Message, kw_only=True, tag="weights_refused"):
     instance: str
     engine: str
     reason: str
-    num_refusals: int  # of this version by this engine, so far
-    unusable: bool = False  # its files are not what was announced, whichever engine reads them
+    num_refusals: int  # refusals of this version by this engine so far
+    unusable: bool = False  # the published files do not match their announcement, for every engine
 
 
 @register
 class EngineRequestsFailed(Message, kw_only=True, tag="engine_requests_failed"):
-    """Requests to an engine that is up failed: at once, then more and more seldom. By rollout."""
+    """Requests to a running engine failed. Published at once, then ever less often. Written by rollout."""
 
     plane = Plane.EVENT
     topic = "engine.requests_failed"
     instance: str
-    engine: str  # several, where the router did not say which one answered
+    engine: str  # several names if the router does not report which engine answered
     reason: str
-    num_failures: int  # since the first one
+    num_failures: int  # since the first failure
 
 
 @register
 class WeightsLost(Message, kw_only=True, tag="weights_lost"):
-    """No engine of a rollout actor holds an evaluation's weights, and nobody can bring them any more. By rollout."""
+    """No engine holds an evaluation's weights any more, and they are no longer available. Written by rollout."""
 
     plane = Plane.EVENT
     topic = "weights.lost"
     version: int
-    newer: int  # the version that engines are to hold until the evaluation ends
+    newer: int  # version that the engines serve until the evaluation ends
     instance: str
 
 
 @register
 class SessionEnded(Message, kw_only=True, tag="weight_session_ended"):
-    """What became of a weight session. By trainer."""
+    """A weight sync ended. Written by trainer."""
 
     plane = Plane.EVENT
     topic = "weights.session_ended"
@@ -80,9 +80,9 @@ class SessionEnded(Message, kw_only=True, tag="weight_session_ended"):
     incarnation: int
     version: int
     transport: str
-    holds: tuple[str, ...]  # engines that proved to hold the version
-    out: dict[str, str]  # reason by engine that does not
+    holds: tuple[str, ...]  # engines that verified the version
+    out: dict[str, str]  # reason by engine that did not verify the version
     num_buckets: int
-    sent_bytes: int  # that each engine was sent
+    sent_bytes: int  # bytes sent to each engine
     took_s: float
-    part: int = 0  # of the engines, where they are updated in groups
+    part: int = 0  # index of the engine subset, if engines are updated subset by subset

@@ -1,4 +1,4 @@
-"""The event plane: facts, light and public. What the buffer alone writes is in messages.ledger."""
+"""The event plane: small, public facts. messages.ledger has the events that only the buffer writes."""
 
 from enum import StrEnum
 from typing import Any
@@ -12,7 +12,7 @@ from messages.samples import EngineNumbers, SampleSummary
 
 @register
 class GroupCompleted(Message, kw_only=True, tag="group_completed"):
-    """All samples of an attempt ended and are scored; their segments are stored. Written by rollout."""
+    """All samples of an attempt ended and are scored. Their segments are stored. Written by rollout."""
 
     plane = Plane.EVENT
     topic = "group.completed"
@@ -24,8 +24,8 @@ class GroupCompleted(Message, kw_only=True, tag="group_completed"):
     instance: str
     data: str  # name of the data source
     samples: tuple[SampleSummary, ...]
-    metadata: dict[str, Any] = {}  # of the prompt, unless that is stored by itself
-    prompt_parts: tuple[int, ...] = ()  # data messages that hold the prompt, if it is
+    metadata: dict[str, Any] = {}  # of the prompt, unless the prompt is stored separately
+    prompt_parts: tuple[int, ...] = ()  # data messages that hold the prompt, if it is stored separately
     rollout_time_s: float = 0.0  # from the pull of the task to the last token
     reward_time_s: float = 0.0  # from the last token to the last score
     engine: EngineNumbers = EngineNumbers()
@@ -36,7 +36,7 @@ class GroupCompleted(Message, kw_only=True, tag="group_completed"):
 
 @register
 class GroupAborted(Message, kw_only=True, tag="group_aborted"):
-    """An attempt ended by a halt with what it had: finished members, tokens to continue from. Written by rollout."""
+    """A halt ended an attempt: finished samples, and tokens to continue from. Written by rollout."""
 
     plane = Plane.EVENT
     topic = "group.aborted"
@@ -54,7 +54,7 @@ class GroupAborted(Message, kw_only=True, tag="group_aborted"):
 
 @register
 class GroupFailed(Message, kw_only=True, tag="group_failed"):
-    """An attempt that cannot succeed: poison, or a sample without a score. By rollout, or by buffer without a task."""
+    """An attempt failed for good: poison, or a sample without a score. By rollout, or by buffer without a task."""
 
     plane = Plane.EVENT
     topic = "group.failed"
@@ -72,7 +72,7 @@ class GroupFailed(Message, kw_only=True, tag="group_failed"):
 
 @register
 class SegmentsSpilled(Message, kw_only=True, tag="segments_spilled"):
-    """What an attempt that goes on has stored so far, for whoever works on it after a crash. Written by rollout."""
+    """Stored segments of a running attempt, from which another worker continues after a crash. Written by rollout."""
 
     plane = Plane.EVENT
     topic = "segments.spilled"
@@ -81,11 +81,11 @@ class SegmentsSpilled(Message, kw_only=True, tag="segments_spilled"):
     lease: str
     round: int
     instance: str
-    samples: tuple[SampleSummary, ...]  # those that have something stored; each with all its segments so far
+    samples: tuple[SampleSummary, ...]  # samples with stored segments; each lists all its segments so far
 
 
 class Outcome(StrEnum):
-    """What a filter decides."""
+    """A filter's decision on a group."""
 
     KEEP = "keep"
     SPARE = "spare"  # drop, unless a batch cannot be filled without it
@@ -101,14 +101,14 @@ class VerdictGiven(Message, kw_only=True, tag="verdict_given"):
     topic = "verdict.given"
     group_id: int
     attempt: int
-    event_seq: int  # log sequence of the GroupCompleted it judges
+    event_seq: int  # log sequence of the judged GroupCompleted
     outcome: Outcome
     reason: str | None = None
 
 
 @register
 class EvalCompleted(Message, kw_only=True, tag="eval_completed"):
-    """An evaluation item ended. By rollout, or by buffer without a task; never enters the training ledger."""
+    """An evaluation item ended. By rollout, or by buffer without a task. Never enters the training ledger."""
 
     plane = Plane.EVENT
     topic = "eval.completed"
@@ -125,62 +125,62 @@ class EvalCompleted(Message, kw_only=True, tag="eval_completed"):
 
 
 class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """How one engine came to a weight version."""
+    """How one engine was updated to a weight version."""
 
     engine: str
-    pause_s: float  # that it stood still, or began no request: from its pause, or since the load blocked requests
-    took_s: float  # since its rollout actor was to bring it that version, until it proved to hold it
+    pause_s: float  # how long the engine was paused, or started no request because the load blocked it
+    took_s: float  # from the moment its rollout actor was due to update it until the version was verified
 
 
 @register
 class WeightsApplied(Message, kw_only=True, tag="weights_applied"):
-    """A rollout actor's engines proved that they hold a weight version. Written by rollout."""
+    """A rollout actor's engines hold a verified weight version. Written by rollout."""
 
     plane = Plane.EVENT
     topic = "weights.applied"
     version: int
     instance: str
     num_engines: int
-    took_s: float  # since the rollout actor was to bring them that version: its announcement, or an evaluation's end
+    took_s: float  # from the announcement, or the end of an evaluation that delayed it, until verified
     engines: tuple[EngineUpdate, ...] = ()
 
 
 @register
 class TrainerStarted(Message, kw_only=True, tag="trainer_started"):
-    """A trainer loaded its checkpoint: every batch up to `step` is settled. Written by trainer."""
+    """A trainer loaded its checkpoint: all batches before `step` are settled. Written by trainer."""
 
     plane = Plane.EVENT
     topic = "trainer.started"
     incarnation: int  # raised at each start
-    step: int  # train steps that the loaded state contains; the next batch is this step
-    start: str = ""  # id of this very start: the event may be stored twice
+    step: int  # train steps in the loaded state; the number of the next batch
+    start: str = ""  # unique id of this start; the event may be stored twice
 
 
 class UntrainedSamples(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples of a prompt group that were in a batch and left no gradient."""
+    """Samples of a prompt group that were in a batch and contributed no gradient."""
 
     group_id: int
-    reason: str  # not_finite: their loss or gradient; too_long: over what a rank takes; invalid: not believed
+    reason: str  # not_finite: loss or gradient; too_long: over a rank's token limit; invalid: failed a check
     samples: tuple[tuple[int, int], ...]  # index and part of each
 
 
 @register
 class BatchTrained(Message, kw_only=True, tag="batch_trained"):
-    """One train step is done. Idempotent by step; a replayed step says so. Written by trainer."""
+    """One train step is done. Idempotent by step; `replay` marks a repeated step. Written by trainer."""
 
     plane = Plane.EVENT
     topic = "batch.trained"
     step: int  # number of the batch, from 0
     incarnation: int
     replay: bool = False
-    num_groups: int  # that left a gradient, like the next two
+    num_groups: int  # that contributed a gradient; likewise num_samples and num_tokens
     num_samples: int
     num_tokens: int  # prompt and response tokens
     metrics: dict[str, float]  # names of docs/metrics: train/loss, train/grad_norm, perf/train_time, ...
-    not_finite: tuple[str, ...] = ()  # names of metrics that were infinite or no number, for which JSON has no word
-    untrained: tuple[UntrainedSamples, ...] = ()  # of the batch, beside those that trained
-    skipped_groups: tuple[int, ...] = ()  # groups of which no sample left a gradient
-    not_finite_values: tuple[str, ...] = ()  # of the metrics in not_finite, in their order: nan, inf, -inf
+    not_finite: tuple[str, ...] = ()  # names of metrics that are NaN or infinite, which JSON cannot represent
+    untrained: tuple[UntrainedSamples, ...] = ()  # samples of the batch that contributed no gradient
+    skipped_groups: tuple[int, ...] = ()  # groups without any sample that contributed a gradient
+    not_finite_values: tuple[str, ...] = ()  # values of the metrics in not_finite, in their order: nan, inf, -inf
 
     def __post_init__(self) -> None:
         leave_out_not_finite(self)
@@ -188,7 +188,7 @@ class BatchTrained(Message, kw_only=True, tag="batch_trained"):
 
 @register
 class PayloadsMissing(Message, kw_only=True, tag="payloads_missing"):
-    """Groups of a batch cannot be trained, for what was stored of them is gone. Written by trainer."""
+    """Groups of a batch cannot be trained, because their stored payloads are gone. Written by trainer."""
 
     plane = Plane.EVENT
     topic = "payloads.missing"
@@ -200,24 +200,24 @@ class PayloadsMissing(Message, kw_only=True, tag="payloads_missing"):
 
 @register
 class SelectionFailed(Message, kw_only=True, tag="selection_failed"):
-    """A user's function did not choose among groups, so they are taken first come first. Written by buffer."""
+    """A user's selection function failed, so the buffer selects groups in arrival order. Written by buffer."""
 
     plane = Plane.EVENT
     topic = "selection.failed"
     kind: str  # over_sampling_filter | buffer_filter
     reason: str
-    num_groups: int  # that it was asked about
+    num_groups: int  # passed to the function
 
 
 @register
 class CheckpointRequested(Message, kw_only=True, tag="checkpoint_requested"):
-    """A stream fills up: a checkpoint would let it be emptied. Written by buffer, read by trainer."""
+    """A stream is nearly full. A checkpoint would allow the buffer to trim it. Written by buffer, read by trainer."""
 
     plane = Plane.EVENT
     topic = "checkpoint.requested"
-    step: int  # train steps done by the log when it was asked for; one request per step
+    step: int  # train steps done, as logged at the request; one request per step
     stream: str
-    used: float  # share of the stream's bytes
+    used: float  # used share of the stream's byte limit
 
 
 @register
@@ -241,30 +241,31 @@ class CheckpointSaved(Message, kw_only=True, tag="checkpoint_saved"):
     incarnation: int
     path: str
     oldest_step: int  # of the oldest checkpoint that can still be loaded
-    took_s: float  # from its begin until it was complete; training went on meanwhile
-    pause_s: float = 0.0  # of it, while the state was copied and training stood still
+    took_s: float  # from start to completion; training goes on meanwhile
+    pause_s: float = 0.0  # how long training stood still while the state was copied
 
 
 @register
 class CheckpointSetAside(Message, kw_only=True, tag="checkpoint_set_aside"):
-    """A checkpoint on disk is damaged and was renamed: no start reads it. Written by trainer."""
+    """A damaged checkpoint was renamed, so that no start reads it. Written by trainer."""
 
     plane = Plane.EVENT
     topic = "checkpoint.set_aside"
-    step: int  # train steps that it was to contain
+    step: int  # train steps that it should contain
     incarnation: int  # of the trainer that found it
     path: str  # its new name
     reason: str  # which file is damaged, and how
 
 
 class WeightProbe(msgspec.Struct, frozen=True, kw_only=True):
-    """Fixed tokens and what the announced weights make of them; an engine that holds these weights says the same.
+    """Fixed tokens and their log-probs under the announced weights. An engine with these weights returns the same.
 
-    Raises ValueError unless both columns have one length, of at least 2.
+    Raises:
+        ValueError: both columns differ in length, or have fewer than 2 tokens.
     """
 
     token_ids: tuple[int, ...]  # [P], a prompt
-    log_probs: tuple[float, ...]  # [P], natural log at temperature 1, given the tokens before; 0 for the first
+    log_probs: tuple[float, ...]  # [P], natural log at temperature 1, given the previous tokens; 0 for the first
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.log_probs) or len(self.token_ids) < 2:
@@ -273,26 +274,26 @@ class WeightProbe(msgspec.Struct, frozen=True, kw_only=True):
 
 @register
 class WeightsAnnounced(Message, kw_only=True, tag="weights_announced"):
-    """A set of weights is ready to be taken by engines. Versions count publishes and are never reused. By trainer."""
+    """A weight version is ready for engines. Versions count publishes and are never reused. Written by trainer."""
 
     plane = Plane.EVENT
     topic = "weights.announced"
     version: int
     step: int  # train steps that the weights contain
     incarnation: int
-    path: str  # directory with model.safetensors, or what changed, for the disk transport; else ""
-    checksum: str  # of the files and nothing else: no engine's own checksum, over its own tensors, equals it
-    size_bytes: int  # of whole files
-    kind: str = "full"  # or "delta"; later also lora
+    path: str  # directory with model.safetensors or a delta, for the disk transport; else ""
+    checksum: str  # of the files alone; engines' own checksums cover their tensors and differ
+    size_bytes: int  # of the full files
+    kind: str = "full"  # "full" or "delta"; not implemented yet: "lora"
     took_s: float = 0.0
-    probe: WeightProbe | None = None  # what an engine that holds them answers to
-    no_probe: str = ""  # why there is none
-    transport: str = "disk"  # else the version comes in weight sessions
-    sender: str = ""  # the instance that leads them
-    base_version: int = 0  # of a delta: the version that it is changes to
-    delta_bytes: int = 0  # of a delta: what lies there, in place of `size_bytes`
-    files: dict[str, FileSum] = {}  # by name, of the whole files that an engine reads; empty: they are not compared
-    again_of: int = 0  # the weights are those of this version, of which engines could not read the files; 0: new ones
+    probe: WeightProbe | None = None  # log-probs that an engine with these weights must return
+    no_probe: str = ""  # why there is no probe
+    transport: str = "disk"  # else weight syncs bring the version
+    sender: str = ""  # the actor instance that leads the weight syncs
+    base_version: int = 0  # for a delta: the version that it applies to
+    delta_bytes: int = 0  # for a delta: size of the published delta, whereas `size_bytes` is of the full files
+    files: dict[str, FileSum] = {}  # by name, of the full files that engines read; empty: not compared
+    again_of: int = 0  # republishes the weights of this version, whose files engines could not read; 0: new weights
 
 
 @register
@@ -302,15 +303,15 @@ class PromptsLoaded(Message, kw_only=True, tag="prompts_loaded"):
     plane = Plane.EVENT
     topic = "prompts.loaded"
     data: str
-    num_prompts: int  # 0: a user's function makes them, without end
-    num_too_long: int  # left out, over the prompt limit
+    num_prompts: int  # 0: a user's function generates prompts without end
+    num_too_long: int  # skipped prompts over the prompt limit
     took_s: float
-    fingerprint: str = ""  # of the prompts in their order; a run is not resumed on others
+    fingerprint: str = ""  # of the prompts in their order; a run does not resume with other prompts
 
 
 @register
 class ActorStarted(Message, kw_only=True, tag="actor_started"):
-    """A process of the run was started. Written by the node agent."""
+    """A process of the run was started. Written by the node daemon."""
 
     plane = Plane.EVENT
     topic = "actor.started"
@@ -322,7 +323,7 @@ class ActorStarted(Message, kw_only=True, tag="actor_started"):
 
 @register
 class ActorExited(Message, kw_only=True, tag="actor_exited"):
-    """A process of the run ended. Written by the node agent."""
+    """A process of the run ended. Written by the node daemon."""
 
     plane = Plane.EVENT
     topic = "actor.exited"
@@ -331,27 +332,27 @@ class ActorExited(Message, kw_only=True, tag="actor_exited"):
     pid: int
     exit_code: int  # negative: killed by that signal
     reason: str
-    restart_in_s: float | None = None  # None: not started again
+    restart_in_s: float | None = None  # None: no restart
 
 
 @register
 class RunStalled(Message, kw_only=True, tag="run_stalled"):
-    """Nothing was logged for long: what each actor waits for. Written by the node agent."""
+    """No event was logged for a long time. Lists what each actor waits for. Written by the node daemon."""
 
     plane = Plane.EVENT
     topic = "run.stalled"
     idle_s: float  # since the last event
-    waiting: dict[str, str]  # by instance; of one that does not answer, that
+    waiting: dict[str, str]  # by instance; for an instance that does not answer, says so
 
 
 @register
 class MessageDeadLettered(Message, kw_only=True, tag="message_dead_lettered"):
-    """A message could not be used and was set aside. Written by whoever met it."""
+    """A message could not be used and was dead-lettered. Written by its reader."""
 
     plane = Plane.EVENT
     topic = "message.dead_lettered"
     keyed = True
-    origin: str = ""  # where it lay, as in its DeadLetter; one event is told per origin
+    origin: str = ""  # where it was stored, as in its DeadLetter; one event per origin
     subject: str
     reason: str
     dead_seq: int  # in the dead-letter stream
@@ -362,12 +363,12 @@ class MessageDeadLettered(Message, kw_only=True, tag="message_dead_lettered"):
 
 @register
 class DeadLetter(Message, kw_only=True, tag="dead_letter"):
-    """A message set aside, as it came."""
+    """A dead-lettered message, unchanged."""
 
     plane = Plane.DEAD
     topic = "letter"
     keyed = True
-    origin: str  # where it lay: plane and stream sequence, "event.17"; one letter is kept per origin
+    origin: str  # where it was stored: plane and stream sequence, "event.17"; one letter per origin
     subject: str
     reason: str
     headers: dict[str, str]

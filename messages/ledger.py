@@ -1,4 +1,4 @@
-"""Events that the buffer alone writes: its decisions. Together with messages.events they are the ledger's log."""
+"""Decisions of the buffer, which alone writes them. With messages.events they form the ledger's log."""
 
 import math
 from typing import Protocol
@@ -10,7 +10,7 @@ from messages.base import Message, Plane, register
 
 @register
 class BufferStarted(Message, kw_only=True, tag="buffer_started"):
-    """A buffer took over the ledger. A buffer that meets a higher incarnation than its own is fenced."""
+    """A buffer took over the ledger. A buffer that reads a higher incarnation than its own stops (fencing)."""
 
     plane = Plane.EVENT
     topic = "ledger.buffer_started"
@@ -22,13 +22,13 @@ class IssuedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     group_id: int
     attempt: int
-    prompt: int  # number of the prompt in the order of the data source, counted over epochs
-    prompt_parts: tuple[int, ...] = ()  # data messages that hold it, if it is too large for its task
+    prompt: int  # index in the order of the data source, counted across epochs
+    prompt_parts: tuple[int, ...] = ()  # data messages that hold the prompt, if it is too large for its task
 
 
 @register
 class GroupsIssued(Message, kw_only=True, tag="groups_issued"):
-    """Groups are to be generated; their tasks follow."""
+    """The buffer issued groups for generation. Their tasks follow."""
 
     plane = Plane.EVENT
     topic = "ledger.groups_issued"
@@ -41,7 +41,7 @@ class GroupsIssued(Message, kw_only=True, tag="groups_issued"):
 
 @register
 class RoundHalted(Message, kw_only=True, tag="round_halted"):
-    """The target of a round is reached: what still runs for it is to be aborted."""
+    """A round reached its target. Rollout actors abort its remaining work."""
 
     plane = Plane.EVENT
     topic = "ledger.round_halted"
@@ -50,7 +50,7 @@ class RoundHalted(Message, kw_only=True, tag="round_halted"):
 
 
 class GroupRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A group in a batch, and the log sequence of the GroupCompleted that brought it there."""
+    """A group in a batch, and the log sequence of its GroupCompleted."""
 
     group_id: int
     attempt: int
@@ -66,12 +66,12 @@ class BatchReady(Message, kw_only=True, tag="batch_ready"):
     incarnation: int
     step: int  # number of the batch, from 0
     groups: tuple[GroupRef, ...]
-    passed_over: tuple[int, ...] = ()  # groups that were kept too and lost the selection; they are closed next
+    passed_over: tuple[int, ...] = ()  # kept groups that the selection did not choose; they are closed next
 
 
 @register
 class GroupsClosed(Message, kw_only=True, tag="groups_closed"):
-    """The buffer gives groups up: no further attempt."""
+    """The buffer gives groups up. They get no further attempt."""
 
     plane = Plane.EVENT
     topic = "ledger.groups_closed"
@@ -82,7 +82,7 @@ class GroupsClosed(Message, kw_only=True, tag="groups_closed"):
 
 
 class EvalSetSize(msgspec.Struct, frozen=True, kw_only=True):
-    """How many items an evaluation covers."""
+    """Number of items in one evaluation set."""
 
     set: str
     num_items: int
@@ -90,7 +90,7 @@ class EvalSetSize(msgspec.Struct, frozen=True, kw_only=True):
 
 @register
 class EvalIssued(Message, kw_only=True, tag="eval_issued"):
-    """An evaluation is to be run on one weight version; its tasks follow."""
+    """The buffer issued an evaluation of one weight version. Its tasks follow."""
 
     plane = Plane.EVENT
     topic = "ledger.eval_issued"
@@ -98,7 +98,7 @@ class EvalIssued(Message, kw_only=True, tag="eval_issued"):
     step: int
     version: int
     sets: tuple[EvalSetSize, ...]
-    payload_seq: int = 0  # no data message below this one is needed by it; 0: none at all
+    payload_seq: int = 0  # lowest data sequence that the evaluation needs; 0: it needs none
 
 
 class _Measured(Protocol):
@@ -111,7 +111,7 @@ class _Measured(Protocol):
 
 
 def leave_out_not_finite(event: _Measured) -> None:
-    """Spell the metrics that JSON cannot say instead of sending them: what was sent must be read again."""
+    """Move NaN and infinite metrics to `not_finite`, because JSON cannot represent them."""
     wrong = {name: str(float(value)) for name, value in event.metrics.items() if not math.isfinite(value)}
     if wrong:
         finite = {name: value for name, value in event.metrics.items() if name not in wrong}
@@ -122,9 +122,9 @@ def leave_out_not_finite(event: _Measured) -> None:
 
 
 def not_finite_in(event: _Measured) -> dict[str, float]:
-    """The metrics of an event that are infinite or no number."""
+    """The metrics of an event that are NaN or infinite."""
     values = {"inf": math.inf, "-inf": -math.inf}
-    spelled = (*event.not_finite_values, *[""] * len(event.not_finite))  # older events name them alone
+    spelled = (*event.not_finite_values, *[""] * len(event.not_finite))  # older events have names without values
     return {name: values.get(value, math.nan) for name, value in zip(event.not_finite, spelled, strict=False)}
 
 
@@ -138,9 +138,9 @@ class EvalEnded(Message, kw_only=True, tag="eval_ended"):
     step: int
     version: int
     metrics: dict[str, float]  # eval/<set>, and eval/<set>-truncated_ratio, -pass@k, -newer_weights_ratio
-    not_finite: tuple[str, ...] = ()  # names of metrics that were infinite or no number, for which JSON has no word
-    newest_version: int = 0  # of the weights that answered, where newer ones than `version` did; else 0
-    not_finite_values: tuple[str, ...] = ()  # of those metrics, in their order: nan, inf, -inf
+    not_finite: tuple[str, ...] = ()  # names of metrics that are NaN or infinite, which JSON cannot represent
+    newest_version: int = 0  # newest weight version that answered, if newer than `version`; else 0
+    not_finite_values: tuple[str, ...] = ()  # values of the metrics in not_finite, in their order: nan, inf, -inf
 
     def __post_init__(self) -> None:
         leave_out_not_finite(self)
@@ -160,7 +160,7 @@ class SnapshotTaken(Message, kw_only=True, tag="snapshot_taken"):
 
 @register
 class RunFinished(Message, kw_only=True, tag="run_finished"):
-    """The run has trained its last step and evaluated it."""
+    """The run trained its last step and evaluated it."""
 
     plane = Plane.EVENT
     topic = "ledger.run_finished"
@@ -171,7 +171,7 @@ class RunFinished(Message, kw_only=True, tag="run_finished"):
 
 @register
 class RunFailed(Message, kw_only=True, tag="run_failed"):
-    """The buffer gives the run up, for instance since a filter rejects everything. A restarted buffer tries again."""
+    """The buffer gives the run up, for example because a filter rejects everything. A restarted buffer tries again."""
 
     plane = Plane.EVENT
     topic = "ledger.run_failed"

@@ -1,4 +1,4 @@
-"""Taking turns: the phases of a run whose trainer and engines share memory (docs/design.md, 6)."""
+"""Colocation phases of a run whose trainer and engines share GPU memory (docs/design.md, 6)."""
 
 from enum import StrEnum
 
@@ -8,22 +8,22 @@ from messages.base import Message, Plane, register
 
 
 class Phase(StrEnum):
-    """Whose turn it is. Each follows the one before it, and generate comes again after resume_kv."""
+    """Colocation phase, which decides who holds GPU memory. Phases follow in this order; GENERATE follows RESUME_KV."""
 
-    GENERATE = "generate"  # engines have their memory, the trainer only its weights
-    RELEASE = "release"  # engines end what they generate and give their memory back
-    TRAIN = "train"  # the trainer has it: train steps, export, checkpoints
-    OFFLOAD = "offload"  # the trainer moves to the host what only training needs
-    RESUME_WEIGHTS = "resume_weights"  # engines take room for weights
-    UPDATE = "update"  # and the newest weights
-    RESUME_KV = "resume_kv"  # then room for keys and values, and prove what they hold
+    GENERATE = "generate"  # engines hold their memory; the trainer holds only its weights
+    RELEASE = "release"  # engines stop generating and release their memory
+    TRAIN = "train"  # the trainer holds the memory: train steps, weight export, checkpoints
+    OFFLOAD = "offload"  # the trainer moves state that only training needs to the host
+    RESUME_WEIGHTS = "resume_weights"  # engines allocate memory for weights
+    UPDATE = "update"  # engines load the newest weights
+    RESUME_KV = "resume_kv"  # engines allocate the KV cache and verify their weights
 
 
 class EngineTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one engine in a phase. Bytes: memory of its process that no file backs; none: not shown."""
+    """Result of a phase for one engine. Bytes: anonymous memory of its process; None: unknown."""
 
     engine: str
-    reached: bool  # it has what the phase leaves it
+    reached: bool  # its memory is as the phase requires
     reason: str = ""  # why not, or why not yet
     took_s: float = 0.0
     bytes_before: int | None = None
@@ -32,7 +32,7 @@ class EngineTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 @register
 class PhaseChanged(Message, kw_only=True, tag="phase_changed"):
-    """A phase begins, and the one before it is over; one of an older incarnation than is known counts for nothing.
+    """A phase begins, and the previous phase is over. Readers ignore an older incarnation than the newest known one.
 
     Written by trainer.
     """
@@ -40,36 +40,36 @@ class PhaseChanged(Message, kw_only=True, tag="phase_changed"):
     plane = Plane.EVENT
     topic = "phase.changed"
     phase: Phase
-    previous: Phase | None = None  # none: nothing is known of one
+    previous: Phase | None = None  # None: unknown
     step: int  # train steps done
     incarnation: int  # of the trainer
-    reason: str = ""  # for another one than the next in order
-    took_s: float = 0.0  # of the previous one
+    reason: str = ""  # why the phase is not the next in order
+    took_s: float = 0.0  # duration of the previous phase
     bytes_before: dict[
         str, int | None
-    ] = {}  # by instance, of those whose memory the previous one moved; none: not shown
+    ] = {}  # by instance, for those whose memory the previous phase moved; None: unknown
     bytes_after: dict[str, int | None] = {}
 
 
 @register
 class PhaseRequested(Message, kw_only=True, tag="phase_requested"):
-    """Asks a rollout actor to bring its engines where a phase wants them; answered by PhaseReached."""
+    """Asks a rollout actor to bring its engines to a phase. Answered by PhaseReached."""
 
     plane = Plane.CALL
     topic = "phase"
     phase: Phase
     incarnation: int  # of the trainer
-    seq: int  # log sequence of the PhaseChanged that began it
-    within_s: float  # answered by then, whatever has been reached
+    seq: int  # log sequence of the phase's PhaseChanged
+    within_s: float  # time limit of the answer, whether or not the phase is reached
 
 
 @register
 class PhaseReached(Message, kw_only=True, tag="phase_reached"):
-    """How far the engines of a rollout actor are."""
+    """Reports how far the engines of a rollout actor have reached a phase."""
 
     plane = Plane.CALL
     topic = "phase_reached"
     answers = True
-    reached: bool  # all that have to be
+    reached: bool  # by every engine that must reach it
     engines: tuple[EngineTurn, ...]
     reason: str = ""  # why not

@@ -1,6 +1,6 @@
-"""What a field typed `Any` may hold: plain data, not too deep, so that whoever read it can also write it.
+"""Checks that a field typed `Any` holds plain data, not nested too deeply, that every reader can also encode.
 
-A JSON decoder takes integers of any length and lists as deep as its stack; an encoder that meets them later raises.
+A JSON decoder accepts integers of any length and nesting as deep as its stack. An encoder raises on them later.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -11,10 +11,10 @@ from typing import Any, Final, cast, get_args, get_type_hints
 
 import msgspec
 
-# what msgspec, numpy, a struct's own check and deep nesting raise for bytes that are not what they should be
+# errors of msgspec, numpy, a struct's own check and deep nesting for malformed bytes
 UNREADABLE: Final = (msgspec.DecodeError, ValueError, OverflowError, RecursionError, MemoryError)
-MAX_DEPTH: Final = 128  # lists and dicts inside each other
-MIN_INT: Final = -(2**63)  # what msgpack holds
+MAX_DEPTH: Final = 128  # nesting of lists and dicts
+MIN_INT: Final = -(2**63)  # range of msgpack integers
 MAX_INT: Final = 2**64 - 1
 _PLAIN: Final = frozenset({str, float, bool, NoneType})
 _LONG: Final = b"0" * 19  # digits of the shortest number that may be out of range
@@ -23,10 +23,10 @@ _DIGITS: Final = bytes(ord("0") if chr(code).isdigit() else ord(" ") for code in
 
 
 def check_json(message: msgspec.Struct, payload: bytes) -> None:
-    """Check a message that is this JSON; what the bytes already show to be harmless is not looked at again.
+    """Check a message decoded from this JSON. Skips the fields if the bytes already show that they are harmless.
 
     Raises:
-        ValueError: it is too deep, or holds an integer out of range.
+        ValueError: nesting is too deep, or an integer is out of range.
     """
     if payload.count(b"[") + payload.count(b"{") > MAX_DEPTH:
         check_open_fields(message)
@@ -36,12 +36,12 @@ def check_json(message: msgspec.Struct, payload: bytes) -> None:
 
 
 def clipped(text: str, limit: int) -> str:
-    """A stranger's text so that it can be sent: its beginning if it is long, and "?" for what is no Unicode."""
+    """Make external text safe to send: cut it to `limit` characters, and replace invalid Unicode with "?"."""
     return (text if len(text) <= limit else f"{text[:limit]}...").encode("utf-8", "replace").decode()
 
 
 def is_plain_json(payload: bytes) -> bool:
-    """Whether this is one JSON value that any decoder can read and any encoder can carry."""
+    """Whether the payload is one JSON value that any decoder can read and any encoder can write."""
     try:
         if payload.count(b"[") + payload.count(b"{") > MAX_DEPTH:
             check_plain(msgspec.json.decode(payload))
@@ -53,10 +53,10 @@ def is_plain_json(payload: bytes) -> bool:
 
 
 def check_open_fields(message: msgspec.Struct) -> None:
-    """Check what a message's fields of type Any hold.
+    """Check the values in a message's fields of type Any.
 
     Raises:
-        ValueError: too deep, an integer out of range, or a key that is no string or integer.
+        ValueError: nesting is too deep, an integer is out of range, or a dict key is neither a string nor an integer.
     """
     open_values, structs = _plan(type(message))
     for value in open_values(message):
@@ -71,10 +71,10 @@ def check_open_fields(message: msgspec.Struct) -> None:
 
 
 def check_plain(value: Any, depth: int = 0) -> None:
-    """Check one value of any form.
+    """Check one value of any type.
 
     Raises:
-        ValueError: it is too deep, holds an integer out of range, or a key that is no string or integer.
+        ValueError: nesting is too deep, an integer is out of range, or a dict key is neither a string nor an integer.
     """
     kind: type[Any] = type(value)  # pyright: ignore[reportUnknownVariableType]
     if kind in _PLAIN:
@@ -126,7 +126,7 @@ def has_open_fields(struct: type[msgspec.Struct]) -> bool:
 
 @cache
 def _plan(struct: type[msgspec.Struct]) -> tuple[_Values, _Values]:
-    """What gives the values to look into, all in one call: those of open fields, and structs with such fields."""
+    """Getters of the values to check, one call each: values of open fields, and structs with such fields."""
     open_names, struct_names = _open_fields(struct)
     return _getter(open_names), _getter(struct_names)
 
@@ -140,7 +140,7 @@ def _getter(names: tuple[str, ...]) -> _Values:
 
 @cache
 def _open_fields(struct: type[msgspec.Struct]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of the fields typed `Any`, and of those with structs that have such fields."""
+    """Names of the fields typed `Any`, and names of the fields whose structs have such fields."""
     found: tuple[list[str], list[str]] = ([], [])
     hints = get_type_hints(struct)
     for name in struct.__struct_fields__:

@@ -1,4 +1,4 @@
-"""What a sample is made of: keys, segments, weight spans, and the light summary that events carry."""
+"""Parts of a sample: keys, segments, weight spans, and the small summary that events carry."""
 
 from enum import StrEnum
 from typing import Any
@@ -9,17 +9,17 @@ from messages.arrays import Float32Array, Int32Array, UInt8Array
 
 
 class SampleStatus(StrEnum):
-    """How the generation of a sample stands."""
+    """State of a sample's generation."""
 
-    PENDING = "pending"  # not begun
+    PENDING = "pending"  # not started
     COMPLETED = "completed"
-    TRUNCATED = "truncated"  # ran into its token limit
+    TRUNCATED = "truncated"  # reached its token limit
     ABORTED = "aborted"  # halted; may be continued
     FAILED = "failed"
 
 
 class WeightSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """Which weight version sampled the tokens [start, end) of a segment's response."""
+    """The weight version that sampled the tokens [start, end) of a segment's response."""
 
     version: int
     start: int
@@ -27,7 +27,7 @@ class WeightSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleKey(msgspec.Struct, frozen=True, kw_only=True):
-    """Names one sample: parts of one index are fan-out siblings and share one vote in every normalisation."""
+    """Identifies one sample. Parts of one index are fan-out siblings and share one vote in every normalisation."""
 
     group_id: int
     attempt: int
@@ -38,17 +38,19 @@ class SampleKey(msgspec.Struct, frozen=True, kw_only=True):
 class Segment(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A stretch of one sample as the engine returned it: one per turn or per spill.
 
-    Raises ValueError unless response_ids, loss_mask and rollout_log_probs share length T and the spans cover [0, T).
+    Raises:
+        ValueError: response_ids, loss_mask and rollout_log_probs differ in length, the spans do not cover [0, T), or
+            routed_experts does not fit the number of tokens.
     """
 
     sample: SampleKey
-    prompt_ids: Int32Array  # [P], new input of this segment: the prompt, a tool's answer, or nothing when continued
+    prompt_ids: Int32Array  # [P], new input of this segment: the prompt, a tool's answer, or empty when continued
     response_ids: Int32Array  # [T]
-    loss_mask: UInt8Array  # [T], 1 where the token trains
+    loss_mask: UInt8Array  # [T], 1 where the token is trained
     rollout_log_probs: Float32Array  # [T], natural log, under the policy and temperature that sampled
     weight_spans: tuple[WeightSpan, ...]  # in order, without gaps, covering [0, T)
     text: str = ""  # response_ids as text
-    routed_experts: Int32Array | None = None  # [(P + T) * E]: of each token that is read E of all layers; -1: not known
+    routed_experts: Int32Array | None = None  # [(P + T) * E]: E experts of all layers per input token; -1: unknown
 
     def __post_init__(self) -> None:
         routed, num_tokens = self.routed_experts, len(self.prompt_ids) + len(self.response_ids)
@@ -67,14 +69,14 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class SegmentRef(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a segment lies: the sequence number of its data message, and its position in there."""
+    """Where a segment is stored: sequence number of its data message, and position in that message."""
 
     seq: int
     position: int
 
 
 class SampleSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What events say of a sample; its tokens are in the segments."""
+    """Summary of a sample in events. The segments hold its tokens."""
 
     index: int
     part: int = 0
@@ -83,30 +85,30 @@ class SampleSummary(msgspec.Struct, frozen=True, kw_only=True):
     prompt_len: int = 0  # tokens
     response_len: int = 0  # tokens, all segments
     reward: float | None = None  # None until scored
-    score: dict[str, Any] | None = None  # what the grader answered, when that was more than a number
+    score: dict[str, Any] | None = None  # the grader's answer, if it was more than a number
     first_version: int | None = None  # oldest and newest weight version among its tokens
     last_version: int | None = None
     reason: str | None = None  # why it failed
-    metadata: dict[str, Any] = {}  # of this sample alone, as a generate function noted it
+    metadata: dict[str, Any] = {}  # of this sample alone, set by a generate function
 
 
 class EngineNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What engines say of the requests of one attempt, added up over them; those of an engine that died are missing."""
+    """Engine statistics summed over the requests of one attempt. Statistics of a crashed engine are missing."""
 
     num_requests: int = 0
-    prompt_tokens: int = 0  # that were to be computed, a continued sample's earlier tokens among them
-    cached_tokens: int = 0  # of those, found in the engine's prefix cache
-    num_retractions: int = 0  # times that a request lost its keys and values, for want of memory or by a pause
-    num_timed: int = 0  # requests of which the engine says how long they waited (SGLang with --enable-metrics alone)
-    queue_time_s: float = 0.0  # of those, in the engine's queue
+    prompt_tokens: int = 0  # to be computed, including the earlier tokens of a continued sample
+    cached_tokens: int = 0  # prompt tokens found in the engine's prefix cache
+    num_retractions: int = 0  # times that a request lost its KV cache, by lack of memory or by a pause
+    num_timed: int = 0  # requests with a reported queue time (SGLang with --enable-metrics only)
+    queue_time_s: float = 0.0  # of the num_timed requests, in the engine's queue
     max_queue_time_s: float = 0.0
     draft_tokens: int = 0  # proposed by speculative decoding
     accepted_draft_tokens: int = 0
-    verify_steps: int = 0  # in which drafts were checked
-    verified_tokens: int = 0  # output tokens of the requests with such steps
+    verify_steps: int = 0  # steps that verified drafts
+    verified_tokens: int = 0  # output tokens of the requests with verify steps
 
     def plus(self, other: "EngineNumbers") -> "EngineNumbers":
-        """Of the requests of both."""
+        """Sum over the requests of both."""
         if not self.num_requests:
             return other
         sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
@@ -115,7 +117,7 @@ class EngineNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample, in SGLang's words."""
+    """Sampling parameters, with SGLang's names."""
 
     max_new_tokens: int
     temperature: float = 1.0

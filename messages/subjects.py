@@ -1,4 +1,4 @@
-"""All names on the bus: subjects, streams, buckets. They are spelled here and nowhere else."""
+"""All names on the bus: subjects, streams, buckets. No other module builds them."""
 
 import re
 from collections.abc import Iterable
@@ -15,10 +15,10 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
 def check_run_name(run: str) -> str:
-    """Return the name if it can be part of subjects, streams and paths.
+    """Return the name if it is valid in subjects, streams and paths.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the name is invalid.
     """
     if not RUN_NAME.fullmatch(run):
         raise ValueError(f"run name {run!r}: allowed are 1 to 64 letters, digits, '-' and '_', not '-' or '_' first")
@@ -26,12 +26,12 @@ def check_run_name(run: str) -> str:
 
 
 def plane_filter(run: str, plane: Plane) -> str:
-    """Every subject of one plane of a run."""
+    """Subject filter of one plane of a run."""
     return f"{ROOT}.{run}.{plane}.>"
 
 
 def filter_of(run: str, message_type: type[Message]) -> str:
-    """Every subject of one message type of a run."""
+    """Subject filter of one message type of a run."""
     subject = _topic_subject(run, message_type)
     return f"{subject}.>" if message_type.keyed else subject
 
@@ -55,13 +55,13 @@ def key_of(subject: str, message_type: type[Message]) -> str | None:
 
 @cache
 def _event_topics() -> dict[str, bool]:
-    """Whether subjects go on after it, by the topic of each event type."""
+    """By topic of each event type: whether its subjects continue after the topic."""
     types = message_types().values()
     return {message_type.topic: message_type.keyed for message_type in types if message_type.plane is Plane.EVENT}
 
 
 def is_known_event(subject: str) -> bool:
-    """Whether some event type of this version is published under a subject; others are no business of ours."""
+    """Whether this version has an event type for the subject. Readers ignore all other events."""
     _, _, rest = subject.partition(f".{Plane.EVENT}.")
     topics = _event_topics()
     if rest in topics:
@@ -70,17 +70,20 @@ def is_known_event(subject: str) -> bool:
 
 
 def is_ledger(subject: str) -> bool:
-    """Whether a subject is the buffer's alone."""
+    """Whether only the buffer may publish under the subject."""
     return subject.partition(f".{Plane.EVENT}.")[2].startswith("ledger.")
 
 
 def ledger_filter(run: str) -> str:
-    """What the buffer alone writes; appended to with the expected last sequence over this filter."""
+    """Filter of the ledger's subjects. The buffer appends with the expected last sequence over this filter."""
     return f"{ROOT}.{run}.{Plane.EVENT}.ledger.>"
 
 
 def event_filters(run: str, types: Iterable[type[Message]]) -> list[str]:
-    """Every subject of some event types; of none: of the plane. All of the ledger's types are the ledger itself."""
+    """Subject filters of some event types; without types, of the whole plane.
+
+    All types of the ledger together become the ledger's filter.
+    """
     asked = set(types)
     ledger = {one for one in message_types().values() if one.plane is Plane.EVENT and one.topic.startswith("ledger.")}
     if not asked:
@@ -91,17 +94,17 @@ def event_filters(run: str, types: Iterable[type[Message]]) -> list[str]:
 
 
 def call_subject(run: str, instance: str, topic: str) -> str:
-    """Where one actor instance answers one kind of call."""
+    """Subject where one actor instance answers one kind of call."""
     return f"{ROOT}.{run}.{Plane.CALL}.{instance}.{topic}"
 
 
 def inbox_prefix(run: str, name: str) -> str:
-    """What the subjects begin with under which a client of a run takes answers."""
+    """Prefix of the subjects on which a client of a run receives answers."""
     return f"{INBOX}.{run}.{NO_TOKEN.sub('-', name) or 'client'}"
 
 
 def is_inbox(run: str, subject: str) -> bool:
-    """Whether a subject that came over the bus is one for answers: nothing is ever sent to another one."""
+    """Whether a subject received over the bus is an inbox of this run. Answers are sent to no other subject."""
     tokens = subject.split(".")
     own = tokens[:2] == [INBOX, run] and len(tokens) > 2 and len(subject) <= MAX_INBOX_CHARS
     return own and not any(not token or NO_TOKEN.search(token) for token in tokens)

@@ -1,4 +1,4 @@
-"""The work plane: things that one worker of many must do."""
+"""The work plane: tasks, each for one of many workers."""
 
 from typing import Any
 
@@ -10,24 +10,24 @@ from messages.samples import SampleStatus, SampleSummary, SamplingParams
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A prompt, rendered and tokenised once, with what graders need to know of it."""
+    """A prompt, rendered and tokenised once, with the data that graders need."""
 
     data: str  # name of the data source
     row: int  # in the file, from 0
-    text: str  # rendered through the chat template
+    text: str  # rendered with the chat template
     prompt_ids: Int32Array  # [P]
     label: Any = None
     metadata: dict[str, Any] = {}
     rm_type: str | None = None  # a built-in grader or a plug-in
-    response_ids: Int32Array | None = None  # [T], of a demonstration, which is trained as it is
+    response_ids: Int32Array | None = None  # [T], of a demonstration (SFT), trained as it is
     loss_mask: UInt8Array | None = None  # [T], of a demonstration
     response: str = ""  # response_ids as text
-    parts: tuple[int, ...] = ()  # data messages that hold all of it, where it is too large for tasks and events
+    parts: tuple[int, ...] = ()  # data messages that hold the prompt, if it is too large for tasks and events
 
 
 @register
 class RolloutRequested(Message, kw_only=True, tag="rollout_requested", eq=False):
-    """Generate and score the samples of one prompt group. Put by the buffer, pulled by rollout actors."""
+    """Task: generate and score the samples of one prompt group. Put by the buffer, pulled by rollout actors."""
 
     plane = Plane.WORK
     topic = "rollout"
@@ -35,11 +35,11 @@ class RolloutRequested(Message, kw_only=True, tag="rollout_requested", eq=False)
     group_id: int
     attempt: int
     round: int
-    min_version: int  # only engines confirmed at this weight version or a later one may answer
+    min_version: int  # lowest verified weight version of an engine that may answer
     prompt: Prompt
     num_samples: int
     sampling: SamplingParams
-    carried: tuple[SampleSummary, ...] = ()  # what earlier attempts left: finished members, tokens to continue from
+    carried: tuple[SampleSummary, ...] = ()  # results of earlier attempts: finished samples, tokens to continue from
 
     def key(self) -> str:
         return f"{self.group_id}.{self.attempt}"
@@ -47,7 +47,7 @@ class RolloutRequested(Message, kw_only=True, tag="rollout_requested", eq=False)
 
 @register
 class EvalRequested(Message, kw_only=True, tag="eval_requested", eq=False):
-    """Generate and score the samples of one evaluation item, pinned to one weight version. Untouched by halts."""
+    """Task: generate and score one evaluation item on one fixed weight version. Halts do not affect it."""
 
     plane = Plane.WORK
     topic = "eval"
@@ -79,7 +79,7 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
 
 @register
 class ScoreRequested(Message, kw_only=True, tag="score_requested"):
-    """Score samples of one group. Put by rollout, pulled by reward workers, which answer to `reply_to`."""
+    """Task: score samples of one group. Put by rollout, pulled by reward workers, which answer to `reply_to`."""
 
     plane = Plane.WORK
     topic = "score"
@@ -89,9 +89,9 @@ class ScoreRequested(Message, kw_only=True, tag="score_requested"):
     group_id: int
     attempt: int
     rm_type: str  # a built-in grader or a plug-in
-    group_rm: bool = False  # one call for all items, which then are the whole group
-    prompt_parts: tuple[int, ...] = ()  # PromptStored with prompt, label and metadata, which items then leave out
-    deadline_s: float  # Unix time in seconds after which nobody waits for the answer
+    group_rm: bool = False  # one call for all items, which are the whole group
+    prompt_parts: tuple[int, ...] = ()  # PromptStored messages with prompt, label and metadata; the items omit these
+    deadline_s: float  # Unix time in seconds; after it, the caller no longer waits
     items: tuple[ScoreItem, ...]
 
     def key(self) -> str:
