@@ -1,4 +1,4 @@
-"""How messages are carried: the bus, settings, the ledger's fold, and the agent that runs a node's processes.
+"""Infrastructure of a run: the bus, settings, the ledger's fold, and the node daemon that runs a node's processes.
 
-Open bus/bus.py for the typed bus, agent/start.py for how a run begins. Rooms import downwards only.
+Start reading at bus/bus.py (the typed bus) and agent/start.py (the start of a run). Packages import downwards only.
 """

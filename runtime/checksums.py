@@ -1,9 +1,9 @@
-"""Checksums of weights by Hugging Face name: what a trainer wrote and what an engine holds compare as one string.
+"""Checksums of weights by Hugging Face name. One string compares a trainer's files with an engine's tensors.
 
-The algorithm, version 1. Every tensor has a header, the JSON text `["NAME","DTYPE",[SHAPE]]` without spaces, DTYPE
-spelled as safetensors does ("F32", "BF16"). Its checksum is sha256(header + newline + data), data being the
-little-endian, row-major bytes. The checksum of a set is sha256 over the tensors' checksums, one lower-case hex line
-each (newline-terminated), in the order of the names' code points.
+Algorithm, version 1. Every tensor has a header: the JSON text `["NAME","DTYPE",[SHAPE]]` without spaces. DTYPE is the
+safetensors name ("F32", "BF16"). A tensor's checksum is sha256(header + newline + data), where data is its
+little-endian, row-major bytes. The checksum of a set is sha256 over the tensors' checksums. Each of them is one
+newline-terminated line of lower-case hex, in the code point order of the names.
 """
 
 import hashlib
@@ -31,14 +31,14 @@ class Checksums(NamedTuple):
 
 
 def tensor_checksum(name: str, dtype: str, shape: Sequence[int], data: bytes | memoryview) -> str:
-    """Checksum of one tensor; `dtype` as safetensors spells it, `data` row-major and little-endian."""
+    """Checksum of one tensor. `dtype` is the safetensors name; `data` is row-major and little-endian."""
     digest = hashlib.sha256(_header(name, dtype, shape))
     digest.update(data)
     return digest.hexdigest()
 
 
 def fingerprint(name: str, dtype: str, shape: Sequence[int], data: bytes | memoryview) -> str:
-    """Like `tensor_checksum`, by crc32: some ten times as fast, and only to tell one tensor from another, unproven."""
+    """Like `tensor_checksum`, by crc32. About ten times as fast, but only tells tensors apart; it verifies nothing."""
     return f"{zlib.crc32(data, zlib.crc32(_header(name, dtype, shape))):08x}"
 
 
@@ -47,18 +47,18 @@ def _header(name: str, dtype: str, shape: Sequence[int]) -> bytes:
 
 
 def combined(tensors: Mapping[str, str]) -> Checksums:
-    """Join the checksums of single tensors, by name, to that of the set."""
+    """Combine the checksums of single tensors, by name, into the checksum of the set."""
     ordered = dict(sorted(tensors.items()))
     digest = hashlib.sha256("".join(f"{checksum}\n" for checksum in ordered.values()).encode())
     return Checksums(tensors=ordered, total=digest.hexdigest())
 
 
 def safetensors_files(directory: Path) -> list[Path]:
-    """The safetensors files that hold a checkpoint: one file, or the shards its index names.
+    """The safetensors files of a checkpoint: one file, or the shards in its index.
 
     Raises:
-        FileNotFoundError: the directory holds neither, or a shard is missing.
-        ValueError: the index cannot be understood, or a file lies elsewhere.
+        FileNotFoundError: the directory has neither a file nor an index, or a shard is missing.
+        ValueError: the index is malformed, or a file is outside the directory.
     """
     if (directory / INDEX_FILE).is_file():
         return sorted(set(shards_by_tensor(directory).values()))
@@ -68,11 +68,11 @@ def safetensors_files(directory: Path) -> list[Path]:
 
 
 def shards_by_tensor(directory: Path) -> dict[str, Path]:
-    """The file of each tensor, by the index of a checkpoint.
+    """The file of each tensor, from the index of a checkpoint.
 
     Raises:
         FileNotFoundError: a shard is missing.
-        ValueError: the index cannot be understood, or names a file elsewhere.
+        ValueError: the index is malformed, or names a file outside the directory.
     """
     index = path_inside(directory, INDEX_FILE)
     try:
@@ -93,7 +93,7 @@ def shards_by_tensor(directory: Path) -> dict[str, Path]:
 
 
 def checksums_of(directory: Path) -> Checksums:
-    """Checksums of the safetensors checkpoint in a directory, read from its files alone.
+    """Checksums of the safetensors checkpoint in a directory, from its files alone.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -106,28 +106,28 @@ def checksums_of(directory: Path) -> Checksums:
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies in a safetensors file."""
+    """Location of a tensor in a safetensors file."""
 
     file: Path
-    dtype: str  # as safetensors spells it
+    dtype: str  # safetensors name
     shape: tuple[int, ...]
-    begin: int  # of its bytes in the file
+    begin: int  # offset of its bytes in the file
     end: int
 
     @property
     def data(self) -> NDArray[np.uint8]:
-        """Its bytes, mapped."""
+        """Its bytes, memory-mapped."""
         if self.begin == self.end:
             return np.empty(0, dtype=np.uint8)
         return np.memmap(self.file, dtype=np.uint8, mode="r", offset=self.begin, shape=(self.end - self.begin,))
 
 
 def tensors_in(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of the safetensors checkpoint in a directory, read from the headers of its files alone.
+    """The tensors of the safetensors checkpoint in a directory, from the headers of its files.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is not in the safetensors format, or is cut.
+        ValueError: a file is not in the safetensors format, or is truncated.
     """
     return {name: tensor for file in safetensors_files(directory) for name, tensor in _tensors_of(file)}
 

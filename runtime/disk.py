@@ -1,4 +1,4 @@
-"""A full disk: noticed before it is, and told in one line with the path and the bytes that are needed."""
+"""Disk space: detect a full disk, and report the path and the required bytes in one line."""
 
 import errno
 import os
@@ -14,15 +14,15 @@ REMEDY: Final = "free some, and the same command continues the run"
 
 
 class NoSpace(OSError):
-    """A disk is full; the text is written for people."""
+    """A disk is full. The text is a message for users."""
 
 
 def no_space(path: Path | str, needed_bytes: int | None = None) -> NoSpace:
-    """The error for what cannot be written.
+    """The error for a path that cannot be written.
 
     Args:
-        path: of the file or directory.
-        needed_bytes: for all of it; none: unknown.
+        path: file or directory.
+        needed_bytes: total size to write; None: unknown.
     """
     with suppress(OSError):
         free = f"{free_bytes(path):,} bytes free"
@@ -32,7 +32,7 @@ def no_space(path: Path | str, needed_bytes: int | None = None) -> NoSpace:
 
 
 def no_space_of(error: BaseException, path: Path | str) -> NoSpace:
-    """The same for an error that `is_full`; the path is used where the error names none."""
+    """The error for an exception that `is_full`. `path` is used if the exception names no file."""
     if isinstance(error, NoSpace):
         return error
     named = error.filename if isinstance(error, OSError) and isinstance(error.filename, str) else None
@@ -40,27 +40,27 @@ def no_space_of(error: BaseException, path: Path | str) -> NoSpace:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error says that a disk or a quota is full, itself or in words: some libraries drop the number."""
+    """Whether an error reports a full disk or quota, by errno or by text: some libraries drop the errno."""
     if isinstance(error, NoSpace) or (isinstance(error, OSError) and error.errno in FULL):
         return True
     return any(text in str(error) for text in _TEXTS)
 
 
 def free_bytes(path: Path | str) -> int:
-    """Bytes that this user may write below a directory, or the nearest that exists above it; no bound where unknown.
+    """Bytes that this user may write below a directory, or below its nearest existing parent. No bound if unknown.
 
     Raises:
-        OSError: it cannot be asked.
+        OSError: the file system cannot be queried.
     """
     place = next(each for each in (Path(path), *Path(path).absolute().parents) if each.exists())
     found = os.statvfs(place)
-    return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize  # some network disks tell no size
+    return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize  # some network disks report no size
 
 
 def stored_bytes(directory: Path) -> int:
-    """Bytes of the files below a directory, which may come and go meanwhile."""
+    """Total bytes of the files below a directory. Files may appear and disappear meanwhile."""
     total = 0
-    for folder, _, names in os.walk(directory):  # passes over folders that are gone
+    for folder, _, names in os.walk(directory):  # skips folders that disappear
         for name in names:
             with suppress(OSError):
                 total += os.lstat(os.path.join(folder, name)).st_size
@@ -69,14 +69,14 @@ def stored_bytes(directory: Path) -> int:
 
 @contextmanager
 def writing(path: Path, needed_bytes: int | None) -> Generator[None]:
-    """Write something in the block.
+    """Turn errors of a full disk in the block into NoSpace.
 
     Args:
-        path: of what is written, for the message.
-        needed_bytes: for all of it; none: unknown, and only what says so itself is an error of a full disk.
+        path: target of the write, for the error text.
+        needed_bytes: total size to write. None: unknown; only errors that report a full disk then count as such.
 
     Raises:
-        NoSpace: the disk was too small for it, also where a library says something else of that.
+        NoSpace: the disk is too small, even if a library raises another error for it.
     """
     try:
         yield
@@ -88,24 +88,24 @@ def writing(path: Path, needed_bytes: int | None) -> Generator[None]:
 
 
 class LinesWhileRoom:
-    """A log file whose lines are dropped while they cannot be written: a full disk ends no process by its log."""
+    """A log file that drops lines which it cannot write, so that a full disk ends no process by its log."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
 
     def write(self, text: str) -> int:
-        """As of a file."""
+        """Write like a file; drop the text if the write fails."""
         with suppress(OSError):
             return self._file.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """As of a file."""
+        """Flush like a file; ignore a failure."""
         with suppress(OSError):
             self._file.flush()
 
     def isatty(self) -> bool:
-        """As of a file."""
+        """Always false."""
         return False
 
     def close(self) -> None:

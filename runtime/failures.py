@@ -1,10 +1,10 @@
-"""The errors in a group of errors."""
+"""Flattening of exception groups."""
 
 from typing import cast
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """The errors in a group of groups, or the error itself."""
+    """Return all errors in nested exception groups, or the error itself."""
     if isinstance(error, BaseExceptionGroup):
         group = cast("BaseExceptionGroup[BaseException]", error)
         return [leaf for inner in group.exceptions for leaf in leaves(inner)]

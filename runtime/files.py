@@ -1,4 +1,4 @@
-"""Files and directories that are there whole or not at all, and stay. Standard library only: set-up loads it too."""
+"""Atomic and durable writes of files and directories. Standard library only, because set-up imports it too."""
 
 import os
 from collections.abc import Generator
@@ -12,9 +12,9 @@ PRIVATE_DIRECTORY: Final = 0o700
 
 @contextmanager
 def whole(path: Path, mode: int = PRIVATE_FILE) -> Generator[BinaryIO]:
-    """A file to write, which takes the place of `path` when the block ends and is gone when the block raises.
+    """Write a file atomically: it replaces `path` when the block ends, and is removed if the block raises.
 
-    Readers, and a start after a crash, see the old content or the new. Others than its owner never do.
+    Readers, and a start after a crash, see either the old or the new content. By default only its owner can read it.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -27,25 +27,25 @@ def whole(path: Path, mode: int = PRIVATE_FILE) -> Generator[BinaryIO]:
 
 
 def write_atomically(path: Path, content: bytes, mode: int = PRIVATE_FILE) -> None:
-    """Replace a file at once."""
+    """Replace a file atomically."""
     with whole(path, mode) as file:
         file.write(content)
 
 
 def complete(partial: Path, path: Path) -> None:
-    """Give a file that is fully written its name; both outlast a power cut."""
+    """Move a fully written file to its final path, durably: data and name survive a power failure."""
     _sync(partial)
     partial.replace(path)
     _sync(path.parent)
 
 
 def complete_directory(partial: Path, path: Path) -> None:
-    """Give a directory that is fully written its name; with all that is in it, it outlasts a power cut.
+    """Move a fully written directory to its final path, durably: all its content survives a power failure.
 
-    It and its files are its owner's alone.
+    Only the owner can access the directory and its files.
 
     Raises:
-        OSError: there is a directory of that name that is not empty.
+        OSError: a non-empty directory of that name exists.
     """
     for folder, _, names in os.walk(partial, topdown=False):
         for name in names:
@@ -58,13 +58,13 @@ def complete_directory(partial: Path, path: Path) -> None:
 
 
 def path_inside(directory: Path, name: str) -> Path:
-    """The path of a file that another file of a directory names. Links may not lead out of the directory.
+    """Resolve a file name found in another file of a directory. Links must not lead out of the directory.
 
-    Hugging Face's cache is the exception: its `snapshots/<revision>` are links to `blobs` beside them.
+    The exception is Hugging Face's cache, where `snapshots/<revision>` holds links to the neighbouring `blobs`.
 
     Raises:
-        ValueError: it is not a name, or the path leaves the directory.
-        OSError: its links go in a circle.
+        ValueError: the name is not a relative path, or the path leaves the directory.
+        OSError: its links form a cycle.
     """
     root = os.path.realpath(directory)
     found = os.path.realpath(os.path.join(root, name), strict=False)
@@ -78,7 +78,7 @@ def path_inside(directory: Path, name: str) -> Path:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line that outlasts a power cut; one that is cut off half-way lacks its end."""
+    """Append a line durably. After a crash in the middle of a write, the line lacks its end."""
     new = not path.exists()
     with path.open("ab") as file:
         file.write(line + b"\n")

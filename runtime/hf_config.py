@@ -1,7 +1,7 @@
-"""A model's shape, read from its Hugging Face config.json without torch: for the trainer and for the embedded engine.
+"""A model's shape, read from its Hugging Face config.json without torch, for the trainer and the tiny engine.
 
-What changes the computation and is not understood is refused by its name, so that the two never compute different
-models, and neither another one than the checkpoint's.
+A key that changes the computation and is not supported is an error that names the key. So trainer and engine compute
+the same model, which is the checkpoint's.
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ from runtime.hf_experts import EXPERT_KEYS, DeepseekV3Keys, ExpertKeys, Experts,
 from runtime.hf_latent import LATENT_KEYS, DeepseekV3Attention, Latent
 from runtime.hf_rope import Rope, RopeKeys, read_rope
 
-MAX_CONTEXT: Final = 1 << 20  # tokens; beyond this a config is a mistake rather than a tiny model
+MAX_CONTEXT: Final = 1 << 20  # tokens; a larger value is taken for a mistake in the config
 
 
-DTYPES: Final = ("float64", "float32", "bfloat16", "float16")  # of weights, in Hugging Face's spelling
+DTYPES: Final = ("float64", "float32", "bfloat16", "float16")  # of weights, Hugging Face names
 
 
 ARCHITECTURES: Final = {
@@ -29,7 +29,7 @@ ARCHITECTURES: Final = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 WITH_QK_NORM: Final = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-WITHOUT_EFFECT: Final = frozenset(  # on what a decoder computes of tokens: names, tokens, how it is sampled and run
+WITHOUT_EFFECT: Final = frozenset(  # on a decoder's forward pass: names, tokens, sampling and runtime options
     (
         "add_cross_attention attention_dropout attn_implementation bad_words_ids begin_suppress_tokens bos_token_id "
         "chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample early_stopping embd_pdrop "
@@ -42,15 +42,15 @@ WITHOUT_EFFECT: Final = frozenset(  # on what a decoder computes of tokens: name
         "tokenizer_class top_k top_p torchscript transformers_version typical_p use_cache"
     ).split()
 )
-NOTES: Final = ("_", "unsloth_")  # beginnings of keys that tools leave
+NOTES: Final = ("_", "unsloth_")  # prefixes of keys that tools add
 
 
 class ModelError(ValueError):
-    """A model directory cannot be used. The text names the file and what is wrong with it."""
+    """A model directory cannot be used. The text names the file and the error."""
 
 
 class ConfigKeys(RopeKeys, frozen=True, kw_only=True):
-    """The keys of config.json that change what all of these models compute, with the classes' defaults."""
+    """The keys of config.json that change the computation of all supported models, with the classes' defaults."""
 
     vocab_size: int
     hidden_size: int
@@ -62,7 +62,7 @@ class ConfigKeys(RopeKeys, frozen=True, kw_only=True):
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     hidden_act: str = "silu"
-    rms_norm_eps: float | None = None  # 1e-6, or 1e-5 of GLM-4-MoE
+    rms_norm_eps: float | None = None  # default 1e-6, or 1e-5 for GLM-4-MoE
     max_position_embeddings: int = 2048
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -95,23 +95,23 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     output_bias: bool  # on the attention's output projection
     mlp_bias: bool
     qk_norm: bool
-    experts: Experts | None = None  # none: every layer has one MLP
-    latent: Latent | None = None  # multi-latent attention; none: queries, keys and values are projected at once
+    experts: Experts | None = None  # None: every layer has one dense MLP
+    latent: Latent | None = None  # MLA; None: queries, keys and values are projected directly
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """A model directory: its shape, and what else config.json and generation_config.json say."""
+    """A model directory: its shape and other values of config.json and generation_config.json."""
 
     shape: ModelShape
-    max_context: int  # tokens, prompt and response together
+    max_context: int  # tokens, prompt plus response
     eos_token_ids: frozenset[int]
-    dtype: str  # as Hugging Face spells it; of weights that are drawn, not loaded
+    dtype: str  # Hugging Face name; for randomly initialized weights
     initializer_range: float
-    num_mtp_layers: int = 0  # for further tokens, which a forward pass does not go through
+    num_mtp_layers: int = 0  # MTP layers; a forward pass skips them
 
 
 class _Kind(msgspec.Struct, frozen=True):
-    """What is looked at before the rest: another kind of model has other keys."""
+    """The keys that identify the kind of model. Read first, because other kinds have other keys."""
 
     architectures: tuple[str, ...] | None = None
     model_type: str = ""
@@ -122,10 +122,10 @@ class _Eos(msgspec.Struct, frozen=True):
 
 
 def read_model(directory: Path) -> ModelDescription:
-    """Read config.json and, where it exists, generation_config.json.
+    """Read config.json and, if it exists, generation_config.json.
 
     Raises:
-        ModelError: no directory, no config, or a model that is not computed; says which key is in the way.
+        ModelError: no directory, no config, or an unsupported model. The text names the key.
     """
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such directory")
@@ -155,10 +155,10 @@ def read_model(directory: Path) -> ModelDescription:
 
 
 def read_dense_model(directory: Path) -> ModelDescription:
-    """Read what the embedded engine computes.
+    """Read a model that the tiny engine can compute.
 
     Raises:
-        ModelError: as `read_model`, or the model has experts or multi-latent attention.
+        ModelError: as `read_model`, or the model has experts or MLA.
     """
     model = read_model(directory)
     if model.shape.latent is not None:
@@ -236,7 +236,7 @@ def _architecture(raw: _Kind) -> str:
 
 
 def _refuse_unknown(keys: Mapping[str, Any], architecture: str) -> None:
-    """Refuse keys that say something and that nobody here reads."""
+    """Refuse keys that have a value and that no reader here knows."""
     further = (EXPERT_KEYS.get(architecture), LATENT_KEYS.get(architecture))
     read = {*ConfigKeys.__struct_fields__, *(key for keys in further if keys for key in keys.__struct_fields__)}
     for key, value in keys.items():

@@ -1,4 +1,4 @@
-"""The mixture of experts of a model, read from the keys of its config.json: Qwen3-MoE's, GLM-4-MoE's, DeepSeek-V3's."""
+"""Mixture of experts (MoE) of a model, read from config.json: Qwen3-MoE, GLM-4-MoE, DeepSeek-V3."""
 
 from typing import Final
 
@@ -6,39 +6,39 @@ import msgspec
 
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True):
-    """Which layers have experts, and how a token's are chosen and weighed."""
+    """Which layers have experts, and how the router chooses and weights them."""
 
-    layers: tuple[bool, ...]  # of each layer whether it has experts, in the place of one MLP
+    layers: tuple[bool, ...]  # per layer: whether it has experts instead of one MLP
     num_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int
-    score: str  # "softmax" or "sigmoid" of the router's logits
-    has_bias: bool  # a bias of each expert that counts in the choice alone
-    norm_topk_prob: bool  # the chosen experts' weights sum to one
+    score: str  # of the router's logits: "softmax" or "sigmoid"
+    has_bias: bool  # a per-expert bias that affects the choice only
+    norm_topk_prob: bool  # whether the chosen experts' weights are normalized to sum 1
     routed_scaling_factor: float = 1.0
-    shared_intermediate_size: int = 0  # of the expert that every token goes through; 0: there is none
-    num_groups: int | None = None  # of experts; none: a token's experts are chosen among all
-    num_groups_per_tok: int | None = None  # those with the largest sums of two scores, of whose experts it is chosen
+    shared_intermediate_size: int = 0  # of the shared expert, which every token passes; 0: none
+    num_groups: int | None = None  # expert groups; None: a token's experts are chosen among all
+    num_groups_per_tok: int | None = None  # groups to choose from: those with the largest sums of their two best scores
 
 
 class Qwen3MoeKeys(msgspec.Struct, frozen=True):
-    """Keys of Qwen3-MoE beside those of Qwen3, with the class's defaults."""
+    """Keys of Qwen3-MoE in addition to those of Qwen3, with the class's defaults."""
 
     num_hidden_layers: int
     moe_intermediate_size: int = 768
     num_experts: int | None = None
-    num_local_experts: int | None = None  # another name of the same
+    num_local_experts: int | None = None  # alternative name of num_experts
     num_experts_per_tok: int = 8
     norm_topk_prob: bool = False
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] | None = None
-    router_aux_loss_coef: float | None = None  # of a loss that transformers adds; trainer.megatron says ours
+    router_aux_loss_coef: float | None = None  # of a loss that transformers adds; trainer.megatron sets its own
 
     def read(self) -> Experts:
-        """As transformers, Qwen3MoeDecoderLayer and Qwen3MoeTopKRouter.
+        """Read as transformers does: Qwen3MoeDecoderLayer and Qwen3MoeTopKRouter.
 
         Raises:
-            ValueError: says which key is in the way.
+            ValueError: a key is unsupported; the text names it.
         """
         if self.decoder_sparse_step < 1:
             raise ValueError(f"decoder_sparse_step {self.decoder_sparse_step} is not positive")
@@ -61,12 +61,12 @@ class Qwen3MoeKeys(msgspec.Struct, frozen=True):
 
 
 class Glm4MoeKeys(msgspec.Struct, frozen=True):
-    """Keys of GLM-4-MoE beside those of Qwen3, with the class's defaults."""
+    """Keys of GLM-4-MoE in addition to those of Qwen3, with the class's defaults."""
 
     num_hidden_layers: int
     moe_intermediate_size: int = 1408
     n_routed_experts: int | None = None
-    num_local_experts: int | None = None  # another name of the same
+    num_local_experts: int | None = None  # alternative name of n_routed_experts
     n_shared_experts: int = 1
     num_experts_per_tok: int = 8
     norm_topk_prob: bool = True
@@ -76,19 +76,19 @@ class Glm4MoeKeys(msgspec.Struct, frozen=True):
     first_k_dense_replace: int = 1
     use_qk_norm: bool = False
     router_aux_loss_coef: float | None = None
-    num_nextn_predict_layers: int | None = None  # further layers, which a forward pass does not go through
-    num_mtp_layers: int | None = None  # another name of the same
+    num_nextn_predict_layers: int | None = None  # MTP layers; a forward pass skips them
+    num_mtp_layers: int | None = None  # alternative name of num_nextn_predict_layers
 
     @property
     def num_further_layers(self) -> int:
-        """Layers behind the last one, for the tokens after the next."""
+        """Number of MTP layers, after the last layer."""
         return self.num_nextn_predict_layers or self.num_mtp_layers or 0
 
     def read(self) -> Experts:
-        """As transformers, Glm4MoeTopkRouter and Glm4MoeMoE.
+        """Read as transformers does: Glm4MoeTopkRouter and Glm4MoeMoE.
 
         Raises:
-            ValueError: says which key is in the way.
+            ValueError: a key is unsupported; the text names it.
         """
         for key in ("n_group", "topk_group"):
             if (value := getattr(self, key)) != 1:
@@ -97,12 +97,12 @@ class Glm4MoeKeys(msgspec.Struct, frozen=True):
 
 
 class DeepseekV3Keys(msgspec.Struct, frozen=True):
-    """Keys of DeepSeek-V3 beside those of Qwen3 and of its attention, with the class's defaults."""
+    """Keys of DeepSeek-V3 in addition to those of Qwen3 and of its attention, with the class's defaults."""
 
     num_hidden_layers: int
     moe_intermediate_size: int = 2048
     n_routed_experts: int | None = None
-    num_local_experts: int | None = None  # another name of the same
+    num_local_experts: int | None = None  # alternative name of n_routed_experts
     n_shared_experts: int | None = 1
     num_experts_per_tok: int = 8
     norm_topk_prob: bool = True
@@ -113,23 +113,23 @@ class DeepseekV3Keys(msgspec.Struct, frozen=True):
     moe_layer_freq: int = 1
     scoring_func: str = "sigmoid"
     topk_method: str = "noaux_tc"
-    num_nextn_predict_layers: int | None = None  # further layers, which a forward pass does not go through
-    num_mtp_layers: int | None = None  # another name of the same
-    aux_loss_alpha: float | None = None  # of DeepSeek's own training, as the next two
+    num_nextn_predict_layers: int | None = None  # MTP layers; a forward pass skips them
+    num_mtp_layers: int | None = None  # alternative name of num_nextn_predict_layers
+    aux_loss_alpha: float | None = None  # for DeepSeek's own training, like the next two
     seq_aux: bool | None = None
     ep_size: int | None = None
-    auto_map: dict[str, str] | None = None  # code beside the weights, which nobody here runs
+    auto_map: dict[str, str] | None = None  # custom model code in the checkpoint, which is never run
 
     @property
     def num_further_layers(self) -> int:
-        """Layers behind the last one, for the tokens after the next."""
+        """Number of MTP layers, after the last layer."""
         return self.num_nextn_predict_layers or self.num_mtp_layers or 0
 
     def read(self) -> Experts:
-        """As transformers, DeepseekV3TopkRouter and DeepseekV3MoE.
+        """Read as transformers does: DeepseekV3TopkRouter and DeepseekV3MoE.
 
         Raises:
-            ValueError: says which key is in the way.
+            ValueError: a key is unsupported; the text names it.
         """
         for key, only in {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
             if (value := getattr(self, key)) != only:
@@ -142,8 +142,14 @@ class DeepseekV3Keys(msgspec.Struct, frozen=True):
         return self.n_routed_experts or self.num_local_experts or 256
 
     def _groups(self) -> tuple[int | None, int | None]:
-        """Groups, and those of a token, where they matter. Megatron-core sums as many scores of a group as make up a
-        token's experts, transformers always two."""
+        """Number of expert groups and of groups per token; None if groups do not restrict the choice.
+
+        transformers ranks groups by the sum of their two best scores, Megatron-core by that of their
+        `num_experts_per_tok // topk_group` best scores.
+
+        Raises:
+            ValueError: the groups do not fit the experts, or both rankings differ.
+        """
         groups, of_token = self.n_group or 1, self.topk_group or 1
         if groups == of_token:
             return None, None
@@ -176,7 +182,7 @@ def _of_sigmoids(
     num_groups: int | None = None,
     num_groups_per_tok: int | None = None,
 ) -> Experts:
-    """What a router with sigmoids and a bias has in all families."""
+    """Experts of a router with sigmoid scores and a bias, as all such families have them."""
     if not keys.norm_topk_prob:
         raise ValueError("norm_topk_prob false is not supported of a router with sigmoids")
     return _checked(

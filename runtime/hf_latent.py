@@ -1,4 +1,4 @@
-"""Multi-latent attention of a model, read from the keys of its config.json: DeepSeek-V3's."""
+"""Multi-latent attention (MLA) of a model, read from config.json: DeepSeek-V3."""
 
 from typing import Final
 
@@ -6,17 +6,17 @@ import msgspec
 
 
 class Latent(msgspec.Struct, frozen=True, kw_only=True):
-    """Queries, and keys with values, come from vectors of low rank; a part of each head is rotated."""
+    """Dimensions of MLA: low-rank queries, low-rank keys and values, and a rotated part of each head."""
 
-    query_rank: int | None  # none: queries come from the hidden state itself
+    query_rank: int | None  # None: queries are projected from the hidden state directly
     key_value_rank: int
-    plain_dim: int  # of a head's query and key: not rotated
-    rotated_dim: int  # the rest of both; that of keys is one for all heads
+    plain_dim: int  # part of a head's query and key without RoPE
+    rotated_dim: int  # part with RoPE; the keys' part is shared by all heads
     value_dim: int
 
     @property
     def head_dim(self) -> int:
-        """Of a query or key."""
+        """Dimension of a query or key."""
         return self.plain_dim + self.rotated_dim
 
 
@@ -29,16 +29,16 @@ class DeepseekV3Attention(msgspec.Struct, frozen=True):
     kv_lora_rank: int = 512
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64
-    qk_head_dim: int | None = None  # their sum, which transformers writes
-    head_dim: int | None = None  # of the part that is rotated
+    qk_head_dim: int | None = None  # sum of the two previous sizes, which transformers writes
+    head_dim: int | None = None  # of the part with RoPE
     v_head_dim: int = 128
     rope_interleave: bool = True
 
     def read(self) -> Latent:
-        """As transformers, DeepseekV3Attention.
+        """Read as transformers does: DeepseekV3Attention.
 
         Raises:
-            ValueError: says which key is in the way.
+            ValueError: a key is unsupported; the text names it.
         """
         if self.num_key_value_heads not in (None, self.num_attention_heads):
             raise ValueError(

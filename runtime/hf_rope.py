@@ -1,4 +1,4 @@
-"""Rotary embedding of a model, read from the keys of its config.json."""
+"""Rotary position embedding (RoPE) of a model, read from config.json."""
 
 import math
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ _OF_YARN: Final = (
 
 
 class RopeKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of config.json, in two spellings."""
+    """The RoPE keys of config.json, as transformers 4 and 5 name them."""
 
     rope_theta: float | None = None  # transformers 4
     rope_scaling: dict[str, Any] | None = None  # transformers 4
     rope_parameters: dict[str, Any] | None = None  # transformers 5
-    partial_rotary_factor: float | None = None  # 1, or 0.5 of GLM-4-MoE
+    partial_rotary_factor: float | None = None  # default 1, or 0.5 for GLM-4-MoE
 
 
 class Yarn(msgspec.Struct, frozen=True, kw_only=True):
-    """Low frequencies stretched as by YaRN, in the words of config.json."""
+    """YaRN scaling of low frequencies, with the names of config.json."""
 
     factor: float
     original_max_position_embeddings: int
@@ -33,18 +33,18 @@ class Yarn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rope(msgspec.Struct, frozen=True):
-    """Rotary embedding: the base, the share of a head that is rotated, and how low frequencies are stretched."""
+    """RoPE parameters: the base, the rotated share of a head, and the scaling of low frequencies."""
 
     theta: float = 10000.0
-    share: float = 1.0  # from the front of each head
-    factor: float = 1.0  # Llama 3's; 1 = no stretching
+    share: float = 1.0  # rotated share, from the front of each head
+    factor: float = 1.0  # of Llama 3's scaling; 1: no scaling
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
-    yarn: Yarn | None = None  # in the place of Llama 3's
+    yarn: Yarn | None = None  # replaces Llama 3's scaling
 
     def stretched(self, frequency: float) -> float:
-        """Llama 3's rule: long wavelengths are stretched by `factor`, short ones kept, those between interpolated.
+        """Llama 3's scaling: stretch long wavelengths by `factor`, keep short ones, and interpolate between them.
 
         Source:
             transformers, modeling_rope_utils._compute_llama3_parameters.
@@ -58,15 +58,15 @@ class Rope(msgspec.Struct, frozen=True):
 
 
 def read_rope(keys: RopeKeys, *, share: float, stretching: str = "llama3") -> Rope:
-    """Join the two spellings of rotary parameters: transformers 4 (rope_theta, rope_scaling) and 5.
+    """Read RoPE parameters as transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters) writes them.
 
     Args:
         keys: of config.json.
-        share: of a head that models of this architecture rotate, where nothing else is said.
-        stretching: the one rope_type beside the default that is computed for this architecture.
+        share: default share of a head that models of this architecture rotate.
+        stretching: the only rope_type besides "default" that is supported for this architecture.
 
     Raises:
-        ValueError: says which key is in the way.
+        ValueError: a key is unsupported; the text names it.
     """
     parameters: dict[str, Any] = dict(keys.rope_scaling or {}) | dict(keys.rope_parameters or {})
     theta = float(parameters.get("rope_theta") or keys.rope_theta or 10000.0)
@@ -105,7 +105,7 @@ def _llama3(theta: float, parameters: Mapping[str, Any]) -> Rope:
 
 
 def _yarn(theta: float, parameters: Mapping[str, Any]) -> Rope:
-    """As transformers: modeling_rope_utils._compute_yarn_parameters, and DeepSeek's yarn_apply_mscale."""
+    """Read as transformers (modeling_rope_utils._compute_yarn_parameters) and DeepSeek (yarn_apply_mscale) do."""
     if other := [key for key, value in parameters.items() if key not in _OF_YARN and value is not None]:
         raise ValueError(f"{other[0]} of rope_type 'yarn' is not understood, and may change what the model computes")
     mscale, all_dim = (float(parameters.get(key) or 0.0) for key in ("mscale", "mscale_all_dim"))
@@ -116,7 +116,7 @@ def _yarn(theta: float, parameters: Mapping[str, Any]) -> Rope:
         original_max_position_embeddings=int(parameters["original_max_position_embeddings"]),
         beta_fast=float(parameters.get("beta_fast") or 32.0),
         beta_slow=float(parameters.get("beta_slow") or 1.0),
-        mscale=mscale if all_dim else 1.0,  # alone it says nothing
+        mscale=mscale if all_dim else 1.0,  # has no effect alone
         mscale_all_dim=all_dim,
     )
     if not yarn.factor >= 1.0 or yarn.original_max_position_embeddings < 1:

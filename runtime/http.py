@@ -1,10 +1,10 @@
-"""Asking a server over HTTP whether it lives: one GET on a connection of its own."""
+"""HTTP health check: one GET on a new connection."""
 
 import aiohttp
 
 
 async def status_of(url: str, *, timeout_s: float) -> int | None:
-    """The status that a GET is answered with; None if there is no answer in time."""
+    """Status of the answer to a GET; None without an answer in time."""
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     connector = aiohttp.TCPConnector(force_close=True)
     try:

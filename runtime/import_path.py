@@ -1,4 +1,4 @@
-"""Where modules are found: ours first, those of the user's folder last."""
+"""Module search path: this project's modules first, modules of the user's folder last."""
 
 import os
 import sys
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS = ("actors", "bin", "messages", "runtime")  # packages; no module of a user's has one of these names
-SLOPPY = frozenset({"docs", "examples", "scripts", "test", "tests"})  # that some packages install by mistake
+OURS = ("actors", "bin", "messages", "runtime")  # packages; no user module may have one of these names
+SLOPPY = frozenset({"docs", "examples", "scripts", "test", "tests"})  # some distributions install these by mistake
 
 
 def user_folder_last() -> None:
-    """Have modules of the current folder found after all others: `module:function` may name one, nothing else does.
+    """Append the current folder to the search path, so that `module:function` settings find user modules.
 
-    Our processes are started with `-P`, which keeps Python from putting that folder first, where a messages.py in it
-    would take the place of our messages.
+    Processes start with `-P`, so that Python does not put that folder first. There, a messages.py would replace this
+    project's `messages`.
     """
     folder = os.getcwd()
     if folder not in sys.path:
@@ -22,20 +22,20 @@ def user_folder_last() -> None:
 
 
 def refuse_shadows() -> None:
-    """End this process with one line where a file on PYTHONPATH takes the place of a module that we import."""
+    """Exit with an error message if a file on PYTHONPATH shadows a module that this project imports."""
     found = [
         f"PYTHONPATH: {path} takes the place of {name}" for name, path in shadows(os.environ.get("PYTHONPATH", ""))
     ]
     if found:
         sys.stderr.write("\n".join(found) + "; rename it, or take its folder out of PYTHONPATH\n")
-        sys.exit(2)  # wrong input; runtime.exit_codes imports typing, which may be what is shadowed
+        sys.exit(2)  # wrong input; runtime.exit_codes imports typing, which may be shadowed
 
 
 def shadows(python_path: str) -> Iterator[tuple[str, Path]]:
-    """Modules of Python and of our packages that PYTHONPATH has as well, and where: they would be found first.
+    """Modules on PYTHONPATH that shadow modules of Python, of this project or of its dependencies, with their paths.
 
     Args:
-        python_path: the variable's value.
+        python_path: value of PYTHONPATH.
     """
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     installed = Path(sys.prefix) / "lib" / version / "site-packages"
@@ -48,7 +48,7 @@ def shadows(python_path: str) -> Iterator[tuple[str, Path]]:
 
 
 def _modules_in(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The modules and packages of a folder, by name."""
+    """The modules and packages of a folder, as (name, path)."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:

@@ -1,4 +1,4 @@
-"""Trying again: the only place that says how long to wait in between, and the only loop that does so."""
+"""Retries with backoff. All retry delays and the only retry loop are here."""
 
 import math
 import random
@@ -13,23 +13,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Backoff:
-    """How long to wait after failures in a row: doubled with each, up to a bound.
+    """Delays after consecutive failures: exponential, with an upper bound.
 
-    Each pause is drawn from the upper half of that, so that many who fail together do not come back together.
+    Each delay is drawn from the upper half of the interval, so that processes that fail together do not retry together.
     """
 
     first_s: float = 0.1
     max_s: float = 5.0
 
     def pause_s(self, failures: int) -> float:
-        """Seconds to wait after so many failures in a row, from 1."""
+        """Seconds to wait after this number of consecutive failures, from 1."""
         doublings = min(max(0, failures - 1), 64)
         longest_s = min(self.max_s, self.first_s * 2.0**doublings)
         return longest_s * random.uniform(0.5, 1.0)
 
 
 DEFAULT_BACKOFF = Backoff()
-FOR_EVER = math.inf  # times, where an end comes from outside: a deadline around the call, or its cancellation
+FOR_EVER = math.inf  # value of `times` if the caller ends the retries: by a deadline or by cancellation
 
 
 async def retried(
@@ -40,12 +40,12 @@ async def retried(
     failed: Callable[[Exception, int], None] = lambda error, failures: None,
     backoff: Backoff = DEFAULT_BACKOFF,
 ) -> T:
-    """What an attempt returns, tried again after each failure of a kind.
+    """Return the result of an attempt, and retry it after errors of the given types.
 
     Args:
-        times: attempts, after the last of which its error is raised; FOR_EVER if the caller has another end.
-        failed: told of each failure that is followed by another attempt, and how many there were in a row; it may raise
-            to end the attempts.
+        on: error types to retry; others are raised at once.
+        times: maximum number of attempts; the last one's error is raised. FOR_EVER if the caller ends the retries.
+        failed: called before each retry with the error and the number of consecutive failures. It may raise to stop.
     """
     failures = 0
     while True:

@@ -1,4 +1,4 @@
-"""Secrets: never shown, kept in files that only their owner reads, and cut out of URLs before these are shown."""
+"""Secrets: hidden when printed, stored in files that only their owner can read, and removed from displayed URLs."""
 
 import os
 import re
@@ -15,25 +15,25 @@ from runtime.files import PRIVATE_DIRECTORY, PRIVATE_FILE
 
 HIDDEN: Final = "***"
 NATS_CREDENTIALS: Final = "BEGIN NATS USER JWT"
-_BYTES: Final = 24  # of randomness in a secret that we make
-_LOGIN: Final = re.compile(r"(?<=://)[^\s,]*@")  # all before the last @ of a URL: a password may hold anything
+_BYTES: Final = 24  # random bytes in a generated secret
+_LOGIN: Final = re.compile(r"(?<=://)[^\s,]*@")  # up to the last @ of a URL, because a password may hold any character
 
 
 class Secret(str):
-    """A text that is `***` to whoever prints, joins, encodes or logs it. Only `reveal` gives it away."""
+    """A text that shows as `***` when printed, joined, encoded or logged. Only `reveal` returns it."""
 
     __slots__ = ("_text",)
     _text: str
 
     def __new__(cls, text: str) -> Self:
-        """Keep a text."""
+        """Wrap a text."""
         secret = super().__new__(cls, HIDDEN)
         secret._text = text
         return secret
 
     @classmethod
     def random(cls) -> Self:
-        """A new one that nobody can guess, of letters and digits."""
+        """Generate a random secret of hexadecimal digits."""
         return cls(secrets.token_hex(_BYTES))
 
     def reveal(self) -> str:
@@ -57,7 +57,7 @@ class Secret(str):
 
 
 class Login(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server asks for: user and password, or a token alone."""
+    """Login of a server: user and password, or a token alone."""
 
     user: str | None = None
     password: Secret  # or the token, without a user
@@ -70,10 +70,10 @@ class _LoginFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def split_login(url: str) -> tuple[str, Login | None]:
-    """URLs, separated by commas, without the login that stands in them, and that login.
+    """Split comma-separated URLs into URLs without login, and their login.
 
     Raises:
-        ValueError: they have different logins.
+        ValueError: the URLs have different logins.
     """
     bare: list[str] = []
     found: set[tuple[str | None, str]] = set()
@@ -91,7 +91,7 @@ def split_login(url: str) -> tuple[str, Login | None]:
 
 
 def with_login(url: str, login: Login | None) -> str:
-    """URLs with a login in each, percent-encoded. Secret from here on."""
+    """Insert a percent-encoded login into each URL. The result is secret."""
     if login is None:
         return url
     words = [login.password.reveal()] if login.user is None else [login.user, login.password.reveal()]
@@ -100,11 +100,11 @@ def with_login(url: str, login: Login | None) -> str:
 
 
 def read_login(path: Path) -> Login:
-    """The login in a TOML file: `user` and `password`, or `token`.
+    """Read the login in a TOML file: `user` and `password`, or `token`.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: others may read it, or it holds something else. Shows nothing of what it holds.
+        OSError: the file cannot be read.
+        ValueError: other users may read the file, or its content is invalid. The text shows none of the content.
     """
     text = read_private(path)
     if NATS_CREDENTIALS in text:
@@ -123,23 +123,23 @@ def read_login(path: Path) -> Login:
 
 
 def without_logins(text: str) -> str:
-    """A text to be shown: the logins of all URLs in it are hidden."""
+    """Hide the logins of all URLs in a text."""
     return _LOGIN.sub(f"{HIDDEN}@", text) if "@" in text and "://" in text else text
 
 
 def without(text: bytes, known: Iterable[Secret]) -> bytes:
-    """What a process printed, with known secrets hidden."""
+    """Hide known secrets in the output of a process."""
     for secret in known:
         text = text.replace(secret.reveal().encode(), HIDDEN.encode())
     return text
 
 
 def kept_secret(path: Path) -> Secret:
-    """The secret in a file of ours; a new one is written when there is none.
+    """Return the secret in a file; generate and write it if the file is missing.
 
     Raises:
         OSError: the file cannot be read or written.
-        ValueError: others may read it.
+        ValueError: other users may read the file.
     """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def kept_secret(path: Path) -> Secret:
 
 
 def write_private(path: Path, content: str) -> None:
-    """Replace a file at once; at no moment can others read it."""
+    """Replace a file atomically. Other users can never read it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.unlink(missing_ok=True)
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE), "w") as file:
@@ -159,11 +159,11 @@ def write_private(path: Path, content: str) -> None:
 
 
 def read_private(path: Path) -> str:
-    """A file that only its owner reads.
+    """Read a file that only its owner may read.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: others may read it; says what to do.
+        OSError: the file cannot be read.
+        ValueError: other users may read the file; the text says what to do.
     """
     with path.open(encoding="utf-8") as file:
         mode = os.fstat(file.fileno()).st_mode
@@ -173,10 +173,10 @@ def read_private(path: Path) -> str:
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory, or close one that is there, to all but its owner.
+    """Create a directory for its owner alone, or restrict an existing one to its owner.
 
     Raises:
-        OSError: it cannot be made, or it is somebody else's.
+        OSError: the directory cannot be created, or belongs to another user.
     """
     directory.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
     if directory.stat().st_mode & 0o077:

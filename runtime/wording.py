@@ -1,4 +1,4 @@
-"""Values, numbers, times and curves as people read them."""
+"""Formatting of values, numbers, durations and curves for people."""
 
 import itertools
 import json
@@ -9,39 +9,42 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Final
 
-MAX_SHOWN: Final = 200  # characters of a value: a path is seen whole
+MAX_SHOWN: Final = 200  # characters of a value; enough for a full path
 CURVE_COLUMNS = 40
 _BARS = "▁▂▃▄▅▆▇█"
 _STEERS = re.compile(
     "[\x00-\x1f\x7f-\x9f"  # C0, DEL, C1
-    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # turn the direction of writing
-    "\u2028\u2029\ud800-\udfff]"  # end a line for some; are no characters
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # bidirectional controls
+    "\u2028\u2029\ud800-\udfff]"  # line separators in some programs; surrogates
 )
 
 
 def show(value: object) -> str:
-    """Spell a value as TOML or JSON would, cut when long."""
+    """Format a value as TOML or JSON, truncated if long."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
 def printable(text: str) -> str:
-    r"""A text as it may stand on a line of a terminal: what would steer it is written as \x1b, \n or \u202e."""
+    r"""Escape control characters for a terminal line, as \x1b, \n or \u202e."""
     return _STEERS.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 def printable_json(text: str) -> str:
-    """JSON in one line that means the same and steers no terminal; JSON alone lets DEL, C1 and Unicode's marks be."""
+    """Escape control characters in one line of JSON, without a change of meaning.
+
+    JSON itself does not require escapes for DEL, C1 and Unicode's marks.
+    """
     return _STEERS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def shortened(text: str, length: int) -> str:
-    """The beginning of a text, with the count of what is left out."""
+    """The beginning of a text, and the number of omitted characters."""
     return text if len(text) <= length else f"{text[:length]} ... ({len(text) - length:,} more characters)"
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9; real-time signals have numbers only."""
+    """Name of a signal: SIGKILL for 9. Real-time signals have numbers only."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -49,7 +52,7 @@ def signal_name(number: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the two largest units that matter: 8.2s, 1m05s, 2h07m, 3d04h."""
+    """Format seconds in the two largest units: 8.2s, 1m05s, 2h07m, 3d04h."""
     if seconds < 9.95:
         return f"{seconds:.1f}s"
     whole = round(seconds)
@@ -62,19 +65,19 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """A reward or the like in three decimals."""
+    """Format a reward or similar number with three decimals."""
     return f"{value:.3f}"
 
 
 def count_of(count: int, thing: str) -> str:
-    """A count with its noun."""
+    """A count with its noun, in the plural unless it is 1."""
     return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
 
 
 def sparkline(values: Sequence[float], columns: int = CURVE_COLUMNS) -> str:
-    """A small curve; values within 0 and 1 are drawn on that scale, others between their least and greatest.
+    """Draw a small curve. The scale is 0 to 1 if all values are within, else minimum to maximum.
 
-    A stretch with a value that is NaN or infinite is "?".
+    A column with a NaN or infinite value shows "?".
     """
     finite = [value for value in values if math.isfinite(value)]
     if not values:
