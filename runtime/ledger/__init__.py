@@ -1,4 +1,4 @@
-"""The ledger: what the log says about every prompt group, folded by whoever follows it.
+"""The ledger: the state of every prompt group, folded from the log by any reader of it.
 
-Open fold.py first; state.py is what it folds to.
+Start reading at fold.py; state.py defines the folded state.
 """

@@ -1,7 +1,7 @@
-"""The log's older part, in files of the run directory: written before it is purged, read together with what is left.
+"""Archive of the log's older part in the run directory, written before the log is purged.
 
-A file holds a stretch of the log, a JSON line per event, compressed. It is complete once it has its name; a crash
-before the purge leaves a stretch in both places, never in neither.
+Each file holds a range of the log: one JSON line per event, compressed. A file gets its final name once it is complete.
+After a crash before the purge, a range is in the archive and in the log. Readers read each event once.
 """
 
 import gzip
@@ -29,9 +29,9 @@ from runtime.ledger.fold import FOLD_VERSION, LedgerState
 ARCHIVE: Final = "archive"  # in the run directory
 PARTIAL: Final = ".partial"
 FILE_NAME: Final = re.compile(r"events-(\d+)-(\d+)\.jsonl\.gz")
-LEVEL: Final = 3  # of compression: a tenth of the size at a fifth of the default's time
-HEADER_CHARS: Final = 300  # of a header that is no known one
-LINES_AT_ONCE: Final = 512  # handed to a thread
+LEVEL: Final = 3  # compression level: a tenth of the size in a fifth of the default level's time
+HEADER_CHARS: Final = 300  # bound of an unknown header value
+LINES_AT_ONCE: Final = 512  # per call of a worker thread
 MICROSECOND: Final = timedelta(microseconds=1)
 UNIX_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -44,18 +44,18 @@ class ArchiveDamaged(OSError):
 
 
 class ArchivedEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line: an event as it was stored."""
+    """One line of an archive file: a stored event."""
 
-    seq: int  # in the log
+    seq: int  # sequence in the log
     time: datetime
-    type: str  # of the message; empty if it had none
-    event: msgspec.Raw = msgspec.Raw(b"null")  # as it was
-    raw: bytes | None = None  # instead, base64, of what is no JSON
+    type: str  # message type; empty if the event had none
+    event: msgspec.Raw = msgspec.Raw(b"null")  # the payload, unchanged
+    raw: bytes | None = None  # the payload in base64 if it is not JSON, instead of `event`
     content_type: str = JSON
 
 
 class ArchivedFile(msgspec.Struct, frozen=True, order=True):
-    """A complete file."""
+    """A complete archive file."""
 
     first_seq: int
     last_seq: int
@@ -63,7 +63,7 @@ class ArchivedFile(msgspec.Struct, frozen=True, order=True):
 
 
 def archived_files(run_dir: Path) -> list[ArchivedFile]:
-    """The complete files of a run, in the order of the log."""
+    """The complete archive files of a run, in log order."""
     directory = run_dir / ARCHIVE
     names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
     matches = [match for match in map(FILE_NAME.fullmatch, names) if match is not None]
@@ -71,10 +71,13 @@ def archived_files(run_dir: Path) -> list[ArchivedFile]:
 
 
 async def archive(bus: Bus, run_dir: Path, *, below_seq: int) -> tuple[Path, int]:
-    """Copy the events of the log below a sequence into a file; return it and how many they are.
+    """Copy the events of the log below a sequence into an archive file.
+
+    Returns:
+        The file and the number of its events.
 
     Raises:
-        OSError: it cannot be written; nothing of it counts then.
+        OSError: the file cannot be written; no archive file is added.
         BusUnavailable: the log cannot be read.
     """
     directory = run_dir / ARCHIVE
@@ -96,7 +99,7 @@ async def archive(bus: Bus, run_dir: Path, *, below_seq: int) -> tuple[Path, int
 
 
 def archived_events(run_dir: Path, *, from_seq: int = 1, below_seq: int | None = None) -> Iterator[Received[Message]]:
-    """The archived events of a stretch of the log, each once, in order. What cannot be decoded is passed over."""
+    """The archived events of a range of the log, each once, in order. Skips events that cannot be decoded."""
     last = from_seq - 1
     for file in archived_files(run_dir):
         if file.last_seq <= last or (below_seq is not None and file.first_seq >= below_seq):
@@ -110,14 +113,14 @@ def archived_events(run_dir: Path, *, from_seq: int = 1, below_seq: int | None =
 
 
 def first_archived(run_dir: Path) -> Iterator[Received[Message]]:
-    """The oldest file's events: how the run began."""
+    """The events of the oldest archive file: the start of the run."""
     return _read(file.path) if (file := next(iter(archived_files(run_dir)), None)) is not None else iter(())
 
 
 async def start_state(bus: Bus, run_dir: Path) -> LedgerState | None:
-    """The state to begin from where the first part of the log is neither there nor archived here; None if it is.
+    """The state to start folding from if the log's first part is neither in the log nor archived here; else None.
 
-    On a node beside the one that has the archive.
+    This is the case on nodes other than the node with the archive. None also if no snapshot is usable.
     """
     last_seq = max((file.last_seq for file in archived_files(run_dir)), default=0)
     if (await bus.state(Plane.EVENT)).first_seq <= last_seq + 1:
@@ -126,7 +129,7 @@ async def start_state(bus: Bus, run_dir: Path) -> LedgerState | None:
 
 
 async def newest_snapshot(bus: Bus) -> LedgerState | None:
-    """The state to begin from where the first part of the log may be gone; None if no snapshot can be used."""
+    """The state of the newest usable snapshot, for readers whose log lacks its first part; None if there is none."""
     newest: SnapshotTaken | None = None
     async with bus.read(SnapshotTaken, buries=False) as snapshots:
         async for received in snapshots.so_far():
@@ -137,27 +140,27 @@ async def newest_snapshot(bus: Bus) -> LedgerState | None:
 
 @asynccontextmanager
 async def history(bus: Bus, run_dir: Path, *, buries: bool = False) -> "AsyncGenerator[RunEvents, None]":
-    """A run's events from the first on, for the duration of a block.
+    """Read a run's events from the first one, for the duration of the block.
 
     Args:
-        buries: whether what cannot be used becomes a dead letter, rather than being passed over.
+        buries: whether unusable events are dead-lettered instead of skipped.
     """
     async with bus.read(buries=buries, skips=True) as events:
         yield RunEvents(events, run_dir)
 
 
 class ArchivedBefore:
-    """What was moved to the archive between the events that a reader of the log gets."""
+    """Archived events that lie between the events that a reader gets from the log."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._last_seq = 0
 
     async def events(self, seq: int) -> AsyncGenerator[Received[Message], None]:
-        """The archived events between the last event that this was asked for and the one of this sequence.
+        """The archived events between the previous call's sequence and this one.
 
         Raises:
-            ArchiveDamaged: they cannot be read; they are not asked for again.
+            ArchiveDamaged: they cannot be read. The next call does not read them again.
         """
         from_seq, self._last_seq = self._last_seq + 1, seq
         if seq > from_seq:
@@ -168,20 +171,20 @@ class ArchivedBefore:
 
 
 class RunEvents:
-    """A run's events from the first on: those of the archive, then those of the log.
+    """A run's events from the first one: the archive, then the log.
 
     Args:
-        events: every event that the log holds.
-        run_dir: where the archive is, if there is one.
+        events: all events in the log.
+        run_dir: directory of the run, whose archive may not exist.
     """
 
     def __init__(self, events: Events[Message], run_dir: Path) -> None:
-        self.first_seq = 0  # of the first event; 0: none was read. Above 1 what was before it is lost
+        self.first_seq = 0  # sequence of the first event read; 0: none yet. If above 1, the earlier events are lost
         self._events = events
         self._archived = ArchivedBefore(run_dir)
 
     async def so_far(self) -> AsyncGenerator[Received[Message], None]:
-        """Those that there are by now."""
+        """The events stored by now."""
         async for received in self._events.so_far():
             async for event in self._with_archived(received):
                 yield event
@@ -202,7 +205,7 @@ def _take(archived: Iterator[Received[Message]]) -> list[Received[Message]]:
 
 def _make_directory(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    for left in directory.glob(f"*{PARTIAL}"):  # by a process that was killed
+    for left in directory.glob(f"*{PARTIAL}"):  # left by a killed process
         left.unlink()
 
 
@@ -210,7 +213,7 @@ def _line_of(stored: StoredMessage) -> bytes:
     kind = clipped(stored.headers.get(TYPE_HEADER, ""), HEADER_CHARS)
     content_type = clipped(stored.headers.get(CONTENT_TYPE_HEADER, JSON), HEADER_CHARS)
     is_json = content_type == JSON
-    written = JSON if is_json else content_type  # a default is left out if it is the very object
+    written = JSON if is_json else content_type  # msgspec omits a default only if it is the identical object
     line = ArchivedEvent(seq=stored.seq, time=stored.time, type=kind, content_type=written)
     if is_json and b"\n" not in stored.payload and is_plain_json(stored.payload):
         line = msgspec.structs.replace(line, event=msgspec.Raw(stored.payload))

@@ -1,4 +1,4 @@
-"""Prompt groups in batches: taken up, trained, given back. What an event makes of the state."""
+"""State changes of prompt groups in batches: batched, trained, given back."""
 
 from typing import Final
 
@@ -8,11 +8,11 @@ from runtime.ledger.groups import describe, oldest_version
 from runtime.ledger.state import Group, LedgerState, Stage
 from runtime.ledger.steps import Batch, Settled, StepChange, StepEvent, TakenBack, advance
 
-OVER_SAMPLING_FILTER: Final = "over_sampling_filter"  # reason of groups that lost the selection
+OVER_SAMPLING_FILTER: Final = "over_sampling_filter"  # reason of groups that the selection did not choose
 
 
 def take_batch(state: LedgerState, event: BatchReady) -> tuple[Change, ...]:
-    """Put the groups that it names and that are kept into the batch of a step."""
+    """Put the kept groups of the event into the batch of a step."""
     kept = tuple(ref for ref in event.groups if _is_kept(state, ref))
     if not kept or not state.takes_batch(event.step):
         return ()
@@ -27,7 +27,7 @@ def take_batch(state: LedgerState, event: BatchReady) -> tuple[Change, ...]:
 
 
 def _pass_over(state: LedgerState, event: BatchReady) -> tuple[Group, ...]:
-    """What a batch is made without and what waits for no other one."""
+    """Pass over the spare groups and those that the selection did not choose."""
     passed_over = list(state.in_stage(Stage.SPARE).values())
     for group_id in event.passed_over:
         group = state.groups.get(group_id)
@@ -40,7 +40,7 @@ def _pass_over(state: LedgerState, event: BatchReady) -> tuple[Group, ...]:
 
 
 def _is_kept(state: LedgerState, ref: GroupRef) -> bool:
-    """Whether a group can be in a batch now; one of before the log's beginning is taken at the buffer's word."""
+    """Whether a group can be in a batch now. For groups older than the folded log, trusts the buffer."""
     group = state.groups.get(ref.group_id)
     if group is None:
         return ref.group_id < state.first_group
@@ -48,7 +48,7 @@ def _is_kept(state: LedgerState, ref: GroupRef) -> bool:
 
 
 def take_step(state: LedgerState, event: StepEvent, seq: int) -> tuple[StepChange, ...]:
-    """Take in a fact that trainers log: groups of trained batches are over, those of lost ones go back."""
+    """Apply an event of the trainer: settle groups of trained batches, give back groups of lost batches."""
     changes = advance(state, event)
     for change in changes:
         if isinstance(change, TakenBack):
@@ -71,7 +71,7 @@ def _settle(state: LedgerState, change: Settled) -> None:
 
 
 def _give_back(state: LedgerState, change: TakenBack, seq: int) -> None:
-    """What is lost of a batch is generated again, the others wait for the next batch."""
+    """Return a batch's groups: those with lost payloads are generated again, the others wait for the next batch."""
     for ref in change.groups:
         group = state.groups.get(ref.group_id)
         if group is None:
@@ -80,7 +80,7 @@ def _give_back(state: LedgerState, change: TakenBack, seq: int) -> None:
             describe(group, ())
             group.event_seq, group.carried, group.payload_seq = seq, (), state.newest_payload + 1
             group.fruitless += 1
-            group.prompt_parts, group.reason = (), "payloads_missing"  # which may be gone too: it is stored again
+            group.prompt_parts, group.reason = (), "payloads_missing"  # the stored prompt may be gone too
             state.move(group, Stage.POOLED)
         else:
             state.move(group, Stage.READY)

@@ -1,4 +1,4 @@
-"""What a person asks of a run's ledger: its books, and which groups each step trained. A fold of the log. Pure."""
+"""Summary of a run's ledger for people: group counts, and the groups of each step. A pure fold of the log."""
 
 from collections.abc import Iterator
 
@@ -11,64 +11,65 @@ from runtime.wording import count_of, duration
 
 
 class EvaluationProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """An evaluation that runs."""
+    """A running evaluation."""
 
     step: int
     version: int
-    done: dict[str, int]  # ended items by set
+    done: dict[str, int]  # completed items by set
     items: dict[str, int]
 
 
 class Stall(msgspec.Struct, frozen=True, kw_only=True):
-    """Nothing happens."""
+    """The run makes no progress."""
 
     idle_s: float
-    waiting: dict[str, str]  # by instance
+    waiting: dict[str, str]  # by instance: what it waits for
 
 
 class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The ledger of a run as one JSON object."""
 
     run: str
-    live: bool  # read from the run's bus
-    events: int  # sequence of the newest event that the ledger read
+    live: bool  # whether it was read from the run's bus
+    events: int  # log sequence of the newest event read
     books: Books
     dropped: dict[str, int]  # by reason
     failed: dict[str, int]
-    untrained: dict[str, int]  # samples of trained batches that left no gradient, by reason
-    steps: int  # trained
-    trained: tuple[tuple[int, tuple[int, ...]], ...]  # step and its groups, in the order in which they were settled
-    skipped: tuple[tuple[int, tuple[int, ...]], ...]  # step and those of its groups that left no gradient
-    round: int  # the open one; number of the next batch
-    halted: bool  # its generation is ended
-    version: int  # newest announced weights, 0 before the first
-    version_step: int  # train steps that they contain
+    untrained: dict[str, int]  # samples of trained batches that contributed no gradient, by reason
+    steps: int  # trained steps
+    trained: tuple[tuple[int, tuple[int, ...]], ...]  # step and its groups, in the order of settlement
+    skipped: tuple[tuple[int, tuple[int, ...]], ...]  # step and its groups that contributed no gradient
+    round: int  # the open round: number of the next batch
+    halted: bool  # whether its generation was halted
+    version: int  # newest announced weight version, 0 before the first
+    version_step: int  # train steps in these weights
     checkpoint_step: int
     evaluation: EvaluationProgress | None
-    evaluated_step: int | None  # newest step whose evaluation ended
+    evaluated_step: int | None  # newest step with a finished evaluation
     finished: str | None  # reason
-    gave_up: str | None  # reason; until a buffer starts again
-    stalled: Stall | None  # who waits for what, if nothing has happened since it was asked
+    gave_up: str | None  # reason; None again once a buffer starts
+    stalled: Stall | None  # if no event came after the report: what each instance waits for
 
 
 class LedgerReport:
-    """Folds the events of a run into its books."""
+    """Folds the events of a run into its summary."""
 
     def __init__(self) -> None:
         self.state = LedgerState()
         self.trained: list[tuple[int, tuple[int, ...]]] = []
         self.skipped: list[tuple[int, tuple[int, ...]]] = []
-        self.first_seq = 0  # of the log; 0 while nothing was read
+        self.first_seq = 0  # first sequence read; 0: none yet
         self._stalled: Stall | None = None
 
     def begin(self, state: LedgerState) -> None:
-        """Begin in the middle: what came before can only be had as the state of the ledger."""
+        """Start in the middle of the log, from a folded state."""
         self.state = state
 
     def take(self, event: Message, seq: int) -> None:
         """Take the next event of the log.
 
         Args:
+            event: any event of the run.
             seq: its sequence in the log.
         """
         self.first_seq = self.first_seq or seq
@@ -120,7 +121,7 @@ class LedgerReport:
 
 
 def sum_line(books: Books, *, brief: bool = False) -> str:
-    """The books as a sum; in brief without its zeros."""
+    """Format the group counts as a sum; `brief` omits zeros."""
     counts = msgspec.structs.asdict(books)
     issued = counts.pop("issued")
     parts = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count or not brief]
@@ -128,7 +129,7 @@ def sum_line(books: Books, *, brief: bool = False) -> str:
 
 
 def lines_of(summary: LedgerSummary) -> Iterator[str]:
-    """The summary for people."""
+    """Format the summary as lines for people."""
     warning = "" if summary.books.closed else "  THE BOOKS DO NOT CLOSE"
     yield f"run         {summary.run}, {_standing(summary)}"
     yield f"groups      {sum_line(summary.books)}{warning}"
@@ -145,12 +146,12 @@ def lines_of(summary: LedgerSummary) -> Iterator[str]:
 
 
 def untrained_words(reason: str, count: int) -> str:
-    """In one line, how many samples of batches left no gradient."""
+    """Format the number of samples that contributed no gradient as one line."""
     return f"untrained: {count_of(count, 'sample')} {reason}"
 
 
 def stall_words(event: RunStalled) -> str:
-    """In one line, what nothing happens for."""
+    """Format a stall as one line."""
     waiting = "; ".join(f"{name}: {what}" for name, what in event.waiting.items())
     return f"nothing happened for {duration(event.idle_s)}: {waiting or 'nobody is there'}"
 

@@ -1,4 +1,4 @@
-"""What an event of the log changed: `fold` returns it, and whoever wants to know of groups listens to that."""
+"""Changes that `fold` returns for an event: readers learn from them what happened to groups and batches."""
 
 import msgspec
 
@@ -8,13 +8,13 @@ from runtime.ledger.steps import Settled, TakenBack
 
 
 class Issued(msgspec.Struct, frozen=True):
-    """Groups are to be generated, for the first time or again."""
+    """Groups are issued for generation, for the first time or again."""
 
     groups: tuple[Group, ...]
 
 
 class AttemptEnded(msgspec.Struct, frozen=True):
-    """The first ending of an attempt; what comes later of it changes nothing."""
+    """The first end of an attempt. Later events of the attempt change nothing."""
 
     group: Group
     event: GroupCompleted | GroupAborted | GroupFailed
@@ -25,22 +25,22 @@ class Judged(msgspec.Struct, frozen=True):
 
     group: Group
     outcome: Outcome
-    reason: str | None  # the filter's
+    reason: str | None  # the filter's reason
 
 
 class Closed(msgspec.Struct, frozen=True):
-    """A group is given up: no further attempt, no batch."""
+    """A group is given up: it gets no further attempt and no batch."""
 
     group: Group
     reason: str
 
 
 class Batched(msgspec.Struct, frozen=True):
-    """A batch is made."""
+    """The buffer made a batch."""
 
     step: int
     groups: tuple[Group, ...]
-    passed_over: tuple[Group, ...]  # kept too, or spare; they are to be closed
+    passed_over: tuple[Group, ...]  # spare groups, and kept groups that were not chosen; to be closed
 
 
 Change = Issued | AttemptEnded | Judged | Closed | Batched | Settled | TakenBack

@@ -1,4 +1,4 @@
-"""Which completed groups a batch can take, and which no more, for whoever keeps them and folds just that. Pure."""
+"""Which completed groups a batch can still take, for readers that keep completions and fold only this. Pure."""
 
 import msgspec
 
@@ -7,7 +7,7 @@ from runtime.ledger.steps import StepChange, TakenBack
 
 
 class Over(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups that are over, and completions that are: by the log sequence of their event."""
+    """Groups and completions that no batch can take any more. A completion is the log sequence of its event."""
 
     group_ids: tuple[int, ...] = ()
     event_seqs: tuple[int, ...] = ()
@@ -17,7 +17,7 @@ NOTHING = Over()
 
 
 def over_by(event: Message) -> Over:
-    """What an event ends. A verdict that is not the first one ends nothing; who believes it has to read again."""
+    """What an event ends. Only the first verdict counts; a reader that acts on a later one must re-read the group."""
     match event:
         case GroupsClosed():
             return Over(group_ids=event.group_ids)
@@ -28,10 +28,10 @@ def over_by(event: Message) -> Over:
 
 
 def kept_by(event: Message) -> tuple[int, ...]:
-    """The completions, by log sequence, of which an event says that a batch may take them; an earlier one may not."""
+    """Completions that an event allows in a batch, by log sequence. Only the first verdict counts."""
     return (event.event_seq,) if isinstance(event, VerdictGiven) and event.outcome is Outcome.KEEP else ()
 
 
 def lost_by(change: StepChange) -> Over:
-    """The completions whose payloads are gone."""
+    """The completions whose payloads are lost."""
     return Over(event_seqs=tuple(ref.event_seq for ref in change.lost)) if isinstance(change, TakenBack) else NOTHING

@@ -1,11 +1,11 @@
-"""The life of an evaluation. What an event makes of the state."""
+"""State changes of an evaluation."""
 
 from messages import EvalCompleted, EvalEnded, EvalIssued, SampleStatus, WeightsAnnounced
 from runtime.ledger.state import MAX_ENDINGS_LOST, EvalItem, Evaluation, LedgerState
 
 
 def evaluate(state: LedgerState, event: EvalIssued | EvalCompleted | EvalEnded) -> None:
-    """Begin an evaluation, note an item of it, or end it."""
+    """Start an evaluation, record one of its items, or end it."""
     running = state.evaluation
     match event:
         case EvalIssued():
@@ -35,19 +35,19 @@ def evaluate(state: LedgerState, event: EvalIssued | EvalCompleted | EvalEnded) 
 
 
 def note_same_weights(running: Evaluation, event: WeightsAnnounced) -> None:
-    """Count the evaluation's weights as its own where they are published again under another version."""
+    """Treat a version that republishes the evaluation's weights as the evaluation's own."""
     if 0 < event.again_of <= running.version < event.version:
         running.same_until = event.version
 
 
 def end_item(running: Evaluation, name: str, item: int, ended: EvalItem) -> None:
-    """Note how an item ended, the first time that it is told."""
+    """Record the result of an item; only the first result counts."""
     if 0 <= item < running.sizes.get(name, 0):
         running.items[name].setdefault(item, ended)
 
 
 def lose_item(running: Evaluation, key: str) -> None:
-    """End an item without rewards: nobody can read its task, or how it ended."""
+    """End an item without rewards, because its task or its result cannot be decoded."""
     step, _, rest = key.partition(".")
     name, _, number = rest.rpartition(".")
     if step == str(running.step) and number.isdecimal():
@@ -55,7 +55,7 @@ def lose_item(running: Evaluation, key: str) -> None:
 
 
 def lose_ending_of_item(running: Evaluation, key: str) -> None:
-    """Count that nobody can read how an item ended; its task is put again, unless that was often in vain."""
+    """Count an undecodable result of an item. Its task is requeued until MAX_ENDINGS_LOST such results."""
     step, _, rest = key.partition(".")
     name, _, number = rest.rpartition(".")
     known = step == str(running.step) and number.isdecimal() and int(number) < running.sizes.get(name, 0)

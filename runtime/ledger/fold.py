@@ -1,7 +1,7 @@
-"""The ledger: what the log says about every prompt group. Pure: no clock, no IO, no configuration.
+"""The ledger: the state of every prompt group, folded from the log. Pure: no clock, no IO, no configuration.
 
-The buffer decides by it; anyone who follows the log may fold it too. What events do to groups stands in groups.py, to
-batches in batches.py and steps.py, to evaluations in evaluations.py.
+The buffer decides on this state, and any other reader of the log can fold it too. groups.py changes groups, batches.py
+and steps.py change batches, evaluations.py changes evaluations.
 """
 
 from typing import Final, cast
@@ -53,7 +53,7 @@ __all__ = [
     "fold",
 ]
 
-FOLD_VERSION: Final = 12  # raised whenever the same log folds to another state; older snapshots are then not loaded
+FOLD_VERSION: Final = 12  # raised when the same log folds to another state; older snapshots are then ignored
 
 LedgerEvent = (
     BufferStarted
@@ -84,7 +84,7 @@ _FOLDED: Final = frozenset(LEDGER_EVENTS)
 
 
 def fold(state: LedgerState, event: Message, seq: int) -> tuple[Change, ...]:
-    """Change the state by one logged fact, in place. Anything stale or doubled leaves it as it was.
+    """Apply one logged event to the state, in place. A stale or duplicate event changes nothing.
 
     Args:
         state: folded from all events before this one.
@@ -92,10 +92,10 @@ def fold(state: LedgerState, event: Message, seq: int) -> tuple[Change, ...]:
         seq: its log sequence; an event at or below the last folded one is ignored.
 
     Returns:
-        What it changed of groups and batches, in order.
+        Changes of groups and batches, in order.
 
     Raises:
-        TypeError: the event is none that the ledger reads.
+        TypeError: the event is not a LedgerEvent.
     """
     if type(event) not in _FOLDED:
         raise TypeError(f"the ledger does not fold {type(event).__name__}")
@@ -135,7 +135,7 @@ def _note(
     state: LedgerState,
     event: RoundHalted | WeightsAnnounced | BufferStarted | SnapshotTaken | RunFinished | RunFailed,
 ) -> None:
-    """What concerns no group."""
+    """Apply an event that concerns no group."""
     match event:
         case RoundHalted():
             state.halted_round = max(state.halted_round, event.round)
@@ -143,11 +143,11 @@ def _note(
             _announce(state, event)
         case BufferStarted():
             state.incarnation = max(state.incarnation, event.incarnation)
-            if state.gave_up is not None:  # a new try: only what is spare was dropped, as a spare counts, before it
+            if state.gave_up is not None:  # after a restart, only spare groups still count as barren
                 state.barren = len(state.in_stage(Stage.SPARE))
             state.finished, state.gave_up = None, None
         case SnapshotTaken():
-            if event.fold_version == FOLD_VERSION:  # another one is of no use: one that is gets taken at once
+            if event.fold_version == FOLD_VERSION:  # else unusable: the buffer takes a new snapshot
                 state.snapshot_step = state.checkpoint_step
         case RunFinished():
             state.finished = event.reason
@@ -156,7 +156,7 @@ def _note(
 
 
 def _announce(state: LedgerState, event: WeightsAnnounced) -> None:
-    """Take up new weights. Those of a trainer that was replaced are not those that its successor trains."""
+    """Record new weights, unless a replaced trainer announced them: its successor trains other weights."""
     if event.version <= state.version or state.is_replaced(event.incarnation):
         return
     state.version, state.version_step = event.version, event.step
@@ -169,9 +169,9 @@ def _announce(state: LedgerState, event: WeightsAnnounced) -> None:
 
 
 def _lose(state: LedgerState, event: MessageDeadLettered) -> tuple[Change, ...]:
-    """A task that nobody can read ends its attempt, or its item; put again it would be no better.
+    """End the attempt or evaluation item of an undecodable task. Requeuing the same task would not help.
 
-    How an attempt or an item ended is asked for again, but not for ever: its writer may say it the same way each time.
+    An undecodable ending is requested again, up to MAX_ENDINGS_LOST times: its writer may write the same each time.
     """
     running = state.evaluation
     if running is not None and (key := key_of(event.subject, EvalRequested)) is not None:

@@ -1,4 +1,4 @@
-"""One prompt group's whole life, as its log says it. Pure."""
+"""The history of one prompt group, extracted from the log. Pure."""
 
 from collections.abc import Iterable
 
@@ -27,21 +27,21 @@ from runtime.ledger.steps import Settled, TakenBack
 
 
 class GroupLife:
-    """Finds in the log every event that speaks of one prompt group."""
+    """Finds all events of the log that concern one prompt group."""
 
     def __init__(self, group_id: int) -> None:
         self.group_id = group_id
         self._ledger = LedgerState()
-        self._steps: set[int] = set()  # that trained it; a replay trains them again
+        self._steps: set[int] = set()  # steps that trained it; a replay trains them again
 
     def take(self, event: Message, seq: int) -> Message | None:
-        """The next event of the log as far as it speaks of the group, None if it does not.
+        """Return the next event of the log, reduced to this group; None if it does not concern the group.
 
-        Of an event about several groups only the part about this one is left. A step that was trained shows by its
-        BatchTrained, also by those of a replay; if the trainer died before it said so, by the first event that implies
-        it.
+        A trained step shows as its BatchTrained, including those of replays. If the trainer died before it wrote one,
+        the step shows as the first event that implies it.
 
         Args:
+            event: any event of the log.
             seq: its sequence in the log.
         """
         changes = fold(self._ledger, event, seq) if isinstance(event, LEDGER_EVENTS) else ()

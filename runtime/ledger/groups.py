@@ -1,4 +1,4 @@
-"""The life of a prompt group up to its batch: issued, ended, judged, closed. What an event makes of the state."""
+"""State changes of a prompt group up to its batch: issued, ended, judged, closed."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -16,12 +16,12 @@ from messages import (
 from runtime.ledger.changes import AttemptEnded, Change, Closed, Issued, Judged
 from runtime.ledger.state import Group, LedgerState, Stage
 
-MAX_REASONS: Final = 256  # told apart, of dropped groups and of failed ones; a filter may word each anew
+MAX_REASONS: Final = 256  # distinct reasons counted per outcome, because a filter may return unique texts
 OTHER_REASONS: Final = "other reasons"
 
 
 def spills_of(state: LedgerState, group_id: int, attempt: int) -> tuple[SampleSummary, ...]:
-    """What is stored of an attempt that has not ended; nothing of any other."""
+    """The stored samples of an attempt that has not ended; empty for any other attempt."""
     group = state.groups.get(group_id)
     if group is None or group.attempt != attempt or group.stage is not Stage.IN_FLIGHT:
         return ()
@@ -29,7 +29,7 @@ def spills_of(state: LedgerState, group_id: int, attempt: int) -> tuple[SampleSu
 
 
 def longest(*summaries: Iterable[SampleSummary]) -> tuple[SampleSummary, ...]:
-    """Of each sample the summary with the most tokens, in order; of equal ones the later."""
+    """For each sample, the summary with the most tokens, in order. On a tie, the later one."""
     best: dict[tuple[int, int], SampleSummary] = {}
     for samples in summaries:
         for sample in samples:
@@ -40,7 +40,7 @@ def longest(*summaries: Iterable[SampleSummary]) -> tuple[SampleSummary, ...]:
 
 
 def issue(state: LedgerState, event: GroupsIssued) -> tuple[Change, ...]:
-    """Take up groups, and pooled ones again."""
+    """Add new groups, and issue pooled groups again."""
     groups: list[Group] = []
     for issued in event.groups:
         group = state.groups.get(issued.group_id)
@@ -75,7 +75,7 @@ def issue(state: LedgerState, event: GroupsIssued) -> tuple[Change, ...]:
 
 
 def spill(state: LedgerState, event: SegmentsSpilled) -> None:
-    """Note what an attempt stored while in flight."""
+    """Record the samples that an attempt in flight has stored."""
     group = state.groups.get(event.group_id)
     if group is None or group.attempt != event.attempt or group.stage is not Stage.IN_FLIGHT:
         return
@@ -84,10 +84,10 @@ def spill(state: LedgerState, event: SegmentsSpilled) -> None:
 
 
 def end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | GroupFailed, seq: int) -> tuple[Change, ...]:
-    """The first ending of an attempt counts; what comes later of it changes nothing."""
+    """End an attempt. Only its first end counts; later ones change nothing."""
     group = state.groups.get(event.group_id)
     if group is None or group.attempt != event.attempt or group.stage is not Stage.IN_FLIGHT:
-        return ()  # a zombie's or a duplicate's late result
+        return ()  # late result of a replaced worker, or a duplicate
     ended = AttemptEnded(group, event)
     if isinstance(event, GroupFailed):
         return ended, *close(state, event.group_id, state.failed, event.reason)
@@ -106,7 +106,7 @@ def end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | Group
 
 
 def _goes_on(before: Iterable[SampleSummary], after: Iterable[SampleSummary]) -> bool:
-    """Whether samples have more tokens, or more scores, than they had before an attempt."""
+    """Whether samples gained tokens or scores in an attempt."""
     (tokens, scores), (more_tokens, more_scores) = (
         (sum(sample.response_len for sample in some), sum(sample.reward is not None for sample in some))
         for some in (tuple(before), tuple(after))
@@ -115,20 +115,20 @@ def _goes_on(before: Iterable[SampleSummary], after: Iterable[SampleSummary]) ->
 
 
 def wrong_count(event: GroupCompleted, num_samples: int) -> str:
-    """Why a completed group has not the samples that were asked for; empty if it has, or 0 says that it is unknown."""
+    """Why a completed group has the wrong number of samples; empty if it is right, or if the number is unknown (0)."""
     got = len({sample.index for sample in event.samples})
     return f"{got} samples where {num_samples} were asked for" if num_samples and got != num_samples else ""
 
 
 def _cited(state: LedgerState, samples: Iterable[SampleSummary]) -> tuple[int, ...]:
-    """The data messages that samples lie in."""
+    """The data messages of the samples' segments."""
     cited = tuple(ref.seq for sample in samples for ref in sample.segments)
     state.newest_payload = max(state.newest_payload, max(cited, default=0))
     return cited
 
 
 def describe(group: Group, samples: tuple[SampleSummary, ...]) -> None:
-    """Note what the samples of an ended attempt are like."""
+    """Record rewards, lengths and weight versions of an ended attempt's samples."""
     known = [(s.index, s.reward, s.response_len, s.first_version, s.last_version) for s in samples]
     indices, rewards, lens, oldest, newest = zip(*known, strict=True) if known else ((), (), (), (), ())
     group.indices, group.rewards, group.response_lens = indices, rewards, lens
@@ -137,7 +137,7 @@ def describe(group: Group, samples: tuple[SampleSummary, ...]) -> None:
 
 
 def judge(state: LedgerState, event: VerdictGiven) -> tuple[Change, ...]:
-    """The first verdict on a completed group counts."""
+    """Apply the verdict on a completed group. Only the first verdict counts."""
     group = state.groups.get(event.group_id)
     if group is None or group.stage is not Stage.COMPLETED or group.event_seq != event.event_seq:
         return ()
@@ -156,7 +156,7 @@ def judge(state: LedgerState, event: VerdictGiven) -> tuple[Change, ...]:
 
 
 def close(state: LedgerState, group_id: int, tally: dict[str, int], reason: str) -> tuple[Change, ...]:
-    """Give a group up and count it under its reason."""
+    """Give a group up, and count it under its reason."""
     group = state.remove(group_id)
     if group is None:
         return ()
@@ -164,16 +164,16 @@ def close(state: LedgerState, group_id: int, tally: dict[str, int], reason: str)
     if reason not in tally and len(tally) >= MAX_REASONS:
         reason = OTHER_REASONS
     tally[reason] = tally.get(reason, 0) + 1
-    if group.stage not in (Stage.SPARE, Stage.PASSED_OVER):  # those were counted, or had their chance
+    if group.stage not in (Stage.SPARE, Stage.PASSED_OVER):  # counted already, or had their chance
         _count_barren(state, group)
     return (closed,)
 
 
 def _count_barren(state: LedgerState, group: Group) -> None:
-    if group.round >= state.round:  # what a halted round leaves behind came with a batch
+    if group.round >= state.round:  # groups left from a halted round came with a batch
         state.barren += 1
 
 
 def oldest_version(group: Group) -> int:
-    """The oldest weights among the tokens of a group, or those that it was issued for."""
+    """The oldest weight version of a group's tokens, but at most the version that it was issued for."""
     return min(group.min_version, group.oldest_version or group.min_version)

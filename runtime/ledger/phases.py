@@ -1,4 +1,4 @@
-"""Whose turn it is, as the log says: for the trainer that leads the phases, and for who follows them. Pure."""
+"""The current colocation phase, folded from the log, for the trainer that leads and for followers. Pure."""
 
 import msgspec
 
@@ -6,16 +6,16 @@ from messages import Phase, PhaseChanged
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """The phase that holds now."""
+    """The current phase."""
 
     phase: Phase
-    incarnation: int  # of the trainer that began it
+    incarnation: int  # of the trainer that started the phase
     step: int
-    seq: int  # log sequence of the event that said so
+    seq: int  # log sequence of its PhaseChanged
 
 
 def next_turn(turn: Turn | None, event: PhaseChanged, seq: int) -> Turn | None:
-    """What holds after an event; one of a trainer that was replaced changes nothing."""
+    """The phase after an event. Events of a replaced trainer change nothing."""
     if turn is not None and event.incarnation < turn.incarnation:
         return turn
     return Turn(phase=event.phase, incarnation=event.incarnation, step=event.step, seq=seq)

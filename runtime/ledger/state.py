@@ -1,4 +1,4 @@
-"""What the ledger's log folds to: live prompt groups, batches, counts. Plain data, kept whole in snapshots."""
+"""The state that the log folds to: live prompt groups, batches, counts. Plain data, stored in snapshots."""
 
 from collections import Counter
 from enum import StrEnum
@@ -10,66 +10,66 @@ import msgspec
 from messages import SampleSummary
 from runtime.ledger.steps import Steps
 
-MAX_ENDINGS_LOST: Final = 3  # of a group or an evaluation's item, before it counts as failed
+MAX_ENDINGS_LOST: Final = 3  # per group or evaluation item; at this number it counts as failed
 
 
 class Stage(StrEnum):
-    """Where a live group stands. Groups that ended are only counted."""
+    """State of a live group. Ended groups are only counted."""
 
     IN_FLIGHT = "in_flight"  # issued, not ended
-    COMPLETED = "completed"  # ended, waiting for its verdict
+    COMPLETED = "completed"  # ended, waiting for a verdict
     READY = "ready"  # kept, waiting for a batch
-    BATCHED = "batched"  # in a batch that is not trained yet
-    PASSED_OVER = "passed_over"  # a batch was made without it and it is to be closed
-    SPARE = "spare"  # to be dropped, unless a batch cannot be filled without it
-    POOLED = "pooled"  # to be issued again with what it has
+    BATCHED = "batched"  # in a batch that is not trained
+    PASSED_OVER = "passed_over"  # not chosen for a batch; to be closed
+    SPARE = "spare"  # dropped, unless a batch cannot be filled without it
+    POOLED = "pooled"  # to be issued again, with its samples so far
 
 
 class Group(msgspec.Struct, kw_only=True):
-    """A live prompt group. What its samples are like is of the attempt that ended last; empty while there is none."""
+    """A live prompt group. Its sample data is of the attempt that ended last, and empty before the first end."""
 
     group_id: int
     attempt: int
-    prompt: int  # number in the order of the data source
+    prompt: int  # index in the order of the data source
     round: int
     min_version: int
     stage: Stage
-    num_samples: int = 0  # that were asked for; 0: unknown
+    num_samples: int = 0  # requested samples; 0: unknown
     event_seq: int = 0  # log sequence of the event that ended this attempt
-    carried: tuple[SampleSummary, ...] = ()  # what earlier attempts left
-    spilled: tuple[SampleSummary, ...] = ()  # what this attempt stored while in flight
+    carried: tuple[SampleSummary, ...] = ()  # results of earlier attempts
+    spilled: tuple[SampleSummary, ...] = ()  # samples that this attempt stored while in flight
     prompt_parts: tuple[int, ...] = ()  # data messages that hold its prompt, if it is too large for a task
-    payload_seq: int  # no data message below this one is needed by it; while in flight, a bound on what it will store
+    payload_seq: int  # lowest data sequence that it needs; while in flight, also a bound for what it will store
     data: str = ""  # name of the data source
     indices: tuple[int, ...] = ()  # by sample; parts of one index are fan-out siblings
     rewards: tuple[float | None, ...] = ()  # by sample
     response_lens: tuple[int, ...] = ()  # by sample, tokens
     oldest_version: int | None = None  # among all tokens
     newest_version: int | None = None
-    reason: str | None = None  # why it is a spare, or passed over
-    endings_lost: int = 0  # how often nobody could read how an attempt ended
-    fruitless: int = 0  # attempts that ended without bringing a token or a score
+    reason: str | None = None  # why it is spare or passed over
+    endings_lost: int = 0  # number of undecodable endings
+    fruitless: int = 0  # attempts that ended without a new token or score
 
 
 class EvalItem(msgspec.Struct, kw_only=True, frozen=True):
-    """Outcome of one evaluation item."""
+    """Result of one evaluation item."""
 
     rewards: tuple[float, ...]
     num_truncated: int
-    num_newer: int = 0  # samples with tokens of newer weights than the evaluation's
-    newest_version: int = 0  # of those weights
+    num_newer: int = 0  # samples with tokens of weights newer than the evaluation's
+    newest_version: int = 0  # newest of those versions
 
 
 class Evaluation(msgspec.Struct, kw_only=True):
-    """An evaluation that runs."""
+    """A running evaluation."""
 
     step: int
     version: int
     sizes: dict[str, int]
     items: dict[str, dict[int, EvalItem]]
-    payload_seq: int = 0  # no data message below this one is needed by it; 0: none at all
-    endings_lost: dict[str, int] = {}  # by key of an item: how often nobody could read how it ended
-    same_until: int = 0  # the newest version that was announced with the same weights again; 0: none was
+    payload_seq: int = 0  # lowest data sequence that it needs; 0: it needs none
+    endings_lost: dict[str, int] = {}  # number of undecodable results, by item key
+    same_until: int = 0  # newest version that republished the same weights; 0: none
 
     @property
     def complete(self) -> bool:
@@ -77,15 +77,15 @@ class Evaluation(msgspec.Struct, kw_only=True):
 
 
 class Books(msgspec.Struct, frozen=True, kw_only=True):
-    """Every issued group, by where it is. They close: issued is the sum of the others."""
+    """Number of issued groups by state. `issued` must equal the sum of the others."""
 
     issued: int
     trained: int
-    skipped: int  # in a batch that was trained, without leaving a gradient
+    skipped: int  # in a trained batch without contributing a gradient
     dropped: int
     failed: int
-    pooled: int  # to be issued again, or spare
-    ready: int  # kept; in a batch or waiting for one
+    pooled: int  # waiting to be issued again, or spare
+    ready: int  # kept: in a batch or waiting for one
     in_flight: int
 
     @property
@@ -95,27 +95,27 @@ class Books(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Index:
-    """Live groups by what decisions ask for, so that none has to look at all of them. Derived, never stored."""
+    """Live groups by stage and counts, so that decisions need not scan all groups. Derived, never stored."""
 
     def __init__(self, groups: dict[int, Group]) -> None:
         self._by_stage: dict[Stage, dict[int, Group]] = {stage: {} for stage in Stage}
         self.rounds: Counter[int] = Counter()  # groups in flight by round
-        self.fruitless: Counter[int] = Counter()  # pooled groups by attempts that brought nothing
+        self.fruitless: Counter[int] = Counter()  # pooled groups by number of fruitless attempts
         for group in groups.values():
             self.enter(group)
 
     def enter(self, group: Group) -> None:
-        """Note a group as it is now."""
+        """Add a group in its present state."""
         self._by_stage[group.stage][group.group_id] = group
         self._count(group, 1)
 
     def leave(self, group: Group) -> None:
-        """Forget a group, which is still as it was entered."""
+        """Remove a group. It must be unchanged since it was added."""
         del self._by_stage[group.stage][group.group_id]
         self._count(group, -1)
 
     def of(self, stage: Stage) -> dict[int, Group]:
-        """The groups of a stage by their id, in the order in which they came to it."""
+        """The groups of a stage by id, in the order in which they entered it."""
         return self._by_stage[stage]
 
     def _count(self, group: Group, change: int) -> None:
@@ -132,53 +132,53 @@ def _add(counts: Counter[int], key: int, change: int) -> None:
 
 
 class LedgerState(Steps, kw_only=True, dict=True):
-    """What the log folds to."""
+    """The state that the log folds to."""
 
-    last_seq: int = 0  # log sequence folded last
+    last_seq: int = 0  # log sequence of the last folded event
     incarnation: int = 0  # of the buffer that owns the ledger
-    first_group: int = 0  # groups below it are of before the log's beginning, where what is left of it was folded
+    first_group: int = 0  # lowest known group id, if the log's beginning is lost; earlier groups are unknown
     next_group: int = 0
     next_prompt: int = 0
-    groups: dict[int, Group] = {}  # live ones, in order of issue
+    groups: dict[int, Group] = {}  # live groups, in order of issue
     trained: int = 0
-    skipped: int = 0  # groups that were in a trained batch and left no gradient
-    untrained: dict[str, int] = {}  # samples that were in a trained batch and left no gradient, by reason
+    skipped: int = 0  # groups of trained batches that contributed no gradient
+    untrained: dict[str, int] = {}  # samples of trained batches that contributed no gradient, by reason
     dropped: dict[str, int] = {}  # by reason
     failed: dict[str, int] = {}
-    newest_payload: int = 0  # highest data message that any folded event cites
-    halted_round: int = -1  # newest round that was halted
-    version: int = 0  # newest announced weights, 0 before the first
-    version_step: int = 0  # train steps that they contain
-    version_steps: dict[int, int] = {}  # the same of every version that a live group or a batch may have tokens of
+    newest_payload: int = 0  # highest data sequence in any folded event
+    halted_round: int = -1  # newest halted round
+    version: int = 0  # newest announced weight version, 0 before the first
+    version_step: int = 0  # train steps in these weights
+    version_steps: dict[int, int] = {}  # train steps by version, for each version of a live group's or batch's tokens
     snapshot_step: int = -1  # checkpoint step at the newest snapshot
     evaluation: Evaluation | None = None
-    eval_step: int = -1  # newest step that was evaluated
+    eval_step: int = -1  # newest evaluated step
     barren: int = 0  # groups of the open round that were dropped or failed
-    finished: str | None = None  # reason; like the next one, until a buffer starts again: it may have more to do
+    finished: str | None = None  # reason; like gave_up, None again once a buffer starts, which may have more to do
     gave_up: str | None = None  # reason
 
     @cached_property
     def index(self) -> Index:
-        """Live groups by stage."""
+        """Live groups by stage and counts."""
         return Index(self.groups)
 
     def in_stage(self, stage: Stage) -> dict[int, Group]:
-        """The groups of a stage by their id, in the order in which they came to it."""
+        """The groups of a stage by id, in the order in which they entered it."""
         return self.index.of(stage)
 
     def enter(self, group: Group) -> None:
-        """Take up a new group."""
-        self.index.enter(group)  # before it is among the groups, of which the index is made when first asked for
+        """Add a new group."""
+        self.index.enter(group)  # before `groups`, from which the first access builds the index
         self.groups[group.group_id] = group
 
     def move(self, group: Group, stage: Stage) -> None:
-        """Put a live group into another stage."""
+        """Move a live group to another stage."""
         self.index.leave(group)
         group.stage = stage
         self.index.enter(group)
 
     def remove(self, group_id: int) -> Group | None:
-        """Take out a live group; None when there is none."""
+        """Remove and return a live group; None if there is no such group."""
         group = self.groups.get(group_id)
         if group is not None:
             self.index.leave(group)
@@ -200,7 +200,7 @@ class LedgerState(Steps, kw_only=True, dict=True):
         )
 
     def low_water(self) -> int:
-        """No data message below this one is needed by a live group or a batch that no loadable checkpoint contains."""
+        """Lowest data sequence that a live group, a batch not in all loadable checkpoints, or the evaluation needs."""
         needed = [group.payload_seq for group in self.groups.values()]
         needed += [batch.payload_seq for batch in self.batches.values()]
         if self.evaluation is not None and self.evaluation.payload_seq:

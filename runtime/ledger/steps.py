@@ -1,4 +1,4 @@
-"""The life of batches: made, trained, taken back, forgotten. The ledger and the trainer both live by it. Pure."""
+"""State changes of batches: made, trained, taken back, forgotten. Used by the ledger and by the trainer. Pure."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -12,68 +12,68 @@ STEP_EVENTS: Final = (BatchTrained, TrainerStarted, CheckpointSaved, PayloadsMis
 
 
 class Batch(msgspec.Struct, kw_only=True):
-    """A batch that a loadable checkpoint does not contain yet."""
+    """A batch that the oldest loadable checkpoint does not contain."""
 
     groups: tuple[GroupRef, ...]
-    payload_seq: int = 0  # no data message below this one is needed by it
+    payload_seq: int = 0  # lowest data sequence that it needs
     oldest_version: int = 0  # among the tokens of its groups
     trained: bool = False
 
 
 class Settled(msgspec.Struct, frozen=True):
-    """A batch is trained, for the first time."""
+    """A batch was trained for the first time."""
 
     step: int
     groups: tuple[GroupRef, ...]
-    skipped: frozenset[int] = frozenset()  # those that left no gradient, by id
-    untrained: tuple[UntrainedSamples, ...] = ()  # samples that left none
+    skipped: frozenset[int] = frozenset()  # ids of groups that contributed no gradient
+    untrained: tuple[UntrainedSamples, ...] = ()  # samples that contributed no gradient
 
 
 class TakenBack(msgspec.Struct, frozen=True):
-    """A batch is dissolved before it was trained: what was stored of some of its groups is gone."""
+    """A batch was dissolved before training, because payloads of some of its groups are lost."""
 
     step: int
     groups: tuple[GroupRef, ...]
-    lost: frozenset[GroupRef]  # among them
+    lost: frozenset[GroupRef]  # groups of the batch with lost payloads
 
 
 StepChange = Settled | TakenBack
 
 
 class Steps(msgspec.Struct, kw_only=True, dict=True):
-    """What the log says of train steps and their batches."""
+    """The state of train steps and their batches."""
 
-    round: int = 0  # open round = number of the next batch
-    taken_back: tuple[int, ...] = ()  # earlier steps that need another batch, for payloads of theirs are lost
+    round: int = 0  # the open round: number of the next batch
+    taken_back: tuple[int, ...] = ()  # earlier steps that need a new batch, because payloads were lost
     batches: dict[int, Batch] = {}  # by step
-    trained_steps: int = 0  # frontier: steps of which the log says that they are trained
+    trained_steps: int = 0  # number of trained steps in the log
     trainer_incarnation: int = 0
     checkpoint_step: int = 0
 
     def takes_batch(self, step: int) -> bool:
-        """Whether a batch of this step counts now."""
+        """Whether a batch of this step is accepted now."""
         return step >= self.round or step in self.taken_back
 
     def is_replaced(self, incarnation: int) -> bool:
-        """Whether a trainer has a successor, which may have told since that what it trained is lost."""
+        """Whether a trainer of this incarnation has a successor, which may have lost its steps."""
         return incarnation < self.trainer_incarnation
 
     def reopen(self, step: int) -> None:
-        """Let another batch of a step count, for whoever reads a log without the loss that it is made for."""
+        """Accept another batch of a step, for readers of a log that lacks its PayloadsMissing event."""
         self.taken_back = tuple(sorted({*self.taken_back, step}))
 
     def make(self, step: int, batch: Batch) -> None:
-        """Take up a batch."""
+        """Record a new batch."""
         self.batches[step] = batch
         self.taken_back = tuple(other for other in self.taken_back if other != step)
         self.round = max(self.round, step + 1)
 
 
 def advance(steps: Steps, event: StepEvent) -> tuple[StepChange, ...]:
-    """Change the steps by a fact that trainers log; return what it changed of batches. What is doubled changes none."""
+    """Apply an event of the trainer. Returns the changes of batches; a duplicate event changes none."""
     match event:
         case BatchTrained():
-            if event.step in steps.taken_back:  # by a zombie, in a batch whose loss its successor told of since
+            if event.step in steps.taken_back:  # from a replaced trainer; its successor reported the payloads lost
                 return ()
             return _settle(steps, (event.step,), event)
         case TrainerStarted():
@@ -94,13 +94,13 @@ def advance(steps: Steps, event: StepEvent) -> tuple[StepChange, ...]:
 
 
 def _settle(steps: Steps, numbers: Iterable[int], told: BatchTrained | None = None) -> tuple[StepChange, ...]:
-    """Settle batches. Without a word of what became of their samples, all of them were trained."""
+    """Settle batches. Without a BatchTrained event, all their samples count as trained."""
     skipped, untrained = (frozenset(told.skipped_groups), told.untrained) if told else (frozenset[int](), ())
     settled: list[Settled] = []
     for step in numbers:
         batch = steps.batches.get(step)
         steps.trained_steps = max(steps.trained_steps, step + 1)
-        if batch is not None and not batch.trained:  # else trained again after a crash, or below an old checkpoint
+        if batch is not None and not batch.trained:  # else trained again after a crash, or from an old checkpoint
             batch.trained = True
             settled.append(Settled(step, batch.groups, skipped, untrained))
     return tuple(settled)
