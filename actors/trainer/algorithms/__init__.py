@@ -1,4 +1,4 @@
-"""Advantages, losses, reductions and schedules: pure functions, each with its source.
+"""Advantages, losses, reductions and schedules. Every function is pure and names its source.
 
 Open losses.py first.
 """

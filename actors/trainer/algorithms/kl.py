@@ -1,4 +1,4 @@
-"""Estimates of a KL divergence per token. M tokens that train, of one micro-batch."""
+"""Per-token estimators of a KL divergence. M is the number of trained tokens in one micro-batch."""
 
 import math
 from typing import Final, Literal
@@ -21,15 +21,15 @@ def kl_divergence(
     Args:
         log_probs: [M], of the policy.
         ref_log_probs: [M], of the reference.
-        estimator: k1 is unbiased and may be negative; k2 is half its square; k3 is unbiased and never negative;
-            low_var_kl is k3 limited to 10 nats.
-        max_log_ratio: nats; where k3 exponentiates the difference it is cut there, as in the policy loss.
+        estimator: k1 is the log-ratio: unbiased, possibly negative. k2 is half the squared log-ratio. k3 is unbiased
+            and never negative. low_var_kl is k3 clamped to 10 nats.
+        max_log_ratio: Limit in nats of the log-ratio that k3 exponentiates, as in the policy loss.
 
     Returns:
         [M], nats.
 
     Source:
-        Schulman, "Approximating KL divergence", 2020; the limit is verl's and slime's.
+        Schulman, "Approximating KL divergence", 2020. The limit of 10 nats is that of verl and slime.
     """
     difference = log_probs - ref_log_probs
     if estimator == "k1":

@@ -1,6 +1,6 @@
-"""Log-probs of given tokens and entropy, from hidden states and an output weight that may be cut between ranks.
+"""Log-probs and entropies of target tokens, from hidden states and a (vocabulary-parallel) output weight.
 
-M positions that are asked for, H hidden size, V vocabulary entries of this rank.
+M is the number of requested positions, H the hidden size, V the number of vocabulary entries on this rank.
 """
 
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}  # logits in float32 at a time; on the CPU they are to stay cached
-KEPT_ELEMENTS = 1 << 26  # logits that stay for the backward pass, 256 MB; those beyond are computed again
+CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}  # float32 logits per chunk; a CPU chunk should fit the CPU cache
+KEPT_ELEMENTS = 1 << 26  # logits kept for the backward pass, 256 MB; the others are recomputed
 
 
 def log_probs_and_entropy(
@@ -23,15 +23,16 @@ def log_probs_and_entropy(
     group: Any = None,
     into_VH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Natural log-probs of targets and entropies, differentiable in hidden states and weight.
+    """Compute natural log-probs of targets and entropies, differentiable in hidden states and weight.
 
     Args:
-        hidden_MH: any float dtype.
-        weight_VH: this rank's slice of the vocabulary.
-        targets_M: token ids over the whole vocabulary.
-        temperature: divides the logits, as it did when the tokens were sampled.
-        group: ranks that share the vocabulary, in its order; none: this rank has all of it.
-        into_VH: what the weight's gradient is added to, in float32; the weight then gets an undefined one, if any.
+        hidden_MH: Hidden states, any float dtype.
+        weight_VH: This rank's slice of the output weight.
+        targets_M: Token ids in the whole vocabulary.
+        temperature: Sampling temperature; the logits are divided by it.
+        group: Torch process group that shares the vocabulary, in vocabulary order. None: this rank has all of it.
+        into_VH: Float32 buffer that accumulates the weight's gradient. Autograd then gets an uninitialised gradient for
+            the weight, or none.
 
     Returns:
         Log-probs [M] and entropies [M], nats, float32.
@@ -43,19 +44,19 @@ def log_probs_and_entropy(
 
 
 class _Statistics(NamedTuple):
-    """Of positions, each [M]; with z the logits, less the highest, and e = exp(z)."""
+    """Softmax statistics of each position, [M]. z is the logits minus their maximum, e = exp(z)."""
 
-    highest: Tensor  # what z lacks
+    highest: Tensor  # maximum logit
     normaliser: Tensor  # sum of e
     weighted: Tensor  # sum of e z
-    chosen: Tensor  # z of the target, 0 where another rank has it
-    here: Tensor  # 1 where this rank has the target
+    chosen: Tensor  # z of the target, 0 where another rank holds it
+    here: Tensor  # 1 where this rank holds the target
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
-    """From matrix product to log-prob in chunks of positions, forward and backward: no tensor of all logits.
+    """Fused output projection and log-softmax, in chunks of positions: never materialises all logits.
 
-    With p the softmax of z: d log p_t / dz = onehot - p, and dH / dz = -p (z - sum p z).
+    With p = softmax(z): d log p_t / dz = onehot - p, and dH / dz = -p (z - sum p z).
     """
 
     @staticmethod
@@ -126,7 +127,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
 
 def _chunks(hidden_MH: Tensor, weight_VH: Tensor) -> Iterator[slice]:
-    """Equal parts of the positions but for the last one."""
+    """Yield equal chunks of the positions; the last one may be smaller."""
     size = max(CHUNK_ELEMENTS[hidden_MH.device.type] // weight_VH.size(0), 1)
     count = len(hidden_MH)
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
@@ -138,7 +139,7 @@ def _logits(hidden_MH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
 
 
 def _measure(logits_MV: Tensor, targets_M: Tensor, out: _Statistics) -> None:
-    """Set the statistics of this rank's logits and take the highest from them."""
+    """Write the statistics of this rank's logits to `out`, and subtract the maximum from the logits in place."""
     torch.amax(logits_MV, dim=1, out=out.highest)
     logits_MV.sub_(out.highest[:, None])
     exponentials = logits_MV.exp()
@@ -150,7 +151,7 @@ def _measure(logits_MV: Tensor, targets_M: Tensor, out: _Statistics) -> None:
 
 
 def _over_vocabulary(own: _Statistics, group: Any) -> _Statistics:
-    """The statistics of all ranks' logits together."""
+    """Combine the statistics of all ranks that share the vocabulary."""
     if group is None:
         return own
     highest = own.highest.clone()
@@ -170,14 +171,15 @@ def _gradient(
     grad_log_probs: Tensor,
     entropy: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Of the logits, in their place.
+    """Compute the gradient of the logits in place.
 
     Args:
-        logits_MV: less the highest of each position.
-        targets_M: as columns of this rank's slice.
-        log_scale: makes probabilities of their exponentials, [M].
+        logits_MV: Logits minus the maximum of each position.
+        targets_M: Targets as columns of this rank's slice.
+        log_scale: [M]; adding it to the logits gives log-probabilities.
         grad_log_probs: [M].
-        entropy: its gradient and the mean logit, less the highest, each [M]; none: it is in no loss.
+        entropy: Gradient of the entropy, and mean of `logits_MV` under the softmax, each [M]. None: no loss uses the
+            entropy.
     """
     scale = -log_scale.exp()
     if entropy is None:
@@ -192,6 +194,6 @@ def _gradient(
 
 
 def _local(targets_M: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Targets as columns of this rank's slice, and 1.0 where they lie in it."""
+    """Return the targets as columns of this rank's slice, and 1.0 where the slice contains them."""
     inside = (targets_M >= 0) & (targets_M < size)
     return targets_M.clamp(0, size - 1), inside.float()

@@ -1,4 +1,4 @@
-"""Losses per token. M tokens that train, of one micro-batch."""
+"""Per-token losses. M is the number of trained tokens in one micro-batch."""
 
 import math
 from typing import NamedTuple
@@ -10,10 +10,10 @@ from actors.trainer.algorithms.log_ratios import bounded
 
 
 def sft_loss(log_probs: Tensor) -> Tensor:
-    """Cross entropy of each token of a demonstration.
+    """Cross-entropy loss of demonstration tokens.
 
     Args:
-        log_probs: [M], of the model in training.
+        log_probs: [M], of the model being trained.
 
     Returns:
         [M], nats.
@@ -22,10 +22,10 @@ def sft_loss(log_probs: Tensor) -> Tensor:
 
 
 class PolicyLoss(NamedTuple):
-    """Per token, [M]."""
+    """Policy loss and its metrics per token, [M]."""
 
     loss: Tensor
-    clipped: Tensor  # 1 where the clip decides, else 0
+    clipped: Tensor  # 1 where the clipped term is the larger one, else 0
     ppo_kl: Tensor  # old minus new log-prob, nats
 
 
@@ -39,19 +39,19 @@ def policy_loss(
     eps_clip_c: float | None = None,
     max_log_ratio: float = math.inf,
 ) -> PolicyLoss:
-    """PPO's clipped surrogate with its own upper bound, and dual clip for negative advantages.
+    """PPO clipped surrogate loss, with a separate upper clip and dual clip for negative advantages.
 
     Args:
-        log_probs: [M], of the policy in training.
-        old_log_probs: [M], of the policy that sampled.
+        log_probs: [M], of the policy being trained.
+        old_log_probs: [M], of the behaviour policy.
         advantages: [M].
-        eps_clip: the probability ratio counts down to 1 - eps_clip.
-        eps_clip_high: and up to 1 + eps_clip_high; none: eps_clip.
-        eps_clip_c: where the advantage is negative the loss is at most -eps_clip_c times it; none: no bound.
-        max_log_ratio: nats, at which log-ratios are cut.
+        eps_clip: Lower clip of the probability ratio: 1 - eps_clip.
+        eps_clip_high: Upper clip of the probability ratio: 1 + eps_clip_high. None: eps_clip.
+        eps_clip_c: Dual clip: the loss of a negative advantage is at most -eps_clip_c * advantage. None: no bound.
+        max_log_ratio: Limit of log-ratios, nats.
 
     Source:
-        PPO, arXiv 1707.06347; the upper bound of its own is DAPO's, arXiv 2503.14476; dual clip arXiv 1912.09729.
+        PPO, arXiv 1707.06347; separate upper clip: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729.
     """
     ppo_kl = old_log_probs - log_probs
     ratio = torch.exp(bounded(-ppo_kl, max_log_ratio))

@@ -1,4 +1,4 @@
-"""How token losses become the loss of an optimizer step. B samples."""
+"""Reduction of token losses to the loss of one optimizer step. B is the number of samples."""
 
 from typing import NamedTuple
 
@@ -10,20 +10,20 @@ Ints = NDArray[np.int64]
 
 
 class Reduction(NamedTuple):
-    """How a step's token losses become one number: sum of weight times loss over tokens, divided by sum of shares."""
+    """Weights and denominator of a step's loss: sum(token weight * token loss) / sum(shares)."""
 
-    token_weights: Floats  # [B], of every trained token of a sample
+    token_weights: Floats  # [B], weight of every trained token of a sample
     shares: Ints  # [B], a sample's share of the denominator
 
 
 def reduction(mask_sums: Ints, rollouts: Ints, *, per_token: bool) -> Reduction:
-    """Weigh the samples of one optimizer step.
+    """Compute the reduction of one optimizer step.
 
     Args:
         mask_sums: [B], trained tokens of each sample.
         rollouts: [B], equal for the parts of one rollout.
-        per_token: mean over trained tokens; else the mean over rollouts of each rollout's mean over its tokens.
-            There a rollout without any trained token counts in the denominator, as in slime.
+        per_token: True takes the mean over trained tokens. False takes the mean over rollouts of each rollout's mean
+            over its tokens. A rollout without trained tokens then counts in the denominator, as in slime.
     """
     if per_token:
         return Reduction(np.ones(len(mask_sums)), mask_sums)

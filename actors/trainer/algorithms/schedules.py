@@ -1,4 +1,4 @@
-"""Coefficients as functions of progress alone, so that a resumed run continues them exactly."""
+"""Schedules of coefficients. They depend on progress alone, so that a resumed run continues them exactly."""
 
 import math
 
@@ -6,12 +6,12 @@ from runtime.settings.recipe import AlgorithmConfig, OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, *, num_steps: int) -> float:
-    """Linear warm-up, then constant, linear or cosine decay to min_lr.
+    """Learning rate: linear warm-up, then constant, or linear or cosine decay to min_lr.
 
     Args:
-        config: the recipe's optimizer table.
-        step: optimizer steps done before this one. The first step of a warm-up over w steps already has lr / w.
-        num_steps: optimizer steps that are planned, over which the rate decays unless lr_decay_iters is set.
+        config: The recipe's optimizer table.
+        step: Optimizer steps completed before this one. The first step of a warm-up over w steps already has lr / w.
+        num_steps: Planned optimizer steps. The rate decays over them unless lr_decay_iters is set.
     """
     warmup = config.lr_warmup_iters
     if step < warmup:
@@ -25,12 +25,12 @@ def learning_rate(config: OptimizerConfig, step: int, *, num_steps: int) -> floa
 
 
 def entropy_coef(config: AlgorithmConfig, step: int, *, num_steps: int) -> float:
-    """The entropy bonus of a train step: linear from entropy_coef at the first to entropy_coef_end at the last one.
+    """Entropy coefficient: linear from entropy_coef at the first train step to entropy_coef_end at the last one.
 
     Args:
-        config: the recipe's algorithm table.
-        step: number of the train step, from 0.
-        num_steps: train steps that are planned.
+        config: The recipe's algorithm table.
+        step: Number of the train step, from 0.
+        num_steps: Planned train steps.
     """
     if config.entropy_coef_end is None:
         return config.entropy_coef

@@ -1,4 +1,4 @@
-"""From the run's log to micro-batches. Numpy, no torch.
+"""From the run's log to micro-batches. Uses NumPy, not torch.
 
 Open feed.py first.
 """

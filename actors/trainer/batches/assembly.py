@@ -1,4 +1,4 @@
-"""Completed prompt groups and their payloads become a batch of ragged columns."""
+"""Assembly of completed prompt groups and their payloads to a batch of ragged columns."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +15,12 @@ from runtime.samples.tokens import sample_problem
 
 @dataclass(frozen=True)
 class CollectedGroup:
-    """A prompt group with everything that training reads of it."""
+    """A prompt group with everything that training needs of it."""
 
     completed: GroupCompleted
     payloads: Mapping[int, SegmentsPublished]  # by sequence in the data stream
-    too_long: frozenset[SamplePlace] = frozenset()  # samples without a payload here
-    problems: Mapping[SamplePlace, str] = field(default_factory=dict[SamplePlace, str])  # of invalid samples
+    too_long: frozenset[SamplePlace] = frozenset()  # samples over the length limit; their payloads are not fetched
+    problems: Mapping[SamplePlace, str] = field(default_factory=dict[SamplePlace, str])  # invalid samples with reasons
 
     def left_out(self, sample: SampleSummary) -> LeftOut:
         """Whether the tokens of a sample are left out, and why."""
@@ -31,7 +31,7 @@ class CollectedGroup:
 
 
 def payload_seqs(completed: GroupCompleted, too_long: Collection[SamplePlace] = ()) -> list[int]:
-    """Where a group's segments are stored, each sequence once, but for samples that are too long."""
+    """Data stream sequences of a group's segments, without duplicates and without samples that are too long."""
     wanted = (sample for sample in completed.samples if (sample.index, sample.part) not in too_long)
     return sorted({ref.seq for sample in wanted for ref in sample.segments})
 
@@ -50,19 +50,19 @@ def assemble(
     steps_of_versions: Mapping[int, int],
     masking: Masking = NO_MASKING,
 ) -> TrainBatch | None:
-    """Lay the samples of a train step behind each other.
+    """Concatenate the samples of a train step.
 
     Args:
-        step: number of the train step; the weights it starts from contain that many.
-        groups: in order of issue.
-        steps_of_versions: how many train steps each announced weight version contains.
-        masking: which tokens do not train on account of the weights that sampled them.
+        step: Number of the train step; the weights that it starts from contain that many train steps.
+        groups: Groups in order of issue.
+        steps_of_versions: Train steps that each published weight version contains.
+        masking: Masks tokens by the weights that sampled them.
 
     Returns:
         The batch, or None when no sample can be trained.
 
     Raises:
-        ValueError: a payload holds another sample than the event says, of one that is not known to be invalid.
+        ValueError: A payload holds another sample than the event names, and the sample is not marked invalid.
     """
     builder = _Builder(step, steps_of_versions, masking)
     for group in groups:
@@ -80,10 +80,10 @@ def assemble(
 def segments_of(
     completed: GroupCompleted, payloads: Mapping[int, SegmentsPublished], sample: SampleSummary
 ) -> Iterator[Segment]:
-    """The segments of a sample in order.
+    """Yield the segments of a sample in order.
 
     Raises:
-        ValueError: a reference leads to another sample's segment, or to none.
+        ValueError: A reference points to another sample's segment, or to none.
     """
     for ref in sample.segments:
         segments = payloads[ref.seq].segments
@@ -101,13 +101,13 @@ def problems_of(
     vocab_size: int | None,
     too_long: Collection[SamplePlace] = (),
 ) -> dict[SamplePlace, str]:
-    """What cannot be true of the samples of a group, of those of which something cannot.
+    """Find the invalid samples of a group and describe the problem of each.
 
     Args:
-        completed: the group.
-        payloads: by sequence in the data stream.
-        vocab_size: of the model; none: not known.
-        too_long: samples without a payload here.
+        completed: The group.
+        payloads: Payloads by sequence in the data stream.
+        vocab_size: Vocabulary size of the model. None: unknown.
+        too_long: Samples whose payloads are not fetched.
     """
     problems: dict[SamplePlace, str] = {}
     for sample in completed.samples:
@@ -126,7 +126,7 @@ def problems_of(
 
 
 def raw_reward(sample: SampleSummary) -> float:
-    """A sample's reward before its grader shaped it, if the sample says one; each speaks for itself alone."""
+    """Return a sample's reward before its grader shaped it, if its metadata has one; else its reward."""
     assert sample.reward is not None
     raw = sample.metadata.get("raw_reward", sample.reward)
     return float(raw) if isinstance(raw, (int, float)) else sample.reward
@@ -145,7 +145,7 @@ class _Builder:
         self._staleness: list[NDArray[np.int32]] = []
         self._experts: list[
             tuple[int, NDArray[np.int32] | None]
-        ] = []  # tokens, and the experts of each if they are told
+        ] = []  # token count, and the experts of each token if they are recorded
 
     def add(
         self, group: int, rollout: int, sample: SampleSummary, segments: Sequence[Segment], left_out: LeftOut
@@ -167,7 +167,7 @@ class _Builder:
         self._samples.append((*names, sample.reward, raw_reward(sample), truncated, left_out, length))
 
     def _add_nothing(self) -> int:
-        """A token in the place of a sample that is left out: its rollout counts, without a loss."""
+        """Add one token without loss for a sample that is left out, so that its rollout counts."""
         self._tokens.append(np.zeros(1, dtype=np.int32))
         self._mask.append(np.zeros(1, dtype=np.uint8))
         self._log_probs.append(np.zeros(1, dtype=np.float32))
@@ -201,10 +201,10 @@ class _Builder:
         )
 
     def _routed_experts(self) -> ExpertIds | None:
-        """Of all tokens, if they are told of any.
+        """Return the routed experts of all tokens, if any sample has some.
 
         Raises:
-            ValueError: of some tokens more experts are told than of others, or numbers that no expert has.
+            ValueError: The number of experts per token differs, or an expert number is out of range.
         """
         told = [routed.reshape(num_tokens, -1) for num_tokens, routed in self._experts if routed is not None]
         if not told:

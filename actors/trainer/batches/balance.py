@@ -1,27 +1,27 @@
-"""Sharing out work so that nobody waits long for the others. Pure."""
+"""Load balancing between data-parallel replicas. Pure."""
 
 import heapq
 from collections.abc import Sequence
 
 
 def shared_out(costs: Sequence[float], num_shares: int) -> list[list[int]]:
-    """Share items out, equally many to each, so that the sums of their costs differ little.
+    """Partition items into shares of equal count with nearly equal sums of costs.
 
     Args:
-        costs: of every item, not negative; their number is a multiple of num_shares.
-        num_shares: how many get some.
+        costs: Cost of every item, not negative. The number of items is a multiple of num_shares.
+        num_shares: Number of shares.
 
     Returns:
-        The items of each. The largest and the smallest sum differ by no more than the costs within some num_shares
-        items that are neighbours in order of cost.
+        The items of each share. The largest and the smallest sum differ by at most the range of costs within some
+        num_shares consecutive items in order of cost.
 
     Raises:
-        ValueError: the items cannot be shared out equally.
+        ValueError: The number of items is not a multiple of num_shares.
 
     Source:
         Karmarkar and Karp, The differencing method of set partitioning (1982), in the balanced form of Michiels, Korst,
-        Aarts and van Leeuwen (2003): stretches of the sorted items, one for each share, are joined two by two, those
-        that differ most first, the largest share of one with the smallest of the other.
+        Aarts and van Leeuwen (2003). The sorted items form blocks of num_shares items. Two blocks are merged at a time,
+        those with the largest differences first: the largest share of one with the smallest of the other.
     """
     if len(costs) % num_shares:
         raise ValueError(f"{len(costs)} items cannot be shared out equally among {num_shares}")
@@ -37,10 +37,10 @@ def shared_out(costs: Sequence[float], num_shares: int) -> list[list[int]]:
     return [items for _, items in heap[0][2]] if heap else [[] for _ in range(num_shares)]
 
 
-_Shares = list[tuple[float, list[int]]]  # sums and items, the largest first
+_Shares = list[tuple[float, list[int]]]  # sums and items, largest sum first
 
 
 def _solution(number: int, shares: _Shares) -> tuple[float, int, _Shares]:
-    """In the order of a heap: those that differ most first; the number, which no other has, ends ties."""
+    """Build a heap entry: largest difference between shares first. The unique number breaks ties."""
     shares = sorted(shares, key=lambda share: -share[0])
     return shares[-1][0] - shares[0][0], number, shares

@@ -1,7 +1,7 @@
-"""A batch as ragged columns, and a part of it laid out for one forward pass.
+"""Training batches as ragged columns, and micro-batches laid out for one forward pass.
 
-B samples, N tokens of all samples one after another, R rollouts, M tokens that train in one micro-batch. A column holds
-a number per token: element i describes token i, which the model predicts at position i - 1.
+B samples, N tokens of all samples concatenated, R rollouts, M trained tokens of one micro-batch. A column holds one
+number per token: element i describes token i, which the model predicts at position i - 1.
 """
 
 from collections.abc import Sequence
@@ -17,54 +17,54 @@ from actors.trainer.batches.context import Context, Ints
 
 WHOLE = Context()
 Floats32 = NDArray[np.float32]
-ExpertIds = NDArray[np.uint8 | np.int16]  # `NOT_KNOWN`, which is 255 in the former, where there is none
+ExpertIds = NDArray[np.uint8 | np.int16]  # `NOT_KNOWN` (255 in uint8) where no expert is recorded
 NOT_KNOWN: Final = -1
 
 
 def expert_ids(values: NDArray[Any], highest: int) -> ExpertIds:
-    """Numbers of experts, or -1, in as few bytes as they take.
+    """Convert expert numbers, or -1, to the smallest dtype that holds them.
 
     Args:
-        values: the numbers.
-        highest: of them, and of others that are to have the same form.
+        values: The numbers.
+        highest: Highest expert number, also of other arrays that need the same dtype.
     """
     return values.astype(np.uint8) if highest < 255 else values.astype(np.int16)
 
 
 def only_where(known: NDArray[np.bool_], ids: ExpertIds) -> ExpertIds:
-    """Numbers [..., E] of experts where a position is known, and elsewhere none."""
+    """Keep expert ids, [..., E], where `known` is true; set `NOT_KNOWN` elsewhere."""
     return np.where(known[..., None], ids, np.array(NOT_KNOWN).astype(ids.dtype))
 
 
 class LeftOut(IntEnum):
-    """Why the tokens of a sample are not in its batch."""
+    """Reason why a sample's tokens are left out of its batch."""
 
     NO = 0
-    TOO_LONG = 1  # for a rank
-    INVALID = 2  # they cannot be true
+    TOO_LONG = 1  # longer than a rank can train
+    INVALID = 2  # inconsistent or impossible values
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch:
-    """The samples of one train step, grouped by rollout and in order of issue."""
+    """Samples of one train step, grouped by rollout and in order of issue."""
 
     step: int
     groups_B: Ints  # prompt group
     rollouts_B: Ints  # 0 .. R - 1, rising; equal for the parts of one rollout
-    indices_B: Ints  # of the sample in its group
-    parts_B: Ints  # of the sample among those of its index
+    indices_B: Ints  # index of the sample in its group
+    parts_B: Ints  # part among the samples with that index
     rewards_B: NDArray[np.float64]
-    raw_rewards_B: NDArray[np.float64]  # before graders shaped them; only shown
-    truncated_B: NDArray[np.uint8]  # 1 where the response ran into its limit
-    left_out_B: NDArray[np.uint8]  # why the sample has one token and no loss (LeftOut), though it counts; 0: it has all
+    raw_rewards_B: NDArray[np.float64]  # before reward shaping; for metrics only
+    truncated_B: NDArray[np.uint8]  # 1 where the response reached its length limit
+    left_out_B: NDArray[np.uint8]  # LeftOut; if not 0, one token without loss stands for the sample, which still counts
     lengths_B: Ints  # tokens
     tokens_N: NDArray[np.int32]
     loss_mask_N: NDArray[np.uint8]  # 1 where the token trains
-    rollout_log_probs_N: Floats32  # of the policy that sampled; 0 where the token does not train
+    rollout_log_probs_N: Floats32  # of the behaviour policy; 0 where the token does not train
     staleness_N: NDArray[np.int32]  # train steps; 0: sampled by the weights that this step starts from; -1: not sampled
-    routed_experts_N: ExpertIds | None = None  # [N, E]: of tokens that are read E of all layers; on rank 0 alone
-    ref_log_probs_N: Floats32 | None = None  # of the reference, computed before; NaN: of a group that they were not
-    old_log_probs_N: Floats32 | None = None  # of the weights that this step starts from; likewise
+    routed_experts_N: ExpertIds | None = None  # [N, E], E experts per input token over all layers; on rank 0 alone
+    ref_log_probs_N: Floats32 | None = None  # of the reference, precomputed; NaN for groups without precomputed values
+    old_log_probs_N: Floats32 | None = None  # of the weights that this step starts from; NaN as above
 
     def __post_init__(self) -> None:
         lengths = {name: len(values) for name, values in vars(self).items() if name != "step" and values is not None}
@@ -77,58 +77,58 @@ class TrainBatch:
 
     @cached_property
     def starts_B(self) -> Ints:
-        """Where each sample's tokens begin in the columns."""
+        """Start of each sample's tokens in the columns."""
         return np.concatenate([[0], np.cumsum(self.lengths_B)[:-1]]).astype(np.int64)
 
     @cached_property
     def mask_sums_B(self) -> Ints:
-        """Tokens of each sample that train."""
+        """Trained tokens of each sample."""
         return np.add.reduceat(self.loss_mask_N.astype(np.int64), self.starts_B)
 
     def tokens_of(self, samples: Ints) -> Ints:
-        """Where the tokens of some samples are in the columns."""
+        """Return the positions of the samples' tokens in the columns."""
         lengths = self.lengths_B[samples]
         within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         return np.repeat(self.starts_B[samples], lengths) + within
 
     def spread(self, values_B: NDArray[np.float64]) -> Floats32:
-        """A column from one number per sample."""
+        """Expand one number per sample to a column."""
         return np.repeat(values_B.astype(np.float32), self.lengths_B)
 
 
 @dataclass(frozen=True)
 class Further:
-    """What a further layer takes of a micro-batch, to predict F tokens that come after the next one."""
+    """MTP inputs of a micro-batch: F tokens are predicted from two positions before."""
 
-    tokens: Ints  # like the micro-batch's: the token behind each one that is read; 0 in padding
-    rows_F: Ints  # positions, over tokens flattened, whose token after the next one trains
-    targets_F: Ints  # those tokens
+    tokens: Ints  # shaped like the micro-batch's tokens: the token after each input token; 0 in padding
+    rows_F: Ints  # positions in the flattened tokens whose second-next token trains
+    targets_F: Ints  # those second-next tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """What one forward pass takes."""
+    """Input of one forward pass."""
 
     tokens: Ints  # [b, s] padded on the right, or [1, t] packed
-    rows_M: Ints  # positions, over tokens flattened, whose output predicts a token that trains
-    targets_M: Ints  # those tokens
-    columns_M: Ints  # where those tokens are in the batch's columns
-    samples: Ints  # of the batch, that are in here
-    sources: Ints  # like tokens: where the token that is read is in the batch's columns; -1: there is padding
-    bounds: NDArray[np.int32] | None = None  # packed: where each whole sequence begins, and the end
+    rows_M: Ints  # positions in the flattened tokens whose output predicts a trained token
+    targets_M: Ints  # those trained tokens
+    columns_M: Ints  # positions of those tokens in the batch's columns
+    samples: Ints  # samples of the batch in this micro-batch
+    sources: Ints  # shaped like tokens: position of the input token in the batch's columns; -1 in padding
+    bounds: NDArray[np.int32] | None = None  # packed: start of each whole sequence, then the end (cu_seqlens)
     experts: dict[int, Any] = field(default_factory=dict[int, Any])  # by layer, of an earlier forward pass
-    routed_experts: ExpertIds | None = None  # [b, s, E], of all layers, as the engine chose
-    further: Further | None = None  # what a further layer predicts; none: nothing
-    context: Context = WHOLE  # whose part of each sequence it is
+    routed_experts: ExpertIds | None = None  # [b, s, E], for all layers, as the engine chose
+    further: Further | None = None  # MTP inputs; None: the model has no MTP layer
+    context: Context = WHOLE  # context-parallel rank that holds this part of each sequence
 
     @property
     def num_sequences(self) -> int:
-        """Of all context-parallel ranks together, and with what a packed row is padded by."""
+        """Number of sequences over all context-parallel ranks, including the padding sequence of a packed row."""
         return len(self.tokens) if self.bounds is None else len(self.bounds) - 1
 
     @cached_property
     def sequences(self) -> Ints:
-        """Like tokens: the number of the sequence that a position is of."""
+        """Number of the sequence at each position, shaped like tokens."""
         if self.bounds is None:
             return np.repeat(np.arange(len(self.tokens)), self.tokens.shape[1]).reshape(self.tokens.shape)
         lengths = np.diff(self.bounds).astype(np.int64)
@@ -136,28 +136,29 @@ class MicroBatch:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Positions that read a token."""
+        """Positions that hold an input token."""
         return int(np.count_nonzero(self.sources >= 0))
 
 
 def make_micro_batch(
     batch: TrainBatch, samples: Ints, *, packed: bool, multiple: int = 1, context: Context = WHOLE
 ) -> MicroBatch:
-    """Lay samples out for a forward pass. The last token of each is only predicted, never read.
+    """Lay samples out for a forward pass. The last token of each sample is only predicted, never an input.
 
     Args:
-        batch: the whole batch.
-        samples: which of it; none gives positions without loss, so that all replicas run equally often.
-        packed: behind each other instead of padded.
-        multiple: of positions that a row must divide by, as sequence and context parallelism need.
-        context: whose part of each sequence it is to be.
+        batch: The whole batch.
+        samples: Samples to lay out. If empty, the result has positions without loss, so that all replicas run the same
+            number of passes.
+        packed: Concatenate the sequences instead of padding them.
+        multiple: Divisor of the row length, for sequence and context parallelism.
+        context: Context-parallel rank that gets this part of each sequence.
     """
     if not len(samples):
         return empty_micro_batch(packed=packed, multiple=multiple, context=context)
     inputs = np.maximum(batch.lengths_B[samples] - 1, 1)
     longest = _round_up(int(inputs.max()), multiple)
     positions = np.arange(longest)
-    columns = batch.starts_B[samples][:, None] + positions  # [b, s], of the token that is read
+    columns = batch.starts_B[samples][:, None] + positions  # [b, s], position of the input token
     real = positions < (batch.lengths_B[samples] - 1)[:, None]
     columns = np.where(real, columns, 0)
     trains = real & (batch.loss_mask_N[np.where(real, columns + 1, 0)] != 0)
@@ -184,7 +185,7 @@ def make_micro_batch(
 
 
 def empty_micro_batch(*, packed: bool, multiple: int, context: Context) -> MicroBatch:
-    """Positions without loss, for who must run as often as others."""
+    """Make a micro-batch without loss, for ranks that must run the same number of passes as others."""
     nothing = np.empty(0, dtype=np.int64)
     return MicroBatch(
         tokens=np.zeros((1, multiple // context.size), dtype=np.int64),
@@ -199,19 +200,19 @@ def empty_micro_batch(*, packed: bool, multiple: int, context: Context) -> Micro
 
 
 def packed_lengths(inputs: Ints, multiple: int, context: Context) -> Ints:
-    """What each sequence takes of a packed row; what the row is padded by is a sequence of its own, the last one."""
+    """Padded length of each sequence in a packed row. Padding of the row itself is one more sequence, at the end."""
     lengths = -(-inputs // context.multiple) * context.multiple
     missing = -int(lengths.sum()) % multiple
     return np.append(lengths, missing) if missing else lengths
 
 
 def part_of(whole: MicroBatch, lengths: Ints, context: Context) -> MicroBatch:
-    """A context-parallel rank's part; the bounds stay those of whole sequences, as Megatron-core expects.
+    """Cut out a context-parallel rank's part. The bounds stay those of whole sequences, as Megatron-core expects.
 
     Args:
-        whole: to be cut.
-        lengths: of its sequences in order, padding included.
-        context: whose part.
+        whole: Micro-batch to cut.
+        lengths: Lengths of its sequences in order, padding included.
+        context: Context-parallel rank that gets the part.
     """
     if context.size == 1:
         return whole
@@ -235,5 +236,5 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def num_padded_tokens(micro_batches: Sequence[MicroBatch]) -> int:
-    """Positions that a forward pass over micro-batches computes, padding included."""
+    """Count the positions that a forward pass over micro-batches computes, padding included."""
     return sum(micro_batch.tokens.size for micro_batch in micro_batches)

@@ -1,6 +1,6 @@
-"""How context-parallel ranks share a sequence: each has a chunk from its front and one from its back.
+"""Context-parallel sharding of sequences: each rank has one chunk from the front and one from the back.
 
-With C ranks a sequence of 2 * C equal chunks gives rank r the chunks r and 2 * C - 1 - r, in this order, as
+With C ranks a sequence consists of 2 * C equal chunks. Rank r has the chunks r and 2 * C - 1 - r, in this order, as
 Megatron-core's rotary embedding expects. Causal attention then costs every rank the same.
 """
 
@@ -14,24 +14,24 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Context:
-    """A rank among those that share each sequence."""
+    """A context-parallel rank and the size of its group."""
 
     rank: int = 0
     size: int = 1
 
     @property
     def multiple(self) -> int:
-        """What the length of a sequence must divide by."""
+        """Divisor of the length of every sequence."""
         return 2 * self.size if self.size > 1 else 1
 
     def kept(self, lengths: Ints) -> Ints:
-        """The positions that this rank has, of sequences behind each other.
+        """Return the positions that this rank holds, in concatenated sequences.
 
         Args:
-            lengths: of the sequences; each divides by `multiple`.
+            lengths: Lengths of the sequences; each divides by `multiple`.
 
         Returns:
-            Rising within each chunk; a sequence's two chunks lie behind each other.
+            Positions, rising within each chunk. A sequence's two chunks follow each other.
         """
         if self.size == 1:
             return np.arange(int(lengths.sum()), dtype=np.int64)
@@ -45,6 +45,6 @@ class Context:
         return np.concatenate(parts).astype(np.int64)
 
     def order(self, lengths: Ints) -> Ints:
-        """Where each position is in the ranks' parts behind each other: undoes the cut."""
+        """Return each position's index in the concatenated parts of all ranks. Undoes the sharding."""
         everybody = [Context(rank, self.size).kept(lengths) for rank in range(self.size)]
         return np.argsort(np.concatenate(everybody), kind="stable")

@@ -1,4 +1,4 @@
-"""The trainer's side of the log: follows it, and has the payloads of the next batch at hand when it is called for."""
+"""Trainer's log reader: follows the log and prefetches the payloads of the next batch."""
 
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -38,24 +38,24 @@ log = structlog.get_logger()
 
 NO_LIMIT: Final = LengthLimit()
 NUM_PREFETCHERS: Final = 8
-MAX_PREFETCHES: Final = 1024  # groups that wait to be fetched ahead; beyond, they are fetched when called for
-EVENT_TIMEOUT_S: Final = 30.0  # for an event that is known to be in the log
-SNAPSHOT_TIMEOUT_S: Final = 120.0  # for the buffer to fold the archive and take one
+MAX_PREFETCHES: Final = 1024  # groups queued for prefetching; further groups are fetched with their batch
+EVENT_TIMEOUT_S: Final = 30.0  # for reading an event that is known to be in the log
+SNAPSHOT_TIMEOUT_S: Final = 120.0  # for the buffer to fold the archive and take a snapshot
 
 
 @dataclass(frozen=True)
 class FedBatch:
-    """A batch with what is there of it."""
+    """A batch, and the groups of it whose payloads are lost."""
 
     step: int
     refs: tuple[GroupRef, ...]
     batch: TrainBatch | None  # None: nothing in it can be trained
-    lost: tuple[GroupRef, ...] = ()  # groups that are not in it, since what was stored of them is gone
-    reason: str = ""  # of the first of them
+    lost: tuple[GroupRef, ...] = ()  # groups that are not in it, since their payloads are lost
+    reason: str = ""  # of the first lost group
 
 
 class Feed:
-    """Batches by step. Payloads of groups are fetched as the groups complete, before a batch names them."""
+    """Batches by step. Fetches the payloads of groups as the groups complete, before a batch names them."""
 
     def __init__(
         self,
@@ -64,16 +64,16 @@ class Feed:
         limit: LengthLimit = NO_LIMIT,
         vocab_size: int | None = None,
     ) -> None:
-        """Begin without anything.
+        """Start empty.
 
         Args:
-            bus: to read from.
-            masking: which tokens do not train on account of the weights that sampled them.
-            limit: how long samples may be.
-            vocab_size: of the model; none: not known.
+            bus: Bus to read from.
+            masking: Masks tokens by the weights that sampled them.
+            limit: Length limit of samples.
+            vocab_size: Vocabulary size of the model. None: unknown.
         """
         self.history = History()
-        self.caught_up = anyio.Event()  # all that was in the log at the start is folded
+        self.caught_up = anyio.Event()  # set once everything in the log at the start is folded
         self._bus = bus
         self._masking = masking
         self._limit = limit
@@ -83,14 +83,14 @@ class Feed:
         self._prefetch: MemoryObjectSendStream[int] | None = None
         self._own_start: TrainerStarted | None = None
         self._own_start_seq = 0
-        self._starts: dict[tuple[int, str], int] = {}  # where each start was told first: one may be stored again later
+        self._starts: dict[tuple[int, str], int] = {}  # first log sequence of each start; it may be stored again later
 
     async def run(self) -> None:
         """Follow the log until cancelled.
 
         Raises:
-            Fenced: another trainer started after this one.
-            InputError: the log's beginning is gone, and no snapshot that can be used speaks of it.
+            Fenced: Another trainer started after this one.
+            InputError: The beginning of the log is trimmed, and no usable snapshot covers it.
         """
         send, receive = anyio.create_memory_object_stream[int](MAX_PREFETCHES)
         self._prefetch = send
@@ -102,7 +102,7 @@ class Feed:
                     await self._follow()
 
     async def _follow(self) -> None:
-        """Begin with the newest snapshot and follow what comes after it; return if the log was trimmed meanwhile."""
+        """Start with the newest snapshot and follow later events. Return if the log was trimmed meanwhile."""
         self.history = History(await newest_snapshot(self._bus))
         async with self._bus.read(*HISTORY, from_seq=self.history.from_seq) as events:
             async for received in events.so_far():
@@ -131,15 +131,15 @@ class Feed:
                 pass
 
     async def tell(self) -> None:
-        """Let who waits in `until` look again."""
+        """Wake the waiters in `until`."""
         async with self._changed:
             self._changed.notify_all()
 
     def started(self, event: TrainerStarted, seq: int) -> None:
-        """Say which event announced this trainer.
+        """Record which event announced this trainer.
 
         Raises:
-            Fenced: another trainer started after this one.
+            Fenced: Another trainer started after this one.
         """
         self._own_start, self._own_start_seq = event, seq
         self._check_fence()
@@ -153,18 +153,18 @@ class Feed:
                 raise Fenced(f"another trainer started at {seq}, after {own_seq}")
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait, however long it takes, until batches, groups, losses, refusals or checkpoints asked for do."""
+        """Wait without a timeout for a condition on batches, groups, losses, refusals or checkpoint requests."""
         async with self._changed:
             while not condition():
                 await self._changed.wait()
 
     async def batch(self, step: int) -> FedBatch:
-        """Wait for the batch of a step, however long it takes, and lay out what is there of it.
+        """Wait without a timeout for the batch of a step, and assemble it from the available payloads.
 
-        A sample that cannot be true is left out of it.
+        Invalid samples are left out of it.
 
         Raises:
-            InputError: a sample is too long, which is to be an error.
+            InputError: A sample is too long, and the setting ends the run.
         """
         await self.until(lambda: step in self.history.batches)
         refs = self.history.batches[step].groups
@@ -179,29 +179,29 @@ class Feed:
         return FedBatch(step, refs, batch, missing, next(iter(lost.values()), ""))
 
     def kept(self) -> Iterator[int]:
-        """Groups that a verdict kept and whose payloads are here, by log sequence, in the order of their verdicts."""
+        """Log sequences of groups that a verdict kept and whose payloads are here, in order of verdicts."""
         return (seq for seq in self.history.kept if seq in self._payloads)
 
     def group(self, seq: int) -> TrainBatch | None:
-        """Lay one of them out as it will be in its batch, but for tokens that its step masks; None: without samples."""
+        """Lay a group out as in its batch, except for tokens that its step masks. None: it has no samples."""
         completed = self.history.completed[seq]
         collected = self._checked(completed, self._payloads[seq])
         return assemble(self.history.frontier, [collected], self.history.steps_of_versions)
 
     async def prefetch(self, step: int) -> None:
-        """Fetch the payloads of a step if its batch is known already. What is lost is told when it is called for."""
+        """Fetch the payloads of a step if its batch exists. `batch` reports lost payloads later."""
         batch = self.history.batches.get(step)
         if batch is not None:
             await self._collect(batch.groups)
 
     def settle(self, step: int) -> None:
-        """Forget batches below a step, and what was fetched for groups that were closed."""
+        """Drop batches below a step, and fetched payloads of closed groups."""
         self.history.settle(step)
         for seq in [seq for seq in self._payloads if seq not in self.history.completed]:
             del self._payloads[seq]
 
     async def _collect(self, refs: Sequence[GroupRef]) -> tuple[list[CollectedGroup], dict[GroupRef, str]]:
-        """The groups of a batch in order, and why others of it are lost."""
+        """Collect the groups of a batch in order, and the reasons why others are lost."""
         collected: dict[int, CollectedGroup] = {}
         lost: dict[GroupRef, str] = {}
 
@@ -229,7 +229,7 @@ class Feed:
         async with self._bus.read(GroupCompleted, from_seq=ref.event_seq) as events:
             received = await events.next(EVENT_TIMEOUT_S)
             while received is None and (await self._bus.state(Plane.EVENT)).first_seq <= ref.event_seq:
-                received = await events.next(EVENT_TIMEOUT_S)  # the bus is slow, which is no loss
+                received = await events.next(EVENT_TIMEOUT_S)  # a slow bus is no loss
         if received is None or received.seq != ref.event_seq:
             raise PayloadLost(f"the log has no completed group at {ref.event_seq}")
         self.history.completed[ref.event_seq] = received.message
@@ -252,24 +252,24 @@ class Feed:
                 try:
                     await self._fetch(seq, completed)
                     await self.tell()
-                except PayloadLost as error:  # matters only if a batch names the group, which then is told
+                except PayloadLost as error:  # matters only if a batch names the group; `batch` then reports it
                     log.warning("payload_not_prefetched", group_id=completed.group_id, error=str(error))
 
     @asynccontextmanager
     async def prefetching(self, step: int) -> AsyncGenerator[None, None]:
-        """Fetch the payloads of a step while the block runs."""
+        """Fetch the payloads of a step in the background while the block runs."""
         async with anyio.create_task_group() as group:
             group.start_soon(self.prefetch, step)
             yield
 
 
 async def is_trimmed(bus: Bus, covered: int) -> bool:
-    """Whether events after a snapshot went before they could be read; a later snapshot has them then.
+    """Whether the log was trimmed past a snapshot before it could be read. A later snapshot then covers the events.
 
-    After a change of the fold the buffer takes one when it starts, so this waits for a while.
+    Waits for such a snapshot: after a change of the fold, the buffer takes one when it starts.
 
     Raises:
-        InputError: no snapshot has them.
+        InputError: No snapshot covers the events.
     """
     first_seq = (await bus.state(Plane.EVENT)).first_seq
     if first_seq <= covered + 1:

@@ -1,6 +1,6 @@
-"""The tokens after the next ones, which a further layer predicts: what is read and predicted of them.
+"""MTP (multi-token prediction) inputs of a micro-batch.
 
-A position that reads token i gets token i + 1 beside it, and predicts token i + 2; F tokens are predicted so.
+A position with input token i also gets token i + 1, and predicts token i + 2. F tokens are predicted this way.
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ from actors.trainer.batches.batch import Further, Ints, MicroBatch, TrainBatch
 
 
 def with_further(batch: TrainBatch, micro_batch: MicroBatch) -> MicroBatch:
-    """A micro-batch, or a context-parallel rank's part of one, with what its further layer takes."""
+    """Add the MTP inputs to a micro-batch, or to a context-parallel rank's part of one."""
     known, last = micro_batch.sources >= 0, len(batch.tokens_N) - 1
     column = np.where(known, micro_batch.sources, 0)
     sample = np.searchsorted(batch.starts_B, column, side="right") - 1
@@ -27,7 +27,7 @@ def with_further(batch: TrainBatch, micro_batch: MicroBatch) -> MicroBatch:
 
 
 def num_further(batch: TrainBatch, samples: Ints) -> int:
-    """Tokens of these samples that train and have two tokens before them: what `with_further` predicts of all."""
+    """Count the tokens that `with_further` predicts: trained tokens with two tokens before them."""
     place_N = np.arange(len(batch.tokens_N)) - np.repeat(batch.starts_B, batch.lengths_B)
     counted_N = (batch.loss_mask_N != 0) & (place_N >= 2)
     return int(np.add.reduceat(counted_N.astype(np.int64), batch.starts_B)[samples].sum())

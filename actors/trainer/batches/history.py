@@ -1,4 +1,4 @@
-"""What the trainer knows from the run's log: a fold over events, without clock, bus or payloads."""
+"""Trainer's state from the run's log: a fold over events, without clock, bus or payloads."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -41,29 +41,29 @@ HISTORY: Final[tuple[type[Message], ...]] = (
     WeightsApplied,
     WeightsRefused,
 )
-MAX_WAITING_GROUPS: Final = 8192  # beyond, the oldest are forgotten and read from the log again when a batch cites them
+MAX_WAITING_GROUPS: Final = 8192  # above it the oldest are dropped, and read again when a batch cites them
 
 
 class History:
-    """The state after the events folded so far.
+    """State after the events folded so far.
 
     Args:
-        ledger: what the log up to a snapshot folds to; the events after it are still to be folded, and before them
-            those from `from_seq` on, of which only completed groups count.
+        ledger: Folded state of the log up to a snapshot. Events after the snapshot are still to be folded. Of the
+            events from `from_seq` up to the snapshot only completed groups count.
     """
 
     def __init__(self, ledger: LedgerState | None = None) -> None:
         ledger = ledger or LedgerState()
         self.last_seq = self._covered = ledger.last_seq
-        self.version = ledger.version  # highest announced
-        self.confirmed = 0  # highest that an engine holds, of those seen; a snapshot does not know it
-        self.refused = 0  # highest that an engine refused, likewise
-        self.refused_again = 0  # the same, of those that it was told of more than once: it had some seconds to take it
-        self.unusable = 0  # the same, of those whose files are not what was announced
-        self.refusal = ""  # the newest one, in words
-        self.steps_of_versions = dict(ledger.version_steps)  # train steps that an announced version contains
-        self.turn: Turn | None = None  # whose it is; a snapshot does not know it
-        self.requested_step = 0  # newest step that a checkpoint was asked for
+        self.version = ledger.version  # highest published
+        self.confirmed = 0  # highest seen that an engine holds; not in snapshots
+        self.refused = 0  # highest seen that an engine refused; not in snapshots
+        self.refused_again = 0  # highest that an engine refused more than once, so that it had seconds to accept it
+        self.unusable = 0  # highest whose files an engine found different from the published ones
+        self.refusal = ""  # text of the newest refusal
+        self.steps_of_versions = dict(ledger.version_steps)  # train steps that a published version contains
+        self.turn: Turn | None = None  # colocation: which side has the GPUs; not in snapshots
+        self.requested_step = 0  # newest step of a requested checkpoint
         self._steps = Steps(
             round=ledger.round,
             taken_back=ledger.taken_back,
@@ -72,51 +72,51 @@ class History:
             trainer_incarnation=ledger.trainer_incarnation,
             checkpoint_step=ledger.checkpoint_step,
         )
-        self.settled = 0  # batches below are not needed any more
+        self.settled = 0  # batches of lower steps are no longer needed
         self._cited = {group.event_seq for group in ledger.groups.values()}
         self._cited |= {ref.event_seq for batch in ledger.batches.values() for ref in batch.groups}
         self._cited.discard(0)
-        self.completed: dict[int, GroupCompleted] = {}  # by log sequence, waiting for a batch or in one that waits
-        self.kept: dict[int, None] = {}  # those of them that a verdict kept, in its order
+        self.completed: dict[int, GroupCompleted] = {}  # by log sequence: in no batch, or in an untrained one
+        self.kept: dict[int, None] = {}  # completed groups that a verdict kept, in order of verdicts
         self._seqs_of_groups: dict[int, list[int]] = {}
 
     @property
     def covered(self) -> int:
-        """Log sequence up to which the snapshot speaks; 0: there is none."""
+        """Log sequence up to which the snapshot covers the log. 0: no snapshot."""
         return self._covered
 
     @property
     def from_seq(self) -> int:
-        """Where to begin to read the log."""
+        """Log sequence at which to start reading."""
         return min([self._covered + 1, *self._cited])
 
     @property
     def batches(self) -> dict[int, Batch]:
-        """Batches by step, of steps from `settled` on."""
+        """Batches by step, from step `settled` on."""
         return self._steps.batches
 
     @property
     def trained(self) -> set[int]:
-        """Steps of batches that were trained."""
+        """Steps of trained batches."""
         return {step for step, batch in self.batches.items() if batch.trained}
 
     @property
     def frontier(self) -> int:
-        """Train steps that were ever done."""
+        """Highest number of completed train steps, over all incarnations of the trainer."""
         return self._steps.trained_steps
 
     @property
     def incarnation(self) -> int:
-        """The highest of a trainer, of those seen."""
+        """Highest trainer incarnation seen."""
         return self._steps.trainer_incarnation
 
     @property
     def saved_step(self) -> int:
-        """Train steps in the newest checkpoint that was announced."""
+        """Train steps in the newest announced checkpoint."""
         return self._steps.checkpoint_step
 
     def fold(self, event: Message, seq: int) -> tuple[StepChange, ...]:
-        """Take in the event at a log sequence, in the order of the log; return what it changed of batches."""
+        """Apply the event at a log sequence, in log order. Return its changes to batches."""
         if seq <= self._covered and not (isinstance(event, GroupCompleted) and seq in self._cited):
             return ()
         self.last_seq = max(self.last_seq, seq)
@@ -136,7 +136,7 @@ class History:
             case CheckpointRequested():
                 self.requested_step = max(self.requested_step, event.step)
             case WeightsAnnounced():
-                self.version = max(self.version, event.version)  # also a replaced trainer's: numbers are never reused
+                self.version = max(self.version, event.version)  # also of a replaced trainer: numbers are never reused
                 if not self._steps.is_replaced(event.incarnation):
                     self.steps_of_versions[event.version] = event.step
             case PhaseChanged():
@@ -171,13 +171,13 @@ class History:
         self.refusal = f"{event.engine}: {event.reason}"
 
     def settle(self, step: int) -> None:
-        """Forget batches below a step: no checkpoint of this process goes back behind it."""
+        """Drop batches below a step. No checkpoint of this process goes back further."""
         self.settled = max(self.settled, step)
         for number in [number for number in self.batches if number < self.settled]:
             self._forget(ref.group_id for ref in self.batches.pop(number).groups)
 
     def _end(self, over: Over) -> None:
-        """Forget what no batch can take: it is read again should an earlier verdict have kept it."""
+        """Drop groups that no batch can take. If an earlier verdict kept one, it is read again."""
         self._forget(over.group_ids)
         for seq in over.event_seqs:
             self._forget_one(seq)

@@ -1,4 +1,4 @@
-"""Log-probs of groups that were computed before there was a batch with them. N tokens, B samples."""
+"""Precomputed log-probs of groups that are in no batch yet. N tokens, B samples."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -8,26 +8,26 @@ import numpy as np
 
 from actors.trainer.batches.batch import Floats32, Ints, TrainBatch
 
-MAX_BYTES: Final = 1 << 30  # of columns that are kept; beyond, groups wait for their batch
+MAX_BYTES: Final = 1 << 30  # of kept columns; beyond it, log-probs are computed with their batch
 
 
 class LogProbs(NamedTuple):
-    """Columns of a batch or of one group of it; none: not asked for, or not known."""
+    """Log-prob columns of a batch or of one group of it. None: not needed, or not computed."""
 
     ref_N: Floats32 | None = None
     old_N: Floats32 | None = None
 
     @property
     def size_bytes(self) -> int:
-        """What they take."""
+        """Size in bytes."""
         return sum(column.nbytes for column in self if column is not None)
 
 
 class KnownLogProbs:
-    """Log-probs of groups by the log sequence of their completion, as many as there is room for."""
+    """Precomputed log-probs by the log sequence of the group's completion, within a memory limit."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        """None yet."""
+        """Start empty."""
         self._known: dict[int, LogProbs] = {}
         self._max_bytes = max_bytes
 
@@ -39,24 +39,24 @@ class KnownLogProbs:
         return sum(columns.size_bytes for columns in self._known.values()) < self._max_bytes
 
     def add(self, seq: int, columns: LogProbs) -> None:
-        """Keep those of a group."""
+        """Store the columns of a group."""
         self._known[seq] = columns
 
     def weights_moved(self, waiting: Collection[int]) -> None:
-        """Forget the old policy's of all groups, and groups that no batch can take any more.
+        """Discard old-policy log-probs of all groups, and groups that no batch can take any more.
 
         Args:
-            waiting: log sequences of the groups that one can.
+            waiting: Log sequences of the groups that a batch can still take.
         """
         kept = {seq: LogProbs(ref_N=columns.ref_N) for seq, columns in self._known.items() if seq in waiting}
         self._known = {seq: columns for seq, columns in kept.items() if columns.ref_N is not None}
 
     def put_into(self, batch: TrainBatch, seqs: Mapping[int, int]) -> tuple[TrainBatch, float]:
-        """A batch with what is known of its groups, and the share of them of which something is.
+        """Return the batch with its precomputed log-probs, and the share of its groups that have some.
 
         Args:
-            batch: as it was put together.
-            seqs: log sequences of completions by group.
+            batch: The batch as assembled.
+            seqs: Log sequences of completions by group.
         """
         whole = LogProbs(*(np.full_like(batch.rollout_log_probs_N, np.nan) for _ in LogProbs._fields))
         places = _places_of_groups(batch)
@@ -69,7 +69,7 @@ class KnownLogProbs:
 
 
 def _places_of_groups(batch: TrainBatch) -> dict[int, slice]:
-    """Where the tokens of each group are."""
+    """Range of each group's tokens."""
     firsts_B = np.flatnonzero(np.diff(batch.groups_B, prepend=-1))
     starts = [*batch.starts_B[firsts_B].tolist(), len(batch.tokens_N)]
     return {
@@ -79,6 +79,6 @@ def _places_of_groups(batch: TrainBatch) -> dict[int, slice]:
 
 
 def unknown_groups(batch: TrainBatch, known_N: Floats32, groups_B: Ints) -> Ints:
-    """Those of some groups of a batch of which a token's number is not known, rising."""
+    """Return those of the given groups with a token that has no precomputed value, rising."""
     unknown_B = np.logical_or.reduceat(np.isnan(known_N), batch.starts_B)
     return np.intersect1d(batch.groups_B[unknown_B], groups_B)

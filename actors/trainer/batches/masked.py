@@ -1,8 +1,8 @@
-"""Samples that are taken out of an optimizer step, as their loss is not finite.
+"""Masking of samples whose loss is not finite.
 
-B samples, N tokens of the batch. A masked sample trains as if none of its tokens had a loss mask: it is in no gradient
-and in no mean over tokens, its rollout counts in the denominator of means over rollouts, and its reward, if that is
-finite, counts in its group.
+B samples, N tokens of the batch. A masked sample trains as if its loss mask were all zeros. It enters no gradient and
+no mean over tokens. Its rollout still counts in the denominator of means over rollouts. Its reward, if finite, still
+counts in its group.
 """
 
 from collections.abc import Sequence
@@ -17,21 +17,21 @@ Flags = NDArray[np.bool_]
 
 
 def samples_with(batch: TrainBatch, flags_N: Flags) -> Flags:
-    """Which samples have a token with a flag, [B]."""
+    """Return which samples have a flagged token, [B]."""
     return np.logical_or.reduceat(flags_N, batch.starts_B)
 
 
 def with_masked(batch: TrainBatch, masked_B: Flags) -> TrainBatch:
-    """The batch, in which no token of masked samples trains."""
+    """Return the batch with the loss mask of masked samples set to 0."""
     masked_N = np.repeat(masked_B, batch.lengths_B)
     return replace(batch, loss_mask_N=np.where(masked_N, 0, batch.loss_mask_N).astype(np.uint8))
 
 
 def without(batch: TrainBatch, micro_batch: MicroBatch, masked_B: Flags) -> MicroBatch:
-    """A micro-batch, or a context-parallel rank's part of one, with padding in the place of masked samples.
+    """Replace masked samples of a micro-batch, or of a context-parallel rank's part of one, by padding.
 
-    Their tokens are not read either: through a forward pass that is NaN, a gradient of 0 becomes NaN. All other tokens
-    keep their places, for which the experts of an earlier pass were kept.
+    Their tokens are no inputs either: a gradient of 0 through a forward pass with NaN is NaN. All other tokens keep
+    their positions, because the recorded experts of an earlier pass depend on them.
     """
     masked_N = np.repeat(masked_B, batch.lengths_B)
     gone = (micro_batch.sources >= 0) & masked_N[micro_batch.sources]
@@ -55,6 +55,6 @@ def _further_without(further: Further, gone: Flags) -> Further:
 
 
 def names_of(batch: TrainBatch, samples: Ints) -> Sequence[str]:
-    """Samples as messages name them."""
+    """Name samples for messages."""
     places = zip(batch.groups_B[samples], batch.indices_B[samples], batch.parts_B[samples], strict=True)
     return [f"group {group}, sample {index}, part {part}" for group, index, part in places]

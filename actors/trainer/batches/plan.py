@@ -1,4 +1,4 @@
-"""Which samples of a batch train together: optimizer steps, replicas and micro-batches. B samples."""
+"""Assignment of a batch's samples to optimizer steps, replicas and micro-batches. B samples."""
 
 from typing import Final
 
@@ -7,14 +7,14 @@ import numpy as np
 from actors.trainer.batches.balance import shared_out
 from actors.trainer.batches.batch import Ints, TrainBatch
 
-WEIGHTS_PER_MICRO_BATCH: Final = 1 << 25  # of a layer times a token: what a layer's calls cost on one core of a CPU
+WEIGHTS_PER_MICRO_BATCH: Final = 1 << 25  # overhead of one layer's calls on one CPU core, in weights times tokens
 
 
 def split_steps(batch: TrainBatch, num_steps: int) -> list[Ints]:
-    """Cut a batch into optimizer steps of equally many rollouts, in order; the first ones get what does not divide.
+    """Split a batch into optimizer steps of equally many rollouts, in order. The first steps get the remainder.
 
     Returns:
-        The samples of each step; fewer steps if there are fewer rollouts.
+        The samples of each step. There are fewer steps if there are fewer rollouts.
     """
     num_rollouts = int(batch.rollouts_B[-1]) + 1
     cuts = [part[0] for part in np.array_split(np.arange(num_rollouts), min(num_steps, num_rollouts))]
@@ -23,20 +23,22 @@ def split_steps(batch: TrainBatch, num_steps: int) -> list[Ints]:
 
 
 def micro_batch_cost(layer_weights: int) -> int:
-    """What a further micro-batch costs besides its tokens, in tokens: much where the layers are small.
+    """Estimate the overhead of one more micro-batch, in tokens. It is large where the layers are small.
 
     Args:
-        layer_weights: parameters of one layer.
+        layer_weights: Parameters of one layer.
     """
     return -(-WEIGHTS_PER_MICRO_BATCH // layer_weights)
 
 
 def attention_cost(query_size: int, layer_weights: int) -> float:
-    """What a position costs that a token may see, in tokens: scores and values, of half the positions before the end.
+    """Estimate the attention cost of each position that a token may see, in tokens.
+
+    It counts scores and values, for half of the positions before the end.
 
     Args:
-        query_size: numbers of a token's queries in a layer, of all heads.
-        layer_weights: parameters of one layer.
+        query_size: Query elements of a token in one layer, over all heads.
+        layer_weights: Parameters of one layer.
     """
     return query_size / layer_weights
 
@@ -51,20 +53,20 @@ def plan_micro_batches(
     cost: int = 0,
     attention: float = 0.0,
 ) -> list[list[Ints]]:
-    """Share samples among replicas, in equally many micro-batches each.
+    """Distribute samples over replicas, with the same number of micro-batches each.
 
     Args:
-        lengths_B: tokens of every sample of the batch.
-        samples: those to share out.
-        max_tokens: per micro-batch, padding included; a longer sample sits alone.
-        num_replicas: data-parallel replicas of the model.
-        packed: one row of sequences behind each other; else rows of like length, padded.
-        cost: of a micro-batch, in tokens: padding saved by a further one must be more.
-        attention: what each position costs that a token may see, in tokens.
+        lengths_B: Tokens of every sample of the batch.
+        samples: Samples to distribute.
+        max_tokens: Largest micro-batch, padding included. A longer sample has a micro-batch of its own.
+        num_replicas: Number of data-parallel replicas.
+        packed: True: one row of concatenated sequences. False: padded rows of similar length.
+        cost: Overhead of a micro-batch, in tokens. A further micro-batch must save more padding than this.
+        attention: Attention cost of each position that a token may see, in tokens.
 
     Returns:
-        For each replica its micro-batches, each the samples in it; empty where there are too few samples. Replicas have
-        about equally much to compute.
+        For each replica its micro-batches, each as the samples in it. Micro-batches are empty where there are too few
+        samples. Replicas have about equal amounts of computation.
     """
     order = samples[np.argsort(-lengths_B[samples], kind="stable")]
     bins = _first_fit(lengths_B, order, max_tokens) if packed else _by_length(lengths_B, order, max_tokens, cost)
@@ -79,14 +81,14 @@ def plan_micro_batches(
 
 
 def _operations(lengths: Ints, attention: float, *, packed: bool) -> float:
-    """What a micro-batch computes, in tokens; of padded rows with their padding."""
+    """Estimate the computation of a micro-batch, in tokens. Padded rows count their padding."""
     if not packed and len(lengths):
         lengths = np.full_like(lengths, lengths.max())
     return float((lengths + attention * lengths**2).sum())
 
 
 def _by_length(lengths_B: Ints, order: Ints, max_tokens: int, cost: int) -> list[Ints]:
-    """Cut samples, longest first, so that padded tokens and micro-batches together cost least.
+    """Split samples, longest first, so that padded tokens and the overhead of micro-batches cost least in total.
 
     Samples of one length stay together, up to the token limit.
     """
@@ -97,7 +99,7 @@ def _by_length(lengths_B: Ints, order: Ints, max_tokens: int, cost: int) -> list
     before = np.zeros(len(bounds), dtype=np.int64)
     for begin, length in enumerate(longest.tolist()):
         padded = (bounds[begin + 1 :] - bounds[begin]) * length
-        fits = max(int(np.searchsorted(padded, max_tokens, side="right")), 1)  # a longer sample sits alone
+        fits = max(int(np.searchsorted(padded, max_tokens, side="right")), 1)  # a longer sample is alone
         ends = slice(begin + 1, begin + 1 + fits)
         costs = least[begin] + cost + padded[:fits]
         better = costs < least[ends]
@@ -110,7 +112,7 @@ def _by_length(lengths_B: Ints, order: Ints, max_tokens: int, cost: int) -> list
 
 
 def _runs(lengths: Ints, max_tokens: int) -> Ints:
-    """Where stretches of equal lengths begin, none of more padded tokens than the limit, and the end."""
+    """Return the starts of runs of equal length, then the end. No run has more padded tokens than the limit."""
     starts = np.flatnonzero(np.diff(lengths, prepend=0))
     ends = np.append(starts[1:], len(lengths))
     parts = [
@@ -121,7 +123,7 @@ def _runs(lengths: Ints, max_tokens: int) -> Ints:
 
 
 def _first_fit(lengths_B: Ints, order: Ints, max_tokens: int) -> list[Ints]:
-    """Put each sample, longest first, where it fits first."""
+    """First-fit decreasing bin packing: each sample, longest first, goes to the first bin with room."""
     bins: list[list[int]] = []
     free: list[int] = []
     for sample in order.tolist():

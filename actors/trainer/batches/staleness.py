@@ -1,4 +1,4 @@
-"""How many train steps old the weights are that sampled each token, and which tokens therefore do not train. Pure.
+"""Staleness of sampled tokens in train steps, and the masking of stale tokens. Pure.
 
 T response tokens of one segment, N tokens of a batch.
 """
@@ -14,31 +14,31 @@ from actors.trainer.batches.batch import TrainBatch
 from messages import Segment
 from runtime.settings.recipe import RolloutConfig
 
-NOT_SAMPLED: Final = -1  # staleness of tokens that would not train anyway: prompts, a tool's answers
+NOT_SAMPLED: Final = -1  # staleness of tokens that never train: prompts, tool output
 
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:
-    """Which tokens are taken out of the loss on account of the weights that sampled them."""
+    """Which tokens are masked because of the weights that sampled them."""
 
-    off_policy: bool = False  # those of older weights than the newest of their sample
-    max_staleness: int | None = None  # those that are more train steps old
+    off_policy: bool = False  # True: tokens of older weights than the newest of their sample
+    max_staleness: int | None = None  # tokens above this staleness, in train steps; None: no limit
 
     @classmethod
     def of(cls, rollout: RolloutConfig) -> Self:
-        """What the recipe asks for."""
+        """Read the masking from the recipe."""
         masks = rollout.stale_tokens == "mask"
         return cls(off_policy=rollout.mask_off_policy, max_staleness=rollout.max_token_staleness if masks else None)
 
 
 def staleness_of(segment: Segment, step: int, steps_of_versions: Mapping[int, int]) -> NDArray[np.int32]:
-    """Train steps between the weights that sampled each token and those that the step starts from.
+    """Count the train steps between the weights that sampled each token and those that the step starts from.
 
     Args:
-        segment: with T response tokens.
-        step: of the batch.
-        steps_of_versions: how many train steps each announced weight version contains; one that is not there counts as
-            older than all.
+        segment: Segment with T response tokens.
+        step: Train step of the batch.
+        steps_of_versions: Train steps that each published weight version contains. A missing version counts as older
+            than all.
 
     Returns:
         [T], NOT_SAMPLED where the token does not train.
@@ -52,12 +52,12 @@ def staleness_of(segment: Segment, step: int, steps_of_versions: Mapping[int, in
 def loss_masks(
     segments: Sequence[Segment], stalenesses: Sequence[NDArray[np.int32]], masking: Masking
 ) -> list[NDArray[np.uint8]]:
-    """The tokens of one sample that train.
+    """Compute which tokens of one sample train.
 
     Args:
-        segments: of the sample, in order.
-        stalenesses: of their tokens.
-        masking: what to take out of the segments' own masks.
+        segments: Segments of the sample, in order.
+        stalenesses: Staleness of their tokens.
+        masking: Masking on top of the segments' own loss masks.
 
     Returns:
         For each segment [T], 1 where the token trains.
@@ -74,7 +74,7 @@ def loss_masks(
 
 
 def staleness_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Staleness of what was sampled to be trained, masked or not: by token, and by group as the mean of its tokens."""
+    """Staleness metrics of trainable tokens, masked or not: by token, and by group as the mean of its tokens."""
     sampled_N = batch.staleness_N != NOT_SAMPLED
     staleness = batch.staleness_N[sampled_N].astype(np.float64)
     if not len(staleness):

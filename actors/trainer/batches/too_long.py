@@ -1,4 +1,4 @@
-"""Samples that are longer than the ranks that share them may take: found by their lengths alone, before any fetch."""
+"""Length limit of samples. Checks the lengths in events, before any payload is fetched."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -8,30 +8,30 @@ from runtime.host.actor import InputError
 from runtime.settings.placement import max_sample_tokens
 from runtime.settings.topology import Topology
 
-SamplePlace = tuple[int, int]  # index and part, in its group
+SamplePlace = tuple[int, int]  # index and part of a sample in its group
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthLimit:
-    """How long a sample may be, and what becomes of a longer one."""
+    """Longest allowed sample, and the action for a longer one."""
 
-    max_tokens: int | None = None  # none: any length
-    ends: bool = False  # the run; else the sample is masked
+    max_tokens: int | None = None  # None: any length
+    ends: bool = False  # True: a longer sample ends the run; False: it is masked
 
     @classmethod
     def of(cls, topology: Topology) -> Self:
-        """What the topology asks for."""
+        """Read the limit from the topology."""
         return cls(max_tokens=max_sample_tokens(topology), ends=topology.train.on_too_long == "fail")
 
     def too_long(self, completed: GroupCompleted) -> frozenset[SamplePlace]:
-        """The samples of a group that are over the limit."""
+        """Return the samples of a group that exceed the limit."""
         if self.max_tokens is None:
             return frozenset()
         long = (sample for sample in completed.samples if length_of(sample) > self.max_tokens)
         return frozenset((sample.index, sample.part) for sample in long)
 
     def check(self, completed: GroupCompleted) -> None:
-        """Raises InputError: a sample is over the limit, and the run is to end then."""
+        """Raise InputError if a sample exceeds the limit and the setting ends the run."""
         if not self.ends:
             return
         for index, part in sorted(self.too_long(completed)):
@@ -44,5 +44,5 @@ class LengthLimit:
 
 
 def length_of(sample: SampleSummary) -> int:
-    """Tokens of prompt and response, as events say it."""
+    """Tokens of prompt and response, as the events report them."""
     return sample.prompt_len + sample.response_len

@@ -1,4 +1,4 @@
-"""Samples of a batch that left no gradient, by name."""
+"""Samples of a batch that were skipped in training, by name."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -8,29 +8,29 @@ import numpy as np
 from actors.trainer.batches.batch import Ints, LeftOut, TrainBatch
 from messages import UntrainedSamples
 
-NOT_FINITE: Final = "not_finite"  # their loss, or the gradient of their optimizer step
+NOT_FINITE: Final = "not_finite"  # the sample's loss, or the gradient of its optimizer step, is not finite
 WHY_LEFT_OUT: Final = {LeftOut.TOO_LONG: "too_long", LeftOut.INVALID: "invalid"}
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """Which samples of a batch left one, and how large that part is."""
+    """Samples of a batch with and without a gradient."""
 
-    untrained: tuple[UntrainedSamples, ...]
-    skipped_groups: tuple[int, ...]  # of which none did
-    num_samples: int  # that did
-    num_tokens: int  # of those
+    untrained: tuple[UntrainedSamples, ...]  # skipped samples with their reasons
+    skipped_groups: tuple[int, ...]  # groups without a trained sample
+    num_samples: int  # trained samples
+    num_tokens: int  # tokens of the trained samples
 
 
 NO_GRADIENTS: Final = Gradients(untrained=(), skipped_groups=(), num_samples=0, num_tokens=0)
 
 
 def gradients_of(batch: TrainBatch, skipped: Ints) -> Gradients:
-    """Tell the samples that left a gradient from the others.
+    """Separate the trained samples from the skipped ones.
 
     Args:
-        batch: as it was trained.
-        skipped: samples of it whose loss, or whose optimizer step's gradient, was not finite.
+        batch: The batch as it was trained.
+        skipped: Samples whose loss, or whose optimizer step's gradient, was not finite.
     """
     trained_B = np.ones(len(batch.lengths_B), dtype=bool)
     trained_B[skipped] = False

@@ -1,4 +1,4 @@
-"""Log-probs of the reference and of the old policy, group by group: the same to the bit whenever they are computed."""
+"""Log-probs of the reference and the old policy, group by group: bit-identical whenever they are computed."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,16 +16,16 @@ Compute = Callable[[TrainBatch, Sequence[MicroBatch]], Floats32]
 
 
 class GroupLogProbs:
-    """What is not known of a batch yet is computed in the layout that `group_by_group` gives each of its groups."""
+    """Computes log-probs that were not precomputed, in the layout of `group_by_group`."""
 
     def __init__(self, replica: Replica, reference: ReferenceModel | None, *, max_tokens: int, policy: bool) -> None:
-        """Of one replica.
+        """Prepare for one replica.
 
         Args:
-            replica: of this rank.
-            reference: none: its log-probs are not asked for.
-            max_tokens: of a micro-batch.
-            policy: those of the policy before the first optimizer step may be computed ahead.
+            replica: Model replica of this rank.
+            reference: Reference model. None: its log-probs are not needed.
+            max_tokens: Largest number of tokens in a micro-batch.
+            policy: Whether log-probs of the old policy, before the first optimizer step, may be precomputed.
         """
         self._replica = replica
         self._reference = reference
@@ -33,18 +33,18 @@ class GroupLogProbs:
         self._policy = policy
 
     def ahead(self, batch: TrainBatch) -> LogProbs:
-        """All that a train step will want of groups that no batch has yet. A collective of all ranks."""
+        """Precompute all log-probs that a train step needs of groups without a batch. A collective of all ranks."""
         ref_N = self.reference(batch) if self._reference is not None else None
         old_N = self.policy(batch, batch.groups_B) if self._policy else None
         return LogProbs(ref_N, old_N)
 
     def reference(self, batch: TrainBatch) -> Floats32:
-        """The reference's. A collective of all ranks."""
+        """Log-probs of the reference. A collective of all ranks."""
         assert self._reference is not None
         return self._column(batch, batch.ref_log_probs_N, batch.groups_B, self._reference.log_probs)
 
     def policy(self, batch: TrainBatch, groups_B: Ints) -> Floats32:
-        """The current weights' of some groups. A collective of all ranks."""
+        """Log-probs of the present weights for some groups. A collective of all ranks."""
         return self._column(batch, batch.old_log_probs_N, groups_B, self._of_policy)
 
     def _of_policy(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> Floats32:
@@ -53,7 +53,7 @@ class GroupLogProbs:
         return column_N
 
     def _column(self, batch: TrainBatch, known_N: Floats32 | None, groups_B: Ints, compute: Compute) -> Floats32:
-        """What is known, and the rest, complete on every rank."""
+        """Return the precomputed values and compute the missing ones. The column is complete on every rank."""
         missing = np.unique(groups_B) if known_N is None else unknown_groups(batch, known_N, groups_B)
         column_N = np.zeros_like(batch.rollout_log_probs_N)
         if len(missing):

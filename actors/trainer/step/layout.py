@@ -1,4 +1,4 @@
-"""How samples become the micro-batches of this replica and of the others."""
+"""Layout of samples in the micro-batches of the replicas."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from actors.trainer.megatron.rank_model import Replica
 
 
 def shared(replica: Replica, batch: TrainBatch, samples: Ints, *, max_tokens: int) -> list[list[Ints]]:
-    """Share samples of a batch among the replicas; as `plan_micro_batches`."""
+    """Distribute samples of a batch over the replicas. The result is that of `plan_micro_batches`."""
     hf = replica.hf
     return plan_micro_batches(
         batch.lengths_B,
@@ -26,7 +26,7 @@ def shared(replica: Replica, batch: TrainBatch, samples: Ints, *, max_tokens: in
 
 
 def laid_out(replica: Replica, batch: TrainBatch, shares: list[list[Ints]]) -> list[MicroBatch]:
-    """This replica's micro-batches."""
+    """Build this replica's micro-batches."""
     return [
         make_micro_batch(
             batch, members, packed=replica.packed, multiple=replica.length_multiple, context=replica.context
@@ -36,16 +36,16 @@ def laid_out(replica: Replica, batch: TrainBatch, shares: list[list[Ints]]) -> l
 
 
 def group_by_group(replica: Replica, batch: TrainBatch, groups: Ints, *, max_tokens: int) -> list[MicroBatch]:
-    """Micro-batches of this replica for log-probs of prompt groups, those of one group behind those of another.
+    """Build this replica's micro-batches for log-probs of prompt groups, one group after another.
 
-    They depend on the group alone: neither on what else is in the batch, nor on the step, which masks tokens by the age
-    of their weights. So whoever computes them alone, and before there is a batch, gets the same log-probs to the bit.
+    The layout depends on the group alone: not on the rest of the batch, and not on the step, which masks tokens by
+    staleness. Computing the log-probs early, before a batch exists, therefore gives bit-identical values.
 
     Args:
-        replica: of this rank.
-        batch: that has the groups.
-        groups: prompt groups.
-        max_tokens: of a micro-batch.
+        replica: Model replica of this rank.
+        batch: Batch that contains the groups.
+        groups: Prompt groups.
+        max_tokens: Largest number of tokens in a micro-batch.
     """
     sampled = replace(batch, loss_mask_N=(batch.staleness_N != NOT_SAMPLED).astype(np.uint8))
     micro_batches: list[MicroBatch] = []

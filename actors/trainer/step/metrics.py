@@ -1,4 +1,4 @@
-"""Metrics of a train step: of its batch, of its losses, and of how far engines and trainer are apart."""
+"""Metrics of a train step: batch sizes, losses, speed, memory, and the engine/trainer mismatch."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +14,7 @@ from actors.trainer.megatron import groups as ranks
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.flops import peak_flops, train_flops
 
-SUMS = (  # reduced like the loss
+SUMS = (  # reduced with the weights and denominator of the loss
     "train/loss",
     "train/pg_loss",
     "train/entropy_loss",
@@ -23,17 +23,17 @@ SUMS = (  # reduced like the loss
     "train/kl_loss",
 )
 SFT_SUMS = ("train/loss", "train/sft_loss", "train/entropy_loss")
-MTP_LOSS = "train/mtp_loss"  # a mean of its own
+MTP_LOSS = "train/mtp_loss"  # a mean over the tokens that the MTP layer predicts
 DIFF = "train/train_rollout_logprob_abs_diff"
 DIFF_MAX = "train/train_rollout_logprob_abs_diff_max"
 
 
 def reduced_sums(names: Sequence[str], sums: Sequence[Tensor]) -> dict[str, float]:
-    """Mean over the optimizer steps of each of the metric sums. A collective of all replicas.
+    """Average each metric over the optimizer steps. A collective of all replicas.
 
     Args:
-        names: of the metrics.
-        sums: of each optimizer step on this replica, the last one the share of the denominator.
+        names: Names of the metrics.
+        sums: Sums of each optimizer step on this replica. The last element is its share of the denominator.
     """
     total = ranks.sum_over_replicas(torch.stack(list(sums)))
     means = (total[:, :-1] / total[:, -1:].clamp(min=1.0)).mean(dim=0)
@@ -43,11 +43,11 @@ def reduced_sums(names: Sequence[str], sums: Sequence[Tensor]) -> dict[str, floa
 def difference_metrics(
     batch: TrainBatch, micro_batches: Sequence[MicroBatch], trainer_log_probs_N: Floats32
 ) -> dict[str, float]:
-    """How far the engines' log-probs are from those of the weights that this train step began with.
+    """Measure the mismatch between engine log-probs and those of the weights at the start of this train step.
 
-    The mean covers all tokens of these micro-batches that train; the maximum only those that these very weights
-    sampled, where anything but rounding means that engine and trainer compute different models. A collective of all
-    replicas.
+    The mean covers all trained tokens of these micro-batches. The maximum covers only tokens that exactly these weights
+    sampled. There, a difference beyond rounding means that engine and trainer compute different models. A collective
+    of all replicas.
     """
     where = np.concatenate([micro_batch.columns_M for micro_batch in micro_batches])
     difference = np.abs(trainer_log_probs_N[where] - batch.rollout_log_probs_N[where])
@@ -59,7 +59,7 @@ def difference_metrics(
 
 
 def size_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Size metrics of a batch. Samples that are left out do not count in its lengths."""
+    """Size metrics of a batch. Lengths exclude samples that are left out."""
     known_B = batch.left_out_B == 0
     return {
         "rollout/response_lengths": _mean(batch.mask_sums_B[known_B]),
@@ -69,7 +69,7 @@ def size_metrics(batch: TrainBatch) -> dict[str, float]:
 
 
 def sampling_metrics(batch: TrainBatch, advantages_N: Floats32) -> dict[str, float]:
-    """How its samples were sampled and judged."""
+    """Metrics of the sampling: rewards, advantages, log-probs, truncation and staleness."""
     mask = batch.loss_mask_N != 0
     return {
         "rollout/raw_reward": float(batch.raw_rewards_B.mean()),
@@ -82,7 +82,7 @@ def sampling_metrics(batch: TrainBatch, advantages_N: Floats32) -> dict[str, flo
 
 
 def memory_metrics(peaks: Mapping[str, int]) -> dict[str, float]:
-    """The most memory that each rank had, by phase. A collective of all ranks."""
+    """Peak memory of each rank in bytes, by phase. A collective of all ranks."""
     return {
         f"perf/peak_bytes/{phase}/rank_{rank}": float(size)
         for rank, own in enumerate(ranks.told(peaks))
@@ -91,7 +91,7 @@ def memory_metrics(peaks: Mapping[str, int]) -> dict[str, float]:
 
 
 def speed_metrics(model: HfConfig, lengths: Sequence[int], seconds: float, device: torch.device) -> dict[str, float]:
-    """Of the optimizer steps: tokens, and floating-point operations of a rank, and as a share of what its GPU can."""
+    """Speed of the optimizer steps: tokens per second, TFLOPS per rank, and MFU on a GPU with a known peak."""
     metrics = {"perf/actor_train_tok_per_s": sum(lengths) / seconds}
     per_rank = train_flops(model, lengths) / seconds / dist.get_world_size()
     metrics["perf/actor_train_tflops"] = per_rank / 1e12

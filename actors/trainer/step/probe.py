@@ -1,4 +1,4 @@
-"""What published weights make of fixed tokens, so that an engine can show that it holds them."""
+"""Weight probe: log-probs of fixed tokens under the published weights, to verify the weights of an engine."""
 
 import random
 from collections.abc import Collection, Sequence
@@ -16,7 +16,7 @@ from messages import WeightProbe
 from runtime.settings.topology import Topology
 
 MAX_TOKENS: Final = 64
-DECIMALS: Final = 6  # of log-probs; engines are compared at 1e-3
+DECIMALS: Final = 6  # of log-probs; engines are compared with a tolerance of 1e-3
 
 
 class _AddedToken(msgspec.Struct, frozen=True):
@@ -24,18 +24,18 @@ class _AddedToken(msgspec.Struct, frozen=True):
 
 
 class _Tokenizer(msgspec.Struct, frozen=True):
-    """The part of tokenizer.json that is used."""
+    """The used part of tokenizer.json."""
 
     added_tokens: tuple[_AddedToken, ...] = ()
 
 
 def probe_tokens(topology: Topology, vocab_size: int, context: int) -> tuple[int, ...]:
-    """Tokens that engines are asked about: drawn from run.seed, none of them special, at most half of the context.
+    """Choose the probe tokens: drawn from run.seed, no special tokens, at most half of the context.
 
     Args:
-        topology: of the run; its own limits may be below the model's.
-        vocab_size: of the model.
-        context: of the model, in tokens.
+        topology: The topology. Its own context limits may be below the model's.
+        vocab_size: Vocabulary size of the model.
+        context: Context length of the model, in tokens.
     """
     limits = [engine.max_total_tokens for engine in topology.engines.values()] + [topology.rollout.max_context_len]
     context = min([context, *(limit for limit in limits if limit is not None)])
@@ -45,9 +45,9 @@ def probe_tokens(topology: Topology, vocab_size: int, context: int) -> tuple[int
 
 
 def drawn_tokens(vocab_size: int, length: int, *, special: Collection[int], seed: int) -> tuple[int, ...]:
-    """Tokens of the vocabulary but special ones; where all are special, any. The last token is never among them.
+    """Draw tokens of the vocabulary that are not special, or any tokens if all are special. Never the last token.
 
-    SGLang 0.5.23 takes the last token of a vocabulary for token 0 where it looks up the log-probs of a prompt.
+    When SGLang 0.5.23 looks up prompt log-probs, it confuses the last token of the vocabulary with token 0.
     """
     draw = random.Random(f"probe {seed} {vocab_size}")
     vocab_size = max(1, vocab_size - 1)
@@ -61,7 +61,7 @@ def drawn_tokens(vocab_size: int, length: int, *, special: Collection[int], seed
 
 
 def special_tokens(model_directory: Path) -> frozenset[int]:
-    """Tokens that a tokenizer has beside its vocabulary; none where there is no tokenizer.json that can be read."""
+    """Read a tokenizer's added tokens. Empty without a readable tokenizer.json."""
     try:
         data = (model_directory / "tokenizer.json").read_bytes()
         return frozenset(token.id for token in msgspec.json.decode(data, type=_Tokenizer).added_tokens)
@@ -70,12 +70,12 @@ def special_tokens(model_directory: Path) -> frozenset[int]:
 
 
 def probe(replica: Replica, token_ids: Sequence[int]) -> WeightProbe:
-    """Ask the current weights. A collective of all ranks; the result is the same on each.
+    """Compute the weight probe of the present weights. A collective of all ranks; the result is the same on each.
 
     Raises:
-        FloatingPointError: a log-prob is not finite; the weights are unusable.
+        FloatingPointError: A log-prob is not finite; the weights are unusable.
     """
-    column = np.full(len(token_ids), -np.inf, dtype=np.float32)  # of context-parallel ranks each fills its part
+    column = np.full(len(token_ids), -np.inf, dtype=np.float32)  # each context-parallel rank fills its part
     column[0] = 0.0
     replica.fill_log_probs([_micro_batch(replica, token_ids)], column, temperature=1.0)
     column = ranks.max_over_replicas(torch.from_numpy(column)).numpy()
@@ -85,7 +85,7 @@ def probe(replica: Replica, token_ids: Sequence[int]) -> WeightProbe:
 
 
 def _micro_batch(replica: Replica, token_ids: Sequence[int]) -> MicroBatch:
-    """The tokens as one sample, of which all but the first train."""
+    """Lay the tokens out as one sample in which all tokens but the first train."""
     inputs, positions = len(token_ids) - 1, np.arange(len(token_ids) - 1)
     lengths = packed_lengths(np.array([inputs]), replica.length_multiple, replica.context)
     if not replica.packed:

@@ -1,4 +1,4 @@
-"""A profile of chosen train steps, in files that Chrome's tracing, Perfetto and torch's memory viewer open."""
+"""Profiles of chosen train steps, in files for Chrome tracing, Perfetto and torch's memory viewer."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -12,19 +12,19 @@ from actors.trainer.megatron.imports import quiet
 from runtime.settings.topology import ProfileConfig
 
 PROFILES: Final = "profiles"  # in the run directory
-MAX_ENTRIES: Final = 1_000_000  # allocations that a snapshot of memory tells of
+MAX_ENTRIES: Final = 1_000_000  # allocations in a memory snapshot
 
 
 @contextmanager
 def profiled(config: ProfileConfig, folder: Path, *, step: int, rank: int, device: torch.device) -> Generator[None]:
-    """Profile the block, if its step is one of those chosen; a step that fails leaves no profile.
+    """Profile the block if its step is a chosen one. A step that fails leaves no profile.
 
     Args:
-        config: which steps, and whether with a snapshot of the GPU's memory.
-        folder: the run directory.
-        step: train step, counted from 0.
-        rank: of the trainer's.
-        device: of this rank.
+        config: Which steps to profile, and whether to add a snapshot of the GPU's memory.
+        folder: The run directory.
+        step: Train step, from 0.
+        rank: Rank of the trainer.
+        device: Device of this rank.
     """
     if step not in config.steps:
         yield

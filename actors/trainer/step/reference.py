@@ -1,4 +1,4 @@
-"""The reference model of a KL loss: the weights that the run began with, or those of model.ref_load."""
+"""Reference model of the KL loss: the weights at the start of the run, or those of model.ref_load."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,20 +12,20 @@ from actors.trainer.models.weight_files import check_weights
 
 
 class ReferenceModel:
-    """A second set of weights of this rank, on the host: for its log-probs it and the replica's change places.
+    """Reference weights of this rank, kept in host memory and swapped with the policy's to compute log-probs.
 
-    So beside the model there is one such set, and of a GPU's memory a parameter at a time.
+    Only one such copy exists besides the model. A swap needs GPU memory for one parameter at a time.
     """
 
     def __init__(self, replica: Replica, ref_load: str | None) -> None:
-        """Take the weights, so it is made before a checkpoint is loaded.
+        """Copy the weights. Create the reference model before a checkpoint is loaded.
 
         Args:
-            replica: of this rank.
-            ref_load: a model directory; none: what the replica holds.
+            replica: Model replica of this rank.
+            ref_load: Model directory. None: the replica's present weights.
 
         Raises:
-            ValueError, OSError: the directory cannot be used.
+            ValueError, OSError: The directory cannot be used.
         """
         self._replica = replica
         self._weights = replica.weights_copy()
@@ -36,7 +36,7 @@ class ReferenceModel:
             replica.optimizer.reload_model_params()
 
     def log_probs(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> Floats32:
-        """Of the tokens of the batch that train and lie in these micro-batches. A collective of all ranks."""
+        """Compute log-probs of the trained tokens in these micro-batches. A collective of all ranks."""
         column = np.zeros_like(batch.rollout_log_probs_N)
         self._replica.exchange_weights(self._weights)
         self._replica.fill_log_probs(micro_batches, column)

@@ -1,7 +1,7 @@
-"""One train step: a batch of scored samples becomes a few optimizer steps and the metrics that say how it went.
+"""One train step: trains a batch of scored samples in a few optimizer steps and reports metrics.
 
 A sample with a token whose loss is not finite is masked (batches/masked.py): the gradients of its optimizer step are
-computed again without it. All ranks agree on these samples first, since each sees the losses of a part alone.
+recomputed without it. Each rank sees only part of the losses, so all ranks agree on the masked samples first.
 """
 
 import math
@@ -51,7 +51,7 @@ log = structlog.get_logger()
 
 NO_SAMPLES: Final[Ints] = np.empty(0, dtype=np.int64)
 MAX_NAMED: Final = 4  # masked samples in a message
-LARGEST_LOSS: Final = 1e15  # of a token: squared in the norm of the gradient, much more is infinite in float32
+LARGEST_LOSS: Final = 1e15  # of a token; much more overflows float32 when the gradient norm squares it
 
 
 @dataclass(frozen=True)
@@ -59,76 +59,76 @@ class _OptimizerStep:
     """One optimizer step of this replica."""
 
     number: int  # within the train step
-    samples: Ints  # of the batch, on all replicas
+    samples: Ints  # samples of the batch, on all replicas
     micro_batches: list[MicroBatch]
-    num_tokens: int  # that all replicas read
+    num_tokens: int  # input tokens on all replicas
     reduction: Reduction  # over the step's samples on all replicas
     share_B: Ints  # the reduction's shares, by sample of the batch
-    num_further: int  # tokens that a further layer predicts
+    num_further: int  # tokens that the MTP layer predicts
 
     @property
     def num_shares(self) -> int:
-        """The reduction's denominator."""
+        """Denominator of the reduction."""
         return max(int(self.reduction.shares.sum()), 1)
 
     @property
     def tokens_per_share(self) -> float:
-        """Turns the mean over tokens, which the replica takes, into the reduction's."""
+        """Factor from the mean over tokens, which the replica takes, to the reduction."""
         return self.num_tokens / self.num_shares
 
     @property
     def shares_per_further(self) -> float:
-        """Turns the reduction into the mean over tokens that a further layer predicts."""
+        """Factor from the reduction to the mean over the tokens that the MTP layer predicts."""
         return self.num_shares / max(self.num_further, 1)
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """Numbers per token of the batch, on the device: they are brought there once, and picked from there."""
+    """Per-token columns of the batch, copied to the device once and indexed there."""
 
     advantages_N: Tensor
-    weights_N: Tensor  # of the token's loss in the sum of its optimizer step
+    weights_N: Tensor  # weight of the token's loss in the reduction of its optimizer step
     rollout_log_probs_N: Tensor
-    trainer_log_probs_N: Tensor  # before the first optimizer step; filled as forward passes yield them
+    trainer_log_probs_N: Tensor  # under the weights before the first optimizer step; forward passes fill it in
     ref_log_probs_N: Tensor | None
 
 
 class _Gradients(NamedTuple):
-    """Those of an optimizer step are set on the replica."""
+    """Result of the forward and backward passes of an optimizer step. The gradients are set on the replica."""
 
     step: _OptimizerStep  # without the masked samples
-    sums: Tensor  # of metrics on this replica, and its share of the denominator behind them
+    sums: Tensor  # metric sums on this replica, then its share of the denominator
     masked_B: Flags
-    error: str  # why they cannot be used; empty if they can
+    error: str  # why the gradients cannot be used; empty if they can
 
 
 class _Done(NamedTuple):
-    """An optimizer step that was taken, or skipped."""
+    """A completed or skipped optimizer step."""
 
     step: _OptimizerStep
-    sums: Tensor  # as of its gradients
+    sums: Tensor  # as in `_Gradients`
     masked_B: Flags
     norm: float
     is_taken: bool
 
 
 class _Routed(NamedTuple):
-    """The experts that the engine had, of this replica's tokens."""
+    """Experts that the engine chose for this replica's tokens."""
 
-    tokens: Ints  # where they are in the batch's columns, rising
+    tokens: Ints  # positions in the batch's columns, rising
     experts: ExpertIds  # [tokens, E]
 
 
 class Trained(NamedTuple):
-    """What became of a batch."""
+    """Result of training a batch."""
 
     metrics: dict[str, float]  # of the whole batch; complete on rank 0 and on the last pipeline stage
-    skipped: Ints  # samples of the batch whose optimizer step was left out, the same on every rank
-    masked: Ints  # those whose loss was not finite; likewise
+    skipped: Ints  # samples of skipped optimizer steps, the same on every rank
+    masked: Ints  # samples whose loss was not finite, the same on every rank
 
     @property
     def without_gradient(self) -> Ints:
-        """All of these."""
+        """All samples that are skipped or masked."""
         return np.union1d(self.skipped, self.masked)
 
 
@@ -136,10 +136,10 @@ class TrainStep:
     """Trains batches on a replica. Its only state is the reference model's weights."""
 
     def __init__(self, topology: Topology, replica: Replica) -> None:
-        """Take the reference weights, so it is made before a checkpoint is loaded.
+        """Copy the reference weights. Create the train step before a checkpoint is loaded.
 
         Raises:
-            ValueError, OSError: the reference model cannot be used.
+            ValueError, OSError: The reference model cannot be used.
         """
         self._replica = replica
         self._topology = topology
@@ -163,9 +163,9 @@ class TrainStep:
         """Train one batch. A collective of all ranks, which pass the same batch.
 
         Raises:
-            InputError: a loss or a gradient was not finite, and train.on_nonfinite, train.max_skipped or
-                train.max_skipped_share say that this is the end. Nothing has moved by it. Starting again would meet
-                the same batch.
+            InputError: A loss or a gradient was not finite, and train.on_nonfinite, train.max_skipped or
+                train.max_skipped_share ends the run. The weights are unchanged by this optimizer step. A restart would
+                fail on the same batch.
         """
         laps, memory = Laps(), self._replica.memory
         steps = self._plan(batch)
@@ -199,7 +199,7 @@ class TrainStep:
         return Trained(metrics, skipped, np.flatnonzero(masked_B))
 
     def ahead(self, batch: TrainBatch) -> LogProbs:
-        """Log-probs of groups that no batch has yet, as a step will want them. A collective of all ranks."""
+        """Precompute log-probs of groups that are in no batch yet. A collective of all ranks."""
         assert self._by_group is not None
         with self._replica.memory.phase("prepare"):
             return self._by_group.ahead(batch)
@@ -236,7 +236,7 @@ class TrainStep:
         return _OptimizerStep(number, samples, micro_batches, num_tokens, reduced, share_B, further)
 
     def _with_more(self, batch: TrainBatch, micro_batch: MicroBatch, routed: _Routed | None) -> MicroBatch:
-        """With what routers and a further layer take."""
+        """Add the inputs of routing replay and of the MTP layer to a micro-batch."""
         if routed is not None and len(routed.tokens):
             place = np.searchsorted(routed.tokens, np.maximum(micro_batch.sources, routed.tokens[0]))
             known = only_where(micro_batch.sources >= 0, routed.experts[place])
@@ -244,10 +244,10 @@ class TrainStep:
         return with_further(batch, micro_batch) if self._has_further_layer else micro_batch
 
     def _routed_experts(self, batch: TrainBatch, steps: Sequence[list[list[Ints]]]) -> _Routed | None:
-        """Those that the engine had of this replica's tokens, where they are asked for. A collective of all ranks.
+        """Return the engine's experts for this replica's tokens if routing replay is on. A collective of all ranks.
 
         Raises:
-            ValueError: they are not there, or of another model.
+            ValueError: The experts are missing, or those of another model.
         """
         if not self._algorithm.use_rollout_routing_replay:
             return None
@@ -267,7 +267,7 @@ class TrainStep:
         return _Routed(tokens[ranks.data_parallel_rank()], routed)
 
     def _prepare(self, batch: TrainBatch, steps: list[_OptimizerStep], laps: Laps) -> _Columns:
-        """Compute what the loss needs besides the policy's own forward pass."""
+        """Compute all inputs of the loss except the policy's own forward pass."""
         advantages = grpo_advantages(
             batch.rewards_B,
             batch.groups_B,
@@ -303,7 +303,10 @@ class TrainStep:
         return _Columns(advantages_N, weights_N, rollout_N, trainer_N, ref_N)
 
     def _old_log_probs(self, batch: TrainBatch, later: Sequence[_OptimizerStep]) -> Floats32:
-        """The trainer's, of what later optimizer steps train; the first one's own pass yields them for nothing."""
+        """Log-probs before training, for the samples of later optimizer steps.
+
+        The forward pass of the first optimizer step yields those of its own samples.
+        """
         column_N = np.zeros_like(batch.rollout_log_probs_N)
         if not later or not (self._measures_all or self._replays_experts):
             return column_N
@@ -314,10 +317,10 @@ class TrainStep:
         return column_N
 
     def _gradients(self, batch: TrainBatch, step: _OptimizerStep, columns: _Columns) -> _Gradients:
-        """Set the gradients of an optimizer step; if a sample's loss is not finite, again without that sample.
+        """Set the gradients of an optimizer step. Samples with a non-finite loss are masked, and it is recomputed.
 
         Raises:
-            InputError: there is one, and train.on_nonfinite = "fail".
+            InputError: A loss is not finite, and train.on_nonfinite = "fail".
         """
         sums, masked_B = self._backward(batch, step, columns)
         if not masked_B.any():
@@ -350,7 +353,7 @@ class TrainStep:
         """Set the gradients.
 
         Returns:
-            This replica's metric sums and its share of the denominator behind them; and the samples with a token whose
+            This replica's metric sums followed by its share of the denominator; and the samples with a token whose
             loss is not finite, the same on every rank.
         """
         device = self._replica.device
@@ -362,7 +365,7 @@ class TrainStep:
             if step.number == 0:
                 columns.trainer_log_probs_N[where_M] = outputs.log_probs.detach()
             loss_M, terms_KM = self._loss_terms(batch.step, columns, where_M, outputs)
-            bad_N[where_M] = ~(terms_KM.abs() < LARGEST_LOSS).all(dim=0)  # NaN is less than nothing
+            bad_N[where_M] = ~(terms_KM.abs() < LARGEST_LOSS).all(dim=0)  # a comparison with NaN is false
             weights_M = columns.weights_N[where_M]
             total, terms = loss_M @ weights_M, terms_KM @ weights_M
             if outputs.further is not None:
@@ -384,7 +387,7 @@ class TrainStep:
     def _loss_terms(
         self, train_step: int, columns: _Columns, where_M: Tensor, outputs: TokenOutputs
     ) -> tuple[Tensor, Tensor]:
-        """The loss of each token of a micro-batch, [M], and its metrics, [K, M], the loss first, without a gradient."""
+        """Return each token's loss, [M], and its metrics, [K, M]: the loss first, without gradients."""
         if self._demonstrations:
             loss = sft_loss(outputs.log_probs)
             return loss, torch.stack([loss, loss, outputs.entropy]).detach()
@@ -402,7 +405,7 @@ class TrainStep:
         coef = self._entropy_coef(train_step)
         total = (
             policy.loss - coef * outputs.entropy if coef else policy.loss
-        )  # at 0 the head computes no gradient of it
+        )  # with a coefficient of 0 the output head computes no gradient of the entropy
         divergence = torch.zeros_like(policy.loss)
         if columns.ref_log_probs_N is not None:
             divergence = kl_divergence(
@@ -416,10 +419,10 @@ class TrainStep:
         return total, terms.detach()
 
     def _optimizer_step(self, train_step: int, gradients: _Gradients) -> _Done:
-        """Move the weights, unless the gradients cannot be used.
+        """Update the weights, or skip the step if the gradients cannot be used.
 
         Raises:
-            InputError: they cannot, and the run is to end then.
+            InputError: The gradients cannot be used, and the settings or the limits end the run.
         """
         replica, train, number = self._replica, self._topology.train, gradients.step.number
         error, norm = gradients.error, math.nan
@@ -448,7 +451,7 @@ class TrainStep:
 
     @property
     def _planned_steps(self) -> int:
-        """Train steps at the run's end, with those of the run that it began from."""
+        """Train steps planned up to the end of the run, including those of the run that it continues."""
         return self._replica.steps_before + self._topology.train.num_steps
 
     def _entropy_coef(self, train_step: int) -> float:
@@ -456,7 +459,7 @@ class TrainStep:
         return entropy_coef(self._algorithm, done, num_steps=self._planned_steps)
 
     def _reduced(self, sums: Sequence[Tensor]) -> dict[str, float]:
-        """Mean over the optimizer steps that were taken; NaN without any."""
+        """Average the sums over the completed optimizer steps. NaN if there are none."""
         metrics = reduced_sums(self._sums, sums) if sums else dict.fromkeys(self._sums, math.nan)
         if not self._algorithm.use_kl_loss:
             metrics.pop("train/kl_loss", None)
@@ -468,7 +471,7 @@ def _micro_batches(steps: Sequence[_OptimizerStep]) -> list[MicroBatch]:
 
 
 def _normalizes_rewards(topology: Topology) -> bool:
-    """Whether rewards are centred within their group: not as configured, and never in groups of one."""
+    """Whether to normalise rewards within their groups: unless disabled, and never for groups of one sample."""
     if topology.algorithm.disable_rewards_normalization or trains_demonstrations(topology):
         return False
     if topology.rollout.n_samples_per_prompt == 1:
