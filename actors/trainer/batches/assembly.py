@@ -1,4 +1,4 @@
-"""Assembly of completed prompt groups and their payloads to a batch of ragged columns."""
+"""Assembly of completed prompt groups and their payloads into a batch of ragged columns."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

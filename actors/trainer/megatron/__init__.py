@@ -1,4 +1,4 @@
-"""Megatron-core as the trainer uses it: its imports, groups, model, optimizer and checkpoints.
+"""The trainer's use of Megatron-core: imports, parallel groups, model, optimizer and checkpoints.
 
 Open imports.py and rank_model.py first.
 """

@@ -1,4 +1,4 @@
-"""Megatron's GPTModel for a Hugging Face config, with our attention, head, and norms that know sequence parallelism."""
+"""Builds Megatron's GPTModel from a Hugging Face config, with our attention, head and sequence-parallel norms."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ log = structlog.get_logger()
 
 
 class RmsNorm(nn.RMSNorm):
-    """torch's RMSNorm, whose weight tells Megatron that its gradient is partial under sequence parallelism."""
+    """Torch's RMSNorm with Megatron's mark that its gradient is partial under sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_options: Any) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -43,21 +43,21 @@ class RmsNorm(nn.RMSNorm):
 
 
 class LatentNorm(RmsNorm):
-    """Of latents, whose epsilon transformers does not take from config.json."""
+    """RMSNorm of MLA latents. Transformers does not take its epsilon from config.json."""
 
     def __init__(self, config: Any, hidden_size: int, **_options: Any) -> None:
         super().__init__(config, hidden_size, 1e-6)
 
 
 def build_chunks(model: HfConfig, config: Any) -> list[Any]:
-    """The parts of the model that this rank has, weights not yet set: one, or its virtual pipeline stages in order.
+    """Build this rank's model chunks, without weights: one chunk, or the virtual pipeline stages in order.
 
     Args:
-        model: what to build.
-        config: its TransformerConfig.
+        model: Config of the model.
+        config: Its TransformerConfig.
 
     Returns:
-        Megatron GPTModels on the CPU or, with CUDA, on the current device, in config.params_dtype.
+        Megatron GPTModels in config.params_dtype, on the CPU or, with CUDA, on the current device.
     """
     num_virtual = config.virtual_pipeline_model_parallel_size
     return [_build(model, config, stage) for stage in (range(num_virtual) if num_virtual else (None,))]
@@ -85,25 +85,25 @@ def _build(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
         _stretch(built.rotary_pos_emb, model.rope)
     built.to(config.params_dtype)
     for _, bias in expert_biases(built):
-        bias.data = bias.data.float()  # Megatron keeps them so
+        bias.data = bias.data.float()  # Megatron keeps them in float32
     if reasons := {module.one_by_one for module in built.modules() if isinstance(module, GroupedExperts)} - {None}:
         log.info("experts_one_by_one", reason=reasons.pop())
     return built
 
 
 def expert_biases(built: Any) -> list[tuple[str, Tensor]]:
-    """The biases of experts in a router's choice, which no gradient moves, by Megatron's names."""
+    """Return the expert biases of the routers by Megatron's names. No gradient updates them."""
     return [(name, buffer) for name, buffer in built.named_buffers() if name.endswith("router.expert_bias")]
 
 
 def _stretch(embedding: Any, rope: Rope) -> None:
-    """Set the frequencies of Llama 3's rope. Megatron's own option for it fixes all of its numbers but one."""
+    """Set the frequencies of Llama 3's rope. Megatron's own option fixes all its parameters but one."""
     frequencies = [rope.stretched(frequency) for frequency in embedding.inv_freq.tolist()]
     embedding.inv_freq = torch.tensor(frequencies, device=embedding.inv_freq.device)
 
 
 def _layer_spec(config: Any, virtual_stage: int | None) -> Any:
-    """Megatron's local layer spec with our attention and norms, the package's own point of extension."""
+    """Build Megatron's local layer spec with our attention and norms. Specs are Megatron's extension point."""
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=virtual_stage
     )
@@ -125,18 +125,18 @@ def _layer_spec(config: Any, virtual_stage: int | None) -> Any:
 
 
 def _further_layer_spec(config: Any, layers: Any, virtual_stage: int | None) -> Any:
-    """The layer for the token after the next one, whose inside is like the last of `layers`; none: there is no such."""
+    """Build the spec of the MTP layer, whose inner layer is like the last of `layers`. None: there is no MTP layer."""
     if not config.mtp_num_layers:
         return None
     block = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False, vp_stage=virtual_stage)
-    for spec in () if block is None else block.layer_specs:  # on the last stage alone
+    for spec in () if block is None else block.layer_specs:  # None except on the last pipeline stage
         spec.module = FurtherLayer
         spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = RmsNorm
     return block
 
 
 def with_gradients(chunk: Any, config: Any, trainer: TrainerConfig) -> Any:
-    """A part of the model behind Megatron's wrapper, which has its gradients and sums them over replicas."""
+    """Wrap a model chunk in Megatron's DDP, which holds the gradients and sums them over replicas."""
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=trainer.optimizer.use_distributed_optimizer,
@@ -149,9 +149,9 @@ def with_gradients(chunk: Any, config: Any, trainer: TrainerConfig) -> Any:
         and parallel_state.get_expert_data_parallel_group().size() == 1
     )
     if alone and not trainer.ddp.overlap_grad_reduce:
-        wrapped.finish_grad_sync = nothing  # Megatron sums over a group of one rank too, and waits for it
+        wrapped.finish_grad_sync = nothing  # Megatron would reduce over a group of one rank, too, and wait for it
     return wrapped
 
 
 def nothing(*_args: Any, **_options: Any) -> None:
-    """Instead of a call that has nothing to do here."""
+    """Do nothing, in place of a call that is not needed here."""

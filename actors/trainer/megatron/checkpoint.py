@@ -1,6 +1,6 @@
-"""Checkpoints of model, optimizer and random state: written and read by all ranks together.
+"""Checkpoints of model, optimizer and random state, written and read by all ranks collectively.
 
-How one gets onto the disk: saving.py.
+saving.py writes the files in the background.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,40 +26,40 @@ from actors.trainer.megatron.reading import reading
 from actors.trainer.megatron.saving import Saving
 
 DISTRIBUTED = "use_distributed_optimizer"
-MAIN_PARAMETERS = {True: f"{PREFIX}param.", False: f"{PREFIX}fp32_param."}  # by whether it is distributed
+MAIN_PARAMETERS = {True: f"{PREFIX}param.", False: f"{PREFIX}fp32_param."}  # True: distributed optimizer
 
 
 def begin_save(
     replica: Replica, root: Path, executor: Executor, *, step: int, incarnation: int, said: SavedRun | None = None
 ) -> Saving:
-    """Copy the state and begin to write a checkpoint. A collective of all ranks.
+    """Copy the state and start to write a checkpoint. A collective of all ranks.
 
     Args:
-        replica: what is saved; it may train on.
-        root: where checkpoints lie.
-        executor: a thread that writes.
-        step: train steps that it contains.
-        incarnation: of the trainer.
-        said: what it says of itself.
+        replica: Model replica to save. It may train on meanwhile.
+        root: Directory of the checkpoints.
+        executor: Thread that writes the files.
+        step: Train steps that the checkpoint contains.
+        incarnation: Incarnation of the trainer.
+        said: Contents of the checkpoint's run file.
     """
     path = directory_of(root, step=step, incarnation=incarnation)
     return Saving(_state(replica, step=step, loading=False), path, executor, said=said)
 
 
 def save_checkpoint(replica: Replica, root: Path, *, step: int, incarnation: int) -> Path:
-    """Write a checkpoint while nothing else happens; return its directory. A collective of all ranks."""
+    """Write a checkpoint in the foreground and return its directory. A collective of all ranks."""
     with ThreadPoolExecutor(max_workers=1) as executor:
         return begin_save(replica, root, executor, step=step, incarnation=incarnation).finish()
 
 
 def load_checkpoint(replica: Replica, path: Path) -> int:
-    """Set model, optimizer and random state. A collective of all ranks.
+    """Load model, optimizer and random state. A collective of all ranks.
 
     Returns:
         Train steps that the state contains.
 
     Raises:
-        ValueError: it was saved by an earlier version.
+        ValueError: An earlier version of the trainer saved the checkpoint.
         Whatever Megatron raises when files are damaged or belong to another model.
     """
     saved = _saved_distributed(path)
@@ -69,10 +69,10 @@ def load_checkpoint(replica: Replica, path: Path) -> int:
         optimizer = wanted.pop("optimizer")
         _take_main_parameters(optimizer, replica, saved)
         state = dist_checkpointing.load(wanted, str(path))
-        state |= dist_checkpointing.load({"optimizer": optimizer}, str(path))  # which may ask for the model's, too
+        state |= dist_checkpointing.load({"optimizer": optimizer}, str(path))  # may request the model's names, too
     for key, chunk in named_chunks(replica.complete_chunks()).items():
         chunk.load_state_dict(state[key])
-    loaded = settings if replica.is_distributed else merge(settings, state["optimizer"])  # which is in its place
+    loaded = settings if replica.is_distributed else merge(settings, state["optimizer"])  # distributed: read in place
     load_settings(replica.optimizer, loaded, state["optimizer_steps"])
     torch.set_rng_state(state["rng"][dist.get_rank() % len(state["rng"])])
     replica.skips = Skips(state["skipped_in_a_row"], tuple(state.get("skipped_recently", ())))
@@ -81,10 +81,10 @@ def load_checkpoint(replica: Replica, path: Path) -> int:
 
 
 def begin_from(replica: Replica, path: Path, *, finetune: bool) -> None:
-    """Begin a run from another one's checkpoint: from all of it, or from its weights. A collective of all ranks.
+    """Start a run from the checkpoint of another run, or from its weights alone. A collective of all ranks.
 
     Raises:
-        ValueError: it was saved by an earlier version.
+        ValueError: An earlier version of the trainer saved the checkpoint.
         Whatever Megatron raises when files are damaged or belong to another model.
     """
     if finetune:
@@ -97,11 +97,11 @@ def begin_from(replica: Replica, path: Path, *, finetune: bool) -> None:
 
 
 def load_model(chunks: Sequence[Any], path: Path) -> None:
-    """Set the model alone, whatever layout and optimizer the checkpoint is of. A collective of all ranks.
+    """Load the model alone, from a checkpoint of any layout and optimizer. A collective of all ranks.
 
     Args:
-        chunks: the rank's GPTModels.
-        path: of the checkpoint.
+        chunks: GPTModels of this rank.
+        path: Directory of the checkpoint.
     """
     named = named_chunks(chunks)
     with quiet(), reading(path):
@@ -111,10 +111,11 @@ def load_model(chunks: Sequence[Any], path: Path) -> None:
 
 
 def _state(replica: Replica, *, step: int, loading: bool) -> dict[str, Any]:
-    """What is saved, and when loading the shape of it: of the optimizer its tensors and how many steps it has made.
+    """Build the state dict of a checkpoint: the data when saving, the expected shapes when loading.
 
-    Its settings are the run's, and their form is that of a layout: experts that are shared out have an optimizer of
-    their own, and Megatron would not read them where they are not.
+    Of the optimizer it holds the tensors and the step count. The optimizer's settings come from the run. Their form
+    depends on the layout: expert-parallel experts have an optimizer of their own, and Megatron could not read its
+    settings in a layout without one.
     """
     fill_optimizer_state(replica.optimizer)
     model = {key: chunk.sharded_state_dict() for key, chunk in named_chunks(replica.complete_chunks()).items()}
@@ -131,12 +132,12 @@ def _state(replica: Replica, *, step: int, loading: bool) -> dict[str, Any]:
 
 
 def sharded_state(replica: Replica, model: dict[str, Any], *, loading: bool) -> dict[Any, Any]:
-    """The optimizer's tensors, described for dist_checkpointing. Those of the distributed optimizer are the live ones.
+    """Describe the optimizer's tensors for dist_checkpointing. For the distributed optimizer they are the live ones.
 
     Args:
-        replica: whose optimizer's state is filled.
-        model: Megatron's descriptions of its chunks.
-        loading: they are to be read.
+        replica: Replica whose optimizer state is filled.
+        model: Megatron's sharded state dicts of its chunks.
+        loading: Whether the tensors are to be read.
     """
     if replica.is_distributed:
         described = {id(leaf.data): leaf for leaf in leaves(model)}
@@ -146,14 +147,14 @@ def sharded_state(replica: Replica, model: dict[str, Any], *, loading: bool) -> 
 
 
 def _plain_state(replica: Replica, model: dict[str, Any], *, loading: bool) -> dict[Any, Any]:
-    """Of the optimizer that is not distributed."""
+    """Sharded state dict of the non-distributed optimizer."""
     of_chunks = model if len(model) > 1 else model["model"]
-    metadata = {"chained_optim_avoid_prefix": True}  # experts that are shared out have an optimizer of their own
+    metadata = {"chained_optim_avoid_prefix": True}  # expert-parallel experts have an optimizer of their own
     return replica.optimizer.sharded_state_dict(of_chunks, loading, metadata=metadata)
 
 
 def _settings(replica: Replica) -> dict[Any, Any]:
-    """What Megatron wants to load of an optimizer beside its tensors."""
+    """Return the optimizer state that Megatron loads besides the tensors."""
     if replica.is_distributed:
         return own_settings(replica.optimizer)
     model = {key: chunk.sharded_state_dict() for key, chunk in named_chunks(replica.complete_chunks()).items()}
@@ -162,7 +163,7 @@ def _settings(replica: Replica) -> dict[Any, Any]:
 
 
 def own_settings(optimizer: Any) -> dict[Any, Any]:
-    """Those of a distributed optimizer, which has its tensors already."""
+    """Return the settings of a distributed optimizer, whose tensors are read in place."""
     settings = [part.state_dict() for part in _parts(optimizer)]
     return settings[0] if len(settings) == 1 else dict(enumerate(settings))
 
@@ -173,11 +174,11 @@ def _optimizer_steps(optimizer: Any) -> float:
 
 
 def load_settings(optimizer: Any, state: dict[Any, Any], steps: float) -> None:
-    """Load an optimizer's settings and count of steps, and the state that comes with them."""
+    """Load an optimizer's settings, its step count, and the state that comes with them."""
     parts = _parts(optimizer)
     for index in range(len(parts)):
         of_part = state if len(parts) == 1 else state[index]
-        inner = of_part.get("optimizer", of_part)  # mixed precision wraps it
+        inner = of_part.get("optimizer", of_part)  # the mixed-precision optimizer nests it
         if "state" in inner:
             inner["state"]["common_step"] = torch.tensor(steps)
         for group in inner["param_groups"]:
@@ -187,19 +188,19 @@ def load_settings(optimizer: Any, state: dict[Any, Any], steps: float) -> None:
 
 
 def _parts(optimizer: Any) -> list[Any]:
-    """The optimizers of which one consists."""
+    """Return the parts of a chained optimizer."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def _random_states() -> list[torch.Tensor]:
-    """Of every rank, on each: Megatron expects ranks to agree about what is saved once."""
+    """All-gather the random states: Megatron expects ranks to agree on data that is saved once."""
     states: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(states, torch.get_rng_state())
     return states
 
 
 def _saved_distributed(path: Path) -> bool:
-    """Whether a checkpoint is of the distributed optimizer."""
+    """Whether the distributed optimizer saved a checkpoint."""
     plain = dist_checkpointing.load_common_state_dict(str(path))
     if "optimizer_steps" not in plain:
         raise ValueError(f"{path} was written by an earlier version of the trainer, and is no longer read")
@@ -207,9 +208,9 @@ def _saved_distributed(path: Path) -> bool:
 
 
 def _take_main_parameters(optimizer: Any, replica: Replica, saved: bool) -> None:
-    """Ask for main parameters by the names that the checkpoint's kind of optimizer gives them.
+    """Rename the requested main parameters to the names of the optimizer kind that saved the checkpoint.
 
-    The optimizer that is not distributed has none in float32: the model's are the same.
+    In float32 the non-distributed optimizer has no main parameters; the model's parameters take their place.
     """
     own = MAIN_PARAMETERS[replica.is_distributed]
     theirs = "" if not saved and replica.dtype is torch.float32 else MAIN_PARAMETERS[saved]
@@ -219,7 +220,7 @@ def _take_main_parameters(optimizer: Any, replica: Replica, saved: bool) -> None
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Megatron's descriptions of tensors, some of which stand for several."""
+    """Yield Megatron's sharded tensors and factories of a nested state dict."""
     if isinstance(value, dict):
         for each in value.values():
             yield from leaves(each)
@@ -231,19 +232,22 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def named_chunks(chunks: Sequence[Any]) -> dict[str, Any]:
-    """The parts of the model by the names that Megatron gives them in checkpoints."""
+    """Name the model chunks as Megatron does in checkpoints."""
     return {"model": chunks[0]} if len(chunks) == 1 else {f"model{index}": chunk for index, chunk in enumerate(chunks)}
 
 
 def own_step_counts(optimizer: Any) -> None:
-    """Megatron loads one tensor as the count of all parameters, and torch's AdamW adds 1 to it for each of them."""
+    """Give each parameter its own step count.
+
+    Megatron loads one shared tensor, and torch's AdamW would add 1 to it once per parameter.
+    """
     for part in _parts(optimizer):
         for state in part.optimizer.state.values():
             state["step"] = state["step"].clone()
 
 
 def fill_optimizer_state(optimizer: Any) -> None:
-    """Give torch's AdamW the state it makes at its first step: Megatron expects fused optimizers that start with it."""
+    """Create the state that torch's AdamW makes at its first step. Megatron expects it of fused optimizers."""
     for part in _parts(optimizer):
         inner = part.optimizer
         for group in inner.param_groups:

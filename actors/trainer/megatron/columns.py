@@ -1,4 +1,4 @@
-"""Columns of integers on their way to the device, in one copy for which nothing waits."""
+"""Asynchronous copy of integer columns to the device, all in one transfer."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from actors.trainer.batches.context import Ints
 
 
 def on_device(columns: Sequence[Ints], device: torch.device) -> list[Tensor]:
-    """The same columns, int64, on the device; on the CPU they share memory with the given ones."""
+    """Return the columns as int64 tensors on the device. On the CPU they share memory with the given arrays."""
     if device.type == "cpu":
         return [torch.from_numpy(column) for column in columns]
     joined = torch.from_numpy(np.concatenate([column.ravel() for column in columns])).pin_memory()

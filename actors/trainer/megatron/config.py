@@ -1,4 +1,4 @@
-"""Megatron's configs: of a model, which means the same as a Hugging Face one, and of the optimizer."""
+"""Megatron's configs: the TransformerConfig for a Hugging Face config, and the OptimizerConfig."""
 
 import math
 from typing import Any
@@ -19,10 +19,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.dtype, device: torch.device) -> Any:
-    """Megatron's TransformerConfig of a model.
+    """Build Megatron's TransformerConfig of a model.
 
     Raises:
-        ValueError: the layout does not fit the model, or asks for what the trainer does not do yet.
+        ValueError: The layout does not fit the model, or is not implemented yet.
     """
     check_layout(model, layout)
     pipeline = layout.pipeline_model_parallel_size
@@ -49,13 +49,13 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
         **_named(layout),
         **_experts(model.experts),
         **({} if model.latent is None else _latent(model.latent, model.rope)),
-        calculate_per_token_loss=True,  # the loss function returns a sum and what to divide it by, for both reductions
+        calculate_per_token_loss=True,  # the loss function returns a sum and its divisor, for both reductions
         variable_seq_lengths=pipeline > 1,  # micro-batches differ in length
         use_cpu_initialization=device.type == "cpu",
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=True,  # by our own functions
+        bias_activation_fusion=True,  # uses the functions of layers/fused.py
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         batch_p2p_comm=False,
@@ -73,7 +73,7 @@ def _experts(experts: Experts | None) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": experts.shared_intermediate_size or None,
         "moe_router_topk": experts.num_experts_per_tok,
         "moe_router_score_function": experts.score,
-        "moe_router_pre_softmax": not experts.norm_topk_prob,  # a softmax of the chosen alone sums to one
+        "moe_router_pre_softmax": not experts.norm_topk_prob,  # a softmax over the top k alone sums to one
         "moe_router_topk_scaling_factor": experts.routed_scaling_factor,
         "moe_router_enable_expert_bias": experts.has_bias,
         "moe_router_dtype": "fp32",
@@ -83,7 +83,7 @@ def _experts(experts: Experts | None) -> dict[str, Any]:
 
 
 def _latent(latent: Latent, rope: Rope) -> dict[str, Any]:
-    """Multi-latent attention, whose rotary embedding Megatron has in each layer."""
+    """Settings of MLA. Megatron applies its rotary embedding in each layer."""
     named: dict[str, Any] = {
         "q_lora_rank": latent.query_rank,
         "kv_lora_rank": latent.key_value_rank,
@@ -101,9 +101,9 @@ def _latent(latent: Latent, rope: Rope) -> dict[str, Any]:
 
 
 def _named(layout: MegatronConfig) -> dict[str, Any]:
-    """What Megatron knows under the same names."""
+    """Settings that have the same names in Megatron."""
     named = msgspec.structs.asdict(layout)
-    if named["virtual_pipeline_model_parallel_size"] == 1:  # its interleaved schedule takes two and more
+    if named["virtual_pipeline_model_parallel_size"] == 1:  # Megatron's interleaved schedule needs at least two
         named["virtual_pipeline_model_parallel_size"] = None
     if layout.recompute_modules is not None:
         named["recompute_modules"] = list(layout.recompute_modules)
@@ -111,12 +111,11 @@ def _named(layout: MegatronConfig) -> dict[str, Any]:
 
 
 def optimizer_config(topology: Topology, dtype: torch.dtype) -> Any:
-    """Megatron's settings of the optimizer, from the recipe's."""
+    """Build Megatron's OptimizerConfig from the recipe and the topology."""
     config, megatron = topology.optimizer, topology.trainer
     named = msgspec.structs.asdict(megatron.optimizer)
-    del named[
-        "optimizer_cpu_offload"
-    ]  # Megatron's needs GPUs, and gradients in another place: the state is ours to move
+    # Megatron's own offload needs GPUs and moves the gradients, too; `Replica.rest` moves the state instead.
+    del named["optimizer_cpu_offload"]
     return OptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -125,7 +124,7 @@ def optimizer_config(topology: Topology, dtype: torch.dtype) -> Any:
         adam_beta1=config.adam_beta1,
         adam_beta2=config.adam_beta2,
         adam_eps=config.adam_eps,
-        clip_grad=config.clip_grad or math.inf,  # 0 would also leave the norm uncomputed
+        clip_grad=config.clip_grad or math.inf,  # with 0 Megatron would not compute the norm
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         overlap_param_gather=megatron.ddp.overlap_param_gather,

@@ -1,4 +1,4 @@
-"""What lets unmodified Megatron-core train without a GPU: its calls to CUDA land on the CPU."""
+"""CPU shim: redirects Megatron-core's CUDA calls to the CPU, so that it trains unmodified without a GPU."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -15,18 +15,18 @@ _CUDA_TYPES = {
     "torch.HalfTensor": "torch.cuda.HalfTensor",
     "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
 }
-# Makers of tensors that are told of a device by name.
+# Functions that create tensors on a named device.
 _NEW = ("arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros")
 _LIKE = ("empty_like", "full_like", "ones_like", "zeros_like")
 
 
 def needed() -> bool:
-    """Whether this process sees no GPU: the machine has none, or the process is to compute on the CPU."""
+    """Whether this process has no GPU: the machine has none, or CUDA_VISIBLE_DEVICES hides them."""
     return not torch.cuda.is_available()
 
 
 class _Stream:
-    """Stands in for a CUDA stream: there is one, it is always current and never behind."""
+    """Replacement for a CUDA stream. There is only one, always current and always synchronised."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
 
@@ -48,12 +48,12 @@ class _Stream:
 
 
 def install() -> None:
-    """Replace what Megatron calls of CUDA, for the whole process.
+    """Replace the CUDA functions that Megatron calls, for the whole process.
 
-    Not with a TorchFunctionMode, which would look at every call of torch: that took some 7 % of a small model's step.
+    A TorchFunctionMode would intercept every torch call instead: that cost about 7 % of a small model's step.
 
     Raises:
-        RuntimeError: there is a GPU in sight.
+        RuntimeError: The process sees a GPU.
     """
     if not needed():
         raise RuntimeError("the CPU shim is for processes that see no GPU: set CUDA_VISIBLE_DEVICES to nothing")
@@ -69,7 +69,7 @@ def install() -> None:
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)
     with torch.device("cpu"):
-        torch.empty(0)  # such a block knows makers of tensors by identity, from its first use on: of torch's own
+        torch.empty(0)  # `with torch.device` recognises torch's functions by identity from its first use on
     for name in (*_NEW, *_LIKE):
         setattr(torch, name, _on_the_cpu(getattr(torch, name)))
     methods = {"cuda": _itself, "record_stream": lambda *_: None, "type": _type_on_a_gpu(Tensor.type)}
@@ -78,7 +78,7 @@ def install() -> None:
 
 
 def _on_the_cpu(maker: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A maker of tensors that takes a CUDA device for the CPU, which has no pinned memory without one."""
+    """Wrap a tensor function: CUDA devices become the CPU, and memory is not pinned, which needs a GPU."""
 
     @wraps(maker)
     def make(*args: Any, **options: Any) -> Tensor:
@@ -109,10 +109,10 @@ def _type_on_a_gpu(of: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install_random_state(random: Any) -> None:
-    """Have Megatron's recomputation save and restore the CPU's random state instead of a GPU's.
+    """Make Megatron's recomputation save and restore the CPU's random state instead of a GPU's.
 
     Args:
-        random: the module megatron.core.tensor_parallel.random.
+        random: The module megatron.core.tensor_parallel.random.
     """
 
     def get(*_args: Any, **_options: Any) -> torch.Tensor:
@@ -125,13 +125,12 @@ def install_random_state(random: Any) -> None:
 
 
 def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """In the place of a function of Megatron's that acts on what is on a GPU alone; numbers of tokens are wanted as
-    numpy's."""
+    """Replace Megatron's maybe_move_tensor_to_cpu, which acts on GPU tensors only. Token counts become NumPy arrays."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 class _Gather(torch.autograd.Function):
-    """Parts of different sizes behind each other, of which gloo knows nothing; gradients are summed back."""
+    """All-gather of parts of different sizes, which gloo lacks. The backward pass sums the gradients."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -144,7 +143,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _SumParts(torch.autograd.Function):
-    """Of a sum over ranks each takes its part; gradients are gathered."""
+    """Reduce-scatter with parts of different sizes. The backward pass gathers the gradients."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -171,7 +170,7 @@ def _summed_part(whole: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
 
 
 def gather(general: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Megatron's gather_from_sequence_parallel_region, ours where sizes are given."""
+    """Wrap Megatron's gather_from_sequence_parallel_region: with split sizes, use `_Gather`."""
 
     def apply(input_: Tensor, *args: Any, output_split_sizes: Sequence[int] | None = None, **options: Any) -> Any:
         if output_split_sizes is None:
@@ -182,7 +181,7 @@ def gather(general: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def sum_parts(general: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Megatron's reduce_scatter_to_sequence_parallel_region, ours where sizes are given."""
+    """Wrap Megatron's reduce_scatter_to_sequence_parallel_region: with split sizes, use `_SumParts`."""
 
     def apply(input_: Tensor, *args: Any, input_split_sizes: Sequence[int] | None = None, **options: Any) -> Any:
         if input_split_sizes is None:
@@ -196,8 +195,8 @@ def sum_parts(general: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def eager_imports() -> Generator[None]:
     """Make torch.compile the identity while Megatron is imported.
 
-    Megatron decorates its fused functions with it at import, which alone loads the compiler (1.1 s); the CPU path
-    uses none of them, and compiling one would take some 20 s and a C++ compiler.
+    Megatron decorates its fused functions with torch.compile at import, which alone loads the compiler (1.1 s). The CPU
+    path uses none of them. Compiling one would take about 20 s and a C++ compiler.
     """
 
     def identity(model: Any = None, **_options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The trainer's processes as torch.distributed and Megatron see them."""
+"""Process groups of torch.distributed and Megatron for the trainer's ranks."""
 
 import os
 from collections.abc import Sequence
@@ -22,19 +22,19 @@ COLLECTIVE_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Who this process is among the trainer's."""
+    """Rank of this process and size of the trainer."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0  # GPU of this process on its node
-    store: Any = None  # a torch.distributed Store that all ranks reach; none for a single process
+    store: Any = None  # torch.distributed Store shared by all ranks; None for a single process
 
 
 def device_of(kind: str, ranks: Ranks) -> torch.device:
-    """The device of this rank.
+    """Return the device of this rank.
 
     Raises:
-        ValueError: a GPU is asked for and there is none.
+        ValueError: The setting is "cuda" and torch finds no GPU.
     """
     if kind == "cpu":
         return torch.device("cpu")
@@ -44,10 +44,10 @@ def device_of(kind: str, ranks: Ranks) -> torch.device:
 
 
 def join(ranks: Ranks, layout: MegatronConfig, device: torch.device, *, seed: int) -> None:
-    """Join the process group and build Megatron's groups. Once per process; again with the same layout does nothing.
+    """Join the process group and build Megatron's parallel groups. Does nothing in a process that has joined already.
 
     Raises:
-        ValueError: the layout does not divide the ranks.
+        ValueError: The layout does not divide the number of ranks.
     """
     tensor, pipeline = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     context, virtual = layout.context_parallel_size, layout.virtual_pipeline_model_parallel_size or 1
@@ -59,7 +59,7 @@ def join(ranks: Ranks, layout: MegatronConfig, device: torch.device, *, seed: in
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif ranks.world_size == 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo else looks up this host's name, which may not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo resolves the host name, which may fail
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=ranks.store or dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage] - documented as public
@@ -75,38 +75,38 @@ def join(ranks: Ranks, layout: MegatronConfig, device: torch.device, *, seed: in
         expert_model_parallel_size=layout.expert_model_parallel_size,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
     )
-    initialize_rng_tracker(inference_rng_tracker=device.type == "cpu")  # the CPU has no CUDA generator to keep track of
+    initialize_rng_tracker(inference_rng_tracker=device.type == "cpu")  # the CPU has no CUDA generator to track
     torch.manual_seed(seed)
     if device.type == "cuda":
         model_parallel_cuda_manual_seed(seed)
 
 
 def data_parallel_rank() -> int:
-    """Which replica this rank belongs to."""
+    """Return the data-parallel rank: the replica that this rank belongs to."""
     return parallel_state.get_data_parallel_rank()
 
 
 def data_parallel_size() -> int:
-    """Replicas of the model."""
+    """Return the number of model replicas."""
     return parallel_state.get_data_parallel_world_size()
 
 
 def is_last_stage() -> bool:
-    """Whether this rank sees logits."""
+    """Whether this rank is in the last pipeline stage, which computes logits."""
     return parallel_state.is_pipeline_last_stage()
 
 
 def sum_over_replicas(values: torch.Tensor) -> torch.Tensor:
-    """Sum numbers of the last pipeline stages over all replicas; every stage gets the result.
+    """Sum values of the last pipeline stages over all replicas. Every stage gets the result.
 
     Args:
-        values: on the CPU, same shape on every rank.
+        values: On the CPU, same shape on every rank.
     """
     return _over_replicas(values, dist.ReduceOp.SUM)
 
 
 def max_over_replicas(values: torch.Tensor) -> torch.Tensor:
-    """Like `sum_over_replicas`, the maximum."""
+    """Take the maximum over all replicas, like `sum_over_replicas`."""
     return _over_replicas(values, dist.ReduceOp.MAX)
 
 
@@ -114,7 +114,7 @@ def _over_replicas(values: torch.Tensor, operation: Any) -> torch.Tensor:
     if dist.get_world_size() == 1:
         return values
     on_device = values.to(torch.cuda.current_device())
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)  # whose ranks have a part of the tokens
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)  # CP ranks hold parts of the tokens
     dist.all_reduce(on_device, op=operation, group=group)
     last = parallel_state.get_pipeline_model_parallel_last_rank()
     dist.broadcast(on_device, src=last, group=parallel_state.get_pipeline_model_parallel_group())
@@ -122,11 +122,11 @@ def _over_replicas(values: torch.Tensor, operation: Any) -> torch.Tensor:
 
 
 def own_rows(column: NDArray[Any] | None, rows_of_replica: Sequence[NDArray[np.int64]]) -> NDArray[Any] | None:
-    """The rows of a column that this rank's replica takes. A collective of all ranks.
+    """Scatter the rows of a column to the replicas, and return those of this rank. A collective of all ranks.
 
     Args:
-        column: [N, E], on rank 0 alone; none: there is none, on any rank.
-        rows_of_replica: which rows each replica takes; the same on every rank.
+        column: [N, E], on rank 0 alone. None on rank 0: there is no column, and every rank gets None.
+        rows_of_replica: Rows of each replica, the same on every rank.
     """
     own = rows_of_replica[data_parallel_rank()]
     if dist.get_world_size() == 1:
@@ -152,7 +152,7 @@ def own_rows(column: NDArray[Any] | None, rows_of_replica: Sequence[NDArray[np.i
 
 
 def _padded(rows: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
-    """Their bytes, and what is missing to as many as another has."""
+    """Return the bytes of the rows, zero-padded to the size of `like`."""
     found = torch.zeros_like(like)
     sent = torch.from_numpy(np.ascontiguousarray(rows).view(np.uint8).ravel())
     found[: len(sent)].copy_(sent)
@@ -160,10 +160,10 @@ def _padded(rows: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
 
 
 def on_any_rank(flags: torch.Tensor) -> torch.Tensor:
-    """Flags that any rank has set, equal on all of them.
+    """Combine flags over all ranks with a logical or. Every rank gets the result.
 
     Args:
-        flags: on the CPU, same shape on every rank.
+        flags: On the CPU, same shape on every rank.
     """
     if dist.get_world_size() == 1:
         return flags
@@ -173,7 +173,7 @@ def on_any_rank(flags: torch.Tensor) -> torch.Tensor:
 
 
 def told(value: T) -> list[T]:
-    """What each rank says, on all of them."""
+    """All-gather one object per rank."""
     values: list[T] = [value] * dist.get_world_size()
     if len(values) > 1:
         dist.all_gather_object(values, value)
@@ -181,7 +181,7 @@ def told(value: T) -> list[T]:
 
 
 def leave() -> None:
-    """Leave the process group, if joined."""
+    """Leave the process group, if this process has joined one."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

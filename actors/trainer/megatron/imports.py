@@ -1,4 +1,4 @@
-"""The parts of Megatron-core that the trainer uses, in one place: the package is untyped, here ends what types see."""
+"""All imports from Megatron-core. The package is untyped, so type checking ends here."""
 
 import warnings
 from collections.abc import Generator
@@ -13,7 +13,7 @@ from actors.trainer.megatron.reading import checked_reader, load_common, load_pl
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Drop warnings that Megatron and torch raise about each other's older habits."""
+    """Suppress deprecation and user warnings of Megatron and torch."""
     with warnings.catch_warnings():
         for category in (UserWarning, DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)
@@ -64,7 +64,7 @@ def _import() -> dict[str, Any]:
     with (
         cpu.eager_imports() if cpu.needed() else nullcontext(),
         quiet(),
-    ):  # four times: TransformerEngine and Apex are missing
+    ):  # Megatron warns four times that TransformerEngine and Apex are missing
         parts = {name: getattr(import_module(f"megatron.core.{module}"), name) for name, module in _NAMES.items()} | {
             module: import_module(f"megatron.core.{module}") for module in ("parallel_state", "dist_checkpointing")
         }
@@ -73,7 +73,7 @@ def _import() -> dict[str, Any]:
     rope._apply_rotary_pos_emb_thd = fused.packed_rotary(rope._apply_rotary_pos_emb_bshd)
     rope._apply_rotary_pos_emb_bshd = fused.rotary(rope._apply_rotary_pos_emb_bshd)
     activation: Any = import_module("megatron.core.fusions.fused_bias_swiglu")
-    activation.swiglu, activation.swiglu_back = fused.swiglu, fused.swiglu_back  # Megatron's want a compiler
+    activation.swiglu, activation.swiglu_back = fused.swiglu, fused.swiglu_back  # Megatron's need a compiler
     _without_transformer_engine()
     if cpu.needed():
         dispatcher: Any = import_module("megatron.core.transformer.moe.token_dispatcher")
@@ -86,7 +86,7 @@ def _import() -> dict[str, Any]:
 
 
 def _read_checked() -> None:
-    """Have checkpoints be read without running what they name."""
+    """Patch Megatron to read checkpoints without executing anything that they name."""
     strategies: Any = import_module("megatron.core.dist_checkpointing.strategies.torch")
     strategies._get_filesystem_reader, strategies.MCoreLoadPlanner.load_bytes = checked_reader, load_plain
     common: Any = import_module("megatron.core.dist_checkpointing.strategies.common")
@@ -94,12 +94,12 @@ def _read_checked() -> None:
 
 
 def _without_transformer_engine() -> None:
-    """Megatron asks for classes and functions of it where it is missing, too."""
+    """Patch Megatron's uses of TransformerEngine names that fail without the package."""
     experts: Any = import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(experts, "te_general_gemm"):
         experts.te_general_gemm = None
     latent: Any = import_module("megatron.core.transformer.multi_latent_attention")
-    latent.HAVE_TE = isinstance(latent.TELinear, type)  # else a stand-in, of which nothing is an instance
+    latent.HAVE_TE = isinstance(latent.TELinear, type)  # without the package, TELinear is no class
 
 
 _parts = _import()

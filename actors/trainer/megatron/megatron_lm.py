@@ -1,7 +1,7 @@
-"""Checkpoints of Megatron-LM in its format torch_dist: their weights, and their optimizer if any layout can read it.
+"""Reads Megatron-LM checkpoints in torch_dist format: the weights, and the optimizer state if it is reshardable.
 
-Its saving code puts the model's tensors under the names of GPTModel, stacked over layers or one by one, the optimizer's
-under `optimizer.state.<what>.<name>`, and everything else into `common.pt`.
+Megatron-LM stores model tensors under the names of GPTModel, stacked over layers or one per layer. Optimizer tensors
+are under `optimizer.state.<what>.<name>`, everything else in `common.pt`.
 """
 
 from collections.abc import Collection, Mapping
@@ -22,7 +22,7 @@ from actors.trainer.megatron.imports import TorchCommonLoadStrategy, dist_checkp
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.megatron.reading import UnsafeCheckpoint, reading
 
-ALIKE: Final = {  # where TransformerEngine's layers have their norms, and where Megatron's local ones do
+ALIKE: Final = {  # norm names: TransformerEngine's layers to Megatron's local layers
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
@@ -33,12 +33,12 @@ FINETUNE: Final = "take the weights alone with trainer.finetune = true"
 
 
 def begin_from_megatron_lm(replica: Replica, path: Path, *, finetune: bool) -> None:
-    """Begin a run from a checkpoint of Megatron-LM, or from its weights. A collective of all ranks.
+    """Start a run from a Megatron-LM checkpoint, or from its weights alone. A collective of all ranks.
 
-    The steps of the run begin at nought: Megatron-LM's iterations are none of its train steps.
+    The run's train steps start at 0: Megatron-LM's iterations do not count as train steps.
 
     Raises:
-        ValueError: it is of another model, or its optimizer's state cannot be read; says why.
+        ValueError: The checkpoint is of another model, or its optimizer state cannot be read; the text says why.
     """
     with quiet(), reading(path):
         saved: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(path))
@@ -61,31 +61,31 @@ def begin_from_megatron_lm(replica: Replica, path: Path, *, finetune: bool) -> N
     with quiet():
         state = dist_checkpointing.load({**model, "optimizer": optimizer}, str(path))
     _set_model(replica, state)
-    # settings are the recipe's, not those of the other training
+    # optimizer settings come from the recipe, not from the other training run
     load_settings(replica.optimizer, own_settings(replica.optimizer), steps)
 
 
 class _Nothing(TorchCommonLoadStrategy):
-    """Of what is no tensor, nothing: it holds objects of programs that are not here."""
+    """Common strategy that loads nothing: non-tensor data may hold objects of programs that are not installed here."""
 
     def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
-        """Called by dist_checkpointing.load."""
+        """Return nothing. dist_checkpointing.load calls this."""
         del checkpoint_dir
         return {}
 
 
 def _set_model(replica: Replica, state: Mapping[str, Any]) -> None:
     for key, chunk in named_chunks(replica.chunks).items():
-        chunk.load_state_dict(dict.fromkeys(chunk.state_dict()) | state[key])  # what is no tensor is nothing
+        chunk.load_state_dict(dict.fromkeys(chunk.state_dict()) | state[key])  # non-tensor entries become None
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, Any]:
-    """Without the states of layers that are no tensors: those of TransformerEngine's are of fp8."""
+    """Drop the extra state of layers that is no tensor, such as TransformerEngine's fp8 state."""
     return {name: leaf for name, leaf in state.items() if not name.endswith("._extra_state")}
 
 
 def _take_names(model: dict[str, Any], saved: Collection[str]) -> None:
-    """Ask for norms by the names that the checkpoint has."""
+    """Rename the requested norms to the names that the checkpoint uses."""
     for leaf in leaves(model):
         for engine, local in ALIKE.items():
             if leaf.key not in saved and engine in leaf.key:
@@ -93,7 +93,7 @@ def _take_names(model: dict[str, Any], saved: Collection[str]) -> None:
 
 
 def _check(model: dict[str, Any], saved: Mapping[str, Any], path: Path) -> None:
-    """Refuse another model: of all ranks alike, as each has a part of it."""
+    """Refuse a checkpoint of another model. All ranks raise alike, since each has only a part of the model."""
     wanted: dict[str, tuple[tuple[int, ...], bool]] = {}
     for leaf in leaves(model):
         for part in leaves(leaf.build()) if hasattr(leaf, "build") else [leaf]:
@@ -104,7 +104,7 @@ def _check(model: dict[str, Any], saved: Mapping[str, Any], path: Path) -> None:
         if name not in saved:
             raise ValueError(f"{path} is of another model: it has no {name}")
         found = tuple(saved[name].global_shape)
-        padded = may_be_padded and found[0] >= shape[0] and found[1:] == shape[1:]  # rows of the vocabulary
+        padded = may_be_padded and found[0] >= shape[0] and found[1:] == shape[1:]  # padded vocabulary
         if found != shape and not padded:
             raise ValueError(f"{path} is of another model: {name} is {list(found)} there, and {list(shape)} here")
     known = {name for each in everywhere for name in each}
@@ -113,10 +113,10 @@ def _check(model: dict[str, Any], saved: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_optimizer(replica: Replica, saved: Mapping[str, Any], path: Path) -> int:
-    """How many steps the optimizer has made.
+    """Return the number of steps that the optimizer has completed.
 
     Raises:
-        ValueError: its state cannot be read here; says why.
+        ValueError: The optimizer state cannot be read here; the text says why.
     """
     if len(getattr(replica.optimizer, "chained_optimizers", [None])) > 1:
         raise ValueError(f"{path}: the optimizer of a model with experts is not read from Megatron-LM; {FINETUNE}")

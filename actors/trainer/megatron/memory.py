@@ -1,4 +1,4 @@
-"""What a rank can do without while it does not train: on the host meanwhile, and its memory free."""
+"""Offloading of a rank's training memory to the host while it does not train, and measurement of peak memory."""
 
 import ctypes
 import tempfile
@@ -14,26 +14,26 @@ from torch import Tensor, UntypedStorage
 
 from actors.trainer.megatron.imports import quiet
 
-_PERIOD_S: Final = 0.02  # between looks at a host's memory
+_PERIOD_S: Final = 0.02  # seconds between samples of the host's memory
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """A tensor of a GPU in memory that the GPU reads and writes by itself; of the CPU a copy."""
+    """Copy a tensor to the host: to pinned memory if it is on a GPU."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
     return copy.copy_(tensor)
 
 
 class PeakMemory:
-    """The most memory that this rank had in each phase: of its GPU, or of the host what no file backs."""
+    """Peak memory of this rank by phase: allocated GPU memory, or anonymous host memory on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        """Nothing is measured yet."""
+        """Start without measurements."""
         self._device = device
         self._peaks: dict[str, int] = {}
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Measure what happens in the block."""
+        """Measure the peak memory during the block."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             yield
@@ -57,13 +57,13 @@ class PeakMemory:
         self._peaks[name] = max(size, self._peaks.get(name, 0))
 
     def take(self) -> dict[str, int]:
-        """Bytes by phase since the last call."""
+        """Return the bytes by phase since the last call, and reset them."""
         taken, self._peaks = self._peaks, {}
         return taken
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file backs."""
+    """Return the anonymous memory of this process in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -71,15 +71,15 @@ def anonymous_bytes() -> int:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Memory that this rank keeps others from: of its GPU, or of the host what no file backs."""
+    """Return the memory that this rank reserves, in bytes: of its GPU, or anonymous memory of the host."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else anonymous_bytes()
 
 
 class Offloaded:
-    """Main parameters, optimizer state and gradient buffers that are off the device.
+    """Main parameters, optimizer state and gradient buffers moved off the device.
 
-    Tensors keep their places: their storages are emptied, and filled again by `onload`. Gradients are not kept, since
-    each optimizer step begins with none.
+    The tensors stay the same objects. Their storages are emptied, and `onload` fills them again. Gradients are not
+    kept, since each optimizer step starts without them.
     """
 
     def __init__(
@@ -91,17 +91,17 @@ class Offloaded:
         gradients: bool = True,
         before: "Offloaded | None" = None,
     ) -> None:
-        """Move them away.
+        """Move the storages off the device.
 
         Args:
-            ddp: Megatron's wrappers of the rank's model.
-            optimizer: Megatron's.
-            folder: on the CPU, where the file is that is their host.
-            gradients: the buffers of gradients, too.
-            before: an earlier one that is back: its room on the host is taken again, where it fits.
+            ddp: Megatron's DistributedDataParallel wrappers of this rank's model.
+            optimizer: Megatron's optimizer.
+            folder: Directory of the file that takes the host's place when training on the CPU.
+            gradients: Whether to offload the gradient buffers, too.
+            before: Earlier `Offloaded` after its `onload`. Its host memory is reused if the sizes match.
         """
         with quiet():
-            optimizer.zero_grad()  # gradients of main parameters
+            optimizer.zero_grad()  # gradients of the main parameters
         weights = {parameter.untyped_storage().data_ptr() for wrapped in ddp for parameter in wrapped.parameters()}
         buffers = [buffer for wrapped in ddp for buffer in _buffers(wrapped)] if gradients else []
         self._gradients = _storages(buffer.grad_data for buffer in buffers)
@@ -109,7 +109,7 @@ class Offloaded:
         self._kept = [storage for storage in kept if storage.data_ptr() not in weights]
         self.size_bytes = sum(storage.nbytes() for storage in (*self._gradients, *self._kept))
         self._sizes = [storage.nbytes() for storage in (*self._gradients, *self._kept)]
-        room = [] if before is None else before._host  # making it, pinned above all, takes longer than to copy
+        room = [] if before is None else before._host  # allocating it, above all if pinned, takes longer than the copy
         fits = [host.nbytes for host in room] == [storage.nbytes() for storage in self._kept]
         self._host = room if fits else _host_of(self._kept, folder)
         for storage, host in zip(self._kept, self._host, strict=True):
@@ -120,11 +120,11 @@ class Offloaded:
 
     @property
     def storages(self) -> list[UntypedStorage]:
-        """All that were emptied."""
+        """All emptied storages."""
         return [*self._gradients, *self._kept]
 
     def onload(self) -> None:
-        """Bring them back; of gradients, room for them."""
+        """Restore the storages. Gradient buffers are zeroed."""
         for storage, size in zip(self.storages, self._sizes, strict=True):
             storage.resize_(size)
         for storage in self._gradients:
@@ -138,7 +138,7 @@ def _buffers(wrapped: Any) -> list[Any]:
 
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """Main parameters, which in float32 are the model's own, and what the optimizer keeps of each."""
+    """Yield main parameters (in float32 the model's own) and the optimizer's state tensors."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in part.optimizer.param_groups:
             yield from group["params"]
@@ -147,7 +147,7 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Each once: tensors are views of a few."""
+    """Return the storages of the tensors without duplicates. Several tensors may be views of one storage."""
     return list({storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}.values())
 
 
@@ -156,7 +156,7 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 
 def _host_of(storages: Sequence[UntypedStorage], folder: Path) -> list[Tensor]:
-    """Room for the storages: pinned memory for those of a GPU, else a file, which is mapped and has no name."""
+    """Allocate host memory for the storages: pinned for those of a GPU, else a memory-mapped unnamed file."""
     sizes = [storage.nbytes() for storage in storages]
     if storages and storages[0].device.type == "cuda":
         return [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
@@ -167,7 +167,7 @@ def _host_of(storages: Sequence[UntypedStorage], folder: Path) -> list[Tensor]:
 
 
 def give_back() -> None:
-    """Free memory goes back to the system, or to the other users of the GPU."""
+    """Release free memory to the system, and to other users of the GPU."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps what was freed in small pieces

@@ -1,10 +1,10 @@
-"""The distributed optimizer's state in a checkpoint: each rank writes and reads its own part, in place.
+"""Distributed optimizer state in checkpoints: each rank writes and reads its own shards, in place.
 
-Megatron shares a bucket of flattened parameters out among the replicas, so that a rank has a stretch of each of some
-parameters. A stretch of a flattened matrix is at most three boxes of it: the end of a row, whole rows, the begin of a
-row. Boxes are saved under the parameter's name and shape, so that every layout reads them, whatever its sizes and
-buckets, and that of the optimizer that is not distributed. Megatron's own formats gather all parameters on every
-rank (fully_reshardable), or are read by the same tensor-, pipeline- and expert-parallel sizes alone (dp_reshardable).
+Megatron distributes a bucket of flattened parameters over the replicas, so that a rank owns a range of each of some
+parameters. A range of a flattened matrix consists of at most three boxes: the end of a row, whole rows, the start of a
+row. Boxes are saved under the parameter's name and shape. Any parallel layout, any bucket size and the non-distributed
+optimizer can therefore read them. Megatron's own formats are more limited: fully_reshardable gathers all parameters on
+every rank, and dp_reshardable needs equal tensor-, pipeline- and expert-parallel sizes.
 """
 
 import math
@@ -15,23 +15,23 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor
 
 PREFIX: Final = "optimizer.state."
-STATE: Final = ("param", "exp_avg", "exp_avg_sq")  # of each parameter; its step count is common to all
+STATE: Final = ("param", "exp_avg", "exp_avg_sq")  # of each parameter; the step count is common to all
 
 
 class Box(NamedTuple):
-    """A part of a tensor."""
+    """A rectangular part of a tensor."""
 
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 def boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
-    """Cover a stretch of a flattened tensor, in its order.
+    """Cover a range of a flattened tensor with boxes, in order.
 
     Args:
-        shape: of the tensor, at least one dimension.
-        begin: the first element of the stretch.
-        end: the element behind its last one.
+        shape: Shape of the tensor, at least one dimension.
+        begin: First element of the range.
+        end: Element after the last one of the range.
     """
     if len(shape) == 1:
         if begin < end:
@@ -56,11 +56,11 @@ def _of_row(shape: Sequence[int], row: int, begin: int, end: int) -> Iterator[Bo
 
 
 def sharded_optimizer(parts: Sequence[Any], described: Mapping[int, Any]) -> dict[str, list[Any]]:
-    """Describe this rank's part of the optimizer's state to Megatron's dist_checkpointing. Tensors are the live ones.
+    """Describe this rank's optimizer state for Megatron's dist_checkpointing. The tensors are the live ones.
 
     Args:
         parts: Megatron's distributed optimizers of this rank, with filled state.
-        described: Megatron's description of each parameter of the model, by its id.
+        described: Megatron's sharded tensor of each model parameter, by the parameter's id.
     """
     found: dict[str, list[Any]] = {name: [] for name in STATE}
     for part in parts:
@@ -76,7 +76,7 @@ def sharded_optimizer(parts: Sequence[Any], described: Mapping[int, Any]) -> dic
 
 
 def _own_stretches(part: Any) -> Iterator[tuple[Any, Any]]:
-    """Parameters of which this rank has optimizer state, and which stretch of each."""
+    """Yield the parameters whose optimizer state is on this rank, with the range of each."""
     for buffers in part.gbuf_ranges:
         for buckets in buffers.values():
             for bucket in buckets:
@@ -85,9 +85,9 @@ def _own_stretches(part: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _pieces(leaf: Any) -> Iterator[tuple[Any, int]]:
-    """What becomes of a parameter in a checkpoint, and at which of its elements each piece begins.
+    """Yield the tensors that represent a parameter in a checkpoint, and the parameter's element where each starts.
 
-    Gate and up projection are one parameter here, and two pieces of one tensor there.
+    Gate and up projection are one parameter in the model, but two pieces of one tensor in the checkpoint.
     """
     if not hasattr(leaf, "build"):
         yield leaf, 0
@@ -99,8 +99,8 @@ def _pieces(leaf: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _described(piece: Any, name: str, own: Tensor, begin: int) -> Iterator[Any]:
-    """This rank's stretch of a piece, box by box."""
-    prepended, at = piece.prepend_axis_num, 0  # a tensor of all layers has one dimension more
+    """Yield this rank's range of a piece, box by box."""
+    prepended, at = piece.prepend_axis_num, 0  # a tensor stacked over layers has one dimension more
     for box in boxes(piece.local_shape, begin, begin + own.numel()):
         numel = math.prod(box.sizes)
         sizes, offset = (1,) * prepended + box.sizes, (0,) * prepended + box.offset
@@ -111,8 +111,8 @@ def _described(piece: Any, name: str, own: Tensor, begin: int) -> Iterator[Any]:
             dtype=own.dtype,
             local_shape=sizes,
             global_offset=tuple(one + other for one, other in zip(piece.global_offset, offset, strict=True)),
-            axis_fragmentations=None,  # not a grid
+            axis_fragmentations=None,  # the boxes form no regular grid
             prepend_axis_num=0,
-            replica_id=(*piece.replica_id[:-1], 0),  # no other replica has it
+            replica_id=(*piece.replica_id[:-1], 0),  # only this replica has the data
         )
         at += numel

@@ -1,4 +1,4 @@
-"""One rank's model, its gradient buffers and its optimizer, driven by Megatron's schedules."""
+"""One rank's model, gradient buffers and optimizer, driven by Megatron's schedules."""
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -41,31 +41,31 @@ from runtime.settings.topology import Topology
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """What the last pipeline stage computes of the tokens of a micro-batch that train, [M], nats, float32."""
+    """Outputs of the last pipeline stage for the trained tokens of a micro-batch, [M], nats, float32."""
 
     log_probs: Tensor
     entropy: Tensor
-    columns_M: Tensor  # where those tokens are in the batch's columns
-    further: Tensor | None = None  # log-probs [F] of the tokens after the next ones, by the further layer
+    columns_M: Tensor  # positions of those tokens in the batch's columns
+    further: Tensor | None = None  # log-probs [F] by the MTP layer
 
 
-TokenLoss = Callable[[MicroBatch, TokenOutputs], Tensor]  # summed over the tokens of a micro-batch
+TokenLoss = Callable[[MicroBatch, TokenOutputs], Tensor]  # loss summed over the tokens of a micro-batch
 
 
 class Replica:
-    """The model of this rank. Every method is a collective of all ranks that share the model or its gradients."""
+    """The model on this rank. Every method is a collective of all ranks that share the model or its gradients."""
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
-        """Build the model and set its first weights.
+        """Build the model and set its initial weights.
 
         Raises:
-            ValueError, OSError: the model directory cannot be used; says why.
+            ValueError, OSError: The model directory cannot be used; the text says why.
         """
         directory = Path(topology.model.hf_checkpoint)
         self.hf: HfConfig = read_hf_config(directory, topology.trainer.megatron.mtp_num_layers)
         self.device = device
         self.dtype = DTYPES[topology.model.dtype]
-        has_kernel = device.type == "cuda" and self.dtype is torch.bfloat16  # for sequences of several lengths
+        has_kernel = device.type == "cuda" and self.dtype is torch.bfloat16  # variable-length attention kernel
         self.packed: bool = has_kernel if topology.trainer.packed is None else topology.trainer.packed
         self._layout = topology.trainer.megatron
         self._temperature = topology.rollout.temperature
@@ -80,43 +80,43 @@ class Replica:
             biases = [bias.clone() for bias in self._expert_biases]
             self._ddp = [with_gradients(chunk, self.config, topology.trainer) for chunk in self.chunks]
             for bias, before in zip(self._expert_biases, biases, strict=True):
-                bias.data = before  # bfloat16's wrapper rounds them
+                bias.data = before  # the bfloat16 wrapper has rounded them
             self.optimizer = get_megatron_optimizer(optimizer_config(topology, self.dtype), self._ddp)
         for group in self.optimizer.param_groups:
-            group["fused"] = True  # torch's AdamW in one pass over the weights, also on the CPU
+            group["fused"] = True  # torch's fused AdamW: one pass over the weights, also on the CPU
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
-        if topology.trainer.ddp.overlap_grad_reduce:  # only with the last micro-batch
+        if topology.trainer.ddp.overlap_grad_reduce:  # reduce with the last micro-batch only
             no_sync = [ddp.no_sync for ddp in self._ddp]
             self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        self.is_distributed = topology.trainer.optimizer.use_distributed_optimizer  # the optimizer's state
+        self.is_distributed = topology.trainer.optimizer.use_distributed_optimizer
         self._gathers_late = topology.trainer.ddp.overlap_param_gather
         self._routers = Routers(self.chunks, sequence_parallel=self._layout.sequence_parallel, device=device)
         self._replays_experts = replays_experts(topology.algorithm)
         self._biases_before: list[Tensor] = []
         self.memory = PeakMemory(device)
         self.offloaded: Offloaded | None = None
-        self._rests_at: Path | None = None  # the optimizer's state, between optimizer steps
+        self._rests_at: Path | None = None  # where the optimizer state is between optimizer steps; None: on the device
         self._resting: Offloaded | None = None
-        self.between: Callable[[], object] = nothing  # called before each micro-batch of a stage, by all of its ranks
-        self.steps_before = 0  # train steps of the checkpoint that the run began from
-        self.skips = Skips()  # of the run's optimizer steps up to now
+        self.between: Callable[[], object] = nothing  # called before each micro-batch, on all ranks of a pipeline stage
+        self.steps_before = 0  # train steps of the checkpoint that the run started from
+        self.skips = Skips()  # skipped optimizer steps of the run so far
 
     @property
     def length_multiple(self) -> int:
-        """What the length of a row must divide by."""
+        """Divisor of the length of every row."""
         return self.context.multiple * (
             self._layout.tensor_model_parallel_size if self._layout.sequence_parallel else 1
         )
 
     @property
     def context(self) -> Context:
-        """This rank among those that share each sample's tokens."""
+        """Context-parallel rank and size."""
         return own_context()
 
     @cached_property
     def layer_weights(self) -> int:
-        """Parameters of the whole model's last layer that a token goes through."""
+        """Parameters of the last layer that one token uses, over all tensor-parallel ranks."""
         prefix, experts = f"model.layers.{self.hf.num_hidden_layers - 1}.", self.hf.experts
         unused = range(experts.num_experts_per_tok, experts.num_experts) if experts is not None else ()
         skipped = tuple(f"{prefix}mlp.experts.{number}." for number in unused)
@@ -126,10 +126,11 @@ class Replica:
         )
 
     def num_micro_batches(self, wanted: int) -> int:
-        """How many there must be at least: interleaved stages take a multiple of the number of stages.
+        """Return the number of micro-batches to run: at least `wanted`, and valid for the pipeline schedule.
 
-        On the CPU at least twice as many: with fewer, the first stages go through all of their forward passes before
-        they take a gradient, and gloo's sends, which wait for their receiver, wait for each other.
+        The interleaved schedule needs a multiple of the number of pipeline stages. On the CPU it needs at least twice
+        that number. With fewer, the first stages run all forward passes before they receive a gradient. Gloo's sends
+        wait for their receiver, and then deadlock.
         """
         if len(self.chunks) == 1:
             return wanted
@@ -138,7 +139,7 @@ class Replica:
         return -(-wanted // stages) * stages
 
     def complete_chunks(self) -> list[Any]:
-        """The parts of the model that this rank has, with no parameter left to be gathered."""
+        """Return this rank's model chunks after pending parameter all-gathers have finished."""
         if self._gathers_late:
             for ddp in self._ddp:
                 ddp.start_param_sync(force_sync=True)
@@ -149,52 +150,53 @@ class Replica:
         return [bias for chunk in self.chunks for _, bias in expert_biases(chunk)]
 
     def _weights(self) -> Iterator[Any]:
-        """This rank's parameters, and biases of experts."""
+        """Yield this rank's parameters and expert biases."""
         for chunk in self.complete_chunks():
             yield from (tensor for _, tensor in tensors_of(chunk))
 
     def set_weights(self, source: WeightSource) -> None:
-        """Replace the weights, the optimizer's copies included."""
+        """Replace the weights, including the optimizer's copies."""
         for chunk in self.chunks:
             load_weights(chunk, self.hf, source)
         self.optimizer.reload_model_params()
 
     def weights_copy(self) -> list[Tensor]:
-        """This rank's weights, on the host, to be put in their place by `exchange_weights`."""
+        """Copy this rank's weights to the host, for `exchange_weights`."""
         return [host_copy(weight.detach()) for weight in self._weights()]
 
     @torch.no_grad()
     def exchange_weights(self, weights: Sequence[Tensor]) -> None:
-        """Set this rank's weights, but not the optimizer's copies of them, and have what they were in `weights`."""
+        """Swap this rank's weights with `weights`. The optimizer's copies stay unchanged."""
         for weight, other in zip(self._weights(), weights, strict=True):
             before = weight.clone()
             weight.copy_(other)
             other.copy_(before)
 
     def offload(self, folder: Path) -> int:
-        """Move gradient buffers, main parameters and optimizer state to the host, until `onload`; the weights stay.
+        """Move gradient buffers, main parameters and optimizer state to the host, until `onload`. The weights stay.
 
         Args:
-            folder: for what is the host on the CPU: a file, gone when the process is.
+            folder: Directory for an unnamed file that takes the host's place when training on the CPU. The file
+                disappears with the process.
 
         Returns:
-            Bytes that are free now.
+            Bytes freed.
         """
         assert self.offloaded is None
         self.offloaded = Offloaded(self._ddp, self.optimizer, folder)
         return self.offloaded.size_bytes
 
     def onload(self) -> None:
-        """Bring back what `offload` moved away: then a train step, a checkpoint or `set_weights` is possible again."""
+        """Undo `offload`. Afterwards a train step, a checkpoint or `set_weights` is possible again."""
         assert self.offloaded is not None
         self.offloaded.onload()
         self.offloaded = None
 
     def rest(self, folder: Path) -> None:
-        """Have the optimizer's state on the host from now on, but where it is at hand.
+        """Keep the optimizer state on the host from now on, except inside `optimizer_at_hand`.
 
         Args:
-            folder: as for `offload`.
+            folder: As for `offload`.
         """
         self._rests_at = folder
         with self.optimizer_at_hand():
@@ -202,7 +204,7 @@ class Replica:
 
     @contextmanager
     def optimizer_at_hand(self) -> Generator[None]:
-        """In the block the optimizer's state is with the model, wherever it is else."""
+        """Keep the optimizer state on the device inside the block."""
         rested, self._resting = self._resting, None
         if rested is not None:
             rested.onload()
@@ -211,17 +213,18 @@ class Replica:
             self._resting = Offloaded(self._ddp, self.optimizer, self._rests_at, gradients=False, before=rested)
 
     def backward(self, micro_batches: Sequence[MicroBatch], loss: TokenLoss) -> None:
-        """Set the gradients of the loss of one optimizer step, summed and divided by the tokens that replicas read.
+        """Set the gradients of one optimizer step: of the summed loss over the input tokens of all replicas.
 
-        Padding is not among them: losses of the router are sums over tokens, so that divided by all of them they are
-        means, however the tokens are laid out.
+        Padding does not count as input. The router losses are sums over tokens. The division makes them means, however
+        the tokens are laid out.
 
         Args:
-            micro_batches: of this replica; each replica has equally many, `num_micro_batches` of them.
-            loss: gives a micro-batch's summed loss.
+            micro_batches: Micro-batches of this replica. Each replica has the same number, one that
+                `num_micro_batches` allows.
+            loss: Returns the summed loss of a micro-batch.
         """
         self._routers.begin()
-        self._biases_before = [bias.clone() for bias in self._expert_biases]  # they move with the gradients
+        self._biases_before = [bias.clone() for bias in self._expert_biases]  # the backward pass changes them
         for ddp in self._ddp:
             ddp.zero_grad_buffer()
         with quiet():
@@ -237,16 +240,16 @@ class Replica:
         temperature: float | None = None,
         is_policy: bool = False,
     ) -> None:
-        """Write the current weights' log-probs of the tokens that train into a column; on the last stage only.
+        """Write the log-probs of the trained tokens into a column, on the last pipeline stage only.
 
         Args:
-            micro_batches: of this replica; each replica has equally many.
-            column_N: one number per token.
-            temperature: of the log-probs; none: that of rollout.
-            is_policy: of the policy that is to be trained, whose choice of experts is kept where that is asked for.
+            micro_batches: Micro-batches of this replica. Each replica has the same number.
+            column_N: One number per token.
+            temperature: Temperature of the log-probs. None: the rollout temperature.
+            is_policy: True for the policy that is trained: if experts are replayed, keep its choice of experts.
         """
 
-        filled: list[tuple[Ints, Tensor]] = []  # brought to the host together: each time waits for the device
+        filled: list[tuple[Ints, Tensor]] = []  # copied to the host at once: each copy waits for the device
 
         def fill(micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
             filled.append((micro_batch.columns_M, outputs.log_probs))
@@ -261,12 +264,12 @@ class Replica:
             column_N[np.concatenate(columns)] = torch.cat(log_probs).cpu().numpy()
 
     def optimizer_step(self, *, learning_rate: float, weight_decay: float) -> float:
-        """Clip and apply the gradients, unless their norm is 0 or not finite: then neither model nor optimizer moves.
+        """Clip and apply the gradients, unless their norm is 0 or not finite. Then nothing changes.
 
-        Adam would move weights by a gradient of 0, too: they decay, and follow the momentum of earlier steps.
+        Adam would change weights even for a gradient of 0, by weight decay and by the momentum of earlier steps.
 
         Returns:
-            The norm of the gradient before clipping, over all ranks and therefore the same on each.
+            The gradient norm before clipping, over all ranks and therefore the same on each.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -281,7 +284,7 @@ class Replica:
         return norm
 
     def _move(self, norm: float) -> None:
-        """Megatron's `optimizer.step` after its norm."""
+        """Do the part of Megatron's `optimizer.step` that follows the norm."""
         for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             factor = part.config.clip_grad / (norm + 1e-6)
             gradients = [parameter.grad for parameter in part.get_parameters() if parameter.grad is not None]
@@ -291,7 +294,7 @@ class Replica:
 
     @torch.no_grad()
     def restore_biases(self) -> None:
-        """Give experts the biases that they had before `backward`, which moves them."""
+        """Restore the expert biases from before `backward`, which changes them."""
         for bias, before in zip(self._expert_biases, self._biases_before, strict=True):
             bias.copy_(before)
 
@@ -344,7 +347,7 @@ class Replica:
     def _token_loss(
         self, loss: TokenLoss, micro_batch: MicroBatch, columns: Tensor, num_tokens: Tensor, outputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Called by the schedule on the last stage with what its head answers."""
+        """Compute the loss from the head's outputs. The schedule calls this on the last pipeline stage."""
         log_probs, entropy, *further = outputs
         total = loss(micro_batch, TokenOutputs(log_probs, entropy, columns, *further))
         return total, num_tokens.int(), {}

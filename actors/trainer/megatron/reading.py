@@ -1,8 +1,8 @@
-"""Reads checkpoints of torch_dist without running anything that their files name.
+"""Safe reading of torch_dist checkpoints: nothing that their files name is executed.
 
-torch pickles the index of such a checkpoint (`.metadata`) and whatever is no tensor in it, and reads both with
-`pickle.load`: a program. Here an index may name the types that an index consists of, an object those that
-`torch.load(weights_only=True)` knows, and a tensor the files of the checkpoint's own directory.
+Torch pickles the index (`.metadata`) and the non-tensor data of such a checkpoint. It reads both with `pickle.load`,
+which can execute code. Here an index may name only the types of an index, and data only what
+`torch.load(weights_only=True)` allows. Tensors may lie only in files of the checkpoint's own directory.
 """
 
 import io
@@ -33,9 +33,9 @@ OF_AN_INDEX: Final = {
         *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
     f"{_TORCH}.filesystem": {"_StorageInfo"},
-    # plans of all ranks, which Megatron-LM keeps with --ckpt-assume-constant-structure
+    # save plans of all ranks, which Megatron-LM stores with --ckpt-assume-constant-structure
     f"{_TORCH}.planner": {"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
-    # where TensorProperties was until torch 2.3
+    # TensorProperties up to torch 2.3
     "torch.distributed._shard.sharded_tensor.metadata": {"MEM_FORMAT_ENCODING", "TensorProperties"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
@@ -45,16 +45,16 @@ OF_AN_INDEX: Final = {
 
 
 class UnsafeCheckpoint(ValueError):
-    """A file of a checkpoint names what no checkpoint needs, or files elsewhere; the text says which."""
+    """A checkpoint file names a type that no checkpoint needs, or a file elsewhere. The text says which."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds the types of an index, and nothing else."""
+    """Unpickler that allows only the types of an index."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        if (module, name) == ("builtins", "getattr"):  # how some versions of Python pickle a member of an Enum
+        if (module, name) == ("builtins", "getattr"):  # some versions of Python pickle Enum members this way
             return _member
         if name not in OF_AN_INDEX.get(module, ()):
             raise UnsafeCheckpoint(f"it names {module}.{name}, which the index of a checkpoint does not need")
@@ -68,11 +68,11 @@ def _member(kind: Any, name: str) -> Any:
 
 
 def read_index(directory: Path) -> Metadata:
-    """The index of a checkpoint.
+    """Read the index of a checkpoint.
 
     Raises:
-        UnsafeCheckpoint: it names what no index needs, or a file elsewhere; nothing of it was run.
-        OSError: it cannot be read.
+        UnsafeCheckpoint: The index names a type that no index needs, or a file elsewhere. Nothing was executed.
+        OSError: The index cannot be read.
     """
     path = directory / INDEX
     try:
@@ -85,18 +85,18 @@ def read_index(directory: Path) -> Metadata:
             path_inside(directory, beside.name)
     except OSError:
         raise
-    except Exception as error:  # a damaged pickle fails in any way: it is a program
+    except Exception as error:  # a damaged pickle can raise anything
         raise UnsafeCheckpoint(f"{path} is no index of a checkpoint: {error}; it was not loaded") from error
     return found
 
 
 class CheckedReader(FileSystemReader):
-    """torch's reader, which takes the index from `read_index`, once."""
+    """Torch's reader with the index from `read_index`, which is read once."""
 
     _index: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Called by torch and by Megatron."""
+        """Return the index. Torch and Megatron call this."""
         if self._index is None:
             self._index = read_index(Path(self.path))
             if getattr(self._index, "storage_meta", None) is None:
@@ -106,11 +106,11 @@ class CheckedReader(FileSystemReader):
 
 @contextmanager
 def reading(directory: Path) -> Generator[None]:
-    """Read a checkpoint in the block, whose index is looked at first. Errors of torch's are those of a rank.
+    """Check a checkpoint's index before the block reads it. A CheckpointException becomes the error of a rank.
 
     Raises:
-        UnsafeCheckpoint: it names what no checkpoint needs, or files elsewhere.
-        OSError: it cannot be read.
+        UnsafeCheckpoint: The index names a type that no checkpoint needs, or files elsewhere.
+        OSError: The checkpoint cannot be read.
     """
     read_index(directory)
     try:
@@ -122,13 +122,13 @@ def reading(directory: Path) -> Generator[None]:
 
 
 def checked_reader(checkpoint_dir: str | Path, cache_metadata: bool = False) -> CheckedReader:
-    """In the place of Megatron's function of two readers."""
-    del cache_metadata  # it always is
+    """Replace Megatron's _get_filesystem_reader."""
+    del cache_metadata  # the index is always cached
     return CheckedReader(checkpoint_dir)
 
 
 def load_plain(self: Any, read_item: ReadItem, value: io.BytesIO) -> None:
-    """In the place of a planner's `load_bytes`, which unpickles whatever is there."""
+    """Replace a planner's `load_bytes`, which unpickles anything."""
     name = read_item.dest_index.fqn
     found = _plain(value, f"{name} of the checkpoint")
     if self.flatten_state_dict:
@@ -138,14 +138,14 @@ def load_plain(self: Any, read_item: ReadItem, value: io.BytesIO) -> None:
 
 
 def load_common(self: Any, checkpoint_dir: str | Path) -> dict[str, Any]:
-    """In the place of Megatron's common strategy, whose errors name no file."""
+    """Replace `load_common` of Megatron's common strategy, whose errors do not name the file."""
     del self
     path = Path(checkpoint_dir) / COMMON
     return _plain(path, str(path))
 
 
 def _plain(file: Path | io.BytesIO, name: str) -> Any:
-    """Tensors and plain values."""
+    """Load tensors and plain values only."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

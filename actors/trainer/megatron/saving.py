@@ -1,8 +1,8 @@
-"""A checkpoint that is written beside training: copied on the torch thread, written by a thread of each rank.
+"""Background checkpoint saving: copied on the torch thread, written by a thread of each rank.
 
-It is written under a name that starts with a dot and gets its own when all ranks have reported. Each rank syncs what it
-wrote to the disk, and hashes it: `checksums.json` is what a start compares the files with. A death before the rename
-leaves a directory that nobody takes for a checkpoint.
+A checkpoint is written under a name that starts with a dot, and renamed when all ranks have reported. Each rank syncs
+its files to disk and hashes them; a start compares the files with `checksums.json`. A crash before the rename leaves a
+directory that no start recognises as a checkpoint.
 """
 
 import shutil
@@ -36,30 +36,30 @@ from actors.trainer.megatron.imports import (
 from runtime.disk import NoSpace, free_bytes, no_space, writing
 from runtime.files import complete_directory
 
-WRITE_TIMEOUT_S = 3600.0  # of a rank's files, once rank 0 has written its own
+WRITE_TIMEOUT_S = 3600.0  # for a rank's files, counted from when `finish` is called
 
 
 class Saving:
-    """One checkpoint on its way. Making and finishing it are collectives of all ranks on their torch threads."""
+    """One checkpoint being saved. Creating and finishing it are collectives of all ranks on their torch threads."""
 
     def __init__(self, state: dict[str, Any], path: Path, executor: Executor, *, said: SavedRun | None) -> None:
-        """Plan it and copy what this rank writes; from here on the state may change.
+        """Plan the checkpoint and copy this rank's part. Afterwards the state may change.
 
         Args:
-            state: what Megatron is to save.
-            path: of the checkpoint. One that is there already is taken as this one.
-            executor: a thread that writes.
-            said: what it says of itself.
+            state: Megatron's sharded state dict.
+            path: Directory of the checkpoint. If it exists, nothing is written and it counts as this checkpoint.
+            executor: Thread that writes the files.
+            said: Contents of the checkpoint's run file.
 
         Raises:
-            NoSpace: it does not fit on the disk.
+            NoSpace: The checkpoint does not fit on the disk.
         """
         self.path = path
         self._said = said
         self._unfinished = path.with_name(f".{path.name}")
         self._is_there = path.exists()
         self._writer = _WritesLater(self._unfinished)
-        dist.barrier()  # all have looked before one of them makes it
+        dist.barrier()  # all ranks have checked the path before one of them creates it
         if self._is_there:
             self.written: Future[None] = Future()
             self.written.set_result(None)
@@ -69,21 +69,21 @@ class Saving:
             self._unfinished.mkdir(parents=True)
         needed_bytes = _check_room(self._unfinished, state)
         with quiet(), _written(self._unfinished, needed_bytes):
-            group = parallel_state.get_data_parallel_group(with_context_parallel=True)  # each writes a share of copies
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)  # each rank writes a share
             strategy = FullyParallelSaveStrategyWrapper(_SaveInProcess(self._writer), group)
             dist_checkpointing.save(state, str(self._unfinished), strategy)
-        self.written = executor.submit(self._writer.write)  # this rank's files are on the disk
+        self.written = executor.submit(self._writer.write)  # done when this rank's files are on disk
 
     def finish(self) -> Path:
-        """Wait for all ranks' files and give the checkpoint its name; return it.
+        """Wait for the files of all ranks, rename the checkpoint and return its path.
 
         Raises:
-            OSError: this rank could not write; NoSpace where the disk is full.
+            OSError: This rank could not write; NoSpace if the disk is full.
         """
         self.written.result(WRITE_TIMEOUT_S)
         if self._is_there:
             return self.path
-        with _written(self._unfinished):  # little: the disk need not have that much room again
+        with _written(self._unfinished):  # only small files: no check for the checkpoint's whole size
             self._complete()
         dist.barrier()
         return self.path
@@ -99,7 +99,7 @@ class Saving:
 
 @contextmanager
 def _written(unfinished: Path, needed_bytes: int | None = None) -> Generator[None]:
-    """Write in the block. What a full disk leaves half written is deleted: others need the room."""
+    """Write in the block. If the disk is full, delete the partial checkpoint to free its space."""
     try:
         with writing(unfinished, needed_bytes):
             yield
@@ -109,14 +109,14 @@ def _written(unfinished: Path, needed_bytes: int | None = None) -> Generator[Non
 
 
 def _check_room(unfinished: Path, state: dict[str, Any]) -> int:
-    """Bytes that this rank writes, once it is known that those of all ranks fit. A collective.
+    """Check that the checkpoint fits on the disk, and return the bytes that this rank writes. A collective.
 
     Raises:
-        NoSpace: they do not; of all ranks alike.
+        NoSpace: It does not fit. All ranks raise.
     """
     everywhere: list[Any] = [None] * dist.get_world_size()
     own = _size_of(state)
-    dist.all_gather_object(everywhere, (own, free_bytes(unfinished)))  # and rank 0 has made the directory
+    dist.all_gather_object(everywhere, (own, free_bytes(unfinished)))  # also waits for rank 0 to make the directory
     total = sum(size for size, _ in everywhere)
     if total > min(free for _, free in everywhere):
         error = no_space(unfinished, total)
@@ -126,7 +126,7 @@ def _check_room(unfinished: Path, state: dict[str, Any]) -> int:
 
 
 def _size_of(value: Any) -> int:
-    """Bytes of the tensors that this rank saves, of Megatron's descriptions and of tensors."""
+    """Count the bytes of the tensors that this rank saves, in Megatron's sharded tensors and in plain ones."""
     if isinstance(value, dict | list | tuple):
         items: Any = value.values() if isinstance(value, dict) else value
         return sum(map(_size_of, items))
@@ -139,20 +139,20 @@ def _size_of(value: Any) -> int:
 
 
 class _WritesLater(FileSystemWriter):
-    """torch's writer, whose files are written from copies once the plan stands, and whose index when all are there."""
+    """Torch's checkpoint writer, with files written later from copies, and the index after all ranks' files."""
 
     def __init__(self, directory: Path) -> None:
-        """Nothing is planned yet."""
+        """Start without a plan."""
         super().__init__(directory, sync_files=True)
         self._directory = directory
 
     _metadata: Metadata | None = None  # on rank 0
     _results: list[WriteResult]
-    size_bytes: int  # that this rank writes
-    checksums: dict[str, FileChecksum]  # of this rank's files; once reported, on rank 0 of all ranks'
+    size_bytes: int  # bytes that this rank writes
+    checksums: dict[str, FileChecksum]  # of this rank's files; after `report`, on rank 0, of all ranks' files
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """Copy what is planned; called when the plan stands."""
+        """Copy the planned data. Called by torch when the plan is complete."""
         self._plan, self._copies = plan, _Copies(plan, planner)
         self.size_bytes = self._copies.size_bytes
         nothing: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
@@ -160,14 +160,14 @@ class _WritesLater(FileSystemWriter):
         return nothing
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Called on rank 0 when all ranks have planned."""
+        """Keep the index. Called by torch on rank 0 when all ranks have planned."""
         self._metadata = metadata
 
     def write(self) -> None:
-        """Write this rank's files; on a thread of its own."""
+        """Write this rank's files. Runs on a thread of its own."""
         copies: Any = self._copies
         with _written(self._directory, self.size_bytes):
-            self._results = super().write_data(self._plan, copies).value()  # not quiet(): filters are of all threads
+            self._results = super().write_data(self._plan, copies).value()  # no quiet(): it affects all threads
         copies.clear()
         names = {result.storage_data.relative_path for result in self._results}
         self.checksums = {name: checksum_of(self._directory / name) for name in names}
@@ -183,42 +183,45 @@ class _WritesLater(FileSystemWriter):
 
 
 class _Copies:
-    """In a planner's place: what it had to say of each item, on the host."""
+    """Host copies of the planned data. Replaces the planner when the files are written."""
 
     def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
         self._copies = {item.index: _copied(planner.resolve_data(item)) for item in plan.items}
 
     def resolve_data(self, item: WriteItem) -> Any:
-        """As of a planner."""
+        """Return the data of an item, like a planner."""
         return self._copies[item.index]
 
     @property
     def size_bytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all copies."""
         return sum(
             data.nbytes if isinstance(data, torch.Tensor) else len(data.getbuffer()) for data in self._copies.values()
         )
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the copies."""
         self._copies.clear()
 
 
 def _copied(data: Any) -> Any:
-    """Bytes are serialized already."""
+    """Copy a tensor to the host. Other data is serialized bytes already, and is returned as it is."""
     return data.detach().to("cpu", copy=True).contiguous() if isinstance(data, torch.Tensor) else data
 
 
 class _SaveInProcess(TorchDistSaveShardedStrategy):
-    """Writes in this process. Megatron's own asynchronous strategy starts a manager process and forks a writer; both
-    outlive a killed trainer, and forking a process with threads may hang."""
+    """Save strategy that writes in this process.
+
+    Megatron's own asynchronous strategy starts a manager process and forks a writer. Both outlive a killed trainer, and
+    forking a process with threads may hang.
+    """
 
     def __init__(self, writer: FileSystemWriter) -> None:
         super().__init__("torch_dist", 1)
         self._file_writer = writer
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
-        """Called by dist_checkpointing.save on every rank."""
+        """Save the state. dist_checkpointing.save calls this on every rank."""
         flat, _, _ = replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
         save_state_dict(mcore_to_pyt_state_dict(flat, False), storage_writer=self._file_writer, planner=planner)

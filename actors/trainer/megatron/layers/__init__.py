@@ -1,4 +1,4 @@
-"""Parts of a model that are ours where Megatron-core would take TransformerEngine's or Apex's, or has none.
+"""Layers that replace those of TransformerEngine or Apex, or that Megatron-core lacks.
 
 They run on the CPU and on a GPU alike.
 """

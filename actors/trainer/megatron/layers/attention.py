@@ -1,4 +1,4 @@
-"""Attention on torch's kernels, in the form in which Megatron's layers call it."""
+"""Core attention on torch's kernels, with the interface of Megatron's layers."""
 
 import inspect
 from functools import lru_cache
@@ -17,12 +17,12 @@ from actors.trainer.megatron.columns import on_device
 from actors.trainer.megatron.imports import parallel_state
 from actors.trainer.megatron.layers.rows import PackedRow, Stretch, own_context
 
-SHORT: Final = 16  # positions up to which torch's kernel for the CPU, made for long sequences, takes longer
-SHARES_HEADS: Final = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11's kernel does not
+SHORT: Final = 16  # positions up to which torch's CPU kernel, made for long sequences, is slower than the plain formula
+SHARES_HEADS: Final = "enable_gqa" in inspect.signature(varlen_attn).parameters  # False in torch 2.11
 
 
 class _Gather(torch.autograd.Function):
-    """The parts of all ranks of a group behind each other on a new first dimension; gradients are summed back."""
+    """All-gather along a new first dimension. The backward pass sums the gradients."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -43,12 +43,12 @@ class _Gather(torch.autograd.Function):
 
 
 class CoreAttention(nn.Module):
-    """Causal attention of padded [s, b, heads, d] or packed [t, heads, d] queries; keys, values may have fewer heads,
-    and values another size than queries and keys.
+    """Causal attention of padded [s, b, heads, d] or packed [t, heads, d] queries.
 
-    Padded batches need no padding mask: padding is on the right and its positions carry no loss. Packed batches use
-    torch's variable-length kernel on a GPU in bfloat16, and else a dense mask (cost t * t: for tests). Of
-    context-parallel ranks each has its part of the queries and gathers all keys and values.
+    Keys and values may have fewer heads, and values another size than queries and keys. Padded batches need no padding
+    mask: padding is on the right and carries no loss. Packed batches use torch's variable-length kernel on a GPU in
+    bfloat16 or float16, otherwise a dense mask with cost t * t, meant for tests. With context parallelism each rank
+    has its part of the queries, and gathers all keys and values.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class CoreAttention(nn.Module):
         return context.permute(2, 0, 1, 3)
 
     def _padded_part(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
-        """Each of the two chunks attends to all that is before its end."""
+        """Attend with each of the two chunks to all positions before its end."""
         whole = query.size(0) * context.size
         key, value = _gathered(key, value, _order_of_padded(whole, context.size, key.device))
         chunk = query.size(0) // 2
@@ -120,7 +120,7 @@ class CoreAttention(nn.Module):
         return torch.cat(parts)
 
     def _halves(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
-        """A context-parallel rank's two chunks of each sequence, one after the other."""
+        """Attend with a context-parallel rank's two chunks of each sequence, one after the other."""
         out = query.new_empty(*query.shape[:-1], value.size(-1))
         for half in row.stretches:
             attended = self._varlen(query[half.rows], key[half.seen], value[half.seen], half)
@@ -128,7 +128,10 @@ class CoreAttention(nn.Module):
         return out
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, stretch: Stretch) -> Tensor:
-        """By torch's kernel, which wants values of the size of keys; a sequence's last query sees its last key."""
+        """Call torch's variable-length kernel: values are padded to the size of keys.
+
+        The last query of a sequence sees its last key.
+        """
         size = value.size(-1)
         if size < key.size(-1):
             value = F.pad(value, (0, key.size(-1) - size))
@@ -151,12 +154,12 @@ class CoreAttention(nn.Module):
 
 
 def _has_kernel(query: Tensor) -> bool:
-    """Whether torch has a kernel for sequences of several lengths."""
+    """Whether torch has a variable-length kernel for these queries."""
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
 
 def _short(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Causal attention of [b, heads, s, d] by its formula; the queries of a group of heads are one matrix."""
+    """Compute causal attention of [b, heads, s, d] directly. The queries that share a key head form one matrix."""
     batch, heads, length, size = query.shape
     sharing = heads // key.size(1)
     joined = query.reshape(batch, -1, sharing * length, size) * (size**-0.5 if scale is None else scale)
@@ -167,12 +170,12 @@ def _short(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Te
 
 @lru_cache(maxsize=64)
 def _order_of_padded(length: int, size: int, device: torch.device) -> Tensor:
-    """As `PackedRow.order`, of rows of one length."""
+    """`PackedRow.order` for rows of one length."""
     return on_device([Context(0, size).order(np.array([length]))], device)[0]
 
 
 def _gathered(key: Tensor, value: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of all positions in order; heads may differ in size, not in number."""
+    """Gather keys and values of all positions, in order. Their sizes may differ, their numbers of heads may not."""
     group, size = parallel_state.get_context_parallel_group(), key.size(-1)
     both = _Gather.apply(torch.cat([key, value], dim=-1), group)
     ordered = both.flatten(0, 1)[order]  # pyright: ignore[reportOptionalMemberAccess]

@@ -1,4 +1,4 @@
-"""The experts of a rank in one matrix product each way: Megatron's local experts, with torch's grouped_mm."""
+"""Grouped GEMM for a rank's experts: Megatron's local experts, computed by torch's grouped_mm."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -8,20 +8,20 @@ from torch import Tensor
 
 from actors.trainer.megatron.imports import SequentialMLP, weighted_bias_swiglu_impl
 
-# torch 2.10 and later have it: forward and backward passes in bfloat16, float16 and float32
+# in torch 2.10 and later: forward and backward passes in bfloat16, float16 and float32
 GROUPED: Final[Callable[..., Tensor] | None] = getattr(torch.nn.functional, "grouped_mm", None)
-ALIGNMENT: Final = 16  # bytes, of each row of what is multiplied
+ALIGNMENT: Final = 16  # bytes, of each row of the operands
 KERNEL_SINCE: Final = (9, 0)  # compute capability
 LAYERS: Final = ("linear_fc1", "linear_fc2")
 
 
 def why_one_by_one(device: torch.device, dtype: torch.dtype, *sizes: int) -> str | None:
-    """Why experts are computed one after the other there; none: torch has a kernel for all of them together.
+    """Return why experts are computed one after another. None: torch has a kernel for all of them at once.
 
     Args:
-        device: of the rank.
-        dtype: of the weights.
-        sizes: of the experts' matrices on this rank.
+        device: Device of the rank.
+        dtype: Dtype of the weights.
+        sizes: Sizes of the experts' matrices on this rank.
     """
     if GROUPED is None:
         return f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"
@@ -33,30 +33,30 @@ def why_one_by_one(device: torch.device, dtype: torch.dtype, *sizes: int) -> str
 
 
 def misaligned(dtype: torch.dtype, *sizes: int) -> str | None:
-    """Which size torch's grouped_mm does not take; none: it takes all of them."""
+    """Name a size that torch's grouped_mm does not support. None: it supports all of them."""
     multiple = ALIGNMENT // dtype.itemsize
     wrong = [size for size in sizes if size % multiple]
     return f"torch's grouped_mm takes sizes that {multiple} divides in {dtype}, not {wrong[0]}" if wrong else None
 
 
 class GroupedExperts(SequentialMLP):
-    """Megatron's experts, in one product where there is a kernel for it, and else one after the other.
+    """Megatron's experts in one grouped product where torch has a kernel for it, otherwise one after another.
 
-    Parameters keep their names, so that checkpoints and published weights do not depend on how they are computed.
+    Parameters keep their names, so that checkpoints and published weights do not depend on the kernel.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         first, second = (getattr(self.local_experts[0], name).weight for name in LAYERS)
-        self.one_by_one = why_one_by_one(first.device, first.dtype, *first.shape, *second.shape)  # none: together
+        self.one_by_one = why_one_by_one(first.device, first.dtype, *first.shape, *second.shape)  # None: grouped
 
     def forward(self, hidden: Tensor, tokens_per_expert: Any, probs: Tensor) -> tuple[Tensor, None]:
-        """Return the experts' outputs, each weighted.
+        """Return the experts' weighted outputs.
 
         Args:
-            hidden: [T, h], tokens of the first expert before those of the second.
-            tokens_per_expert: how many each has.
-            probs: [T], the weights.
+            hidden: [T, h], sorted by expert.
+            tokens_per_expert: Number of tokens of each expert.
+            probs: [T], weights of the outputs.
         """
         if not len(hidden) or self.num_local_experts == 1 or self.one_by_one is not None:
             return super().forward(hidden, tokens_per_expert, probs)
@@ -67,12 +67,12 @@ class GroupedExperts(SequentialMLP):
 
 
 def grouped_linear(inputs: Tensor, ends: Tensor, weights: list[Tensor]) -> Tensor:
-    """Each group of rows times a weight of its own.
+    """Multiply each block of rows by its own weight.
 
     Args:
         inputs: [T, in].
-        ends: where each group of rows ends, int32; the last one is T.
-        weights: [out, in] of each group.
+        ends: End of each block of rows, int32; the last one is T.
+        weights: [out, in] of each block.
 
     Returns:
         [T, out].
@@ -82,7 +82,7 @@ def grouped_linear(inputs: Tensor, ends: Tensor, weights: list[Tensor]) -> Tenso
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Weights are stacked for each pass and not kept: for the backward pass there are the parameters."""
+    """Grouped product. Weights are stacked in each pass and not saved: the backward pass has the parameters."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -97,6 +97,6 @@ class _GroupedLinear(torch.autograd.Function):
         gradient = gradient.contiguous()
         of_inputs = GROUPED(gradient, torch.stack(weights), offs=ends)
         of_weights = GROUPED(gradient.t(), inputs, offs=ends)
-        # Kernels leave what they found in memory to a group without rows (pytorch/pytorch#172439, #174314).
+        # The kernels leave uninitialised memory for a block without rows (pytorch/pytorch#172439, #174314).
         has_rows = ends.diff(prepend=ends.new_zeros(1)) > 0
         return of_inputs, None, *torch.where(has_rows[:, None, None], of_weights, 0.0).unbind()

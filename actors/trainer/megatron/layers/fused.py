@@ -1,4 +1,4 @@
-"""What Megatron computes in many operations, in few: its own fused functions want kernels or a compiler."""
+"""Fused rotary embedding, RMSNorm and SwiGLU without a compiler or custom kernels, which Megatron's own need."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class _Rotated(torch.autograd.Function):
-    """Rotary embedding of [s, b, heads, d], whose result lies in memory as attention reads it: [b, heads, s, d]."""
+    """Rotary embedding of [s, b, heads, d]. The result has the memory layout of attention: [b, heads, s, d]."""
 
     @staticmethod
     def forward(ctx: Any, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -25,7 +25,7 @@ class _Rotated(torch.autograd.Function):
 
 
 def _rotate(vectors: Tensor, cos: Tensor, sin: Tensor, sign: int, out: Tensor) -> Tensor:
-    """The halves of each vector are the two coordinates of its planes."""
+    """Rotate the vectors. The two halves of each vector are the coordinates of its planes."""
     torch.mul(vectors, cos, out=out)
     (first, second), (out_first, out_second) = vectors.chunk(2, -1), out.chunk(2, -1)
     sin = sin.chunk(2, -1)[0]
@@ -35,7 +35,7 @@ def _rotate(vectors: Tensor, cos: Tensor, sin: Tensor, sign: int, out: Tensor) -
 
 
 def rotary(general: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Megatron's rotary embedding, ours where it is the usual one.
+    """Wrap Megatron's rotary embedding: use `_Rotated` in the usual case.
 
     Args:
         general: Megatron's own function, `_apply_rotary_pos_emb_bshd`.
@@ -58,7 +58,7 @@ def rotary(general: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def packed_rotary(general: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The rotary embedding of a packed row [t, heads, d]; Megatron's asks the device where each sequence begins.
+    """Make the rotary embedding of a packed row, [t, heads, d]. Megatron's reads sequence starts from the device.
 
     Args:
         general: Megatron's function for padded rows, `_apply_rotary_pos_emb_bshd`.
@@ -85,7 +85,7 @@ def packed_rotary(general: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Of float32: autograd would keep and go through every product of the formula."""
+    """RMSNorm in float32. Autograd would save and traverse every product of the formula."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor, eps: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -105,21 +105,21 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(values: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Values over the root of their mean square along the last dimension, times a weight."""
-    if values.dtype is not torch.float32 or values.is_cuda:  # torch has a kernel there, and sums in float32
+    """Divide values by the root mean square along the last dimension, and multiply by a weight."""
+    if values.dtype is not torch.float32 or values.is_cuda:  # torch has a kernel for these that sums in float32
         return F.rms_norm(values, weight.shape, weight, eps)
     normal: Any = _RmsNorm.apply(values, weight, eps)
     return normal
 
 
 def swiglu(joined: Tensor) -> Tensor:
-    """SwiGLU of gate and value side by side, for Megatron's own autograd function."""
+    """SwiGLU of concatenated gate and value, for Megatron's own autograd function."""
     gate, value = joined.chunk(2, -1)
     return F.silu(gate).mul_(value)
 
 
 def swiglu_back(gradient: Tensor, joined: Tensor) -> Tensor:
-    """The gradient of gate and value side by side."""
+    """Return the gradient of concatenated gate and value."""
     gate, value = joined.chunk(2, -1)
     out = torch.empty_like(joined)
     of_gate, of_value = out.chunk(2, -1)

@@ -1,4 +1,4 @@
-"""The end of the model: from the hidden states of positions that train to log-probs, without a logit of any other."""
+"""Output head: log-probs from the hidden states of trained positions, without logits of any other position."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,25 +17,25 @@ from actors.trainer.megatron.imports import (
 
 @dataclass(frozen=True)
 class AskedFurther:
-    """What is asked of the layer for the token after the next one."""
+    """Request to the MTP layer."""
 
-    tokens: Tensor  # [b, s], behind those that are read
-    rows_F: Tensor  # as rows_M
+    tokens: Tensor  # [b, s], the token after each input token
+    rows_F: Tensor  # positions, like rows_M
     targets_F: Tensor
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of the last pipeline stage, in the place of labels."""
+    """Request to the last pipeline stage, passed in place of labels."""
 
-    rows_M: Tensor  # positions, over tokens [b, s] flattened
+    rows_M: Tensor  # positions in the flattened tokens [b, s]
     targets_M: Tensor  # token ids
     temperature: float
     further: AskedFurther | None = None
 
 
 class Head(ColumnParallelLinear):
-    """Megatron's output layer, whose weight is cut by the vocabulary; its other uses stay what they are."""
+    """Megatron's vocabulary-parallel output layer. Without a request it behaves as Megatron's."""
 
     def forward(
         self,
@@ -44,17 +44,17 @@ class Head(ColumnParallelLinear):
         runtime_gather_output: bool | None = None,
         asked: Asked | None = None,
     ) -> Any:
-        """Return logits, or log-probs and entropies of what is asked.
+        """Return logits, or the requested log-probs and entropies.
 
         Args:
-            input_: hidden states [s, b, h]; under sequence parallelism this rank's part of s.
-            weight: the output weight; none: the layer's own.
-            runtime_gather_output: Megatron's, of logits.
-            asked: none: logits of all positions.
+            input_: Hidden states [s, b, h]; under sequence parallelism this rank's part of s.
+            weight: Output weight. None: the layer's own.
+            runtime_gather_output: Megatron's option for logits.
+            asked: Requested positions. None: logits of all positions.
         """
         if asked is None:
             return super().forward(input_, weight, runtime_gather_output)
-        if self.sequence_parallel:  # the gradient that comes back is whole, so that a rank takes its part of it
+        if self.sequence_parallel:  # the incoming gradient is complete, so the backward pass only slices it
             input_ = gather_from_sequence_parallel_region(
                 input_, tensor_parallel_output_grad=False, group=self.tp_group
             )
@@ -71,10 +71,11 @@ class Head(ColumnParallelLinear):
         )
 
     def _accumulating(self, shared: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The weight, and its gradient buffer, to which the head adds what else autograd would copy there.
+        """Return the weight, and its gradient buffer if the head accumulates into it directly.
 
-        Megatron learns so by `grad_added_to_main_grad`, as from its own fused layers. A weight that the embedding here
-        has too, which Megatron marks with `zero_out_wgrad`, gets autograd's gradient from there alone.
+        This saves autograd's copy. Like Megatron's fused layers, the head sets `grad_added_to_main_grad`. Megatron
+        marks a weight shared with this rank's embedding with `zero_out_wgrad`; its autograd gradient comes from the
+        embedding alone.
         """
         weight = self.weight if shared is None else shared
         into: Tensor | None = getattr(weight, "main_grad", None)
@@ -87,21 +88,21 @@ class Head(ColumnParallelLinear):
 
 
 class Model(GPTModel):
-    """Megatron's GPTModel, which answers what is `Asked` in the place of labels: log-probs and entropies.
+    """Megatron's GPTModel that accepts `Asked` in place of labels and returns log-probs and entropies.
 
-    Where it is asked of the tokens after the next ones, their log-probs come third, and are the business of the further
-    layer alone: hidden states, embedding and output weight get no gradient of them, as in slime.
+    If MTP log-probs are requested, they come third. Their gradient reaches only the MTP layer: not the decoder's hidden
+    states, the embedding or the output weight, as in slime.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         if self.post_process:
-            self.output_layer.__class__ = Head  # GPTModel has no place to name it, and the layer has no state of ours
+            self.output_layer.__class__ = Head  # GPTModel has no option for it, and Head adds no state
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[()] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """As Megatron's, which wants to be told of the replicas where the last stage has a copy of the embedding."""
+        """Call Megatron's, which needs the replicas' group where the last stage has a copy of the embedding."""
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return super().sharded_state_dict(prefix, sharded_offsets, {"dp_cp_group": replicas} | (metadata or {}))
 

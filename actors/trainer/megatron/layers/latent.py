@@ -1,4 +1,4 @@
-"""Multi-latent attention: Megatron's, whose projections to latents are here the same on all tensor-parallel ranks."""
+"""MLA (multi-latent attention): Megatron's, with down projections replicated on all tensor-parallel ranks."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from actors.trainer.megatron.imports import MLASelfAttention
 
 
 class _Down(nn.Module):
-    """A projection that every tensor-parallel rank has whole; under sequence parallelism it is of a rank's positions.
+    """Down projection that is replicated on tensor-parallel ranks.
 
-    Megatron's local layers cut it, gather what comes out, and give the shared part of all heads' keys the gradient of
+    Under sequence parallelism its input is this rank's positions. Megatron's local layers shard it and gather its output. The shared part of all heads' keys then gets the gradient of
     one rank's heads alone.
     """
 
@@ -23,12 +23,12 @@ class _Down(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """Return [s, b, rows] of [s, b, columns], and no bias."""
+        """Project [s, b, columns] to [s, b, rows]; return it and no bias."""
         return F.linear(hidden, self.weight), None
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's, of queries, keys and values that come from latents. Layers and options are Megatron's own."""
+    """Megatron's MLA with replicated down projections."""
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)

@@ -1,7 +1,7 @@
-"""The router of experts: Megatron's, which here knows where there are tokens, and can be told which experts to take.
+"""Expert router: Megatron's, with a padding-aware loss and optional routing replay.
 
-Its losses are sums over tokens, which `Replica.backward` divides by all tokens of the optimizer step. Megatron's own
-losses count padding, and under calculate_per_token_loss their gradients shrink with the TP and CP sizes.
+Its losses are sums over tokens, which `Replica.backward` divides by all input tokens of the optimizer step. Megatron's
+own losses count padding. Under calculate_per_token_loss their gradients shrink with the TP and CP sizes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,38 +20,41 @@ from actors.trainer.megatron.imports import MoEAuxLossAutoScaler, TopKRouter, pa
 
 @dataclass(frozen=True)
 class Passing:
-    """A micro-batch on its way through a rank's routers: T positions in the order of `in_order`, k experts each."""
+    """Routing metadata of a micro-batch: T positions in the order of `in_order`, k experts each."""
 
-    is_token_T: Tensor  # false where there is padding
+    is_token_T: Tensor  # False in padding
     trains: bool  # a backward pass follows
-    sequence_T: Tensor  # the number of each position's sequence
+    sequence_T: Tensor  # number of each position's sequence
     num_sequences: int  # over all ranks that share the micro-batch
-    given: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])  # [T, k] by layer; -1: the router's choice
-    chosen: dict[int, Tensor] | None = None  # what was taken, [T, k] by layer, is written here
+    given: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])  # [T, k] by layer; -1: the router chooses
+    chosen: dict[int, Tensor] | None = None  # output: the experts used, [T, k] by layer; None: not recorded
 
 
 class Router(TopKRouter):
-    """Chooses experts for tokens, or takes those that are given. Layers are numbered from 0."""
+    """Chooses experts for tokens, or replays given ones. Layers are numbered from 0."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.router_replay = _Choice(self)
-        self.next: Passing | None = None  # set before a micro-batch comes
+        self.next: Passing | None = None  # set before each micro-batch
         self._passing: Passing | None = None
-        self.computed_again: list[Passing] = []  # whose forward pass is to come once more, in a backward pass
+        self.computed_again: list[Passing] = []  # micro-batches whose forward pass the backward pass will recompute
 
     @property
     def layer(self) -> int:
-        """Its number in the whole model."""
+        """Number of the layer in the whole model."""
         return self.layer_number - 1
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
-        """As Megatron's, of the micro-batch that this is."""
+        """Route like Megatron's router, with the metadata of the present micro-batch."""
         self._passing = self._which()
         return super().routing(logits, padding_mask)
 
     def _which(self) -> Passing | None:
-        """A layer that is recomputed has its first pass without gradients, and backward passes come in their order."""
+        """Find the metadata of the present forward pass.
+
+        A recomputed layer runs its first pass without gradients. Backward passes follow the order of those passes.
+        """
         passing = self.next
         if passing is None or not passing.trains:
             return passing
@@ -61,11 +64,11 @@ class Router(TopKRouter):
         return self.computed_again.pop(0) if self.computed_again else passing
 
     def taken(self, scores: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts that tokens go to, and their scores.
+        """Return the scores of the experts that tokens go to, and these experts.
 
         Args:
             scores: [T, experts].
-            chosen: [T, k], by the router.
+            chosen: [T, k], the router's choice.
         """
         passing, layer = self._passing, self.layer
         if passing is not None and layer in passing.given:
@@ -76,7 +79,7 @@ class Router(TopKRouter):
         return scores.gather(1, chosen), chosen
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Attach the squared log-sums of the tokens' logits to the backward pass."""
+        """Add the z-loss, the squared logsumexp of each token's logits, to the backward pass."""
         coefficient, passing = self.config.moe_z_loss_coeff, self._passing
         if not coefficient or passing is None or not passing.trains or not torch.is_grad_enabled():
             return logits
@@ -95,7 +98,7 @@ class Router(TopKRouter):
     def _apply_seq_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, *_sizes: int, **_options: Any
     ) -> Tensor:
-        """Megatron takes a packed row for one sequence; here it is as many as it has."""
+        """Apply the loss per sequence. Megatron's own treats a packed row as one sequence."""
         passing, coefficient = self._passing, self.get_aux_loss_coeff("seq_aux_loss")
         if passing is None or not coefficient:
             return probs
@@ -105,18 +108,20 @@ class Router(TopKRouter):
     def _balanced(
         self, probs: Tensor, scores: Tensor, chosen: Tensor, coefficient: float, sequence_T: Tensor, number: int
     ) -> Tensor:
-        """Attach the load balancing loss: a token's scores, each times its expert's share of its sequence's choices.
+        """Add the load balancing loss to the backward pass.
+
+        The loss sums, over tokens and experts, a token's score times the expert's share of its sequence's choices.
 
         Args:
-            probs: [T, experts], what is returned, with the loss in its backward pass.
-            scores: [T, experts], each token's sum to one.
+            probs: [T, experts]; returned with the loss attached to its backward pass.
+            scores: [T, experts], normalised per token.
             chosen: [T, experts], 1 where the router chose the expert.
-            coefficient: weight of the loss.
-            sequence_T: whose experts are to be used equally.
-            number: of sequences.
+            coefficient: Weight of the loss.
+            sequence_T: Sequence of each token. Experts are balanced within each sequence.
+            number: Number of sequences.
 
         Source:
-            Switch Transformer, arXiv 2101.03961, equation 4, of tokens with k experts as in Megatron-core.
+            Switch Transformer, arXiv 2101.03961, equation 4, for tokens with k experts as in Megatron-core.
         """
         assert self._passing is not None
         is_token = self._passing.is_token_T[:, None]
@@ -127,14 +132,14 @@ class Router(TopKRouter):
         return MoEAuxLossAutoScaler.apply(probs, coefficient * scores.size(1) * products.sum())
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count the tokens of each expert, from which its bias moves; Megatron would count padding too."""
+        """Count the tokens of each expert, to update its bias. Megatron would count padding, too."""
         if self.enable_expert_bias and torch.is_grad_enabled():
             passing = self._passing
             counted = routing_map if passing is None else routing_map & passing.is_token_T[:, None]
             self.local_tokens_per_expert += counted.sum(dim=0)
 
     def _maintain_float32_expert_bias(self) -> None:
-        """Counts are rounded in bfloat16 as much as biases are."""
+        """Keep the counts in float32, too: bfloat16 would round them like the biases."""
         super()._maintain_float32_expert_bias()
         if self.enable_expert_bias:
             counts: Any = self.local_tokens_per_expert
@@ -142,20 +147,20 @@ class Router(TopKRouter):
 
 
 def is_known(given: Tensor, num_experts: int) -> Tensor:
-    """Where numbers of experts are told, and are those of experts. In uint8, 255 says that none is."""
+    """Whether each expert number is recorded and valid. In uint8, 255 stands for none."""
     is_told = given != 255 if given.dtype is torch.uint8 else given >= 0
     return is_told & (given.to(torch.int64) < num_experts)
 
 
 def _summed(counts: Tensor, group: Any) -> Tensor:
-    """Over the ranks that share a micro-batch's tokens."""
+    """Sum the counts over the ranks that share a micro-batch's tokens."""
     if group.size() > 1:
         dist.all_reduce(counts, group=group)
     return counts
 
 
 class _Choice:
-    """In the place of Megatron's RouterReplay, whose recordings are of one micro-batch."""
+    """Replacement for Megatron's RouterReplay, which records one micro-batch only."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -163,13 +168,13 @@ class _Choice:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called where the router would choose."""
+        """Choose experts. Megatron's router calls this in place of its own top-k."""
         _, chosen = choose(scores, topk, num_groups, group_topk)
         return self._router.taken(scores, chosen)
 
 
 class Routers:
-    """All routers of this rank, and what they are to do with the next micro-batch."""
+    """All routers of this rank, and their mode for the next micro-batch."""
 
     def __init__(self, chunks: Iterable[Any], *, sequence_parallel: bool, device: torch.device) -> None:
         self._routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
@@ -177,16 +182,16 @@ class Routers:
         self._device = device
 
     def begin(self) -> None:
-        """Forget micro-batches whose backward pass never came."""
+        """Discard micro-batches whose backward pass never ran."""
         for router in self._routers:
             router.computed_again.clear()
 
     def train(self, micro_batch: MicroBatch) -> None:
-        """It is to be trained, with the experts that the engine had, or those of an earlier pass if they were kept."""
+        """Prepare to train a micro-batch, with the engine's experts, or with those kept from an earlier pass."""
         self._send(micro_batch, trains=True, given=self._of_engine(micro_batch) or micro_batch.experts)
 
     def keep(self, micro_batch: MicroBatch) -> None:
-        """The experts that its tokens get, which are those that the engine had if it told, are to be kept."""
+        """Prepare a forward pass that records the experts used: the engine's where recorded, else the router's."""
         self._send(micro_batch, trains=False, given=self._of_engine(micro_batch), chosen=micro_batch.experts)
 
     def _of_engine(self, micro_batch: MicroBatch) -> dict[int, Tensor]:
@@ -197,11 +202,11 @@ class Routers:
         return {
             router.layer: routed_T[:, router.layer * router.topk : (router.layer + 1) * router.topk]
             for router in self._routers
-            if router.layer < router.config.num_layers  # engines tell nothing of a further layer
+            if router.layer < router.config.num_layers  # engines report no experts of an MTP layer
         }
 
     def look(self, micro_batch: MicroBatch) -> None:
-        """It is neither trained, nor are its experts kept."""
+        """Prepare a forward pass without training, replay or recording."""
         self._send(micro_batch, trains=False)
 
     def _send(self, micro_batch: MicroBatch, **what: Any) -> None:
@@ -218,7 +223,7 @@ class Routers:
 
 
 def in_order(values: Tensor, *, sequence_parallel: bool) -> Tensor:
-    """Values [b, s, ...] of the positions of a micro-batch as this rank's routers have them, [T, ...]."""
+    """Reorder values of a micro-batch's positions, [b, s, ...], as this rank's routers see them, [T, ...]."""
     by_position = values.transpose(0, 1)
     if sequence_parallel:
         size, rank = (

@@ -1,4 +1,4 @@
-"""A packed row, and what layers want to know of it: computed once for a micro-batch, no layer asks the device."""
+"""Packed rows and their attention metadata, computed once per micro-batch so that no layer waits for the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,46 +16,46 @@ from actors.trainer.megatron.imports import PackedSeqParams, parallel_state
 
 @dataclass(frozen=True)
 class Stretch:
-    """Queries of a row, and the keys up to the last one of them, for torch's variable-length kernel."""
+    """Queries of a row and the keys up to the last query, for torch's variable-length kernel."""
 
-    rows: Tensor  # where the queries are in this rank's part; empty: all of a whole row
-    seen: Tensor  # where the keys are in the whole row; the same
-    bounds: Tensor  # of the queries of each sequence, int32
+    rows: Tensor  # positions of the queries in this rank's part; empty: all positions
+    seen: Tensor  # positions of the keys in the whole row; empty: all positions
+    bounds: Tensor  # cu_seqlens of the queries, int32
     key_bounds: Tensor
     longest: int
     longest_keys: int
 
 
 class Positions:
-    """The position of each token in its sequence, which Megatron hands to the rotary embedding as cu_seqlens."""
+    """Position of each token in its sequence. Megatron passes it to the rotary embedding as cu_seqlens."""
 
     def __init__(self, column: Tensor) -> None:
         self.column = column
         self._waves: dict[Any, tuple[Tensor, Tensor, Tensor]] = {}
 
     def angles(self, by_position: Tensor) -> Tensor:
-        """Angles [t, 1, 1, d] of the row's tokens, of those of all positions."""
+        """Select the angles of the row's tokens, [t, 1, 1, d], from those of all positions."""
         return by_position[self.column]
 
     def waves(self, by_position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the row's angles, the same tensors in each call for the same angles."""
+        """Return cosines and sines of the row's angles, cached by `by_position`."""
         key = (by_position.data_ptr(), by_position.shape, dtype)
         if key not in self._waves:
             angles = self.angles(by_position)
-            self._waves[key] = (angles.cos().to(dtype), angles.sin().to(dtype), by_position)  # the last keeps its place
+            self._waves[key] = (angles.cos().to(dtype), angles.sin().to(dtype), by_position)  # keeps its address in use
         return self._waves[key][:2]
 
 
 class PackedRow(PackedSeqParams):
-    """Megatron's description of a packed row, with what our attention takes."""
+    """Megatron's PackedSeqParams, with the metadata of our attention."""
 
     def __init__(self, lengths: Ints, context: Context, device: torch.device) -> None:
-        """Compute all of it.
+        """Compute all metadata except the mask.
 
         Args:
-            lengths: of the whole sequences.
-            context: whose part of each sequence the row has.
-            device: of the row.
+            lengths: Lengths of the whole sequences.
+            context: Context-parallel rank that holds this part of each sequence.
+            device: Device of the row.
         """
         starts, kept = np.cumsum(lengths) - lengths, context.kept(lengths)
         within = np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
@@ -64,7 +64,7 @@ class PackedRow(PackedSeqParams):
         super().__init__(
             qkv_format="thd", cu_seqlens_q=places, cu_seqlens_kv=places, max_seqlen_q=longest, max_seqlen_kv=longest
         )
-        self.order: Tensor | None = None  # where each position is in the parts of all ranks behind each other
+        self.order: Tensor | None = None  # index of each position in the concatenated parts of all ranks
         if context.size == 1:
             bounds, everything = others[0].to(torch.int32), positions[:0]
             self.stretches = [Stretch(everything, everything, bounds, bounds, longest, longest)]
@@ -86,35 +86,35 @@ class PackedRow(PackedSeqParams):
 
     @property
     def mask(self) -> Tensor:
-        """Which of all keys each query of this rank sees, [queries, keys]: those of its sequence up to its own."""
+        """Attention mask [queries, keys]: each query of this rank sees its own sequence up to its own position."""
         if self._mask is None:
             self._mask = _mask(self._lengths, self._context).to(self._device)
         return self._mask
 
 
 def packing(bounds: NDArray[np.int32] | None, device: torch.device) -> PackedRow | None:
-    """Megatron's description of a packed row.
+    """Build the PackedSeqParams of a packed row.
 
     Args:
-        bounds: where each whole sequence begins, and the end; none: the batch is padded.
-        device: of the row.
+        bounds: Start of each whole sequence, then the end. None: the batch is padded.
+        device: Device of the row.
     """
     return None if bounds is None else PackedRow(np.diff(bounds).astype(np.int64), own_context(), device)
 
 
 def own_context() -> Context:
-    """This rank among those that share each sequence."""
+    """Return this rank's context-parallel rank and size."""
     return Context(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size())
 
 
 def _halves(lengths: Ints, context: Context) -> list[tuple[Ints, Ints]]:
-    """For each of a rank's two chunks of every sequence, how many queries it has and how many keys they see."""
+    """For each of a rank's two chunks of every sequence, return the numbers of queries and of keys that they see."""
     chunks = lengths // context.multiple
     return [(chunks, (which + 1) * chunks) for which in (context.rank, context.multiple - 1 - context.rank)]
 
 
 def _columns(lengths: Ints, starts: Ints, context: Context) -> Sequence[Ints]:
-    """Bounds of whole sequences; of a part its order, and of each half its rows, keys and their bounds."""
+    """Bounds of whole sequences; with context parallelism the order, and for each half its rows, keys and bounds."""
     if context.size == 1:
         return [_bounds(lengths)]
     columns = [context.order(lengths)]
@@ -129,7 +129,7 @@ def _bounds(lengths: Ints) -> Ints:
 
 
 def _ranges(starts: Ints, lengths: Ints) -> Ints:
-    """Positions of stretches, behind each other."""
+    """Return the positions of the ranges, concatenated."""
     within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return np.repeat(starts, lengths) + within
 
