@@ -12,8 +12,8 @@ from actors.trainer.megatron.imports import MLASelfAttention
 class _Down(nn.Module):
     """Down projection that is replicated on tensor-parallel ranks.
 
-    Under sequence parallelism its input is this rank's positions. Megatron's local layers shard it and gather its output. The shared part of all heads' keys then gets the gradient of
-    one rank's heads alone.
+    Under sequence parallelism its input is this rank's positions. Megatron's local layers shard the projection and
+    gather its output. The shared part of all heads' keys then gets the gradient of one rank's heads alone.
     """
 
     def __init__(self, config: Any, columns: int, rows: int) -> None:
