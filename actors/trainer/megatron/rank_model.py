@@ -213,7 +213,7 @@ class Replica:
             self._resting = Offloaded(self._ddp, self.optimizer, self._rests_at, gradients=False, before=rested)
 
     def backward(self, micro_batches: Sequence[MicroBatch], loss: TokenLoss) -> None:
-        """Set the gradients of one optimizer step. The loss is summed, then divided by the input tokens of all replicas.
+        """Set the gradients of one optimizer step. The loss is a sum, divided by the input tokens of all replicas.
 
         Padding does not count as input. The router losses are sums over tokens. The division makes them means, however
         the tokens are laid out.

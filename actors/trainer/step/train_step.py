@@ -353,7 +353,7 @@ class TrainStep:
         """Set the gradients.
 
         Returns:
-            This replica's metric sums followed by its share of the denominator; and the samples with a token whose
+            This replica's metric sums, followed by its share of the denominator. Then the samples with a token whose
             loss is not finite, the same on every rank.
         """
         device = self._replica.device
