@@ -76,7 +76,7 @@ class History:
         self._cited = {group.event_seq for group in ledger.groups.values()}
         self._cited |= {ref.event_seq for batch in ledger.batches.values() for ref in batch.groups}
         self._cited.discard(0)
-        self.completed: dict[int, GroupCompleted] = {}  # by log sequence: in no batch yet, or in a batch that is not trained yet
+        self.completed: dict[int, GroupCompleted] = {}  # by log sequence: no trained batch has them yet
         self.kept: dict[int, None] = {}  # completed groups that a verdict kept, in order of verdicts
         self._seqs_of_groups: dict[int, list[int]] = {}
 
