@@ -1,4 +1,4 @@
-"""The trainer: batches from the log in, weights for the engines out.
+"""Trainer: trains batches from the log and publishes weights for the engines.
 
-Open leader.py first; the train step itself is step/train_step.py.
+Open leader.py first; the train step itself is in step/train_step.py.
 """

@@ -1,4 +1,4 @@
-"""The trainer actor: how a rank starts, and which part it then plays."""
+"""Trainer actor: starts a rank, which then leads (rank 0) or follows."""
 
 import asyncio
 from collections.abc import Callable
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 class TrainerActor(Actor):
     """Trains each batch once and publishes the weights. Rank 0 leads, other ranks follow.
 
-    A crash loses the train steps since the last checkpoint; they are trained again from the log and announce nothing
-    until the frontier of the log is reached.
+    After a crash, the next incarnation trains the steps since the last checkpoint again from the log. It announces no
+    weights until it reaches the frontier of the log.
     """
 
     reads = (
@@ -88,7 +88,7 @@ class TrainerActor(Actor):
     )
 
     def __init__(self, topology: Topology, bus: Bus, *, run_dir: Path) -> None:
-        """Raises ValueError when the environment speaks of other ranks than the topology."""
+        """Raises ValueError if WORLD_SIZE differs from the topology's number of trainer ranks."""
         self._topology = topology
         self._bus = bus
         self._run_dir = run_dir
@@ -97,14 +97,14 @@ class TrainerActor(Actor):
         self._turns: Turns | None = None
 
     def stats(self) -> dict[str, float]:
-        """Where it stands, and seconds of torch work."""
+        """Train step, weight version, and seconds of torch work."""
         leader = self._leader
         if leader is None:
             return {}
         return {"step": leader.step, "weight_version": leader.version, "busy_s": leader.busy_s}
 
     def waits_for(self) -> str:
-        """The batch that is not there yet; before that, its model."""
+        """Describe what the actor waits for: its model, a batch, or commands of rank 0."""
         if self._rank:
             return "commands of the first rank"
         if self._turns is not None and (words := self._turns.waits_for()):
@@ -112,7 +112,7 @@ class TrainerActor(Actor):
         return "its model and checkpoint to be loaded" if self._leader is None else self._leader.waits_for()
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Train until the last planned step, then stay to answer calls.
+        """Train until the last planned step, then keep serving calls.
 
         Raises:
             Fenced: another trainer started after this one.
@@ -140,7 +140,7 @@ class TrainerActor(Actor):
             feed = Feed(self._bus, masking, limit, shape.vocab_size)
             group.start_soon(feed.run)  # reads the log while the other thread imports torch and loads the model
             turns = self._turns = Turns(self._topology, self._bus, feed)
-            await turns.take_over()  # before there is a model that needs memory
+            await turns.take_over()  # before the model is built and needs memory
             rank = await torch_thread.run(build)
             turns.lead(torch_thread, rank)
             try:
@@ -156,7 +156,7 @@ class TrainerActor(Actor):
                 torch_thread.run_last(rank.close)
 
     def _build_rank(self, store: Any, ask_of: AskOf) -> "TrainerRank":
-        """On the torch thread: importing torch and Megatron takes seconds."""
+        """Build the rank. Runs on the torch thread: importing torch and Megatron takes seconds."""
         with collecting_nothing():
             from actors.trainer.commands import TrainerRank
             from actors.trainer.megatron.groups import Ranks

@@ -1,7 +1,7 @@
-"""How rank 0 tells the other ranks what to do.
+"""Command channel from rank 0 to the other ranks.
 
-Orders go through the store, where a rank can wait for one with a timeout that is no failure; no rank waits for data
-inside a collective.
+Orders go through the TCP store, where a wait may time out without being a failure. No rank waits for an order inside a
+collective.
 """
 
 from datetime import timedelta
@@ -15,26 +15,26 @@ import torch.distributed as dist
 from actors.trainer.megatron.groups import Ranks
 from actors.trainer.orders import Order, Stop
 
-POLL: Final = timedelta(seconds=2)  # how long a rank waits for an order before it looks again
+POLL: Final = timedelta(seconds=2)  # longest wait for an order before the stop flag is checked
 
 
 class Channel:
-    """The orders of one trainer, as this rank gives or gets them."""
+    """One rank's end of the command channel."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        """None was given yet."""
+        """Create the channel, before the first order."""
         self._ranks = ranks
         self._device = device
         self._num_orders = 0
         self._stopping = Event()
 
     def tell(self, order: Order) -> None:
-        """Give an order to the other ranks, if there are any."""
+        """Send an order to the other ranks, if there are any."""
         if self._ranks.world_size > 1:
             self._ranks.store.set(self._next_key(), msgspec.msgpack.encode(order))
 
     def next(self) -> Order:
-        """Wait for the next order; after `stop` that is to stop."""
+        """Wait for the next order. Returns `Stop` after a call of `stop`."""
         key, store = self._next_key(), self._ranks.store
         while not self._stopping.is_set():
             try:
@@ -45,7 +45,7 @@ class Channel:
         return Stop()
 
     def stop(self) -> None:
-        """End a wait at its next look; called from another thread."""
+        """End the wait in `next` at its next poll. Called from another thread."""
         self._stopping.set()
 
     def _next_key(self) -> str:
@@ -53,7 +53,7 @@ class Channel:
         return f"command/{self._num_orders}"
 
     def broadcast(self, payload: bytes, size_bytes: int) -> bytes:
-        """Rank 0's bytes, on every rank."""
+        """Broadcast rank 0's bytes to every rank and return them."""
         if self._ranks.world_size == 1:
             return payload
         shared = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)

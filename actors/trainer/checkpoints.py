@@ -1,8 +1,8 @@
-"""Which checkpoints a run has, without torch: directories that are complete, ignored, or set aside as damaged.
+"""Checkpoint directories of a run: list complete ones, prune old ones, set damaged ones aside. No torch.
 
-A checkpoint of train step 40 by the third start of the trainer is `0003/step-00000040`: every incarnation writes in a
-directory of its own, so that a predecessor that is not quite dead disturbs nobody. A damaged one is renamed to
-`0003/damaged-step-00000040`, which no start reads and no start deletes.
+The checkpoint of train step 40 by the trainer's third incarnation is `0003/step-00000040`. Every incarnation writes to
+its own directory, so a predecessor that is still alive cannot interfere. A damaged checkpoint is renamed to
+`0003/damaged-step-00000040`; no start reads or deletes it.
 """
 
 import re
@@ -21,17 +21,17 @@ from runtime.settings.topology import MegatronConfig, Topology
 RUN_FILE: Final = "run.json"  # in a checkpoint
 METADATA_FILE: Final = "metadata.json"  # in a checkpoint, the last file that Megatron writes
 CHECKPOINTS: Final = "checkpoints"  # in the run directory
-TRACKER: Final = "latest_checkpointed_iteration.txt"  # of Megatron-LM, beside its checkpoints
-BACKEND: Final = "torch_dist"  # the format of ours, and the only one of Megatron-LM's that is read
-DAMAGED: Final = "damaged-"  # what the name of a checkpoint that was set aside begins with
-WITHOUT_EFFECT: Final = ("initializer_range", "max_position_embeddings", "num_unused_mtp_layers")  # on what is computed
+TRACKER: Final = "latest_checkpointed_iteration.txt"  # written by Megatron-LM next to its checkpoints
+BACKEND: Final = "torch_dist"  # format of our checkpoints; the only Megatron-LM format that can be read
+DAMAGED: Final = "damaged-"  # name prefix of a damaged checkpoint
+WITHOUT_EFFECT: Final = ("initializer_range", "max_position_embeddings", "num_unused_mtp_layers")  # on the computation
 _NAME: Final = re.compile(r"step-(\d{8})")
 _MEGATRON_LM: Final = re.compile(r"iter_\d{7,}|release")
 
 
 @dataclass(frozen=True, order=True)
 class Checkpoint:
-    """A complete checkpoint. The newest has the most train steps; of equals the latest incarnation's."""
+    """A complete checkpoint. Checkpoints sort by train steps, then by incarnation."""
 
     step: int  # train steps that it contains
     incarnation: int
@@ -39,17 +39,17 @@ class Checkpoint:
 
 
 def directory_of(root: Path, *, step: int, incarnation: int) -> Path:
-    """Where a checkpoint is once it is complete."""
+    """Return the path of a complete checkpoint."""
     return root / f"{incarnation:04d}" / f"step-{step:08d}"
 
 
 def checkpoints_in(root: Path) -> list[Checkpoint]:
-    """Complete checkpoints, oldest first."""
+    """List complete checkpoints, oldest first."""
     return [found for found in _named_in(root) if (found.path / METADATA_FILE).is_file()]
 
 
 def _named_in(root: Path) -> list[Checkpoint]:
-    """Directories with the name of a checkpoint, oldest first. Each got its name once it was complete."""
+    """List directories named like a checkpoint, oldest first. A directory gets this name once it is complete."""
     found: list[Checkpoint] = []
     for path in root.glob("[0-9]*/step-*"):
         match = _NAME.fullmatch(path.name)
@@ -59,22 +59,25 @@ def _named_in(root: Path) -> list[Checkpoint]:
 
 
 class SetAside(NamedTuple):
-    """A damaged checkpoint, renamed."""
+    """A damaged checkpoint that was renamed."""
 
-    step: int  # train steps that it was to contain
-    path: Path  # its new name
-    reason: str  # which file is damaged, and how
+    step: int  # train steps that it should contain
+    path: Path  # new path
+    reason: str  # the damaged file and its damage
 
 
 def set_aside_damaged(root: Path, *, thorough: bool = True) -> list[SetAside]:
-    """Rename the newest checkpoints up to the first without damage, and all that lack a file or a part of one.
+    """Rename damaged checkpoints so that no start reads them.
+
+    Every checkpoint with a missing file or a wrong file size is damaged. With `thorough`, the others are hashed from
+    the newest back to the first undamaged one.
 
     Args:
-        root: of checkpoints.
-        thorough: hash all files of the newest; else only sizes are compared.
+        root: directory of the checkpoints.
+        thorough: also hash files; otherwise compare only sizes.
 
     Raises:
-        ValueError: a checkpoint is of an earlier version, which wrote no checksums.
+        ValueError: an earlier version of the trainer wrote a checkpoint without checksums.
         OSError: a file cannot be opened.
     """
     found = _named_in(root)
@@ -116,7 +119,11 @@ def _renamed(path: Path) -> Path:
 
 
 def prune_checkpoints(root: Path, keep: int) -> list[Checkpoint]:
-    """Delete all complete checkpoints but the newest, and what a crash left half written; return those left."""
+    """Delete unfinished checkpoints and all but the newest `keep` complete ones.
+
+    Returns:
+        The remaining checkpoints, oldest first.
+    """
     found = checkpoints_in(root)
     for path in (*(checkpoint.path for checkpoint in found[:-keep]), *root.glob("[0-9]*/.step-*")):
         shutil.rmtree(path, ignore_errors=True)
@@ -124,31 +131,31 @@ def prune_checkpoints(root: Path, keep: int) -> list[Checkpoint]:
 
 
 class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint says of itself, for people and for a run that begins from it."""
+    """Metadata of a checkpoint (`run.json`), for users and for a run that starts from it."""
 
     run: str  # its name
     step: int  # train steps that it contains
-    frontier: int  # train steps that the run's log knew of then: more, while lost ones are trained again
-    steps_before: int  # train steps of the checkpoint that its run began from
+    frontier: int  # train steps in the run's log at that time; above `step` while lost steps are trained again
+    steps_before: int  # train steps of the checkpoint that the run started from
     incarnation: int
     dtype: str
     model: HfConfig
     num_processes: int
     megatron: MegatronConfig
     use_distributed_optimizer: bool
-    has_checksums: bool = False  # of its files; those of earlier versions have none
+    has_checksums: bool = False  # checkpoints of earlier versions have no checksums
 
     def check(self, path: Path, model: HfConfig, *, dtype: str | None, resumes: bool = False) -> None:
-        """Refuse a checkpoint of another model.
+        """Reject a checkpoint of another model.
 
         Args:
-            path: of the checkpoint.
-            model: that is to go on from it.
-            dtype: in which it trains; none: the weights alone are taken.
-            resumes: the run that wrote it goes on; else another begins, whose context may be longer.
+            path: directory of the checkpoint.
+            model: model of the run that continues from it.
+            dtype: training dtype of that run; None: it loads only the weights.
+            resumes: the same run continues; otherwise a new run starts, whose context may be longer.
 
         Raises:
-            ValueError: says what is different, or that an earlier version wrote it.
+            ValueError: the models or dtypes differ, or an earlier version wrote the checkpoint. The message says which.
         """
         saved, expected = dict(_values("", self.model)), dict(_values("", model))
         for name in (*expected, *saved):
@@ -165,7 +172,7 @@ class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _values(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What a configuration says, by dotted names."""
+    """Yield a configuration's values by dotted name."""
     values = msgspec.to_builtins(value)
     if not isinstance(values, dict):
         yield prefix, values
@@ -179,22 +186,25 @@ def _told(value: Any) -> str:
 
 
 class Beginning(NamedTuple):
-    """A checkpoint that a run can begin from."""
+    """A checkpoint that a new run can start from."""
 
     path: Path
-    of_megatron_lm: bool = False  # else of a run of ours
+    of_megatron_lm: bool = False  # False: written by a Physarum run
 
 
 def beginning_of(topology: Topology, shape: HfConfig, *, thorough: bool = False) -> Beginning | None:
-    """The checkpoint that a run without one of its own begins from; none: it begins from the model's weights.
+    """Find the checkpoint that a run without its own checkpoints starts from (`trainer.load`).
 
     Args:
-        topology: of the run.
-        shape: its model.
-        thorough: hash all files of the checkpoint; else only sizes are compared.
+        topology: topology of the run.
+        shape: model of the run.
+        thorough: hash all files of the checkpoint; otherwise compare only sizes.
+
+    Returns:
+        The checkpoint, or None if the run starts from the model's weights.
 
     Raises:
-        ValueError: trainer.load names nothing that the model can begin from; says why.
+        ValueError: the model cannot start from trainer.load. The message says why.
     """
     trainer = topology.trainer
     if trainer.load is None:
@@ -214,10 +224,12 @@ def beginning_of(topology: Topology, shape: HfConfig, *, thorough: bool = False)
 
 
 def megatron_lm_checkpoint_at(path: Path) -> Path | None:
-    """The checkpoint of Megatron-LM in a directory, or the newest in a directory of several; none: it is not one.
+    """Find the Megatron-LM checkpoint in a directory. None: it has none.
+
+    A directory of several checkpoints names the one to load in its tracker file.
 
     Raises:
-        ValueError: it is one that cannot be read; says why.
+        ValueError: the checkpoint cannot be read. The message says why.
     """
     tracker = path / TRACKER
     if tracker.is_file():
@@ -238,10 +250,10 @@ def megatron_lm_checkpoint_at(path: Path) -> Path | None:
 
 
 def checkpoint_at(path: Path) -> tuple[Path, SavedRun]:
-    """The checkpoint in a directory, or the newest one of a run's directory, and what it says of itself.
+    """Return the checkpoint in a directory, or the newest one of a run's directory, with its metadata.
 
     Raises:
-        ValueError: there is none that is complete and can be read.
+        ValueError: there is no checkpoint that is complete and readable.
     """
     if not path.is_dir():
         raise ValueError(f"{path}: no such directory")
@@ -254,10 +266,10 @@ def checkpoint_at(path: Path) -> tuple[Path, SavedRun]:
 
 
 def saved_run(path: Path) -> SavedRun:
-    """What a checkpoint says of itself.
+    """Read the metadata of a checkpoint.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the file cannot be read.
     """
     try:
         return msgspec.json.decode((path / RUN_FILE).read_bytes(), type=SavedRun)
@@ -266,10 +278,10 @@ def saved_run(path: Path) -> SavedRun:
 
 
 def newest_of_run(directory: Path) -> tuple[Path, SavedRun] | None:
-    """The newest complete checkpoint of a run, and what it says of itself; none: it has none.
+    """Return a run's newest complete checkpoint with its metadata. None: the run has none.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the metadata cannot be read.
     """
     found = checkpoints_in(directory / CHECKPOINTS)
     return (found[-1].path, saved_run(found[-1].path)) if found else None

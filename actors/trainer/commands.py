@@ -1,6 +1,6 @@
-"""All torch work of the trainer behind a few methods. Rank 0 is told what to do and tells the other ranks.
+"""All torch work of the trainer behind a few methods.
 
-Every command is carried out by all ranks together.
+Rank 0 receives calls and sends them to the other ranks as orders. All ranks carry out every order together.
 """
 
 import shutil
@@ -70,11 +70,11 @@ from runtime.settings.topology import Topology, WeightFormat, answers_are_record
 
 @dataclass(frozen=True)
 class Unpublished:
-    """A version that is not written yet."""
+    """A weight version that is not written yet."""
 
     files: Begun
     probe: WeightProbe
-    pause_s: float  # that training stood still
+    pause_s: float  # seconds that training stopped for the copy
 
 
 class TrainerRank:
@@ -83,16 +83,16 @@ class TrainerRank:
     def __init__(
         self, topology: Topology, run_directory: Path, rank: Ranks | None = None, ask_of: AskOf | None = None
     ) -> None:
-        """Join the other ranks and build the model with its first weights.
+        """Join the other ranks and build the model with its initial weights.
 
         Args:
-            topology: of the run.
-            run_directory: where checkpoints and weights lie; all ranks on rank 0's node see it.
-            rank: which one this is; none: the only one.
-            ask_of: how rollout actors are asked about weight sessions; none: they are not.
+            topology: topology of the run.
+            run_directory: directory of checkpoints and weights; all ranks on rank 0's node see it.
+            rank: identity of this rank; None: the only rank.
+            ask_of: sends weight-sync calls to rollout actors; None: there are no weight syncs.
 
         Raises:
-            ValueError, OSError: the model or the layout cannot be used; says why.
+            ValueError, OSError: the model or the parallel layout cannot be used. The message says why.
         """
         self._topology = topology
         self._ranks = rank or Ranks()
@@ -102,9 +102,9 @@ class TrainerRank:
         self._weight_format: WeightFormat = weight_format(topology)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Saving | None = None
-        self._set_aside: list[SetAside] = []  # since they were last taken
+        self._set_aside: list[SetAside] = []  # since the last take_set_aside
         self._handover: Handover | None = None
-        self._routed_experts: ExpertIds | None = None  # of the batch to train, on rank 0 alone
+        self._routed_experts: ExpertIds | None = None  # of the batch to train; only on rank 0
         device = ranks.device_of(topology.trainer.device, self._ranks)
         ranks.join(self._ranks, topology.trainer.megatron, device, seed=topology.run.seed)
         self._channel = Channel(self._ranks, device)
@@ -120,7 +120,7 @@ class TrainerRank:
             weight_format=self._weight_format,
             shapes=hf_shapes(hf),
         )
-        self._checksums: Mapping[str, str] = {}  # of the tensors that were written last
+        self._checksums: Mapping[str, str] = {}  # by tensor, of the version that was written last
         self._probe_tokens = probe_tokens(topology, hf.vocab_size, hf.max_position_embeddings)
         if topology.trainer.optimizer.optimizer_cpu_offload:
             self._replica.rest(run_directory)
@@ -128,15 +128,15 @@ class TrainerRank:
     # rank 0
 
     def resume(self) -> int:
-        """Load the newest checkpoint without damage, if there is one, else the one that the run is to begin from.
+        """Load the newest undamaged checkpoint, or else the checkpoint of `trainer.load`, if set.
 
-        What a death has left half written goes; damaged checkpoints are set aside.
+        Deletes checkpoints that a crash left unfinished, and sets damaged ones aside.
 
         Returns:
-            Train steps of this run that the state contains.
+            Train steps of this run in the loaded state.
 
         Raises:
-            ValueError: the checkpoint, or that of trainer.load, is none that this model can go on from.
+            ValueError: this model cannot continue from the checkpoint.
         """
         found = self._sound_checkpoints(thorough=True)
         if found:
@@ -149,12 +149,12 @@ class TrainerRank:
         return 0
 
     def _sound_checkpoints(self, *, thorough: bool) -> list[Checkpoint]:
-        """Set damaged checkpoints aside, delete old ones, and return those that are left, oldest first."""
+        """Set damaged checkpoints aside, delete old ones, and return the remaining ones, oldest first."""
         self._set_aside += set_aside_damaged(self._checkpoints, thorough=thorough)
         return prune_checkpoints(self._checkpoints, self._topology.train.keep_checkpoints)
 
     def take_set_aside(self) -> tuple[SetAside, ...]:
-        """Checkpoints that were found damaged since the last call."""
+        """Return the checkpoints found damaged since the last call."""
         taken, self._set_aside = tuple(self._set_aside), []
         return taken
 
@@ -162,59 +162,60 @@ class TrainerRank:
         """Train one batch.
 
         Raises:
-            FloatingPointError: gradients were not finite more often than train.max_skipped allows.
+            FloatingPointError: gradients were NaN or infinite more often than train.max_skipped allows.
         """
         if self._ranks.world_size == 1:
             return self._train(batch)
         self._routed_experts = batch.routed_experts_N
-        encoded = encode_batch(replace(batch, routed_experts_N=None))  # each replica gets its part of them later
+        encoded = encode_batch(replace(batch, routed_experts_N=None))  # each replica gets its share later
         return self._lead(Train(len(encoded)), encoded)
 
     def log_probs(self, batch: TrainBatch) -> LogProbs:
-        """Compute what a train step will want of groups, should one train them.
+        """Precompute the log-probs that a later train step needs.
 
         Args:
-            batch: groups that no batch has yet.
+            batch: groups that are in no batch yet.
         """
         encoded = encode_batch(replace(batch, routed_experts_N=None))
         return self._lead(ComputeLogProbs(len(encoded)), encoded)
 
     def begin_save(self, *, step: int, incarnation: int, frontier: int = 0) -> Future[None]:
-        """Copy the state and have it written beside what comes next.
+        """Copy the training state and write it in the background.
 
         Args:
-            step: train steps that it contains.
-            incarnation: of the trainer.
-            frontier: train steps that the log knows of, if those are more.
+            step: train steps in the state.
+            incarnation: incarnation of the trainer.
+            frontier: train steps in the log, if higher than `step`.
 
         Returns:
-            Done when this rank has written its part. Then `finish_save`, before another one begins.
+            Future that completes when this rank has written its part. Call `finish_save` then, before the next save.
         """
         return self._lead(Save(step, incarnation, max(step, frontier))).written
 
     def finish_save(self) -> tuple[Path, list[Checkpoint]]:
-        """Wait until all ranks have written, give the checkpoint its name and delete old ones.
+        """Wait until all ranks have written, give the checkpoint its name, and delete old ones.
 
         Returns:
-            Its directory and the checkpoints that are left, oldest first.
+            The checkpoint's directory, and the remaining checkpoints, oldest first.
         """
         path: Path = self._lead(FinishSave())
         return path, self._sound_checkpoints(thorough=False)
 
     def save(self, *, step: int, incarnation: int) -> tuple[Path, list[Checkpoint]]:
-        """Write a checkpoint while nothing else happens; as `begin_save` and `finish_save`."""
+        """Write a checkpoint and wait for it: `begin_save`, then `finish_save`."""
         self.begin_save(step=step, incarnation=incarnation)
         return self.finish_save()
 
     def publish(self, version: int, *, confirmed: int, whole: bool = False) -> Published:
-        """Write the weights for engines to take, if there are any, and delete versions that no engine needs.
+        """Write a weight version for engines, and delete versions that no engine needs.
 
-        What was written is probed: an engine that holds it answers alike.
+        Writes nothing if rollout is offline. Also computes the probe: an engine that holds this version returns the
+        same values.
 
         Args:
-            version: one that was never announced.
-            confirmed: the newest version that an engine holds, 0 for none.
-            whole: not as what changed since the one before.
+            version: a number that was never announced.
+            confirmed: newest version that an engine holds; 0: none.
+            whole: write full weights, not a delta.
         """
         if answers_are_recorded(self._topology):
             return NOT_WRITTEN
@@ -222,7 +223,7 @@ class TrainerRank:
         return self._published(self._begin_version(version, whole=whole), confirmed, begin)
 
     def begin_publish(self, version: int, *, whole: bool = False) -> Unpublished:
-        """Copy the weights, of which `finish_publish` makes a version while training goes on. One at a time."""
+        """Copy the weights. `finish_publish` writes the copy while training continues. One copy at a time."""
         begin = time.perf_counter()
         begun = self._begin_version(version, whole=whole, copy=True)
         return replace(begun, pause_s=time.perf_counter() - begin)
@@ -234,17 +235,17 @@ class TrainerRank:
         return Unpublished(begun, self._lead(Probe()), 0.0)
 
     def advance_publish(self) -> tuple[bool, Future[None] | None]:
-        """Gather another bucket, unless one is still being written.
+        """Gather the next bucket, unless one is still being written.
 
         Returns:
-            Whether there is more; and that bucket, as far as this rank writes one.
+            Whether more buckets may remain, and the pending write of this rank; None: it writes nothing now.
         """
         has_more: bool = self._lead(AdvanceExport())
         assert self._handover is not None
         return has_more, self._handover.writing
 
     def finish_publish(self, begun: Unpublished, *, confirmed: int) -> Published:
-        """Gather and write what is left; as `publish`. What the copy took is in its time."""
+        """Gather and write the remaining buckets, as `publish` does. `took_s` includes the time of the copy."""
         return self._published(begun, confirmed, time.perf_counter() - begun.pause_s)
 
     def _published(self, begun: Unpublished, confirmed: int, begin: float) -> Published:
@@ -254,7 +255,7 @@ class TrainerRank:
         return replace(published, took_s=time.perf_counter() - begin, probe=begun.probe)
 
     def export(self, directory: Path) -> None:
-        """Write a Hugging Face model directory that stands on its own, in the place of one that is there."""
+        """Write a self-contained Hugging Face model directory. Replaces an existing directory."""
         unfinished = directory.with_name(f".{directory.name}")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -266,7 +267,7 @@ class TrainerRank:
         complete_directory(unfinished, directory)
 
     def unwritten(self) -> Published:
-        """Probe the weights, for engines that get them without files."""
+        """Probe the weights, for engines that receive them without files."""
         begin = time.perf_counter()
         probed = self._lead(Probe())
         itemsize = {"bfloat16": 2, "fp8": 1}.get(self._weight_format, DTYPES[self._topology.model.dtype].itemsize)
@@ -274,34 +275,34 @@ class TrainerRank:
         return Published(None, "", size_bytes, time.perf_counter() - begin, probed)
 
     def copy_unwritten(self, version: int) -> Published:
-        """As `unwritten`, and copy the weights, which `sending` gathers while training goes on. One at a time."""
+        """Probe and copy the weights. `sending` gathers the copy while training continues. One copy at a time."""
         begin = time.perf_counter()
         self.sending.copy(version)
         return replace(self.unwritten(), took_s=time.perf_counter() - begin)
 
     def offload(self) -> int:
-        """Free what only training needs, until `onload`: gradient buffers, main parameters, optimizer state.
+        """Free memory that only training needs, until `onload`: gradient buffers, main parameters, optimizer state.
 
         Returns:
-            Bytes of this rank that went to the host.
+            Bytes that this rank moved to the host.
         """
         return self._lead(Offload())
 
     def onload(self) -> None:
-        """Take it back; before that there is no train step and no checkpoint."""
+        """Move back what `offload` freed. Required before the next train step or checkpoint."""
         self._lead(Onload())
 
     def held_bytes(self) -> int:
-        """Memory that this rank keeps others from."""
+        """Memory in use by this rank, in bytes, which is unavailable to other processes."""
         return held_bytes(self._replica.device)
 
     def close(self) -> None:
-        """End the other ranks and leave."""
+        """Stop the other ranks and leave the process group."""
         self._lead(Stop())
         self._leave()
 
     def _leave(self) -> None:
-        """A checkpoint that is not finished is lost: the run ends or begins again from the one before."""
+        """Leave the process group. An unfinished checkpoint is lost; a restart loads the previous one."""
         self._executor.shutdown(cancel_futures=True)
         ranks.leave()
 
@@ -312,7 +313,7 @@ class TrainerRank:
     # other ranks
 
     def follow(self) -> None:
-        """Carry out rank 0's commands until it, or `stop_following`, says stop."""
+        """Carry out rank 0's orders until a `Stop` order or a call of `stop_following`."""
         command: Order = Load("")
         while not isinstance(command, Stop):
             command = self._channel.next()
@@ -320,7 +321,7 @@ class TrainerRank:
         self._leave()
 
     def stop_following(self) -> None:
-        """End `follow` at its next look for a command; called from another thread."""
+        """End `follow` at its next poll for an order. Called from another thread."""
         self._channel.stop()
 
     # all ranks

@@ -1,4 +1,4 @@
-"""What a run has trained as a Hugging Face directory, written by one process that needs no bus: bin/export-hf."""
+"""Export of a run's model as a Hugging Face directory, in one process without a bus (bin/export-hf)."""
 
 import os
 import shutil
@@ -22,28 +22,30 @@ if TYPE_CHECKING:
 
 
 class CannotExport(Exception):
-    """There is nothing to export, or nowhere to; the text says why and what there is."""
+    """There is nothing to export, or the output directory cannot be used. The message says why."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What is exported."""
+    """The checkpoint or the published weights to export."""
 
-    told: str  # in words
+    told: str  # description for the user
     path: Path
-    is_checkpoint: bool  # else published weights, in Hugging Face's format already
+    is_checkpoint: bool  # False: published weights, already in Hugging Face's format
 
 
 def export_run(directory: Path, out: Path, *, step: int | None = None) -> Source:
-    """Write the model of a run; `out` appears when it is complete. For a process of its own, which sees no GPU.
+    """Write a run's model to a directory, which appears once it is complete.
+
+    Call it in a separate process: exporting a checkpoint hides all GPUs from the process.
 
     Args:
-        directory: of the run, which may go on meanwhile.
-        out: not there, or empty.
-        step: of the checkpoint; none: the newest one, else the weights that were published last.
+        directory: directory of the run, which may still be running.
+        out: output directory; must not exist, or be empty.
+        step: train step of the checkpoint; None: the newest checkpoint, or else the newest published weights.
 
     Raises:
-        CannotExport: there is nothing to export, or nowhere to.
+        CannotExport: there is nothing to export, or `out` cannot be used.
         ValueError, OSError: the model directory or the files cannot be read.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -64,10 +66,14 @@ def export_run(directory: Path, out: Path, *, step: int | None = None) -> Source
 
 
 def find_source(directory: Path, step: int | None) -> Source:
-    """The checkpoint of a step, or the newest one without damage, or else the newest published weights.
+    """Find the checkpoint to export, or else the newest published weights.
+
+    Args:
+        directory: directory of the run.
+        step: train step of the checkpoint; None: the newest undamaged checkpoint, or else published weights.
 
     Raises:
-        CannotExport: there is none; says which there are.
+        CannotExport: there is none. The message lists the checkpoints that exist.
     """
     found, damaged = checkpoints_in(directory / CHECKPOINTS), ""
     for checkpoint in reversed(found):
@@ -86,7 +92,7 @@ def find_source(directory: Path, step: int | None) -> Source:
         raise CannotExport(f"{directory} has no checkpoint of step {step}: it has those of {steps}")
     if step is not None:
         raise CannotExport(f"{directory} has no checkpoint of step {step}, nor of any other")
-    from actors.trainer.models.publish import WEIGHTS, newest_whole  # and with it torch
+    from actors.trainer.models.publish import WEIGHTS, newest_whole  # imports torch
 
     newest = newest_whole(directory / WEIGHTS)
     if newest is None:
@@ -116,7 +122,7 @@ def _write_checkpoint(path: Path, unfinished: Path, topology: Topology) -> None:
 
 
 def _write_weights(path: Path, unfinished: Path, topology: Topology, device: "torch.device") -> None:
-    """Those of a checkpoint, read by a model on this one rank."""
+    """Load a checkpoint into a model on this single rank, and write its weights."""
     from actors.trainer.megatron import groups
     from actors.trainer.megatron.build import build_chunks
     from actors.trainer.megatron.checkpoint import load_model
@@ -129,7 +135,7 @@ def _write_weights(path: Path, unfinished: Path, topology: Topology, device: "to
     alone = MegatronConfig(mtp_num_layers=topology.trainer.megatron.mtp_num_layers)
     groups.join(groups.Ranks(), alone, device, seed=topology.run.seed)
     model = read_hf_config(Path(topology.model.hf_checkpoint), alone.mtp_num_layers)
-    saved_run(path).check(path, model, dtype=None, resumes=True)  # config.json, which is exported too
+    saved_run(path).check(path, model, dtype=None, resumes=True)  # config.json must match: it is exported too
     with quiet():
         chunks = build_chunks(
             model, transformer_config(model, alone, dtype=DTYPES[topology.model.dtype], device=device)
@@ -155,7 +161,7 @@ def _copy_published(path: Path, unfinished: Path, topology: Topology) -> None:
         raise CannotExport(f"{path} is damaged: its checksum is {found}, {noted[0].checksum} was published")
     _copy_small_files(unfinished, topology)
     if weight_format(topology) != "as_trained":
-        shutil.copyfile(path / "config.json", unfinished / "config.json")  # which says in which form they are
+        shutil.copyfile(path / "config.json", unfinished / "config.json")  # it states the dtype and quantization
 
 
 def _copy_small_files(unfinished: Path, topology: Topology) -> None:

@@ -1,6 +1,6 @@
-"""Checksums of the files in a checkpoint: written with it, and compared before it is read.
+"""Checksums of checkpoint files: written with the checkpoint, compared before it is read.
 
-`checksums.json` lists every other file of the directory with its size and sha256. It is the last file to be written.
+`checksums.json` lists every other file of the directory with its size and sha256. It is written last.
 """
 
 import hashlib
@@ -13,35 +13,35 @@ from typing import Final
 import msgspec
 
 CHECKSUMS_FILE: Final = "checksums.json"
-_MAX_THREADS: Final = 8  # that hash files of a checkpoint at once
+_MAX_THREADS: Final = 8  # that hash one checkpoint's files
 
 
 class FileChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file held when it was written."""
+    """Size and sha256 of a file when it was written."""
 
     size_bytes: int
     sha256: str
 
 
 class Checksums(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The files of a checkpoint by their names."""
+    """Checksums of a checkpoint's files, by file name."""
 
     files: dict[str, FileChecksum]
 
 
 def checksum_of(file: Path) -> FileChecksum:
-    """Hash a file."""
+    """Compute the size and sha256 of a file."""
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256")
         return FileChecksum(opened.tell(), digest.hexdigest())
 
 
 def write_checksums(directory: Path, known: Mapping[str, FileChecksum]) -> None:
-    """Write the list of a directory's files.
+    """Write `checksums.json` for a directory.
 
     Args:
-        directory: all of its files are written.
-        known: those that are hashed already; the rest is hashed here.
+        directory: directory whose other files are complete.
+        known: checksums that are already computed; the other files are hashed here.
     """
     names = sorted(file.name for file in directory.iterdir())
     files = {name: known.get(name) or checksum_of(directory / name) for name in names}
@@ -49,14 +49,14 @@ def write_checksums(directory: Path, known: Mapping[str, FileChecksum]) -> None:
 
 
 def damage_of(directory: Path, *, thorough: bool) -> str | None:
-    """What is wrong with a checkpoint's files; none: nothing.
+    """Describe the damage to a checkpoint's files. Returns None if there is none.
 
     Args:
-        directory: of the checkpoint.
-        thorough: hash every file; else only sizes are compared.
+        directory: directory of the checkpoint.
+        thorough: hash every file; otherwise compare only sizes.
 
     Raises:
-        OSError: a file cannot be opened, which says nothing of what it holds.
+        OSError: a file cannot be opened, which does not imply damage.
     """
     try:
         listed = msgspec.json.decode((directory / CHECKSUMS_FILE).read_bytes(), type=Checksums).files
@@ -75,7 +75,7 @@ def damage_of(directory: Path, *, thorough: bool) -> str | None:
 
 
 def _changed(directory: Path, listed: Iterable[tuple[str, FileChecksum]]) -> str | None:
-    """The first file that holds something else than was written."""
+    """Describe the first file whose sha256 differs from the recorded one. None: all match."""
 
     def compare(item: tuple[str, FileChecksum]) -> str | None:
         name, expected = item

@@ -1,7 +1,7 @@
-"""While the trainer waits for a batch, it computes the log-probs of groups that will be in one.
+"""Precomputation of log-probs while the trainer waits for a batch.
 
-Nothing of it is stored: a group's log-probs depend on the group, the weights and the settings alone, so that a trainer
-that replays a step computes the same ones then.
+The results are not stored. A group's log-probs depend only on the group, the weights and the settings. A trainer that
+replays a step therefore computes the same values.
 """
 
 import time
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
 
 
 class GroupsAhead:
-    """Takes groups one by one, as verdicts keep them, so that a batch waits for one of them at most."""
+    """Precomputes log-probs group by group, as verdicts keep groups. A batch therefore waits for at most one group."""
 
     def __init__(self, topology: Topology, feed: Feed, torch_thread: TorchThread, rank: "TrainerRank") -> None:
-        """Know nothing yet."""
+        """Start without precomputed log-probs."""
         self._is_on = topology.trainer.log_probs_ahead
         self._feed = feed
         self._torch_thread = torch_thread
         self._rank = rank
         self._known = KnownLogProbs()
-        self._took_s = 0.0  # since the last batch
+        self._took_s = 0.0  # seconds, since the last batch
 
     def has_work(self) -> bool:
-        """Whether there is a group to compute, and room for its log-probs."""
+        """Whether a group is waiting and there is room for its log-probs."""
         return self._is_on and self._known.has_room() and self._next() is not None
 
     def _next(self) -> int | None:
         return next((seq for seq in self._feed.kept() if seq not in self._known), None)
 
     async def compute_one(self) -> float:
-        """Compute the log-probs of a group; return the seconds that it took."""
+        """Compute the log-probs of one group. Returns the seconds that it took."""
         seq, begin = self._next(), time.perf_counter()
         assert seq is not None
         group = self._feed.group(seq)
@@ -48,7 +48,7 @@ class GroupsAhead:
         return took_s
 
     def put_into(self, fed: FedBatch) -> tuple[FedBatch, dict[str, float]]:
-        """A batch with what is known of it, and metrics of that."""
+        """Add precomputed log-probs to a batch. Returns the batch, and metrics of the precomputation."""
         if not self._is_on or fed.batch is None:
             return fed, {}
         batch, share = self._known.put_into(fed.batch, {ref.group_id: ref.event_seq for ref in fed.refs})
@@ -57,5 +57,5 @@ class GroupsAhead:
         return replace(fed, batch=batch), metrics
 
     def weights_moved(self) -> None:
-        """Forget what was of the weights before a train step."""
+        """Discard log-probs that a train step made obsolete."""
         self._known.weights_moved(self._feed.history.completed)

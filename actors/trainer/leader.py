@@ -1,33 +1,35 @@
-"""Rank 0 at work: batches from the log in, weights for the engines out.
+"""Trainer leader (rank 0): trains batches from the log and publishes weights for the engines.
 
-What happens after a train step, in this order, and why: the weights are written to disk, batch.trained is published,
-weights.announced is published, and then, if it is due, a checkpoint is saved and checkpoint.saved published.
+After a train step the leader acts in this order. It writes the weights to disk. It publishes batch.trained, then
+weights.announced. If a checkpoint is due, it saves one and publishes checkpoint.saved. The reasons:
 
-- Before batch.trained is stored, nothing of the step is known outside. A crash up to there leaves files that nobody was
-  told of; the step is trained again as if for the first time.
-- Between batch.trained and weights.announced a crash leaves a log whose frontier (train steps ever done) lies past the
-  last announcement. The next incarnation trains the lost steps again with replay = true, reaches the frontier and
-  announces there. It does so even if that step was announced before: on GPUs replayed weights need not be bit-equal to
-  those that engines hold, and a version costs little.
-- Were the announcement first, a crash in between would leave engines that sample with weights of a step which the log
-  does not know, and a buffer that counts their staleness wrongly until the step is trained again. The order costs one
-  publish on the way to the engines, about 0.5 ms; all that takes long (export, checksum) is done before both.
-- With trainer.handover = "copy" the weights are copied instead, and training goes on: they are written, and announced,
-  while later steps train. The next version waits for that. A crash in between is the one above.
-- Where engines do not read files (`weight_transport`), the version is announced with nothing but its probe, and then
-  goes to them in a weight session (sending/leading.py), for which training waits. A crash in between is the one above:
-  the next incarnation announces a newer version once it is at the frontier, and until then engines take nothing.
-- Both: the copy is gathered while later steps train, then announced and sent in a session, which on the CPU is beside
-  training too (sending/rank.py). The next version waits for its end. It is kept for engines that come late.
-- The checkpoint comes last, since rollout goes on meanwhile. So a checkpoint contains only steps that the log knows,
-  which trainer.started relies on when it says that every batch up to its step is settled. Training goes on while it is
-  written: its state is a copy. checkpoint.saved is published when it is complete on the disk under its name, some steps
-  later perhaps; the ledger forgets what it contains only then. Another one waits for it.
-- Payloads of a batch may be gone. Of a step that nobody trained yet the trainer says which (payloads.missing), and the
-  ledger makes that batch again. Of a step that was trained before a crash it trains what is left, and says how many
-  groups that leaves out: the ledger has settled them, nobody would make them again.
-- A version is the highest of the log plus one. One that was written but not announced was seen by nobody, and its files
-  are written over.
+- Before batch.trained is stored, no other process knows of the step. A crash before that leaves files that were never
+  announced. The step is then trained again as if for the first time.
+- A crash between batch.trained and weights.announced leaves a log whose frontier (train steps ever done) is past the
+  last announcement. The next incarnation trains the lost steps again with replay = true and announces at the frontier.
+  It announces even if that step was announced before: on GPUs, replayed weights need not be bit-equal to those of the
+  engines. An extra version costs little.
+- With the reverse order, a crash in between would leave engines that sample with weights of a step unknown to the log.
+  The buffer would count their staleness wrongly until the step is trained again. The chosen order delays the engines by
+  one publish, about 0.5 ms. The slow work (export, checksum) is done before both.
+- With async export (trainer.handover = "copy"), the leader copies the weights and training continues. The copy is
+  written and announced while later steps train. The next version waits for that. A crash in between has the same effect
+  as above.
+- With a `weight_transport` other than files, the announcement carries only the version's probe. A weight sync then
+  sends the weights (sending/leading.py), and training waits for it. After a crash in between, the next incarnation
+  announces a newer version at the frontier. Until then engines take no weights.
+- With both, the copy is gathered while later steps train, then announced and sent in a weight sync. On the CPU the
+  weight sync also runs concurrently with training (sending/rank.py). The next version waits for its end. The copy is
+  kept for engines that join late.
+- The checkpoint comes last because rollout continues meanwhile. A checkpoint therefore contains only steps that the log
+  knows. trainer.started relies on this: it settles every batch up to its step. The checkpoint is written from a copy of
+  the state while training continues. checkpoint.saved is published once the checkpoint is complete on disk, possibly
+  some steps later. Only then does the ledger forget the batches that it contains. The next checkpoint waits for that.
+- Payloads of a batch may be lost. If the step was never trained, the trainer reports them (payloads.missing) and the
+  ledger makes that batch again. If the step was trained before a crash, the trainer trains the remaining groups and
+  reports the number of missing ones. The ledger has settled those groups and does not generate them again.
+- A new version is the log's highest version plus one. A version that was written but not announced was never used. Its
+  files are overwritten.
 """
 
 import asyncio
@@ -82,19 +84,19 @@ class Leader:
         step: int,
         turns: Turns,
     ) -> None:
-        """Take over from the log as the feed has read it.
+        """Continue from the state of the log.
 
         Args:
-            topology: of the run.
-            bus: to publish on.
-            feed: has caught up with the log.
-            torch_thread: where the rank's calls run.
-            rank: has loaded its checkpoint.
-            step: train steps that its weights contain.
-            turns: that it takes with engines in the same memory, if it does.
+            topology: topology of the run.
+            bus: bus to publish on.
+            feed: feed that has caught up with the log.
+            torch_thread: thread that runs the rank's calls.
+            rank: rank 0, with its checkpoint loaded.
+            step: train steps in the loaded weights.
+            turns: colocation with engines in the same memory; does nothing if they have separate memory.
 
         Raises:
-            InputError: steps after it were trained, and the log does not hold their batches any more.
+            InputError: the log no longer holds a batch that has to be trained again.
         """
         self._train = topology.train
         self._copies = topology.trainer.handover == "copy" and not answers_are_recorded(topology)
@@ -110,21 +112,21 @@ class Leader:
         turns.load_by(self.sessions.bring, self.serve)
         self._frontier = feed.history.frontier
         self._incarnation = incarnation
-        self._saved_step = step  # of the newest that was begun, or that is not damaged
-        self._saved = anyio.Event()  # the checkpoint that was begun last is told of
+        self._saved_step = step  # train steps of the newest checkpoint, started or loaded
+        self._saved = anyio.Event()  # set once the last checkpoint is published
         self._saved.set()
-        self._announced = anyio.Event()  # the version that was begun last
+        self._announced = anyio.Event()  # set once the last version is announced
         self._announced.set()
         self._republishing = Republishing()
-        self._waiting: tuple[str, float] | None = None  # for what, since when
+        self._waiting: tuple[str, float] | None = None  # what for, and since which monotonic time
         self.step = step
         self.version = feed.history.version
-        self.busy_s = 0.0  # of torch work
-        self._fetch_s = 0.0  # that the last batch took once it was there: payloads from the bus, and laying them out
+        self.busy_s = 0.0  # seconds of torch work
+        self._fetch_s = 0.0  # seconds to fetch the last batch's payloads and lay them out
         self._check_batches()
 
     def _check_batches(self) -> None:
-        """Waiting for a batch that was trained and forgotten would be for ever."""
+        """Raise InputError if the log has forgotten a batch that must be trained again. Waiting would never end."""
         gone = [step for step in range(self.step, self._frontier) if step not in self._feed.history.batches]
         if gone:
             aside = "".join(f"; {each.path} is damaged: {each.reason}" for each in self._rank.take_set_aside())
@@ -135,14 +137,14 @@ class Leader:
             )
 
     def waits_for(self) -> str:
-        """What it waits for now; empty while it trains."""
+        """Describe what the leader waits for; empty while it trains."""
         if self._waiting is None:
             return ""
         what, since = self._waiting
         return f"{what}, since {time.monotonic() - since:.0f} s"
 
     async def announce_start(self) -> None:
-        """Publish trainer.started; with no step to replay, also the weights."""
+        """Publish trainer.started. If there is no step to replay, also publish the weights."""
         self._feed.settle(self.step)
         started = TrainerStarted(incarnation=self._incarnation, step=self.step, start=uuid.uuid4().hex)
         self._feed.started(started, await self._bus.publish(started))
@@ -154,8 +156,8 @@ class Leader:
     async def train_all(self) -> None:
         """Train every planned step.
 
-        The last checkpoint is saved and told by every incarnation that gets here: an earlier one may have died before
-        it told of its own, and the run ends with that event, so after the export.
+        Every incarnation that gets here saves the last checkpoint and publishes checkpoint.saved. An earlier
+        incarnation may have died before it published its own. This event ends the run, so the export comes before it.
         """
         async with anyio.create_task_group() as self._writing, self._serving():
             while self.step < self._train.num_steps:
@@ -168,7 +170,7 @@ class Leader:
 
     @asynccontextmanager
     async def _serving(self) -> AsyncGenerator[None]:
-        """In the block, bring the weights to engines that come late, where that can be done beside training."""
+        """Sync weights to late engines while the block runs, if the transport allows that during training."""
         if not self.sessions.sends_beside:
             yield
             return
@@ -176,7 +178,7 @@ class Leader:
             yield
 
     async def serve(self) -> None:
-        """Bring the last weights to engines that come late, or that cannot use their files. For ever."""
+        """Sync the newest weights to late engines, and republish weights whose files they cannot use. Never returns."""
         while True:
             await self._feed.until(lambda: self.sessions.is_requested or self._is_out_of_reach)
             if self._is_out_of_reach:
@@ -208,7 +210,7 @@ class Leader:
         metrics["perf/step_time"] = time.perf_counter() - begin
         await self._bus.publish(self._told(fed, trained, metrics, replay=replay))
         saves = self._checkpoint_is_due()
-        if saves and self._turns.is_on:  # while it has what a checkpoint is made of
+        if saves and self._turns.is_on:  # before the trainer's state is offloaded
             await self._save()
         if published is not None:
             await self._announce(published)
@@ -222,7 +224,12 @@ class Leader:
             await self._save()
 
     async def _next_batch(self) -> FedBatch:
-        """Wait for the batch of this step, whole or at least settled; meanwhile save if asked to, and compute ahead."""
+        """Wait for the batch of this step.
+
+        Meanwhile save requested checkpoints, sync or republish weights, and precompute log-probs. A batch with lost
+        payloads is returned only if the ledger has settled it; otherwise they are reported and the new batch is
+        awaited.
+        """
         history, again = self._feed.history, ""
         while True:
             self._waiting = f"batch {self.step}{again}", time.monotonic()
@@ -254,7 +261,7 @@ class Leader:
             if not fed.lost:
                 return fed
             log.warning("payloads_missing", step=self.step, num_groups=len(fed.lost), reason=fed.reason)
-            if self.step < self._frontier or self.step in history.trained:  # by a zombie since this trainer started
+            if self.step < self._frontier or self.step in history.trained:  # by an older trainer meanwhile
                 return fed
             seq = await self._bus.publish(
                 PayloadsMissing(step=self.step, incarnation=self._incarnation, groups=fed.lost, reason=fed.reason)
@@ -293,14 +300,14 @@ class Leader:
 
     @property
     def _is_out_of_reach(self) -> bool:
-        """Whether engines cannot take the newest version from its files: nothing would come from them."""
+        """Whether engines cannot use the newest version's files, so that generation would stop."""
         return self._announced.is_set() and self._republishing.is_wanted(self._feed.history)
 
     async def _publish_again(self) -> None:
-        """Publish the newest weights once more, whole, under the next version.
+        """Publish the newest weights again, in full and under the next version.
 
         Raises:
-            WeightsUnusable: that was done repeatedly.
+            WeightsUnusable: the same weights were already republished MAX_TIMES times.
         """
         republishing, reason = self._republishing, self._feed.history.refusal
         if republishing.times >= MAX_TIMES:
@@ -309,7 +316,7 @@ class Leader:
                 f"{self._run_directory}, and engines could use none of these versions: {reason}"
             )
         log.warning("weights_published_again", weight_version=self.version, reason=reason)
-        with anyio.CancelScope(shield=True):  # a phase may end meanwhile
+        with anyio.CancelScope(shield=True):  # the colocation phase may end meanwhile
             await self._announce(await self._publish(whole=True), again=True)
 
     @property
@@ -317,7 +324,7 @@ class Leader:
         return self._republishing.must_be_whole(self._feed.history)
 
     async def _publish(self, *, whole: bool = False) -> "Published":
-        """Write the weights to disk under the next version, if engines read them there; else only probe them."""
+        """Create the next version: write it to disk if engines read files, otherwise only probe it."""
         confirmed, whole = self._feed.history.confirmed, whole or self._must_be_whole
         self.version += 1
         if self.sessions.keeps:
@@ -331,7 +338,7 @@ class Leader:
         return published
 
     async def _begin_publish(self) -> "Unpublished":
-        """Copy the weights for the next version, once the one before is announced."""
+        """Copy the weights for the next version, after the previous version is announced."""
         await self._announced.wait()
         self._announced = anyio.Event()
         self.version += 1
@@ -340,20 +347,20 @@ class Leader:
         return begun
 
     async def _finish_publish(self, begun: "Unpublished", step: int) -> None:
-        """Make a version of a copy, and announce it. On the torch thread buckets and train steps take turns."""
+        """Write a copy as a version, then announce it. Buckets and train steps alternate on the torch thread."""
         has_more = True
         while has_more:
             has_more, writing = await self._torch_thread.run(self._rank.advance_publish)
             if writing is not None:
-                with suppress(OSError):  # which is told of at the end
+                with suppress(OSError):  # finish_publish reports it
                     await asyncio.wrap_future(writing)
         confirmed = self._feed.history.confirmed
         await self._announce(await self._torch_thread.run(self._rank.finish_publish, begun, confirmed=confirmed), step)
         self._announced.set()
-        await self._feed.tell()  # it may be refused already
+        await self._feed.tell()  # engines may have refused it already
 
     async def _copy(self) -> "Published":
-        """Copy the weights for the next version, once engines have had their turn for the one before."""
+        """Copy the weights for the next version, after the previous version is announced and synced."""
         await self._announced.wait()
         self._announced = anyio.Event()
         self.version += 1
@@ -362,7 +369,7 @@ class Leader:
         return copied
 
     async def _hand_over(self, copied: "Published", step: int) -> None:
-        """Gather a copy, then announce it and bring it to engines. Gathering and train steps take turns."""
+        """Gather a copy, then announce it and sync it to engines. Gathering and train steps alternate."""
         while await self._torch_thread.run(self._rank.sending.advance_copy):
             pass
         await self.sessions.keep()
@@ -370,7 +377,7 @@ class Leader:
         self._announced.set()
 
     def _is_to_bring(self) -> bool:
-        """Whether engines are to be brought the weights by who trains."""
+        """Whether a requested weight sync has to run between train steps."""
         return self.sessions.is_requested and not self.sessions.sends_beside
 
     async def _announce(self, published: "Published", step: int | None = None, *, again: bool = False) -> None:
@@ -398,13 +405,13 @@ class Leader:
         await self._turns.give(step, lambda: self._tell(announced))
 
     async def _tell(self, announced: WeightsAnnounced) -> None:
-        """Say that weights are there, and bring them to engines that do not read them by themselves."""
+        """Publish an announcement, and sync the weights to engines that do not read files."""
         await self._bus.publish(announced)
         log.info("weights_announced", weight_version=announced.version, step=announced.step, took_s=announced.took_s)
         self.sessions.weights_are(announced.version)
         if self.sessions.keeps and not self.sessions.sends_beside:
             await self.sessions.ask()
-        elif not self._turns.is_on:  # else in the phase for it
+        elif not self._turns.is_on:  # with colocation, the update phase syncs them
             await self.sessions.bring()
 
     def _checkpoint_is_due(self) -> bool:
@@ -412,11 +419,14 @@ class Leader:
         return interval is not None and self.step % interval == 0 and self.step < self._train.num_steps
 
     def _checkpoint_is_asked_for(self) -> bool:
-        """Since a stream fills up. While lost steps are trained again it can wait: that brings nothing new to store."""
+        """Whether the log requests a checkpoint, because a stream is filling up.
+
+        The request waits while lost steps are trained again: they add nothing new to store.
+        """
         return self._saved_step < self._feed.history.requested_step <= self.step
 
     async def _save(self) -> None:
-        """Begin a checkpoint, once the one before is told of."""
+        """Start a checkpoint after the previous one is published."""
         await self._saved.wait()
         async with self._turns.taken(self.step):
             begin = time.perf_counter()
@@ -430,7 +440,7 @@ class Leader:
         self._writing.start_soon(self._finish_save, self.step, written, begin, pause_s)
 
     async def _finish_save(self, step: int, written: Future[None], begin: float, pause_s: float) -> None:
-        """Tell of a checkpoint when it is complete."""
+        """Publish checkpoint.saved once the checkpoint is complete."""
         await asyncio.wrap_future(written)
         path, kept = await self._torch_thread.run(self._rank.finish_save)
         took_s = time.perf_counter() - begin
@@ -448,7 +458,7 @@ class Leader:
         log.info("checkpoint_saved", step=step, took_s=took_s, pause_s=pause_s)
 
     async def _tell_set_aside(self) -> None:
-        """Tell of checkpoints that were found damaged."""
+        """Log and publish the checkpoints that were found damaged."""
         for each in self._rank.take_set_aside():
             log.warning("checkpoint_set_aside", step=each.step, path=str(each.path), reason=each.reason)
             await self._bus.publish(

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks of the trainer to do, and a batch on its way to them."""
+"""Orders from rank 0 to the other ranks of the trainer, and the encoding of a batch for them."""
 
 from dataclasses import fields
 from typing import Any
@@ -12,32 +12,32 @@ from runtime.settings.topology import WeightFormat
 
 
 class Load(msgspec.Struct, tag=True):
-    """Take the state of a checkpoint of this run."""
+    """Load a checkpoint of this run."""
 
     path: str
 
 
 class Begin(msgspec.Struct, tag=True):
-    """Begin from another run's checkpoint."""
+    """Start from another run's checkpoint."""
 
-    path: str  # of another run's checkpoint
+    path: str
     of_megatron_lm: bool
 
 
 class Train(msgspec.Struct, tag=True):
     """Train a batch."""
 
-    size_bytes: int  # of the batch, which follows by broadcast
+    size_bytes: int  # of the encoded batch, which is broadcast next
 
 
 class ComputeLogProbs(msgspec.Struct, tag=True):
-    """Compute the log-probs of groups that a train step will want."""
+    """Precompute log-probs of groups for a later train step."""
 
-    size_bytes: int  # of the groups, as a batch that follows by broadcast
+    size_bytes: int  # of the groups, encoded as a batch that is broadcast next
 
 
 class Save(msgspec.Struct, tag=True):
-    """Begin a checkpoint."""
+    """Start a checkpoint."""
 
     step: int
     incarnation: int
@@ -45,44 +45,44 @@ class Save(msgspec.Struct, tag=True):
 
 
 class FinishSave(msgspec.Struct, tag=True):
-    """Give the checkpoint that was begun its name."""
+    """Wait until the checkpoint is written, and give it its name."""
 
 
 class Export(msgspec.Struct, tag=True):
-    """Begin to write the weights."""
+    """Start to write the weights."""
 
     directory: str
-    copy: bool = False  # of a copy, so that training can go on
+    copy: bool = False  # write a copy, so that training can continue
     weight_format: WeightFormat = "as_trained"
-    delta: str = ""  # directory for what changed since the version before, too; none: that is not wanted
-    base: str = ""  # whole files of that version
+    delta: str = ""  # directory for the delta to the previous version; empty: no delta
+    base: str = ""  # full files of the previous version
 
 
 class AdvanceExport(msgspec.Struct, tag=True):
-    """Gather another bucket of them."""
+    """Gather the next bucket of the export."""
 
 
 class FinishExport(msgspec.Struct, tag=True):
-    """Gather and write what is left."""
+    """Gather and write the remaining buckets."""
 
 
 class OpenGroups(msgspec.Struct, tag=True):
-    """Listen for engines in new groups."""
+    """Open new torch process groups for engines to join."""
 
     name: str
-    part: int  # of the engines
+    part: int  # index of the engines' update group
     world_size: int
-    timeout_s: float  # of a broadcast
+    timeout_s: float  # seconds, for a broadcast
 
 
 class JoinGroups(msgspec.Struct, tag=True):
-    """Wait for engines in them."""
+    """Wait until engines have joined the process groups."""
 
     part: int
 
 
 class LeaveGroups(msgspec.Struct, tag=True):
-    """End them."""
+    """Close the process groups."""
 
     part: int
 
@@ -91,45 +91,45 @@ class SendWeights(msgspec.Struct, tag=True):
     """Send the weights to engines."""
 
     session: str
-    instances: tuple[str, ...]  # rollout actors that have them
-    readers: dict[str, int]  # their ranks, by engine
-    timeout_s: float  # for a bucket
-    layouts: tuple[EngineLayout, ...]  # of which checksums are reckoned
-    part: int  # of the engines
-    fingerprints: bool  # of the tensors, are wanted
+    instances: tuple[str, ...]  # rollout actors of the engines
+    readers: dict[str, int]  # ranks by engine
+    timeout_s: float  # seconds, for a bucket
+    layouts: tuple[EngineLayout, ...]  # engine layouts to compute checksums for
+    part: int  # index of the engines' update group
+    fingerprints: bool  # compute fingerprints of the tensors
 
 
 class CopyWeights(msgspec.Struct, tag=True):
-    """Copy the weights, to be gathered and kept for sending while training goes on."""
+    """Copy the weights, to be gathered and kept for sending while training continues."""
 
-    version: int  # that they are
+    version: int  # of the copy
 
 
 class AdvanceCopy(msgspec.Struct, tag=True):
-    """Gather another bucket of the copy."""
+    """Gather the next bucket of the copy."""
 
 
 class FinishCopy(msgspec.Struct, tag=True):
-    """Gather what is left, and keep it in the place of the copy before."""
+    """Gather the remaining buckets, and replace the kept copy."""
 
 
 class SendCopy(SendWeights, tag=True):
-    """Begin to send what is kept."""
+    """Start to send the kept copy."""
 
-    version: int  # that it is to be
-    beside: bool  # go on meanwhile, until `FinishSend`
+    version: int  # expected version of the copy
+    beside: bool  # send in the background, until `FinishSend`
 
 
 class FinishSend(msgspec.Struct, tag=True):
-    """Wait until it is sent."""
+    """Wait until the copy is sent."""
 
 
 class Offload(msgspec.Struct, tag=True):
-    """Free what only training needs."""
+    """Free memory that only training needs."""
 
 
 class Onload(msgspec.Struct, tag=True):
-    """Take it back."""
+    """Move back what `Offload` freed."""
 
 
 class Probe(msgspec.Struct, tag=True):
@@ -137,7 +137,7 @@ class Probe(msgspec.Struct, tag=True):
 
 
 class Stop(msgspec.Struct, tag=True):
-    """Leave."""
+    """Stop and leave the process group."""
 
 
 SendingOrder = (
@@ -162,7 +162,7 @@ Order = (
 
 
 def encode_batch(batch: TrainBatch) -> bytes:
-    """A batch as rank 0 broadcasts it."""
+    """Encode a batch for rank 0's broadcast."""
     columns = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "step"}
     arrays = {
         name: (array.dtype.str, array.shape, array.tobytes()) for name, array in columns.items() if array is not None
@@ -171,7 +171,7 @@ def encode_batch(batch: TrainBatch) -> bytes:
 
 
 def decode_batch(data: bytes) -> TrainBatch:
-    """The batch again."""
+    """Decode a batch that rank 0 broadcast."""
     step, arrays = msgspec.msgpack.decode(data, type=tuple[int, dict[str, tuple[str, tuple[int, ...], bytes]]])
     columns: dict[str, Any] = {
         name: np.frombuffer(raw, dtype=dtype).reshape(shape) for name, (dtype, shape, raw) in arrays.items()

@@ -1,4 +1,4 @@
-"""How the trainer's ranks find each other: rank 0's store, whose address is in the run's KV."""
+"""Rendezvous of the trainer's ranks: rank 0's TCP store, whose address is in the run's KV bucket."""
 
 import os
 import socket
@@ -21,14 +21,14 @@ JOIN_TIMEOUT_S: Final = 300.0
 
 
 class _NoAddress(Exception):
-    """Rank 0 has not said yet where its store is."""
+    """Rank 0 has not published its store's address yet."""
 
 
 def own_rank(topology: Topology) -> tuple[int, int]:
-    """This process's rank and its GPU's index on the node, as the node agent set them.
+    """Read this process's rank and its GPU's index on the node, as the node daemon set them.
 
     Raises:
-        ValueError: the environment speaks of another number of ranks than the topology.
+        ValueError: WORLD_SIZE differs from the topology's number of trainer ranks.
     """
     world = num_ranks(topology.trainer)
     declared = int(os.environ.get("WORLD_SIZE", world))
@@ -38,10 +38,10 @@ def own_rank(topology: Topology) -> tuple[int, int]:
 
 
 async def meet(topology: Topology, bus: Bus, rank: int) -> Any:
-    """The store that all ranks share; None when there is only one.
+    """Create or join the store that all ranks share. Returns None if there is only one rank.
 
     Raises:
-        TimeoutError: rank 0 was not found in JOIN_TIMEOUT_S.
+        TimeoutError: rank 0 was not found within JOIN_TIMEOUT_S.
     """
     world = num_ranks(topology.trainer)
     if world == 1:
@@ -51,17 +51,23 @@ async def meet(topology: Topology, bus: Bus, rank: int) -> Any:
         store = await anyio.to_thread.run_sync(_make_store, host, 0, world, True)
         await bus.kv.put(KEY, Address(url=f"tcp://{host}:{store.port}"))
         return store
-    with anyio.fail_after(JOIN_TIMEOUT_S):  # rank 0 may be restarted: then the address is another
+    with anyio.fail_after(JOIN_TIMEOUT_S):  # rank 0 may restart and get another address
         return await retried(lambda: _join(bus, world), on=(OSError, RuntimeError, _NoAddress), times=FOR_EVER)
 
 
 async def _join(bus: Bus, world: int) -> Any:
-    """Raises OSError if nobody listens at rank 0's last address, RuntimeError (torch's DistError) if no store does."""
+    """Join rank 0's store.
+
+    Raises:
+        _NoAddress: rank 0 has published no address.
+        OSError: nothing listens at the published address.
+        RuntimeError: torch's DistError; no store answers there.
+    """
     entry = await bus.kv.get(KEY, Address)
     if entry is None or entry.value is None:
         raise _NoAddress
     host, _, port = entry.value.url.removeprefix("tcp://").rpartition(":")
-    await (await anyio.connect_tcp(host, int(port))).aclose()  # an earlier one's: torch would wait for CONNECT_TIMEOUT
+    await (await anyio.connect_tcp(host, int(port))).aclose()  # torch would wait CONNECT_TIMEOUT for a dead address
     return await anyio.to_thread.run_sync(_make_store, host, int(port), world, False)
 
 
@@ -72,10 +78,10 @@ def _make_store(host: str, port: int, world: int, is_master: bool) -> Any:
 
 
 def own_address(topology: Topology) -> str:
-    """An address at which other ranks reach this process."""
+    """Return an address at which other ranks reach this process."""
     if len(topology.nodes) == 1:
         return "127.0.0.1"
     server = urlsplit(os.environ[BUS_URL_VARIABLE])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((server.hostname, server.port or 4222))  # sends nothing; asks the kernel for the way there
+        probe.connect((server.hostname, server.port or 4222))  # sends nothing; the kernel selects the route
         return probe.getsockname()[0]

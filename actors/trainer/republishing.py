@@ -1,59 +1,60 @@
-"""When the same weights are published once more, since engines cannot use what lies on the disk. Pure."""
+"""Decisions to republish weights when engines cannot use the files on disk. Pure."""
 
 from typing import Final, Protocol
 
-MAX_TIMES: Final = 3  # the same weights in a row
+MAX_TIMES: Final = 3  # republications of the same weights in a row
 
 
 class Refusals(Protocol):
-    """What engines said of versions; each is the newest one, 0: none."""
+    """Versions that engines confirmed or refused. Each property is the newest such version; 0: none."""
 
     @property
     def confirmed(self) -> int:
-        """Held by engines."""
+        """Newest version that an engine holds."""
         ...
 
     @property
     def refused(self) -> int:
-        """Refused once at least."""
+        """Newest version that an engine refused at least once."""
         ...
 
     @property
     def refused_again(self) -> int:
-        """Refused repeatedly, some seconds apart."""
+        """Newest version that an engine refused repeatedly, some seconds apart."""
         ...
 
     @property
     def unusable(self) -> int:
-        """Whose files are not what was announced."""
+        """Newest version whose files differ from the announcement."""
         ...
 
 
 class WeightsUnusable(Exception):
-    """The same weights were published repeatedly, and their files were damaged each time."""
+    """The same weights were published repeatedly, and engines could use none of the versions."""
 
 
 class Republishing:
-    """The version that one incarnation of the trainer announced last, and how often its weights were published."""
+    """Tracks the last announced version and how often its weights were republished, in one trainer incarnation."""
 
     def __init__(self) -> None:
-        self.first = 0  # version under which the weights were announced first; 0: none are in files
-        self.times = 0  # that they were published again
-        self.whole_version = 0  # the newest one in whole files
+        self.first = 0  # version of these weights' first announcement; 0: there are none in files
+        self.times = 0  # republications of these weights
+        self.whole_version = 0  # newest version published in full
         self._version = 0
 
     def announced(self, version: int, *, again: bool, is_whole: bool) -> None:
-        """Note an announcement of weights in files."""
+        """Record an announcement of weights in files."""
         self._version = version
         self.first, self.times = (self.first, self.times + 1) if again else (version, 0)
         if is_whole:
             self.whole_version = version
 
     def is_wanted(self, told: Refusals) -> bool:
-        """Whether no engine can use the newest version, so that nothing would come from it.
+        """Whether no engine can use the newest version, so that generation would stop.
 
-        Changes that are refused have to go whole. Files that are not what was announced have to be written again. If
-        the files are right and all engines refuse, writing them again is tried once: what was exported may be wrong.
+        A refused delta has to be published in full. Files that differ from the announcement have to be written again.
+        If the files are right but engines refuse them repeatedly and none confirms them, they are republished once. The
+        export itself may have been wrong.
         """
         if not self._version:
             return False
@@ -62,5 +63,8 @@ class Republishing:
         return self.times == 0 and told.confirmed < self._version <= told.refused_again
 
     def must_be_whole(self, told: Refusals) -> bool:
-        """Whether changes since the newest whole version may lead nowhere: some were refused, or its files damaged."""
+        """Whether the next version must be published in full.
+
+        This is so if a delta since the newest full version was refused, or if that version's files are damaged.
+        """
         return told.refused > self.whole_version or told.unusable >= self.whole_version

@@ -1,4 +1,4 @@
-"""In the trainer's place when only rollout runs: the same weights for every step, and every batch is done at once."""
+"""No-op trainer for rollout-only runs: announces the same weights for every step and completes every batch at once."""
 
 import shutil
 import time
@@ -38,14 +38,14 @@ from runtime.settings.topology import Topology
 
 log = structlog.get_logger()
 
-DRAWN: Final = Path("weights", "drawn")  # in the run directory: weights of a model directory that has none
+DRAWN: Final = Path("weights", "drawn")  # in the run directory: random weights, for a model directory without weights
 
 StandInEvent = BatchReady | BatchTrained | CheckpointRequested | GroupCompleted | TrainerStarted | WeightsAnnounced
 FOLLOWED: Final = (BatchReady, BatchTrained, CheckpointRequested, GroupCompleted, TrainerStarted, WeightsAnnounced)
 
 
 class TrainerStandIn(Actor):
-    """Announces the weights that training would start from, and says of each batch that it is done. Trains nothing.
+    """No-op trainer: announces the initial weights and reports each batch as trained.
 
     A crash loses nothing: the log says which batches are done.
     """
@@ -58,7 +58,7 @@ class TrainerStandIn(Actor):
         self._bus = bus
         self._run_dir = run_dir
         self._history = History()
-        self._start = uuid.uuid4().hex  # of the event that says so: it may be stored twice
+        self._start = uuid.uuid4().hex  # ID of the trainer.started event, which may be stored twice
         self._started_seq = 0
         self._incarnation = 0
         self._version = 0
@@ -66,16 +66,16 @@ class TrainerStandIn(Actor):
         self._saved_step = 0
 
     def stats(self) -> dict[str, float]:
-        """Where it stands."""
+        """Train step and weight version."""
         return {"step": self._step, "weight_version": self._version}
 
     def waits_for(self) -> str:
-        """What it waits for now."""
+        """Describe what the actor waits for."""
         done = self._step >= self._topology.train.num_steps
         return "nothing: all steps are done" if done else f"the batch of step {self._step}"
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Pass every batch of the run, then stay to answer calls.
+        """Complete every batch of the run, then keep serving calls.
 
         Raises:
             Fenced: another trainer started after this one.
@@ -93,7 +93,7 @@ class TrainerStandIn(Actor):
     async def _pass_all(
         self, events: Events[StandInEvent], path: Path, checksum: str, task_status: TaskStatus[None]
     ) -> None:
-        """Pass every batch behind the log as it is folded, then stay."""
+        """Complete every remaining batch of the log, then stay until cancelled."""
         self._step, self._version = self._history.frontier, self._history.version
         await self._announce_start()
         await self._announce(path, checksum)
@@ -105,7 +105,7 @@ class TrainerStandIn(Actor):
             if self._checkpoint_is_due():
                 await self._save(path)
         await self._save(path)
-        while True:  # only to learn of a successor
+        while True:  # only to notice a successor
             await self._fold_next(events)
 
     async def _announce_start(self) -> None:
@@ -172,7 +172,7 @@ class TrainerStandIn(Actor):
         )
 
     async def _save(self, path: Path) -> None:
-        """Nothing is written, but what came before is done with for good."""
+        """Publish checkpoint.saved without writing a file, so that the ledger forgets the earlier batches."""
         step, incarnation = self._step, self._incarnation
         self._saved_step = step
         await self._bus.publish(
@@ -180,7 +180,7 @@ class TrainerStandIn(Actor):
         )
 
     async def _weights(self) -> tuple[Path, str]:
-        """The directory that engines load from, and the checksum of what lies there."""
+        """Return the directory that engines load from, and the checksum of its weights."""
         model = self._topology.model
         path = Path(model.hf_checkpoint)
         if model.random_init:
@@ -195,7 +195,7 @@ def _with_checksum(path: Path) -> tuple[Path, str]:
 
 
 def _draw(topology: Topology, directory: Path) -> None:
-    """Write the weights that the trainer would start from; the directory appears when it is complete."""
+    """Write the random weights that a trainer would start from. The directory appears once it is complete."""
     if directory.exists():
         return
     from actors.trainer.megatron.config import DTYPES

@@ -1,4 +1,4 @@
-"""The one thread that runs torch, beside the event loop."""
+"""The one thread that runs torch, separate from the event loop."""
 
 import asyncio
 import gc
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class TorchThread:
-    """Runs calls one after another on a thread of its own, which it keeps for as long as it is open.
+    """Runs calls one after another on its own thread, for as long as it is open.
 
-    Torch has state per thread: the current device, autograd. A call cannot be interrupted; cancelling
-    whoever waits for it leaves it running, and closing waits for it.
+    Torch keeps state per thread: the current device, autograd. A call cannot be interrupted. If the caller is
+    cancelled, the call continues, and closing waits for its end.
     """
 
     def __init__(self, device: str = "cpu") -> None:
-        """On the CPU the whole process sees no GPU from here on, whatever the machine has."""
+        """Create the thread. With `device` "cpu", hide all GPUs from the whole process."""
         if device == "cpu":
             os.environ.update(HIDDEN)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch", initializer=_enter_thread)
@@ -38,13 +38,13 @@ class TorchThread:
         return await asyncio.wrap_future(self._executor.submit(function, *args, **kwargs))
 
     def run_last(self, function: Callable[[], Any]) -> None:
-        """Have a function called before the thread ends, without waiting for it here."""
+        """Schedule a function before the thread ends, without waiting for it."""
         self._executor.submit(function)
 
 
 @contextmanager
 def collecting_nothing() -> Generator[None]:
-    """No garbage collection while modules are imported: 800 collections found little and took a fifth of the time."""
+    """Disable garbage collection during imports: 800 collections freed little and took a fifth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -61,4 +61,4 @@ def _enter_thread() -> None:
         from actors.trainer.megatron import cpu
 
     if cpu.needed():
-        torch.set_num_threads(1)  # a second one made tiny models 10 to 200 times slower on a busy machine
+        torch.set_num_threads(1)  # a second thread made tiny models 10 to 200 times slower on a busy machine

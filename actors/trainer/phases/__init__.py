@@ -1,4 +1,4 @@
-"""Taking turns with engines that have the same memory.
+"""Colocation: the trainer and the engines take turns in the same memory.
 
-Start with turns.py, which leads them; states.py says which phase follows which, and what is done when somebody dies.
+Start with turns.py, which runs the phases. states.py defines their order and the recovery from a crash in each.
 """

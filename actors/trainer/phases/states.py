@@ -1,4 +1,4 @@
-"""The phases in their order, and what is done in each when somebody dies. Pure; the calls are in turns.py."""
+"""Colocation phases: their order, and the recovery from a crash in each. Pure; the calls are in turns.py."""
 
 from enum import Enum
 from typing import Final
@@ -7,20 +7,20 @@ from messages import Phase
 
 ORDER: Final = tuple(Phase)
 CALLED: Final = frozenset({Phase.RELEASE, Phase.RESUME_WEIGHTS, Phase.UPDATE, Phase.RESUME_KV})
-TRAINS: Final = frozenset({Phase.TRAIN, Phase.OFFLOAD})  # the trainer has memory that engines need
-GENERATES: Final = frozenset(Phase) - TRAINS  # engines may have memory that the trainer needs to train
+TRAINS: Final = frozenset({Phase.TRAIN, Phase.OFFLOAD})  # the trainer holds memory that engines need
+GENERATES: Final = frozenset(Phase) - TRAINS  # engines may hold memory that the trainer needs to train
 
 
 class Victim(Enum):
-    """Who dies."""
+    """Process that crashes."""
 
-    TRAINER = "trainer"  # a rank of it, so that all begin again
+    TRAINER = "trainer"  # any rank: all ranks restart together
     ROLLOUT = "rollout actor"
     ENGINE = "engine"
 
 
 class Remedy(Enum):
-    """What is done."""
+    """Recovery from a crash."""
 
     BEGINS_WITH_RELEASE = "its next incarnation has the engines give their memory back before it builds its model"
     READS_THE_LOG = "the next one reads the phase from the log, and brings its engines there"
@@ -48,21 +48,22 @@ REMEDIES: Final[dict[Victim, dict[Phase, Remedy]]] = {
 
 
 def next_phase(phase: Phase) -> Phase:
-    """The one that follows."""
+    """Return the phase after this one."""
     return ORDER[(ORDER.index(phase) + 1) % len(ORDER)]
 
 
 def first_phase(*, is_first_start: bool) -> Phase:
-    """With which phase an incarnation of the trainer begins, whatever the log says of the last one.
+    """Return the first phase of a trainer incarnation, whatever the last phase in the log is.
 
-    Of a run that begins, no engine was ever given memory to generate with: each gives back what its start took.
+    A new run needs no release phase. Each engine releases the memory that its start took, and no phase has given it
+    memory to generate with.
     """
     return Phase.TRAIN if is_first_start else Phase.RELEASE
 
 
 def must_all_answer(phase: Phase) -> bool:
-    """Whether a phase waits for every rollout actor, for as long as it takes: else the trainer has no memory.
+    """Whether every rollout actor must reach a phase, because otherwise the trainer has no memory.
 
-    In all others memory is free, and who does not answer in time follows the log.
+    In all other phases memory is free. A rollout actor that does not answer in time follows the log.
     """
     return phase is Phase.RELEASE

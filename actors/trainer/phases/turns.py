@@ -1,4 +1,4 @@
-"""Leads the phases: tells the log of each, asks the rollout actors, moves the trainer's own memory."""
+"""Runs the colocation phases: publishes each one, calls the rollout actors, and moves the trainer's own memory."""
 
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 ROLE: Final = "rollout"
-WITHIN_S: Final = 2.0  # an actor answers by then how far it is, and is asked again
-ANSWER_S: Final = 3.0  # beyond that, for the answer's way: one that dies with a question costs so much
+WITHIN_S: Final = 2.0  # a rollout actor reports its progress by then, and is called again
+ANSWER_S: Final = 3.0  # more for transport; a call to an actor that dies takes the sum of both
 RETRY: Final = Backoff(max_s=2.0)
 
 Bytes = dict[str, int | None]
@@ -35,24 +35,24 @@ Work = Callable[[], Coroutine[Any, Any, None]]
 
 
 class EnginesKeepMemory(Exception):
-    """Engines did not give their memory back in time: without it there is no train step."""
+    """Engines did not release their memory in time. Training needs this memory."""
 
 
 class Turns:
-    """The turns of one incarnation of the trainer. Where trainer and engines have memory of their own, nothing happens.
+    """Colocation in one trainer incarnation. Does nothing if trainer and engines have separate memory.
 
     A crash in any phase loses that phase: the next incarnation begins with `take_over`.
     """
 
     def __init__(self, topology: Topology, bus: Bus, feed: Feed) -> None:
-        """Take no turn yet."""
+        """Start before the first phase."""
         self._is_on = takes_turns(topology)
         self._bus = bus
         self._feed = feed
         self._roster = Roster(bus)
         pools = topology.engines.values()
         self._update_s = max((engine.update_timeout_s for engine in pools), default=0.0)
-        self._release_s = self._update_s + topology.rollout.generate_timeout_s  # requests end first
+        self._release_s = self._update_s + topology.rollout.generate_timeout_s  # running requests end first
         self._torch_thread: TorchThread | None = None
         self._rank: TrainerRank | None = None
         self._load: Work = anyio.lowlevel.checkpoint
@@ -63,25 +63,25 @@ class Turns:
         self._before: Bytes = {}
         self._after: Bytes = {}
         self._is_offloaded = False
-        self._missing: tuple[str, ...] = ()  # who did not answer yet
+        self._missing: tuple[str, ...] = ()  # rollout actors that did not answer yet
 
     @property
     def is_on(self) -> bool:
-        """Whether there are turns to take."""
+        """Whether trainer and engines share memory."""
         return self._is_on
 
     def waits_for(self) -> str:
-        """Whose answer is awaited, for people; empty: nobody's."""
+        """Describe whose answer is awaited; empty: none."""
         if not self._missing or self._phase is None:
             return ""
         waited_s = time.monotonic() - self._began
         return f"{', '.join(self._missing)} to reach phase {self._phase}, since {waited_s:.0f} s"
 
     async def take_over(self) -> None:
-        """Have the memory for this incarnation, before it builds its model.
+        """Claim the memory for this incarnation, before it builds its model.
 
         Raises:
-            EnginesKeepMemory: not in time.
+            EnginesKeepMemory: engines did not release it in time.
         """
         if not self._is_on:
             return
@@ -99,22 +99,26 @@ class Turns:
             await self._enter(phase, history.frontier, reason="the run begins")
 
     def lead(self, torch_thread: TorchThread, rank: "TrainerRank") -> None:
-        """Say whose memory is to be moved."""
+        """Set the rank whose memory is moved, and its torch thread."""
         self._torch_thread, self._rank = torch_thread, rank
 
     def load_by(self, load: Work, serve: Work) -> None:
-        """Say what brings weights to engines: to all, in the phase for it; to those that ask, from then on.
+        """Set the functions that sync weights in the update phase and the phase after it.
 
-        Engines ask later where their rollout actor has died: what they hold is proven to nobody. Both are ended with
-        their phase.
+        Engines request a weight sync later if their rollout actor has died, because their weights are then unverified.
+        Both functions are cancelled at the end of their phase.
+
+        Args:
+            load: syncs weights to all engines, in the update phase.
+            serve: syncs weights to engines that request it later.
         """
         self._load, self._serve = load, serve
 
     async def take(self, step: int) -> None:
-        """Have the memory for training, unless the trainer has it.
+        """Claim the memory for training, unless the trainer holds it.
 
         Raises:
-            EnginesKeepMemory: not in time.
+            EnginesKeepMemory: engines did not release it in time.
         """
         if self._phase is not Phase.GENERATE:
             return
@@ -123,11 +127,11 @@ class Turns:
         await self._onload()
 
     async def give(self, step: int, announce: Callable[[], Awaitable[object]] | None = None) -> None:
-        """Announce weights; where turns are taken the trainer's memory is the engines' from then on.
+        """Announce weights. With colocation, also hand the trainer's memory over to the engines.
 
         Args:
             step: train steps done.
-            announce: tells of the weights; none: engines take those they had.
+            announce: publishes the weights; None: engines keep their version.
         """
         if self._phase is not Phase.TRAIN:
             if announce is not None:
@@ -143,7 +147,7 @@ class Turns:
 
     @asynccontextmanager
     async def taken(self, step: int) -> AsyncGenerator[None]:
-        """The memory for training within a block, whosever turn it is."""
+        """Hold the memory for training within a block; return it to the engines afterwards if they had it."""
         if self._phase is not Phase.GENERATE:
             yield
             return
@@ -152,7 +156,7 @@ class Turns:
         await self.give(step)
 
     async def _enter(self, phase: Phase, step: int, *, reason: str = "") -> None:
-        """Begin a phase, and be done with what engines have to do in it."""
+        """Begin a phase, and wait until the engines have done their part of it."""
         now = time.monotonic()
         changed = PhaseChanged(
             phase=phase,
@@ -182,10 +186,10 @@ class Turns:
         await self._serve()
 
     async def _call(self, phase: Phase, seq: int) -> None:
-        """Ask every rollout actor until all have brought their engines there.
+        """Call every rollout actor until all engines have reached a phase.
 
         Raises:
-            EnginesKeepMemory: they have to, and did not in time.
+            EnginesKeepMemory: all engines must reach the phase, and did not in time.
         """
         limit_s = self._release_s if must_all_answer(phase) else self._update_s
         request = PhaseRequested(phase=phase, incarnation=self._incarnation, seq=seq, within_s=WITHIN_S)
@@ -220,7 +224,7 @@ class Turns:
             return (await self._roster.members(ROLE)).members
         except BusError as error:
             log.warning("roster_not_read", role=ROLE, error=str(error))
-            return (Member(instance=ROLE, incarnation=0, node=""),)  # somebody may be there
+            return (Member(instance=ROLE, incarnation=0, node=""),)  # a rollout actor may be running
 
     async def _ask(self, member: Member, request: PhaseRequested, reached: dict[Member, PhaseReached]) -> None:
         try:
