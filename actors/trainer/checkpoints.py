@@ -18,7 +18,7 @@ from actors.trainer.file_checksums import CHECKSUMS_FILE, damage_of
 from actors.trainer.models.config import HfConfig
 from runtime.settings.topology import MegatronConfig, Topology
 
-RUN_FILE: Final = "run.json"  # in a checkpoint
+RUN_FILE: Final = "run.json"  # in a checkpoint: its metadata
 METADATA_FILE: Final = "metadata.json"  # in a checkpoint, the last file that Megatron writes
 CHECKPOINTS: Final = "checkpoints"  # in the run directory
 TRACKER: Final = "latest_checkpointed_iteration.txt"  # written by Megatron-LM next to its checkpoints

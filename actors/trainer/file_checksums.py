@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 CHECKSUMS_FILE: Final = "checksums.json"
-_MAX_THREADS: Final = 8  # that hash one checkpoint's files
+_MAX_THREADS: Final = 8  # threads that hash one checkpoint's files
 
 
 class FileChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

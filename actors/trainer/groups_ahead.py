@@ -27,7 +27,7 @@ class GroupsAhead:
         self._torch_thread = torch_thread
         self._rank = rank
         self._known = KnownLogProbs()
-        self._took_s = 0.0  # seconds, since the last batch
+        self._took_s = 0.0  # seconds of precomputation since the last batch
 
     def has_work(self) -> bool:
         """Whether a group is waiting and there is room for its log-probs."""

@@ -1,4 +1,4 @@
-"""Hugging Face models: their configuration, and their weights' names, cuts and files.
+"""Hugging Face models: configuration, weight names, sharding and files.
 
 Open names.py first.
 """

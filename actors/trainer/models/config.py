@@ -1,4 +1,4 @@
-"""A model as the trainer builds it: what runtime/hf_config.py reads, less what its layers do not compute."""
+"""Model configuration of the trainer: the part of runtime/hf_config.py's that its layers compute."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from runtime.hf_rope import Rope
 
 @dataclass(frozen=True, kw_only=True)
 class HfConfig:
-    """The shape of a decoder, in Hugging Face's words."""
+    """Configuration of a decoder model, with Hugging Face's names."""
 
     model_type: str
     vocab_size: int
@@ -26,15 +26,15 @@ class HfConfig:
     rope: Rope
     tie_word_embeddings: bool
     initializer_range: float
-    has_qkv_bias: bool  # the query, key and value projections add one
+    has_qkv_bias: bool  # the query, key and value projections have a bias
     has_qk_norm: bool  # queries and keys are normalised per head
     experts: Experts | None = None
-    num_mtp_layers: int = 0  # for further tokens, behind the others, like the last of them inside; 0 or 1
-    num_unused_mtp_layers: int = 0  # that its files may have behind the others, and that are not trained
-    latent: Latent | None = None  # multi-latent attention
+    num_mtp_layers: int = 0  # trained MTP layers, built like the last decoder layer; 0 or 1
+    num_unused_mtp_layers: int = 0  # further MTP layers that the files may hold, not trained
+    latent: Latent | None = None  # MLA
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts in the place of one MLP."""
+        """Whether a layer, counted from 0, has experts instead of a dense MLP."""
         return self.experts is not None and self.experts.layers[min(layer, self.num_hidden_layers - 1)]
 
 
@@ -42,11 +42,11 @@ def read_hf_config(directory: Path, mtp_num_layers: int | None = None) -> HfConf
     """Read config.json of a model directory.
 
     Args:
-        directory: of the model.
-        mtp_num_layers: layers for further tokens that are to be trained; none: those that it may have are left out.
+        directory: model directory.
+        mtp_num_layers: number of MTP layers to train; None: the model's MTP layers are left out.
 
     Raises:
-        ModelError, a ValueError: not a model that the trainer can build exactly; says which key is in the way.
+        ModelError, a ValueError: the trainer cannot build this model exactly. The message names the key.
     """
     model = read_model(directory)
     shape = model.shape

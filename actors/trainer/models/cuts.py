@@ -1,4 +1,7 @@
-"""Weights cut for this rank: of projections that Megatron joins, each rank has a part of both."""
+"""Tensor-parallel sharding: loads this rank's shards of the weights.
+
+Megatron fuses some projections. Each rank holds a shard of every fused projection.
+"""
 
 from typing import Any, Final
 
@@ -16,12 +19,12 @@ EXPERT: Final = "mlp.experts.local_experts."
 
 @torch.no_grad()
 def load_weights(built: Any, model: HfConfig, source: WeightSource) -> None:
-    """Set every parameter of this rank.
+    """Set every parameter of this rank from Hugging Face weights.
 
     Args:
         built: the rank's GPTModel.
-        model: what it was built from.
-        source: tensors by Hugging Face name, of which only this rank's parts are asked for.
+        model: configuration that it was built from.
+        source: tensors by Hugging Face name; called only for this rank's shards.
 
     Raises:
         ValueError: a tensor is missing or has another shape.
@@ -35,17 +38,20 @@ def load_weights(built: Any, model: HfConfig, source: WeightSource) -> None:
 
 
 def tensors_of(built: Any) -> list[tuple[str, Any]]:
-    """What a rank's GPTModel has of the checkpoint, by Megatron's names: parameters, and the biases of experts."""
+    """List a GPTModel's tensors of the checkpoint by Megatron name: parameters and expert biases."""
     return [*built.named_parameters(), *expert_biases(built)]
 
 
 def is_of_expert(name: str) -> bool:
-    """Whether a tensor is one expert's, which some ranks have alone."""
+    """Whether a tensor belongs to one expert, which only some ranks hold."""
     return EXPERT in name
 
 
 def names_of(name: str, model: HfConfig, *ranks: int) -> tuple[str, ...]:
-    """What some expert-parallel ranks have under one name: each numbers its experts from 0, the file numbers all."""
+    """Return the global names of a tensor on some expert-parallel ranks.
+
+    Each rank numbers its experts from 0; the files number the experts of all ranks. Other names stay as they are.
+    """
     before, expert, after = name.partition(EXPERT)
     if not expert or model.experts is None:
         return (name,)
@@ -55,31 +61,31 @@ def names_of(name: str, model: HfConfig, *ranks: int) -> tuple[str, ...]:
 
 
 def global_name(name: str, built: Any) -> str:
-    """Layers are numbered within a pipeline stage; the file numbers them through."""
+    """Replace a layer's number within its pipeline stage by its number in the files."""
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(built.decoder.layers[int(parts[2])].layer_number - 1)
-    if parts[0] == "mtp":  # behind the decoder's, which a layer of it is like inside
+    if parts[0] == "mtp":  # MTP layers follow the decoder layers and have the same inner names
         inside = parts[4:] if parts[3] == "transformer_layer" else parts[3:]
         parts = ["decoder", "layers", str(built.config.num_layers + int(parts[2])), *inside]
     return ".".join(parts)
 
 
 def rank_part(name: str, model: HfConfig, source: WeightSource, cut: Cut | None) -> Tensor:
-    """What a tensor-parallel rank has under Megatron's name, read without the rest.
+    """Read a tensor-parallel rank's shard of a Megatron tensor, without the rest.
 
     Args:
-        name: Megatron's, with the layer's number in the whole model.
-        model: its shape.
-        source: of tensors by Hugging Face name.
-        cut: along which dimension of the parameter which rank has its part; none: it has all.
+        name: Megatron name, with the layer's number in the whole model.
+        model: configuration of the model.
+        source: tensors by Hugging Face name.
+        cut: the rank's shard of the parameter; None: the rank holds the whole parameter.
     """
     parts = 1 if cut is None else cut.count
     return joined_for_megatron(name, model, lambda hf_name: source(hf_name, cut), parts=parts)
 
 
 def cut_of(name: str, parameter: Any) -> Cut | None:
-    """Which part of a tensor this rank has; none: all of it."""
+    """Return the shard of a tensor that this rank holds. None: the whole tensor."""
     kind = "expert_tensor" if is_of_expert(name) else "tensor_model"
     group: Any = getattr(parallel_state, f"get_{kind}_parallel_group")()
     if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):

@@ -1,4 +1,4 @@
-"""Model directories in Hugging Face's format: read one tensor at a time, and written."""
+"""Model directories in Hugging Face's format: reading one tensor at a time, and writing."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ _COPIED = ("config.json", "generation_config.json")
 
 
 def file_source(directory: Path) -> WeightSource:
-    """Weights of a model directory, read from its safetensors files one tensor, or the asked part of one, at a time.
+    """Return a source that reads a model directory's safetensors files, one tensor or shard at a time.
 
     Raises:
         ValueError: the directory has no safetensors file, or its index cannot be used.
@@ -45,26 +45,26 @@ def file_source(directory: Path) -> WeightSource:
 
 
 def _part(whole: Any, cut: Cut) -> Tensor:
-    """Read a part; the rest of the tensor stays on the disk."""
+    """Read a shard. The rest of the tensor stays on disk."""
     size = -(-whole.get_shape()[cut.dim] // cut.count)
     begin, end = cut.index * size, (cut.index + 1) * size
     return whole[begin:end] if cut.dim == 0 else whole[:, begin:end]
 
 
 def write_model(weights: Mapping[str, Tensor], directory: Path, *, model_directory: Path) -> None:
-    """Write a Hugging Face model directory of tensors that are in memory.
+    """Write tensors in memory as a Hugging Face model directory.
 
     Args:
-        weights: whole tensors by name.
-        directory: exists.
-        model_directory: where the configuration is copied from.
+        weights: full tensors by name.
+        directory: existing directory.
+        model_directory: directory to copy the configuration from.
     """
     write_weights(weights, directory)
     copy_small_files(model_directory, directory, tokenizer=False)
 
 
 def copy_small_files(model_directory: Path, directory: Path, *, tokenizer: bool) -> None:
-    """Copy what a model directory has beside its weights: its configuration, or all of it with the tokenizer."""
+    """Copy a model directory's files except its weights: the configuration, or with `tokenizer` all of them."""
     for source in model_directory.iterdir():
         is_weights = source.suffix in (".safetensors", ".bin") or source.name.endswith(".index.json")
         if source.is_file() and not is_weights and (tokenizer or source.name in _COPIED):
@@ -72,19 +72,19 @@ def copy_small_files(model_directory: Path, directory: Path, *, tokenizer: bool)
 
 
 def set_dtype(config: Path, dtype: str) -> None:
-    """Whoever loads a directory takes the dtype that its config.json names, and rounds weights to it."""
+    """Set the dtype in config.json. A loader rounds the weights to this dtype."""
     values: dict[str, Any] = msgspec.json.decode(config.read_bytes())
     keys = [key for key in ("dtype", "torch_dtype") if key in values] or ["torch_dtype"]  # the newer and the older name
     _write_config(config, values | dict.fromkeys(keys, dtype))
 
 
 def set_format(config: Path, weight_format: WeightFormat, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Have config.json say in which form the weights beside it are; those as trained are in whatever it says.
+    """Record the dtype and quantization of the weights in config.json. No change if they are "as_trained".
 
     Args:
-        config: the file.
-        weight_format: of the weights.
-        shapes: of all tensors by name.
+        config: path of config.json.
+        weight_format: dtype or quantization of the weights.
+        shapes: shapes of all tensors by name.
     """
     if weight_format == "as_trained":
         return

@@ -1,4 +1,4 @@
-"""Floating-point operations of training, as papers count them: products of matrices, two operations for each pair."""
+"""Floating-point operations of training, counted as in papers: matrix products, two operations per multiply-add."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -6,18 +6,19 @@ from typing import Final
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.shapes import hf_shapes
 
-PEAK_TFLOPS: Final = {"H200": 989.0, "H100": 989.0, "A100": 312.0}  # dense, in bfloat16, by a part of the GPU's name
+PEAK_TFLOPS: Final = {"H200": 989.0, "H100": 989.0, "A100": 312.0}  # dense, in bfloat16, by part of the GPU's name
 
 
 def train_flops(model: HfConfig, lengths: Iterable[int]) -> float:
-    """Of one forward and backward pass over sequences; the backward pass counts twice the forward pass.
+    """Count the operations of one forward and backward pass; the backward pass counts twice the forward pass.
 
-    Every position goes through each layer and the head, of experts through those that it is routed to. Attention is
-    causal: a position looks at half of its sequence. What is computed again, or left out of the head, does not count.
+    Every position passes through each layer and the head. It passes only through the experts that it is routed to.
+    Attention is causal: on average, a position attends to half of its sequence. Recomputation does not count, and
+    positions that skip the head count like the others.
 
     Args:
-        model: its shape.
-        lengths: of the sequences, in tokens.
+        model: configuration of the model.
+        lengths: lengths of the sequences, in tokens.
     """
     values = model.head_dim if model.latent is None else model.latent.value_dim
     width = model.num_attention_heads * (model.head_dim + values)
@@ -30,7 +31,7 @@ def train_flops(model: HfConfig, lengths: Iterable[int]) -> float:
 
 
 def _weights_of_a_token(model: HfConfig) -> float:
-    """Weights of matrices that each token is multiplied with."""
+    """Count the matrix weights that each token is multiplied with."""
     share = model.experts.num_experts_per_tok / model.experts.num_experts if model.experts else 0.0
     count = float(model.vocab_size * model.hidden_size)  # the head's
     for name, shape in hf_shapes(model).items():
@@ -40,5 +41,5 @@ def _weights_of_a_token(model: HfConfig) -> float:
 
 
 def peak_flops(device: str) -> float | None:
-    """Of a GPU by its name, in bfloat16; none: it is not known."""
+    """Return a GPU's peak FLOPS in bfloat16, by its name. None: unknown."""
     return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if name in device), None)

@@ -1,8 +1,8 @@
-"""The whole model under Hugging Face's names, tensor by tensor, from the ranks of a pipeline stage to one of them.
+"""Gathering of full tensors under Hugging Face's names, from a pipeline stage's ranks to its first rank.
 
-What takes the weights elsewhere, to files or to engines, goes through `buckets`. All ranks of a stage go through it
-together. The first rank of the stage, which is of the first data-parallel replica, gets the tensors; the others give
-their parts, or skip those in which they have none.
+Every weight export, to files or to engines, goes through `buckets`. All ranks of a stage iterate over it together. The
+first rank of the stage, in the first data-parallel replica, receives the tensors. The other ranks contribute their
+shards, and skip tensors of which they hold no shard.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,25 +19,25 @@ from actors.trainer.models.names import split_for_hf
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.shards import Entry, entry_of
 
-Bucket = list[tuple[str, Tensor]]  # whole tensors by Hugging Face name, on this rank's device
+Bucket = list[tuple[str, Tensor]]  # full tensors by Hugging Face name, on this rank's device
 
 
 class Part(NamedTuple):
-    """A tensor of this rank's model, which may be a part of one, and who has the others."""
+    """A tensor of this rank's model, possibly a shard, and the ranks that hold the other shards."""
 
-    names: tuple[str, ...]  # Megatron's, of what the ranks of the group have here; all have the same but for experts
+    names: tuple[str, ...]  # Megatron names on the ranks of the group; they differ only for experts
     tensor: Tensor
-    dim: int  # along which parts are joined
-    num_parts: int  # of each name; the group's ranks are in the order of names, then parts
-    group: Any  # of ranks
+    dim: int  # dimension along which shards are joined
+    num_parts: int  # shards of each name; the group's ranks are ordered by name, then shard
+    group: Any  # torch process group
 
 
 def own_parts(chunks: Sequence[Any], model: HfConfig) -> list[Part]:
-    """What this rank has of the model, in the order in which it is exported. Tensors are the model's own.
+    """List this rank's tensors in export order. They are the model's own tensors, not copies.
 
     Args:
         chunks: the rank's GPTModels.
-        model: what they were built from.
+        model: configuration that they were built from.
     """
     return [
         _part(global_name(name, built), tensor, model)
@@ -48,14 +48,14 @@ def own_parts(chunks: Sequence[Any], model: HfConfig) -> list[Part]:
 
 
 def _is_copy(name: str, built: Any, model: HfConfig) -> bool:
-    """Whether a tensor of the last pipeline stage is the first one's: what it shares, or a further layer reads."""
+    """Whether a tensor duplicates one of the first pipeline stage: a tied output weight, or an embedding for MTP."""
     if name == "output_layer.weight":
         return model.tie_word_embeddings
     return name.startswith("embedding.") and not built.pre_process
 
 
 def _part(name: str, tensor: Any, model: HfConfig) -> Part:
-    """Expert-parallel ranks have other experts under one name."""
+    """Describe a tensor and its shards. Expert-parallel ranks hold different experts under one name."""
     cut = cut_of(name, tensor)
     dim, count = (0, 1) if cut is None else (cut.dim, cut.count)
     ranks = range(parallel_state.get_expert_model_parallel_world_size())
@@ -66,23 +66,23 @@ def _part(name: str, tensor: Any, model: HfConfig) -> Part:
 
 
 def first_rank() -> int:
-    """The rank of this pipeline stage that gets whole tensors."""
+    """Return the rank of this pipeline stage that receives full tensors."""
     return dist.get_process_group_ranks(stage_group())[0]
 
 
 def stage_group() -> Any:
-    """All ranks of this pipeline stage."""
+    """Return the process group of all ranks of this pipeline stage."""
     return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
 
 
 def whole_entries(parts: Iterable[Part], model: HfConfig) -> list[Entry]:
-    """All that `whole_tensors` yields, without asking other ranks."""
+    """List the entries of all tensors that `whole_tensors` yields, without communication."""
     shapes = hf_shapes(model)
     return [entry for part in parts for entry in _entries(part, model, shapes)]
 
 
 def _entries(part: Part, model: HfConfig, shapes: Mapping[str, Sequence[int]]) -> list[Entry]:
-    """What becomes of a part, and of those of other ranks, under Hugging Face's names."""
+    """Describe the full tensors that a part becomes, joined with those of other ranks, under Hugging Face's names."""
     shape = list(part.tensor.shape)
     shape[part.dim] *= part.num_parts
     whole = torch.empty(shape, dtype=part.tensor.dtype, device="meta")
@@ -96,12 +96,12 @@ def _entries(part: Part, model: HfConfig, shapes: Mapping[str, Sequence[int]]) -
 def whole_tensors(
     parts: Iterable[Part], model: HfConfig, device: torch.device
 ) -> Iterator[tuple[Entry, Tensor | None]]:
-    """Every tensor of this stage, on its first rank; on the others nothing in their place. A collective of the stage.
+    """Yield every tensor of this stage, with data on the first rank and None on the others. A collective of the stage.
 
     Args:
-        parts: of this rank, or copies of them.
-        model: the whole one.
-        device: of this rank; parts may be elsewhere.
+        parts: this rank's parts, or copies of them.
+        model: configuration of the full model.
+        device: device of this rank; the parts may be on another one.
     """
     first, shapes = first_rank(), hf_shapes(model)
     for part in parts:
@@ -111,7 +111,7 @@ def whole_tensors(
 def _wholes(
     part: Part, entries: Sequence[Entry], model: HfConfig, first: int, device: torch.device
 ) -> Iterator[tuple[Entry, Tensor | None]]:
-    """Of one part; when it ends nothing of it is held here."""
+    """Yield the full tensors of one part. Afterwards no reference to them remains here."""
     pieces = _collected(part, first, device)
     if pieces is None:
         yield from ((entry, None) for entry in entries)
@@ -125,7 +125,7 @@ def _wholes(
 
 
 def _joined(name: str, part: Part, own: Tensor, model: HfConfig) -> Iterator[Tensor]:
-    """The whole tensors of one name, from its parts one behind the other."""
+    """Yield the full tensors of one name, joined from its stacked shards."""
     split = [split_for_hf(name, model, piece, parts=part.num_parts) for piece in own]
     if part.dim == 0 and len(split[0]) == 1:
         yield own.flatten(0, 1)
@@ -135,11 +135,11 @@ def _joined(name: str, part: Part, own: Tensor, model: HfConfig) -> Iterator[Ten
 
 
 def _collected(part: Part, first: int, device: torch.device) -> Tensor | None:
-    """The parts of all ranks of the group, one behind the other, on the stage's first rank; nothing on the others."""
-    if part.num_parts == len(part.names) == 1:  # others have copies of it
+    """Gather the shards of all ranks of the group, stacked, on the stage's first rank. None on the other ranks."""
+    if part.num_parts == len(part.names) == 1:  # not sharded: other ranks have copies
         return part.tensor.to(device)[None] if dist.get_rank() == first else None
     ranks = dist.get_process_group_ranks(part.group)
-    if ranks[0] != first:  # another replica's
+    if ranks[0] != first:  # group of another replica
         return None
     own = part.tensor.to(device).contiguous()
     collected = own.new_empty(len(ranks), *own.shape) if dist.get_rank() == first else None
@@ -148,14 +148,14 @@ def _collected(part: Part, first: int, device: torch.device) -> Tensor | None:
 
 
 def _without_padding(tensor: Tensor, shape: Sequence[int] | None) -> Tensor:
-    """Rows beyond the model's, as of a vocabulary that is filled up, are cut off."""
+    """Remove rows beyond the model's shape, such as vocabulary padding."""
     return tensor if shape is None or tensor.shape[0] <= shape[0] else tensor[: shape[0]]
 
 
 def buckets(tensors: Iterable[tuple[Entry, Tensor | None]], size_bytes: int) -> Iterator[Bucket]:
-    """Tensors in buckets of at most so many bytes; a larger one is alone in its bucket.
+    """Group tensors into buckets of at most `size_bytes`. A larger tensor gets its own bucket.
 
-    Every rank of a stage gets equally many buckets, empty ones where it gets no tensors.
+    Every rank of a stage gets the same number of buckets. They are empty on ranks that receive no tensors.
     """
     bucket: Bucket = []
     filled = 0

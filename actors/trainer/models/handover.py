@@ -1,4 +1,4 @@
-"""The current weights on their way from all ranks: to a sink, as to the files of a directory."""
+"""Weight export: full tensors from all ranks to a sink, such as the files of a directory."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,39 +19,42 @@ from messages import FileSum
 from runtime.disk import is_full, no_space
 from runtime.weights.delta import DeltaError, TensorDelta
 
-WRITE_TIMEOUT_S = 3600.0  # of a bucket
+WRITE_TIMEOUT_S = 3600.0  # seconds, for a bucket
 
 
 class Against(NamedTuple):
-    """What changed since a version is to be written, too."""
+    """Base version of a delta, which is written in addition to full files."""
 
-    directory: Path  # where that goes; exists, and is the same for all ranks
-    base: Path  # whole files of that version
-    checksums: Mapping[str, str]  # of its tensors
+    directory: Path  # of the delta; exists, and is the same for all ranks
+    base: Path  # full files of the base version
+    checksums: Mapping[str, str]  # of the base version's tensors
 
 
 class _Share(NamedTuple):
-    """What a rank has written."""
+    """Result of one rank's writes."""
 
     shards: Sequence[Shard]
     checksums: dict[str, str]  # by tensor
     files: dict[str, FileSum]  # by name
-    error: str  # why it could not; empty: it could
-    tensors: Sequence[TensorDelta]  # how each goes as changes
-    no_delta: str  # why they cannot be had; empty: nothing speaks against it
-    is_full: bool = False  # the disk is, that is why
+    error: str  # why writing failed; empty: it succeeded
+    tensors: Sequence[TensorDelta]  # delta form of each tensor
+    no_delta: str  # why there is no delta; empty: there is, or none was requested
+    is_full: bool = False  # writing failed because the disk is full
 
     @property
     def size_bytes(self) -> int:
-        """Of its files' tensors."""
+        """Size of the tensors in its files."""
         return sum(entry.size_bytes for shard in self.shards for entry in shard.entries)
 
 
 class Form(NamedTuple):
-    """What becomes of weights on their way (sending/cast.py); raises ValueError of numbers that it has not."""
+    """Conversion of weights to another dtype or quantization (sending/cast.py).
+
+    Raises ValueError for values that the target dtype cannot represent.
+    """
 
     of_bucket: Callable[[Bucket], Bucket]
-    of_entries: Callable[[Iterable[Entry]], list[Entry]]  # the same without the tensors
+    of_entries: Callable[[Iterable[Entry]], list[Entry]]  # the same for metadata alone
 
 
 def _unchanged(bucket: Bucket) -> Bucket:
@@ -62,30 +65,31 @@ AS_TRAINED: Final = Form(_unchanged, list)
 
 
 class Sink(Protocol):
-    """Where whole tensors go, on the first rank of each pipeline stage; other ranks have one to which none come."""
+    """Destination of full tensors, on the first rank of each pipeline stage. Other ranks have a null sink."""
 
     @property
     def is_free(self) -> bool:
-        """Whether it has nothing to do."""
+        """Whether the sink is idle."""
         ...
 
     def hand_over(self, bucket: Bucket, *, wait: bool = False) -> None:
-        """Take a bucket, which may be empty, once the one before is done with. What comes after a failure is dropped.
+        """Take a bucket, possibly empty, after the previous one is processed. Buckets after a failure are dropped.
 
         Args:
-            wait: return when this one is done with, too.
+            bucket: full tensors by name.
+            wait: return only after this bucket is processed, too.
         """
         ...
 
     def close(self) -> Any:
-        """Wait until all is done with, and say what became of it."""
+        """Wait until all buckets are processed, and return the result."""
         ...
 
 
 class WeightFlow:
-    """Weights on their way to sinks. Made, driven and finished by all ranks together, on their torch threads.
+    """Gathers weights and passes them to sinks. All ranks create, drive and finish it together, on their torch threads.
 
-    Two buckets are in memory at a time: one that the sink has, one that is filled.
+    Two buckets are in memory at a time: one in the sink, one being filled.
     """
 
     def __init__(
@@ -98,16 +102,16 @@ class WeightFlow:
         bucket_bytes: int,
         form: Form = AS_TRAINED,
     ) -> None:
-        """Nothing flows yet.
+        """Prepare the flow, without gathering yet.
 
         Args:
-            parts: what this rank has of the model; the tensors must not change until `finish`, and the list is emptied
-                as they are gathered.
-            model: the whole one.
-            sink: of this rank.
-            device: of this rank.
-            bucket_bytes: of tensors that are gathered at a time; a larger tensor alone is one bucket.
-            form: in which the sink gets them.
+            parts: this rank's parts. The tensors must not change until `finish`; the list is emptied as they are
+                gathered.
+            model: configuration of the full model.
+            sink: sink of this rank.
+            device: device of this rank.
+            bucket_bytes: maximum bytes of tensors gathered at a time; a larger tensor gets its own bucket.
+            form: conversion of the tensors before the sink gets them.
         """
         self._sink = sink
         self._form = form
@@ -117,10 +121,10 @@ class WeightFlow:
         self._has_more = True
 
     def advance(self) -> bool:
-        """Gather the next bucket, if the stage's sink has nothing to do. All ranks of the stage call it.
+        """Gather the next bucket, if the stage's sink is idle. All ranks of the stage call it together.
 
         Returns:
-            Whether there may be more.
+            Whether more buckets may remain.
         """
         if self._has_more and self._all_are_free():
             bucket = next(self._buckets, None)
@@ -129,7 +133,7 @@ class WeightFlow:
         return self._has_more
 
     def _cast(self, bucket: Bucket) -> Bucket:
-        """In the form that is wanted. After a failure nothing: the other ranks go through all buckets all the same."""
+        """Convert a bucket. After a failure it is empty: the other ranks still iterate over all buckets."""
         try:
             return [] if self._error else self._form.of_bucket(bucket)
         except ValueError as error:
@@ -137,7 +141,7 @@ class WeightFlow:
             return []
 
     def _all_are_free(self) -> bool:
-        """Whether the rank whose sink gets tensors is; the same on all ranks of the stage."""
+        """Whether the sink that gets the tensors is idle; the same on all ranks of the stage."""
         group, free = stage_group(), self._sink.is_free
         if dist.get_world_size(group) == 1:
             return free
@@ -146,10 +150,13 @@ class WeightFlow:
         return bool(flag.item())
 
     def finish(self) -> list[Any]:
-        """Gather what is left; what each rank's sink says became of it.
+        """Gather the remaining buckets.
+
+        Returns:
+            The result of each rank's sink.
 
         Raises:
-            ValueError: there are numbers that the form has not; on all ranks, with tensor and number.
+            ValueError: the target dtype cannot represent a value. Raised on all ranks; names the tensor and the value.
         """
         for bucket in self._buckets:
             is_large = sum(tensor.nbytes for _, tensor in bucket) > self._bucket_bytes
@@ -161,9 +168,9 @@ class WeightFlow:
 
 
 class Handover:
-    """Weights that are being written. As for `WeightFlow`, all ranks do it together.
+    """Weight export to files. As with `WeightFlow`, all ranks act together.
 
-    The first rank of each pipeline stage writes its stage's tensors on a thread of its own.
+    The first rank of each pipeline stage writes its stage's tensors on a separate thread.
     """
 
     def __init__(
@@ -180,13 +187,13 @@ class Handover:
         """Plan the files.
 
         Args:
-            parts: what this rank has of the model, as for `WeightFlow`.
-            model: the whole one.
-            directory: exists, and is the same for all ranks.
-            device: of this rank.
+            parts: this rank's parts, as for `WeightFlow`.
+            model: configuration of the full model.
+            directory: existing directory, the same for all ranks.
+            device: device of this rank.
             bucket_bytes: as for `WeightFlow`.
             form: as for `WeightFlow`.
-            against: a version to write the changes since, beside the whole files; none: these alone.
+            against: base version of a delta to write in addition to the full files; None: only full files.
         """
         self._directory = directory
         entries = form.of_entries(whole_entries(parts, model)) if dist.get_rank() == first_rank() else []
@@ -198,23 +205,23 @@ class Handover:
         self._flow = WeightFlow(parts, model, self._writer, device=device, bucket_bytes=bucket_bytes, form=form)
 
     def advance(self) -> bool:
-        """Gather the next bucket, if the stage's writer has nothing to do; whether there may be more."""
+        """Gather the next bucket, if the stage's writer is idle. Returns whether more buckets may remain."""
         return self._flow.advance()
 
     @property
     def writing(self) -> "Future[None] | None":
-        """Of the bucket that this rank writes now."""
+        """Pending write of this rank's current bucket; None: nothing is being written."""
         return self._writer.writing
 
     def finish(self) -> Written:
-        """Gather and write what is left; rank 0 then writes the index of the whole files.
+        """Gather and write the remaining buckets. Rank 0 then writes the index of the full files.
 
         Returns:
-            What was written, the same on all ranks.
+            The written files and checksums, the same on every rank.
 
         Raises:
-            OSError: a rank could not write; says which. NoSpace where the disk is full.
-            ValueError: as `WeightFlow.finish`.
+            OSError: a rank could not write; the message names it. NoSpace if the disk is full.
+            ValueError: as in `WeightFlow.finish`.
         """
         shares: list[_Share] = self._flow.finish()
         errors = [f"rank {rank}: {share.error}" for rank, share in enumerate(shares) if share.error]
@@ -234,16 +241,16 @@ class Handover:
 
 
 class _Changes:
-    """What changed of a rank's tensors, as long as that can be had: whole files do without."""
+    """Writes the delta of a rank's tensors. If it fails, only the full files are used."""
 
     def __init__(self, against: Against, ranks: Sequence[int]) -> None:
-        """Open the file of a rank that writes.
+        """Open the delta file, if this rank writes one.
 
         Args:
-            against: the version before.
-            ranks: those that write.
+            against: base version.
+            ranks: ranks that write.
         """
-        self.reason = ""  # why it cannot be had
+        self.reason = ""  # why the delta failed; empty: it did not
         self._writer: DeltaWriter | None = None
         if dist.get_rank() in ranks:
             number = ranks.index(dist.get_rank()) + 1
@@ -255,7 +262,7 @@ class _Changes:
                 self.reason = str(error)
 
     def write(self, entry: Entry, data: memoryview, checksum: str) -> None:
-        """Write what changed of a tensor."""
+        """Write the delta of a tensor."""
         if self._writer is not None and not self.reason:
             try:
                 self._writer.write(entry, data, checksum)
@@ -263,7 +270,7 @@ class _Changes:
                 self.reason = str(error)
 
     def close(self) -> Sequence[TensorDelta]:
-        """Put it on the disk; how each tensor goes."""
+        """Sync the file to disk. Returns the delta form of each tensor."""
         try:
             return [] if self._writer is None else self._writer.close()
         except OSError as error:
@@ -272,7 +279,7 @@ class _Changes:
 
 
 class _Writer:
-    """A thread that writes a bucket while the next one is gathered."""
+    """Writes a bucket on a separate thread while the next one is gathered."""
 
     def __init__(self, files: ShardWriter, shards: Sequence[Shard], changes: _Changes | None) -> None:
         self._files = files
@@ -289,17 +296,17 @@ class _Writer:
         return self.writing is None or self.writing.done()
 
     def hand_over(self, bucket: Bucket, *, wait: bool = False) -> None:
-        """Have a bucket written, once the one before is. What comes after a failure is dropped."""
+        """Write a bucket after the previous one. Buckets after a failure are dropped."""
         self._wait()
         if bucket and not self._error:
-            data = [(name, bytes_of(tensor)) for name, tensor in bucket]  # from the GPU on this thread
+            data = [(name, bytes_of(tensor)) for name, tensor in bucket]  # copies from the GPU on this thread
             self.writing = self._executor.submit(self._write, data)
             del data
         if wait:
             self._wait()
 
     def close(self) -> _Share:
-        """Wait until all is written and say what was."""
+        """Wait until everything is written, and return the result."""
         self._wait()
         self._executor.shutdown()
         self._files.close()
@@ -326,12 +333,12 @@ class _Writer:
 
 
 def copied(parts: Iterable[Part]) -> list[Part]:
-    """Parts whose tensors are this host's, so that those of the model may change."""
+    """Copy the parts' tensors to the host, so that the model's tensors may change."""
     return [part._replace(tensor=host_copy(part.tensor)) for part in parts]
 
 
 def _taken(parts: list[Part]) -> Iterator[Part]:
-    """The parts, which are held here no longer than they are needed."""
+    """Yield the parts without keeping references to them, so that their memory is freed early."""
     parts.reverse()
     while parts:
         yield parts.pop()

@@ -1,4 +1,4 @@
-"""Which parallel layouts can hold a model. What is not built at all is refused before a start."""
+"""Checks that a parallel layout can hold a model, before a start."""
 
 from actors.trainer.models.config import HfConfig
 from runtime.hf_experts import Experts
@@ -7,20 +7,20 @@ from runtime.wording import count_of
 
 
 def check_layout(model: HfConfig, layout: MegatronConfig) -> None:
-    """Refuse a parallel layout that cannot hold the model.
+    """Reject a parallel layout that cannot hold the model.
 
     Raises:
-        ValueError: says which size, and what would fit.
+        ValueError: names the size that does not fit, and what would fit.
     """
     tensor = layout.tensor_model_parallel_size
     sizes = {"num_key_value_heads": model.num_key_value_heads, "vocab_size": model.vocab_size}
-    if model.latent is not None:  # Megatron-core cuts them where it is not told to keep them whole
+    if model.latent is not None:  # Megatron-core shards them unless it is configured not to
         sizes["kv_lora_rank + qk_rope_head_dim"] = model.latent.key_value_rank + model.latent.rotated_dim
         sizes["q_lora_rank"] = model.latent.query_rank or 0
     if model.experts is None or not all(model.experts.layers):
         sizes["intermediate_size"] = model.intermediate_size
     if model.num_mtp_layers:
-        sizes["hidden_size"] = model.hidden_size  # what is projected for the further layer
+        sizes["hidden_size"] = model.hidden_size  # output of the MTP layer's projection
     for name, size in sizes.items():
         _check_divides(name, size, tensor)
     if model.num_mtp_layers and model.tie_word_embeddings and layout.pipeline_model_parallel_size > 1:
@@ -38,7 +38,7 @@ def _check_divides(name: str, size: int, ranks: int) -> None:
 
 
 def _check_experts(experts: Experts | None, layout: MegatronConfig) -> None:
-    """As Megatron-core shares experts out, and gathers their gradients."""
+    """Check that Megatron-core can distribute the experts and gather their gradients."""
     ranks, tensor = layout.expert_model_parallel_size, layout.tensor_model_parallel_size
     of_each = layout.expert_tensor_parallel_size or tensor
     if experts is None:
@@ -58,7 +58,10 @@ def _check_experts(experts: Experts | None, layout: MegatronConfig) -> None:
 
 
 def _check_stages(num_layers: int, layout: MegatronConfig) -> None:
-    """As Megatron-core shares layers: what the first and last stage do not name is shared evenly among the others."""
+    """Check that Megatron-core can distribute the layers over the pipeline stages.
+
+    The first and the last stage may have a number of layers of their own. The other stages share the rest evenly.
+    """
     pipeline, virtual = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size or 1
     named = {
         name: size

@@ -1,8 +1,9 @@
-"""Weights under Hugging Face's names and under Megatron's.
+"""Weight names and layouts: Hugging Face's and Megatron's.
 
-A matrix is [out, in] on both sides. Megatron joins the query, key and value projections: for G key-value heads its rows
-are G groups of the query heads that share a key-value head, then the key head, then the value head. It joins gate and
-up projection one below the other. Experts are numbered through in both.
+A matrix is [out, in] in both. Megatron fuses the query, key and value projections. With G key-value heads, the fused
+rows are G groups. Each group has the query heads that share a key-value head, then the key head, then the value head.
+Megatron also fuses the gate projection and the up projection, one below the other. Both number the experts of all ranks
+from 0.
 """
 
 import re
@@ -28,12 +29,12 @@ _LAYER = {
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "mlp.router.weight": "mlp.gate.weight",
     "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
-    "enorm.weight": "enorm.weight",  # of the layer for further tokens, as the next three
+    "enorm.weight": "enorm.weight",  # of the MTP layer, like the next three
     "hnorm.weight": "hnorm.weight",
     "eh_proj.weight": "eh_proj.weight",
     "final_layernorm.weight": "shared_head.norm.weight",
 }
-_LATENT = {  # of multi-latent attention
+_LATENT = {  # MLA
     "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
     "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
     "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
@@ -43,19 +44,19 @@ _LATENT = {  # of multi-latent attention
     "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
 }
 _GATE_UP = ("gate_proj.weight", "up_proj.weight")
-_MLP: Final = re.compile(  # the layer's one, an expert, or the expert that every token goes through
+_MLP: Final = re.compile(  # dense MLP, routed expert, or shared expert
     r"mlp\.(?:experts\.local_(?P<expert>experts\.\d+)\.|(?P<shared>shared_experts)\.)?linear_fc(?P<half>[12])\.weight"
 )
 
 
 def joined_for_megatron(name: str, model: HfConfig, source: Callable[[str], Tensor], *, parts: int = 1) -> Tensor:
-    """The tensor that Megatron has under a name, from those that Hugging Face has.
+    """Build a Megatron tensor from Hugging Face's tensors.
 
     Args:
-        name: Megatron's, with the layer's number in the whole model.
-        model: its shape.
-        source: tensors by Hugging Face name, whole or one of equal parts, as a tensor-parallel rank has them.
-        parts: into how many the source cuts key-value heads.
+        name: Megatron name, with the layer's number in the whole model.
+        model: configuration of the model.
+        source: tensors by Hugging Face name: full, or the equal shards of a tensor-parallel rank.
+        parts: number of shards of the key-value heads in the source.
     """
     if name == "output_layer.weight" and model.tie_word_embeddings:
         return source("model.embed_tokens.weight")
@@ -76,13 +77,13 @@ def joined_for_megatron(name: str, model: HfConfig, source: Callable[[str], Tens
 
 
 def split_for_hf(name: str, model: HfConfig, whole: Tensor, *, parts: int = 1) -> list[tuple[str, Tensor]]:
-    """The tensors that Hugging Face has, by name, of the one that Megatron has.
+    """Split a Megatron tensor into Hugging Face's tensors, by name.
 
     Args:
-        name: Megatron's, with the layer's number in the whole model.
-        model: its shape.
-        whole: the tensor, or one of equal parts, as a tensor-parallel rank has it: then it yields parts.
-        parts: into how many key-value heads are cut.
+        name: Megatron name, with the layer's number in the whole model.
+        model: configuration of the model.
+        whole: the full tensor, or the equal shard of a tensor-parallel rank, which yields shards.
+        parts: number of shards of the key-value heads.
     """
     if name in _TOP:
         return [(hf_name, whole) for hf_name in (_TOP[name], *copies_of(_TOP[name], model))]
@@ -102,7 +103,7 @@ def split_for_hf(name: str, model: HfConfig, whole: Tensor, *, parts: int = 1) -
 
 
 def _same_in_both(rest: str, model: HfConfig) -> str | None:
-    """Hugging Face's name of a layer's tensor that is no other than Megatron's."""
+    """Return the Hugging Face name of a layer's tensor that is equal in both formats. None: it is a fused tensor."""
     return (_LAYER if model.latent is None else _LAYER | _LATENT).get(rest)
 
 

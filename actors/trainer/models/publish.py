@@ -1,9 +1,9 @@
-"""Weights on disk for engines to take: `v000007`, complete or not there at all.
+"""Weight versions on disk for engines: `v000007`, either complete or absent.
 
-A version is whole, `model.safetensors` and config.json, or it is what changed since the one before (`delta.json` and
-payloads, `runtime/weights/delta.py`). Whole files are written of each: of those that go as changes they are the
-trainer's own, in `base`, and what the next version is compared with. A trainer that starts has no such base, so its
-first version goes whole.
+A version holds full weights (`model.safetensors` and config.json) or a delta to the previous version (`delta.json` and
+payloads, `runtime/weights/delta.py`). The trainer writes full files of every version. If the version is a delta, its
+full files are for the trainer alone, in `base`: the next version is compared with them. A trainer that starts has no
+such base, so its first version is full.
 """
 
 import shutil
@@ -28,54 +28,54 @@ from runtime.weights.versions import name_of, on_disk, versions_in, write_note
 log = structlog.get_logger()
 
 WEIGHTS: Final = "weights"  # in the run directory
-BASE: Final = "base"  # beside the versions: the trainer's own whole files
+BASE: Final = "base"  # next to the versions: the trainer's own full files
 KEEP_VERSIONS: Final = 2
 
 
 @dataclass(frozen=True)
 class Published:
-    """A set of weights on disk."""
+    """A weight version on disk."""
 
-    path: Path | None  # none: not written
+    path: Path | None  # None: not written
     checksum: str
-    size_bytes: int  # of its tensors' whole files
-    took_s: float  # to gather, write and probe it
+    size_bytes: int  # of the full safetensors files
+    took_s: float  # seconds to gather, write and probe it
     probe: WeightProbe | None = None
-    base_version: int = 0  # which what lies there is changes to; 0: it is whole
-    delta_bytes: int = 0  # of these
-    files: Mapping[str, FileSum] = field(default_factory=dict[str, FileSum])  # of those that an engine reads, by name
+    base_version: int = 0  # version that the delta applies to; 0: the version is full
+    delta_bytes: int = 0  # of the delta
+    files: Mapping[str, FileSum] = field(default_factory=dict[str, FileSum])  # files that an engine reads, by name
 
 
 NOT_WRITTEN: Final = Published(path=None, checksum="", size_bytes=0, took_s=0.0)
 
 
 class Written(NamedTuple):
-    """What all ranks have written of a version."""
+    """Result of all ranks' writes of a version."""
 
     checksums: Mapping[str, str]  # by tensor
-    tensors: Sequence[TensorDelta] = ()  # how each goes as changes; none: they were not asked for, or cannot be had
-    no_delta: str = ""  # why they cannot be had
-    files: Mapping[str, FileSum] = MappingProxyType({})  # by name; none: they are not to be compared
+    tensors: Sequence[TensorDelta] = ()  # delta form of each; empty: no delta was requested, or it failed
+    no_delta: str = ""  # why the delta failed
+    files: Mapping[str, FileSum] = MappingProxyType({})  # by name; empty: file sums are not compared
 
     @property
     def checksum(self) -> str:
-        """Of all tensors."""
+        """Checksum of all tensors."""
         return combined(self.checksums).total
 
 
 @dataclass(frozen=True)
 class Begun:
-    """Where a version is being written."""
+    """A version that is being written, and its directories."""
 
     number: int
-    whole: Path  # hidden, for its whole files
-    delta: Path | None = None  # hidden, for what changed; none: it goes whole
-    base: Path | None = None  # the whole files of the one before
-    before: Version | None = None  # which one that is
+    whole: Path  # hidden directory of the full files
+    delta: Path | None = None  # hidden directory of the delta; None: the version is full
+    base: Path | None = None  # full files of the previous version
+    before: Version | None = None  # previous version
 
 
 class Versions:
-    """The versions that a trainer puts on the disk, as its first rank knows them."""
+    """Weight versions that a trainer writes to disk, managed by its first rank."""
 
     def __init__(
         self,
@@ -86,28 +86,28 @@ class Versions:
         weight_format: WeightFormat = "as_trained",
         shapes: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
-        """None is written yet.
+        """Start without a version of this process.
 
         Args:
-            root: where versions lie.
-            model_directory: where config.json is copied from.
-            every: of so many versions in a row one is whole.
-            weight_format: of the files; config.json says so.
-            shapes: of all tensors by name.
+            root: directory of versions.
+            model_directory: directory to copy config.json from.
+            every: interval between full versions, counted in versions; those in between are deltas.
+            weight_format: dtype or quantization of the files; config.json records it.
+            shapes: shapes of all tensors by name.
         """
         self._root = root
         self._model_directory = model_directory
         self._every = every
         self._weight_format: WeightFormat = weight_format
         self._shapes = shapes
-        self._newest: tuple[Version, Path] | None = None  # and its whole files; none: of this process none is complete
+        self._newest: tuple[Version, Path] | None = None  # with its full files; None: this process has completed none
 
     def begin(self, number: int, *, whole: bool = False) -> Begun:
-        """Directories to write a version into; what a crash before the announcement left under its name is gone.
+        """Create the directories of a version. Deletes what a crash before its announcement left under its name.
 
         Args:
-            number: one that was never announced.
-            whole: it has to be.
+            number: a number that was never announced.
+            whole: write full weights, not a delta.
         """
         path = self._root / name_of(number)
         hidden, delta = self._root / f".{path.name}", self._root / f".delta-{path.name}"
@@ -155,12 +155,13 @@ class Versions:
         )
 
     def prune(self, *, confirmed: int) -> None:
-        """Delete versions that nobody needs: neither among the newest, nor newer than what engines confirmed.
+        """Delete versions that no engine needs.
 
-        Of those that stay, there stays what somebody who has nothing needs to get them.
+        The newest versions stay, and those not older than `confirmed`. All files stay that an engine without weights
+        needs to load one of them.
 
         Args:
-            confirmed: the newest version that an engine holds; 0: none yet.
+            confirmed: newest version that an engine holds; 0: none.
         """
         versions = versions_in(self._root)
         kept = {number for number, _ in versions if number >= confirmed} | {
@@ -171,14 +172,14 @@ class Versions:
             if each.version.number in kept:
                 try:
                     kept |= needed_for(each.version, stored)
-                except ValueError as error:  # it is of no use any more, and tells who looks why
+                except ValueError as error:  # engines cannot load it any more; the log says why
                     log.warning("version_cannot_be_reached", weight_version=each.version.number, reason=str(error))
         for number, path in versions:
             if number not in kept:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _with_index(self, begun: Begun, written: Written) -> Path | None:
-        """The directory with what changed, all of it; none: the version goes whole."""
+        """Write the index of the delta. Returns the delta's directory; None: the version is published in full."""
         if begun.delta is None or begun.before is None:
             return None
         reason = written.no_delta
@@ -194,20 +195,20 @@ class Versions:
         return None
 
     def _forget_bases(self) -> None:
-        """Of earlier versions, and of trainers before this one."""
+        """Delete base files of earlier versions and of earlier trainers."""
         for _, path in versions_in(self._root / BASE):
             if self._newest is None or path != self._newest[1]:
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def newest_whole(root: Path) -> tuple[int, Path] | None:
-    """The newest version of which whole files lie in a directory of versions, the trainer's own included."""
+    """Find the newest version with full files in a directory of versions, including the trainer's own base files."""
     found = [(number, path) for place in (root, root / BASE) for number, path in versions_in(place)]
     return max((each for each in found if list(each[1].glob("*.safetensors"))), default=None)
 
 
 def _with_small_files(directory: Path, files: Mapping[str, FileSum]) -> dict[str, FileSum]:
-    """With those that an engine reads beside the tensors."""
+    """Add the sums of the other files that an engine reads."""
     if not files:
         return {}
     small = [file for name in (INDEX_FILE, "config.json") if (file := directory / name).is_file()]

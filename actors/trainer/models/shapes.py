@@ -1,4 +1,4 @@
-"""Which tensors a model has under Hugging Face's names, and their shapes."""
+"""Tensors of a model under Hugging Face's names, and their shapes."""
 
 import math
 
@@ -9,7 +9,7 @@ QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def hf_shapes(model: HfConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a model by its Hugging Face name, in the order of the layers, without a tied output weight."""
+    """Map the Hugging Face name of every tensor to its shape, in layer order. A tied output weight is left out."""
     hidden, inner = model.hidden_size, model.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (model.vocab_size, hidden)}
     for index in range(model.num_hidden_layers + model.num_mtp_layers):
@@ -26,12 +26,12 @@ def hf_shapes(model: HfConfig) -> dict[str, tuple[int, ...]]:
 
 
 def num_weights(model: HfConfig) -> int:
-    """Numbers in all tensors of a model."""
+    """Count the weights in all tensors of a model."""
     return sum(math.prod(shape) for shape in hf_shapes(model).values())
 
 
 def copies_of(name: str, model: HfConfig) -> list[str]:
-    """Under which names a layer for further tokens has a top tensor again: they are written, and never read."""
+    """List the names under which an MTP layer repeats a top-level tensor. These copies are written and never read."""
     if not model.num_mtp_layers:
         return []
     embedding, head = (
@@ -62,7 +62,7 @@ def _attention(model: HfConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _latent(model: HfConfig, latent: Latent) -> dict[str, tuple[int, ...]]:
-    """Of multi-latent attention."""
+    """Tensor shapes of multi-latent attention (MLA)."""
     heads, hidden, rank = model.num_attention_heads, model.hidden_size, latent.key_value_rank
     query = heads * latent.head_dim
     shapes: dict[str, tuple[int, ...]] = {"self_attn.q_proj.weight": (query, hidden)}

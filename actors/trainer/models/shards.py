@@ -1,4 +1,4 @@
-"""Safetensors files that are written tensor by tensor: what a file will hold is known before and stands first in it."""
+"""Safetensors files that are written tensor by tensor. The header is known in advance and written first."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from messages import FileSum
 from runtime.checksums import INDEX_FILE, SINGLE_FILE, tensor_checksum
 from runtime.weights.sums import RunningSum
 
-SHARD_BYTES: Final = 5_000_000_000  # of tensors in a file
+SHARD_BYTES: Final = 5_000_000_000  # maximum bytes of tensors in a file
 _DTYPES: Final = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -25,7 +25,7 @@ _DTYPES: Final = {
 
 
 class Entry(NamedTuple):
-    """A tensor of a file."""
+    """Metadata of a tensor in a file."""
 
     name: str
     dtype: str  # as safetensors spells it
@@ -34,19 +34,19 @@ class Entry(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A file and its tensors, in the order in which they are written."""
+    """A file and its tensors, in write order."""
 
     file: str
     entries: Sequence[Entry]
 
 
 def entry_of(name: str, tensor: Tensor) -> Entry:
-    """What a file says of a tensor, which may be on the device "meta"."""
+    """Describe a tensor for a file's header. The tensor may be on the device "meta"."""
     return Entry(name, _DTYPES[tensor.dtype], tuple(tensor.shape), tensor.nbytes)
 
 
 def cut_into_shards(entries: Iterable[Entry]) -> list[list[Entry]]:
-    """The tensors in their order, as many in a file as fit; a larger one alone."""
+    """Distribute tensors over files in their order, up to SHARD_BYTES per file. A larger tensor gets its own file."""
     shards: list[list[Entry]] = []
     size = 0
     for entry in entries:
@@ -59,12 +59,12 @@ def cut_into_shards(entries: Iterable[Entry]) -> list[list[Entry]]:
 
 
 def named(shards: Sequence[Sequence[Entry]], *, before: int = 0, total: int | None = None) -> list[Shard]:
-    """Files for shards.
+    """Name the files of this rank's shards.
 
     Args:
-        shards: of this rank.
-        before: files of ranks before this one.
-        total: files of all ranks; none: there is no other rank.
+        shards: shards of this rank.
+        before: number of files of the ranks before this one.
+        total: number of files of all ranks; None: this rank writes all files.
     """
     total = len(shards) if total is None else total
     if total == 1:
@@ -77,7 +77,7 @@ def named(shards: Sequence[Sequence[Entry]], *, before: int = 0, total: int | No
 
 
 def write_index(directory: Path, shards: Sequence[Shard]) -> None:
-    """Say which file holds which tensor; of a single file that is not needed."""
+    """Write the index of which file holds which tensor. A single file needs none."""
     if len(shards) == 1:
         return
     size = sum(entry.size_bytes for shard in shards for entry in shard.entries)
@@ -87,24 +87,28 @@ def write_index(directory: Path, shards: Sequence[Shard]) -> None:
 
 
 class ShardWriter:
-    """Writes tensors one after the other, and computes their checksums and the files' on the way."""
+    """Writes tensors one after another, and computes the checksums of tensors and files meanwhile."""
 
     def __init__(self, directory: Path, shards: Sequence[Shard]) -> None:
-        """Nothing is written yet.
+        """Plan the files, without opening one.
 
         Args:
-            directory: exists.
-            shards: every tensor that will be written, in this order.
+            directory: existing directory.
+            shards: every tensor to write, in this order.
         """
         self._directory = directory
         self._left = [(shard, list(reversed(shard.entries))) for shard in reversed(shards)]
         self._file: FileIO | None = None
         self._sum = RunningSum()
         self.checksums: dict[str, str] = {}  # by tensor
-        self.files: dict[str, FileSum] = {}  # by name, of those that are complete
+        self.files: dict[str, FileSum] = {}  # by name, of complete files
 
     def write(self, name: str, data: memoryview) -> Entry:
-        """Write the next tensor; what the file says of it."""
+        """Write the next tensor and return its entry.
+
+        Raises:
+            ValueError: another tensor is next.
+        """
         shard, entries = self._left[-1]
         entry = entries.pop()
         if (entry.name, entry.size_bytes) != (name, data.nbytes):
@@ -115,25 +119,25 @@ class ShardWriter:
         self._write(self._file, data)
         self.checksums[name] = tensor_checksum(name, entry.dtype, entry.shape, data)
         if not entries:
-            os.fsync(self._file.fileno())  # by who wrote it: on a file system of several nodes no other can
+            os.fsync(self._file.fileno())  # the writer has to: on a shared file system no other node can
             self.close()
             self.files[shard.file] = self._sum.sum
             self._left.pop()
         return entry
 
     def _write(self, file: FileIO, data: memoryview) -> None:
-        self._sum.add(data)  # of what is in memory: what the disk makes of it is compared with that
+        self._sum.add(data)  # of the bytes in memory: files are compared with that sum
         _write_all(file, data)
 
     def close(self) -> None:
-        """Leave a file unfinished, if one is."""
+        """Close the current file, which stays unfinished."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def _write_all(file: FileIO, data: memoryview) -> None:
-    """The system may take less at a time: on Linux 2 GiB."""
+    """Write all bytes. One system call may write fewer: on Linux at most 2 GiB."""
     while data:
         data = data[file.write(data) :]
 
@@ -146,17 +150,17 @@ def _header(entries: Sequence[Entry]) -> bytes:
         header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
         begin = offsets[1]
     encoded = msgspec.json.encode(header)
-    encoded += b" " * (-len(encoded) % 8)  # the tensors lie aligned
+    encoded += b" " * (-len(encoded) % 8)  # aligns the tensors
     return len(encoded).to_bytes(8, "little") + encoded
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The row-major bytes of a tensor; of one on the CPU not a copy, if it is contiguous."""
+    """Return the row-major bytes of a tensor. A contiguous tensor on the CPU is not copied."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def write_weights(weights: Mapping[str, Tensor], directory: Path) -> None:
-    """Write whole tensors that are in memory: one file, or shards and their index."""
+    """Write full tensors from memory: one file, or shards and their index."""
     shards = named(cut_into_shards([entry_of(name, tensor) for name, tensor in weights.items()]))
     writer = ShardWriter(directory, shards)
     for name, tensor in weights.items():

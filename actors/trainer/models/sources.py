@@ -1,4 +1,4 @@
-"""Where tensors come from, whole or one rank's part: drawn, or in memory. A directory as a source is in files.py."""
+"""Sources of weight tensors, full or one rank's shard: random, or in memory. files.py reads a directory."""
 
 import hashlib
 from collections.abc import Mapping
@@ -14,29 +14,30 @@ from actors.trainer.models.shapes import copies_of, hf_shapes
 
 @dataclass(frozen=True)
 class Cut:
-    """One of equal parts of a tensor."""
+    """One of the equal shards of a tensor."""
 
     dim: int
     index: int
     count: int
 
     def of(self, whole: Tensor) -> Tensor:
-        """That part."""
+        """Return this shard of a full tensor."""
         return whole.chunk(self.count, dim=self.dim)[self.index]
 
 
 class WeightSource(Protocol):
-    """Gives tensors by their Hugging Face name."""
+    """Returns tensors by their Hugging Face name."""
 
     def __call__(self, name: str, cut: Cut | None = None) -> Tensor:
-        """The whole tensor, or a part of it."""
+        """Return the full tensor, or a shard of it."""
         ...
 
 
 def random_source(model: HfConfig, seed: int) -> WeightSource:
-    """Weights drawn as transformers initialises them: matrices normal, norms one, biases zero.
+    """Random weights, initialised as in transformers: matrices normal, norms one, biases zero.
 
-    Each tensor has its own generator, so that the values depend on neither the parallel layout nor the order of asking.
+    Each tensor has its own generator. Its values therefore depend neither on the parallel layout nor on the order of
+    calls.
     """
     shapes = hf_shapes(model)
     copied = {copy: name for name in shapes for copy in copies_of(name, model)}
@@ -59,7 +60,7 @@ def random_source(model: HfConfig, seed: int) -> WeightSource:
 
 
 def mapping_source(weights: Mapping[str, Tensor]) -> WeightSource:
-    """Weights that are in memory already."""
+    """Weights that are already in memory."""
 
     def read(name: str, cut: Cut | None = None) -> Tensor:
         return weights[name] if cut is None else cut.of(weights[name])

@@ -1,4 +1,4 @@
-"""Whether the safetensors files of a directory are a model's weights, as its config.json describes them. No torch."""
+"""Checks that a directory's safetensors files hold the model that its config.json describes. No torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,18 +14,18 @@ FLOATS: Final = ("F64", "F32", "BF16", "F16")  # dtypes of weights, as safetenso
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 _ROPE_BUFFER: Final = "rotary_emb.inv_freq"  # computed from config.json; older tools wrote it
-_COMPARED_BYTES: Final = 64 << 20  # at once
+_COMPARED_BYTES: Final = 64 << 20  # compared at a time
 
 
 def check_weights(directory: Path, model: HfConfig) -> None:
-    """Refuse files that hold anything else than the model's tensors.
+    """Reject files that hold anything other than the model's tensors.
 
     Raises:
-        ValueError: names the tensor that is missing, not understood, or in the way.
+        ValueError: names the tensor that is missing, unsupported or unexpected.
         OSError: a file is missing or cannot be read.
     """
     found, expected = tensors_in(directory), hf_shapes(model)
-    copies = {copy for name in expected for copy in copies_of(name, model)}  # which are not read
+    copies = {copy for name in expected for copy in copies_of(name, model)}  # MTP duplicates are never read
     for name, shape in expected.items():
         if name not in copies:
             _check_tensor(directory, name, shape, found.get(name), model)
@@ -53,7 +53,7 @@ def _check_tensor(
 def _check_further(
     directory: Path, name: str, tensor: StoredTensor, found: Mapping[str, StoredTensor], model: HfConfig
 ) -> None:
-    """A tensor that the model has no place for."""
+    """Check a tensor that is not part of the model."""
     first = model.num_hidden_layers + model.num_mtp_layers
     unused = tuple(f"model.layers.{first + number}." for number in range(model.num_unused_mtp_layers))
     if name.endswith(_ROPE_BUFFER) or name.startswith(unused):
