@@ -1,4 +1,7 @@
-"""Settings that have Megatron-core's names reach it, and the table of its fields is that of the installed package."""
+"""Settings that have Megatron-core's names reach it, and the table of its fields is that of the installed package.
+
+What does something on several ranks alone is in the rows of tests/grid.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,17 +26,6 @@ HOW = {
         "megatron": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
     },
     "disable_bf16_reduced_precision_matmul": {"megatron": {"disable_bf16_reduced_precision_matmul": True}},
-    "deallocate_pipeline_outputs": {"megatron": {"deallocate_pipeline_outputs": True}},
-    "distribute_saved_activations": {
-        "megatron": {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-            "distribute_saved_activations": True,
-        }
-    },
-    "bucket_size": {"ddp": {"overlap_grad_reduce": True, "bucket_size": 1000}},
-    "pad_buckets": {"optimizer": {"use_distributed_optimizer": True}, "ddp": {"pad_buckets_for_high_nccl_busbw": True}},
 }
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from actors.trainer.algorithms.losses import sft_loss
 from actors.trainer.batches.batch import TrainBatch
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.train_step import TrainStep
@@ -49,12 +48,6 @@ def topology_of(make_topology: MakeTopology, directory: Path | None = None, **al
         algorithm={"loss_type": "sft_loss", "num_steps_per_rollout": 1, **algorithm},
         optimizer={"weight_decay": 0.0, "adam_eps": ADAM_EPS},
     )
-
-
-def test_the_loss_of_a_token_is_its_cross_entropy() -> None:
-    logits, target = torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([1])
-    log_probs = logits.log_softmax(-1)[:, 1]
-    torch.testing.assert_close(sft_loss(log_probs), cross_entropy(logits, target, reduction="none"))
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean of samples", "mean of tokens"])

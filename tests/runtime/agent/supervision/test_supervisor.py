@@ -149,10 +149,6 @@ def test_restart_delays_double_up_to_the_limit_until_the_budget_is_spent() -> No
     assert end is None
 
 
-def test_processes_that_end_together_are_not_started_again_together() -> None:
-    assert len({RestartBudget(1).spend(1) for _ in range(20)}) == 20
-
-
 @pytest.mark.usefixtures("longest_pauses")
 def test_progress_refills_the_budget_and_a_process_that_lasted_is_restarted_soon() -> None:
     budget = RestartBudget(2)
