@@ -25,7 +25,9 @@ from messages import (
     SnapshotTaken,
 )
 from runtime.ledger.fold import LedgerState, Stage, fold
-from tests.support.ledger_log import Log, aborted, kinds, saved, summary, trained
+from tests.build.events import aborted, saved, trained
+from tests.build.samples import summary
+from tests.support.ledger_log import Log, kinds
 
 
 def test_nothing_is_issued_before_weights_are_announced() -> None:
@@ -78,7 +80,7 @@ def test_a_rejected_group_is_counted_and_replaced() -> None:
     log = Log()
     log.announce(0)
     log.decide()
-    log.complete(0, verdict=Outcome.DROP)
+    log.complete(0, outcome=Outcome.DROP)
     (refill,) = log.decide()
     assert isinstance(refill, GroupsIssued)
     assert [group.group_id for group in refill.groups] == [2, 3]
@@ -135,7 +137,14 @@ def test_an_evaluation_is_issued_on_its_interval_and_ended_with_its_means() -> N
     assert isinstance(issued, EvalIssued)
     for item, reward in ((0, 1.0), (1, 0.0), (1, 1.0)):  # the third is a duplicate
         log.add(
-            EvalCompleted(step=0, set="test", item=item, version=1, instance="rollout", samples=(summary(1, reward),))
+            EvalCompleted(
+                step=0,
+                set="test",
+                item=item,
+                version=1,
+                instance="rollout",
+                samples=(summary(0, (1, 0), reward=reward),),
+            )
         )
     (ended,) = log.decide()
     assert isinstance(ended, EvalEnded)
@@ -149,9 +158,9 @@ def test_an_evaluation_that_newer_weights_ended_says_how_much_of_it_is_theirs() 
     log.decide()
     answers = ((1, 1), (1, 3), (2, 2), (None, None))  # oldest and newest version of each sample
     for item, (first, last) in enumerate(answers):
-        sample = msgspec.structs.replace(summary(1), first_version=first, last_version=last)
+        sample = msgspec.structs.replace(summary(0, (1, 0)), first_version=first, last_version=last)
         log.add(EvalCompleted(step=0, set="test", item=item, version=1, instance="rollout", samples=(sample,)))
-    sample = msgspec.structs.replace(summary(1), first_version=1, last_version=1)
+    sample = msgspec.structs.replace(summary(0, (1, 0)), first_version=1, last_version=1)
     log.add(EvalCompleted(step=0, set="other", item=0, version=1, instance="rollout", samples=(sample,)))
     (ended,) = log.decide()
     assert isinstance(ended, EvalEnded)
@@ -167,7 +176,7 @@ def test_a_batch_waits_for_the_evaluation_of_its_weights() -> None:
     log.complete(0)
     log.complete(1)
     assert log.decide() == []
-    log.add(EvalCompleted(step=0, set="test", item=0, version=1, instance="r", samples=(summary(1),)))
+    log.add(EvalCompleted(step=0, set="test", item=0, version=1, instance="r", samples=(summary(0, (1, 0)),)))
     assert kinds(log.decide()) == [EvalEnded, BatchReady]
 
 
@@ -180,7 +189,7 @@ def test_the_run_finishes_after_its_last_step_is_saved_announced_and_evaluated()
     log.decide()
     log.train(0)
     assert kinds(log.decide()) == [EvalIssued]
-    log.add(EvalCompleted(step=1, set="test", item=0, version=2, instance="r", samples=(summary(1),)))
+    log.add(EvalCompleted(step=1, set="test", item=0, version=2, instance="r", samples=(summary(0, (1, 0)),)))
     assert kinds(log.decide()) == [EvalEnded]
     log.add(saved(1, oldest=1))
     assert kinds(log.decide()) == [SnapshotTaken, RunFinished]
@@ -230,9 +239,9 @@ def test_a_run_whose_groups_are_all_rejected_is_given_up_and_tried_again_by_the_
     log.announce(0)
     log.decide()
     for group_id in range(3):
-        log.complete(group_id, verdict=Outcome.DROP)
+        log.complete(group_id, outcome=Outcome.DROP)
         log.decide()
-    log.complete(3, verdict=Outcome.DROP)
+    log.complete(3, outcome=Outcome.DROP)
     (failed,) = log.decide()
     assert isinstance(failed, RunFailed)
     assert "filter_drop (4)" in failed.reason
@@ -249,12 +258,12 @@ def test_a_buffer_that_starts_again_counts_rejected_groups_as_the_one_before() -
     log.announce(0)
     log.decide()
     for group_id, verdict in enumerate((Outcome.SPARE, Outcome.SPARE, Outcome.DROP)):
-        log.complete(group_id, verdict=verdict)
+        log.complete(group_id, outcome=verdict)
     log.add(BufferStarted(incarnation=2))
     assert (len(log.state.in_stage(Stage.SPARE)), log.state.barren) == (2, 3)
     for group_id in (3, 4):
         log.decide()
-        log.complete(group_id, verdict=Outcome.DROP)
+        log.complete(group_id, outcome=Outcome.DROP)
     (failed,) = log.decide()
     assert isinstance(failed, RunFailed)
     assert "5 prompt groups in a row" in failed.reason
@@ -283,8 +292,8 @@ def test_a_batch_ends_the_count_of_rejected_groups() -> None:
     log = Log(max_barren_groups=3)
     log.announce(0)
     log.decide()
-    log.complete(0, verdict=Outcome.DROP)
-    log.complete(1, verdict=Outcome.DROP)
+    log.complete(0, outcome=Outcome.DROP)
+    log.complete(1, outcome=Outcome.DROP)
     log.decide()
     log.complete(2)
     log.complete(3)
@@ -356,7 +365,7 @@ def _act(log: Log, action: str, number: int) -> None:
             event = {"lease": "l", "round": 0, "instance": "r", "reason": "poison"}
             log.add(GroupFailed(group_id=group.group_id, attempt=group.attempt, **event))
         else:
-            log.complete(group.group_id, verdict=Outcome.KEEP if action == "complete" else Outcome.DROP)
+            log.complete(group.group_id, outcome=Outcome.KEEP if action == "complete" else Outcome.DROP)
     elif action == "train" and waiting:
         log.train(min(waiting))
     elif action == "announce":

@@ -15,7 +15,8 @@ from messages import (
 from runtime.ledger.books import LedgerReport, LedgerSummary, lines_of
 from runtime.ledger.fold import Books
 from runtime.ledger.group_life import GroupLife
-from tests.support.log_of_a_run import LOG, THE_END, batch, completed, issued, trained
+from tests.build.events import batch, completed, issued, trained
+from tests.support.log_of_a_run import LOG, THE_END
 
 BOOKS = Books(issued=8, trained=4, skipped=0, dropped=2, failed=1, pooled=0, ready=0, in_flight=1)
 
@@ -153,15 +154,15 @@ def test_a_task_that_nobody_can_read_is_part_of_a_life() -> None:
 
 def test_a_batch_that_is_taken_back_is_part_of_a_life() -> None:
     """Group 1 lost nothing, and is trained in the batch that is made instead."""
-    log = [*LOG[:11], missing(0, g0=4), batch(0, g1=6), trained(0)]
+    log = [*LOG[:11], missing(0, (0, 4)), batch(0, (1, 6)), trained(0)]
     lives = {group_id: [event for _, event in life_of(group_id, *log)] for group_id in (0, 1)}
     assert [type(event) for event in lives[1]][-4:] == [BatchReady, PayloadsMissing, BatchReady, BatchTrained]
     assert lives[1][-3] == missing(0)
-    assert lives[0][-1] == missing(0, g0=4)
+    assert lives[0][-1] == missing(0, (0, 4))
 
 
-def missing(step: int, **refs: int) -> PayloadsMissing:
-    return PayloadsMissing(step=step, incarnation=1, groups=batch(step, **refs).groups, reason="purged")
+def missing(step: int, *refs: tuple[int, int]) -> PayloadsMissing:
+    return PayloadsMissing(step=step, incarnation=1, groups=batch(step, *refs).groups, reason="purged")
 
 
 def test_a_replayed_step_is_part_of_a_life() -> None:

@@ -37,7 +37,9 @@ from messages.subjects import filter_of
 from runtime.ledger.fold import LedgerState, Stage, fold
 from runtime.ledger.groups import spills_of
 from runtime.ledger.state import MAX_ENDINGS_LOST
-from tests.support.ledger_log import Log, aborted, announced, completed, judged, kinds, saved, summary, trained
+from tests.build.events import aborted, announced, completed, saved, trained, verdict
+from tests.build.samples import summary
+from tests.support.ledger_log import Log, kinds
 from tests.support.rollout import announcement
 
 
@@ -61,7 +63,7 @@ def test_a_late_result_of_an_older_attempt_changes_nothing() -> None:
     log.decide()
     before = msgspec.json.encode(log.state.groups)
     log.add(completed(1, 0))
-    log.add(judged(1, 0, len(log.events)))
+    log.add(verdict(1, len(log.events)))
     assert msgspec.json.encode(log.state.groups) == before
 
 
@@ -70,10 +72,10 @@ def test_only_the_first_verdict_counts_and_only_for_the_event_it_cites() -> None
     log.announce(0)
     log.decide()
     seq = log.add(completed(0, 0))
-    log.add(judged(0, 0, seq + 100, Outcome.DROP))
+    log.add(verdict(0, seq + 100, Outcome.DROP))
     assert log.state.groups[0].stage is Stage.COMPLETED
-    log.add(judged(0, 0, seq))
-    log.add(judged(0, 0, seq, Outcome.DROP))
+    log.add(verdict(0, seq))
+    log.add(verdict(0, seq, Outcome.DROP))
     assert log.state.groups[0].stage is Stage.READY
 
 
@@ -118,7 +120,7 @@ def test_payloads_are_needed_until_no_loadable_checkpoint_lacks_their_batch() ->
     log.announce(0)
     log.decide()
     seq = log.add(completed(0, 0, payload=11))
-    log.add(judged(0, 0, seq))
+    log.add(verdict(0, seq))
     log.decide()
     log.train(0)
     assert log.state.low_water() == 11
@@ -135,11 +137,13 @@ def played() -> Log:
         log.announce(step)
         log.decide()
         log.add(
-            EvalCompleted(step=step, set="test", item=0, version=step + 1, instance="r", samples=(summary(1, 0.5),))
+            EvalCompleted(
+                step=step, set="test", item=0, version=step + 1, instance="r", samples=(summary(0, (1, 0), reward=0.5),)
+            )
         )
         log.decide()
         live = [group_id for group_id, group in log.state.groups.items() if group.stage is Stage.IN_FLIGHT]
-        log.complete(live[0], verdict=Outcome.DROP)
+        log.complete(live[0], outcome=Outcome.DROP)
         log.decide()
         while log.state.round == step:
             live = [group_id for group_id, group in log.state.groups.items() if group.stage is Stage.IN_FLIGHT]
@@ -190,7 +194,7 @@ def test_an_item_beyond_its_evaluation_set_is_not_counted() -> None:
     log.announce(0)
     log.decide()
     for item in (3, 0):
-        log.add(EvalCompleted(step=0, set="test", item=item, version=1, instance="r", samples=(summary(1),)))
+        log.add(EvalCompleted(step=0, set="test", item=item, version=1, instance="r", samples=(summary(0, (1, 0)),)))
     assert kinds(log.decide()) == [EvalEnded]
 
 
@@ -198,7 +202,7 @@ def test_an_item_whose_task_nobody_can_read_ends_without_samples() -> None:
     log = Log(evals=(EvalPlan(name="test", interval=1, num_items=2),))
     log.announce(0)
     log.decide()
-    log.add(EvalCompleted(step=0, set="test", item=0, version=1, instance="r", samples=(summary(1),)))
+    log.add(EvalCompleted(step=0, set="test", item=0, version=1, instance="r", samples=(summary(0, (1, 0)),)))
     for key in ("7.test.1", "0.other.1", "0.test.2", "0.test.x", "0.test"):
         log.add(MessageDeadLettered(subject=f"phy.r.work.eval.{key}", reason="no such field", dead_seq=1))
     assert kinds(log.decide()) == []
@@ -337,7 +341,7 @@ def test_versions_are_remembered_while_a_batch_with_tokens_of_them_may_be_traine
 
 def test_a_spare_group_is_pooled_in_the_books_and_counts_as_rejected() -> None:
     log = issued_log()
-    log.complete(0, verdict=Outcome.SPARE)
+    log.complete(0, outcome=Outcome.SPARE)
     assert (log.state.groups[0].stage, log.state.groups[0].reason) == (Stage.SPARE, "filter_spare")
     assert (log.state.books().pooled, log.state.barren, log.state.books().closed) == (1, 1, True)
     log.add(GroupsClosed(incarnation=1, group_ids=(0,), outcome="dropped", reason="r"))
@@ -441,7 +445,7 @@ def test_a_stored_prompt_is_kept_until_no_loadable_checkpoint_lacks_its_batch() 
     assert log.state.low_water() == 1  # what the groups will store is not known yet
     for group_id, payload in ((0, 21), (1, 22)):
         seq = log.add(completed(group_id, 0, payload=payload))
-        log.add(judged(group_id, 0, seq))
+        log.add(verdict(group_id, seq))
     assert log.state.low_water() == 11
     log.decide()
     log.add(trained(0))
@@ -458,7 +462,7 @@ def test_a_group_that_is_issued_again_keeps_its_stored_prompt_unless_that_may_be
     log.add(GroupsIssued(incarnation=1, round=0, min_version=1, groups=again))
     for group_id, attempt, payload in ((0, 1, 23), (1, 0, 22)):
         seq = log.add(completed(group_id, attempt, payload=payload))
-        log.add(judged(group_id, attempt, seq))
+        log.add(verdict(group_id, seq, attempt=attempt))
     (ready,) = [event for event in log.decide() if isinstance(event, BatchReady)]
     assert log.state.groups[0].prompt_parts == (11, 12)
     log.add(PayloadsMissing(step=0, incarnation=1, groups=ready.groups[:1], reason="gone"))
@@ -502,7 +506,7 @@ def test_samples_of_an_evaluation_s_weights_published_again_are_not_of_newer_one
     for version, again_of in ((2, 1), (3, 1), (4, 0)):
         events.append(announcement(version, again_of=again_of))
     for item, version in enumerate((1, 3, 4)):
-        sample = msgspec.structs.replace(summary(1), last_version=version)
+        sample = msgspec.structs.replace(summary(0, (1, 0)), last_version=version)
         events.append(EvalCompleted(step=0, set="t", item=item, version=1, instance="r", samples=(sample,)))
     state = LedgerState()
     for seq, event in enumerate(events, start=1):

@@ -41,8 +41,8 @@ from runtime.ledger.books import LedgerReport
 from runtime.ledger.fold import LedgerState, fold
 from runtime.settings.topology import Topology
 from tests.actors.buffer.storage.test_trimming import topology_of
+from tests.build.events import announced, batch, completed, issued, trained, verdict
 from tests.fixtures.nats import TEST_STREAMS
-from tests.support.log_of_a_run import batch, completed, issued, trained, verdict, weights
 from tests.support.rollout import announcement, next_event
 
 pytestmark = pytest.mark.anyio
@@ -180,24 +180,24 @@ def ledger_of(*events: Message) -> LedgerState:
 
 def test_issuing_waits_only_while_something_else_will_make_room() -> None:
     """Otherwise the groups that it holds back would be what everything waits for."""
-    assert not makes_room_later(ledger_of(weights(1, 0)), checkpoint_asked=False)
-    begun = (weights(1, 0), issued(0, 1), completed(0), verdict(0, 3))
+    assert not makes_room_later(ledger_of(announced(1, 0)), checkpoint_asked=False)
+    begun = (announced(1, 0), issued(0, 1), completed(0), verdict(0, 3))
     assert makes_room_later(ledger_of(*begun), checkpoint_asked=False)  # group 1 will end
     ready = (*begun, completed(1), verdict(1, 5), RoundHalted(incarnation=1, round=0))
     assert not makes_room_later(ledger_of(*ready), checkpoint_asked=False)
-    batched = (*ready, batch(0, g0=3, g1=5))
+    batched = (*ready, batch(0, (0, 3), (1, 5)))
     assert makes_room_later(ledger_of(*batched), checkpoint_asked=False)  # it will be trained
-    done = ledger_of(*batched, trained(0), weights(2, 1))
+    done = ledger_of(*batched, trained(0), announced(2, 1))
     assert not makes_room_later(done, checkpoint_asked=False)
     assert makes_room_later(done, checkpoint_asked=True)
 
 
 def test_a_batch_behind_one_that_is_made_again_makes_no_room() -> None:
     """The trainer trains step 1 after step 0, which needs a group that is issued again."""
-    both = (weights(1, 0), issued(0, 1), completed(0), verdict(0, 3), completed(1), verdict(1, 5))
+    both = (announced(1, 0), issued(0, 1), completed(0), verdict(0, 3), completed(1), verdict(1, 5))
     lost = (GroupRef(group_id=0, attempt=0, event_seq=3),)
     missing = PayloadsMissing(step=0, incarnation=1, groups=lost, reason="purged")
-    batched = (*both, batch(0, g0=3), batch(1, g1=5))
+    batched = (*both, batch(0, (0, 3)), batch(1, (1, 5)))
     assert makes_room_later(ledger_of(*batched), checkpoint_asked=False)
     assert not makes_room_later(ledger_of(*batched, missing), checkpoint_asked=False)
 
@@ -207,15 +207,15 @@ async def test_issuing_waits_above_nine_tenths_and_goes_on_below(bus: Bus, monke
     busy = False
     pressure = Pressure(bus, lambda: busy)
     assert not await pressure.holds(LedgerState())  # and has looked
-    running = ledger_of(weights(1, 0), issued(0, 1))
+    running = ledger_of(announced(1, 0), issued(0, 1))
     pressure._used = {Plane.EVENT: 0.2, Plane.DATA: 0.89, Plane.WORK: 0.1}
     assert not await pressure.holds(running)
     pressure._used[Plane.WORK] = 0.93
     assert await pressure.holds(running)
     assert pressure.holding == "work stream 93% full"
-    assert not await pressure.holds(ledger_of(weights(1, 0)))  # nothing else would make room,
+    assert not await pressure.holds(ledger_of(announced(1, 0)))  # nothing else would make room,
     busy = True
-    assert await pressure.holds(ledger_of(weights(1, 0)))  # but what is being trimmed
+    assert await pressure.holds(ledger_of(announced(1, 0)))  # but what is being trimmed
     pressure._used[Plane.WORK] = 0.5
     assert not await pressure.holds(running)
     assert pressure.holding == ""
