@@ -1,4 +1,4 @@
 """The typed bus: messages over NATS JetStream, calls, the KV bucket and the roster.
 
-Open bus.py first; what knows nats is in nats/.
+Start reading at bus.py. Only nats/ imports the NATS client.
 """

@@ -1,4 +1,4 @@
-"""Where servers listen, and the key that they ask for: KV entries of node agents and rollout actors."""
+"""Addresses of servers and their API key: KV entries of node daemons and rollout actors."""
 
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -11,17 +11,17 @@ from runtime.secrets import Secret
 if TYPE_CHECKING:
     from runtime.bus.kv import KeyValues
 
-BUS_URL_VARIABLE = "PHYSARUM_BUS_URL"  # in the environment of every actor
-ENGINE_KEY_VARIABLE = "PHYSARUM_ENGINE_KEY"  # in that of every engine and router
+BUS_URL_VARIABLE = "PHYSARUM_BUS_URL"  # environment variable of every actor
+ENGINE_KEY_VARIABLE = "PHYSARUM_ENGINE_KEY"  # environment variable of every engine and router
 ENGINE_KEY = "engine_key"
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """A server's URL. It is written each time the server has started, so a new revision means a new server."""
+    """A server's URL. Each start of the server rewrites it, so a new revision means a new server."""
 
     url: str
-    agent: str = ""  # instance that may be asked to kill it (messages/calls.py); empty: nobody
-    pid: int = 0  # of its process, there
+    agent: str = ""  # instance that accepts KillRequested for it (messages/calls.py); empty: none
+    pid: int = 0  # of its process, on that instance's node
 
 
 def address_filter(role: str, pool: str) -> str:
@@ -35,19 +35,19 @@ def address_key(role: str, pool: str, index: int) -> str:
 
 
 def server_name(key: str) -> str:
-    """What people call the server with that key, and its process: "engine.policy.0"."""
+    """Display name of a server and its process, from its key: "engine.policy.0"."""
     return key.removeprefix("address.")
 
 
 async def engine_key(kv: "KeyValues") -> Secret:
-    """The key that the run's engines and routers ask for; whoever comes first makes it.
+    """The API key of the run's engines and routers. The first caller creates it.
 
     Raises:
         BusError: the bucket cannot be read or written.
     """
     entry = await kv.get(ENGINE_KEY, str)
     while entry is None or entry.value is None:
-        with suppress(SequenceMismatch):  # somebody else was quicker
+        with suppress(SequenceMismatch):  # another process was first
             await kv.create(ENGINE_KEY, Secret.random().reveal())
         entry = await kv.get(ENGINE_KEY, str)
     return Secret(entry.value)

@@ -1,4 +1,4 @@
-"""A run's streams as a whole: made, looked at, emptied. Nothing here is about single messages."""
+"""Administration of a run's streams: create, inspect, purge. Not for single messages."""
 
 import msgspec
 
@@ -13,31 +13,31 @@ __all__ = ["Administration", "Holdings", "StreamState"]
 
 
 class Holdings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server has of a run's streams and bucket."""
+    """State of a run's streams and bucket on a server."""
 
-    whole: bool  # all of them are there
+    whole: bool  # all of them exist
     has_bucket: bool
-    used: bool  # something was ever stored on a plane
+    used: bool  # whether any plane has ever stored a message
 
 
 class Administration:
-    """The part of a bus that is about whole streams."""
+    """Operations of a bus on entire streams."""
 
     def __init__(self, connection: Connection, run: str) -> None:
         self._connection = connection
         self._run = run
 
     async def ensure_streams(self, limits: StreamLimits) -> None:
-        """Make this run's streams and bucket, or bring their limits up to date.
+        """Create this run's streams and bucket, or update their limits.
 
         Raises:
-            StreamConflict: one exists and differs in what cannot be changed.
+            StreamConflict: a stream exists with other settings that cannot be changed.
             BusError: the server refuses.
         """
         await streams.ensure_streams(self._connection, self._run, limits)
 
     async def holdings(self) -> Holdings:
-        """What the server has of this run; nothing is made."""
+        """State of this run's streams and bucket on the server. Creates nothing."""
         names = streams.stream_names(self._run)
         found = await streams.found_streams(self._connection, self._run)
         bucket, *planes = names
@@ -48,17 +48,17 @@ class Administration:
         )
 
     async def delete_streams(self) -> None:
-        """Delete this run's streams, their consumers and its bucket, as far as they are there."""
+        """Delete this run's streams, their consumers and its bucket, if they exist."""
         await streams.delete_streams(self._connection, self._run)
 
     async def purge(self, plane: Plane, *, below_seq: int) -> None:
-        """Delete the messages of a plane with lower sequences."""
+        """Delete the messages of a plane below a sequence."""
         await streams.purge(self._connection, stream_of(self._run, plane), below_seq=below_seq)
 
     async def state(self, plane: Plane) -> StreamState:
-        """What a plane holds."""
+        """State of a plane's stream."""
         return await streams.state_of(self._connection, stream_of(self._run, plane))
 
     async def widen(self, plane: Plane, *, to_bytes: int) -> None:
-        """Raise the limit of a plane's stream, unless it is as high already, until `ensure_streams` sets it again."""
+        """Raise the byte limit of a plane's stream, unless it is that high. The next `ensure_streams` resets it."""
         await streams.widen(self._connection, stream_of(self._run, plane), to_bytes=to_bytes)

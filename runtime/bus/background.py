@@ -1,4 +1,4 @@
-"""Running something beside a block of code."""
+"""Background tasks for the duration of a block."""
 
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -10,7 +10,7 @@ from anyio.abc import TaskGroup
 
 @asynccontextmanager
 async def task_group() -> AsyncGenerator[TaskGroup, None]:
-    """A task group that ends with its block. A single error comes out as itself, not wrapped in a group."""
+    """A task group that is cancelled at the end of its block. Raises a single error unwrapped, not as a group."""
     try:
         async with anyio.create_task_group() as group:
             try:
@@ -26,7 +26,7 @@ async def task_group() -> AsyncGenerator[TaskGroup, None]:
 
 @asynccontextmanager
 async def beside(work: Callable[[], Coroutine[Any, Any, None]]) -> AsyncGenerator[None, None]:
-    """Do one piece of work beside a block, ended with it."""
+    """Run a coroutine in the background for the duration of a block."""
     async with task_group() as group:
         group.start_soon(work)
         yield

@@ -1,4 +1,4 @@
-"""The typed bus of one run: publish, append, read, consume, fetch, call. Subjects and bytes stay below this."""
+"""The typed bus of one run: publish, append, read, consume, fetch, call. Callers see no subjects or bytes."""
 
 import asyncio
 import copy
@@ -29,16 +29,16 @@ DEFAULT_LIMITS: Final = BusLimits()
 
 
 class Bus:
-    """One process's place on the bus of a run. Made by `Bus.connect`.
+    """One process's client of a run's bus. Created by `Bus.connect`.
 
-    Every wait here ends: publishing, fetching and asking have deadlines from `limits`. Reading and consuming wait as
-    long as the caller does, but not for a server that is gone: that is BusUnavailable after the deadline of a publish.
-    If the connection closes for good, the block of `connect` is cancelled.
+    Every wait is bounded: publishing, fetching and calling have deadlines from `limits`. Reading and consuming wait as
+    long as the caller does. If the server is gone, they raise BusUnavailable after the deadline of a publish. If the
+    connection closes for good, the block of `connect` is cancelled.
     """
 
     def __init__(self, connection: Connection, run: str, name: str) -> None:
         self.run = run
-        self.name = name  # of the actor instance, or of the process
+        self.name = name  # of the actor instance or process
         self._connection = connection
         self._limits = connection.limits
         self._store = Store(connection)
@@ -57,23 +57,24 @@ class Bus:
     async def connect(
         cls, url: str, run: str, *, name: str, limits: BusLimits = DEFAULT_LIMITS
     ) -> AsyncGenerator["Bus", None]:
-        """The bus for the duration of a block.
+        """Connect to the bus for the duration of a block.
 
         Args:
-            url: nats://[user:password@]host:port, several separated by commas.
-            run: the run's name; may exist on the server or not yet.
-            name: shown by the server's monitoring.
+            url: nats://[user:password@]host:port; several are separated by commas.
+            run: name of the run, which need not exist on the server yet.
+            name: shown in the server's monitoring.
+            limits: deadlines and buffer bounds.
 
         Raises:
-            BusUnavailable: no server within limits.connect_timeout_s, or the connection closed for good.
-            ValueError: the run's name cannot be part of subjects.
+            BusUnavailable: no server answers within limits.connect_timeout_s, or the connection closes for good.
+            ValueError: the run's name is invalid in subjects.
         """
         check_run_name(run)
         async with open_connection(url, name=name, limits=limits, inboxes=inbox_prefix(run, name)) as connection:
             yield cls(connection, run, name)
 
     def for_actor(self, name: str, *, reads: Iterable[type[Message]], writes: Iterable[type[Message]]) -> "Bus":
-        """This bus as one actor sees it: it may only read and write what it declared."""
+        """This bus restricted to one actor: it can only read and write the types that the actor declares."""
         view = copy.copy(self)
         view.name = name
         view._reads = frozenset(reads)
@@ -81,42 +82,42 @@ class Bus:
         return view
 
     async def ensure_streams(self, limits: StreamLimits) -> None:
-        """Make this run's streams and bucket, or bring their limits up to date.
+        """Create this run's streams and bucket, or update their limits.
 
         Raises:
-            StreamConflict: one exists and differs in what cannot be changed.
+            StreamConflict: a stream exists with other settings that cannot be changed.
             BusError: the server refuses.
         """
         await self._administration.ensure_streams(limits)
 
     async def holdings(self) -> Holdings:
-        """What the server has of this run's streams and bucket; nothing is made.
+        """State of this run's streams and bucket on the server. Creates nothing.
 
         Raises:
-            BusError: the server refuses, or none answers.
+            BusError: the server refuses or does not answer.
         """
         return await self._administration.holdings()
 
     async def delete_streams(self) -> None:
-        """Delete this run's streams, their consumers and its bucket. What is not there is not missed.
+        """Delete this run's streams, their consumers and its bucket, if they exist.
 
         Raises:
-            BusError: the server refuses, or none answers.
+            BusError: the server refuses or does not answer.
         """
         await self._administration.delete_streams()
 
     # storing
 
     async def publish(self, message: Message) -> int:
-        """Store a message on its plane; return its sequence there.
+        """Store a message on its plane, and return its sequence there.
 
-        It is stored at least once: after lost answers rarely twice. Several may be under way at the same time. An event
-        waits while the log has no room but the part that is kept for those who can empty it.
+        Delivery is at least once; duplicates are rare and only follow a lost answer. Calls can run concurrently. An
+        event waits while the log is nearly full: the last part is reserved for writers that can empty it.
 
         Raises:
-            ValueError: this actor does not declare that it writes the type, or the plane stores nothing.
-            MessageRefused: nothing was sent; MessageTooLarge is one.
-            AlreadyQueued: a work message under this subject still waits; for a task put again that is success.
+            ValueError: the actor does not declare that it writes the type, or the plane stores nothing.
+            MessageRefused: nothing was sent; MessageTooLarge is a subclass.
+            AlreadyQueued: the work stream holds a message under this subject; for a requeued task this is success.
             StreamFull, PublishTimeout, BusUnavailable: not confirmed within limits.publish_timeout_s.
         """
         self._check_writes(type(message))
@@ -128,32 +129,32 @@ class Bus:
     async def append(self, message: Message, *, expected_last: int) -> int:
         """Store a ledger event if `expected_last` is still the last sequence of the ledger; return its sequence.
 
-        Stored at most once, whatever is lost on the way.
+        Stored at most once, even if answers are lost.
 
         Raises:
-            SequenceMismatch: somebody else wrote first.
-            The same as publish.
+            SequenceMismatch: another process wrote first.
+            ValueError, MessageRefused, StreamFull, PublishTimeout, BusUnavailable: as `publish`.
         """
         self._check_writes(type(message))
         return await self._log.append(message, expected_last=expected_last)
 
     async def purge(self, plane: Plane, *, below_seq: int) -> None:
-        """Delete the messages of a plane with lower sequences."""
+        """Delete the messages of a plane below a sequence."""
         await self._administration.purge(plane, below_seq=below_seq)
 
     async def state(self, plane: Plane) -> StreamState:
-        """What a plane holds."""
+        """State of a plane's stream."""
         return await self._administration.state(plane)
 
     async def widen(self, plane: Plane, *, to_bytes: int) -> None:
-        """Raise the limit of a plane's stream, unless it is as high already, until `ensure_streams` sets it again."""
+        """Raise the byte limit of a plane's stream, unless it is that high. The next `ensure_streams` resets it."""
         await self._administration.widen(plane, to_bytes=to_bytes)
 
     def stored(self, plane: Plane, *, below_seq: int) -> AsyncGenerator[StoredMessage, None]:
-        """What a plane holds below a sequence, undecoded, in order.
+        """The messages of a plane below a sequence, undecoded, in order.
 
         Raises:
-            BusUnavailable: no such stream, or nothing came until the deadline.
+            BusUnavailable: no such stream, or no message until the deadline.
         """
         return self._log.stored(plane, below_seq=below_seq)
 
@@ -174,20 +175,21 @@ class Bus:
     def read(
         self, *types: type[Message], from_seq: int = 1, buries: bool = True, skips: bool = False
     ) -> AbstractAsyncContextManager[Events[Any]]:
-        """Events in log order from a sequence on, for the duration of a block. No types: all of them.
+        """Read events in log order from a sequence on, for the duration of a block. Without types: all events.
 
-        None is skipped and none comes twice, also across restarts of the server. Who reads all of the ledger's types
-        reads the ledger whole: an event in there of a type that this version does not know ends the reader.
+        Events are never skipped or repeated, even across restarts of the server. A reader of all ledger types reads the
+        whole ledger: an event of an unknown type in it ends the reader.
 
         Args:
-            from_seq: above 1, the log must reach back so far.
-            buries: whether what cannot be used becomes a dead letter; a mere spectator writes nothing.
-            skips: whether what is trimmed from the log before it was read may be passed over.
+            types: event types to read.
+            from_seq: first sequence; if above 1, the log must reach back to it.
+            buries: whether unusable events are dead-lettered. Observers write nothing.
+            skips: whether events may be skipped that are trimmed from the log before they are read.
 
         Raises:
-            ValueError: this actor does not declare that it reads a type, or it is no event.
+            ValueError: the actor does not declare that it reads a type, or the type is not an event.
             BusUnavailable: no such stream until the deadline.
-            LogTrimmedAway: the log does not reach back to from_seq any more.
+            LogTrimmedAway: the log no longer reaches back to from_seq.
         """
         for message_type in types or (Message,):
             self._check_reads(message_type)
@@ -206,16 +208,17 @@ class Bus:
         max_ack_pending: int = 1024,
         prefetch: int = 0,
     ) -> AsyncGenerator[Deliveries[MessageT], None]:
-        """Work, or events shared by several actors, through a durable consumer, for the duration of a block.
+        """Receive work, or events shared by several actors, through a durable consumer, for the duration of a block.
 
         Args:
-            durable: name of the consumer; who uses the same name shares the messages.
-            ack_wait_s: after this long without an end or a heartbeat, a delivery goes to somebody else.
-            max_ack_pending: deliveries that all users of the consumer together may hold.
-            prefetch: messages fetched before anyone waits; 0 gives slow workers no more than they ask for.
+            types: message types of one plane.
+            durable: name of the consumer; all users of one name share its messages.
+            ack_wait_s: a delivery without an end or a heartbeat for this long is redelivered.
+            max_ack_pending: maximum of open deliveries of all users of the consumer.
+            prefetch: messages to fetch ahead of demand. 0: only on demand, so that slow workers hold no messages.
 
         Raises:
-            ValueError: this actor does not declare that it reads a type, or the types are of several planes.
+            ValueError: the actor does not declare that it reads a type, or the types are of several planes.
             BusUnavailable: no such stream until the deadline.
         """
         planes = {message_type.plane for message_type in types}
@@ -247,11 +250,11 @@ class Bus:
             await deliveries.close()
 
     async def fetch(self, message_type: type[MessageT], seq: int) -> MessageT:
-        """A payload by its sequence in the data stream. Several may be under way, up to limits.max_fetches.
+        """Fetch a payload by its sequence in the data stream. Up to limits.max_fetches fetches run concurrently.
 
         Raises:
-            PayloadLost: there is none: purged, or never stored.
-            PayloadUnreadable: there is one that cannot be used; it was dead-lettered.
+            PayloadLost: no message has this sequence: purged, or never stored.
+            PayloadUnreadable: the message cannot be used; it was dead-lettered.
             BusUnavailable: no server until the deadline.
         """
         self._check_reads(message_type)
@@ -275,7 +278,7 @@ class Bus:
             raise PayloadUnreadable(f"message {seq}: {error}") from error
         return message
 
-    # asking
+    # calling
 
     @overload
     async def call(self, instance: str, request: Message, *, timeout_s: float) -> Message: ...
@@ -284,10 +287,10 @@ class Bus:
     async def call(
         self, instance: str, request: Message, answer: type[Message] = Message, *, timeout_s: float
     ) -> Message:
-        """Ask one actor instance and wait.
+        """Call one actor instance and wait for the answer.
 
         Raises:
-            CallTimeout, NotServed, CallRefused: each a CallError.
+            CallTimeout, NotServed, CallRefused: the call failed; each is a CallError.
         """
         reply = await ask(self._connection, self.run, instance, request, timeout_s)
         if not isinstance(reply, answer):
@@ -297,24 +300,24 @@ class Bus:
     def serve(
         self, handlers: Mapping[type[Message], Handler], *, instance: str = ""
     ) -> "AbstractAsyncContextManager[None]":
-        """Answer calls to an instance (this actor's own unless named) for the duration of a block.
+        """Answer calls to an instance (by default this actor's own) for the duration of a block.
 
-        What a handler raises goes to the caller as CallFailed; so does what cannot be decoded, which is also
+        An error of a handler goes to the caller as CallFailed. So does a request that cannot be decoded; it is also
         dead-lettered.
         """
         return serve(self._connection, self._dead_letters, self.run, instance or self.name, handlers)
 
     def is_inbox(self, subject: str) -> bool:
-        """Whether a subject that came over the bus is one where a client of this run takes answers."""
+        """Whether a subject received over the bus is an inbox of a client of this run."""
         return is_inbox(self.run, subject)
 
     async def notify(self, message: Message, *, to: str) -> None:
-        """Send a small answer to an inbox. Not stored: if nobody listens or the connection is down, it may be lost.
+        """Send a small answer to an inbox. It is not stored, and is lost without a listener or a connection.
 
         Raises:
-            ValueError: this actor does not declare that it writes the type.
-            MessageRefused: `to` is no inbox of this run, or the message too large; nothing was sent.
-            Disconnected: a BusError, when the outage outgrew the send buffer.
+            ValueError: the actor does not declare that it writes the type.
+            MessageRefused: `to` is not an inbox of this run, or the message is too large; nothing was sent.
+            Disconnected: the send buffer is full in an outage; a BusError.
         """
         self._check_writes(type(message))
         if not self.is_inbox(to):
@@ -324,7 +327,7 @@ class Bus:
 
     @asynccontextmanager
     async def inbox(self, message_type: type[MessageT], *, bound: int = 4096) -> AsyncGenerator[Inbox[MessageT], None]:
-        """A private subject for answers of one type, for the duration of a block. Over `bound` they are dropped."""
+        """A private subject for answers of one type, for the duration of a block. Drops answers over `bound`."""
         self._check_reads(message_type)
         inbox = Inbox(self._connection, self._dead_letters, message_type, bound)
         listener = await self._connection.subscribe(inbox.subject, inbox.on_message)

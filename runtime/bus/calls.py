@@ -1,4 +1,4 @@
-"""The call plane: ask one actor instance and wait; and small answers to an inbox."""
+"""The call plane: calls to one actor instance, and small answers to an inbox."""
 
 import asyncio
 from collections import deque
@@ -21,18 +21,18 @@ from runtime.bus.wire import to_wire
 
 log = structlog.get_logger()
 
-REASON_CHARS: Final = 1000  # of what a handler raised
-ABSENCE_S: Final = 0.5  # an instance may need this long to be back after a restart of the server
+REASON_CHARS: Final = 1000  # bound of a handler's error text
+ABSENCE_S: Final = 0.5  # time that an instance may need to reconnect after a restart of the server
 Handler = Callable[[Any], Awaitable[Message]]
 
 
 async def ask(connection: Connection, run: str, instance: str, request: Message, timeout_s: float) -> Message:
-    """Ask one instance, once.
+    """Call one instance once.
 
     Raises:
-        CallTimeout: no answer in time, or the connection was lost meanwhile; it may have been handled.
-        NotServed: nobody serves this request for this instance.
-        CallRefused: it answered with an error, or with something unreadable.
+        CallTimeout: no answer in time, or the connection was lost; the call may have been handled.
+        NotServed: no process serves this request for this instance.
+        CallRefused: the answer is an error, or unreadable.
         MessageRefused: nothing was sent.
     """
     subject = call_subject(run, instance, type(request).topic)
@@ -112,7 +112,7 @@ class CallServer:
             return CallFailed(reason=str(error))
         try:
             return await handler(request)
-        except Exception as error:  # whatever a handler raises is the caller's answer, not our end
+        except Exception as error:  # the caller gets the handler's error; the server goes on
             log.exception("call_failed", subject=raw.subject)
             return CallFailed(reason=clipped(repr(error), REASON_CHARS))
 
@@ -138,7 +138,7 @@ class CallServer:
         except MessageTooLarge as error:
             encoded = encode(CallFailed(reason=str(error)))
             await self._connection.send(raw.reply, encoded.payload, encoded.headers)
-        except (MessageRefused, Disconnected) as error:  # where it was to go may be no subject
+        except (MessageRefused, Disconnected) as error:  # the reply subject may be invalid
             log.warning("call_answer_dropped", subject=raw.subject, error=str(error))
 
 
@@ -163,7 +163,7 @@ async def serve(
 
 
 class Inbox(Generic[MessageT]):
-    """A private subject for answers of one type. Full, it drops the newest, which is counted."""
+    """A private subject for answers of one type. When full, it drops and counts new answers."""
 
     def __init__(
         self, connection: Connection, dead_letters: DeadLetters, message_type: type[MessageT], bound: int

@@ -1,4 +1,4 @@
-"""Work: deliveries of a durable consumer, each ended by exactly one of ack, redeliver and reject."""
+"""Work deliveries of a durable consumer. Each ends by exactly one of ack, redeliver and reject."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -16,7 +16,7 @@ from runtime.bus.nats.pull import ConsumerLost, Place, Pull, place_of, time_of
 
 
 class Delivery(Generic[MessageT]):
-    """One message handed to us, and not yet ended."""
+    """One message delivered to this process. Open until acked, redelivered or rejected."""
 
     __slots__ = ("_deliveries", "_ended", "_place", "_raw", "message")
 
@@ -34,12 +34,12 @@ class Delivery(Generic[MessageT]):
 
     @property
     def num_delivered(self) -> int:
-        """1 at the first delivery."""
+        """Number of deliveries of this message, from 1."""
         return self._place.num_delivered
 
     @property
     def num_pending(self) -> int:
-        """How many more the consumer had to deliver then."""
+        """Messages that the consumer still had to deliver at this delivery."""
         return self._place.num_pending
 
     @property
@@ -49,24 +49,24 @@ class Delivery(Generic[MessageT]):
 
     @property
     def ended(self) -> bool:
-        """Whether it was acked, given back or rejected."""
+        """Whether it was acked, redelivered or rejected."""
         return self._ended
 
     async def ack(self) -> None:
-        """Done. Not confirmed: if this is lost, the message comes again."""
+        """Finish the delivery. Not confirmed: if the ack is lost, the message is redelivered."""
         await self._end(ACK)
 
     async def redeliver(self, delay_s: float = 0.0) -> None:
-        """Give it back: it comes again, to us or to another, after delay_s."""
+        """Return the message for redelivery, to this or another process, after delay_s."""
         await self._end(give_back(delay_s))
 
     async def reject(self, reason: str) -> None:
-        """Poison: kept as a dead letter, never delivered again."""
+        """Dead-letter the message as poison. It is never delivered again."""
         await self._end(await self._deliveries.bury(self._raw, self._place, reason))
 
     @asynccontextmanager
     async def heartbeat(self) -> AsyncGenerator[None, None]:
-        """Keep it ours for the duration of the block, as long as this process runs."""
+        """Keep the delivery for the duration of the block by heartbeats of this process."""
         self._deliveries.held.add(self._raw.reply)
         try:
             yield
@@ -81,7 +81,7 @@ class Delivery(Generic[MessageT]):
 
 
 class Deliveries(Generic[MessageT]):
-    """What one durable consumer delivers to this process. Several tasks may wait at the same time."""
+    """Deliveries of one durable consumer to this process. Several tasks may wait concurrently."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Deliveries(Generic[MessageT]):
         self.held: set[str] = set()  # reply subjects of deliveries with a heartbeat
 
     async def open(self) -> None:
-        """Make the consumer, or find it, and begin.
+        """Create or find the consumer, and start to pull.
 
         Raises:
             BusUnavailable: no such stream, or the server refuses the consumer.
@@ -114,14 +114,14 @@ class Deliveries(Generic[MessageT]):
         await self._pull.open(made.name, made.epoch)
 
     async def close(self) -> None:
-        """Give back what arrived and was not handed out."""
+        """Return received messages that no task took."""
         with anyio.move_on_after(2 * self._connection.limits.drain_timeout_s, shield=True):
             for raw in await self._pull.close():
                 await self.answer(raw.reply, give_back())
 
     @property
     def prefetch(self) -> int:
-        """Messages to be fetched before anyone waits. Those that nobody takes for long are given back."""
+        """Messages to fetch ahead of demand. Messages that no task takes for long are returned for redelivery."""
         return self._pull.ahead
 
     @prefetch.setter
@@ -129,7 +129,7 @@ class Deliveries(Generic[MessageT]):
         self._pull.ahead = number
 
     async def next(self, timeout_s: float | None = None) -> Delivery[MessageT] | None:
-        """The next usable delivery, or None after timeout_s. Unusable ones become dead letters on the way."""
+        """The next usable delivery, or None after timeout_s. Dead-letters unusable messages on the way."""
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
         while True:
@@ -165,7 +165,7 @@ class Deliveries(Generic[MessageT]):
         return " or ".join(message_type.__name__ for message_type in self._types)
 
     async def bury(self, raw: RawMessage, place: Place, reason: str) -> bytes:
-        """Set a message aside; return how its delivery is to end."""
+        """Dead-letter a message. Returns the acknowledgement that ends its delivery."""
         is_kept = await self._dead_letters.bury(
             f"{self._plane}.{place.stream_seq}",
             subject=raw.subject,
@@ -176,14 +176,14 @@ class Deliveries(Generic[MessageT]):
         return TERM if is_kept else give_back(PATIENCE_S)
 
     async def answer(self, reply: str, how: bytes) -> None:
-        """Tell the server what became of a delivery."""
+        """Send the acknowledgement that ends or extends a delivery."""
         try:
             await self._connection.send(reply, how)
         except Disconnected:
             self._connection.counters.acks_dropped += 1
 
     async def keep_alive(self, every_s: float) -> None:
-        """Send heartbeats for held deliveries; give back what arrived and nobody took since the last time."""
+        """Send heartbeats for held deliveries, and return messages that no task took since the last round."""
         while True:
             await asyncio.sleep(every_s)
             for reply in tuple(self.held):

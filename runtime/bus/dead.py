@@ -1,4 +1,4 @@
-"""Dead letters: what cannot be used is kept aside, once, and an event says so."""
+"""Dead letters: an unusable message is stored once, and an event reports it."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -15,12 +15,12 @@ from runtime.bus.nats.store import Store
 
 log = structlog.get_logger()
 
-KEPT_BYTES: Final = MIB  # of a message set aside
-FRAME_BYTES: Final = 64 * 1024  # room for headers, subject and reason beside it, whatever JSON makes of them
+KEPT_BYTES: Final = MIB  # stored bytes of a dead letter's payload
+FRAME_BYTES: Final = 64 * 1024  # room for headers, subject and reason in JSON
 SUBJECT_CHARS: Final = 1024
 REASON_CHARS: Final = 1024
-HEADERS_CHARS: Final = 4096  # all names and values together; in JSON a character is at most six bytes
-PATIENCE_S: Final = 10.0  # how soon what could not be set aside comes again
+HEADERS_CHARS: Final = 4096  # total of names and values; a character is at most six bytes in JSON
+PATIENCE_S: Final = 10.0  # redelivery delay of a message that could not be dead-lettered
 
 
 class DeadLetters:
@@ -34,15 +34,19 @@ class DeadLetters:
     async def bury(
         self, origin: str, *, subject: str, reason: str, headers: Mapping[str, str] | None, payload: bytes
     ) -> bool:
-        """Keep a message aside and tell of it, unless somebody who met it too has done so.
+        """Store a message as a dead letter and report it, unless another reader has done so.
 
-        Nothing in the message makes this raise: what is long is cut, what is no text is replaced.
+        No content of the message makes this raise: long values are cut, invalid text is replaced.
 
         Args:
-            origin: where it lies, such as "event.17"; one letter is kept and one event told per origin.
+            origin: where the message is stored, such as "event.17"; one letter and one event are written per origin.
+            subject: of the message.
+            reason: why it is unusable.
+            headers: of the message.
+            payload: of the message; only its beginning is stored if it is long.
 
         Returns:
-            Whether it is kept and told of; not while the streams are full.
+            Whether both are stored; false while the streams are full.
 
         Raises:
             BusUnavailable: no server.
@@ -65,7 +69,7 @@ class DeadLetters:
         return True
 
     async def _put_once(self, message: Message) -> int:
-        """Store a message under a subject of its own, or find it there; return its sequence."""
+        """Store a message under its unique subject, or find it there; return its sequence."""
         encoded = encode(message)
         try:
             return await self._store.put(
@@ -76,7 +80,7 @@ class DeadLetters:
 
 
 def _few(headers: Mapping[str, str]) -> dict[str, str]:
-    """Headers as far as they are short."""
+    """Cut headers to HEADERS_CHARS in total."""
     kept: dict[str, str] = {}
     room = HEADERS_CHARS
     for name, value in headers.items():

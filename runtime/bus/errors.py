@@ -1,24 +1,24 @@
-"""What can go wrong on the bus. One tree: `except BusError` catches all of it.
+"""Errors of the bus, in one tree: `except BusError` catches all of them.
 
 BusError
 ├── BusUnavailable        no server, no stream, or the connection closed for good
-│   └── BusRefused        ... since the server does not take the login
+│   └── BusRefused        ... because the server rejects the login
 ├── PublishTimeout        a message was not confirmed within its deadline; it may still have been stored
-├── MessageRefused        no reader could use it, or no subject has this form; nothing was sent
-│   └── MessageTooLarge   ... since headers and payload exceed what a reader or the server takes
+├── MessageRefused        no reader could decode it, or its subject is invalid; nothing was sent
+│   └── MessageTooLarge   ... because headers and payload exceed a limit of readers or of the server
 ├── StreamFull            the stream stayed full until the deadline
 ├── AlreadyQueued         the work stream still holds a message under this subject
-├── SequenceMismatch      compare-and-set failed; someone else wrote first
+├── SequenceMismatch      compare-and-set failed; another process wrote first
 ├── UnknownDecision       the ledger holds an event of a type that this version does not know
-├── LogTrimmedAway        events that a reader had yet to read were trimmed from the log while it was away or behind
+├── LogTrimmedAway        unread events were trimmed from the log while a reader was away or behind
 ├── Fenced                another instance took over; this one must stop
 ├── PayloadLost           no message under this sequence: purged, or never stored
-│   └── PayloadUnreadable ... or there is one that cannot be decoded
-├── StreamConflict        an existing stream differs in a way that cannot be changed
-└── CallError             a question to an actor was not answered
-    ├── CallTimeout       ... within its deadline
-    ├── NotServed         ... since nobody serves it
-    └── CallRefused       ... but with an error
+│   └── PayloadUnreadable ... or a message that cannot be decoded
+├── StreamConflict        an existing stream has other settings that cannot be changed
+└── CallError             a call to an actor failed
+    ├── CallTimeout       ... without an answer within its deadline
+    ├── NotServed         ... because no process serves it
+    └── CallRefused       ... because the answer is an error
 """
 
 
@@ -31,7 +31,7 @@ class BusUnavailable(BusError):
 
 
 class BusRefused(BusUnavailable):
-    """The server does not take the login that it was given."""
+    """The server rejects the login."""
 
 
 class PublishTimeout(BusError):
@@ -39,11 +39,11 @@ class PublishTimeout(BusError):
 
 
 class MessageRefused(BusError):
-    """A message that no reader could use, or whose subject has no valid form. Nothing was sent."""
+    """No reader could decode the message, or its subject is invalid. Nothing was sent."""
 
 
 class MessageTooLarge(MessageRefused):
-    """Headers and payload exceed what a reader or the server takes. Nothing was sent."""
+    """Headers and payload exceed a limit of readers or of the server. Nothing was sent."""
 
     def __init__(self, subject: str, size_bytes: int, limit_bytes: int) -> None:
         super().__init__(f"{subject}: {size_bytes} bytes with headers, {limit_bytes} are taken")
@@ -56,11 +56,11 @@ class StreamFull(BusError):
 
 
 class AlreadyQueued(BusError):
-    """The work stream still holds a message under this subject. For a task put again, that is success."""
+    """The work stream still holds a message under this subject. For a requeued task, this is success."""
 
 
 class SequenceMismatch(BusError):
-    """Compare-and-set failed: someone else wrote first."""
+    """Compare-and-set failed: another process wrote first."""
 
     def __init__(self, subject: str, *, expected: int, last: int) -> None:
         super().__init__(f"{subject}: expected {expected} as the last sequence, found {last}")
@@ -69,11 +69,11 @@ class SequenceMismatch(BusError):
 
 
 class UnknownDecision(BusError):
-    """The ledger holds an event of a type that this version does not know: what is folded without it would be false."""
+    """The ledger holds an event of a type that this version does not know. Without it, a fold would be wrong."""
 
 
 class LogTrimmedAway(BusError):
-    """Events that a reader had yet to read were trimmed away: it is to start again from the newest snapshot."""
+    """Unread events were trimmed from the log. The reader must start again from the newest snapshot."""
 
 
 class Fenced(BusError):
@@ -85,15 +85,15 @@ class PayloadLost(BusError):
 
 
 class PayloadUnreadable(PayloadLost):
-    """There is a message under this sequence, but not one that can be used. It was dead-lettered."""
+    """The message under this sequence cannot be used. It was dead-lettered."""
 
 
 class StreamConflict(BusError):
-    """A stream exists with settings that differ in a way that cannot be changed."""
+    """An existing stream has other settings that cannot be changed."""
 
 
 class CallError(BusError):
-    """A question to an actor was not answered."""
+    """A call to an actor failed."""
 
 
 class CallTimeout(CallError):
@@ -101,7 +101,7 @@ class CallTimeout(CallError):
 
 
 class NotServed(CallError):
-    """Nobody serves this subject."""
+    """No process serves this subject."""
 
 
 class CallRefused(CallError):

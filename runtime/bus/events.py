@@ -1,4 +1,4 @@
-"""The event log: appending to it under a compare, reading it in order, looking at what lies there undecoded."""
+"""The event log: append with compare-and-set, read in order, and read undecoded."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -28,8 +28,8 @@ class Received(Generic[MessageT]):
 
     def __init__(self, message: MessageT, seq: int, time_ns: int, pending: int) -> None:
         self.message = message
-        self.seq = seq  # in the stream
-        self.pending = pending  # how many more there were when it was sent; 0: the reader has caught up
+        self.seq = seq  # sequence in the stream
+        self.pending = pending  # later messages when it was sent; 0: the reader caught up
         self._time_ns = time_ns
 
     @property
@@ -42,7 +42,7 @@ class Received(Generic[MessageT]):
 
 
 class StoredMessage(msgspec.Struct, frozen=True):
-    """A message of a stream as it lies there."""
+    """A message of a stream, undecoded."""
 
     seq: int
     time: datetime
@@ -55,23 +55,23 @@ class Events(Generic[MessageT]):
 
     def __init__(self, reader: LogReader, dead_letters: DeadLetters | None, types: tuple[type[MessageT], ...]) -> None:
         self._reader = reader
-        self._dead_letters = dead_letters  # None: what cannot be used is only passed over
+        self._dead_letters = dead_letters  # None: skip unusable messages without a dead letter
         self._types = types
 
     @property
     def pending(self) -> int:
-        """How many were still to be read when this was last known: at the start, then with each event."""
+        """Number of events to read, as last known: at the start, then with each event."""
         return self._reader.num_pending
 
     async def next(self, timeout_s: float | None = None) -> Received[MessageT] | None:
         """The next event, or None after timeout_s.
 
-        What cannot be used is passed over, and becomes a dead letter if it is under a subject of a type that we know;
-        None also if it was the last one there was, so that who reads until `pending` is 0 comes to an end.
+        Skips unusable events, and dead-letters those under a subject of a known type. Returns None also if the last
+        pending event was unusable, so that a reader until `pending` is 0 ends.
 
         Raises:
             UnknownDecision: the ledger holds an event of a type that this version does not know.
-            LogTrimmedAway: what was to be read next is gone.
+            LogTrimmedAway: unread events are gone.
         """
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
@@ -92,10 +92,10 @@ class Events(Generic[MessageT]):
             return Received(message, place.stream_seq, place.time_ns, place.num_pending)
 
     async def _pass_over(self, raw: RawMessage, seq: int, error: DecodeError) -> None:
-        """What others tell under subjects of their own is theirs; a decision is everybody's.
+        """Skip an unusable event. Ignores external subjects, but not the ledger, which every reader must know.
 
         Raises:
-            UnknownDecision: it is one of the ledger's, of a type that this version does not know.
+            UnknownDecision: a ledger event has a type that this version does not know.
         """
         if isinstance(error, UnknownType) and is_ledger(raw.subject):
             version = (raw.headers or {}).get(VERSION_HEADER, "unknown")
@@ -110,7 +110,7 @@ class Events(Generic[MessageT]):
         )
 
     async def so_far(self) -> AsyncGenerator[Received[MessageT], None]:
-        """Those that the log holds by now; ends once the reader has caught up."""
+        """The events stored by now. Ends once the reader caught up."""
         while self.pending:
             received = await self.next()
             if received is not None:
@@ -127,7 +127,7 @@ class Events(Generic[MessageT]):
 
 
 class Log:
-    """The part of a bus that is about events and the order they lie in."""
+    """Operations of a bus on events and their order."""
 
     def __init__(self, connection: Connection, store: Store, dead_letters: DeadLetters, run: str) -> None:
         self._connection = connection
@@ -156,7 +156,7 @@ class Log:
     async def read(
         self, types: tuple[type[MessageT], ...], filters: Sequence[str], *, from_seq: int, buries: bool, skips: bool
     ) -> AsyncGenerator[Events[MessageT], None]:
-        """Events of some types, in order, for the duration of a block."""
+        """Read events of some types in order, for the duration of a block."""
         reader = LogReader(self._connection, self._stream, filters, from_seq=max(1, from_seq), skips=skips)
         try:
             await reader.open()
@@ -165,10 +165,10 @@ class Log:
             await reader.close()
 
     async def stored(self, plane: Plane, *, below_seq: int) -> AsyncGenerator[StoredMessage, None]:
-        """What a plane holds below a sequence, undecoded, in order.
+        """The messages of a plane below a sequence, undecoded, in order.
 
         Raises:
-            BusUnavailable: no such stream, or nothing came until the deadline.
+            BusUnavailable: no such stream, or no message until the deadline.
         """
         stream = stream_of(self._run, plane)
         reader = LogReader(self._connection, stream, [plane_filter(self._run, plane)], from_seq=1)
@@ -178,7 +178,7 @@ class Log:
             while pending:
                 item = await reader.next(self._connection.limits.publish_timeout_s)
                 if item is None and not reader.num_pending:
-                    return  # it was deleted meanwhile
+                    return  # deleted meanwhile
                 if item is None:
                     raise BusUnavailable(f"{stream}: nothing more came to be read")
                 raw, place = item

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Entry(Generic[T]):
-    """A key with its value at one revision; the value is None once it was deleted."""
+    """A key and its value at one revision. The value is None if the key was deleted."""
 
     __slots__ = ("key", "revision", "value")
 
@@ -40,10 +40,10 @@ class KeyValues:
         self._bucket = Bucket(store, bucket_of(run))
 
     async def get(self, key: str, value_type: type[T]) -> Entry[T] | None:
-        """The latest value, or None if there is none.
+        """The latest value; None if the key has none.
 
         Raises:
-            PayloadUnreadable: it does not fit the type.
+            PayloadUnreadable: the value does not fit the type.
             BusUnavailable: no server.
         """
         kept = await self._bucket.last(key)
@@ -52,14 +52,14 @@ class KeyValues:
         return Entry(key, self._decode(key, kept.value, value_type), kept.revision)
 
     async def put(self, key: str, value: Any, *, ttl_s: int | None = None) -> int:
-        """Set a value, whatever was there; return its revision. It vanishes after ttl_s."""
+        """Set a value unconditionally; return its revision. It expires after ttl_s."""
         return await self._bucket.put(key, msgspec.json.encode(value), ttl_s=ttl_s)
 
     async def create(self, key: str, value: Any, *, ttl_s: int | None = None) -> int:
         """Set a value if the key has none.
 
         Raises:
-            SequenceMismatch: it has one.
+            SequenceMismatch: the key has a value.
         """
         kept = await self._bucket.last(key)
         revision = kept.revision if kept is not None and kept.value is None else 0
@@ -69,7 +69,7 @@ class KeyValues:
         """Set a value if the key is still at this revision.
 
         Raises:
-            SequenceMismatch: it is not.
+            SequenceMismatch: the key is at another revision.
         """
         return await self._bucket.put(key, msgspec.json.encode(value), revision=revision, ttl_s=ttl_s)
 
@@ -77,12 +77,12 @@ class KeyValues:
         """Remove a key, if it is still at this revision.
 
         Raises:
-            SequenceMismatch: it is not.
+            SequenceMismatch: the key is at another revision.
         """
         await self._bucket.remove(key, revision=revision)
 
     async def entries(self, key_filter: str, value_type: type[T]) -> list[Entry[T]]:
-        """All present values under a filter such as "nodes.*" or "engines.>"."""
+        """All current values under a filter such as "nodes.*" or "engines.>"."""
         found: list[Entry[T]] = []
         reader = self._reader(key_filter)
         await reader.open()
@@ -100,7 +100,7 @@ class KeyValues:
 
     @asynccontextmanager
     async def watch(self, key_filter: str, value_type: type[T]) -> AsyncGenerator["Watch[T]", None]:
-        """Present values under a filter, then every change. Changes in quick succession may come as one."""
+        """Current values under a filter, then every change. Quick successive changes may be merged."""
         reader = self._reader(key_filter)
         await reader.open()
         try:
@@ -118,7 +118,7 @@ class KeyValues:
             raise PayloadUnreadable(f"key {key}: {error}") from error
 
     def entry_of(self, raw: RawMessage, place: Place, value_type: type[T]) -> Entry[T] | None:
-        """A stored change as an entry; None if it cannot be read."""
+        """Decode a stored change; None if it is unreadable."""
         key = self._bucket.key(raw.subject)
         if is_removal(raw.headers):
             return Entry(key, None, place.stream_seq)
@@ -139,7 +139,7 @@ class Watch(Generic[T]):
 
     @property
     def num_pending(self) -> int:
-        """How many entries are there to be read right now; 0: caught up."""
+        """Number of entries to read now; 0: caught up."""
         return self._reader.num_pending
 
     async def next(self, timeout_s: float | None = None) -> Entry[T] | None:

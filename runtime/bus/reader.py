@@ -1,4 +1,4 @@
-"""Reading a stream in its total order, from a sequence on, across restarts of the server."""
+"""Ordered reading of a stream from a sequence on, across restarts of the server."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,18 +11,18 @@ from runtime.bus.nats.pull import ConsumerLost, Place, Pull, place_of
 from runtime.bus.nats.store import Store, stored_at
 from runtime.bus.nats.streams import state_of
 
-CLOCKS_DIFFER_S: Final = 2.0  # at most, the server's from ours
+CLOCKS_DIFFER_S: Final = 2.0  # maximum difference between the server's clock and the local one
 
 
 class LogReader:
-    """Messages of a stream after a sequence, in order, none skipped, none twice.
+    """Messages of a stream after a sequence, in order, without gaps and duplicates.
 
-    The consumer behind it lives in the server's memory. Whenever it is lost, out of step or suspected, a new one starts
-    after the last sequence seen.
+    Its consumer lives in the server's memory. If the consumer is lost or out of step, a new one starts after the last
+    sequence seen.
 
     Args:
-        from_seq: first sequence to read; None: the latest message of each subject, then all that follow.
-        skips: whether what is deleted from the stream before it was read may be passed over.
+        from_seq: first sequence to read; None: the latest message of each subject, then all later ones.
+        skips: whether messages may be skipped that are deleted from the stream before they are read.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class LogReader:
         self.num_pending = 0
 
     async def open(self) -> None:
-        """Begin. Afterwards `num_pending` says how many messages wait to be read.
+        """Create the consumer and start to pull. Sets `num_pending` to the number of messages to read.
 
         Raises:
             BusUnavailable: no such stream, or no server, until the deadline.
-            LogTrimmedAway: what was to be read next is gone.
+            LogTrimmedAway: unread messages are gone.
         """
         latest = self._last_per_subject and self._last_seq <= 0
         from_seq = None if latest else self._last_seq + 1
@@ -69,9 +69,11 @@ class LogReader:
         await self._pull.open(made.name, made.epoch)
 
     async def _check_that_nothing_is_gone(self) -> None:
-        """What is gone was read, or concerns others, if the oldest message is one from before we were last idle.
+        """Raise LogTrimmedAway if unread messages may be gone.
 
-        What was gone at the beginning is no loss: who begins there has what it needs from elsewhere.
+        None are lost if the oldest message is older than the reader's last idle moment: all deleted ones were read or
+        are outside its filters. Messages missing at the first open are no loss: the caller has their content from
+        elsewhere.
         """
         first_seq = (await state_of(self._connection, self._stream)).first_seq
         if first_seq <= self._last_seq + 1:
@@ -86,7 +88,7 @@ class LogReader:
             )
 
     async def close(self) -> None:
-        """End. The consumer is removed, or forgotten by the server if that does not reach it."""
+        """Close. Removes the consumer, which the server otherwise removes as inactive."""
         await self._pull.close()
         if self._consumer and self._connection.is_connected:
             await forget_reader(self._connection, self._stream, self._consumer)
@@ -94,7 +96,7 @@ class LogReader:
     async def next(self, timeout_s: float | None = None) -> tuple[RawMessage, Place] | None:
         """The next message and its place, or None after timeout_s.
 
-        None also if messages were pending and are gone since: who reads until `num_pending` is 0 comes to an end.
+        None also if pending messages were deleted, so that a reader until `num_pending` is 0 ends.
         """
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
@@ -110,7 +112,7 @@ class LogReader:
                 return None
             place = place_of(message.reply)
             if place.consumer != self._consumer or place.consumer_seq != self._consumer_seq + 1:
-                if await self._reopened_on_nothing():  # something was dropped on the way
+                if await self._reopened_on_nothing():  # a message was dropped on the way
                     return None
                 continue
             self._consumer_seq = place.consumer_seq
@@ -120,7 +122,7 @@ class LogReader:
             return message, place
 
     async def _reopened_on_nothing(self) -> bool:
-        """Open anew; whether what was pending before is not there any more."""
+        """Reopen. Returns whether the messages pending before are gone."""
         pending = self.num_pending
         await self.open()
         return pending > 0 and not self.num_pending

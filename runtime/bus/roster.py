@@ -1,4 +1,4 @@
-"""Who is there: the members of a role, in the run's bucket, under an epoch that every change raises."""
+"""Membership of a role, stored in the run's bucket. Each change raises its epoch."""
 
 from collections.abc import Callable, Mapping
 from typing import Final, Generic
@@ -14,11 +14,11 @@ from runtime.bus.kv import Watch
 
 log = structlog.get_logger()
 
-MAX_TRIES: Final = 64  # compare-and-set attempts against others who join at the same moment
+MAX_TRIES: Final = 64  # compare-and-set attempts against concurrent changes
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """One actor instance in the life of one process."""
+    """One process of an actor instance."""
 
     instance: str
     incarnation: int  # higher for each later process of the instance
@@ -33,27 +33,27 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answers(msgspec.Struct, Generic[MessageT], frozen=True, kw_only=True):
-    """What became of a call to all members of one epoch."""
+    """Results of a call to all members of one epoch."""
 
-    epoch: int  # the one that was asked
+    epoch: int  # epoch of the called members
     answers: Mapping[str, MessageT]  # by instance
-    refused: Mapping[str, str]  # by instance: answered, but with this error
-    evicted: tuple[str, ...]  # instances that were silent; if any, the epoch has risen
+    refused: Mapping[str, str]  # error answers by instance
+    evicted: tuple[str, ...]  # instances that did not answer; if any, the epoch was raised
 
 
 class Roster:
-    """Joining, leaving and asking the members of a role."""
+    """Join, leave and call the members of a role."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
     async def members(self, role: str) -> Members:
-        """Who is there now."""
+        """The current members."""
         entry = await self._bus.kv.get(_key(role), Members)
         return entry.value if entry is not None and entry.value is not None else Members()
 
     async def join(self, role: str, member: Member) -> Members:
-        """Enter a member; it takes the place of an earlier process of its instance."""
+        """Add a member. It replaces an earlier process of its instance."""
 
         def change(members: tuple[Member, ...]) -> tuple[Member, ...]:
             if member in members:
@@ -69,7 +69,7 @@ class Roster:
     async def call_all(
         self, role: str, request: Message, answer: type[MessageT], *, timeout_s: float
     ) -> Answers[MessageT]:
-        """Ask every member of the present epoch at once, each with the same deadline; evict who stays silent.
+        """Call all current members concurrently, each with the same deadline, and evict those that do not answer.
 
         Raises:
             BusUnavailable: the roster cannot be read or changed.
@@ -97,10 +97,10 @@ class Roster:
         return Answers(epoch=asked.epoch, answers=answers, refused=refused, evicted=evicted)
 
     async def keep_joined(self, role: str, member: Member) -> None:
-        """Stay a member until cancelled: enter again after an eviction, give way to a later process.
+        """Stay a member until cancelled: rejoin after an eviction, yield to a later process.
 
         Raises:
-            Fenced: a later process of the instance is there.
+            Fenced: a later process of the instance joined.
         """
         await self.join(role, member)
         async with self._bus.kv.watch(_key(role), Members) as changes:

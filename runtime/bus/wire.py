@@ -1,4 +1,4 @@
-"""What leaves this process: a message as bytes, if some reader could use it."""
+"""Encoding of messages that leave this process. Refuses messages that no reader could decode."""
 
 from messages import EncodeError, Message, Plane, encode
 from messages.codec import Encoded
@@ -7,11 +7,11 @@ from runtime.bus.limits import MAX_EVENT_BYTES
 
 
 def to_wire(message: Message) -> Encoded:
-    """Encode a message that is to be sent.
+    """Encode a message for sending.
 
     Raises:
-        MessageRefused: a user's function put something into it that cannot be sent.
-        MessageTooLarge: an event that is too long for readers.
+        MessageRefused: it holds a value from user code that cannot be sent.
+        MessageTooLarge: the event exceeds the readers' limit.
     """
     try:
         encoded = encode(message)
