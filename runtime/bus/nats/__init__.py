@@ -1,4 +1,4 @@
-"""NATS as the bus uses it: the only room that imports its client or knows its API's words.
+"""The bus's NATS backend: the only package that imports the NATS client and uses the server's API.
 
-Open connection.py first, then store.py and pull.py.
+Start reading at connection.py, then store.py and pull.py.
 """

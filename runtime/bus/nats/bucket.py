@@ -1,4 +1,4 @@
-"""A KV bucket as JetStream knows it: a stream with a subject for each key, read by its last message."""
+"""A JetStream KV bucket: a stream with one subject per key, read by its last message."""
 
 from collections.abc import Mapping
 from typing import Final, NamedTuple
@@ -6,24 +6,24 @@ from typing import Final, NamedTuple
 from runtime.bus.nats.store import Store
 
 _OPERATION: Final = "KV-Operation"
-_MARKER: Final = "Nats-Marker-Reason"  # the server's own removals
+_MARKER: Final = "Nats-Marker-Reason"  # on removals by the server
 _TTL: Final = "Nats-TTL"
 
 
 class Kept(NamedTuple):
-    """The latest that a bucket holds of a key."""
+    """The latest state of a key in a bucket."""
 
-    value: bytes | None  # None: it was removed
+    value: bytes | None  # None: removed
     revision: int
 
 
 def is_removal(headers: Mapping[str, str] | None) -> bool:
-    """Whether a stored change takes the key away."""
+    """Whether a stored change removes the key."""
     return headers is not None and (_OPERATION in headers or _MARKER in headers)
 
 
 class Bucket:
-    """One bucket over one connection."""
+    """One bucket on one connection."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.stream = f"KV_{name}"
@@ -31,15 +31,15 @@ class Bucket:
         self._store = store
 
     def subject(self, key: str) -> str:
-        """Where a key, or every key of a filter, lies in the stream."""
+        """Subject of a key or key filter in the stream."""
         return self._prefix + key
 
     def key(self, subject: str) -> str:
-        """The key that lies under a subject."""
+        """Key of a subject."""
         return subject.removeprefix(self._prefix)
 
     async def last(self, key: str) -> Kept | None:
-        """The latest of a key; None if it never had a value.
+        """The latest state of a key; None if it never had a value.
 
         Raises:
             BusUnavailable: no server.
@@ -51,8 +51,10 @@ class Bucket:
         """Set a value and return its revision.
 
         Args:
-            revision: what the key must still be at; 0: it never had a value.
-            ttl_s: the value vanishes after this long.
+            key: key to set.
+            value: new value.
+            revision: required current revision of the key; 0: it never had a value; None: any.
+            ttl_s: lifetime of the value.
 
         Raises:
             SequenceMismatch: the key is at another revision.
@@ -61,9 +63,9 @@ class Bucket:
         return await self._store.put(self.subject(key), value, headers, expected_last=revision)
 
     async def remove(self, key: str, *, revision: int | None = None) -> None:
-        """Take a value away, if the key is still at this revision.
+        """Remove a value, if the key is still at this revision.
 
         Raises:
-            SequenceMismatch: it is not.
+            SequenceMismatch: the key is at another revision.
         """
         await self._store.put(self.subject(key), b"", {_OPERATION: "DEL"}, expected_last=revision)

@@ -1,8 +1,8 @@
-"""One connection to a NATS server: the only file that imports nats.
+"""One connection to a NATS server. Only this file imports nats.
 
-It turns what nats-py leaves open into bounds and errors. A request fails at once when the connection is lost instead of
-waiting out its deadline, a message over the server's limit never leaves (the server would close the connection for
-good), errors that nats-py reports on the side are counted, and a closed connection cancels the scope that owns it.
+It adds bounds and errors that nats-py lacks. A request fails at once when the connection is lost, instead of waiting
+out its deadline. A message over the server's limit is never sent, because the server would close the connection for
+good. Errors that nats-py only reports to a callback are counted. A closed connection cancels the scope that owns it.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from runtime.secrets import Login, split_login, without_logins
 log = structlog.get_logger()
 
 Headers = dict[str, str]
-STATUS = "Status"  # header under which nats-py shows a status line
+STATUS = "Status"  # header in which nats-py puts a status line
 NO_RESPONDERS = "503"
 BACKOFF = Backoff(first_s=0.02, max_s=0.5)
 MAX_SUBJECT_BYTES = 1024  # the server closes a connection over 4096 bytes of control line
@@ -38,7 +38,7 @@ _HEADER_LINE_BYTES = len(": \r\n")
 
 
 class RawMessage(Protocol):
-    """A message as it came; what nats-py delivers has this form."""
+    """A received message, as nats-py delivers it."""
 
     @property
     def subject(self) -> str: ...
@@ -51,49 +51,49 @@ class RawMessage(Protocol):
 
 
 class Disconnected(BusError):
-    """The connection was lost while a request was open. Internal: callers try again or map it."""
+    """The connection was lost during a request. Internal: callers retry or map it."""
 
 
 class AttemptTimeout(BusError):
-    """One attempt was not answered. Internal: callers try again or map it."""
+    """One attempt got no answer. Internal: callers retry or map it."""
 
 
 class NoResponders(BusError):
-    """Nobody listens on the subject: no stream, no consumer, no actor. Internal: callers try again or map it."""
+    """No listener on the subject: no stream, no consumer, no actor. Internal: callers retry or map it."""
 
 
 class Counters(msgspec.Struct):
-    """What happened on one connection since it was opened."""
+    """Counters of one connection since it was opened."""
 
     published: int = 0
     publish_retries: int = 0
     fetched: int = 0
     received: int = 0
     reconnects: int = 0
-    async_errors: int = 0  # reported by the client on the side, slow consumers included
+    async_errors: int = 0  # reported to the client's error callback, including slow consumers
     slow_consumer_drops: int = 0
     dead_letters: int = 0
-    acks_dropped: int = 0  # while disconnected with a full buffer; costs a redelivery
+    acks_dropped: int = 0  # while disconnected with a full buffer; each causes a redelivery
 
 
 def wire_size(payload: bytes, headers: Mapping[str, str]) -> int:
-    """Bytes that the server counts against max_payload: the header block and the payload."""
+    """Bytes that the server counts against max_payload: header block and payload."""
     size = len(payload) + _HEADER_FRAME_BYTES
     for name, value in headers.items():
         size += len(name) + _HEADER_LINE_BYTES + (len(value) if value.isascii() else len(value.encode()))
     return size
 
 
-nats_client.DEFAULT_BUFFER_SIZE = 256 * 1024  # bytes read at once, for which there is no option: payloads are large
+nats_client.DEFAULT_BUFFER_SIZE = 256 * 1024  # bytes per read; nats-py has no option for it, and payloads are large
 
-# what a publish raises when the connection is gone; RuntimeError is uvloop's, of a socket that was closed this moment
+# errors of a publish without a connection; uvloop raises RuntimeError for a socket that was just closed
 _LOST = (nats_errors.OutboundBufferLimitError, nats_errors.ConnectionClosedError, RuntimeError)
 
 
 class _Client(Client):
-    """nats-py 2.16 stops reading for good, connected and deaf, in three cases in which this one goes on.
+    """nats-py 2.16 client that survives three errors after which the original reads nothing while connected.
 
-    When a PONG meets a flush that was cancelled or timed out, when a subject is no UTF-8, and when headers are torn.
+    These are a PONG for a cancelled or timed-out flush, a subject that is not UTF-8, and malformed headers.
     """
 
     def _build_message(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: Headers | None) -> Msg:
@@ -132,7 +132,7 @@ class Connection:
         self._reconnect_listeners: set[Callable[[], None]] = set()
         self._last_error = ""
         self._connecting: anyio.CancelScope | None = None  # during the first connect
-        self._refused = ""  # why the server does not want us
+        self._refused = ""  # why the server rejects the login
         self._errors_since_connect = 0
         self._closing = False
         self._on_lost: Callable[[], None] | None = None
@@ -143,7 +143,7 @@ class Connection:
 
     @property
     def last_error(self) -> str:
-        """The latest error that the client reported on the side, for messages of other errors."""
+        """The latest error from the client's error callback, for the text of other errors."""
         return self._last_error
 
     @property
@@ -154,17 +154,17 @@ class Connection:
         return self._client.new_inbox()
 
     def unique(self) -> str:
-        """A name nobody else uses."""
+        """A globally unique name."""
         return self._client.new_inbox().rpartition(".")[2]
 
     # opening and closing
 
     async def start(self, url: str, name: str, inboxes: str, on_lost: Callable[[], None]) -> None:
-        """Connect and subscribe the reply inbox.
+        """Connect, and subscribe to the reply inbox.
 
         Raises:
             BusUnavailable: no server answered in time.
-            BusRefused: it does not take the login.
+            BusRefused: the server rejects the login.
         """
         self._on_lost = on_lost
         try:
@@ -202,7 +202,7 @@ class Connection:
         )
 
     async def close(self) -> None:
-        """Flush what was sent and close. Never raises for a server that is gone."""
+        """Flush and close. Does not raise if the server is gone."""
         self._closing = True
         with anyio.move_on_after(self.limits.drain_timeout_s, shield=True):
             if self._client.is_connected:
@@ -211,7 +211,7 @@ class Connection:
                         await self._client.flush()
                 except (nats_errors.Error, OSError):
                     log.debug("bus_flush_failed", last_error=self._last_error)
-            # the client ends neither its tasks nor quietly when it is closed with unsent data during an outage
+            # nats-py's close leaves its tasks running, and raises if unsent data remains in an outage
             for listener in tuple(self._listeners):
                 await listener.stop()
             try:
@@ -223,10 +223,10 @@ class Connection:
     # sending
 
     def check_size(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
-        """Refuse what would make the server close the connection for good.
+        """Refuse a message for which the server would close the connection for good.
 
         Raises:
-            MessageTooLarge: headers and payload exceed the server's max_payload, or the subject its control line.
+            MessageTooLarge: headers and payload exceed the max_payload of the server, or the subject is too long.
         """
         size = wire_size(payload, headers)
         if size > self._client.max_payload:
@@ -235,10 +235,10 @@ class Connection:
             raise MessageTooLarge(subject[:80] + "...", len(subject), MAX_SUBJECT_BYTES)
 
     async def send(self, subject: str, payload: bytes, headers: Headers | None = None, reply: str = "") -> None:
-        """Core publish: no answer is awaited. During an outage it is buffered, up to a bound.
+        """Core publish, without an answer. Buffered during an outage, up to a bound.
 
         Raises:
-            MessageRefused: before anything is sent.
+            MessageRefused: the message is too large or the subject invalid; nothing was sent.
             Disconnected: the buffer is full, or the connection is closed.
         """
         self.check_size(subject, payload, headers or {})
@@ -250,13 +250,13 @@ class Connection:
             raise MessageRefused(f"{subject[:80]!r} is no subject") from error
 
     async def request(self, subject: str, payload: bytes, headers: Headers | None, timeout_s: float) -> RawMessage:
-        """One attempt to ask and be answered. The caller has checked the size.
+        """Make one attempt of a request and wait for its answer. The caller has checked the size.
 
         Raises:
-            Disconnected: the connection is or goes down; at once, not after the timeout.
+            Disconnected: the connection is or goes down; raised at once, not after the timeout.
             AttemptTimeout: no answer.
-            NoResponders: nobody listens.
-            MessageRefused: the subject has no valid form.
+            NoResponders: no listener on the subject.
+            MessageRefused: the subject is invalid.
         """
         if not self._connected.is_set():
             raise Disconnected("not connected")
@@ -280,7 +280,7 @@ class Connection:
         return answer
 
     async def retry(self, subject: str, payload: bytes, headers: Headers | None, timeout_s: float) -> RawMessage:
-        """Ask until answered; safe only for what may be done twice.
+        """Repeat a request until it is answered. Only for idempotent requests.
 
         Raises:
             BusUnavailable: no answer within timeout_s.
@@ -300,7 +300,7 @@ class Connection:
         return max(0.001, min(self.limits.attempt_timeout_s, deadline - asyncio.get_running_loop().time()))
 
     async def pause(self, deadline: float, failures: int, error: BusError) -> bool:
-        """Wait until another attempt makes sense; False when the deadline comes first."""
+        """Wait until another attempt makes sense. False: the deadline comes first."""
         loop = asyncio.get_running_loop()
         if isinstance(error, Disconnected) and not self._connected.is_set():
             return await self.wait_connected(deadline)
@@ -311,7 +311,7 @@ class Connection:
         return True
 
     async def wait_connected(self, deadline: float) -> bool:
-        """Wait for the connection; False when the deadline comes first."""
+        """Wait for the connection. False: the deadline comes first."""
         remaining_s = deadline - asyncio.get_running_loop().time()
         with anyio.move_on_after(max(0.0, remaining_s)):
             await self._connected.wait()
@@ -322,7 +322,7 @@ class Connection:
     async def subscribe(
         self, subject: str, handler: Callable[[RawMessage], None], *, messages: int | None = None
     ) -> "Listener":
-        """Call the handler for each message, in order. Over the bound they are dropped and counted."""
+        """Call the handler for each message, in order. Messages over the bound are dropped and counted."""
 
         async def deliver(message: Msg) -> None:
             handler(message)
@@ -363,7 +363,7 @@ class Connection:
             self.counters.slow_consumer_drops += 1
         if self._connecting is not None and "authorization" in self._last_error.lower():
             self._refused = self._last_error
-            # not now: the client is about to close its socket, and would not if it were cancelled there
+            # delayed: the client is about to close its socket, and a cancellation now would prevent that
             asyncio.get_running_loop().call_later(self.limits.reconnect_wait_s / 2, self._connecting.cancel)
         self._errors_since_connect += 1
         if self._errors_since_connect.bit_count() == 1:  # 1, 2, 4, 8, ...: an outage does not flood the log
@@ -393,19 +393,19 @@ class Connection:
 
 
 class Listener:
-    """A subscription that can be ended."""
+    """A subscription that can be stopped."""
 
     def __init__(self, subscription: Subscription, registry: "set[Listener]") -> None:
         self._subscription = subscription
         self._registry = registry
 
     async def stop(self) -> None:
-        """End it; what is on its way is dropped."""
+        """Unsubscribe. Messages in transit are dropped."""
         self._registry.discard(self)
         await _quietly(self._subscription.unsubscribe())
 
     async def drain(self) -> None:
-        """End it once everything that the server has sent was handled. Bounded by the caller."""
+        """Unsubscribe after all messages sent by the server are handled. The caller bounds the wait."""
         self._registry.discard(self)
         await _quietly(self._subscription.drain())
 
@@ -413,7 +413,7 @@ class Listener:
 async def _quietly(ending: Awaitable[Any]) -> None:
     try:
         await ending
-    except (nats_errors.Error, OSError):  # closed, reconnecting, timed out: the server forgets it anyway
+    except (nats_errors.Error, OSError):  # closed, reconnecting or timed out: the server drops the subscription anyway
         log.debug("bus_subscription_gone")
 
 
@@ -423,7 +423,7 @@ def _expire(future: asyncio.Future[RawMessage]) -> None:
 
 
 def _login_options(login: Login | None) -> dict[str, Any]:
-    """In the client's words. It would take a login in the URL as it is written there, percent signs and all."""
+    """Login as nats-py options. In a URL, nats-py would not decode percent signs."""
     if login is None:
         return {}
     if login.user is None:
@@ -435,10 +435,13 @@ def _login_options(login: Login | None) -> dict[str, Any]:
 async def open_connection(
     url: str, *, name: str, limits: BusLimits, inboxes: str = INBOX
 ) -> AsyncGenerator[Connection, None]:
-    """A connection for the duration of a block. If it closes for good, the block is cancelled.
+    """Open a connection for the duration of a block. If it closes for good, the block is cancelled.
 
     Args:
-        inboxes: what the subjects begin with under which it takes answers.
+        url: nats://[user:password@]host:port; several are separated by commas.
+        name: shown in the server's monitoring.
+        limits: deadlines and buffer bounds.
+        inboxes: subject prefix of its inboxes.
 
     Raises:
         BusUnavailable: no server at first, or the connection closed for good during the block.

@@ -1,4 +1,4 @@
-"""Consumers as JetStream knows them: those that readers use for a while, and durable ones. Also how a delivery ends."""
+"""JetStream consumers: temporary ones of readers, and durable ones. Also the acknowledgements of deliveries."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,26 +13,26 @@ from runtime.bus.nats.pull import NANOSECONDS
 from runtime.bus.nats.store import API, ApiFailed, api_call
 
 ACK: Final = b"+ACK"
-TERM: Final = b"+TERM"  # done with, though not done
+TERM: Final = b"+TERM"  # ends redelivery of a message that was not processed
 IN_PROGRESS: Final = b"+WPI"
 _NAK: Final = b"-NAK"
 STREAM_NOT_FOUND: Final = 10059
-CONSUMER_DOES_NOT_EXIST: Final = 10149  # answers a creation while one of that name is still being deleted
+CONSUMER_DOES_NOT_EXIST: Final = 10149  # answer to a create request while a consumer of that name is being deleted
 PASSING: Final = (STREAM_NOT_FOUND, CONSUMER_DOES_NOT_EXIST)
-INACTIVE_S: Final = 60  # the server forgets a reader that asked for nothing this long; it is made again when it does
-MAX_WAITING: Final = 512  # pull requests that the server holds for one consumer
+INACTIVE_S: Final = 60  # the server removes a consumer without requests for this long; its reader creates a new one
+MAX_WAITING: Final = 512  # pull requests that the server queues per consumer
 
 
 class Consumer(NamedTuple):
-    """A consumer that was there in one epoch of the connection."""
+    """A consumer that existed in one epoch of the connection."""
 
     name: str
     epoch: int
-    num_pending: int  # messages that wait for it
+    num_pending: int  # messages to deliver
 
 
 class ConsumerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a durable consumer delivers."""
+    """Settings of a durable consumer."""
 
     durable: str
     filters: tuple[str, ...]
@@ -41,15 +41,18 @@ class ConsumerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def give_back(delay_s: float = 0.0) -> bytes:
-    """What ends a delivery so that it comes again, after delay_s."""
+    """Acknowledgement that requests redelivery after delay_s."""
     return _NAK + (b' {"delay": %d}' % int(delay_s * NANOSECONDS) if delay_s > 0 else b"")
 
 
 async def make_reader(connection: Connection, stream: str, filters: Sequence[str], from_seq: int | None) -> Consumer:
-    """A consumer of one reader, in the server's memory.
+    """Create the temporary consumer of one reader, in the server's memory.
 
     Args:
-        from_seq: first sequence to read; None: the latest message of each subject, then all that follow.
+        connection: connection to the server.
+        stream: name of the stream.
+        filters: subject filters.
+        from_seq: first sequence to read; None: the latest message of each subject, then all later ones.
 
     Raises:
         BusUnavailable: no such stream, or no server, until the deadline.
@@ -68,7 +71,7 @@ async def make_reader(connection: Connection, stream: str, filters: Sequence[str
 
 
 async def make_durable(connection: Connection, stream: str, settings: ConsumerSettings) -> Consumer:
-    """A durable consumer, made or found.
+    """Create or find a durable consumer.
 
     Raises:
         BusUnavailable: no such stream, or the server refuses the consumer.
@@ -80,7 +83,7 @@ async def make_durable(connection: Connection, stream: str, settings: ConsumerSe
         "deliver_policy": "all",
         "ack_policy": "explicit",
         "ack_wait": int(settings.ack_wait_s * NANOSECONDS),
-        "max_deliver": -1,  # after a last delivery a message would stay, be given to nobody and use its quota
+        "max_deliver": -1,  # no limit: a message would stay in the stream after its last delivery
         "max_ack_pending": settings.max_ack_pending,
         "max_waiting": MAX_WAITING,
         "filter_subjects": list(settings.filters),
@@ -107,7 +110,7 @@ async def _make(connection: Connection, api: str, stream: str, config: dict[str,
 
 
 async def forget_reader(connection: Connection, stream: str, name: str) -> None:
-    """Remove a reader's consumer; the server forgets it anyway if this does not reach it."""
+    """Remove a reader's consumer. If the request is lost, the server removes it as inactive."""
     with anyio.move_on_after(connection.limits.drain_timeout_s, shield=True):
         try:
             subject = f"{API}.CONSUMER.DELETE.{stream}.{name}"

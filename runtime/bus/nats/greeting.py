@@ -1,4 +1,4 @@
-"""What a NATS server says of itself to whoever connects, asked for without its client."""
+"""The INFO line that a NATS server sends to every client, read without the NATS client."""
 
 import socket
 from typing import Final
@@ -11,7 +11,7 @@ LONGEST: Final = 64 * 1024  # bytes
 
 
 class Greeting(msgspec.Struct, frozen=True):
-    """The part of a server's first line that says whether a run could use it."""
+    """Fields of the server's INFO line that decide whether a run can use the server."""
 
     jetstream: bool = False
     auth_required: bool = False
@@ -19,11 +19,11 @@ class Greeting(msgspec.Struct, frozen=True):
 
 
 def greeting_of(url: str, timeout_s: float) -> Greeting | None:
-    """Connect to one URL and read the server's first line; None where that line is not in the clear (tls, ws).
+    """Connect to one URL and read the server's INFO line; None if it is not plain text (tls, ws).
 
     Raises:
-        OSError: nothing answers there.
-        ValueError: something else than NATS does, or the URL has no such form.
+        OSError: no server answers.
+        ValueError: the server is not a NATS server, or the URL is malformed.
     """
     parts = urlsplit(url)
     port = parts.port or {"wss": 443, "ws": 80}.get(parts.scheme, PORT)

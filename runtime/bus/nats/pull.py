@@ -1,4 +1,4 @@
-"""Pull requests of one consumer and what they bring. Bounded: nothing arrives that was not asked for."""
+"""Pull requests of one consumer, and the messages that they return. Bounded: only requested messages arrive."""
 
 import asyncio
 import time
@@ -16,21 +16,21 @@ from runtime.bus.nats.store import API
 DELIVERY: Final = "$JS.ACK."
 HEARTBEAT: Final = "100"
 NO_RESPONDERS: Final = "503"
-PENDING_MESSAGES: Final = "Nats-Pending-Messages"  # how many of a pull request were not delivered when it ended
-TOO_LARGE: Final = "exceeds maxbytes"  # the next message, for the bytes of a request
+PENDING_MESSAGES: Final = "Nats-Pending-Messages"  # undelivered messages of a pull request at its end
+TOO_LARGE: Final = "exceeds maxbytes"  # the next message exceeds the byte limit of the request
 LOST_REASONS: Final = ("consumer deleted", "server shutdown", "leadership change", "consumer is push based")
 NANOSECONDS: Final = 1_000_000_000
-GRACE_S: Final = 1.0  # on top of a request's own end
+GRACE_S: Final = 1.0  # added to a request's own expiry
 MIN_EXPIRES_S: Final = 0.05
-STILL_S: Final = 1.0  # between requests; within less nothing is trimmed that was not sent
+STILL_S: Final = 1.0  # maximum gap between requests; nothing unsent is trimmed in a shorter one
 
 
 class ConsumerLost(BusError):
-    """The consumer is gone or silent. Internal: a reader makes a new one, a durable consumer is looked up again."""
+    """The consumer is gone or silent. Internal: a reader creates a new one, a durable consumer is looked up again."""
 
 
 class Place(NamedTuple):
-    """Where a delivery stands, from its reply subject."""
+    """Position of a delivery, from its reply subject."""
 
     consumer: str
     num_delivered: int
@@ -43,23 +43,25 @@ class Place(NamedTuple):
 def place_of(reply: str) -> Place:
     """Parse `$JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>.<time>.<pending>`."""
     tokens = reply.split(".")
-    if len(tokens) != 9:  # a longer form has a domain and an account before the stream, a token after pending
+    if len(tokens) != 9:  # a longer form has a domain and an account before the stream, and a token after pending
         tokens = tokens[2:]
     return Place(tokens[3], int(tokens[4]), int(tokens[5]), int(tokens[6]), int(tokens[7]), int(tokens[8]))
 
 
 def time_of(time_ns: int) -> datetime:
-    """When the server stored a message."""
+    """Time at which the server stored a message."""
     return datetime.fromtimestamp(time_ns / NANOSECONDS, UTC)
 
 
 class Pull:
-    """An inbox fed by pull requests.
+    """An inbox that pull requests fill.
 
     Args:
-        ahead: messages asked for before anyone waits; 0: only on demand.
-        max_bytes: bound of one request; 0: none but the number of messages.
-        redelivers: whether what a lost connection swallowed comes again. If not, the consumer is lost with it.
+        connection: connection to the server.
+        stream: name of the stream.
+        ahead: messages requested ahead of demand; 0: only on demand.
+        max_bytes: byte limit of one request; 0: only the number of messages is limited.
+        redelivers: whether messages lost with a connection are redelivered. If not, the consumer is lost with it.
     """
 
     def __init__(
@@ -77,16 +79,16 @@ class Pull:
         self._buffer: deque[RawMessage] = deque()
         self._sleepers: deque[asyncio.Future[None]] = deque()
         self._num_waiting = 0
-        self._outstanding = 0  # asked for, neither delivered nor ended
-        self._arrived = False  # something, since it was asked
+        self._outstanding = 0  # requested messages, neither delivered nor expired
+        self._arrived = False  # whether a message arrived since the last request
         self._request_end = 0.0  # loop time after which an unanswered request is lost
         self._epoch = connection.epoch
         self._lost = ""
-        self._served_until = 0.0  # loop time: so long the server sends what there is as soon as it is stored
-        self.idle_at = 0.0  # Unix seconds: when the server last had nothing for us, and all that came was taken
+        self._served_until = 0.0  # loop time until which the server sends messages as soon as it stores them
+        self.idle_at = 0.0  # Unix seconds of the last moment with nothing to send and an empty buffer
 
     async def open(self, consumer: str, epoch: int) -> None:
-        """Begin, or begin again, to pull from a consumer that was there in this epoch of the connection."""
+        """Start or restart to pull from a consumer that existed in this epoch of the connection."""
         self._consumer = consumer
         self._outstanding = 0
         self._served_until = asyncio.get_running_loop().time()
@@ -94,7 +96,7 @@ class Pull:
         self._epoch = epoch
         if self._listener is not None and self._redelivers:
             return
-        if self._listener is not None:  # what the old consumer still sends must not be taken for the new one's
+        if self._listener is not None:  # messages of the old consumer must not pass for the new one's
             await self._listener.stop()
         self._buffer.clear()
         self._inbox = self._connection.new_inbox()
@@ -102,7 +104,10 @@ class Pull:
         self._connection.on_reconnect(self._wake_all)
 
     async def close(self) -> list[RawMessage]:
-        """End; return what had arrived and was not taken. Also when cancelled, within limits.drain_timeout_s."""
+        """Stop; return messages that arrived and were not taken.
+
+        Bounded by limits.drain_timeout_s, even if cancelled.
+        """
         self._connection.forget_reconnect(self._wake_all)
         if self._listener is not None:
             with anyio.move_on_after(self._limits.drain_timeout_s, shield=True):
@@ -118,14 +123,14 @@ class Pull:
 
     @property
     def buffered(self) -> deque[RawMessage]:
-        """Arrived, not yet taken."""
+        """Messages that arrived and were not taken."""
         return self._buffer
 
     async def next(self, timeout_s: float | None) -> RawMessage | None:
         """The next message, or None after timeout_s.
 
         Raises:
-            ConsumerLost: open() again.
+            ConsumerLost: the caller must call open() again.
         """
         if self._buffer:
             message = self._buffer.popleft()
@@ -148,7 +153,7 @@ class Pull:
     async def _top_up(self, deadline: float | None) -> None:
         unserved_s = asyncio.get_running_loop().time() - self._served_until
         if not self._redelivers and self._connection.is_connected and unserved_s > STILL_S:
-            self._lost = "nothing asked for"  # the server passes over what is trimmed meanwhile, and does not say so
+            self._lost = "nothing asked for"  # the server silently skips messages trimmed meanwhile
         if self._epoch != self._connection.epoch:
             if not self._redelivers:
                 self._lost = "reconnected"
@@ -158,8 +163,8 @@ class Pull:
         if self._lost:
             return
         wanted = max(self.ahead, self._num_waiting) - len(self._buffer)
-        needed = self._num_waiting - len(self._buffer)  # by those who wait already
-        enough = self._outstanding >= needed and self._outstanding > wanted // 2  # not a request for each message
+        needed = self._num_waiting - len(self._buffer)  # by tasks that already wait
+        enough = self._outstanding >= needed and self._outstanding > wanted // 2  # avoids one request per message
         if wanted <= 0 or enough or not self._connection.is_connected:
             return
         expires_s = self._limits.pull_expires_s
@@ -184,16 +189,16 @@ class Pull:
         try:
             await self._connection.send(subject, msgspec.json.encode(request), reply=self._inbox)
         except Disconnected:
-            self._outstanding -= batch  # asked again after the reconnect
+            self._outstanding -= batch  # requested again after the reconnect
 
     def _heard(self, quiet_s: float) -> None:
         self._request_end = asyncio.get_running_loop().time() + quiet_s + GRACE_S
 
     async def _sleep(self, deadline: float | None) -> bool:
-        """Wait until something changed. False: the deadline passed.
+        """Wait for a change. False: the deadline passed.
 
         Raises:
-            ConsumerLost: the server did not even send heartbeats.
+            ConsumerLost: the server sent not even heartbeats.
         """
         loop = asyncio.get_running_loop()
         sleeper: asyncio.Future[None] = loop.create_future()
@@ -218,23 +223,23 @@ class Pull:
     def _on_message(self, message: RawMessage) -> None:
         status = message.headers.get(STATUS) if message.headers is not None and not message.data else None
         if message.reply.startswith(DELIVERY):
-            self._outstanding = max(0, self._outstanding - 1)  # a request from before a reconnect may be answered too
+            self._outstanding = max(0, self._outstanding - 1)  # requests from before a reconnect may be answered too
             self._arrived = True
             self._note_end()
             self._buffer.append(message)
             self._wake_one()
         elif status is None:
-            self._connection.counters.async_errors += 1  # nobody but the server has business here
+            self._connection.counters.async_errors += 1  # only the server should send to this subject
         elif status == HEARTBEAT:
             self._heard(2 * self._limits.pull_heartbeat_s)
-            if not self._buffer:  # if this process stood still, the heartbeat may be old
+            if not self._buffer:  # after a stall of this process, the heartbeat may be old
                 self.idle_at = time.time() - max(0.0, asyncio.get_running_loop().time() - self._served_until)
         else:
             self._on_status(status, message.headers or {})
 
     def _on_status(self, status: str, headers: dict[str, str]) -> None:
         description = headers.get("Description", "").lower()
-        if TOO_LARGE in description and not self._arrived:  # an older server's, or one that took more once
+        if TOO_LARGE in description and not self._arrived:  # the message was stored under a larger limit
             self._max_bytes *= 2
         if status == NO_RESPONDERS or any(reason in description for reason in LOST_REASONS):
             self._lost = description or "no such consumer"

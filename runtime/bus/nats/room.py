@@ -1,4 +1,4 @@
-"""The last part of the event stream is for those who can empty it: all other writers wait below it."""
+"""Reserved space of the event stream for writers that can empty it. All other writers wait below it."""
 
 import asyncio
 from functools import cache
@@ -28,12 +28,12 @@ from runtime.bus.nats.streams import state_of
 
 log = structlog.get_logger()
 
-KEPT_SHARE: Final = 0.05  # of the stream's bytes; what several writers add between two looks is far less
+KEPT_SHARE: Final = 0.05  # of the stream's bytes; far more than several writers add between two checks
 LOOK_EVERY_S: Final = 1.0
-LOOK_AGAIN_S: Final = 0.1  # at most so often, while there is no room
-OVERHEAD_BYTES: Final = 512  # of headers and subject
+LOOK_AGAIN_S: Final = 0.1  # minimum interval between checks while there is no room
+OVERHEAD_BYTES: Final = 512  # estimate for headers and subject
 NO_LIMIT: Final = float("inf")
-MAKES_ROOM: Final = (  # what ledger and trainer say beside decisions: only after it may the log be trimmed
+MAKES_ROOM: Final = (  # other events of buffer and trainer without which the log cannot be trimmed
     PromptsLoaded,
     CheckpointRequested,
     SelectionFailed,
@@ -54,17 +54,17 @@ def _makes_room(message_type: type[Message]) -> bool:
 
 
 class Room:
-    """What one connection may add to the event stream. The server knows no writers, so they hold themselves back."""
+    """Room of one connection in the event stream. The server cannot reserve space, so clients limit themselves."""
 
     def __init__(self, connection: Connection, stream: str) -> None:
         self._connection = connection
         self._stream = stream
         self._looking = asyncio.Lock()
         self._looked_at = -LOOK_EVERY_S
-        self._left = 0.0  # bytes that may be added before the next look
+        self._left = 0.0  # bytes that may be added before the next check
 
     def take(self, message: Message, num_bytes: int) -> bool:
-        """Whether an event may be added now, as nearly all may. No coroutine: it is asked for each of them."""
+        """Whether an event may be added now. Nearly always true, and not a coroutine, because every event calls it."""
         if _makes_room(type(message)):
             return True
         num_bytes += OVERHEAD_BYTES
@@ -74,10 +74,10 @@ class Room:
         return True
 
     async def wait_and_take(self, num_bytes: int) -> None:
-        """Wait until there is room for an event outside the part that is kept.
+        """Wait until an event fits outside the reserved space.
 
         Raises:
-            StreamFull: until the deadline of a publish.
+            StreamFull: no room until the deadline of a publish.
         """
         limits, failures = self._connection.limits, 0
         deadline = asyncio.get_running_loop().time() + limits.publish_timeout_s
@@ -104,7 +104,7 @@ class Room:
             return True
 
     async def _look(self) -> None:
-        """What cannot be seen holds nobody back: the server has the last word."""
+        """Update the room from the stream's state. If it is unknown, nothing waits: the server decides."""
         self._left = NO_LIMIT
         if self._connection.is_connected:
             with anyio.move_on_after(self._connection.limits.attempt_timeout_s):

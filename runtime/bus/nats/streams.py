@@ -1,4 +1,4 @@
-"""The streams and the KV bucket of a run: made or brought up to date, with every limit chosen."""
+"""The streams and the KV bucket of a run: created or updated, with explicit limits."""
 
 from typing import Any, Final
 
@@ -21,35 +21,35 @@ NANOSECONDS: Final = 1_000_000_000
 
 
 class StreamState(msgspec.Struct, frozen=True):
-    """What a stream holds."""
+    """State of a stream."""
 
     messages: int
     bytes: int
     first_seq: int
     last_seq: int
-    created: str = ""  # when, to the nanosecond: a stream that was made again is another one
-    max_bytes: int = -1  # its limit; -1: none
+    created: str = ""  # creation time in nanoseconds; tells a recreated stream from its predecessor
+    max_bytes: int = -1  # byte limit; -1: none
 
     @property
     def used(self) -> float:
-        """The share of its bytes that is taken."""
+        """Used share of its byte limit."""
         return self.bytes / self.max_bytes if self.max_bytes > 0 else 0.0
 
 
 async def state_of(connection: Connection, stream: str) -> StreamState:
-    """What a stream holds now."""
+    """Current state of a stream."""
     info = await api_call(connection, f"STREAM.INFO.{stream}")
     more = {"max_bytes": info["config"]["max_bytes"], "created": info["created"]}
     return msgspec.convert({**info["state"], **more}, StreamState)
 
 
 def stream_names(run: str) -> list[str]:
-    """Every stream of a run; its bucket first."""
+    """Names of a run's streams, the bucket's first."""
     return [f"KV_{bucket_of(run)}", *(stream_of(run, plane) for plane in STORED_PLANES)]
 
 
 async def found_streams(connection: Connection, run: str) -> dict[str, StreamState]:
-    """What the streams of a run hold; those that are not there are left out."""
+    """State of a run's existing streams, by name."""
     found: dict[str, StreamState] = {}
     for name in stream_names(run):
         try:
@@ -61,16 +61,16 @@ async def found_streams(connection: Connection, run: str) -> dict[str, StreamSta
 
 
 async def delete_streams(connection: Connection, run: str) -> None:
-    """Delete the streams of a run with their consumers; those that are not there are left out.
+    """Delete a run's existing streams and their consumers.
 
-    The bucket goes first: whoever is interrupted leaves streams that belong to nobody, never a run that lost a part.
+    Deletes the bucket first: an interruption leaves streams without a run, never a run without some of its streams.
     """
     for name in stream_names(run):
         await delete_stream(connection, name)
 
 
 async def delete_stream(connection: Connection, name: str) -> None:
-    """Delete a stream, if it is there."""
+    """Delete a stream, if it exists."""
     try:
         await api_call(connection, f"STREAM.DELETE.{name}")
     except ApiFailed as error:
@@ -81,12 +81,12 @@ async def delete_stream(connection: Connection, name: str) -> None:
 
 
 async def purge(connection: Connection, stream: str, *, below_seq: int) -> None:
-    """Delete the messages of a stream with lower sequences."""
+    """Delete the messages of a stream below a sequence."""
     await api_call(connection, f"STREAM.PURGE.{stream}", {"seq": below_seq})
 
 
 async def widen(connection: Connection, stream: str, *, to_bytes: int) -> None:
-    """Raise the limit of a stream, unless it is as high already."""
+    """Raise the byte limit of a stream, unless it is that high."""
     config = (await api_call(connection, f"STREAM.INFO.{stream}"))["config"]
     if config["max_bytes"] < to_bytes:
         await api_call(connection, f"STREAM.UPDATE.{stream}", config | {"max_bytes": to_bytes})
@@ -94,7 +94,7 @@ async def widen(connection: Connection, stream: str, *, to_bytes: int) -> None:
 
 
 def stream_configs(run: str, limits: StreamLimits) -> list[dict[str, Any]]:
-    """What JetStream is to hold for a run, in the words of its API."""
+    """JetStream API configurations of a run's streams."""
     event, work, data, dead = (
         _stream(run, plane, limits, size)
         for plane, size in (
@@ -127,7 +127,7 @@ def _config(name: str, subjects: list[str], limits: StreamLimits, max_bytes: int
         "subjects": subjects,
         "retention": "limits",
         "storage": "file",
-        "discard": "new",  # a full stream makes its writers wait; nothing vanishes
+        "discard": "new",  # a full stream makes writers wait; it drops nothing
         "discard_new_per_subject": False,
         "max_bytes": max_bytes,
         "max_msgs": -1,
@@ -142,11 +142,11 @@ def _config(name: str, subjects: list[str], limits: StreamLimits, max_bytes: int
 
 
 async def ensure_streams(connection: Connection, run: str, limits: StreamLimits) -> None:
-    """Make the streams of a run, or bring their limits up to date. May be done twice and by several at once.
+    """Create a run's streams, or update their limits. Idempotent and safe to run concurrently.
 
     Raises:
-        StreamConflict: a stream of this name exists and differs in what cannot be changed.
-        BusError: the server refuses, for example since its storage limit is below the sum of the streams.
+        StreamConflict: a stream of this name exists with other settings that cannot be changed.
+        BusError: the server refuses, for example because its storage limit is below the sum of the streams.
     """
     for config in stream_configs(run, limits):
         try:
@@ -176,5 +176,5 @@ async def _ensure_stream(connection: Connection, wanted: dict[str, Any]) -> None
 
 
 def _absent(value: Any) -> Any:
-    """How the server shows a zero value: not at all."""
+    """Value of a key that the server omits: the zero value of its type, or None for a list."""
     return type(value)() if not isinstance(value, list) else None
