@@ -175,8 +175,8 @@ class SessionMember(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     key: str  # identifies this engine process to its rollout actor; a restart of either changes it
     num_ranks: int  # ranks that receive tensors: the engine's tensor-parallel ranks
-    wants: EngineLayout | None = None  # predict the checksums of its tensors for this layout; it is asked for them
-    is_compared: bool = True  # its tensor checksums are compared with those of others for equal weights
+    wants: EngineLayout | None = None  # layout for which the trainer predicts its tensor checksums
+    is_compared: bool = True  # its tensor checksums are compared with those of other engines with equal weights
 
 
 class UpdateGroup(msgspec.Struct, frozen=True, kw_only=True):

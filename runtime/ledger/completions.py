@@ -17,7 +17,10 @@ NOTHING = Over()
 
 
 def over_by(event: Message) -> Over:
-    """What an event ends. Only the first verdict counts; a reader that acts on a later one must re-read the group."""
+    """Groups and completions that an event ends.
+
+    A verdict that is not the first one of its group ends nothing; a reader that acted on it must read again.
+    """
     match event:
         case GroupsClosed():
             return Over(group_ids=event.group_ids)
