@@ -1,4 +1,4 @@
-"""Who speaks on the bus: one folder an actor; registry.py says which there are.
+"""The actors: one folder per actor; registry.py lists them.
 
-Actors never import each other, they share messages.
+Actors never import each other; they share messages.
 """

@@ -1,4 +1,4 @@
-"""The engines of a pool as processes, and the command line of each. Pure."""
+"""Process specs and command lines of a pool's engines. Pure."""
 
 import json
 import os
@@ -20,24 +20,32 @@ from runtime.settings.topology import EngineConfig, Topology, sglang_arguments
 from runtime.weights.fp8 import SERVED
 
 OURS: Final = {
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),  # with -P
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),  # for -P
     "OMP_NUM_THREADS": "1",  # two threads were 10 to 200 times slower on shared cores
     "MKL_NUM_THREADS": "1",
 }
-NO_DIAGNOSTICS: Final = {  # a dying server of SGLang waits 65 s for them, with its requests open
+NO_DIAGNOSTICS: Final = {  # a crashing SGLang server waits 65 s for its dumps and keeps requests open
     "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
 }
-READY_TIMEOUT_S: Final = {"embedded": 120.0, "sglang": 1800.0}  # a large model is read from a slow disk
-CRASH_WORDS: Final = ("hit an exception",)  # of SGLang's scheduler; its server then kills itself with SIGKILL
-OVERRIDES: Final = "json_model_override_args"  # SGLang's: keys that config.json is to have
-STREAM_INTERVAL: Final = 64  # tokens of a streamed chunk: what the death of an engine costs of a sample at most
+READY_TIMEOUT_S: Final = {"embedded": 120.0, "sglang": 1800.0}  # a slow disk needs that long for a large model
+CRASH_WORDS: Final = ("hit an exception",)  # logged by SGLang's scheduler before its server sends itself SIGKILL
+OVERRIDES: Final = "json_model_override_args"  # SGLang argument: keys that replace those of config.json
+STREAM_INTERVAL: Final = 64  # tokens per streamed chunk; an engine crash loses at most this many tokens of a sample
 
 
 def engine_specs(topology: Topology, pool: str, engine: EngineConfig, node: str, *, home: bool) -> list[ProcessSpec]:
-    """The processes of a pool's engines on a node; those without GPUs live on the one that has the bus, `home`."""
+    """Process specs of a pool's engines on one node.
+
+    Args:
+        topology: the topology.
+        pool: name of the pool.
+        engine: settings of the pool.
+        node: the node whose processes are returned.
+        home: whether this node has the bus; engines without GPUs run there.
+    """
     if engine.urls:
-        return []  # they run already
+        return []  # external engines are started elsewhere
     if engine.gpus is None:
         places = [(index, ()) for index in range(num_engines(engine))] if home else []
     else:
@@ -53,7 +61,7 @@ def engine_specs(topology: Topology, pool: str, engine: EngineConfig, node: str,
 def _processes(
     topology: Topology, pool: str, engine: EngineConfig, index: int, devices: tuple[int, ...]
 ) -> list[ProcessSpec]:
-    """Those of one engine: the first serves HTTP, the others only say that they live."""
+    """Process specs of one engine: rank 0 serves requests, the other ranks answer liveness checks only."""
     whole = _engine(topology, pool, engine, index, devices)
     number = engine.num_processes
     if number == 1:
@@ -78,7 +86,7 @@ def _visible(devices: tuple[int, ...]) -> dict[str, str]:
 
 
 def _peers(engine: EngineConfig) -> dict[str, str]:
-    """Whom it may take its first weights from; its launcher chooses."""
+    """Environment variable that lists the peer engines; the launcher takes the first weights from one of them."""
     return {PEERS_VARIABLE: "{others}"} if engine.start_weights == "peer" else {}
 
 
@@ -96,7 +104,7 @@ def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, dev
         port=PortRequest(),
         ready=WhenListening(),
         ready_timeout_s=engine.ready_timeout_s or READY_TIMEOUT_S[engine.kind],
-        probe=AnswersHttp("/ready"),  # needs no turn of the model; 503 while generation is paused
+        probe=AnswersHttp("/ready"),  # runs no forward pass; answers 503 while generation is paused
         unresponsive_after_s=engine.unresponsive_after_s,
         crash_words=CRASH_WORDS,
         address_key=address_key("engine", pool, index),
@@ -111,20 +119,20 @@ def _embedded(topology: Topology, engine: EngineConfig, index: int) -> tuple[str
 
 
 def _sglang(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, ...]:
-    """Every key of the pool's sglang table is a server argument."""
+    """Command line of an SGLang server; every key of the pool's sglang table is a server argument."""
     own = {
         "tp_size": engine.num_gpus_per_engine if engine.gpus else engine.num_processes,
         "dtype": served_dtype(topology, engine),
-    }  # else a float32 model gets float16
+    }  # SGLang serves a float32 model in float16 unless told otherwise
     arguments: dict[str, Any] = own | _arguments(topology, engine, index)
     if topology.model.trust_remote_code:
         arguments["trust_remote_code"] = True
     if topology.model.random_init:
         arguments["load_format"] = "dummy"
     if engine.colocate is not None and engine.gpus is not None:
-        arguments["enable_memory_saver"] = True  # else what it is told to give back it keeps
+        arguments["enable_memory_saver"] = True  # without it SGLang keeps memory that it is told to release
     arguments |= {argument.name: argument.value for argument in sglang_arguments(engine)}
-    if engine.weight_format == "fp8":  # which neither the model's files nor its config.json are; the first weights come
+    if engine.weight_format == "fp8":  # the checkpoint is not: start with dummy weights until the first update
         config = {"quantization_config": SERVED, **arguments.get(OVERRIDES, {})}
         arguments |= {"quantization": "fp8", OVERRIDES: config, "load_format": "dummy"}
     command = [engine.python or sys.executable, LAUNCH, "sglang.launch_server"]
@@ -132,7 +140,7 @@ def _sglang(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, 
 
 
 def _arguments(topology: Topology, engine: EngineConfig, index: int) -> dict[str, object]:
-    """What engines of both kinds are told."""
+    """Server arguments that both kinds of engine take."""
     longest = topology.rollout.max_context_len
     arguments: dict[str, object | None] = {
         "max_running_requests": engine.concurrency,
@@ -151,7 +159,10 @@ def _command(command: list[str], arguments: Mapping[str, object]) -> tuple[str, 
 
 
 def _words(name: str, value: object) -> tuple[str, ...]:
-    """An argument as words of a command line: tables and lists as JSON, false as --no-NAME; launch.py reads them."""
+    """Format an argument for the command line that launch.py parses.
+
+    Tables and lists become JSON; true becomes --NAME and false --no-NAME.
+    """
     flag = name.replace("_", "-")
     match value:
         case bool():

@@ -1,4 +1,4 @@
-"""Checks the graders, filters and data sources that a recipe names, before anything is started."""
+"""Pre-start checks of the graders, filters, data sources and other functions that a recipe names."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,17 +23,17 @@ from runtime.settings.reading.toml import Loaded
 from runtime.settings.topology import Topology
 from runtime.wording import show
 
-Find = Callable[[Sequence[Path]], object]  # takes the directories in which relative files are looked for
+Find = Callable[[Sequence[Path]], object]  # takes the directories that relative paths are resolved against
 
 
 def check_hooks(topology: Topology, loaded: Loaded | None = None, doing: Doing = unlimited) -> list[Problem]:
-    """Find every function that is named and check what it takes. Imports users' modules.
+    """Find every function that the topology names and check its parameters. Imports users' modules.
 
     Args:
         topology: the topology.
-        loaded: where its keys came from: problems name that, and relative files are looked for beside it. Without it
-            they are looked for in the current directory.
-        doing: is told what is done next.
+        loaded: the origin of each key. Problems name the file; relative paths are resolved against its directory.
+            Without it, relative paths are resolved against the current directory.
+        doing: called before each check with the key, the value and a description.
     """
     problems: list[Problem] = []
     for key, value, find in _hooks(topology):

@@ -1,4 +1,4 @@
-"""The main program of an actor process: `python -m actors.host RUN_DIR ROLE...`, started by the node agent."""
+"""Main program of an actor process: `python -m actors.host RUN_DIR ROLE...`, started by the node daemon."""
 
 import argparse
 import os
@@ -19,7 +19,7 @@ from runtime.settings.topology import decode_topology
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code of the process."""
+    """Run the actors and return the exit code of the process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dir", type=Path, help="run directory with the resolved topology")
     parser.add_argument("roles", nargs="+", choices=ROLES, help="actors that share this process")
@@ -37,13 +37,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _instance_name(role: str) -> str:
-    """The role's name; ranks of a trainer that has several have their number in it."""
+    """Instance name: the role, followed by the rank if the trainer has several ranks."""
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     return role if alone else f"{role}.{os.environ['RANK']}"
 
 
 def end(code: int) -> NoReturn:
-    """End at once: all is closed by now, and with torch loaded the interpreter takes seconds to tear itself down."""
+    """Exit without interpreter teardown, which takes seconds with torch loaded. Everything is closed by now."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

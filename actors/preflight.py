@@ -1,4 +1,4 @@
-"""Whether a start would go on this machine: the one decision that --check tells and a start obeys."""
+"""Pre-start checks. `--check` reports the result, and a start obeys it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,9 +33,9 @@ from runtime.settings.topology import Topology, answers_are_recorded, sglang_arg
 from runtime.weights.fp8 import sglang_refuses
 from runtime.wording import count_of
 
-WIDEST: Final = 1 << 17  # of hidden_size; at 2^19 an engine's log-probs differed from the trainer's by 0.011, tried
-BYTES_TRAINED: Final = 18  # of each weight on the CPU: itself, gradient, Adam's moments, what is being published
-BYTES_SERVED: Final = 10  # and in an embedded engine, while it takes new weights; both measured with 80 million
+WIDEST: Final = 1 << 17  # largest hidden_size; at 2^19, engine and trainer log-probs differed by 0.011 (measured)
+BYTES_TRAINED: Final = 18  # bytes per weight, trained on the CPU: weight, gradient, Adam's moments, weight export
+BYTES_SERVED: Final = 10  # bytes per weight, in a tiny engine during a weight update; both measured with 80 million
 
 
 def preflight(
@@ -46,14 +46,17 @@ def preflight(
     elsewhere: bool = False,
     doing: Doing = unlimited,
 ) -> Checked:
-    """Everything that a start would be refused for.
+    """Run all pre-start checks.
 
     Args:
         loaded: the topology.
-        node: which of its nodes this machine is; none: the one with the bus.
-        fresh: the run that is there is to be discarded.
-        elsewhere: leave out what only the machine can show where the run is to be.
-        doing: is told what is done next.
+        node: the topology's name for this machine; None means the node with the bus.
+        fresh: the start discards an existing run of this name.
+        elsewhere: skip the checks that only the machines of the run can answer.
+        doing: called before each check with the key, the value and a description.
+
+    Returns:
+        The problems that make a start refuse, and notes.
     """
     checked = check_here(loaded, node, fresh=fresh, elsewhere=elsewhere, doing=doing)
     hooks, notes = check_hooks(loaded.topology, loaded.loaded, doing), list(checked.notes)
@@ -76,12 +79,12 @@ def preflight(
 
 
 def _can_be_read(loaded: LoadedTopology, broken: set[str]) -> bool:
-    """Whether the model is here; one that a start is to download is checked then."""
+    """Whether the model is on this machine. A model that the start downloads is checked after the download."""
     return MODEL not in broken and not any(hub_models(loaded))
 
 
 def _is_of_a_machine(problem: Problem) -> bool:
-    """Whether another machine may be without it: users' files, and what a kernel refuses."""
+    """Whether a problem may be specific to this machine: a user's file, or a kernel that refuses the sandbox."""
     return is_plugin(problem.value or "") or problem.key == "reward.sandbox"
 
 
@@ -113,22 +116,22 @@ def _of_engines(topology: Topology, broken: set[str]) -> Iterator[Problem]:
 
 
 def _of_urls(topology: Topology, broken: set[str]) -> Iterator[Problem]:
-    """Engines that run already, and serve something else."""
+    """Check that external engines serve the topology's model."""
     for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
         key = f"engines.{name}.urls"
         if not engine.urls or key in broken:
             continue
         try:
             wanted = Wanted.by(topology, engine)
-        except (OSError, ValueError):  # said of the model
+        except (OSError, ValueError):  # the model's own check reports it
             return
-        from actors.rollout.engines.asking import url_problems  # and an HTTP client, which most runs do without
+        from actors.rollout.engines.asking import url_problems  # imports an HTTP client, which most runs do not need
 
         yield from url_problems(key, engine.urls, wanted)
 
 
 def _of_model(topology: Topology, broken: set[str], look: Look, *, fresh: bool) -> Iterator[Problem]:
-    """What the model's directory and the prompts for it are refused for; `broken` keys are known to be unusable."""
+    """Check the model's directory and its prompts. Keys in `broken` already have a problem."""
     model = topology.model
     try:
         shape = read_hf_config(Path(model.hf_checkpoint), topology.trainer.megatron.mtp_num_layers)
@@ -160,7 +163,7 @@ def _of_model(topology: Topology, broken: set[str], look: Look, *, fresh: bool) 
 
 
 def _memory(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
-    """Whether the weights fit the memory of this machine, where they are trained or served on the CPU."""
+    """Check that weights trained or served on the CPU fit this machine's memory."""
     weights, replicas = num_weights(shape), data_parallel_size(topology.trainer)
     trains = topology.run.only != "rollout" and topology.trainer.device == "cpu"
     needed = weights * replicas * BYTES_TRAINED if trains else 0
@@ -181,7 +184,7 @@ def _embedded(topology: Topology) -> Iterator[str]:
 
 
 def _of_sglang(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
-    """A Qwen3-MoE with layers without experts, in which SGLang 0.5.23 builds experts: it serves another model."""
+    """Refuse a Qwen3-MoE with dense layers: SGLang 0.5.23 builds experts in them and serves another model."""
     pools = () if answers_are_recorded(topology) else topology.engines.values()
     if shape.model_type != "qwen3_moe" or shape.experts is None or all(shape.experts.layers):
         return
@@ -199,7 +202,7 @@ def _of_sglang(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
 
 
 def _weights(key: str, directory: str, shape: HfConfig) -> Iterator[Problem]:
-    """Whether the files hold the tensors of the model and no others."""
+    """Check that the files hold exactly the model's tensors."""
     try:
         check_weights(Path(directory), shape)
     except (OSError, ValueError) as error:
@@ -220,7 +223,7 @@ def _layout(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
 
 
 def block_problems(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
-    """Whether engines that compute in FP8 can read the model's matrices, cut among their ranks."""
+    """Check that engines computing in FP8 can read the model's matrices as sharded over their ranks."""
     for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
         arguments = {argument.name: argument.value for argument in sglang_arguments(engine)}
         ranks = arguments.get("tp_size") or arguments.get("tensor_parallel_size") or engine.num_gpus_per_engine
@@ -232,7 +235,7 @@ def block_problems(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
 
 
 def _load(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
-    """Whether the run can begin from the checkpoint that it names."""
+    """Check that the run can start from the checkpoint in trainer.load."""
     try:
         beginning_of(topology, shape)
     except ValueError as error:
@@ -240,7 +243,7 @@ def _load(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
 
 
 def _resumed(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
-    """Whether the run's own newest checkpoint is of its model; one that cannot be read is set aside by the start."""
+    """Check that the run's newest checkpoint fits its model. The start sets an unreadable checkpoint aside."""
     try:
         newest = newest_of_run(Path(topology.run.dir) / topology.run.name)
     except ValueError:
@@ -264,7 +267,7 @@ def _limits(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
 
 
 def _served(topology: Topology) -> Iterator[Problem]:
-    """What would be refused of each request: stop texts; and a tokenizer that makes tokens which the model has not."""
+    """Check what engines would refuse in every request: stop texts, and token ids beyond the model's vocabulary."""
     model, stop = topology.model.hf_checkpoint, topology.rollout.stop
     try:
         served = ServedModel.read(Path(model))

@@ -1,4 +1,4 @@
-"""Pre-start checks of data sources: every row is rendered and tokenised, and one of each source is graded."""
+"""Pre-start checks of data sources: render and tokenize every row, and grade one row of each source."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -33,43 +33,43 @@ MODEL = "model.hf_checkpoint"
 
 
 class Look(NamedTuple):
-    """With what a check reports."""
+    """Outputs of a check: its current activity and its notes."""
 
     doing: Doing
-    notes: list[str]  # is added to
+    notes: list[str]  # the check appends to them
 
 
 class Source(NamedTuple):
     """A data source or an evaluation set."""
 
-    key: str  # of its table: "data.0"
+    key: str  # of its settings table, such as "data.0"
     data: DataConfig
     reader: Reader
     max_response_len: int  # tokens
 
     @property
     def place(self) -> str:
-        """Where its rows come from."""
+        """The file or function that supplies its rows."""
         return self.data.path or self.data.source or ""
 
     @property
     def place_key(self) -> str:
-        """The key that says so."""
+        """The settings key that names the file or function."""
         return f"{self.key}.{'source' if self.data.path is None else 'path'}"
 
 
 class Found(msgspec.Struct):
-    """What the rows of a source are like, over all of them."""
+    """Summary of all rows of a source."""
 
-    first: Prompt | None = None  # usable
-    highest: int = -1  # token id
-    longest: int = 0  # prompt, in tokens
-    too_long: str | None = None  # what is wrong with the shortest prompt that cannot be used
-    shortest: int = 0  # its tokens
-    problem: Problem | None = None  # of the first row that its grader cannot grade
+    first: Prompt | None = None  # the first usable prompt
+    highest: int = -1  # highest token id
+    longest: int = 0  # tokens of the longest usable prompt
+    too_long: str | None = None  # the limit that the shortest overlong prompt exceeds
+    shortest: int = 0  # tokens of that prompt
+    problem: Problem | None = None  # with the first row that its grader cannot grade
 
     def add(self, prompts: Sequence[Prompt], source: Source) -> list[Prompt]:
-        """Note prompts; return those that can be used."""
+        """Add prompts to the summary and return the usable ones."""
         usable: list[Prompt] = []
         for prompt in prompts:
             reason, length = source.reader.too_long(prompt), len(prompt.prompt_ids)
@@ -85,21 +85,23 @@ class Found(msgspec.Struct):
 
 
 def context_of(shape: HfConfig) -> int:
-    """Tokens of a prompt and its response at most."""
+    """Maximum number of tokens of a prompt and its response together."""
     return shape.max_position_embeddings - KEPT_OF_INPUT
 
 
 def end_of(shape: HfConfig) -> str:
-    """Where the model ends, in words."""
+    """Describe the model's context limit, for an error."""
     return f"the model ends at {shape.max_position_embeddings} tokens, of which engines keep {KEPT_OF_INPUT} free"
 
 
 def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], look: Look) -> Iterator[Problem]:
-    """What data, tokenizer and graders are refused for; a grader that raises is noted.
+    """Check data, tokenizer and graders. A grader that raises on the trial row adds a note, not a problem.
 
     Args:
-        broken: keys that are known to be unusable.
-        look: with what it reports.
+        topology: the topology.
+        shape: the model's configuration.
+        broken: keys that already have a problem.
+        look: receives activities and notes.
     """
     model = topology.model
     look.doing(MODEL, model.hf_checkpoint, "loading its tokenizer")
@@ -134,7 +136,7 @@ def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], look:
 
 
 def _parts(source: Source, doing: Doing) -> Iterator[list[Prompt]]:
-    """The prompts of a source, part by part; of a function the first ones, which it makes at a start."""
+    """Yield a source's prompts in parts; of a function, the first prompts, which a start generates too."""
     if source.data.source is not None:
         doing(source.place_key, source.place, "calling it for its first rows")
         yield list(MadePrompts(find_source(source.place_key, source.data.source), source.data, source.reader).first)
@@ -150,7 +152,7 @@ def _parts(source: Source, doing: Doing) -> Iterator[list[Prompt]]:
 
 
 def _ungraded(source: Source, prompts: Sequence[Prompt], own: Mapping[str, str]) -> Problem | None:
-    """The first prompt whose built-in grader does not exist, or cannot compare with its label."""
+    """Problem of the first prompt whose built-in grader does not exist, or cannot compare with its label."""
     for prompt in prompts:
         name = prompt.rm_type
         if name is None or name in own or is_plugin(name):
@@ -182,7 +184,7 @@ def _sources(topology: Topology, tokenizing: Tokenizing) -> Iterator[Source]:
 
 
 def _too_large(topology: Topology, shape: HfConfig, source: Source, found: Found) -> Iterator[Problem]:
-    """Token ids that the model has not, and prompts after which it has no room for a response."""
+    """Check token ids against the vocabulary, and the longest prompt plus response against context limits."""
     place, response = source.place, source.max_response_len
     if found.highest >= shape.vocab_size:
         message = f"its tokenizer gives token {found.highest} for {place}, and the model has {shape.vocab_size}"

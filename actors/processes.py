@@ -1,4 +1,4 @@
-"""Which processes a run has on a node, and how each is started. Pure."""
+"""Process specs of a run on one node. Pure."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,20 +14,20 @@ from runtime.settings.placement import gpus_of, home_node, num_ranks
 from runtime.settings.processes import AnswersHttp, GivesPulse, PartOf, PortRequest, ProcessSpec, Tier, WhenListening
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
 
-METRICS_HOST = "127.0.0.2"  # the router insists on a port for metrics and fails if it is taken: its own, one host on
-STAND_IN = "stand-in"  # in the trainer's place when only rollout runs
+METRICS_HOST = "127.0.0.2"  # the router needs a free metrics port: its own port on another loopback address
+STAND_IN = "stand-in"  # name of the no-op trainer, which runs when run.only = "rollout"
 LIGHT_ACTORS = ("rollout", "reward", "filter", "buffer")
 
 
 def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessSpec]:
-    """The processes of a node beside its agent and the NATS server.
+    """Process specs of a node, without its node daemon and the NATS server.
 
-    Light actors, and the router and the embedded engines of a pool, live on the node that has the bus; trainer ranks
-    and SGLang engines where their GPUs are.
+    Light actors, routers and tiny engines run on the node that has the bus. Trainer ranks and SGLang engines run
+    where their GPUs are.
     """
     specs: list[ProcessSpec] = []
     home = node == home_node(topology)
-    recorded = answers_are_recorded(topology)  # need no engine and no grader
+    recorded = answers_are_recorded(topology)  # an offline rollout needs no engine and no grader
     for pool, engine in topology.engines.items() if not recorded else ():
         specs += engine_specs(topology, pool, engine, node, home=home)
         if home:
@@ -46,7 +46,7 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
 
 
 def _host(topology: Topology, run_dir: Path, name: str, roles: Sequence[str], env: Mapping[str, str]) -> ProcessSpec:
-    """A process of ours that hosts actors."""
+    """Spec of a process that hosts actors."""
     return ProcessSpec(
         name=name,
         command=(sys.executable, "-P", "-m", "actors.host", str(run_dir), *roles),
@@ -61,8 +61,8 @@ def _router(topology: Topology, pool: str, engine: EngineConfig) -> ProcessSpec:
     options = (
         "--policy",
         "round_robin",
-        "--disable-retries",  # a lost request is the rollout actor's to send again
-        "--disable-circuit-breaker",  # which engines may answer is the rollout actor's to say
+        "--disable-retries",  # the rollout actor resends lost requests
+        "--disable-circuit-breaker",  # the rollout actor decides which engines serve
         "--health-check-endpoint",
         "/model_info",  # /health blocks while an engine is paused
         "--request-timeout-secs",
@@ -104,5 +104,5 @@ def _trainer(topology: Topology, node: str, run_dir: Path, *, home: bool) -> lis
         specs.append(_host(topology, run_dir, name, ["trainer"], env))
     if world == 1:
         return specs
-    whole = PartOf("trainer", len(specs))  # a rank alone has nobody to compute with: all begin again
+    whole = PartOf("trainer", len(specs))  # ranks cannot compute alone: all of them restart together
     return [msgspec.structs.replace(spec, part_of=whole) for spec in specs]

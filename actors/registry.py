@@ -1,4 +1,4 @@
-"""Which actors there are, and how one is built. A module is imported only when its actor is."""
+"""Actor registry: roles and how to build their actors. Imports an actor's module only when it is needed."""
 
 from pathlib import Path
 from typing import Literal, get_args
@@ -13,13 +13,13 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 
 def hosted(role: Role, topology: Topology, run_dir: Path, *, name: str | None = None) -> Hosted:
-    """What the host needs to run the actor of a role.
+    """Describe an actor to the host that runs it.
 
     Args:
-        role: which.
-        topology: resolved; its relative plug-in files are looked up in the current directory.
-        run_dir: for checkpoints and weights.
-        name: of the instance; the role's unless there are several.
+        role: role of the actor.
+        topology: the resolved topology; relative plug-in paths are resolved against the current directory.
+        run_dir: run directory, for checkpoints and weights.
+        name: name of the instance; by default the role.
     """
 
     def build(bus: Bus) -> Actor:
@@ -29,7 +29,7 @@ def hosted(role: Role, topology: Topology, run_dir: Path, *, name: str | None = 
 
 
 def actor_type(role: Role, topology: Topology | None = None) -> type[Actor]:
-    """The class that plays a role in a topology; without one, where engines generate."""
+    """The actor class of a role in a topology; without a topology, the class for a run with engines."""
     match role:
         case "buffer":
             from actors.buffer.actor import BufferActor as chosen

@@ -1,4 +1,4 @@
-"""The buffer: keeps the ledger, decides what is issued, halted and batched, and puts the work.
+"""The buffer: keeps the ledger, issues, halts and batches prompt groups, and publishes tasks.
 
-Open deciding/decide.py for what it decides, actor.py for when.
+Open deciding/decide.py for its decisions, actor.py for their timing.
 """

@@ -1,4 +1,4 @@
-"""The buffer actor: keeps the ledger, decides what happens next, puts the work."""
+"""The buffer actor: keeps the ledger, decides what happens next, publishes tasks."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -73,8 +73,8 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-PUTS_AT_ONCE = 64  # tasks that are being published at the same time
-EVAL_TASKS_QUEUED = 512  # of one evaluation at a time
+PUTS_AT_ONCE = 64  # tasks published concurrently
+EVAL_TASKS_QUEUED = 512  # tasks of one evaluation that are queued at a time
 NO_ROOM_FOR_PROMPTS = (
     "the data stream is full of what is needed, and takes no more prompts: raise bus.data_bytes, "
     "or save more often (train.save_interval)"
@@ -82,9 +82,9 @@ NO_ROOM_FOR_PROMPTS = (
 
 
 class BufferActor(Actor):
-    """Owns the ledger. A crash loses nothing: the log is folded again and every open task is put again.
+    """Owns the ledger. A crash loses nothing: the restart folds the log again and republishes every open task.
 
-    Of two buffers the older one stops as fenced: an append succeeds only on the ledger that its writer has folded.
+    When two buffers run, the older one is fenced: an append succeeds only if its writer has folded the whole ledger.
     """
 
     reads = (*LEDGER_EVENTS, PhaseChanged, PromptsLoaded, SpillsRequested, SegmentsPublished, PromptStored)
@@ -116,16 +116,16 @@ class BufferActor(Actor):
         self._bus = bus
         self._run_dir = run_dir
         self._log = LedgerLog(bus, run_dir, stream_limits(topology).event_bytes)
-        self._left_out_step = 0  # of the newest checkpoint whose snapshot is more than an event can hold
+        self._left_out_step = 0  # newest checkpoint step whose snapshot does not fit into an event
         self._selector = Selector(topology, bus.publish)
         self._trimmer = Trimmer(bus, run_dir, topology.buffer.trim_min_events)
         self._pressure = Pressure(bus, self._trimmer.is_busy)
-        self._schedule: Schedule | None = None  # once the data are read
+        self._schedule: Schedule | None = None  # set once the data is read
         self._doing = Doing()
         self._store = PromptStore(bus)
-        self._made: dict[int, Prompt] = {}  # prompts of the groups that are being issued, by number
+        self._made: dict[int, Prompt] = {}  # prompts of the groups being issued, by number
         self._recorder = Recorder(topology, bus)
-        self._eval_tasks: Iterator[EvalRequested] = iter(())  # of the running evaluation, still to be put
+        self._eval_tasks: Iterator[EvalRequested] = iter(())  # of the running evaluation, not published yet
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         with self._doing(prompts_of(self._topology.data)):
@@ -141,7 +141,7 @@ class BufferActor(Actor):
             beside(self._recorder.run),
             self._bus.read(*LEDGER_EVENTS, from_seq=self._state.last_seq + 1) as events,
         ):
-            await self._log.take_over(events, lambda: self._fold_next(events))  # a full log is trimmed meanwhile
+            await self._log.take_over(events, lambda: self._fold_next(events))  # the trimmer empties a full log
             for loaded in prompts.loaded:
                 await self._bus.publish(loaded)
             task_status.started()
@@ -163,12 +163,15 @@ class BufferActor(Actor):
         return room + words_of(self._state, self._schedule)
 
     async def _spills(self, request: SpillsRequested) -> SpillsGiven:
-        """What whoever works on an attempt after a crash may go on from."""
+        """Answer with the spilled segments from which an attempt resumes after a crash."""
         samples = spills_of(self._state, request.group_id, request.attempt)
         return SpillsGiven(group_id=request.group_id, attempt=request.attempt, samples=samples)
 
     async def _refuse_other_data(self, prompts: PromptSet | MadePrompts) -> None:
-        """The ledger counts prompts by number: on changed data, a resumed run would repeat some and skip others."""
+        """Refuse data that differs from the data of the run's start.
+
+        The ledger refers to prompts by number: with other data, a resumed run would repeat some and skip others.
+        """
         known: dict[str, list[str]] = {}  # a training source and an evaluation set may share a name
         announced = await _in_thread(lambda: _loaded_first(self._run_dir))
         async with self._bus.read(PromptsLoaded) as events:
@@ -187,9 +190,11 @@ class BufferActor(Actor):
                 )
 
     async def _fold_next(self, events: Events[Message]) -> Message | None:
-        """Wait for an event and fold it; None when it could not be read and was the last one for now.
+        """Wait for an event, fold it and return it.
 
-        While issuing waits for room nothing may happen, so this ends from time to time, with None too.
+        Returns:
+            The event. None if the last pending event is unreadable, or after LOOK_AGAIN_S while issuing waits for room:
+            the caller then looks again.
         """
         received = await events.next(LOOK_AGAIN_S if self._pressure.holding else None)
         if received is None:
@@ -204,7 +209,7 @@ class BufferActor(Actor):
     async def _keep_deciding(
         self, events: Events[Message], schedule: Schedule, prompts: PromptSet | MadePrompts
     ) -> None:
-        """One decision at a time: append it, read it back, fold it, then let its effects happen."""
+        """Decide in a loop, one decision at a time: append it, read it back, fold it, then carry out its effects."""
         state, incarnation, outstanding = self._state, self._state.incarnation, 0
         while True:
             if outstanding <= state.last_seq and not events.pending:
@@ -217,23 +222,23 @@ class BufferActor(Actor):
                 await self._effects(event, prompts)
 
     async def _decide(self, schedule: Schedule, prompts: PromptSet | MadePrompts) -> int:
-        """Append what is decided now; return its sequence, or 0 when there was nothing or somebody wrote first."""
+        """Append the next decision; return its sequence, or 0 without a decision or after another writer's append."""
         while (decision := await self._next_decision(schedule)) is not None:
             if isinstance(decision, GroupsIssued) and not await self._may_issue(decision, prompts):
                 return 0
-            if isinstance(decision, RunFinished | RunFailed):  # after it the processes are stopped
+            if isinstance(decision, RunFinished | RunFailed):  # the node daemon stops all processes after it
                 await self._recorder.write_rest(self._state.last_seq)
             try:
                 return await self._log.append(await self._citing(decision))
             except MessageRefused as error:
                 if not isinstance(decision, SnapshotTaken):
                     raise
-                log.warning("snapshot_left_out", reason=str(error))  # a start then folds more of the log
+                log.warning("snapshot_left_out", reason=str(error))  # the next start folds more of the log
                 self._left_out_step = self._state.checkpoint_step
         return 0
 
     async def _may_issue(self, decision: GroupsIssued, prompts: PromptSet | MadePrompts) -> bool:
-        """Whether there is room for groups, and for what has to be stored of their prompts before."""
+        """Whether the streams have room for these groups and for prompts that must be stored first."""
         numbers = [issued.prompt for issued in decision.groups]
         if any(number not in self._made for number in numbers):
             with self._doing(prompts_of(self._topology.data)):
@@ -242,19 +247,19 @@ class BufferActor(Actor):
         return not await self._pressure.holds(self._state, adding=adding)
 
     async def _citing(self, decision: Message) -> Message:
-        """A decision, once what it issues is stored as far as it is too large for tasks."""
+        """Store prompts that are too large for tasks; return the decision, citing them."""
         try:
             return await self._store.citing(decision, self._state, self._made)
         except StreamFull as error:
             raise InputError(NO_ROOM_FOR_PROMPTS) from error
 
     async def _next_decision(self, schedule: Schedule) -> Message | None:
-        """What is decided now. Nothing is folded while a user's function is asked for its choice."""
+        """The next decision, if any. No event is folded while a user's selection function runs."""
         state, snapshots = self._state, self._state.checkpoint_step > self._left_out_step
         decision = decide(state, schedule, snapshots=snapshots)
         while isinstance(decision, Selection):
             if decision.kind == "buffer_filter" and await self._pressure.holds(state):
-                return None  # what it chose could not be issued now
+                return None  # a choice could not be issued now
             decision = decide(state, schedule, await self._selector.choose(decision), snapshots=snapshots)
         return decision
 
@@ -271,7 +276,7 @@ class BufferActor(Actor):
             case EvalCompleted():
                 await self._put(islice(self._eval_tasks, 1))
             case MessageDeadLettered():
-                await self._put(islice(self._eval_tasks, 1))  # it may be that of an item
+                await self._put(islice(self._eval_tasks, 1))  # it may be the end of an evaluation item
                 await self._put_again(event.subject, prompts)
             case CheckpointSaved():
                 needed = min(state.low_water(), self._recorder.low_water(), self._store.needed_from)
@@ -280,7 +285,7 @@ class BufferActor(Actor):
                 pass
 
     async def _put_again(self, subject: str, prompts: PromptSet | MadePrompts) -> None:
-        """The task of which nobody can read how it ended."""
+        """Republish the task whose final message was dead-lettered."""
         keys = {key_of(subject, ending) for ending in (GroupCompleted, GroupAborted, GroupFailed)}
         groups = self._state.in_stage(Stage.IN_FLIGHT).values()
         lost = [group for group in groups if f"{group.group_id}.{group.attempt}" in keys]
@@ -289,19 +294,19 @@ class BufferActor(Actor):
             await self._begin_evaluation(prompts)
 
     async def _put_everything_open(self, prompts: PromptSet | MadePrompts) -> None:
-        """After a start: tasks that are still queued or being worked on refuse the second copy."""
+        """Republish all open tasks after a start. The bus refuses duplicates of tasks that are queued or leased."""
         await self._put(tasks_in_flight(self._topology, self._state, prompts))
         await self._begin_evaluation(prompts)
 
     async def _begin_evaluation(self, prompts: PromptSet | MadePrompts) -> None:
-        """Put the first tasks; each item that ends brings the next one, for the queue has room for some sets only."""
+        """Publish the first tasks of the running evaluation. Each item that ends adds the next, to bound the queue."""
         evaluation = self._state.evaluation
         if evaluation is not None:
             self._eval_tasks = eval_tasks(self._topology, evaluation, prompts.evals)
             await self._put(islice(self._eval_tasks, EVAL_TASKS_QUEUED))
 
     async def _put(self, tasks: Iterable[RolloutRequested | EvalRequested]) -> None:
-        """Make tasks, off the event loop, since their prompts may come from a user's function, and put them."""
+        """Build tasks in a thread, since a user's function may supply their prompts, and publish them."""
         limiter = anyio.Semaphore(PUTS_AT_ONCE)
 
         async def put(task: RolloutRequested | EvalRequested) -> None:
@@ -312,7 +317,7 @@ class BufferActor(Actor):
                     raise InputError(NO_ROOM_FOR_PROMPTS) from error
                 except AlreadyQueued:
                     log.debug("task_still_queued", task=task.key())
-                except MessageRefused as error:  # it would be the next time too
+                except MessageRefused as error:  # a retry would be refused too
                     log.warning("task_refused", task=task.key(), reason=str(error))
                     await self._bus.publish(failed_ending(task, str(error), self._bus.name))
 
@@ -324,12 +329,16 @@ class BufferActor(Actor):
 
 
 def _loaded_first(run_dir: Path) -> list[PromptsLoaded]:
-    """What the archive says of the data that the run began with."""
+    """The data events from the start of the run, from the archive."""
     return [received.message for received in first_archived(run_dir) if isinstance(received.message, PromptsLoaded)]
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """Do what reads data or calls a user's function; a restart would not mend what is wrong there."""
+    """Run work in a thread that reads data or calls a user's function.
+
+    Raises:
+        InputError: the data or the function cannot be used; a restart would not help.
+    """
     try:
         return await to_thread.run_sync(work, abandon_on_cancel=True)
     except DataError as error:

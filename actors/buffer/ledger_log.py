@@ -1,4 +1,4 @@
-"""The ledger's log as its owner has it: read from the newest snapshot on, and appended to while nobody else does."""
+"""The buffer's view of the log: folded from the newest snapshot on, appended to under optimistic concurrency."""
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -18,17 +18,18 @@ from runtime.ledger.fold import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold
 
 log = structlog.get_logger()
 
-READ_TIMEOUT_S: Final = 30.0  # for an event that is known to be in the log
-WIDENED_BY: Final = 0.05  # of its planned size and once, where a full log has nothing that could be trimmed at a start
+READ_TIMEOUT_S: Final = 30.0  # for an event that the log holds
+WIDENED_BY: Final = 0.05  # share of the planned size; done once, when a start finds a full log
 LEDGER_OWN: Final = tuple(event for event in LEDGER_EVENTS if event.topic.startswith("ledger."))
 
 
 class LedgerLog:
-    """Folds the log and appends to the ledger as far as it is folded.
+    """Folds the log; appends to the ledger only when all of it is folded.
 
     Args:
-        run_dir: where the archive is.
-        planned_bytes: the size of the log as the run's topology gives it.
+        bus: the bus.
+        run_dir: run directory, with the archive.
+        planned_bytes: size of the log according to the run's topology.
     """
 
     def __init__(self, bus: Bus, run_dir: Path, planned_bytes: int) -> None:
@@ -36,10 +37,10 @@ class LedgerLog:
         self._bus = bus
         self._run_dir = run_dir
         self._planned_bytes = planned_bytes
-        self._own_seq = 0  # log sequence of the newest event that a buffer wrote, of those read or passed over
+        self._own_seq = 0  # log sequence of the newest ledger event that was read or skipped
 
     async def load(self) -> None:
-        """Begin with the newest snapshot, or with what is archived.
+        """Load the newest snapshot; without one, fold the archive.
 
         Raises:
             InputError: a part of the log is missing.
@@ -57,7 +58,11 @@ class LedgerLog:
             self.state = msgspec.json.decode(newest.state, type=LedgerState)
 
     async def _whole_history(self) -> LedgerState:
-        """The archived part of the log, folded; before the first snapshot there is none."""
+        """Fold the archived part of the log; it is empty before the first snapshot.
+
+        Raises:
+            InputError: events between the archive and the log are missing.
+        """
         state, last_seq = await to_thread.run_sync(fold_archive, self._run_dir, abandon_on_cancel=True)
         first_seq = (await self._bus.state(Plane.EVENT)).first_seq
         if first_seq > last_seq + 1:
@@ -68,11 +73,11 @@ class LedgerLog:
         return state
 
     async def take_over(self, events: Events[Message], fold_next: Callable[[], Awaitable[object]]) -> None:
-        """Fold the log to its end and enter this buffer there, so that an older one can append no more.
+        """Fold the log to its end and append this buffer's start there; that fences every older buffer.
 
         Args:
-            events: the log from where the state ends.
-            fold_next: folds the next one of them.
+            events: the log after the folded state.
+            fold_next: folds the next event.
         """
         state, known = self.state, self.state.last_seq
         while True:
@@ -82,7 +87,7 @@ class LedgerLog:
                 raise RuntimeError(f"an older buffer trimmed the log to {first_seq} while it was read from {known + 1}")
             incarnation = state.incarnation + 1
             seq = await self._enter(BufferStarted(incarnation=incarnation))
-            if not seq:  # an older buffer was quicker; read what it wrote
+            if not seq:  # an older buffer appended first; fold its event
                 await fold_next()
                 continue
             while state.last_seq < seq:
@@ -91,13 +96,13 @@ class LedgerLog:
             return
 
     async def _enter(self, started: BufferStarted) -> int:
-        """Append the start. A full log is trimmed below its snapshot while this waits; else it is widened a little.
+        """Append this buffer's start. A full log is trimmed meanwhile; if that does not help, it is widened once.
 
-        Without a buffer nobody would ever make room, so that a full log would be the end of the run. Other writers of
-        this product stop before the log is full (runtime/bus/nats/room.py); others may not.
+        Only a buffer makes room in the log, so a full log without a buffer would end the run. This project's other
+        writers stop before the log is full (runtime/bus/nats/room.py); external writers may not.
 
         Raises:
-            InputError: it is full although it was widened.
+            InputError: the log is full in spite of being widened.
         """
         wider = int(self._planned_bytes * (1 + WIDENED_BY))
         try:
@@ -114,13 +119,13 @@ class LedgerLog:
             ) from error
 
     def fold(self, received: Received[Message]) -> None:
-        """Take the next event of the log."""
+        """Fold the next event of the log."""
         fold(self.state, received.message, received.seq)
         if isinstance(received.message, LEDGER_OWN):
             self._own_seq = received.seq
 
     async def append(self, event: Message) -> int:
-        """Append to the ledger as it is folded; return the sequence, or 0 when there is more of it to be read first."""
+        """Append an event to the fully folded ledger; return its sequence, or 0 if unread ledger events come first."""
         while True:
             try:
                 return await self._bus.append(event, expected_last=self._own_seq)
@@ -128,15 +133,15 @@ class LedgerLog:
                 if await self._is_unread(error.last):
                     log.warning("ledger_overtaken", decision=type(event).__name__, last=error.last)
                     return 0
-                self._own_seq = error.last  # nobody can read what lies there: it is passed over
+                self._own_seq = error.last  # unreadable: skip it
 
     async def _is_unread(self, seq: int) -> bool:
-        """Whether the ledger holds an event up to this sequence that can be read and is not folded yet."""
+        """Whether the ledger holds a readable, unfolded event up to this sequence."""
         async with self._bus.read(*LEDGER_OWN, from_seq=self.state.last_seq + 1) as ahead:
             while ahead.pending:
                 received = await ahead.next(READ_TIMEOUT_S)
                 if received is not None:
                     return received.seq <= seq
                 if ahead.pending:
-                    return True  # the bus is slow: wait for it where all events are read
+                    return True  # the bus is slow: let the main loop wait for the event
         return False

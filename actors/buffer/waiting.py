@@ -1,4 +1,4 @@
-"""What the buffer waits for, in words. Pure but for the clock of what is being done now."""
+"""Describes what the buffer waits for. Pure, except for the clock of the current activity."""
 
 import time
 from collections.abc import Generator, Sequence
@@ -10,7 +10,7 @@ from runtime.ledger.fold import Evaluation, LedgerState, Stage
 from runtime.settings.recipe import DataConfig
 from runtime.wording import count_of, duration
 
-LONG_S: Final = 1.0  # what takes less is not waited for
+LONG_S: Final = 1.0  # shorter activities are not reported
 IN_WORDS: Final = {
     Stage.READY: "ready",
     Stage.COMPLETED: "waiting for a verdict",
@@ -19,7 +19,7 @@ IN_WORDS: Final = {
 
 
 class Doing:
-    """What is being done outside the event loop, and since when."""
+    """The current activity outside the event loop, and its start."""
 
     def __init__(self) -> None:
         self._what = ""
@@ -27,7 +27,7 @@ class Doing:
 
     @contextmanager
     def __call__(self, what: str) -> Generator[None]:
-        """Say so for the duration of a block; blocks do not overlap."""
+        """Set the activity for the duration of a block; blocks do not overlap."""
         self._what, self._since = what, time.monotonic()
         try:
             yield
@@ -35,19 +35,19 @@ class Doing:
             self._what = ""
 
     def words(self) -> str:
-        """What has been done for a while now; empty if nothing has."""
+        """The activity and its duration; empty if it runs for less than LONG_S."""
         took_s = time.monotonic() - self._since
         return f"{self._what}, for {duration(took_s)}" if self._what and took_s >= LONG_S else ""
 
 
 def prompts_of(data: Sequence[DataConfig]) -> str:
-    """Where prompts come from: a user's function is named, for it may hang."""
+    """Name the source of the prompts; a user's function is named because it may hang."""
     sources = [item.source for item in data if item.source is not None]
     return f"the data function {sources[0]}" if sources else "the data to be read"
 
 
 def words_of(state: LedgerState, schedule: Schedule) -> str:
-    """What the ledger waits for before it can decide anything."""
+    """Describe what the next decision waits for."""
     if state.finished is not None or state.gave_up is not None:
         return "the end of the run"
     if state.version == 0:
@@ -56,7 +56,7 @@ def words_of(state: LedgerState, schedule: Schedule) -> str:
     untrained = [step for step, batch in state.batches.items() if not batch.trained]
     if untrained:
         waits.append(f"batch {min(untrained)} to be trained")
-    step = state.taken_back[0] if state.taken_back else state.round  # its payloads were lost: it is made again
+    step = state.taken_back[0] if state.taken_back else state.round  # its payloads were lost: the batch is rebuilt
     if step < schedule.num_steps:
         waits.append(_round(state, schedule, step))
     elif state.checkpoint_step < schedule.num_steps:

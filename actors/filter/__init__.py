@@ -1,4 +1,4 @@
-"""The filter: judges completed prompt groups and keeps no state.
+"""The filter: judges completed prompt groups; stateless.
 
 Open actor.py first, filters.py for the built-in ones.
 """

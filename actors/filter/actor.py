@@ -22,35 +22,35 @@ from runtime.settings.topology import Topology
 from runtime.wording import duration
 
 DURABLE = "filter"
-ACK_WAIT_S = 5.0  # how long the groups in hand of a killed filter wait
+ACK_WAIT_S = 5.0  # redelivery delay for the groups that a killed filter held
 GIVE_BACK_TIMEOUT_S = 1.0
-MAX_ACK_PENDING = 1024  # over all filter actors
-JUDGED_AT_ONCE = 16  # by built-in filters: what arrives together is published and acknowledged together
-FILTER_TIMEOUT_S = 10.0  # of a user's filter, for one group
+MAX_ACK_PENDING = 1024  # summed over all filter actors
+JUDGED_AT_ONCE = 16  # concurrency of built-in filters, so that publishes and acks of several groups overlap
+FILTER_TIMEOUT_S = 10.0  # for one group in a user's filter
 MAX_REASON_CHARS = 500
 
 log = structlog.get_logger()
 
 
 class FilterActor(Actor):
-    """Keeps or drops completed prompt groups. Keeps no state.
+    """Keeps or drops completed prompt groups. Stateless.
 
-    A crash before ack costs work, not a second verdict: the first verdict in log order wins.
+    A crash before ack only repeats work: of two verdicts on a group, the first in log order wins.
     """
 
     reads = (GroupCompleted, PromptStored)
     writes = (VerdictGiven,)
 
     def __init__(self, topology: Topology, bus: Bus) -> None:
-        """Raises ValueError when there is no such filter, PluginError when a user's cannot be used."""
+        """Raises ValueError for an unknown filter, PluginError if a user's filter cannot be used."""
         self._bus = bus
         self._name = topology.rollout.dynamic_filter or "none"
         self._keeps_spares = topology.rollout.keep_when_insufficient
         self._filter = find_filter(self._name)
         self._num_tasks = JUDGED_AT_ONCE if self._name in BUILT_IN_FILTERS else 1
-        self._threads = anyio.CapacityLimiter(2)  # a filter that hangs keeps its thread
+        self._threads = anyio.CapacityLimiter(2)  # a filter that hangs occupies a thread
         self._counts: Counter[Outcome] = Counter()
-        self._judging: dict[int, float] = {}  # start, by group
+        self._judging: dict[int, float] = {}  # start time, by group
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Judge groups until cancelled."""
@@ -65,7 +65,7 @@ class FilterActor(Actor):
             task_status.started()
 
     def stats(self) -> dict[str, float]:
-        """Numbers since the start."""
+        """Count verdicts since the start, by outcome."""
         return {f"num_{outcome}": float(self._counts[outcome]) for outcome in Outcome}
 
     def waits_for(self) -> str:
@@ -88,7 +88,7 @@ class FilterActor(Actor):
                 await self._bus.publish(_verdict_given(delivery, verdict))
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(GIVE_BACK_TIMEOUT_S, shield=True):
-                await delivery.redeliver()  # at once to another actor, not after the ack wait
+                await delivery.redeliver()  # hands it to another actor at once instead of after the ack wait
             raise
         finally:
             self._judging.pop(group.group_id, None)
@@ -99,7 +99,7 @@ class FilterActor(Actor):
     async def _verdict_on(self, group: GroupCompleted) -> Verdict:
         try:
             with anyio.fail_after(FILTER_TIMEOUT_S):
-                if group.prompt_parts and self._name not in BUILT_IN_FILTERS:  # these do not look at metadata
+                if group.prompt_parts and self._name not in BUILT_IN_FILTERS:  # built-in filters do not read metadata
                     metadata = (await fetch_prompt(self._bus, group.prompt_parts)).metadata
                     group = msgspec.structs.replace(group, metadata=metadata)
                 verdict = await _ask(self._filter, self._name, group, self._threads)
@@ -115,7 +115,7 @@ def _verdict_given(delivery: Delivery[GroupCompleted], verdict: Verdict) -> Verd
     return VerdictGiven(
         group_id=delivery.message.group_id,
         attempt=delivery.message.attempt,
-        event_seq=delivery.seq,  # it counts for this completion and no other
+        event_seq=delivery.seq,  # the verdict applies to this completion only
         outcome=verdict.outcome,
         reason=verdict.reason and clipped(verdict.reason, MAX_REASON_CHARS),
     )

@@ -1,4 +1,4 @@
-"""Filters of completed prompt groups: pure functions of what is light about a group."""
+"""Filters of completed prompt groups: pure functions of a group's summary."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,42 +13,42 @@ from messages.events import GroupCompleted, Outcome
 from runtime.settings.plugins import OWN, is_plugin, load_plugin
 
 FILTER_KEY = "rollout.dynamic_filter"
-MIN_STD = 1e-6  # reward units; rewards that differ by rounding only are equal
+MIN_STD = 1e-6  # in units of reward; smaller differences count as rounding
 
 
 class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a filter sees of a completed prompt group; the lists run over its samples."""
+    """A completed prompt group as filters see it; lists have one entry per sample."""
 
     group_id: int
     attempt: int
     data: str  # name of the data source
     indices: list[int]  # parts of one index are fan-out siblings
     rewards: list[float]
-    scores: list[dict[str, Any] | None]  # what the grader answered where that was a dict
+    scores: list[dict[str, Any] | None]  # the grader's answer if it was a dict
     prompt_len: int  # tokens
     response_lens: list[int]  # tokens
     statuses: list[str]  # "completed", "truncated"
-    metadata: dict[str, Any] = {}  # of the prompt
-    sample_metadata: list[dict[str, Any]] = []  # what a generate function noted, and the number of turns
+    metadata: dict[str, Any] = {}  # metadata of the prompt
+    sample_metadata: list[dict[str, Any]] = []  # metadata from a generate function, and the number of turns
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What a filter decided, and why."""
+    """A filter's decision and its reason."""
 
     outcome: Outcome
     reason: str | None = None
 
 
 class FilterError(ValueError):
-    """A group that cannot be filtered, or an answer that is no verdict."""
+    """A group cannot be filtered, or a filter's answer is no verdict."""
 
 
 KEEP = Verdict(outcome=Outcome.KEEP)
-Filter = Callable[[GroupSummary], Any]  # gives what verdict_of reads, or an awaitable of it
+Filter = Callable[[GroupSummary], Any]  # returns a value that verdict_of parses, or an awaitable of one
 
 
 def summary_of(group: GroupCompleted) -> GroupSummary:
-    """What a filter sees of a group.
+    """Summarize a group for filters.
 
     Raises:
         FilterError: a sample has no reward.
@@ -78,10 +78,10 @@ def keep_all(_group: GroupSummary) -> Verdict:
 
 
 def nonzero_std(group: GroupSummary) -> Verdict:
-    """Keep a group whose rewards differ: the others teach nothing where rewards are centred.
+    """Keep a group whose rewards differ: with centered rewards, the others have no advantage to train on.
 
-    The sample standard deviation (n - 1) in float64 must exceed 1e-6; fan-out siblings vote together, by their mean.
-    A group of one sample has no spread to judge and is kept; dropping it would drop every group for ever.
+    The sample standard deviation (n - 1) in float64 must exceed 1e-6; fan-out siblings count once, with their mean.
+    A group of one sample has no standard deviation and is kept; otherwise such a run would drop every group.
     """
     votes = _votes(group)
     if len(votes) < 2 or _sample_std(votes) > MIN_STD:
@@ -90,14 +90,14 @@ def nonzero_std(group: GroupSummary) -> Verdict:
 
 
 def verdict_of(answer: Any, name: str) -> Verdict:
-    """Read what a filter answered: a bool, (keep, reason), or an object with `keep` and `reason`.
+    """Parse a filter's answer: a bool, (keep, reason), or an object with `keep` and `reason`.
 
     Args:
-        answer: what it gave.
-        name: the filter's name, which is the reason where it gave none for a drop.
+        answer: the filter's return value.
+        name: name of the filter; the reason of a drop without one.
 
     Raises:
-        FilterError: it is none of these.
+        FilterError: the answer is none of these.
     """
     if isinstance(answer, Verdict):
         return answer
@@ -109,7 +109,7 @@ def verdict_of(answer: Any, name: str) -> Verdict:
             keep, reason = pair
     elif hasattr(answer, "keep"):
         keep, reason = answer.keep, getattr(answer, "reason", None)
-    if not isinstance(keep, bool) and not hasattr(keep, "dtype"):  # a truth value of numpy or torch will do
+    if not isinstance(keep, bool) and not hasattr(keep, "dtype"):  # NumPy and torch booleans are accepted
         raise FilterError(f"the filter returned {cast('object', answer)!r:.200}; expected a bool, or (keep, reason)")
     if keep:
         return KEEP
@@ -120,10 +120,10 @@ BUILT_IN_FILTERS: Mapping[str, Filter] = MappingProxyType({"none": keep_all, "no
 
 
 def find_filter(name: str | None, base_dirs: Sequence[Path] = ()) -> Filter:
-    """The filter of a name, a built-in one or a plug-in; None is "none", which keeps everything.
+    """Find a filter by name, built-in or plug-in; None means "none", which keeps every group.
 
     Raises:
-        ValueError: no filter has this name; PluginError for a user's function.
+        ValueError: no filter has this name; PluginError if a user's function cannot be used.
     """
     if name is not None and is_plugin(name):
         plugin = load_plugin(FILTER_KEY, name, parameters=("group",), base_dirs=base_dirs, allow_async=True)

@@ -1,4 +1,4 @@
-"""A filter asked again about groups that were completed long ago."""
+"""Applies a filter to dumped groups."""
 
 import inspect
 
@@ -9,15 +9,15 @@ from messages import GroupCompleted, Outcome
 
 
 class ReplayedFilter:
-    """The filter of a name, one group after another and without a time limit."""
+    """A filter by name, applied to one group at a time, without a timeout."""
 
     def __init__(self, name: str | None) -> None:
-        """Raises ValueError when there is no such filter, PluginError when a user's cannot be used."""
+        """Raises ValueError for an unknown filter, PluginError if a user's filter cannot be used."""
         self.name = name or "none"
         self._filter: Filter = find_filter(name)
 
     def judge(self, group: GroupCompleted) -> Verdict:
-        """What it says now; a filter that raises gives a failed verdict."""
+        """Judge a group; a filter that raises gives a failed verdict."""
         try:
             answer = self._filter(summary_of(group))
             if inspect.isawaitable(answer):

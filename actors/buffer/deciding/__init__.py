@@ -1,4 +1,4 @@
-"""What the buffer does next, from the ledger alone. Pure.
+"""The buffer's decisions, computed from the ledger alone. Pure.
 
 Open decide.py first.
 """

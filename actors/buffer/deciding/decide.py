@@ -1,4 +1,4 @@
-"""What the buffer does next, from the ledger alone. Pure; called only when the log is folded to its end."""
+"""The buffer's next decision, computed from the ledger alone. Pure; called only when the whole log is folded."""
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -24,8 +24,8 @@ from runtime.ledger.fold import FOLD_VERSION, Group, LedgerState, Stage
 
 __all__ = ["EvalPlan", "Schedule", "decide", "eval_metrics"]
 
-POOLED_REFILLS = 4  # the pool holds so many over-sampling batches; the oldest beyond are given up
-POOLED_ROUNDS = 8  # and a group for so long: while its payloads are kept, no newer ones are purged
+POOLED_REFILLS = 4  # size of the pool, in over-sampling batches; the oldest groups beyond it are closed
+POOLED_ROUNDS = 8  # rounds that a group may stay in the pool: its payloads keep newer ones from being purged
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,11 +41,11 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     keep_when_insufficient: bool = False
     max_staleness: int = 0  # train steps
     max_token_staleness: int | None = None  # train steps; groups with older tokens are dropped
-    halts: bool = True  # a round whose batch is made; else its groups go on to their ends
+    halts: bool = True  # halt a round once its batch is made; otherwise its groups run to their ends
     on_halt: Literal["resume", "restart", "drop"] = "resume"
     on_surplus: Literal["train", "drop"] = "train"
     max_attempts: int = 5
-    max_barren_groups: int = 1024  # dropped or failed in a row, without a batch in between, before the run is given up
+    max_barren_groups: int = 1024  # groups dropped or failed in a row, without a batch, before the run fails
     evals: tuple[EvalPlan, ...] = ()
     eval_overlap: bool = True
 
@@ -55,15 +55,17 @@ def decide(
 ) -> Message | Selection | None:
     """The next event to append to the ledger, or None while there is nothing to decide.
 
-    One decision is outstanding at a time: call again after it was appended, read back and folded. A Selection is a
-    question to a user's function, and no decision yet: call again with the answer, before anything else is folded.
+    One decision is outstanding at a time: call again after the event was appended, read back and folded. A Selection
+    is a question to a user's function: call again with its answer before any other event is folded.
 
     Args:
-        chosen: the answer to the Selection that was asked before.
-        snapshots: whether one may be taken; not while the state is more than an event can hold.
+        state: the ledger, folded to the end of the log.
+        schedule: the part of the recipe that decisions need.
+        chosen: the answer to the previous Selection.
+        snapshots: whether a snapshot may be taken; False while the state does not fit into an event.
     """
     if state.finished is not None or state.gave_up is not None or state.version == 0:
-        return None  # over, or no weights were announced yet
+        return None  # the run is over, or no weights are published yet
     return (
         (_snapshot(state) if snapshots else None)
         or end_of(state)
@@ -104,7 +106,7 @@ def _make_batch(state: LedgerState, schedule: Schedule, chosen: Chosen | None) -
     size = schedule.rollout_batch_size
     candidates = sorted(ready.values(), key=lambda group: group.event_seq)[: max(target, size)]
     if len(candidates) < size:
-        spares = sorted(state.in_stage(Stage.SPARE).values(), key=lambda group: -group.event_seq)  # the newest
+        spares = sorted(state.in_stage(Stage.SPARE).values(), key=lambda group: -group.event_seq)  # the newest first
         return _batch(state, step, [*candidates, *spares][:size])
     if schedule.over_sampling_filter is None or state.taken_back or len(candidates) == size:
         return _batch(state, step, candidates[:size])
@@ -125,20 +127,20 @@ def _batch(state: LedgerState, step: int, groups: Sequence[Group], passed_over: 
 
 
 def _open_step(state: LedgerState, schedule: Schedule) -> int | None:
-    """The step that needs a batch next, if the newest weights are new enough for it."""
+    """The next step without a batch, if the newest weights are new enough for it."""
     step = state.taken_back[0] if state.taken_back else state.round
     return step if step < schedule.num_steps and state.version_step >= step - schedule.max_staleness else None
 
 
 def _target(state: LedgerState, schedule: Schedule) -> int:
-    """How many groups have to be kept before a batch is made. One that is made again keeps what it had."""
+    """Number of ready groups needed to make a batch. A rebuilt batch does not over-sample: it keeps its groups."""
     if schedule.over_sampling_filter is None or state.taken_back:
         return schedule.rollout_batch_size
     return schedule.over_sampling_batch_size
 
 
 def _can_fill(state: LedgerState, schedule: Schedule) -> bool:
-    """Whether there are enough groups for a batch, spare ones included if it has come to that."""
+    """Whether there are enough groups for a batch; spare groups count once max_barren_groups is reached."""
     num_groups = len(state.in_stage(Stage.READY))
     if schedule.keep_when_insufficient and _exhausted(state, schedule):
         num_groups += len(state.in_stage(Stage.SPARE))
@@ -151,7 +153,7 @@ def _exhausted(state: LedgerState, schedule: Schedule) -> bool:
 
 def _waits_for_evaluation(state: LedgerState, schedule: Schedule, step: int) -> bool:
     if state.evaluation is not None and not (schedule.max_staleness and schedule.eval_overlap):
-        return True  # it holds the engines at its version: the next weights wait for it
+        return True  # the engines stay at its version: the next weights wait for it
     return issue_is_ahead(state, schedule.evals, schedule.num_steps, step)
 
 
@@ -165,7 +167,7 @@ def _too_old(state: LedgerState, schedule: Schedule, group: Group, step: int) ->
 def _select(
     kind: Kind, name: str, groups: Sequence[Group], count: int, chosen: Chosen | None
 ) -> Sequence[int] | Selection:
-    """Ids in order of preference, or the question for them."""
+    """Group ids in order of preference, or the question to the user's function."""
     built_in = BUILT_IN[kind].get(name)
     if built_in is not None:
         return built_in(groups)
@@ -192,8 +194,8 @@ def _close_passed_over(state: LedgerState, schedule: Schedule) -> Message | None
 
 
 def _close_surplus(state: LedgerState, schedule: Schedule) -> Message | None:
-    """What came of a round and was not in its batch: a later batch would train it on tokens of older weights."""
-    if schedule.on_surplus == "train" or state.taken_back:  # a batch that is made again needs what it had
+    """Drop groups of earlier rounds that no batch took (on_surplus = "drop"): their tokens come from older weights."""
+    if schedule.on_surplus == "train" or state.taken_back:  # a rebuilt batch needs its groups
         return None
     kept = (*state.in_stage(Stage.READY).values(), *state.in_stage(Stage.SPARE).values())
     surplus = [group for group in kept if group.round < state.round]
@@ -263,11 +265,11 @@ def _refill(state: LedgerState, schedule: Schedule, chosen: Chosen | None) -> Me
 
 
 def _num_missing(state: LedgerState, schedule: Schedule) -> int:
-    """How many groups to issue now."""
+    """Number of groups to issue now."""
     running = sum(count for round, count in state.index.rounds.items() if round > state.halted_round)
     held = running + len(state.in_stage(Stage.COMPLETED)) + len(state.in_stage(Stage.READY))
     if _exhausted(state, schedule) and _can_fill(state, schedule):
-        return 0  # the batch only waits for something else
+        return 0  # the batch has its groups and waits for something else
     if state.taken_back:
         return schedule.rollout_batch_size - held
     if schedule.refill == "group":

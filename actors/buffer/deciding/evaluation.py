@@ -1,4 +1,4 @@
-"""Evaluations: when one is due, what waits for it, and what came of it. Pure."""
+"""Evaluations: when they are due, when training waits for them, and their metrics. Pure."""
 
 import math
 
@@ -9,7 +9,7 @@ from runtime.ledger.fold import Evaluation, LedgerState
 
 
 class EvalPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """When one evaluation set is due."""
+    """Schedule of one evaluation set."""
 
     name: str
     interval: int  # train steps
@@ -18,7 +18,7 @@ class EvalPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def end_of(state: LedgerState) -> EvalEnded | None:
-    """The end of the running evaluation, once all its items are there."""
+    """The end of the running evaluation, once all its items are complete."""
     running = state.evaluation
     if running is None or not running.complete:
         return None
@@ -33,7 +33,7 @@ def end_of(state: LedgerState) -> EvalEnded | None:
 
 
 def issue_of(state: LedgerState, plans: tuple[EvalPlan, ...], num_steps: int) -> EvalIssued | None:
-    """The evaluation of the newest weights, if one is due and none runs."""
+    """The evaluation of the newest weights, if one is due and no evaluation runs."""
     due = due_evals(state, plans, num_steps)
     if not due or state.evaluation is not None:
         return None
@@ -42,14 +42,14 @@ def issue_of(state: LedgerState, plans: tuple[EvalPlan, ...], num_steps: int) ->
 
 
 def due_evals(state: LedgerState, plans: tuple[EvalPlan, ...], num_steps: int) -> list[EvalPlan]:
-    """What is to be evaluated on the newest weights, and has not ended."""
+    """Evaluation sets due on the newest weights whose evaluation has not ended."""
     return [] if state.version_step <= state.eval_step else _due_at(state.version_step, plans, num_steps)
 
 
 def issue_is_ahead(state: LedgerState, plans: tuple[EvalPlan, ...], num_steps: int, step: int) -> bool:
-    """Whether an evaluation on weights of up to a train step is still to be issued.
+    """Whether an evaluation on weights of at most this train step is not issued yet.
 
-    Training that step before would bring newer weights, which pull the engines from under the evaluation.
+    Training the step first would publish newer weights and update the engines before that evaluation.
     """
     running = state.evaluation is not None and state.evaluation.step == state.version_step
     if not running and due_evals(state, plans, num_steps):
@@ -64,9 +64,9 @@ def _due_at(step: int, plans: tuple[EvalPlan, ...], num_steps: int) -> list[Eval
 
 
 def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
-    """Means over all samples of each set, shares of them, and pass@k (a reward of exactly 1 passes).
+    """Mean reward of each set, sample ratios, and pass@k (a reward of exactly 1 passes).
 
-    The shares are those that were truncated, and, if there are any, those of newer weights than the evaluation's.
+    The ratios: truncated samples and, if there are any, samples with tokens of newer weights than the evaluation's.
 
     Source:
         pass@k is the unbiased estimator 1 - C(n - c, k) / C(n, k) of arXiv 2107.03374, for k = 1, 2, 4, ... <= n.

@@ -1,4 +1,4 @@
-"""Batches as the buffer would make them of groups that are completed already: its own decisions on a log in memory."""
+"""Replays the buffer's decisions on completed groups, with a log in memory."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -30,10 +30,10 @@ Judge = Callable[[GroupCompleted], tuple[str, str | None]]  # outcome and reason
 
 
 class ReplayedBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch as it would have been made."""
+    """A batch of the replay."""
 
     step: int
-    groups: tuple[GroupCompleted, ...]  # in their order in the batch, as they were dumped
+    groups: tuple[GroupCompleted, ...]  # in batch order, as dumped
 
     @property
     def rewards(self) -> list[float]:
@@ -41,7 +41,7 @@ class ReplayedBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayedBuffer:
-    """Issues, collects and batches groups until there are no more. Every group completes at once, in their order."""
+    """Issues and batches dumped groups, in order, until none remain. Every issued group completes at once."""
 
     def __init__(self, topology: Topology, groups: Iterable[GroupCompleted], judge: Judge) -> None:
         self._groups = iter(groups)
@@ -49,12 +49,12 @@ class ReplayedBuffer:
         self._selector = Selector(topology)
         self._schedule: Schedule = msgspec.structs.replace(schedule_of(_without_evals(topology), {}), num_steps=2**31)
         self._seq = 0
-        self._live: dict[int, GroupCompleted] = {}  # by the id under which they are issued here
+        self._live: dict[int, GroupCompleted] = {}  # by the group id of the replay
         self.state = LedgerState()
         self.exhausted = False
 
     def batches(self) -> Iterator[ReplayedBatch]:
-        """Every batch that the groups are enough for."""
+        """Yield batches until the groups run out."""
         self._announce(0)
         while not self.exhausted:
             decision = self._decide()
@@ -69,7 +69,7 @@ class ReplayedBuffer:
                 yield self._train(decision)
 
     def _made(self) -> Iterator[ReplayedBatch]:
-        """The batches for which the last groups are enough."""
+        """Yield the batches that the last groups still fill, once the dump is exhausted."""
         while self.exhausted:
             decision = self._decide()
             if decision is None or isinstance(decision, GroupsIssued | RunFailed | RunFinished):

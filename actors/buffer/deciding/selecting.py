@@ -1,4 +1,4 @@
-"""Asks a user's function which groups to take. It can neither lose nor double one: at worst, the first come first."""
+"""Calls a user's selection function. A failure falls back to first come, first served; no group is lost or doubled."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, get_args
@@ -14,20 +14,20 @@ from runtime.settings.topology import Topology
 
 log = structlog.get_logger()
 
-SELECTION_TIMEOUT_S: Final = 10.0  # of a user's function, for one answer
+SELECTION_TIMEOUT_S: Final = 10.0  # for one call of a user's function
 MAX_REASON_CHARS: Final = 500
 THREADS: Final = 2  # a function that hangs keeps its thread
 
 
 class Selector:
-    """Runs the functions that a recipe names, off the event loop and for a limited time.
+    """Runs the selection functions of a recipe in threads, with a timeout.
 
     Args:
-        topology: with its recipe.
-        tell: is told of each failure.
+        topology: the topology, with its recipe.
+        tell: called with each failure.
 
     Raises:
-        ValueError: a name is of no function; PluginError when a user's cannot be used.
+        ValueError: no function has the given name; PluginError if a user's function cannot be used.
     """
 
     def __init__(self, topology: Topology, tell: Callable[[SelectionFailed], Awaitable[object]] | None = None) -> None:
@@ -43,7 +43,7 @@ class Selector:
         self._tell = tell
 
     async def choose(self, selection: Selection) -> Chosen:
-        """The function's answer; that of nobody, first come first, if it raises, hangs or answers nonsense."""
+        """The function's choice, or the first groups if it raises, hangs or gives an invalid answer."""
         try:
             return await self._ask(selection)
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the run goes on without it
@@ -65,7 +65,7 @@ class Selector:
         function = self._functions[selection.kind]
 
         def call() -> Chosen:
-            return chosen_of(selection, function(*arguments))  # a generator works only when it is read
+            return chosen_of(selection, function(*arguments))  # reads a generator here, in the thread
 
         with anyio.fail_after(SELECTION_TIMEOUT_S):
             return await to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._threads)

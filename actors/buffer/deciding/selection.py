@@ -1,4 +1,4 @@
-"""Which groups make a batch of those that were kept, and which of the pool go on first. Pure."""
+"""Selection of groups for a batch (over_sampling_filter) and from the pool (buffer_filter). Pure."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,25 +17,25 @@ Kind = Literal["over_sampling_filter", "buffer_filter"]
 
 
 class SelectableGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a selection sees of a prompt group. The lists run over its samples; those of the pool may be unfinished."""
+    """A prompt group as selections see it. Lists have one entry per sample; samples in the pool may be unfinished."""
 
-    group_id: int  # rises in the order of issue
+    group_id: int  # ascending in order of issue
     attempt: int
-    round: int  # for which it was issued last
+    round: int  # of its latest issue
     data: str  # name of the data source; empty before the first completion
     indices: list[int]  # parts of one index are fan-out siblings
     rewards: list[float | None]
     response_lens: list[int]  # tokens
-    oldest_version: int | None  # weights, among all tokens
+    oldest_version: int | None  # oldest weight version of its tokens
     newest_version: int | None
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
-    """A question to a user's function: which of these groups, and in which order."""
+    """A question to a user's function: which of these groups to take, in which order."""
 
     kind: Kind
     groups: tuple[SelectableGroup, ...]  # first come first
-    count: int  # over_sampling_filter: at least so many; buffer_filter: at most so many
+    count: int  # over_sampling_filter: minimum number of groups; buffer_filter: maximum
 
 
 class Chosen(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,14 +46,14 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SelectionError(ValueError):
-    """An answer that is no selection."""
+    """An invalid answer of a selection function."""
 
 
 Filter = Callable[[Sequence[Group]], list[int]]
 
 
 def summary_of(group: Group) -> SelectableGroup:
-    """What a selection sees of a group."""
+    """Summarize a group for a selection."""
     return SelectableGroup(
         group_id=group.group_id,
         attempt=group.attempt,
@@ -68,25 +68,25 @@ def summary_of(group: Group) -> SelectableGroup:
 
 
 def sort_by_reward_std(groups: Sequence[Group]) -> list[int]:
-    """Groups whose rewards differ most first; equal ones as they came.
+    """Sort by standard deviation of rewards, highest first; ties keep their order.
 
-    The sample standard deviation over samples with a reward, fan-out siblings together by their mean.
+    The sample standard deviation (n - 1) over samples with a reward; fan-out siblings count once, with their mean.
     """
     return [group.group_id for group in sorted(groups, key=lambda group: -_spread(group))]
 
 
 def fifo(groups: Sequence[Group]) -> list[int]:
-    """In the order of issue."""
+    """Sort by order of issue."""
     return sorted(group.group_id for group in groups)
 
 
 def newest(groups: Sequence[Group]) -> list[int]:
-    """Those issued last first."""
+    """Sort by order of issue, newest first."""
     return sorted((group.group_id for group in groups), reverse=True)
 
 
 def by_reward(groups: Sequence[Group]) -> list[int]:
-    """Those with the highest mean of known rewards first; without any last. Equal ones in the order of issue."""
+    """Sort by mean reward, highest first; groups without rewards last. Ties keep the order of issue."""
 
     def place(group: Group) -> tuple[bool, float, int]:
         known = [reward for reward in group.rewards if reward is not None]
@@ -107,10 +107,10 @@ PARAMETERS: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
 
 
 def find_selection(kind: Kind, name: str, base_dirs: Sequence[Path] = ()) -> Callable[..., Any] | None:
-    """A user's function of this name; None where the name is of a built-in.
+    """Find the user's function of this name; None if the name is a built-in.
 
     Raises:
-        ValueError: there is none of this name; PluginError for a user's function.
+        ValueError: no selection has this name; PluginError if a user's function cannot be used.
     """
     if is_plugin(name):
         return load_plugin(f"rollout.{kind}", name, parameters=PARAMETERS[kind], base_dirs=base_dirs).function
@@ -123,10 +123,10 @@ def find_selection(kind: Kind, name: str, base_dirs: Sequence[Path] = ()) -> Cal
 
 
 def chosen_of(selection: Selection, answer: Any) -> Chosen:
-    """Read what a user's function answered: groups, or their ids, in order of preference.
+    """Parse a user function's answer: groups, or their ids, in order of preference.
 
     Raises:
-        SelectionError: it is none, names a group that was not offered or one twice, or too few or too many.
+        SelectionError: it is no iterable, names an unknown group or a group twice, or has too few or too many groups.
     """
     if not isinstance(answer, Iterable) or isinstance(answer, str | bytes | Mapping):
         raise SelectionError(f"returned {cast('object', answer)!r:.200}; expected groups or their ids")
@@ -146,7 +146,7 @@ def chosen_of(selection: Selection, answer: Any) -> Chosen:
 
 
 def first_come(selection: Selection) -> Chosen:
-    """What takes the place of an answer that cannot be used."""
+    """The fallback for an invalid answer: the first groups."""
     ids = [group.group_id for group in selection.groups]
     return Chosen(kind=selection.kind, group_ids=tuple(ids[: selection.count]))
 

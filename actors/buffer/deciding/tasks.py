@@ -1,4 +1,4 @@
-"""What the ledger's decisions look like as work. Pure."""
+"""Tasks that carry out the ledger's decisions. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
@@ -13,7 +13,7 @@ from runtime.settings.recipe import FilledSampling, eval_sampling, over_sampling
 from runtime.settings.topology import Topology, takes_turns
 
 MAX_REASON_CHARS = 1000
-BARREN_REFILLS = 16  # a run is given up after this many refills of which no group was kept
+BARREN_REFILLS = 16  # a run fails after this many refills in a row without a kept group
 
 
 class Prompts(Protocol):
@@ -25,11 +25,11 @@ class Prompts(Protocol):
 
 
 def schedule_of(topology: Topology, eval_sizes: Mapping[str, int]) -> Schedule:
-    """What decisions need of the recipe.
+    """Extract the settings that decisions need.
 
     Args:
-        topology: with its recipe.
-        eval_sizes: prompts of each evaluation set.
+        topology: the topology, with its recipe.
+        eval_sizes: number of prompts of each evaluation set.
     """
     rollout = topology.rollout
     evals = tuple(
@@ -63,13 +63,13 @@ def schedule_of(topology: Topology, eval_sizes: Mapping[str, int]) -> Schedule:
 
 
 def rollout_task(topology: Topology, group: Group, prompts: Prompts, steps: Mapping[int, int]) -> RolloutRequested:
-    """The task of an issued group.
+    """Build the task of an issued group.
 
     Args:
-        topology: with its recipe.
-        group: in flight.
-        prompts: of the run.
-        steps: train steps that each weight version contains.
+        topology: the topology, with its recipe.
+        group: a group in flight.
+        prompts: the run's training prompts.
+        steps: number of train steps in each weight version.
     """
     prompt = prompts.prompt(group.prompt)
     carried = group.carried if topology.rollout.on_halt == "resume" else ()
@@ -88,7 +88,7 @@ def rollout_task(topology: Topology, group: Group, prompts: Prompts, steps: Mapp
 
 
 def _too_old(topology: Topology, sample: SampleSummary, step: int, steps: Mapping[int, int]) -> bool:
-    """Whether a sample begins anew, since its group would be dropped for the age of its tokens."""
+    """Whether a sample must start over, because the age of its tokens would get its group dropped."""
     limit = topology.rollout.max_token_staleness
     if limit is None or topology.rollout.stale_tokens != "drop" or sample.first_version is None:
         return False
@@ -96,7 +96,7 @@ def _too_old(topology: Topology, sample: SampleSummary, step: int, steps: Mappin
 
 
 def tasks_in_flight(topology: Topology, state: LedgerState, prompts: Prompts) -> Iterator[RolloutRequested]:
-    """The tasks of all groups that are to be generated or given back."""
+    """Yield the tasks of all groups in flight."""
     for group in state.groups.values():
         if group.stage is Stage.IN_FLIGHT:
             yield rollout_task(topology, group, prompts, state.version_steps)
@@ -105,7 +105,7 @@ def tasks_in_flight(topology: Topology, state: LedgerState, prompts: Prompts) ->
 def eval_tasks(
     topology: Topology, evaluation: Evaluation, eval_prompts: Mapping[str, Sequence[Prompt]]
 ) -> Iterator[EvalRequested]:
-    """The tasks of all items of a running evaluation that have not ended."""
+    """Yield the tasks of a running evaluation's open items."""
     for item in topology.eval:
         if item.name not in evaluation.sizes:
             continue
@@ -140,7 +140,7 @@ def _params(topology: Topology, sampling: FilledSampling, prompt: Prompt) -> Sam
 
 
 def failed_ending(task: RolloutRequested | EvalRequested, reason: str, instance: str) -> GroupFailed | EvalCompleted:
-    """What is said of a task that no message can carry, in the place of who would have worked on it."""
+    """The ending of a task that the bus refuses as a message; the buffer publishes it in place of a rollout actor."""
     if isinstance(task, EvalRequested):
         return EvalCompleted(
             step=task.step, set=task.set, item=task.item, version=task.version, instance=instance, samples=()

@@ -1,4 +1,4 @@
-"""Where prompts come from: data files, users' functions, demonstrations; rendered and tokenised.
+"""Prompt sources: data files, users' functions, demonstrations; rendered and tokenized.
 
 Open source.py first.
 """

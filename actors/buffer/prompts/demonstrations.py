@@ -1,4 +1,4 @@
-"""Demonstrations: conversations as token ids, of which the assistant's turns are trained."""
+"""Demonstrations (SFT): conversations as token ids with a loss mask over the assistant's turns."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
@@ -13,19 +13,19 @@ from runtime.samples.rows import Row
 from runtime.settings.recipe import DataConfig, RolloutConfig, max_prompt_len
 from runtime.wording import show
 
-TRAINED: Final = "assistant"  # the role whose turns are trained
-LEAVES_OUT: Final = ("step_loss_mask", "weight")  # 0 in a message leaves its turn untrained; slime's key, OpenAI's key
+TRAINED: Final = "assistant"  # role whose turns are trained
+LEAVES_OUT: Final = ("step_loss_mask", "weight")  # 0 excludes a message from the loss; slime's key, OpenAI's
 
 
 class Piece(NamedTuple):
-    """A stretch of a rendered conversation."""
+    """A piece of a rendered conversation."""
 
     text: str
     trains: bool
 
 
 class DemonstrationReader:
-    """Makes demonstrations of rows. A text and its label are a conversation of two turns."""
+    """Builds demonstrations from rows. A text and its label form a conversation of two turns."""
 
     def __init__(self, tokenizing: Tokenizing, rollout: RolloutConfig) -> None:
         self._tokenizing = tokenizing
@@ -33,7 +33,11 @@ class DemonstrationReader:
         self._rollout = rollout
 
     def read(self, rows: Sequence[Row], data: DataConfig) -> list[Prompt]:
-        """Raises DataError for a row without a turn to train, or that the chat template or the tokenizer refuses."""
+        """Render and tokenize rows, in their order.
+
+        Raises:
+            DataError: a row has no turn to train, or the chat template or the tokenizer refuses it.
+        """
         conversations = [self._pieces(row, data) for row in rows]
         places = [row.place for row, pieces in zip(rows, conversations, strict=True) for _ in pieces]
         texts = [piece.text for pieces in conversations for piece in pieces]
@@ -44,7 +48,7 @@ class DemonstrationReader:
         ]
 
     def too_long(self, prompt: Prompt) -> str | None:
-        """Whether it is over the limit of prompts, of responses or of both together."""
+        """Describe the limit that a demonstration exceeds: of the prompt, the response or both. None if it fits."""
         num_prompt = len(prompt.prompt_ids)
         num_response = 0 if prompt.response_ids is None else len(prompt.response_ids)
         rollout = self._rollout
@@ -78,18 +82,18 @@ class DemonstrationReader:
 
 
 def pieces_of(turns: Messages, tokenizing: Tokenizing, **options: Any) -> list[Piece]:
-    """Cut a conversation where turns that train begin and end.
+    """Split a conversation where trained turns begin and end.
 
-    A turn that trains is what the model says once the assistant's turn is opened, with what the template ends it by.
-    So the conversation is rendered up to there with the turn opened, and once more with the turn in it.
+    A trained turn is the model's output after the generation prompt, plus the template's end of turn. So the
+    conversation is rendered twice per trained turn: up to the generation prompt, and with the turn included.
 
     Args:
         turns: chat messages.
         tokenizing: renders them.
-        options: what the chat template gets besides.
+        options: further arguments of the chat template.
 
     Raises:
-        ValueError: no turn trains, or the template renders a turn otherwise when more turns follow.
+        ValueError: no turn is trained, or the template renders a turn differently when more turns follow.
     """
     chosen = [index for index, turn in enumerate(turns) if _trains(turn, index)]
     if not chosen:

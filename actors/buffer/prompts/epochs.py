@@ -1,4 +1,4 @@
-"""Train steps counted in epochs, once the data is there to be counted."""
+"""Converts train.num_epoch into train.num_steps by counting the data."""
 
 import msgspec
 
@@ -13,7 +13,7 @@ from runtime.settings.topology import Topology
 
 
 def count_steps(topology: Topology, doing: Doing = unlimited) -> Topology:
-    """Put train.num_steps in the place of train.num_epoch. Blocks: reads and tokenises the data, says how far it is.
+    """Replace train.num_epoch by train.num_steps. Blocks: reads and tokenizes the data and reports progress.
 
     Raises:
         DataError: the data cannot be used, or has less than a batch of prompts.
@@ -31,7 +31,7 @@ def count_steps(topology: Topology, doing: Doing = unlimited) -> Topology:
 
 
 def steps_per_epoch(recipe: Recipe, doing: Doing = unlimited) -> int:
-    """Full batches in one pass over all usable prompts; the rest of a pass opens the next one's first batch.
+    """Count the full batches in one pass over all usable prompts; the rest goes into the next pass's first batch.
 
     Raises:
         DataError: the data cannot be used, or there is no full batch.

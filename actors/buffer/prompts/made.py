@@ -1,4 +1,4 @@
-"""Prompts that a user's function makes, one for each number, where no data file is used."""
+"""Generated prompts: a user's function returns one row per number, in place of a data file."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from runtime.samples.rows import row_of
 from runtime.settings.plugins import load_plugin
 from runtime.settings.recipe import DataConfig
 
-NUM_PROBED: Final = 8  # the first prompts, which are made at the start; the run's fingerprint is theirs
+NUM_PROBED: Final = 8  # prompts generated at the start; they define the run's fingerprint
 
 Make = Callable[[int], dict[str, Any]]
 
@@ -23,22 +23,22 @@ def find_source(key: str, value: str, base_dirs: Sequence[Path] = ()) -> Make:
     """Find the function that a setting names.
 
     Raises:
-        PluginError: there is none, or it cannot be called with a number.
+        PluginError: it does not exist, or cannot be called with a number.
     """
     return load_plugin(key, value, parameters=["number"], base_dirs=base_dirs).function
 
 
 class MadePrompts:
-    """Training prompts by number, and the evaluation sets. A number always means the same prompt, and there is no end.
+    """Generated training prompts by number, without end, and the evaluation sets.
 
-    The function is called again for a prompt that is issued again, and after a restart.
+    A number always means the same prompt. The function is called again for a reissued prompt, and after a restart.
     """
 
     def __init__(self, make: Make, data: DataConfig, reader: Reader, evals: Sequence[LoadedData] = ()) -> None:
-        """Makes the first prompts.
+        """Generate the first prompts, twice.
 
         Raises:
-            DataError: one of them cannot be used, or is another one when it is asked for again.
+            DataError: a prompt cannot be used, or differs the second time.
         """
         began = time.monotonic()
         self._make = make
@@ -62,10 +62,10 @@ class MadePrompts:
         self.loaded = (event, *(item.event for item in evals))
 
     def prompt(self, number: int) -> Prompt:
-        """The prompt that was or will be issued as this number. Calls the user's function.
+        """The prompt with this number. Calls the user's function.
 
         Raises:
-            DataError: it raises, or gives a row that cannot be used.
+            DataError: the function raises, or returns a row that cannot be used.
         """
         place = f"{self._data.source}({number})"
         row = row_of(Record(number=number, place=place, columns=self._columns(number, place)), self._data)

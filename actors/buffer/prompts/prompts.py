@@ -1,4 +1,4 @@
-"""From rows to prompts: rendered, tokenised, with their grader."""
+"""Builds prompts from rows: renders and tokenizes them, and selects their grader."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -19,12 +19,12 @@ class LoadedData(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     prompts: tuple[Prompt, ...]
-    num_too_long: int  # rows left out, since they are over the prompt limit
+    num_too_long: int  # rows skipped because they exceed the prompt limit
     took_s: float
 
     @property
     def event(self) -> PromptsLoaded:
-        """The same as an event."""
+        """The event that reports this data."""
         return PromptsLoaded(
             data=self.name,
             num_prompts=len(self.prompts),
@@ -35,10 +35,10 @@ class LoadedData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reader(Protocol):
-    """Makes prompts of rows."""
+    """Builds prompts from rows."""
 
     def read(self, rows: Sequence[Row], data: DataConfig) -> list[Prompt]:
-        """Render and tokenise rows of a data source, in their order.
+        """Render and tokenize rows of a data source, in their order.
 
         Raises:
             DataError: a row cannot be used.
@@ -46,26 +46,30 @@ class Reader(Protocol):
         ...
 
     def too_long(self, prompt: Prompt) -> str | None:
-        """Which limit a prompt is over, in words; None if it can be used."""
+        """Describe the limit that a prompt exceeds; None if it fits."""
         ...
 
 
 class PromptReader:
-    """Prompts to be answered and graded."""
+    """Builds prompts for generation and grading."""
 
     def __init__(self, tokenizing: Tokenizing, limit: int | None) -> None:
         self._tokenizing = tokenizing
         self._limit = limit
 
     def read(self, rows: Sequence[Row], data: DataConfig) -> list[Prompt]:
-        """Raises DataError for a row that the chat template or the tokenizer refuses, or that has no grader."""
+        """Render and tokenize rows, in their order.
+
+        Raises:
+            DataError: the chat template or the tokenizer refuses a row, or a row has no grader.
+        """
         texts = [_render(row, data, self._tokenizing) for row in rows]
-        unread = ["" if row.prompt_ids else text for row, text in zip(rows, texts, strict=True)]  # others have tokens
+        unread = ["" if row.prompt_ids else text for row, text in zip(rows, texts, strict=True)]  # others have ids
         all_ids = encode([row.place for row in rows], unread, self._tokenizing)
         return [_prompt(row, text, ids, data) for row, text, ids in zip(rows, texts, all_ids, strict=True)]
 
     def too_long(self, prompt: Prompt) -> str | None:
-        """Whether it is over the limit of prompts."""
+        """Describe the prompt limit that a prompt exceeds; None if it fits."""
         length = len(prompt.prompt_ids)
         if self._limit is None or length <= self._limit:
             return None
@@ -92,7 +96,7 @@ def _prompt(row: Row, text: str, ids: Int32Array, data: DataConfig) -> Prompt:
 
 
 def fingerprint_of(prompts: Iterable[Prompt]) -> str:
-    """16 hex digits that change when anything of any prompt or their order does."""
+    """Fingerprint of prompts and their order: 16 hex digits of a SHA-256."""
     digest = hashlib.sha256()
     for prompt in prompts:
         rest = (prompt.data, prompt.row, prompt.text, prompt.label, prompt.metadata, prompt.rm_type)
@@ -116,10 +120,12 @@ def _render(row: Row, data: DataConfig, tokenizing: Tokenizing) -> str:
 
 
 def encode(places: Sequence[str], texts: Sequence[str], tokenizing: Tokenizing) -> list[Int32Array]:
-    """Token ids of texts.
+    """Tokenize texts.
 
     Args:
-        places: where each text comes from, for messages.
+        places: file and line, or call, of each text, for errors.
+        texts: the texts.
+        tokenizing: the tokenizer.
 
     Raises:
         DataError: a text has no tokens in this vocabulary; names its place.
@@ -128,7 +134,7 @@ def encode(places: Sequence[str], texts: Sequence[str], tokenizing: Tokenizing) 
         return tokenizing.encode(texts)
     except ValueError as refused:
         reason = str(refused)
-    for place, text in zip(places, texts, strict=True):  # which one is it?
+    for place, text in zip(places, texts, strict=True):  # find the text that failed
         try:
             tokenizing.encode([text])
         except ValueError as error:
@@ -138,7 +144,7 @@ def encode(places: Sequence[str], texts: Sequence[str], tokenizing: Tokenizing) 
 
 
 def _rm_type(row: Row, data: DataConfig) -> str:
-    """The row's own grader, else the source's. A row may only use names: data must not choose code."""
+    """The row's own grader, or the source's. A row may only give a name: data must not choose code."""
     own = row.metadata.get("rm_type")
     rm_type = own or data.rm_type
     if not isinstance(rm_type, str):

@@ -1,4 +1,4 @@
-"""Training and evaluation prompts: read, rendered and tokenised once, and the order in which they are issued."""
+"""Training and evaluation prompts, read and tokenized once, and the order of issue."""
 
 import functools
 import time
@@ -19,29 +19,29 @@ from runtime.samples.data_files import DataError
 from runtime.samples.rows import read_rows
 from runtime.settings.recipe import DataConfig, Recipe, eval_data, max_prompt_len, trains_demonstrations
 
-PART_ROWS: Final = 1000  # of a data file, rendered and tokenised at a time
+PART_ROWS: Final = 1000  # rows of a data file that are rendered and tokenized at a time
 WORD: Final = 2**64  # seeds and epochs are taken modulo this
 
 
 class PromptPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a prompt number falls: a pass over all prompts, and the position in their fixed list."""
+    """Position of a prompt number: the epoch, and the index into the fixed list of prompts."""
 
     epoch: int
     position: int
 
 
 class PromptSet:
-    """Training prompts by number, and the evaluation sets. Number 0 is issued first; numbers go on over any epochs.
+    """Training prompts by number, and the evaluation sets. Number 0 is issued first; numbers continue over epochs.
 
-    All data sources are laid end to end in the order of the recipe; one epoch is one pass over the whole list, so
-    each source is seen in proportion to its size. Nothing here changes after loading: which prompt a number means
-    depends on the files, the recipe and the seed alone, so a restart finds every issued prompt again.
+    The list holds all data sources in the recipe's order, and an epoch is one pass over it. Each source thus
+    contributes in proportion to its size. The prompt of a number depends on the files, the recipe and the seed
+    alone, so a restart finds every issued prompt again.
     """
 
     def __init__(
         self, sources: Sequence[LoadedData], evals: Sequence[LoadedData] = (), *, shuffle: bool = False, seed: int = 0
     ) -> None:
-        """Raises ValueError if there is no training prompt at all."""
+        """Raises ValueError if there are no training prompts."""
         self._prompts = tuple(prompt for source in sources for prompt in source.prompts)
         if not self._prompts:
             raise ValueError("no prompts")
@@ -51,23 +51,23 @@ class PromptSet:
         self.loaded = tuple(item.event for item in (*sources, *evals))
 
     def __len__(self) -> int:
-        """Training prompts of one epoch."""
+        """Number of training prompts in one epoch."""
         return len(self._prompts)
 
     def prompt(self, number: int) -> Prompt:
-        """The prompt that was or will be issued as this number, counted from 0 over all epochs."""
+        """The prompt with this number, counted from 0 over all epochs."""
         return self._prompts[self.place(number).position]
 
     def place(self, number: int) -> PromptPlace:
-        """In which epoch a number falls, and on which prompt."""
+        """The epoch of a number, and its position in the list of prompts."""
         return place_of(number, len(self._prompts), shuffle=self._shuffle, seed=self._seed)
 
 
 def place_of(number: int, num_prompts: int, *, shuffle: bool, seed: int) -> PromptPlace:
-    """Order of issue, as a pure function; any number of epochs may lie before `number`.
+    """Compute the place of a prompt number in the order of issue. Pure.
 
     Raises:
-        ValueError: a negative number, or no prompts.
+        ValueError: `number` is negative, or there are no prompts.
     """
     if number < 0 or num_prompts < 1:
         raise ValueError(f"there is no prompt {number} among {num_prompts}")
@@ -76,12 +76,12 @@ def place_of(number: int, num_prompts: int, *, shuffle: bool, seed: int) -> Prom
     return PromptPlace(epoch=epoch, position=position)
 
 
-@functools.lru_cache(maxsize=4)  # an epoch's end and the next one's start are asked for side by side
+@functools.lru_cache(maxsize=4)  # calls alternate at the boundary of two epochs
 def epoch_order(num_prompts: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """The shuffle of one epoch: a permutation of [0, num_prompts) that depends on the arguments alone.
 
-    Prompts are sorted by Philox words keyed by seed and epoch. NumPy promises that bit stream for good, unlike
-    what Generator.permutation makes of it.
+    Prompts are sorted by Philox words keyed by seed and epoch. NumPy guarantees that bit stream across versions,
+    unlike the result of Generator.permutation.
     """
     words = np.random.Philox(key=np.array([seed % WORD, epoch % WORD], dtype=np.uint64)).random_raw(num_prompts)
     order = np.argsort(words, kind="stable")
@@ -90,7 +90,7 @@ def epoch_order(num_prompts: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def load_prompts(recipe: Recipe) -> PromptSet | MadePrompts:
-    """Load every data source and evaluation set of a recipe. Blocks: reads files, tokenises, calls a user's function.
+    """Load every data source and evaluation set of a recipe. Blocks: reads files, tokenizes, calls a user's function.
 
     Raises:
         DataError: a file, a row, a function or the tokenizer cannot be used.
@@ -106,14 +106,14 @@ def load_prompts(recipe: Recipe) -> PromptSet | MadePrompts:
 
 
 def training_reader(recipe: Recipe, tokenizing: Tokenizing) -> Reader:
-    """What makes training prompts of rows: prompts to be answered, or demonstrations."""
+    """The reader of training rows: for prompts, or for demonstrations."""
     if trains_demonstrations(recipe):
         return DemonstrationReader(tokenizing, recipe.rollout)
     return PromptReader(tokenizing, max_prompt_len(recipe.rollout))
 
 
 def read_in_parts(data: DataConfig, reader: Reader) -> Iterator[list[Prompt]]:
-    """Read, render and tokenise one data source, PART_ROWS at a time; what is over a limit is among them.
+    """Read, render and tokenize one data source, PART_ROWS rows at a time; includes rows over a limit.
 
     Raises:
         DataError: a row cannot be used.
@@ -124,10 +124,10 @@ def read_in_parts(data: DataConfig, reader: Reader) -> Iterator[list[Prompt]]:
 
 
 def load_data(data: DataConfig, reader: Reader) -> LoadedData:
-    """Read, render and tokenise one data source, leaving out what is over a limit.
+    """Read, render and tokenize one data source; skip rows over a limit.
 
     Raises:
-        DataError: a row cannot be used, or none is left.
+        DataError: a row cannot be used, or every row is over a limit.
     """
     began = time.monotonic()
     read = reader.read(list(read_rows(data)), data)

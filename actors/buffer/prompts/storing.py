@@ -1,4 +1,4 @@
-"""Stores what is too large for tasks and events before it is issued, so that these can cite it."""
+"""Stores prompts that are too large for tasks and events, before issue, so that tasks can cite them."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -20,34 +20,36 @@ NOWHERE: Final = 2**63  # a sequence that no stream reaches
 
 
 class PromptsAtHand:
-    """Prompts by number, those that were made just now first."""
+    """Prompts by number; looks among the prompts of the current decision first."""
 
     def __init__(self, made: Mapping[int, Prompt], prompts: Prompts) -> None:
         self._made = made
         self._prompts = prompts
 
     def prompt(self, number: int) -> Prompt:
-        """The prompt that was or will be issued as this number."""
+        """The prompt with this number."""
         return self._made.get(number) or self._prompts.prompt(number)
 
 
 class PromptStore:
-    """Stores large prompts, and keeps what no folded event cites yet from being purged."""
+    """Stores large prompts, and protects them from purging until a folded event cites them."""
 
     def __init__(self, bus: Bus) -> None:
-        self.needed_from = NOWHERE  # no data message from here on may be purged
+        self.needed_from = NOWHERE  # data messages from this sequence on must not be purged
         self._bus = bus
 
     async def citing(self, decision: Message, state: LedgerState, prompts: Mapping[int, Prompt]) -> Message:
-        """A decision that cites what it issues, as far as that is large; call `settled` once it is folded.
+        """Store the large prompts of a decision and return the decision citing them; call `settled` once it is folded.
 
-        What the bus refuses to store stays in its task, which is then refused in its turn.
+        A prompt that the bus refuses to store stays in its task; the bus then refuses the task.
 
         Args:
-            prompts: by number, of the groups that it issues.
+            decision: the decision.
+            state: the ledger.
+            prompts: prompts of the decision's groups, by number.
 
         Raises:
-            StreamFull: there is no room for them.
+            StreamFull: the data stream has no room for them.
         """
         if isinstance(decision, EvalIssued):
             return msgspec.structs.replace(decision, payload_seq=await self._hold())
@@ -68,23 +70,23 @@ class PromptStore:
 
     @staticmethod
     def bytes_to_store(decision: Message, state: LedgerState, prompts: Mapping[int, Prompt]) -> int:
-        """How much `citing` will add to the data stream."""
+        """Number of bytes that `citing` will add to the data stream."""
         groups = decision.groups if isinstance(decision, GroupsIssued) else ()
         large = [issued.prompt for issued in groups if _needs_storing(issued, state, prompts[issued.prompt])]
         return sum(len(pack(prompts[number])) for number in large)
 
     async def _hold(self) -> int:
-        """Keep what is stored from now on; return the first sequence of it."""
+        """Protect data messages stored from now on; return the first sequence among them."""
         first = (await self._bus.state(Plane.DATA)).last_seq + 1
         self.needed_from = min(self.needed_from, first)
         return first
 
     def settled(self) -> None:
-        """The decision is folded: the ledger keeps what it cites."""
+        """End the protection: the decision is folded, so the ledger protects what it cites."""
         self.needed_from = NOWHERE
 
     async def task(self, task: RolloutRequested | EvalRequested) -> RolloutRequested | EvalRequested:
-        """A task as it can be put: one of an evaluation, which keeps it, cites its prompt now if that is large."""
+        """A task ready to publish. A large prompt of an evaluation task is stored here and cited."""
         if isinstance(task, RolloutRequested) or not is_large(task.prompt):
             return task
         return msgspec.structs.replace(task, prompt=cited(task.prompt, await store_prompt(self._bus, task.prompt)))

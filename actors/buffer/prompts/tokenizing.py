@@ -1,4 +1,4 @@
-"""From chat messages and text to token ids, without loading transformers where tokenizer.json suffices."""
+"""Chat templates and tokenizers; loads transformers only for models without tokenizer.json."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -16,22 +16,22 @@ from messages.arrays import Int32Array
 from runtime.samples.data_files import DataError
 
 Messages = list[dict[str, Any]]
-TOOL_TEMPLATES = ("tool_use", "default")  # of several named templates, the ones tried for rows with tools
+TOOL_TEMPLATES = ("tool_use", "default")  # named templates to try, in order, for rows with tools
 
 
 class Tokenizing(Protocol):
-    """What prompts need of a tokenizer."""
+    """The tokenizer interface that prompts need."""
 
     def render(self, messages: Messages, *, tools: Any = None, **kwargs: Any) -> str:
-        """Chat messages as the text that the model goes on from.
+        """Render chat messages as the text that the model continues.
 
         Raises:
-            ValueError: the template refuses them, or there is none.
+            ValueError: the template refuses them, or the model has no template.
         """
         ...
 
     def encode(self, texts: Sequence[str]) -> list[Int32Array]:
-        """Token ids of texts, no special tokens added.
+        """Tokenize texts without adding special tokens.
 
         Raises:
             ValueError: a text has no tokens in this vocabulary.
@@ -40,10 +40,10 @@ class Tokenizing(Protocol):
 
 
 def load_tokenizing(hf_checkpoint: str, *, trust_remote_code: bool = False) -> Tokenizing:
-    """Open the tokenizer of a model directory; code in it runs only if trusted.
+    """Open the tokenizer of a model directory; its code runs only with `trust_remote_code`.
 
     Raises:
-        DataError: there is none; names the directory and what it lacks.
+        DataError: the directory has no tokenizer; names the directory and the missing files.
     """
     directory = Path(hf_checkpoint)
     if (directory / "tokenizer.json").is_file():
@@ -54,12 +54,12 @@ def load_tokenizing(hf_checkpoint: str, *, trust_remote_code: bool = False) -> T
 
 
 class FastTokenizing:
-    """tokenizer.json by the tokenizers library, the chat template by jinja2: 40 ms instead of seconds."""
+    """tokenizer.json with the tokenizers library, chat template with jinja2: opens in 40 ms instead of seconds."""
 
     def __init__(self, directory: Path) -> None:
         try:
             self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        except Exception as error:  # noqa: BLE001 - the library raises bare Exception, whatever is wrong with the file
+        except Exception as error:  # noqa: BLE001 - the library raises bare Exception for any fault of the file
             raise DataError(f"{directory / 'tokenizer.json'}: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -70,7 +70,7 @@ class FastTokenizing:
         self._compiled: dict[str, jinja2.Template] = {}
 
     def render(self, messages: Messages, *, tools: Any = None, **kwargs: Any) -> str:
-        """Render as transformers' apply_chat_template does, with the assistant's turn opened."""
+        """Render as transformers' apply_chat_template does, with add_generation_prompt."""
         variables: dict[str, Any] = {**self._special, "add_generation_prompt": True, "documents": None, **kwargs}
         try:
             return self._template(bool(tools)).render(messages=messages, tools=tools, **variables)
@@ -80,7 +80,7 @@ class FastTokenizing:
             raise ValueError(f"the chat template of {self._directory} fails: {error!r}") from None
 
     def encode(self, texts: Sequence[str]) -> list[Int32Array]:
-        """Tokenise all at once, on as many threads as the library likes."""
+        """Tokenize in one batch, on the library's own threads."""
         try:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception
@@ -106,7 +106,7 @@ def _settings(directory: Path) -> dict[str, Any]:
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """bos_token and its like, which templates may use: strings, or objects that hold one."""
+    """bos_token and the like, for templates; values are strings, or objects with the string in `content`."""
     tokens: dict[str, str] = {}
     for name, value in settings.items():
         content = cast("dict[str, Any]", value).get("content") if isinstance(value, dict) else value
@@ -116,7 +116,7 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Chat templates by name; the only one of most models is "default"."""
+    """Chat templates by name; most models have only "default"."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return {"default": file.read_text(encoding="utf-8")}
@@ -127,7 +127,7 @@ def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _environment() -> jinja2.Environment:
-    """What transformers gives a chat template: a sandbox, loop controls, {% generation %}, JSON that is not escaped."""
+    """The jinja2 environment of transformers: sandbox, loop controls, {% generation %}, unescaped JSON."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -135,7 +135,7 @@ def _environment() -> jinja2.Environment:
         loader=jinja2.FunctionLoader(_refuse_another),
     )
     environment.filters["tojson"] = _to_json
-    functions = cast("dict[str, Any]", environment.globals)  # declared as holding jinja2's own alone
+    functions = cast("dict[str, Any]", environment.globals)  # its declared type allows jinja2's own functions only
     functions.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
     return environment
 
@@ -145,7 +145,7 @@ def _refuse_another(name: str) -> NoReturn:
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks what the assistant said; here it only has to be let through."""
+    """Parses {% generation %}, which marks the assistant's output, and renders its content unchanged."""
 
     tags = {"generation"}
 
@@ -167,13 +167,13 @@ def _strftime_now(pattern: str) -> str:
 
 
 class TransformersTokenizing:
-    """Any tokenizer that transformers can load: slow to start, for models without a tokenizer.json at hand."""
+    """Tokenizer loaded by transformers, for models without tokenizer.json; slow to start."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def render(self, messages: Messages, *, tools: Any = None, **kwargs: Any) -> str:
-        """By apply_chat_template, with the assistant's turn opened."""
+        """Render with apply_chat_template and add_generation_prompt."""
         apply: Callable[..., str] = self._tokenizer.apply_chat_template
         options = {"add_generation_prompt": True, **kwargs}
         try:
@@ -184,13 +184,13 @@ class TransformersTokenizing:
             raise ValueError(f"the chat template fails: {error!r}") from None
 
     def encode(self, texts: Sequence[str]) -> list[Int32Array]:
-        """In one batch."""
+        """Tokenize in one batch."""
         batch: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return [Int32Array(np.asarray(ids, dtype=np.int32)) for ids in batch]
 
 
 def _load_by_transformers(directory: Path, *, trust_remote_code: bool) -> Tokenizing:
-    from transformers import AutoTokenizer  # seconds to import; most models do without
+    from transformers import AutoTokenizer  # takes seconds to import; most models do not need it
 
     load: Callable[..., Any] = cast("Any", AutoTokenizer).from_pretrained
     try:

@@ -1,4 +1,4 @@
-"""What the log and the streams keep: how full they are, what is trimmed, what is dumped.
+"""Storage of the log and the streams: fill levels, trimming, sample dumps.
 
 Open pressure.py and trimming.py first.
 """

@@ -1,4 +1,4 @@
-"""How full the streams are: a checkpoint is asked for before they are full, and issuing waits for room."""
+"""Watches how full the streams are: requests checkpoints early, and pauses issuing until there is room."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -13,53 +13,55 @@ from runtime.ledger.fold import LedgerState, Stage
 
 log = structlog.get_logger()
 
-ASK_ABOVE: Final = 0.7  # of a stream's bytes
-HOLD_ABOVE: Final = 0.9
+ASK_ABOVE: Final = 0.7  # share of a stream's bytes at which a checkpoint is requested
+HOLD_ABOVE: Final = 0.9  # share at which issuing waits
 EMPTIED_BY_CHECKPOINTS: Final = (Plane.EVENT, Plane.DATA)
-WATCHED: Final = (*EMPTIED_BY_CHECKPOINTS, Plane.WORK)  # the last one empties as work is done
+WATCHED: Final = (*EMPTIED_BY_CHECKPOINTS, Plane.WORK)  # the work stream empties as tasks finish
 LOOK_EVERY_S: Final = 5.0
-LOOK_AGAIN_S: Final = 0.25  # at most so often, and while issuing waits
-CHECKPOINT_WAIT_S: Final = 60.0  # issuing waits no longer for a checkpoint alone
+LOOK_AGAIN_S: Final = 0.25  # shortest interval between two looks; also the interval while issuing waits
+CHECKPOINT_WAIT_S: Final = 60.0  # longest wait for a checkpoint alone
 
 
 def fullest(used: Mapping[Plane, float]) -> tuple[Plane, float]:
-    """The stream that a checkpoint empties with the largest share of its bytes taken, and that share."""
+    """The fullest stream among those that checkpoints empty, and the share of its bytes in use."""
     plane = max(EMPTIED_BY_CHECKPOINTS, key=lambda plane: used.get(plane, 0.0))
     return plane, used.get(plane, 0.0)
 
 
 def makes_room_later(state: LedgerState, *, checkpoint_asked: bool) -> bool:
-    """Whether the streams will empty without another group: if not, to wait for room would be to wait for ever.
+    """Whether the streams will empty without further groups. If not, waiting for room would never end.
 
     Args:
-        checkpoint_asked: the trainer was asked for one not long ago.
+        state: the ledger.
+        checkpoint_asked: whether a checkpoint was requested within CHECKPOINT_WAIT_S.
     """
     at_work = any(group.stage in (Stage.IN_FLIGHT, Stage.COMPLETED) for group in state.groups.values())
-    again = min(state.taken_back, default=None)  # this batch is made of groups yet to be issued, and trained first
+    again = min(state.taken_back, default=None)  # a rebuilt batch needs new groups, and trains first
     to_train = any(not batch.trained and (again is None or step < again) for step, batch in state.batches.items())
     to_save = checkpoint_asked and state.checkpoint_step < state.trained_steps
     return at_work or to_train or to_save or state.evaluation is not None
 
 
 class Pressure:
-    """Looks at the streams in the background; asks for checkpoints, once per train step.
+    """Polls the streams in the background; requests at most one checkpoint per train step.
 
     Args:
-        trims: whether the log is being trimmed, or about to be.
+        bus: the bus.
+        trims: returns whether the log is being trimmed, or about to be.
     """
 
     def __init__(self, bus: Bus, trims: Callable[[], bool]) -> None:
         self._bus = bus
         self._trims = trims
         self._used: dict[Plane, float] = {}
-        self._data_bytes = -1  # the limit of the data stream; -1: none
-        self._short = False  # what is to be issued does not fit into it
+        self._data_bytes = -1  # limit of the data stream; -1: no limit
+        self._short = False  # the next groups' prompts do not fit into the data stream
         self._stirred = anyio.Event()
-        self._trained = 0  # steps
+        self._trained = 0  # train steps
         self._saved = 0
         self._asked_step = 0
         self._asked_at = -CHECKPOINT_WAIT_S
-        self._holding = ""  # why
+        self._holding = ""  # why issuing waits
         self._looked_at = -LOOK_AGAIN_S
 
     @property
@@ -68,18 +70,19 @@ class Pressure:
         return self._holding
 
     def folded(self, state: LedgerState) -> None:
-        """The log has gone on: look again soon."""
+        """Note the ledger's progress, and look at the streams soon."""
         self._trained, self._saved = state.trained_steps, state.checkpoint_step
         self._stirred.set()
 
     async def holds(self, state: LedgerState, *, adding: int = 0) -> bool:
-        """Whether issuing is to wait for room now.
+        """Whether issuing must wait for room.
 
         Args:
-            adding: bytes that issuing puts into the data stream before anything else.
+            state: the ledger.
+            adding: bytes of prompts that issuing stores in the data stream first.
         """
         if not self._used or time.monotonic() - self._looked_at >= LOOK_AGAIN_S:
-            await self._look()  # also beside one begun in the background: nothing is known before it has ended
+            await self._look()  # even if a background look runs: its result is not available yet
         over = {plane: used for plane, used in self._used.items() if used > HOLD_ABOVE}
         if await self._is_short(adding):
             over[Plane.DATA] = self._used[Plane.DATA]
@@ -92,7 +95,7 @@ class Pressure:
         return bool(self._holding)
 
     async def _is_short(self, adding: int) -> bool:
-        """Whether the data stream has no room for so much; then a checkpoint is asked for, however full it is."""
+        """Whether the data stream lacks room for these bytes; if so, request a checkpoint at any fill level."""
         before = self._short
         self._short = adding > (1 - self._used[Plane.DATA]) * self._data_bytes > 0
         if self._short and not before:
@@ -100,7 +103,7 @@ class Pressure:
         return self._short
 
     async def run(self) -> None:
-        """Look after each event of the log, but not all the time, until cancelled."""
+        """Look at the streams after events of the log, with a minimum interval, until cancelled."""
         while True:
             with anyio.move_on_after(LOOK_AGAIN_S if self._holding else LOOK_EVERY_S):
                 await self._stirred.wait()

@@ -1,7 +1,7 @@
 """Follows the log and dumps the samples of every train step to files (run.dump_details).
 
-The pair of a step is written when its batch is made: the batch's groups, and those given up since the batch before.
-What is in it follows from the log alone, so that a restart writes again exactly what is missing.
+The two files of a step are written when its batch is made: the batch's groups, and the groups closed since the
+previous batch. The content follows from the log alone, so a restart writes exactly the missing files.
 """
 
 import shutil
@@ -35,7 +35,7 @@ TOKENIZER_FILES: Final = ("config.json", "vocab.*", "merges.txt", "*token*.json"
 
 
 class Recorder:
-    """Writes the dumps of a run, if it has any. A crash loses nothing: what is missing is written after the restart."""
+    """Writes the run's dumps, if enabled. A crash loses nothing: the restart writes the missing files."""
 
     def __init__(self, topology: Topology, bus: Bus) -> None:
         details = topology.run.dump_details
@@ -64,7 +64,7 @@ class Recorder:
         """Write pairs until cancelled.
 
         Raises:
-            OSError: the disk.
+            OSError: a file cannot be written.
         """
         if self._directory is None:
             return
@@ -79,7 +79,7 @@ class Recorder:
                     self._advanced.notify_all()
 
     async def write_rest(self, seq: int) -> None:
-        """Wait until everything up to a log sequence is written, then write what has not come into a batch."""
+        """Wait until all pairs up to a log sequence are written, then write the groups that no batch took."""
         if self._directory is None:
             return
         async with self._advanced:
@@ -90,16 +90,16 @@ class Recorder:
             await self._write(self._directory, rest, (self._records.position, 0))
 
     def low_water(self) -> int:
-        """No data message below this one is needed."""
+        """The oldest data message that dumps still need."""
         return NOWHERE if self._directory is None else self._records.low_water()
 
     def needed_seq(self) -> int:
-        """No event before this one is needed after a restart."""
+        """The oldest event that dumps need after a restart."""
         return NOWHERE if self._directory is None else self._records.needed_seq()
 
     async def _write(self, directory: Path, pair: Pair, told_by: tuple[int, int]) -> None:
         if await to_thread.run_sync(told_by_of, directory, pair.step) == told_by:
-            return  # by an earlier start
+            return  # an earlier start wrote it
         groups = await self._fetch(pair.records)
         if groups:
             await to_thread.run_sync(write_pair, directory, pair.step, groups, told_by)
@@ -142,7 +142,7 @@ def _prepare(directory: Path, run: DumpedRun, topology: Topology) -> None:
             f"run.dump_details: {directory} holds the dumps of another run, {owner}: "
             "move them away, or name another directory"
         )
-    for leftover in directory.glob(".rollout_*.*.*"):  # of writers that were killed
+    for leftover in directory.glob(".rollout_*.*.*"):  # left by killed writers
         leftover.unlink()
     write_atomically(directory / TOPOLOGY_FILE, encode_topology(topology))
     _copy_tokenizer(Path(topology.model.hf_checkpoint), directory / TOKENIZER)

@@ -1,4 +1,4 @@
-"""Which groups belong into the dump files of each step: what the ledger says it changed, sorted into pairs. Pure."""
+"""Assigns groups to the dump files of each step, from the ledger's changes. Pure."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,18 +13,18 @@ from runtime.samples.dumps import Fate
 
 
 class GroupRecord(msgspec.Struct, kw_only=True):
-    """A group that is not in a trained batch yet, or waits to be written."""
+    """A group whose dump is not final yet: its batch is not trained, or the group is not written."""
 
     group_id: int
     issued_seq: int  # log sequence of its first issue
-    payload_seq: int  # no data message below this one is needed by it
+    payload_seq: int  # oldest data message that it needs
     completed: GroupCompleted | None = None
-    event_seq: int = 0  # of the completion
+    event_seq: int = 0  # log sequence of the completion
     fate: Fate = Fate()
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """What belongs into the files of a step."""
+    """Contents of the two dump files of a step."""
 
     step: int
     batch: tuple[GroupRecord, ...]
@@ -36,26 +36,26 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Records:
-    """What the log says of groups that may still have to be written. Pure; bounded by what the ledger holds open.
+    """Tracks groups that may still have to be written. Pure; bounded by the ledger's open groups.
 
-    The log may begin anywhere before the oldest of them.
+    The log may start anywhere before the oldest of these groups.
     """
 
     def __init__(self) -> None:
-        self.position = 0  # log sequence folded last
-        self.next_step = 0  # of the batch that is not made yet
+        self.position = 0  # log sequence of the last folded event
+        self.next_step = 0  # step of the next batch
         self._ledger = LedgerState()
-        self._first_step: int | None = None  # of the first batch that the log speaks of
+        self._first_step: int | None = None  # of the first batch in the log
         self._open: dict[int, GroupRecord] = {}
-        self._given_up: list[GroupRecord] = []  # completed groups that were, since the newest batch
-        self._untrained: dict[int, Pair] = {}  # a batch that is not trained may be taken back
+        self._given_up: list[GroupRecord] = []  # completed groups closed since the newest batch
+        self._untrained: dict[int, Pair] = {}  # an untrained batch may be taken back
 
     def fold(self, event: Message, seq: int) -> Pair | None:
-        """Take the next event of the log; return the pair that it closes, if it does."""
+        """Fold the next event of the log; return the pair that it completes, if any."""
         self.position, pair = seq, None
         if isinstance(event, BatchReady):
             self._first_step = event.step if self._first_step is None else self._first_step
-            if event.step < self._first_step:  # made again, for a loss from before the log's beginning
+            if event.step < self._first_step:  # rebuilt, because of a loss before the start of the log
                 self._ledger.reopen(event.step)
         for change in fold(self._ledger, event, seq):
             pair = self._take(change, seq) or pair
@@ -64,16 +64,16 @@ class Records:
         return pair
 
     def rest(self) -> Pair:
-        """What no pair holds yet: completed groups that wait, and those given up since the newest batch."""
+        """The groups in no pair yet: completed open groups, and groups closed since the newest batch."""
         waiting = tuple(record for record in self._open.values() if record.completed is not None)
         return Pair(step=self.next_step, batch=waiting, given_up=tuple(self._given_up))
 
     def low_water(self) -> int:
-        """No data message below this one will be read."""
+        """The oldest data message that may still be read."""
         return min((record.payload_seq for record in self._held()), default=self._ledger.newest_payload + 1)
 
     def needed_seq(self) -> int:
-        """Who starts again needs no event before this one."""
+        """The oldest event that a restart needs."""
         return min((record.issued_seq for record in self._held()), default=self.position + 1)
 
     def _held(self) -> Iterable[GroupRecord]:
@@ -106,16 +106,16 @@ class Records:
 
     def _end(self, change: AttemptEnded, seq: int) -> None:
         record, event = self._open[change.group.group_id], change.event
-        if isinstance(event, GroupAborted):  # what was spilled may be cited later, and lies above the first bound
+        if isinstance(event, GroupAborted):  # its spills may be cited later
             record.payload_seq = min(record.payload_seq, change.group.payload_seq)
         elif isinstance(event, GroupCompleted):
             record.payload_seq, record.completed, record.event_seq = change.group.payload_seq, event, seq
 
     def _give_up(self, group: Group, reason: str | None) -> None:
-        """A group that completed is written with the next batch; of the others there is nothing to write."""
+        """Close a group. A completed group is written with the next batch; others have nothing to write."""
         record = self._open.pop(group.group_id, None)
         if record is not None and record.completed is not None:
-            if record.fate.verdict not in (Outcome.DROP, Outcome.FAILED):  # their verdict says why
+            if record.fate.verdict not in (Outcome.DROP, Outcome.FAILED):  # the verdict has the reason
                 record.fate = msgspec.structs.replace(record.fate, closed=reason)
             self._given_up.append(record)
 
@@ -130,7 +130,7 @@ class Records:
         return pair if pair.records else None
 
     def _take_back(self, change: TakenBack) -> None:
-        """The batch is made again; the groups that were lost are generated again before that."""
+        """Reopen a batch that will be rebuilt; its lost groups are generated again first."""
         pair, lost = self._untrained.pop(change.step), {ref.group_id for ref in change.lost}
         for record in pair.batch:
             record.fate = msgspec.structs.replace(record.fate, step=None)
@@ -142,5 +142,5 @@ class Records:
 
 
 def payloads_of(samples: Sequence[SampleSummary]) -> list[int]:
-    """The data messages that samples lie in, each once."""
+    """Sequences of the data messages that hold these samples, each once."""
     return sorted({ref.seq for sample in samples for ref in sample.segments})

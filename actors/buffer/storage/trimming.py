@@ -1,4 +1,4 @@
-"""How far the log may be trimmed, and doing so: what nobody needs is archived, then purged."""
+"""Trims the log: archives the events that no process needs, then purges them."""
 
 from pathlib import Path
 from typing import Final
@@ -14,24 +14,24 @@ from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, Stage, fold
 
 log = structlog.get_logger()
 
-FULL_ABOVE: Final = 0.5  # of the stream's bytes: then any number of events is worth it
-CITES_NOTHING: Final = (Stage.IN_FLIGHT, Stage.POOLED)  # the snapshot has all that such a group needs
+FULL_ABOVE: Final = 0.5  # share of the stream's bytes above which any number of events is trimmed
+CITES_NOTHING: Final = (Stage.IN_FLIGHT, Stage.POOLED)  # the snapshot holds everything that such groups need
 
 
 class Landmarks:
-    """Log sequences of events that a starting actor looks for. A fold of LANDMARKS."""
+    """Log sequences of events that a starting actor reads. Folds events of the types in LANDMARKS."""
 
     def __init__(self) -> None:
         self.announced: dict[int, int] = {}  # by weight version
-        self.halted = 0  # newest
-        self.evaluation = 0  # newest
-        self.phase = 0  # newest
+        self.halted = 0  # newest halt
+        self.evaluation = 0  # newest evaluation issue
+        self.phase = 0  # newest phase change
 
     def take(self, event: Message, seq: int) -> None:
-        """Take the next event of the log."""
+        """Fold the next event of the log."""
         match event:
             case WeightsAnnounced():
-                self.announced.setdefault(event.version, seq)  # a replaced trainer may use a number again
+                self.announced.setdefault(event.version, seq)  # a restarted trainer may publish a version number again
             case RoundHalted():
                 self.halted = seq
             case EvalIssued():
@@ -46,22 +46,22 @@ LANDMARKS: Final = (WeightsAnnounced, RoundHalted, EvalIssued, PhaseChanged)
 
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True):
-    """What of the log is needed, as far as the ledger knows."""
+    """The parts of the log that the ledger needs."""
 
-    below: int  # from here on everything
-    version: int  # the announcements from this one on; 0: of none yet
-    halt: bool  # the newest
-    evaluation: bool  # the newest
+    below: int  # all events from this sequence on
+    version: int  # announcements from this weight version on; 0: no version yet
+    halt: bool  # the newest halt
+    evaluation: bool  # the newest evaluation issue
 
 
 def needs_of(state: LedgerState, covers: int) -> Needs:
-    """What a start from a snapshot needs of the log beside it.
+    """The parts of the log that a start from a snapshot needs.
 
-    The filter's consumer needs no more: a completed group that it has not judged is live, or nobody waits for it.
+    The filter's consumer needs no more: an unjudged completed group is either open in the ledger or irrelevant.
 
     Args:
-        state: folded at least as far as the snapshot covers.
-        covers: log sequence of the last event that the snapshot contains.
+        state: the ledger, folded at least up to the end of the snapshot.
+        covers: log sequence of the last event in the snapshot.
     """
     cited = [group.event_seq for group in state.groups.values() if group.stage not in CITES_NOTHING]
     cited += [ref.event_seq for batch in state.batches.values() for ref in batch.groups]
@@ -70,13 +70,13 @@ def needs_of(state: LedgerState, covers: int) -> Needs:
     return Needs(
         below=min([covers + 1, *cited]),
         version=state.version if running is None else min(state.version, running.version),
-        halt=any(round <= state.halted_round for round in in_flight),  # their tasks may be delivered again
+        halt=any(round <= state.halted_round for round in in_flight),  # their tasks may be redelivered
         evaluation=running is not None,
     )
 
 
 def trim_point(needs: Needs, landmarks: Landmarks) -> int:
-    """The sequence below which nothing is needed; 0 if an event that is needed was not found."""
+    """The lowest sequence to keep; 0 if a needed event was not found."""
     kept = [needs.below]
     if needs.version > 0:
         found = [seq for version, seq in landmarks.announced.items() if version >= needs.version]
@@ -86,14 +86,15 @@ def trim_point(needs: Needs, landmarks: Landmarks) -> int:
     if needs.evaluation:
         kept.append(landmarks.evaluation)
     if landmarks.phase:
-        kept.append(landmarks.phase)  # who may hold memory now
+        kept.append(landmarks.phase)  # tells which side may hold GPU memory
     return min(kept)
 
 
 def fold_archive(run_dir: Path) -> tuple[LedgerState, int]:
-    """What the archived part of a log folds to from its first event on, and the sequence of its last one.
+    """Fold the archived part of a log from its first event on, up to the first gap.
 
-    A part that is missing ends it.
+    Returns:
+        The state, and the sequence of the last folded event.
     """
     state, last_seq = LedgerState(), 0
     for file in archived_files(run_dir):
@@ -109,7 +110,9 @@ class Trimmer:
     """Trims the log in the background, as far as the newest snapshot allows.
 
     Args:
-        min_events: fewer are left where they are.
+        bus: the bus.
+        run_dir: run directory, with the archive.
+        min_events: smallest number of events worth trimming.
     """
 
     def __init__(self, bus: Bus, run_dir: Path, min_events: int) -> None:
@@ -121,21 +124,23 @@ class Trimmer:
         self._at_work = False
 
     def is_busy(self) -> bool:
-        """Whether it trims, or is about to."""
+        """Whether trimming is running or requested."""
         return self._at_work or self._due is not None
 
     def snapshot_taken(self, state: LedgerState, covers: int, *, keep_from: int) -> None:
-        """Have the log trimmed as far as it may be now.
+        """Request trimming after a snapshot.
 
         Args:
-            keep_from: log sequence of the oldest event that somebody else needs.
+            state: the ledger.
+            covers: log sequence of the last event in the snapshot.
+            keep_from: log sequence of the oldest event that the dumps need.
         """
         needs = needs_of(state, covers)
         self._due = msgspec.structs.replace(needs, below=min(needs.below, keep_from))
         self._asked.set()
 
     async def run(self) -> None:
-        """Trim whenever it is asked for, until cancelled."""
+        """Trim on request, until cancelled."""
         while True:
             await self._asked.wait()
             self._asked = anyio.Event()
@@ -144,7 +149,7 @@ class Trimmer:
                 self._at_work = True
                 try:
                     await self._trim(needs)
-                except OSError as error:  # a full disk, for one: nothing is purged, the next snapshot tries again
+                except OSError as error:  # such as a full disk: nothing is purged, and the next snapshot tries again
                     log.warning("log_not_trimmed", reason=str(error))
                 finally:
                     self._at_work = False
