@@ -1,4 +1,4 @@
-"""The reward actor: pulls score requests, grades them in processes, answers whoever asked."""
+"""The reward actor: pulls score requests, grades them in separate processes, replies with the scores."""
 
 import time
 from collections import Counter
@@ -29,21 +29,21 @@ from runtime.settings.topology import Topology
 from runtime.wording import count_of, duration
 
 DURABLE = "reward"
-ACK_WAIT_S = 5.0  # how long the requests in hand of a killed actor wait
-REQUESTS_PER_PROCESS = 4  # in hand: enough to keep processes busy, few enough to leave work for other actors
-MAX_ACK_PENDING = 4096  # over all reward actors
+ACK_WAIT_S = 5.0  # redelivery delay for the requests that a killed actor held
+REQUESTS_PER_PROCESS = 4  # concurrent requests: enough to keep processes busy, and leaves work for other actors
+MAX_ACK_PENDING = 4096  # summed over all reward actors
 GIVE_BACK_TIMEOUT_S = 1.0
-PROMPTS_KEPT = 8  # of those that are stored by themselves
+PROMPTS_KEPT = 8  # cached prompts, of those that are stored in the data stream
 MAX_ERROR_CHARS = 1000
 
 log = structlog.get_logger()
 
 
 class RewardActor(Actor):
-    """Answers score requests with rewards or reasons. Keeps no state.
+    """Answers score requests with rewards or errors. Stateless.
 
-    A crash costs a redelivery after the ack wait: another actor, or this one again, grades the request anew. Graders
-    run in processes of their own, so none can stop this actor. One that fails from its first call on ends the run.
+    A crash costs a redelivery after the ack wait: another actor, or the restarted one, grades the request again.
+    Graders run in separate processes, so none can block this actor. If the first graders' calls all fail, the run ends.
     """
 
     reads = (ScoreRequested, PromptStored)
@@ -67,8 +67,8 @@ class RewardActor(Actor):
         self._pool: GraderPool | None = None
         self._first = FirstGrades(bus)
         self._counts: Counter[str] = Counter()
-        self._prompts: dict[tuple[int, ...], Prompt] = {}  # that are stored by themselves, by their parts
-        self._in_hand: dict[str, tuple[str, float]] = {}  # grader and start, by request
+        self._prompts: dict[tuple[int, ...], Prompt] = {}  # stored prompts, by the sequences of their parts
+        self._in_hand: dict[str, tuple[str, float]] = {}  # grader and start time, by request
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Answer requests until cancelled.
@@ -91,7 +91,7 @@ class RewardActor(Actor):
             task_status.started()
 
     def stats(self) -> dict[str, float]:
-        """Numbers since the start."""
+        """Count requests and scores since the start."""
         requests = {f"num_{name}": float(self._counts[name]) for name in ("requests", "late_requests")}
         return requests | (self._pool.stats() if self._pool else {})
 
@@ -122,14 +122,14 @@ class RewardActor(Actor):
                     await self._send(request, grades)
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(GIVE_BACK_TIMEOUT_S, shield=True):
-                await delivery.redeliver()  # at once to another actor, not after the ack wait
+                await delivery.redeliver()  # hands it to another actor at once instead of after the ack wait
             raise
         finally:
             self._in_hand.pop(request.request_id, None)
         await delivery.ack()
 
     async def _send(self, request: ScoreRequested, grades: Sequence[Graded]) -> None:
-        """Answer; what is over the size of a message goes without its details, and else as a failure."""
+        """Send the scores. If they exceed the message size, send them without details, or else as failures."""
         for shorten in (list[Graded], _without_details, _too_large):
             try:
                 await self._bus.notify(_answer_of(request, shorten(grades)), to=request.reply_to)
@@ -139,7 +139,7 @@ class RewardActor(Actor):
                 return
 
     async def _grade(self, pool: GraderPool, request: ScoreRequested) -> list[Graded] | None:
-        """Grades of a request, or None when nobody waits for them any more."""
+        """Grade a request; return None if its deadline has passed."""
         name = self._names.get(request.rm_type, request.rm_type)
         if is_plugin(name) and request.rm_type not in self._names:
             log.warning("grader_refused", grader=request.rm_type)
@@ -160,11 +160,11 @@ class RewardActor(Actor):
         return None
 
     async def _items_of(self, request: ScoreRequested) -> Sequence[ScoreItem]:
-        """The items, with what is stored by itself of their prompt. All samples of a group ask for the same."""
+        """The request's items, with a stored prompt filled in. All samples of a group use the same prompt."""
         if not request.prompt_parts:
             return request.items
         prompt = self._prompts.pop(request.prompt_parts, None) or await fetch_prompt(self._bus, request.prompt_parts)
-        self._prompts[request.prompt_parts] = prompt  # the newest last
+        self._prompts[request.prompt_parts] = prompt  # newest last
         while len(self._prompts) > PROMPTS_KEPT:
             self._prompts.pop(next(iter(self._prompts)))
         added = {"prompt": prompt.text, "label": prompt.label, "metadata": prompt.metadata}

@@ -1,4 +1,4 @@
-"""Notices a grader that never works: ends a run whose first grades all failed. The one way user code ends a run."""
+"""Ends a run whose first grades all fail, so that a broken grader is noticed. User code ends a run only this way."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -8,15 +8,15 @@ from actors.reward.pool import TIMEOUT
 from runtime.bus.bus import Bus
 from runtime.host.actor import InputError
 
-WATCHED: Final = 8  # calls of graders that may all fail before the run ends
-KEY: Final = "reward.graded"  # is there once any grade of this run was good
+WATCHED: Final = 8  # the run ends when this many first calls of graders all fail
+KEY: Final = "reward.graded"  # exists once any grade of this run succeeded
 CPU_LIMIT: Final = "raised CpuLimitError("
 
 
 class FirstGrades:
-    """Counts calls of graders for training samples until the first good grade of the run.
+    """Counts grader calls for training samples until the run's first successful grade.
 
-    The bus remembers that grade, so an actor that is restarted later does not count again.
+    A key on the bus records that grade, so a restarted actor does not count again.
     """
 
     def __init__(self, bus: Bus) -> None:
@@ -25,19 +25,19 @@ class FirstGrades:
         self._over = False
 
     async def begin(self) -> None:
-        """Find out whether an earlier process of this run had a good grade."""
+        """Read whether an earlier process of this run had a successful grade."""
         self._over = await self._bus.kv.get(KEY, bool) is not None
 
     async def note(self, grader: str, grades: Sequence[Graded], *, group: bool) -> None:
         """Count the grades of one request.
 
         Args:
-            grader: who gave them.
+            grader: name of the grader.
             grades: one per sample.
-            group: all of them are of one call.
+            group: whether all grades come from one call.
 
         Raises:
-            InputError: the first calls of this run all failed; says which grader, and why.
+            InputError: the first calls of this run all failed; names the grader and its last error.
         """
         if self._over or not grades:
             return
@@ -54,5 +54,5 @@ class FirstGrades:
 
 
 def _is_slow(error: str) -> bool:
-    """Whether the grader was only too slow, which a machine under load may explain."""
+    """Whether the grader was only too slow, which may be due to load on the machine."""
     return error == TIMEOUT or error.startswith(CPU_LIMIT)

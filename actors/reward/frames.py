@@ -1,4 +1,4 @@
-"""What the pool and a grader process say to each other: length-prefixed msgpack frames over two pipes."""
+"""Protocol between pool and grader process: length-prefixed msgpack frames over two pipes."""
 
 import os
 from typing import Any
@@ -12,52 +12,52 @@ MAX_FRAME_BYTES = 256 << 20
 
 
 class GraderSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One way of grading."""
+    """A grader and how it is called."""
 
     name: str  # an rm_type: a built-in grader or a plug-in
     group: bool = False  # one call for all samples of a prompt group
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """First frame to a process: what it grades with."""
+    """First frame to a process: its graders and their limits."""
 
-    graders: tuple[GraderSpec, ...] = ()  # resolved before it says that it is ready; others when first asked for
-    base_dirs: tuple[str, ...] = ()  # where relative plug-in files are looked for
-    reward_key: str | None = None  # which value of a dict is the reward
-    cpu_s: float | None = None  # processor time of one call
+    graders: tuple[GraderSpec, ...] = ()  # resolved before WorkerReady; others at their first use
+    base_dirs: tuple[str, ...] = ()  # directories that relative plug-in paths are resolved against
+    reward_key: str | None = None  # key of the reward in a dict answer
+    cpu_s: float | None = None  # CPU seconds per call
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):
-    """First frame from a process: it can grade, or why not."""
+    """First frame from a process: ready, or the error that prevents it."""
 
     error: str | None = None
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True):
-    """Grade these samples, one after the other or in one call, as the grader says."""
+    """Request to grade samples, one by one or as a group in one call."""
 
     grader: GraderSpec
     samples: tuple[GradedSample, ...]
 
 
 class Graded(msgspec.Struct, frozen=True, kw_only=True):
-    """The grade of the next sample in order: a reward, or why there is none."""
+    """The grade of the next sample in order: a reward or an error."""
 
     reward: float | None = None
-    details: dict[str, Any] | None = None  # the whole answer when it was a dict
+    details: dict[str, Any] | None = None  # the whole answer if it was a dict
     error: str | None = None
     took_s: float = 0.0
 
 
 class FrameError(ValueError):
-    """Bytes that are no frame, or too many for one."""
+    """Invalid or oversized frame."""
 
 
 def encode_frame(struct: msgspec.Struct) -> bytes:
-    """A struct with its length before it.
+    """Encode a struct as a length-prefixed frame.
 
     Raises:
-        FrameError: it is more than the other side takes.
+        FrameError: the frame exceeds MAX_FRAME_BYTES.
     """
     payload = msgspec.msgpack.encode(struct)
     if LENGTH_BYTES + len(payload) > MAX_FRAME_BYTES:
@@ -66,20 +66,20 @@ def encode_frame(struct: msgspec.Struct) -> bytes:
 
 
 class FrameBuffer:
-    """Cuts a byte stream into frames."""
+    """Splits a byte stream into frames."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Append what was read."""
+        """Append bytes read from the stream."""
         self._bytes += data
 
     def next_frame(self) -> bytes | None:
-        """The next whole frame, or None until more was fed.
+        """The next complete frame, or None if more bytes are needed.
 
         Raises:
-            FrameError: the length is absurd, so this is not our stream.
+            FrameError: the length exceeds MAX_FRAME_BYTES, so the stream is no sequence of frames.
         """
         if len(self._bytes) < LENGTH_BYTES:
             return None
@@ -94,7 +94,7 @@ class FrameBuffer:
 
 
 def read_frame(fd: int, buffer: FrameBuffer) -> bytes | None:
-    """Block until a frame is there; None at the end of the stream."""
+    """Block until a frame is complete; return None at the end of the stream."""
     while (frame := buffer.next_frame()) is None:
         data = os.read(fd, 1 << 16)
         if not data:

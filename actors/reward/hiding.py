@@ -1,4 +1,4 @@
-"""What an isolated grader is not to see of this and other runs: labels, samples, logins, and what is stored of runs."""
+"""Paths hidden from isolated graders: labels, samples, credentials, and the directories of runs."""
 
 import os
 import sys
@@ -11,12 +11,12 @@ from runtime.settings.plugins import is_plugin
 from runtime.settings.slices import split_slice
 from runtime.settings.topology import Topology
 
-OF_A_RUN: Final = "topology.json"  # a directory that has it is that of a run, or a dump
+OF_A_RUN: Final = "topology.json"  # marks the directory of a run or a dump
 OF_A_DUMP: Final = ("rollout_*", "topology.json", "run.json")
 
 
 def files_of(topology: Topology) -> tuple[str, ...]:
-    """Files and directories that hold labels, samples or logins, whichever of them are there."""
+    """Files and directories with labels, samples or credentials; some may not exist."""
     named = [topology.bus.credentials]
     named += [split_slice(item.path)[0] for item in (*topology.data, *topology.eval) if item.path is not None]
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
@@ -24,27 +24,27 @@ def files_of(topology: Topology) -> tuple[str, ...]:
 
 
 def dumps_of(topology: Topology) -> tuple[str, ...]:
-    """Directories of dumps, which are written and which are read."""
+    """Directories of dumps, both written and read."""
     return tuple(os.path.realpath(path) for path in (topology.run.dump_details, topology.run.load) if path)
 
 
 def needed_of(topology: Topology) -> tuple[str, ...]:
-    """Where graders are, and what they are run by and import from."""
+    """Files of the graders that the topology names."""
     named = [*(item.rm_type for item in (*topology.data, *topology.eval)), *topology.reward.graders.values()]
     plugins = [name.rpartition(":")[0] for name in named if name is not None and is_plugin(name)]
     return tuple(place for place in plugins if place.endswith(".py"))
 
 
 def hidden_now(runs: str, dumps: Sequence[str], files: Sequence[str], needed: Sequence[str]) -> Iterator[str]:
-    """Paths to hide from a process that starts now.
+    """Yield the paths to hide from a process that starts now.
 
-    A directory that holds what graders need is not hidden; what it holds of runs is.
+    A directory that contains something graders need stays visible; the runs and dumps inside it are hidden.
 
     Args:
         runs: the directory of runs.
         dumps: directories of dumps.
-        files: files, and directories of data.
-        needed: what graders need, beside the program and the current directory.
+        files: data files, and data directories.
+        needed: paths that graders need, in addition to the program and the current directory.
     """
     ours = [*_our_places(), *map(os.path.realpath, needed)]
     if not _holds_any(runs, ours):

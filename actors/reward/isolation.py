@@ -1,4 +1,4 @@
-"""The kernel's side of a sandbox: namespaces, mounts and privileges, by system call. Standard library only."""
+"""Sandbox system calls: namespaces, mounts and privileges. Standard library only."""
 
 import ctypes
 import fcntl
@@ -25,35 +25,35 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 _PR_SET_NO_NEW_PRIVS: Final = 38
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_BIND, _MS_MOVE, _MS_REC, _MS_PRIVATE = 4096, 8192, 16384, 1 << 18
-_MOUNT_SETATTR: Final = 442  # on every architecture
+_MOUNT_SETATTR: Final = 442  # the same number on every architecture
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 1, 2
 _CAPABILITY_VERSION_3: Final = 0x20080522
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _DEVICES: Final = ("null", "zero", "full", "random", "urandom")
-_SCRATCH: Final = b"size=1g,mode=700"  # of a private temporary folder
+_SCRATCH: Final = b"size=1g,mode=700"  # mount options of a private temporary folder
 _LAST_CAPABILITY: Final = 63
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def set_parent_death_signal(number: int) -> None:
-    """Be told when the parent ends, or killed then, whatever a grader is doing."""
+    """Have the kernel send this signal when the parent ends, even while a grader runs."""
     _call("prctl", _PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def set_subreaper() -> None:
-    """Become the parent of orphans below."""
+    """Become the parent of orphaned descendants."""
     _call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def set_no_new_privileges() -> None:
-    """Let no program that is started from here on gain privileges, as by its set-user-id bit."""
+    """Keep programs started from now on from gaining privileges, for example with a set-user-id bit."""
     _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 def attempted(enter: Callable[[], None]) -> str | None:
-    """Why something could not be done; None if it was."""
+    """Try a step; return the reason if it fails, or None."""
     try:
         enter()
     except OSError as error:
@@ -62,7 +62,7 @@ def attempted(enter: Callable[[], None]) -> str | None:
 
 
 def enter_user_and_pid_namespaces() -> None:
-    """Be this user and no other, with privileges only over namespaces; children have process numbers of their own.
+    """Enter a user namespace with only this user, and a PID namespace for children. Privileges cover namespaces only.
 
     Raises:
         OSError: the kernel refuses.
@@ -75,9 +75,13 @@ def enter_user_and_pid_namespaces() -> None:
 
 
 def enter_the_rest(folder: str, hidden: Sequence[str]) -> None:
-    """Have no network and no socket with a path, write nothing but the folder, see no other process and nothing hidden.
+    """Isolate this process: no network, no path sockets, no other processes, read-only files except one folder.
 
-    All privileges are dropped.
+    Hidden paths appear empty, and all privileges are dropped.
+
+    Args:
+        folder: the only writable directory.
+        hidden: files and directories to hide.
 
     Raises:
         OSError: the kernel refuses.
@@ -91,7 +95,7 @@ def enter_the_rest(folder: str, hidden: Sequence[str]) -> None:
     for path in hidden:
         _hide(path)
     try:
-        os.chdir(os.getcwd())  # by name, so that a hidden one is left
+        os.chdir(os.getcwd())  # enter it again by name: a hidden directory then appears empty
     except OSError:
         os.chdir(folder)
     _raise_loopback()
@@ -100,7 +104,7 @@ def enter_the_rest(folder: str, hidden: Sequence[str]) -> None:
 
 
 def refusal() -> str | None:
-    """Why this machine cannot isolate graders; None if it can. Tried in a process of its own."""
+    """Why this machine cannot isolate graders, or None if it can. Tries it in a child process."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -138,7 +142,7 @@ def _refusal_here() -> str | None:
 
 
 def _mount_devices(stage: str) -> None:
-    """The few devices that programs need, in place of all; shared memory of its own."""
+    """Replace /dev by the few devices that programs need, and private shared memory."""
     os.mkdir(stage)
     _mount("tmpfs", stage, "tmpfs", _MS_NOSUID, b"size=256m,mode=755")
     for name in _DEVICES:
@@ -168,7 +172,7 @@ def _set_read_only(path: str) -> None:
 
 
 def _raise_loopback() -> None:
-    """A grader may talk to what it started itself."""
+    """Bring up the loopback interface, so that a grader can talk to its own children."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle, suppress(OSError):
         fcntl.ioctl(handle, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
 
@@ -176,7 +180,7 @@ def _raise_loopback() -> None:
 def _drop_privileges() -> None:
     for capability in range(_LAST_CAPABILITY + 1):
         if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) == -1:
-            break  # the kernel knows no more
+            break  # the kernel has no further capabilities
     none = struct.pack("=IIIIII", 0, 0, 0, 0, 0, 0)
     _call("capset", struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), none)
     set_no_new_privileges()

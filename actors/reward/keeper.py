@@ -1,6 +1,6 @@
-"""Starts a grader process, keeps it to its limits, and ends with it; nothing that a grader started outlives its keeper.
+"""Supervisor of a grader process: enforces its limits, ends when it ends, and kills all descendants of the grader.
 
-Run as `python -m actors.reward.keeper PARENT_PID SETTINGS`. Standard library only: what it forks imports the rest.
+Run as `python -m actors.reward.keeper PARENT_PID SETTINGS`. Standard library only: its child imports the rest.
 """
 
 import json
@@ -20,16 +20,16 @@ from typing import Any, Final
 from actors.reward import isolation
 from runtime.exit_codes import EXIT_OK, EXIT_ORPHANED, EXIT_TOO_MANY_PROCESSES
 
-POLL_S: Final = 0.1  # how often processes are counted
-MIN_HEADROOM: Final = 1024  # processes and threads that the user may start beside graders
+POLL_S: Final = 0.1  # interval between counts of processes
+MIN_HEADROOM: Final = 1024  # processes and threads left for the user outside graders
 KILL_POLL_S: Final = 0.01
-KILL_S: Final = 1.0  # for what a grader started to be gone
-MAX_FILE_BYTES: Final = 1 << 30  # of one file that a grader writes
+KILL_S: Final = 1.0  # time limit for killing a grader's descendants
+MAX_FILE_BYTES: Final = 1 << 30  # largest file that a grader may write
 WATCHED: Final = {signal.SIGCHLD, signal.SIGTERM}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Keep a grader process until it ends, or the parent does, or says so by SIGTERM; then end as it did."""
+    """Run a grader process until it ends, the parent ends or SIGTERM arrives; then end with the grader's status."""
     parent, settings = int(arguments[0]), json.loads(arguments[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
@@ -47,18 +47,21 @@ def main(arguments: Sequence[str]) -> int:
         _kill_descendants(worker)
         shutil.rmtree(folder, ignore_errors=True)
     if status is None:
-        return EXIT_OK  # stopped, as asked
+        return EXIT_OK  # stopped on request
     return _end_like(_status_in(status) if settings["sandbox"] == "isolated" else status)
 
 
 def _be_prompt() -> None:
-    """Come to run beside a thousand processes of a grader, where this user may ask for that; children run as usual."""
+    """Raise this process's priority, if permitted, so that it runs even among a thousand grader processes.
+
+    Children keep the normal priority.
+    """
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
 
 
 def _start(settings: dict[str, Any], folder: str) -> int:
-    """The grader process, or in isolation the first process of its namespace, which starts it."""
+    """Fork the grader process, or, when isolated, the init process of its PID namespace. Return its pid."""
     keeper = os.getpid()
     isolated = settings["sandbox"] == "isolated"
     refusal = isolation.attempted(isolation.enter_user_and_pid_namespaces) if isolated else None
@@ -67,13 +70,13 @@ def _start(settings: dict[str, Any], folder: str) -> int:
         code = 1
         try:
             isolation.set_parent_death_signal(signal.SIGKILL)
-            os.setpgid(0, 0)  # so that all of it can be killed at once
-            if isolated or os.getppid() == keeper:  # of another namespace it is not told
+            os.setpgid(0, 0)  # so that one signal kills the whole group
+            if isolated or os.getppid() == keeper:  # getppid() is 0 across PID namespaces
                 code = _in_child(settings, folder, isolated=isolated, refusal=refusal)
         except BaseException:  # noqa: BLE001 - a forked child must never return into its parent's code
             traceback.print_exc()
         os._exit(code)
-    with suppress(OSError):  # whoever of the two comes first
+    with suppress(OSError):  # parent and child both call it: the order is undefined
         os.setpgid(child, child)
     os.close(0)
     os.close(1)
@@ -81,7 +84,7 @@ def _start(settings: dict[str, Any], folder: str) -> int:
 
 
 def _in_child(settings: dict[str, Any], folder: str, *, isolated: bool, refusal: str | None) -> int:
-    with suppress(OSError):  # where /proc may not be written; if memory ends, this process goes before the others
+    with suppress(OSError):  # /proc may be read-only; makes the OOM killer choose this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
     if isolated:
         refusal = refusal or isolation.attempted(lambda: isolation.enter_the_rest(folder, settings["hidden"]))
@@ -92,14 +95,14 @@ def _in_child(settings: dict[str, Any], folder: str, *, isolated: bool, refusal:
         _limit(settings, isolated=isolated)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
     os.environ.update(TMPDIR=folder)
-    tempfile.tempdir = None  # ask for it again
+    tempfile.tempdir = None  # makes tempfile read TMPDIR again
     from actors.reward.worker import work  # after the fork, so that the keeper stays small
 
     return work(refusal)
 
 
 def _be_init() -> int | None:
-    """Fork once more: None in the child; in the first process of a namespace how that child ended."""
+    """Fork once more and act as init: return None in the child, and the child's wait status in the init process."""
     child = os.fork()
     if child == 0:
         isolation.set_parent_death_signal(signal.SIGKILL)
@@ -113,25 +116,25 @@ def _be_init() -> int | None:
 
 
 def _exit_code_of(status: int) -> int:
-    """The first process of a namespace cannot end by a signal of its own: shells' way to tell of one."""
+    """Exit code for a wait status. An init process cannot die of its own signal, so use the shells' 128 + signal."""
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
 def _status_in(status: int) -> int:
-    """What the first process of a namespace told of by its exit code."""
+    """Wait status encoded in the exit code of a namespace's init process."""
     code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 0
     return code - 128 if code > 128 else status
 
 
 def _limit(settings: dict[str, Any], *, isolated: bool) -> None:
-    """Turn a grader's greed into its own MemoryError or OSError."""
+    """Set resource limits, so that excess use raises MemoryError or OSError in the grader."""
     most = settings["max_processes"]
     limits = {
         resource.RLIMIT_DATA: settings["memory_bytes"],
         resource.RLIMIT_NOFILE: settings["max_files"],
         resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
         resource.RLIMIT_CORE: 0,
-        # counted by the kernel over a namespace, or else over all that this user runs: a bound for the worst case
+        # the kernel counts per user namespace, or else all processes of this user: an upper bound
         resource.RLIMIT_NPROC: most + 4 if isolated else _num_tasks_of_user() + max(MIN_HEADROOM, 4 * most),
     }
     for kind, limit in limits.items():
@@ -140,7 +143,7 @@ def _limit(settings: dict[str, Any], *, isolated: bool) -> None:
 
 
 def _num_tasks_of_user() -> int:
-    """Threads count as processes do, for the kernel."""
+    """Number of this user's tasks; the kernel counts threads as processes."""
     uid, total = os.getuid(), 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
@@ -150,7 +153,7 @@ def _num_tasks_of_user() -> int:
 
 
 def _watch(worker: int, max_processes: int | None) -> int | None:
-    """How the worker ended; None when it is to be ended."""
+    """Wait for the worker to end and return its wait status; None on SIGTERM."""
     while True:
         received = signal.sigwaitinfo(WATCHED) if max_processes is None else signal.sigtimedwait(WATCHED, POLL_S)
         if received is not None and received.si_signo == signal.SIGTERM:
@@ -163,7 +166,7 @@ def _watch(worker: int, max_processes: int | None) -> int | None:
 
 
 def _reap(worker: int) -> int | None:
-    """Clear up after all that ended, orphans of graders too; how the worker ended, if it did."""
+    """Reap ended children, including orphans of graders; return the worker's wait status if it ended."""
     found = None
     with suppress(ChildProcessError):
         while True:
@@ -176,13 +179,13 @@ def _reap(worker: int) -> int | None:
 
 
 def _kill_descendants(worker: int) -> None:
-    """End everything below this process: the worker's process group at once, then those that have left it."""
+    """Kill all descendants: first the worker's process group, then processes that left it."""
     deadline = time.monotonic() + KILL_S
     if worker:
         with suppress(OSError):
             os.killpg(worker, signal.SIGKILL)
     while time.monotonic() < deadline and (alive := _descendants()):
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, none can start another
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that none can fork
             for pid in alive:
                 with suppress(OSError):
                     os.kill(pid, number)
@@ -192,7 +195,7 @@ def _kill_descendants(worker: int) -> None:
 
 
 def _descendants(at_most: int | None = None) -> list[int]:
-    """Processes below this one; no more are looked for than asked."""
+    """Descendants of this process; the search stops once it has found `at_most`."""
     found, waiting = list[int](), [os.getpid()]
     while waiting and (at_most is None or len(found) < at_most):
         children = children_of(waiting.pop())
@@ -202,9 +205,9 @@ def _descendants(at_most: int | None = None) -> list[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Those that a process started, or was left with."""
+    """Children of a process, including adopted orphans."""
     children = list[int]()
-    with suppress(OSError):  # it has ended
+    with suppress(OSError):  # the process has ended
         for task in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
                 children += map(int, file.read().split())
@@ -212,12 +215,12 @@ def children_of(pid: int) -> list[int]:
 
 
 def _end_like(status: int) -> int:
-    """End as the worker did: by its exit code, or by its signal."""
+    """End as the worker did: return its exit code, or send this process the same signal."""
     if os.WIFEXITED(status):
         return os.WEXITSTATUS(status)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core dump is enough
     number = os.WTERMSIG(status)
-    with suppress(OSError):  # of SIGKILL and SIGSTOP there is nothing to set
+    with suppress(OSError):  # SIGKILL and SIGSTOP have no handler to set
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     os.kill(os.getpid(), number)

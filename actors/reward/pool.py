@@ -1,4 +1,4 @@
-"""A bounded queue of samples in front of several grader processes that may hang, die and be killed."""
+"""Pool of grader processes behind a bounded queue; processes may hang, crash and be killed."""
 
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -15,37 +15,37 @@ from actors.reward.samples import GradedSample
 from actors.reward.sandbox import Sandbox
 from runtime.retrying import Backoff, retried
 
-QUEUE_SIZE = 1024  # batches of samples; a full queue makes the asker wait
-BATCH_S = 0.002  # of expected grading per frame: cheap graders share the cost of a frame, dear ones go one by one
+QUEUE_SIZE = 1024  # batches of samples; a full queue makes callers wait
+BATCH_S = 0.002  # expected grading time per frame: cheap graders amortize a frame, expensive ones get one each
 MAX_BATCH = 32
 BACKOFF = Backoff()
-MAX_FAILED_STARTS = 8  # in a row, of one process
+MAX_FAILED_STARTS = 8  # consecutive failures, per process
 TICK_S = 0.25
-LATE_S = 0.25  # a tick that comes later than this tells of a standstill, not of a busy loop
-TIMEOUT = "timeout"  # the reason of a score whose grader had to be killed
+LATE_S = 0.25  # a tick later than this means that the process was suspended, not that the loop was busy
+TIMEOUT = "timeout"  # error of a score whose grader was killed for exceeding timeout_s
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings:
-    """How to grade."""
+    """Settings of a grader pool."""
 
-    hello: Hello  # what processes are told at their start
+    hello: Hello  # first frame to each process
     sandbox: Sandbox = field(default_factory=Sandbox)
     num_processes: int = 2
-    timeout_s: float = 10.0  # per score, from the moment its grader may begin
-    max_tries: int = 3  # how many processes may die of a sample
+    timeout_s: float = 10.0  # per score, from the moment its grader may start
+    max_tries: int = 3  # crashes of processes on one sample before the sample fails
 
 
 @dataclass(eq=False, kw_only=True)
 class _Grading:
-    """Samples that are graded together: one, or all of a group."""
+    """Samples of one grader call: a single sample, or a whole group."""
 
     grader: GraderSpec
     samples: tuple[GradedSample, ...]
     num_tries: int = 0
-    abandoned: bool = False  # nobody waits any more
+    abandoned: bool = False  # the caller no longer waits
     grades: list[Graded] = field(default_factory=list[Graded])
     done: anyio.Event = field(default_factory=anyio.Event)
 
@@ -55,11 +55,11 @@ class _Grading:
 
 
 class RunningTime:
-    """Measures how long this process did not run, as while it was stopped, by ticks that come late."""
+    """Measures how long this process was suspended, for example by SIGSTOP, from late ticks."""
 
     def __init__(self) -> None:
         self._lost_s = 0.0
-        self._due: float | None = None  # the next tick
+        self._due: float | None = None  # time of the next tick
 
     async def run(self) -> None:
         """Tick until cancelled."""
@@ -73,13 +73,13 @@ class RunningTime:
 
     @property
     def lost_s(self) -> float:
-        """Seconds of standstills since the beginning, also of one that ended just now."""
+        """Total seconds of suspension, including one that has just ended."""
         late_s = 0.0 if self._due is None else anyio.current_time() - self._due
         return self._lost_s + (late_s if late_s > LATE_S else 0.0)
 
 
 class GraderPool:
-    """Grades samples in processes of its own. Made by `open_pool`."""
+    """Grades samples in separate processes. Created by `open_pool`."""
 
     def __init__(self, settings: PoolSettings) -> None:
         self._settings = settings
@@ -90,9 +90,9 @@ class GraderPool:
         self.running = RunningTime()
 
     async def grade(self, grader: GraderSpec, samples: Sequence[GradedSample]) -> list[Graded]:
-        """Grade samples over all processes; one grade each, in order, whatever the graders do.
+        """Grade samples over all processes; return one grade or error per sample, in order.
 
-        Bounded by the queue before it, and then by timeout_s and max_tries per score.
+        The wait is bounded by the queue's length, and by timeout_s and max_tries per score.
         """
         parts = [tuple(samples)] if grader.group else [(sample,) for sample in samples]
         gradings = [_Grading(grader=grader, samples=part) for part in parts]
@@ -109,12 +109,12 @@ class GraderPool:
         return [graded for grading in gradings for graded in grading.grades]
 
     def stats(self) -> dict[str, float]:
-        """Numbers since the start."""
+        """Counts and grading seconds since the start."""
         names = ("scores", "failed_scores", "timeouts", "deaths", "starts")
         return {f"num_{name}": float(self._counts[name]) for name in names} | {"grading_s": self._grading_s}
 
     def close(self) -> None:
-        """Take no more samples."""
+        """Refuse further samples."""
         self._send_gradings.close()
         self._gradings.close()
 
@@ -122,10 +122,10 @@ class GraderPool:
         """Keep one process running and busy. Never returns.
 
         Raises:
-            GraderProcessError: it could not be started again, many times in a row.
+            GraderProcessError: the process failed to start MAX_FAILED_STARTS + 1 times in a row.
         """
-        gradings: list[_Grading] = []  # taken from the queue and not finished
-        num_idle_deaths = 0  # in a row, without a score between them
+        gradings: list[_Grading] = []  # taken from the queue, unfinished
+        num_idle_deaths = 0  # consecutive, without a score in between
         while True:
             process = process or await self._start_again()
             self._counts["starts"] += 1
@@ -146,7 +146,7 @@ class GraderPool:
         )
 
     async def _use(self, process: GraderProcess, gradings: list[_Grading]) -> None:
-        """Grade until the process died or had to be killed; leaves in `gradings` what another process must do."""
+        """Grade until the process dies or is killed for a timeout; `gradings` then holds the unfinished ones."""
         hung, death = False, None
         try:
             async with anyio.create_task_group() as watch:
@@ -167,7 +167,7 @@ class GraderPool:
             self._blame(gradings, death or process.ending())
 
     async def _grade_until_stuck(self, process: GraderProcess, gradings: list[_Grading]) -> bool:
-        """Take gradings and do them until the first has no grade in time. A finished one leaves the list."""
+        """Grade until one grading exceeds its timeout, then return True. Finished gradings leave the list."""
         while True:
             while not gradings:
                 gradings.extend(await self._take())
@@ -187,11 +187,14 @@ class GraderPool:
     async def _in_time(
         self, do: Callable[[], Awaitable[None]], go_on: Callable[[], Awaitable[None]] | None = None
     ) -> bool:
-        """Whether something is done within timeout_s of this process running: its standstills do not count.
+        """Await an operation for at most timeout_s; time in which this process was suspended does not count.
 
         Args:
-            do: may be cancelled.
-            go_on: goes on with it then; none: the same again.
+            do: the operation; may be cancelled.
+            go_on: continues it after a cancellation; None means calling `do` again.
+
+        Returns:
+            Whether the operation completed in time.
         """
         left_s = self._settings.timeout_s
         while True:
@@ -227,7 +230,7 @@ class GraderPool:
         grading.finish(grades)
 
     def _blame(self, gradings: list[_Grading], death: str) -> None:
-        """The process answers in order, so it died of the first grading that it left. The others have lost nothing."""
+        """Attribute a crash to the first unfinished grading: the process answers in order. The others lose no try."""
         if not gradings:
             log.warning("grader_died", reason=death)
             return
@@ -244,11 +247,11 @@ class GraderPool:
 
 @asynccontextmanager
 async def open_pool(settings: PoolSettings) -> AsyncGenerator[GraderPool]:
-    """A pool whose first process is up; the others follow. All end with the context.
+    """Open a pool once its first process is ready; the others start in the background. All end with the context.
 
     Raises:
-        GraderUnusableError: a grader cannot be used; says which and why.
-        GraderStartError: the first process did not come up.
+        GraderUnusableError: a grader cannot be used; names it and the reason.
+        GraderStartError: the first process did not start.
     """
     first = await GraderProcess.start(settings.hello, settings.sandbox)
     with closing(GraderPool(settings)) as pool:
@@ -264,7 +267,7 @@ async def open_pool(settings: PoolSettings) -> AsyncGenerator[GraderPool]:
 
 
 def _leading_batch(gradings: Sequence[_Grading]) -> list[_Grading]:
-    """The first gradings that one frame may have: the same grader, and not for groups, which are one call each."""
+    """The first gradings that one frame may carry: those of the same grader, or a single group."""
     first = gradings[0].grader
     if first.group:
         return [gradings[0]]
@@ -272,10 +275,10 @@ def _leading_batch(gradings: Sequence[_Grading]) -> list[_Grading]:
 
 
 def _leading_frame(gradings: Sequence[_Grading]) -> tuple[list[_Grading], bytes]:
-    """The first gradings that fit one frame, and the frame.
+    """The first gradings that fit into one frame, and the frame.
 
     Raises:
-        FrameError: the first alone does not.
+        FrameError: the first grading alone does not fit.
     """
     batch = _leading_batch(gradings)
     while True:

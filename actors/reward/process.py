@@ -1,4 +1,4 @@
-"""One grader process, as its pool sees it: start it, send it samples, read grades, kill it."""
+"""Handle of one grader process: start it, send samples, read grades, kill it."""
 
 import os
 import signal
@@ -21,31 +21,31 @@ from runtime.bus.background import beside
 from runtime.exit_codes import EXIT_TOO_MANY_PROCESSES
 from runtime.wording import signal_name
 
-START_TIMEOUT_S = 30.0  # a user's module may import much
+START_TIMEOUT_S = 30.0  # users' modules may be slow to import
 KILL_TIMEOUT_S = 5.0
 WROTE = "the grader wrote to the pipe of its process, or its answer is over the limit"
-TIDY_S = 2.0  # for a keeper to end what its grader started
-PRINTED_BYTES = 64 << 10  # of what a grader prints, shown in each window of time: it cannot fill a disk
+TIDY_S = 2.0  # time for a keeper to kill its grader's descendants
+PRINTED_BYTES = 64 << 10  # bytes of a grader's output that are logged per window, so that it cannot fill a disk
 PRINTED_WINDOW_S = 10.0
-EXIT_GRACE_S = 0.2  # for what a process wrote just before it ended
+EXIT_GRACE_S = 0.2  # time to read what a process wrote just before it ended
 
 log = structlog.get_logger()
 
 
 class GraderProcessError(Exception):
-    """Base of what goes wrong with a grader process."""
+    """Base class of grader process errors."""
 
 
 class GraderStartError(GraderProcessError):
-    """A process did not come up."""
+    """A grader process did not start."""
 
 
 class GraderUnusableError(GraderProcessError, ValueError):
-    """A grader cannot be used: the user's mistake, which another start does not mend."""
+    """A grader cannot be used because of a user's mistake; a restart does not help."""
 
 
 class GraderDiedError(GraderProcessError):
-    """A process ended while it was needed."""
+    """A grader process ended while it was in use."""
 
 
 class GraderProcess:
@@ -62,17 +62,17 @@ class GraderProcess:
         self._printed = Printed(process.pid)
         self._buffer = FrameBuffer()
         self._decoder = msgspec.msgpack.Decoder(Graded)
-        self._grades: deque[Graded] = deque()  # received and not taken
+        self._grades: deque[Graded] = deque()  # received, not taken yet
 
     @classmethod
     async def start(
         cls, hello: Hello, sandbox: Sandbox | None = None, *, timeout_s: float = START_TIMEOUT_S
     ) -> "GraderProcess":
-        """Start a process and wait until it has its graders.
+        """Start a process and wait until its graders are loaded.
 
         Raises:
-            GraderUnusableError: it cannot use a grader, or not have its sandbox; says which and why.
-            GraderStartError: it ended, or did not answer in time.
+            GraderUnusableError: a grader or the sandbox cannot be used; says which and why.
+            GraderStartError: the process ended, or did not answer in time.
         """
         sandbox, pipe = sandbox or Sandbox(), subprocess.PIPE
         environment = sandbox.environment()
@@ -104,14 +104,14 @@ class GraderProcess:
 
     @property
     def pid(self) -> int:
-        """Of its keeper, which is also its process group."""
+        """Process id of its keeper, which is also the process group id."""
         return self._process.pid
 
     async def send(self, frame: bytes) -> None:
-        """Give it samples to grade, as a frame.
+        """Send a frame of samples to grade.
 
         Raises:
-            GraderDiedError: it has ended.
+            GraderDiedError: the process has ended.
         """
         try:
             await self._stdin.send(frame)
@@ -119,27 +119,27 @@ class GraderProcess:
             raise GraderDiedError(await self._await_ending()) from error
 
     async def flush(self) -> None:
-        """Wait until it has taken what a cancelled `send` left.
+        """Wait until the process has read the rest of a cancelled `send`.
 
         Raises:
-            GraderDiedError: it has ended.
+            GraderDiedError: the process has ended.
         """
         await self.send(b"")
 
     @property
     def num_received(self) -> int:
-        """Grades that can be taken."""
+        """Number of grades that can be taken."""
         return len(self._grades)
 
     async def receive(self, number: int) -> None:
-        """Wait until so many grades can be taken.
+        """Wait until `number` grades can be taken.
 
         Raises:
-            GraderDiedError: it has ended, or does not speak our protocol.
+            GraderDiedError: the process has ended, or violates the protocol.
         """
         while self.num_received < number:
             frame: bytes | None = await self._receive_frame()
-            while frame is not None:  # what has arrived together
+            while frame is not None:  # frames that arrived in the same read
                 self._grades.append(self._grade_of(frame))
                 frame = self._next_frame()
 
@@ -150,37 +150,37 @@ class GraderProcess:
             raise GraderDiedError(f"{WROTE}: {error}") from error
 
     def take(self, number: int) -> list[Graded]:
-        """The grades of the next samples that were sent, in their order."""
+        """Take the grades of the next samples, in the order in which they were sent."""
         return [self._grades.popleft() for _ in range(number)]
 
     async def show_printed(self) -> None:
-        """Show what the process and its graders print, a bounded part of it, until all have ended."""
+        """Forward output of the process and its graders to stderr, up to a limit, until all have ended."""
         with suppress(anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError):
             while True:
                 self._printed.feed(await self._stderr.receive(1 << 16))
 
     async def watch_exit(self, then: Callable[[], None]) -> None:
-        """Call `then` after the process ended. Its pipe may outlive it when a grader has forked."""
+        """Call `then` after the process ended. Its pipe may stay open if a grader has forked."""
         await self._process.wait()
         await anyio.sleep(EXIT_GRACE_S)
         then()
 
     async def kill(self) -> None:
-        """End the process and all that its graders started, and free its pipes."""
+        """Kill the process and all descendants of its graders, and close its pipes."""
         with anyio.CancelScope(shield=True), anyio.move_on_after(KILL_TIMEOUT_S, shield=True):
             if self._process.returncode is None:
                 with suppress(ProcessLookupError):
                     self._process.terminate()
                 with anyio.move_on_after(TIDY_S):
                     await self._process.wait()
-            for group in (*children_of(self.pid), self.pid):  # what is left if the keeper did not do it
+            for group in (*children_of(self.pid), self.pid):  # in case the keeper did not kill them
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(group, signal.SIGKILL)
             await self._process.aclose()
             self._printed.end()
 
     def ending(self) -> str:
-        """How it ended, in words."""
+        """Describe how the process ended."""
         return describe_exit(self._process.returncode)
 
     async def _receive_frame(self) -> bytes:
@@ -198,13 +198,13 @@ class GraderProcess:
             raise GraderDiedError(f"{WROTE}: {error}") from error
 
     async def _await_ending(self) -> str:
-        with anyio.move_on_after(TIDY_S):  # the keeper first ends what the grader left
+        with anyio.move_on_after(TIDY_S):  # the keeper first kills the grader's descendants
             await self._process.wait()
         return self.ending()
 
 
 def describe_exit(returncode: int | None) -> str:
-    """How a process ended, in words."""
+    """Describe how a grader process ended."""
     if returncode is None:
         return "the grader process closed its output"
     if returncode == EXIT_TOO_MANY_PROCESSES:
@@ -215,7 +215,7 @@ def describe_exit(returncode: int | None) -> str:
 
 
 class Printed:
-    """Shows what a grader prints: the first bytes of each window of time, and how many more there were."""
+    """Forwards a grader's output to stderr, limited per time window; logs the number of skipped bytes."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -224,7 +224,7 @@ class Printed:
         self._num_left_out = 0
 
     def feed(self, data: bytes) -> None:
-        """Take what was printed."""
+        """Forward printed bytes, as far as the window allows."""
         if time.monotonic() - self._began > PRINTED_WINDOW_S:
             self.end()
             self._began, self._left = time.monotonic(), PRINTED_BYTES
@@ -235,7 +235,7 @@ class Printed:
             _write(shown)
 
     def end(self) -> None:
-        """Say what was left out so far."""
+        """Log how many bytes were skipped since the last report."""
         if self._num_left_out:
             _write(b"\n")
             log.warning("grader_output_left_out", pid=self._pid, num_bytes=self._num_left_out)

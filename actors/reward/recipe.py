@@ -1,11 +1,11 @@
-"""The graders that a recipe names. Imports no bus: the checks before a start read them, too."""
+"""The graders that a recipe names. Imports no bus, since pre-start checks use it too."""
 
 from actors.reward.frames import GraderSpec
 from runtime.settings.topology import Topology
 
 
 def names_of(topology: Topology) -> dict[str, str]:
-    """The graders that a topology names, by the names under which requests may ask for them."""
+    """The graders that a topology names, by the names that requests use."""
     own = topology.reward.graders
     named = {item.rm_type for item in (*topology.data, *topology.eval) if item.rm_type is not None}
     return {name: own.get(name, name) for name in (*named, *own)}

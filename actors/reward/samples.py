@@ -1,4 +1,4 @@
-"""What a grader sees of a sample. Light: grader processes import this and no numpy."""
+"""A sample as graders see it. Grader processes import this module, so it does not import NumPy."""
 
 from typing import Any
 
@@ -6,16 +6,16 @@ import msgspec
 
 
 class GradedSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One sample as reward functions get it; the fields of messages.work.ScoreItem."""
+    """The argument of reward functions; has the fields of messages.work.ScoreItem."""
 
     index: int = 0  # among the samples of its prompt group
-    part: int = 0  # fan-out siblings of one index
+    part: int = 0  # number among the fan-out siblings of one index
     prompt: str = ""  # rendered text
     response: str = ""
-    status: str = "completed"  # or "truncated": it ran into its token limit and has no end of turn
+    status: str = "completed"  # or "truncated": it reached its token limit without an end of turn
     response_len: int = 0  # tokens
-    label: Any = None  # as it stands in the data file
-    metadata: dict[str, Any] = {}  # as it stands in the data file
+    label: Any = None  # unchanged from the data file
+    metadata: dict[str, Any] = {}  # unchanged from the data file
 
     @property
     def truncated(self) -> bool:

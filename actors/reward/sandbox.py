@@ -1,4 +1,4 @@
-"""What graders may use and see: the environment that is passed on, limits, and what is hidden from them."""
+"""Sandbox settings of graders: environment variables, resource limits and hidden paths."""
 
 import os
 import sys
@@ -12,42 +12,42 @@ from actors.reward.hiding import dumps_of, files_of, hidden_now, needed_of
 from runtime.secrets import make_private
 from runtime.settings.topology import Topology
 
-ROOT: Final = Path(__file__).resolve().parents[2]  # where `actors` can be imported from
-PASSED_ON: Final = (  # of the environment, to every grader
+ROOT: Final = Path(__file__).resolve().parents[2]  # import path of `actors`
+PASSED_ON: Final = (  # environment variables that every grader gets
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH"),
     *("PYTHONHASHSEED", "PYTHONUNBUFFERED", "SSL_CERT_FILE", "SSL_CERT_DIR"),
 )
-AGENT_MARK: Final = "PHYSARUM_AGENT"  # by which an agent finds what a process of its run left; no secret
+AGENT_MARK: Final = "PHYSARUM_AGENT"  # lets a node daemon find leftover processes of its run; no secret
 RUN_DIR: Final = "PHYSARUM_RUN_DIR"
 
 
 class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
-    """How a grader process is kept. `process` guards against accidents, `isolated` also against curiosity."""
+    """Sandbox of a grader process. `process` guards against accidents, `isolated` also hides the run's data."""
 
     kind: Literal["none", "process", "isolated"] = "process"
-    env: tuple[str, ...] = ()  # variables that are passed on beside PASSED_ON
-    memory_bytes: int = 8 << 30  # of data, of each process
-    max_files: int = 1024  # open at a time, in each process
-    max_processes: int = 64  # that a grader process has started and that still run
-    hidden: tuple[str, ...] = ()  # files and directories, when isolated
-    runs: str | None = None  # the directory of runs, whose runs are hidden when isolated
-    dumps: tuple[str, ...] = ()  # directories whose samples are
-    files: tuple[str, ...] = ()  # with labels or logins, which are too
-    needed: tuple[str, ...] = ()  # files of graders, which are not
+    env: tuple[str, ...] = ()  # further variables that are passed on
+    memory_bytes: int = 8 << 30  # limit of data memory per process
+    max_files: int = 1024  # open files per process
+    max_processes: int = 64  # running descendants of a grader process
+    hidden: tuple[str, ...] = ()  # files and directories that are hidden when isolated
+    runs: str | None = None  # directory whose runs are hidden when isolated
+    dumps: tuple[str, ...] = ()  # dump directories that are hidden when isolated
+    files: tuple[str, ...] = ()  # files with labels or credentials that are hidden when isolated
+    needed: tuple[str, ...] = ()  # files of graders; they stay visible
 
     def environment(self) -> dict[str, str]:
-        """What of this process's environment a grader process gets."""
+        """Environment of a grader process, filtered from this process's environment."""
         wanted = {*PASSED_ON, *self.env}
         if self.kind != "isolated":
             wanted.add(AGENT_MARK)
         kept = {name: value for name, value in os.environ.items() if name in wanted or name.startswith("LC_")}
         places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        # one thread each: there are as many processes as wanted, and more threads only get in their way
+        # one thread each: parallelism comes from the number of processes
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         return {**threads, **kept, "PYTHONPATH": os.pathsep.join(places)}
 
     def command(self) -> list[str]:
-        """Starts a grader process, to be run by its parent."""
+        """Command line that starts a grader process; its parent must be this process."""
         limited = self.kind != "none"
         settings = {
             "sandbox": self.kind,
@@ -65,11 +65,11 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sandbox_of(topology: Topology) -> Sandbox:
-    """What the topology says of graders."""
+    """The sandbox that the topology configures."""
     reward = topology.reward
     run_dir = os.environ.get(RUN_DIR) or str(Path(topology.run.dir) / topology.run.name)
     if reward.sandbox == "isolated" and topology.run.dump_details is not None:
-        with suppress(OSError):  # what is not there yet cannot be hidden; the buffer says why it cannot be made
+        with suppress(OSError):  # a missing directory cannot be hidden; the buffer reports the error
             make_private(Path(topology.run.dump_details))
     return Sandbox(
         kind=reward.sandbox,

@@ -1,9 +1,8 @@
-"""Refuses system calls that lead around a sandbox's namespaces. Standard library only.
+"""Seccomp filter for system calls that bypass a sandbox's namespaces. Standard library only.
 
-A mount or network namespace does not guard sockets that have a path: any process that may write the file may connect,
-also where it is mounted read-only, and then has docker.sock, D-Bus or an agent with keys do things outside. So an
-isolated
-process makes no AF_UNIX socket, except connected pairs, which have no path and can get none.
+Mount and network namespaces do not guard sockets with a path. A process with write permission on the file may
+connect, even on a read-only mount, and could then use docker.sock, D-Bus or an SSH agent outside the sandbox.
+So an isolated process may not create AF_UNIX sockets, except connected pairs, which have no path.
 """
 
 import ctypes
@@ -16,13 +15,13 @@ _PR_SET_SECCOMP: Final = 22
 _MODE_FILTER: Final = 2
 _KILL_PROCESS, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 _LOAD, _JUMP_IF_EQUAL, _JUMP_IF_AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
-_NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24  # offsets of a call's data; of arguments the lower half
-_FAMILIES: Final = (2, 10, 16)  # AF_INET, AF_INET6, AF_NETLINK: of the process's own network namespace
-_PAIRS: Final = (1, 5)  # SOCK_STREAM, SOCK_SEQPACKET: one that is connected stays so. Datagrams can be sent elsewhere
-_KIND: Final = 0xF  # of a socket's type, without its flags
-_X32: Final = 0x40000000  # from here on x86-64 numbers the calls of another ABI
-_IO_URING_SETUP: Final = 425  # whose rings make and connect sockets, unseen by a filter
-_CALLS: Final = {  # architecture, and the numbers of socket and socketpair
+_NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24  # offsets in seccomp_data; of arguments, the lower half
+_FAMILIES: Final = (2, 10, 16)  # AF_INET, AF_INET6, AF_NETLINK: limited to the process's network namespace
+_PAIRS: Final = (1, 5)  # SOCK_STREAM, SOCK_SEQPACKET: stay connected. Datagram sockets can send elsewhere
+_KIND: Final = 0xF  # mask of a socket's type, without its flags
+_X32: Final = 0x40000000  # x86-64 call numbers from here on belong to the x32 ABI
+_IO_URING_SETUP: Final = 425  # its rings create and connect sockets without passing the filter
+_CALLS: Final = {  # audit architecture, and call numbers of socket and socketpair
     "x86_64": (0xC000003E, 41, 53),
     "aarch64": (0xC00000B7, 198, 199),
 }
@@ -33,10 +32,10 @@ class _Program(ctypes.Structure):
 
 
 def refuse_foreign_sockets() -> None:
-    """Have this process and its children make sockets of their own network only. It cannot be undone.
+    """Limit this process and its children to sockets of their own network namespace. Irreversible.
 
     Raises:
-        OSError: the kernel refuses, or the machine is of an architecture whose calls are not known here.
+        OSError: the kernel refuses, or the call numbers of this architecture are not in _CALLS.
     """
     machine = platform.machine()
     if machine not in _CALLS:
@@ -49,13 +48,13 @@ def refuse_foreign_sockets() -> None:
 
 
 def _instructions(architecture: int, socket: int, socketpair: int) -> list[bytes]:
-    """A program of the kernel's BPF: load, and skip as many instructions as the test says."""
+    """BPF program of the filter; each jump skips the given number of instructions."""
     of_socket = [_step(_LOAD, _FIRST), *_allow_any(_FAMILIES), _refuse(errno.EACCES)]
     of_pair = [_step(_LOAD, _SECOND), _step(_AND, _KIND), *_allow_any(_PAIRS), _refuse(errno.EACCES)]
     return [
         _step(_LOAD, _ARCHITECTURE),
         _step(_JUMP_IF_EQUAL, architecture, 1, 0),
-        _step(_RETURN, _KILL_PROCESS),  # a program of 32 bits, whose calls have other numbers
+        _step(_RETURN, _KILL_PROCESS),  # a 32-bit program, with different call numbers
         _step(_LOAD, _NUMBER),
         _step(_JUMP_IF_AT_LEAST, _X32, 0, 1),
         _refuse(errno.ENOSYS),

@@ -1,4 +1,4 @@
-"""Grades one row of each data source with an empty answer before a start, in the sandbox that the run would use."""
+"""Pre-start trial of users' graders: grade one row per data source with an empty response, in the run's sandbox."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -17,24 +17,28 @@ from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
 from runtime.settings.topology import Topology
 
-SLACK_S = 10.0  # for a process to end
+SLACK_S = 10.0  # time for a process to end
 
 
 class Trial(NamedTuple):
-    """One row to grade."""
+    """A row for the trial of its grader."""
 
     prompt: Prompt
-    group: bool  # its grader gets whole groups
+    group: bool  # whether its grader takes whole groups
 
 
 def trial_notes(topology: Topology, trials: Mapping[str, Trial], doing: Doing, notes: list[str]) -> Iterator[Problem]:
-    """Call users' graders once per data source. One that fails is noted: an answer that is not empty may be graded.
+    """Call users' graders once per data source. A failure adds only a note, since other responses may be gradable.
 
     Args:
-        topology: says which graders there are, and their sandbox.
-        trials: by the key of their data source, "data.0". Built-in graders are left out: every row is tried on those.
-        doing: is told what is done next.
-        notes: is added to.
+        topology: names the graders and configures their sandbox.
+        trials: rows, by the settings key of their data source ("data.0"). Rows with built-in graders are skipped:
+            another check tries every row on those.
+        doing: called before each trial with the key, the value and a description.
+        notes: list that receives the notes.
+
+    Yields:
+        A problem if a grader process does not start.
     """
     names = names_of(topology)
     for key, trial in trials.items():
@@ -55,10 +59,10 @@ def trial_notes(topology: Topology, trials: Mapping[str, Trial], doing: Doing, n
 
 
 async def _graded(topology: Topology, spec: GraderSpec, trial: Trial) -> str | None:
-    """Why there is no grade; None if there is one.
+    """Grade a trial row; return the error, or None if it succeeds.
 
     Raises:
-        GraderProcessError: the process of the grader does not come up.
+        GraderProcessError: the grader process does not start.
     """
     config, prompt = topology.reward, trial.prompt
     hello = Hello(

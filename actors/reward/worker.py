@@ -1,6 +1,6 @@
-"""A grader process: samples come in by standard input, grades go out by standard output; it dies with its keeper.
+"""Grader process: reads samples from stdin, writes grades to stdout, and dies with its keeper.
 
-Imports little: a killed one is soon replaced.
+Imports little, so that a killed process is replaced quickly.
 """
 
 import io
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 
 class CpuLimitError(Exception):
-    """A grader has used up the processor time of its call."""
+    """A grader call exceeded its CPU time."""
 
 
 class Waiter:
-    """Runs awaitables in one event loop, which is made at the first one: most graders are plain functions."""
+    """Runs awaitables in one event loop, created on first use because most graders are plain functions."""
 
     def __init__(self) -> None:
         self._runner: asyncio.Runner | None = None
 
     def __call__(self, awaitable: Awaitable[Any]) -> Any:
-        import asyncio  # costs as much as everything else here together
+        import asyncio  # takes as long to import as everything else here
 
         async def wait() -> Any:
             return await awaitable
@@ -68,7 +68,7 @@ class Worker:
         self._wait = Waiter()
 
     def check(self) -> WorkerReady:
-        """Resolve the graders that are known at start."""
+        """Resolve the graders named in the first frame."""
         try:
             for spec in self._hello.graders:
                 self._grader(spec)
@@ -77,7 +77,7 @@ class Worker:
         return WorkerReady()
 
     def answer(self, grade: Grade) -> None:
-        """Grade and write one frame per sample, each as soon as it is known: the pool times them one by one."""
+        """Grade samples and write one frame per sample at once, since the pool times each of them."""
         try:
             grader = self._grader(grade.grader)
         except ValueError as error:
@@ -110,7 +110,11 @@ def _framed(graded: Graded) -> bytes:
 
 
 def work(refusal: str | None) -> int:
-    """Answer until the input ends; with a refusal, say at once that the sandbox cannot be had."""
+    """Grade until the input ends. With `refusal`, report that the sandbox is unavailable and return.
+
+    Returns:
+        The exit code.
+    """
     user_folder_last()
     fd_in, fd_out = _take_pipes()
     buffer = FrameBuffer()
@@ -136,7 +140,7 @@ def _end_call(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _take_pipes() -> tuple[int, int]:
-    """Keep the pipes to the parent, and give graders other ones: what they print goes to the log."""
+    """Move the pipes to other descriptors, and redirect graders' output to stderr, which is logged."""
     fd_in, fd_out = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -147,7 +151,7 @@ def _take_pipes() -> tuple[int, int]:
 
 
 def _limit_cpu(cpu_s: float | None) -> None:
-    """Give the next call so much processor time of this process; the limit is a total, in whole seconds."""
+    """Limit the CPU time of the next call. The kernel's limit is a total per process, in whole seconds."""
     if cpu_s is not None:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)

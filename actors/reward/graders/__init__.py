@@ -1,4 +1,4 @@
-"""Graders: the built-in ones, and the call of one, built-in or a user's.
+"""Graders: the built-in ones, and how graders are called.
 
 Open calling.py first.
 """

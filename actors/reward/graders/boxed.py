@@ -1,4 +1,4 @@
-r"""The last \boxed{...} of a text: what an answer is read from, and a grader of nothing else."""
+r"""Extracts the last \boxed{...} of a text, and restricts graders to its content."""
 
 import re
 from collections.abc import Callable
@@ -14,12 +14,12 @@ _BRACE = re.compile(r"\\boxed\{|\{|\}")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the \boxed{...} that opens last and is closed, braces balanced; None if there is none.
+    r"""Content of the closed \boxed{...} that opens last, with balanced braces; None if there is none.
 
-    One pass: a response that repeats an open box a thousand times costs no more than another.
+    Runs in one pass: a response with a thousand unclosed boxes costs no more than another.
     """
     best: tuple[int, int] | None = None
-    open_boxes: list[int | None] = []  # per open brace, where a box's content starts, None for other braces
+    open_boxes: list[int | None] = []  # per open brace: start of the box's content, or None for other braces
     for match in _BRACE.finditer(text):
         if match[0] != "}":
             open_boxes.append(None if match[0] == "{" else match.end())
@@ -31,7 +31,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def boxed(grader: Grader) -> Grader:
-    """A grader of what stands in the last box, "" if there is none."""
+    """Restrict a grader to the content of the last box, or "" if there is none."""
 
     def grade(sample: GradedSample) -> float:
         return grader(msgspec.structs.replace(sample, response=last_boxed(sample.response) or ""))

@@ -1,4 +1,4 @@
-"""The built-in graders by name, and the label that each of them compares with."""
+"""The built-in graders by name."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -33,10 +33,10 @@ BUILT_IN_GRADERS: Mapping[str, Grader] = MappingProxyType(
 
 
 def find_grader(name: str) -> Grader:
-    r"""A built-in grader; "boxed_" before its name grades only the content of the last \boxed{...}, "" if none.
+    r"""Find a built-in grader. The prefix "boxed_" restricts it to the content of the last \boxed{...}, or "".
 
     Raises:
-        ValueError: no grader has this name; says what there is in the place of one of slime's, or the nearest name.
+        ValueError: no grader has this name; suggests the replacement of a slime grader, or the closest name.
     """
     plain = name.removeprefix(BOXED_PREFIX)
     grader = BUILT_IN_GRADERS.get(plain)

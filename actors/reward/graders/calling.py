@@ -1,4 +1,4 @@
-"""Runs one grader, built-in or a user's, on one sample or one group, and turns what it says into grades."""
+"""Calls a grader, built-in or a user's, on a sample or a group, and converts its answer into grades."""
 
 import inspect
 import math
@@ -15,7 +15,7 @@ from actors.reward.graders.builtin import find_grader
 from actors.reward.samples import GradedSample
 from runtime.settings.plugins import is_plugin, load_plugin
 
-GRADER_KEY = "rm_type"  # how plug-in errors call the setting
+GRADER_KEY = "rm_type"  # name of the setting in plug-in errors
 MAX_REASON_CHARS = 500
 MAX_DETAILS = 32
 MAX_DETAIL_BYTES = 1024
@@ -25,10 +25,10 @@ Wait = Callable[[Awaitable[Any]], Any]
 
 
 def resolve_grader(spec: GraderSpec, base_dirs: Sequence[Path] = ()) -> Call:
-    """The function behind an rm_type, checked to take a sample, or a list of samples when it grades groups.
+    """Find the function of an rm_type; check that it takes a sample, or a list of samples if it grades groups.
 
     Raises:
-        ValueError: no such built-in grader; PluginError for a user's function.
+        ValueError: no built-in grader has this name; PluginError if a user's function cannot be used.
     """
     if is_plugin(spec.name):
         parameters = ("samples",) if spec.group else ("sample",)
@@ -40,12 +40,12 @@ def resolve_grader(spec: GraderSpec, base_dirs: Sequence[Path] = ()) -> Call:
 
 
 def grade_sample(grader: Call, sample: GradedSample, *, reward_key: str | None, wait: Wait) -> Graded:
-    """Grade one sample. Whatever the grader raises or returns, there is a grade or a reason.
+    """Grade one sample. Any exception or invalid answer of the grader becomes an error in the grade.
 
     Args:
-        grader: takes the sample; gives a number, a dict with `reward_key`, or an awaitable of one.
-        sample: what to grade.
-        reward_key: which value of a dict is the reward.
+        grader: takes the sample; returns a number, a dict with `reward_key`, or an awaitable of one.
+        sample: the sample to grade.
+        reward_key: key of the reward in a dict answer.
         wait: runs an awaitable to its end.
     """
     start = time.perf_counter()
@@ -57,7 +57,7 @@ def grade_sample(grader: Call, sample: GradedSample, *, reward_key: str | None, 
 def grade_group(
     grader: Call, samples: Sequence[GradedSample], *, reward_key: str | None, wait: Wait
 ) -> tuple[Graded, ...]:
-    """Grade all samples of a prompt group in one call; an answer that does not fit fails all of them."""
+    """Grade all samples of a prompt group in one call; an invalid answer fails all of them."""
     start = time.perf_counter()
     answer, error = _call(grader, list(samples), wait)
     rewards = _as_list(answer)
@@ -72,7 +72,7 @@ def grade_group(
 
 
 def grade_of(answer: Any, reward_key: str | None) -> Graded:
-    """Read a grader's answer: a finite number, or a dict that has one under `reward_key`."""
+    """Parse a grader's answer: a finite number, or a dict with one under `reward_key`."""
     if not isinstance(answer, Mapping):
         return _grade_of_number(answer, details=None)
     by_key = cast("Mapping[Any, Any]", answer)
@@ -85,7 +85,7 @@ def grade_of(answer: Any, reward_key: str | None) -> Graded:
 
 
 def _grade_of_number(number: Any, details: dict[str, Any] | None) -> Graded:
-    # numbers of numpy and torch are no int or float, but have __float__; so has text by no means
+    # NumPy and torch numbers are not int or float, but have __float__
     if number is None or isinstance(number, str | bytes) or not hasattr(number, "__float__"):
         return Graded(error=f"returned {_shown(number)}, not a number")
     try:
@@ -116,12 +116,12 @@ def _as_list(answer: Any) -> list[Any] | None:
 
 
 def _plain(answer: Mapping[Any, Any]) -> dict[str, Any]:
-    """The first entries of a dict, each as it can travel."""
+    """The first entries of a dict, as values that messages can carry."""
     return {_cut(str(key), 120): _plain_value(value) for key, value in islice(answer.items(), MAX_DETAILS)}
 
 
 def _plain_value(value: Any) -> Any:
-    """A value as it can travel in events: what JSON does not know, and what is large, becomes a short text."""
+    """Convert a value for messages: values that JSON cannot represent, and large ones, become a short text."""
     try:
         plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_plain_object)
         return plain if len(msgspec.msgpack.encode(plain)) <= MAX_DETAIL_BYTES else _shown(value)
@@ -130,7 +130,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def _plain_object(value: Any) -> Any:
-    item = getattr(value, "item", None)  # a number of numpy or torch
+    item = getattr(value, "item", None)  # a NumPy or torch number
     if not callable(item):
         raise TypeError(type(value).__name__)
     return item()

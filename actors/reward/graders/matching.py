@@ -1,4 +1,4 @@
-"""Graders that compare a response with its label as text: whole, by position, by words."""
+"""Graders that compare a response with its label as text: exactly, by position or by words."""
 
 import re
 import string
@@ -10,14 +10,15 @@ _CLOSED_ANSWERS = frozenset({"yes", "no", "noanswer"})
 
 
 def exact_match(response: str, label: str) -> float:
-    """1 if response and label are equal but for space around them, else 0."""
+    """1 if response and label are equal after stripping whitespace, else 0."""
     return float(response.strip() == label.strip())
 
 
 def positional_match(response: str, label: str, *, truncated: bool = False) -> float:
     """Share of positions with the right character: matching positions / length of the longer text.
 
-    A truncated response scores 0, since otherwise never ending would pay as well as ending. Two empty texts score 1.
+    A truncated response scores 0; otherwise a response without an end would score as high as one with an end. Two
+    empty texts score 1.
     """
     if truncated:
         return 0.0
@@ -29,9 +30,9 @@ def positional_match(response: str, label: str, *, truncated: bool = False) -> f
 
 
 def f1(response: str, label: str) -> float:
-    """F1 of the words that response and label share.
+    """F1 score of the words that response and label share.
 
-    Words are compared in lower case, without punctuation and articles. When either text is yes, no or noanswer the
+    Words are compared in lower case, without punctuation and articles. If either text is yes, no or noanswer, the
     two must be equal.
 
     Source:

@@ -1,4 +1,4 @@
-"""The grader of numbers: finds the answer in a text, compares numbers by value and the rest as text."""
+"""Numeric grader: extracts the answer from a text, compares numbers by value and other answers as text."""
 
 import re
 from fractions import Fraction
@@ -14,10 +14,10 @@ _LATEX_TEXT = re.compile(r"\\(?:text|mathrm|mathbf)\{([^{}]*)\}")
 def numeric(response: str, label: str) -> float:
     r"""1 if the response's answer equals the label's, else 0; an empty label scores 0.
 
-    The answer is the last \boxed{...}, or else what follows the last "####", or else the last number in the text when
-    the label is a number and the whole text when it is not. Numbers are compared by exact value (1,000 = 1000.0,
-    0.5 = 1/2 = \frac{1}{2}), other answers as text without spaces, dollar signs and text commands. There is no
-    symbolic algebra, x+1 and 1+x differ: slime's and verl's `math` is another grader.
+    The answer is the last \boxed{...}, or else the text after the last "####". Without either, it is the last number
+    in the text if the label is a number, and otherwise the whole text. Numbers are compared by exact value (1,000 =
+    1000.0, 0.5 = 1/2 = \frac{1}{2}), other answers as text without spaces, dollar signs and text commands. There is
+    no symbolic algebra: x+1 and 1+x differ. The `math` grader of slime and verl is a different grader.
     """
     truth = _normal_answer(_marked_answer(label) or label)
     if not truth:
@@ -55,7 +55,7 @@ def _normal_answer(text: str) -> str:
 
 
 def _number(text: str) -> Fraction | None:
-    """The exact value of a plain number or fraction; None for anything else, and for absurd lengths."""
+    """Exact value of a plain number or fraction; None for anything else, and for texts over 64 characters."""
     if not text or len(text) > 64 or not _NUMBER.fullmatch(text):
         return None
     top, _, bottom = text.replace(",", "").partition("/")
