@@ -1,4 +1,4 @@
-"""The rollout actor: pulls tasks, drives its engines, publishes samples, asks for their scores.
+"""The rollout actor: pulls tasks, drives the engines, publishes samples and requests their scores.
 
 Open actor.py first, then groups/run.py.
 """

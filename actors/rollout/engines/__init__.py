@@ -1,4 +1,4 @@
-"""The engines of a rollout actor: who is up, who holds which weights, who is behind the router.
+"""The engines of a rollout actor: their state, their weights, and their registration at the router.
 
 Open fleet.py first.
 """

@@ -1,4 +1,4 @@
-"""Asks engines whether they live, and those that others run what they serve (external.py)."""
+"""Liveness checks of engines, and configuration checks of external engines (external.py)."""
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Final, TypeVar
@@ -20,18 +20,18 @@ TINY_PROMPT: Final = (0, 0)
 
 
 async def check_engine(client: SglangClient, url: str, wanted: Wanted) -> None:
-    """Ask one engine.
+    """Check an engine's configuration against the recipe.
 
     Raises:
         WrongEngine: it does not serve what the recipe asks for.
-        EngineError: it does not answer.
+        EngineError: it does not respond.
     """
     says = await client.server_info(url) | await client.model_info(url)
     check_server(url, says, wanted)
 
 
 async def makes_tokens(client: SglangClient, url: str, within_s: float) -> bool:
-    """Whether an engine computes the log-probs of a tiny prompt in time, or at least says that its load has changed."""
+    """Whether an engine scores a tiny prompt in time, or at least reports a changed load."""
     before = await answered(within_s, lambda: client.loads(url))
     with anyio.move_on_after(within_s):
         try:
@@ -45,14 +45,14 @@ async def makes_tokens(client: SglangClient, url: str, within_s: float) -> bool:
 
 
 async def answered(within_s: float, ask: Callable[[], Awaitable[T]]) -> T | None:
-    """An answer; None: none in time."""
+    """Return the result of a call; None after the timeout."""
     with anyio.move_on_after(within_s):
         return await ask()
     return None
 
 
 def url_problems(key: str, urls: Sequence[str], wanted: Wanted) -> Iterator[Problem]:
-    """Which engines that run already do not answer or are no such as the recipe wants; `key` has their URLs."""
+    """Yield the external engines that do not respond or do not fit the recipe; `key` is the setting with their URLs."""
     for url, reason in anyio.run(_refusals, urls, wanted).items():
         yield Problem.of(key, url, reason)
 

@@ -1,4 +1,4 @@
-"""The servers of a pool, engines or routers, as their addresses come and go on the bus."""
+"""Discovers the servers of a pool, engines or routers, from their addresses on the bus."""
 
 from collections.abc import Awaitable, Callable
 
@@ -13,12 +13,15 @@ from runtime.retrying import retried
 
 log = structlog.get_logger()
 
-KILL_TIMEOUT_S = 10.0  # for its agent's answer
-KILL_TRIES = 30  # some minutes: the agent may be starting
+KILL_TIMEOUT_S = 10.0  # for the node daemon's response
+KILL_TRIES = 30  # several minutes: the node daemon may be starting
 
 
 async def attend_servers(bus: Bus, role: str, pool: str, attend: Callable[[str, Address], Awaitable[None]]) -> None:
-    """Attend to each server, by name, at its newest address; those already there come first. For ever."""
+    """Run `attend` for each server at its newest address, existing servers first. Never returns.
+
+    Cancels the earlier call for a server when its address changes.
+    """
     scopes: dict[str, anyio.CancelScope] = {}
 
     async def attend_within(scope: anyio.CancelScope, name: str, address: Address) -> None:
@@ -39,10 +42,10 @@ async def attend_servers(bus: Bus, role: str, pool: str, attend: Callable[[str, 
 
 
 async def kill_server(bus: Bus, name: str, address: Address, reason: str) -> None:
-    """Have a server that hangs killed and started again by the agent that started it, if one did.
+    """Have a hung server killed and restarted by the node daemon that started it, if there is one.
 
-    Asked again it does no harm: that very process is killed and no other. Returns when the agent has answered, or has
-    not for long.
+    Idempotent: only the process with that pid is killed. Returns once the node daemon has responded, or the retries are
+    used up.
     """
     if not address.agent:
         return

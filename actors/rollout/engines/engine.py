@@ -1,4 +1,4 @@
-"""One engine behind its address: what it is asked and told, by the state that it is in (states.py)."""
+"""One inference engine: lifecycle and control calls. Its state machine is in states.py."""
 
 import math
 from collections.abc import AsyncGenerator
@@ -32,23 +32,23 @@ from runtime.retrying import Backoff
 
 log = structlog.get_logger()
 
-SUSPECT_LOOK_S = 5.0  # for a sign of life of an engine that showed none
-QUARANTINE = Backoff(first_s=60.0, max_s=600.0)  # before an engine in quarantine is tried again
+SUSPECT_LOOK_S = 5.0  # time for a hung engine to generate a token
+QUARANTINE = Backoff(first_s=60.0, max_s=600.0)  # wait before a quarantined engine is retried
 
 
 class Engine:
-    """One engine behind its address; a restarted one is another Engine.
+    """One engine at its address; a restarted engine is a new Engine.
 
     Args:
-        workers: of the router; one for all engines of a fleet.
-        ours: the run started it. Another's is continued only where a rollout actor of the run paused it.
-        pid: of its process, as its agent says; 0: not known.
-        sessions: in which it gets weights that are in no files.
-        deaths: told when it is lost while it was asked.
-        wanted: what it is to serve; none: that is not asked.
-        tenure: of memory that it shares with the trainer; none: it has its own.
-        at_hand: brings weights in files to where it reads them, while it serves.
-        rolling: when it may take weights while it is asked; none: at any time.
+        workers: the router's worker API; one for all engines of a fleet.
+        ours: the run started it. Pauses of an external engine are ended only if a rollout actor of the run began them.
+        pid: of its process, as reported by its node daemon; 0: unknown.
+        sessions: weight syncs, for weights that are not in files.
+        deaths: records a crash of the engine while it accepted requests.
+        wanted: properties that an external engine must have; None: not checked.
+        tenure: its memory, if it shares memory with the trainer (colocation); None: it has its own.
+        at_hand: makes weight files available where the engine reads them, while it serves.
+        rolling: schedules updates of engines that serve; None: updates at any time.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class Engine:
         self.name = name
         self.url = url
         self.state = EngineState.STARTING
-        self.version = 0  # proven; 0: none yet
-        self.pause_s = self.brought_at = 0.0  # how long it stood still for that version, and when it had proven it
-        self.reason = ""  # for its state
-        self.served_at = -math.inf  # when the newest request was sent of which it made a token
-        self._quarantines = 0  # so far
-        self._tried_again_at = 0.0  # when that is due
-        self.sign_at = 0.0  # of its last sign of life: a token, or that it is asked from now on
+        self.version = 0  # verified weight version; 0: none yet
+        self.pause_s = self.brought_at = 0.0  # seconds it was paused for that version, and time of its verification
+        self.reason = ""  # why it is in its state
+        self.served_at = -math.inf  # send time of the newest request that got a token
+        self._quarantines = 0  # so far, for the backoff
+        self._tried_again_at = 0.0  # when a quarantined engine is retried
+        self.sign_at = 0.0  # of its last sign of life: a token, or the moment it began to accept requests
         self.ours = ours
         self.pid = pid
         self.registration = Registration(url, workers, target, lambda: self.is_asked)
@@ -88,16 +88,16 @@ class Engine:
         self._turn = Turn(
             url, self.tenure, target, state=lambda: self.state, happened=self._happened, emptied=self._note_emptied
         )
-        self.answers = False  # since it was last down
-        self._is_loaded = False  # with the target weights, though they may be unproven yet
+        self.answers = False  # it has responded since it was last down
+        self._is_loaded = False  # it holds the target weights, possibly unverified
         self._at_hand = at_hand
-        self.failed_version = 0  # the last that it did not take, or could not be given
+        self.failed_version = 0  # the last version that it failed to load, or that could not be supplied
         self._sessions = sessions
         self._key = new_key(name)
         self._deaths = deaths or Deaths()
         self._rolling = rolling or Rolling(1, tuple)
         self._wanted = wanted
-        self._label = ""  # of the proven weights
+        self._label = ""  # of the verified weights
         self._client = client
         self._prover = prover
         self._target = target
@@ -105,12 +105,12 @@ class Engine:
 
     @property
     def is_asked(self) -> bool:
-        """Whether requests may be sent to it: it is current, and registered at the router."""
+        """Whether it accepts requests: it is current and registered at the router."""
         return is_asked(self.state)
 
     @property
     def stage(self) -> Stage:
-        """What it has of what it shares with the trainer."""
+        """Its level of the memory that it shares with the trainer."""
         room = self.tenure.room
         if room is Stage.NOTHING or (self.is_asked and room is Stage.EVERYTHING):
             return room
@@ -118,17 +118,17 @@ class Engine:
 
     @property
     def may_load(self) -> bool:
-        """Whether it stands ready for weights soon: it is asked, or was given room for them by the trainer."""
+        """Whether it is ready for a weight update: it accepts requests, or was allowed memory for weights."""
         starts = self.state is EngineState.STARTING and self.answers
         return self.is_asked or (starts and self._target.allowed in (Stage.WEIGHTS, Stage.LOADED))
 
     @property
     def is_behind(self) -> bool:
-        """Whether it is to have newer weights."""
+        """Whether its weights are older than the target."""
         return self.version < self._target.version
 
     async def is_up(self) -> bool:
-        """Whether it may be given weights. One that we paused, or an earlier actor before it died, goes on."""
+        """Whether it is ready for a weight update. Ends a pause left by this or an earlier rollout actor."""
         if self.state is EngineState.SUSPECT:
             return self.tenure.is_sure and await self._recovered()
         if self.state is EngineState.QUARANTINED:
@@ -147,22 +147,23 @@ class Engine:
         return True
 
     async def admit(self) -> None:
-        """Bring it to the target weights, register it, and count it in while they still are the target.
+        """Update it to the target weights, register it and mark it ready while they still are the target.
 
         Raises:
-            EngineError: it did not take the weights, or the router did not take it.
+            EngineError: it did not load the weights, or the router did not register it.
         """
         async with self._target.changed:
             while self.registration.is_apart:
                 await self._target.changed.wait()
         async with self.registration.moving:
-            self.version = 0  # it may have begun anew
+            self.version = 0  # it may have been restarted
             try:
                 await self._check_server()
                 await self._turn.inherit()
                 while not self.is_asked:
                     await self._turn.take()
-                    await self._target.announced()  # or else the router would know it, and all wait for its first
+                    # otherwise it would register without weights, and all would wait for its first version
+                    await self._target.announced()
                     with suppress(TurnLost):
                         await self._adopt_first_weights()
                         await self._bring_current()
@@ -179,7 +180,7 @@ class Engine:
                 raise
 
     async def keep_current(self) -> None:
-        """Give it newer weights whenever such are the target, until it is no longer asked."""
+        """Apply newer target weights as they come, until it no longer accepts requests."""
         while self.is_asked:
             await self._target.until(lambda: not self.is_asked or self.is_behind or self._turn.is_over)
             if not self.is_asked:
@@ -194,20 +195,21 @@ class Engine:
             except EngineError as error:
                 await self._note_failure(error)
                 await self.registration.leave_unless_asked()
-                if isinstance(error, WeightsMismatch) or not self._target.is_in_files:  # a part of them may be there
+                if isinstance(error, WeightsMismatch) or not self._target.is_in_files:  # it may hold part of them
                     await self._prover.clear(self.url)
             else:
                 self._happened(Happening.UPDATED, "")
             await self._target.notify()
 
     async def doubt(self, reason: str, within_s: float) -> None:
-        """Find out whether it makes tokens. One that does not is asked no more: it is to be killed.
+        """Check whether it generates tokens. If not, mark it suspect, to be killed.
 
         Args:
-            reason: for the doubt.
-            within_s: seconds for a small request of our own, which nobody else may hold up for ever.
+            reason: for the check.
+            within_s: timeout in seconds of a small request of our own, which no other request may delay for long.
         """
-        if await answered(within_s, lambda: self._client.is_paused(self.url)):  # by others: we do so in updates
+        # an external pause: the run itself pauses only during updates
+        if await answered(within_s, lambda: self._client.is_paused(self.url)):
             await self.check_or_expel()
             return
         if await makes_tokens(self._client, self.url, within_s):
@@ -220,7 +222,7 @@ class Engine:
         await self.registration.leave_unless_asked()
 
     async def quarantine(self, reason: str) -> None:
-        """Send it no request for a while: its answers cannot be used, those of other engines can."""
+        """Send it no requests for a while: its answers are unusable, those of other engines are usable."""
         self._quarantines += 1
         pause_s = QUARANTINE.pause_s(self._quarantines)
         self._tried_again_at = anyio.current_time() + pause_s
@@ -230,27 +232,27 @@ class Engine:
         await self.registration.leave_unless_asked()
 
     async def condemn(self, reason: str) -> None:
-        """Send it no request: it is to be restarted, for its answers cannot be used."""
+        """Mark it for a restart and send it no requests: its answers are unusable."""
         log.warning("engine_suspect", engine=self.name, url=self.url, reason=reason)
         self._happened(Happening.CONDEMNED, reason)
         await self.registration.leave_unless_asked()
 
     def replaced(self) -> None:
-        """Its server was started again: another Engine stands for that one."""
+        """Its server was restarted: a new Engine replaces this one."""
         self._happened(Happening.LOST, "it was started again")
 
     def reroute(self) -> None:
-        """Its router is another: it is asked again once that knows it."""
+        """The router changed: accept requests again once the new router lists this engine."""
         self.registration.is_known = False
         self._happened(Happening.REROUTED, "another router")
 
     async def is_dead(self) -> bool:
-        """Look whether it is not what it was."""
+        """Check its health; whether it no longer accepts requests."""
         await self.check_or_expel()
         return not self.is_asked
 
     async def check_or_expel(self) -> None:
-        """Ask an engine no more unless it is as it was."""
+        """Check its health, and stop sending it requests if the check fails."""
         loss = await self._loss()
         if loss is None:
             return
@@ -262,18 +264,18 @@ class Engine:
     async def _give_back_or_leave(self) -> None:
         try:
             await self._turn.give_back()
-        except EngineError:  # which its state tells
+        except EngineError:  # reported by its state change
             await self.registration.leave_unless_asked()
 
     async def _take_rest(self) -> None:
-        """With its weights loaded, wait until it may have all memory, and take it.
+        """After a weight update, wait until it may resume all memory, then resume it.
 
         Raises:
-            TurnLost: it may not even have what it has.
+            TurnLost: the trainer reclaims the memory that it already holds.
         """
         self._is_loaded = True
         await self._target.notify()
-        if self.state is not EngineState.UPDATING:  # else it has everything
+        if self.state is not EngineState.UPDATING:  # while updating it holds all memory already
             await self._turn.take_rest()
 
     def _note_emptied(self) -> None:
@@ -300,7 +302,10 @@ class Engine:
         return True
 
     async def _loss(self) -> tuple[Happening, str] | None:
-        """Why it is not as it was; None: it answers, holds the weights that it confirmed, the router knows it."""
+        """Return the trigger and reason of a failed health check.
+
+        None: it responds, holds the weights that it verified, and is registered at the router.
+        """
         updating = self.state is EngineState.UPDATING
         if not updating and not await self._client.ready(self.url):
             return Happening.LOST, "it is not ready"
@@ -315,10 +320,11 @@ class Engine:
         return None
 
     async def _note_failure(self, error: EngineError) -> None:
-        """Say why it does not work under the newest weights."""
+        """Record why it does not serve the newest weights."""
         if self.state in (EngineState.SUSPECT, EngineState.GONE, EngineState.QUARANTINED):
-            return  # which is told
-        if isinstance(error, EngineSilent) and self.tenure.room is not Stage.EVERYTHING:  # it could make no token
+            return  # reported by its state change
+        # without all its memory it cannot generate a token as a sign of life
+        if isinstance(error, EngineSilent) and self.tenure.room is not Stage.EVERYTHING:
             self._happened(Happening.STALLED, str(error))
         elif isinstance(error, EngineSilent) and not await makes_tokens(self._client, self.url, SUSPECT_LOOK_S):
             self._happened(Happening.STALLED, str(error))
@@ -327,7 +333,7 @@ class Engine:
         elif is_away(error):
             log.warning("engine_not_admitted", engine=self.name, error=str(error))
             self.answers = False
-            if self.is_asked:  # else it is only starting yet
+            if self.is_asked:  # otherwise it is still starting
                 self._happened(Happening.LOST, str(error))
         else:
             log.warning("weights_refused", engine=self.name, weight_version=self._target.version, reason=str(error))
@@ -351,7 +357,7 @@ class Engine:
             self._notices.changed(self.name, old, self.state, reason, self.version)
 
     async def _adopt_first_weights(self) -> None:
-        """Count weights that a peer gave it at its start, if it proves that they are the target."""
+        """Keep the weights that a peer gave it at its start, if they verify as the target."""
         announced = self._target.weights
         if announced is None or self.version > 0:
             return
@@ -361,7 +367,7 @@ class Engine:
             self.version = announced.version
 
     async def _bring_current(self) -> None:
-        """Give it the target weights, and again if others are the target by then."""
+        """Update it to the target weights; repeat if the target changed meanwhile."""
         state = self.state
         while self.is_behind and self.state in (state, EngineState.UPDATING):
             announced = self._target.weights
@@ -370,13 +376,13 @@ class Engine:
                 announced = await self._at_hand_for(announced)
             async with self._group_turn():
                 if self.state not in (state, EngineState.UPDATING):
-                    return  # lost meanwhile
+                    return  # its state changed meanwhile
                 async with self._taking_part(announced) as part:
                     if part is None or await self._is_member(part):
                         await self._bring(announced, part)
 
     async def _at_hand_for(self, announced: WeightsAnnounced) -> WeightsAnnounced:
-        """Those weights where it is to read them."""
+        """Return the weights at the place where it reads them."""
         try:
             return await self._at_hand.bring(announced, doubted=announced.version == self.failed_version)
         except EngineError:
@@ -404,13 +410,16 @@ class Engine:
                 self.pause_s, self.brought_at = brought.pause_s, anyio.current_time()
         except EngineError:
             self.failed_version = announced.version
-            self._key = new_key(self.name)  # it may be another process, and is in none of the groups that it was in
+            self._key = new_key(self.name)  # it may be a new process, outside of its earlier torch process groups
             raise
-        self.version = announced.version  # once requests may go there again: then all are said to serve it
+        self.version = announced.version  # set once it is registered again: then all engines count as serving it
 
     @asynccontextmanager
     async def _group_turn(self) -> AsyncGenerator[None]:
-        """Where engines are updated in groups, and read the weights by themselves: its group's turn, or its loss."""
+        """Wait until its update group may be updated, or until it is lost.
+
+        No wait where updates are not rolling, or the weights are not in files.
+        """
         if not (self._rolling.is_on and self.is_asked and self._target.is_in_files):
             yield
             return
@@ -425,7 +434,7 @@ class Engine:
 
     @asynccontextmanager
     async def _taking_part(self, announced: WeightsAnnounced) -> AsyncGenerator[Part | None]:
-        """Its part in a session; of weights in files there is none."""
+        """Its membership in a weight sync; None for weights in files."""
         if self._target.is_in_files:
             yield None
             return
@@ -434,10 +443,10 @@ class Engine:
             yield part
 
     async def _is_member(self, part: Part) -> bool:
-        """Wait until a session takes it in; false: its state, or the target, is another by then.
+        """Wait until a weight sync includes it; False if its state or the target changed first.
 
         Raises:
-            TurnLost: it has to give back its memory, as where the trainer died before a session.
+            TurnLost: it has to release its memory, e.g. the trainer died before the weight sync.
         """
         state = self.state
         await self._target.until(

@@ -1,4 +1,4 @@
-"""Whether an engine that somebody else runs (engines.<pool>.urls) is what the recipe asks for."""
+"""Checks the configuration of an external engine (engines.<pool>.urls) against the recipe."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,23 +12,23 @@ from runtime.settings.topology import EngineConfig, Topology
 
 
 class WrongEngine(EngineError):
-    """An engine of others does not serve what the recipe asks for."""
+    """An external engine does not serve what the recipe asks for."""
 
 
 class Wanted(NamedTuple):
-    """What the recipe asks of a server."""
+    """Properties that the recipe requires of a server."""
 
     architectures: tuple[str, ...]
     dtype: str
-    context: int  # tokens of the longest sample; 0: not limited by the recipe
-    keeps_prefixes: bool = True  # whether its prefix cache may be on
+    context: int  # tokens of the longest sample; 0: no limit in the recipe
+    keeps_prefixes: bool = True  # the prefix cache may be enabled
 
     @classmethod
     def by(cls, topology: Topology, engine: EngineConfig) -> Self:
-        """What a topology asks for of a pool, whose model is a directory.
+        """Derive the requirements for a pool from the topology and the model directory.
 
         Raises:
-            OSError, ValueError: it cannot be read.
+            OSError, ValueError: the model directory is unreadable.
         """
         directory = Path(topology.model.hf_checkpoint)
         return cls(
@@ -48,15 +48,17 @@ def _architectures_of(config: bytes) -> tuple[str, ...]:
 
 
 def check_server(url: str, says: Mapping[str, Any], wanted: Wanted) -> None:
-    """Compare what a server says of itself; what it does not say is left to the proof of its weights.
+    """Compare a server's reported configuration with the requirements.
+
+    Properties that it does not report are covered by the weight verification.
 
     Args:
         url: of the server.
-        says: /server_info and /model_info together.
+        says: merged responses of /server_info and /model_info.
         wanted: by the recipe.
 
     Raises:
-        WrongEngine: with each key, its value, and what is allowed.
+        WrongEngine: with each key, its value, and the allowed values.
     """
     wrong = list(_differences(says, wanted))
     if wrong:
@@ -77,7 +79,7 @@ def _differences(says: Mapping[str, Any], wanted: Wanted) -> Iterator[str]:
         yield _wrong("dp_size", dp_size, "1: each replica is an engine with a URL of its own")
     if not wanted.keeps_prefixes and says.get("disable_radix_cache") is False:
         yield _wrong("disable_radix_cache", False, 'true with rollout.on_weight_update = "in_place"')
-    room = says.get("max_req_input_len")  # what is left of its context, or of its memory where that is less
+    room = says.get("max_req_input_len")  # the rest of its context length, or of its memory if that is less
     if isinstance(room, int) and room < wanted.context:
         yield _wrong("max_req_input_len", room, f"at least rollout.max_context_len = {wanted.context}")
 

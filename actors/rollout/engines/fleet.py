@@ -1,4 +1,4 @@
-"""The engines of a rollout actor: who is up, who holds which weights, who is behind the router."""
+"""The engines of a rollout actor: their state, their weights, and their registration at the router."""
 
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -33,23 +33,23 @@ from runtime.retrying import Backoff
 
 log = structlog.get_logger()
 
-RETRY = Backoff(max_s=1.0)  # between attempts to admit an engine, without end: it may yet come, or other weights
+RETRY = Backoff(max_s=1.0)  # between attempts to mark an engine ready; unlimited, as it or other weights may still come
 Kill = Callable[[str], Awaitable[None]]
-RELOOK_S = 60.0  # without other weights than damaged ones: their disk may be back
+RELOOK_S = 60.0  # retry interval for damaged weight files: their disk may recover
 
 
 class Autopsy(NamedTuple):
-    """Of what an engine died."""
+    """The cause of an engine crash."""
 
-    killed: bool  # by somebody outside
+    killed: bool  # killed from outside
     reason: str
 
 
 class Fleet:
-    """Keeps engines current and registered. Generation waits here until the engines it may use are confirmed.
+    """Keeps engines updated and registered. Requests wait here until their engines are verified.
 
-    A task of its own looks after each engine: one that hangs holds up no other. A lost Fleet loses nothing: it is
-    rebuilt from the addresses on the bus and the newest announcement in the log.
+    Each engine has its own task, so a hung engine blocks no other. The state is not persistent: it is rebuilt from the
+    addresses on the bus and the newest announcement in the log.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class Fleet:
         self.notices = notices or Notices()
         self.deaths = Deaths()
         self.conduct = Conduct()
-        self._num_direct = 0  # requests that were sent to an engine directly
+        self._num_direct = 0  # requests sent past the router, for round-robin
         self._engines: dict[str, Engine] = {}
         self._target = FleetTarget()
-        self.is_held = False  # requests wait, whichever engines are up
+        self.is_held = False  # requests wait although engines are up
         self._rolling = Rolling(update_groups, lambda: self._engines)
         self.sessions = WeightSessions(self._target, self._lacking, self._rolling.group_of)
-        self._check: anyio.Event | None = None  # of all engines that are asked, under way
+        self._check: anyio.Event | None = None  # a running health check of all engines that accept requests
         self._refusals: dict[str, RefusedBy] = {}  # by engine
         self._give_up_lost: Callable[[], Awaitable[object]] = anyio.lowlevel.checkpoint
 
@@ -79,36 +79,36 @@ class Fleet:
 
     @property
     def loads(self) -> Loads:
-        """Which loads of weights are proven."""
+        """The weight updates and their verification status."""
         return self._prover.loads
 
     @property
     def engine_urls(self) -> list[str]:
-        """All engines whose address is known."""
+        """URLs of all known engines."""
         return [engine.url for engine in self._engines.values()]
 
     def is_ours(self, url: str) -> bool:
-        """Whether the run started the engine there: one of others has requests that are not ours."""
+        """Whether the run started the engine at a URL. An external engine also has requests of others."""
         return all(engine.ours for engine in self._engines.values() if engine.url == url)
 
     @property
     def version(self) -> int:
-        """Newest version that all engines proved to hold that the router may ask; 0 while none is admitted."""
+        """Oldest verified version among the engines that the router may use; 0 while no engine is ready."""
         if not self._admitted():
             return 0
         return min(engine.version for engine in self._asked_or_known())
 
     @property
     def target_version(self) -> int:
-        """The version that the engines are to hold; 0: none was announced yet."""
+        """The target weight version; 0: none was announced yet."""
         return self._target.version
 
     def num_admitted(self) -> int:
-        """Engines that may get requests."""
+        """Number of engines that accept requests."""
         return len(self._admitted())
 
     def waits_for(self) -> str:
-        """What keeps requests from being sent, for people; empty when nothing does."""
+        """Describe for people what blocks requests; empty if nothing does."""
         if self.is_held:
             return "its turn: the trainer has the memory, or engines give it back or take it"
         if self._target.router is None:
@@ -123,14 +123,14 @@ class Fleet:
         return f"weights {self.target_version} at {', '.join(behind)}" if behind else ""
 
     def is_held_by_any(self, version: int) -> bool:
-        """Whether an engine that may be asked holds that version, or a newer one."""
+        """Whether an engine that accepts requests holds this version or a newer one."""
         return any(engine.is_asked and engine.version >= version for engine in self._engines.values())
 
     async def wait_ready(self, min_version: int, *, unless: Callable[[], bool]) -> bool:
-        """Wait until the router and at least one engine are up and every admitted one is at min_version.
+        """Wait until the router and an engine are up, and all ready engines hold at least min_version.
 
         Returns:
-            False when `unless` came true first; it is looked at on every `notify`.
+            False if `unless` became true first; it is checked on every `notify`.
         """
         if self._holds(min_version) and not unless():
             return True
@@ -148,7 +148,7 @@ class Fleet:
 
     @asynccontextmanager
     async def held(self) -> AsyncGenerator[None]:
-        """In the block nobody may send a request."""
+        """Block new requests inside the context."""
         self._target.num_holds += 1
         try:
             yield
@@ -159,22 +159,27 @@ class Fleet:
 
     @property
     def weights(self) -> WeightsAnnounced | None:
-        """What the engines are to hold; none: none was announced yet."""
+        """The target weights; None: none were announced yet."""
         return self._target.weights
 
     def _lacking(self) -> list[str]:
-        """Engines that are up and are to have newer weights."""
+        """Names of the engines that are ready for a weight update and behind the target."""
         return [engine.name for engine in self._engines.values() if engine.is_behind and engine.may_load]
 
     async def next_version(self, after: int) -> int:
-        """Wait until all admitted engines have confirmed a version above `after`; return it."""
+        """Wait until all ready engines have verified a version above `after`; return it."""
         async with self._target.changed:
             while self.version <= after:
                 await self._target.changed.wait()
             return self.version
 
     def updates(self, version: int, since: float) -> tuple[EngineUpdate, ...]:
-        """How admitted engines that hold a version came to it; `since` is when they were to, of the event loop."""
+        """Return timings of the update to a version, per ready engine that holds it.
+
+        Args:
+            version: of the weights.
+            since: when the version became the target, on the event loop's clock.
+        """
         return tuple(
             EngineUpdate(engine=engine.name, pause_s=engine.pause_s, took_s=max(0.0, engine.brought_at - since))
             for engine in self._admitted()
@@ -183,48 +188,48 @@ class Fleet:
 
     @property
     def engines(self) -> list[Engine]:
-        """All that are known."""
+        """All known engines."""
         return list(self._engines.values())
 
     @property
     def allowed(self) -> Stage:
-        """What engines may have of the memory that they share with the trainer."""
+        """The allowed level of the memory shared with the trainer."""
         return self._target.allowed
 
     async def hold(self, held: bool) -> None:
-        """Let no new request go to engines, or again."""
+        """Block new and repeated requests, or unblock them."""
         self.is_held = held
         await self.notify()
 
     async def allow(self, stage: Stage) -> None:
-        """Say what engines may have; nothing only while no request is under way. Returns at once."""
+        """Set the allowed memory level; NOTHING only while no request is running. Does not wait for the engines."""
         self._target.allowed = stage
-        if stage is Stage.NOTHING:  # a trainer that died in a session brings no more of it
+        if stage is Stage.NOTHING:  # a trainer that died during a weight sync will not continue it
             self.sessions.end("the trainer has its memory back")
         await self.notify()
 
     async def until(self, true: Callable[[], bool]) -> None:
-        """Wait until something holds; it is looked at on every `notify`."""
+        """Wait until a condition holds; it is checked on every `notify`."""
         await self._target.until(true)
 
     async def notify(self) -> None:
-        """Let the waiting look again."""
+        """Make waiters check their conditions again."""
         await self._target.notify()
 
     async def set_target(self, announced: WeightsAnnounced) -> None:
-        """Have every engine take these weights as soon as it can; returns at once. The last call counts."""
+        """Set the weights that all engines update to as soon as they can; does not wait. The last call wins."""
         self._target.weights = announced
         await self.notify()
 
     def give_up_by(self, give_up: Callable[[], Awaitable[object]]) -> None:
-        """Say what has engines hold newer weights, where there are any, in place of some that no engine can read."""
+        """Set the callback that gives up unreadable weights in favour of newer ones, if there are any."""
         self._give_up_lost = give_up
 
     async def run_router(self, url: str) -> None:
-        """Send requests to a router: wait until it answers and knows no engine, and again when it is lost.
+        """Use a router: wait until it responds with an empty worker list; repeat when it is lost. Never returns.
 
-        One that outlived an earlier rollout actor still knows that one's engines, whatever weights they hold. Runs for
-        ever, in a task that is cancelled when the router's address changes.
+        A router that outlived an earlier rollout actor still lists that actor's engines, whatever weights they hold.
+        Runs in a task that is cancelled when the router's address changes.
         """
         while True:
             self._target.router = None
@@ -249,23 +254,23 @@ class Fleet:
         tenure: Tenure | None = None,
         at_hand: AtHand = UNCHECKED,
     ) -> None:
-        """Keep one engine admitted: wait for it, give it the current weights, register it, and again when it is lost.
+        """Keep one engine ready: wait for it, update and register it, and repeat when it is lost. Never returns.
 
-        Runs for ever, in a task that is cancelled when the engine's address changes.
+        Runs in a task that is cancelled when the engine's address changes.
 
         Args:
             name: of the engine.
             url: where it listens.
             ours: the run started it.
-            pid: of its process, as its agent says; 0: not known.
-            wanted: what it is to serve; none: that is not asked.
-            kill: have it killed, for a reason, and started again; none: nobody may.
-            tenure: of memory that it shares with the trainer; none: it has its own.
-            at_hand: brings weights in files to where it reads them.
+            pid: of its process, as reported by its node daemon; 0: unknown.
+            wanted: properties that an external engine must have; None: not checked.
+            kill: kills and restarts it, for a reason; None: the run cannot restart it.
+            tenure: its memory, if it shares memory with the trainer (colocation); None: it has its own.
+            at_hand: makes weight files available where it reads them.
 
         Raises:
-            WeightsMismatch, RequestRefused, CopyRefused: it has refused the weights for long, started anew too, and no
-                other engine has taken any.
+            WeightsMismatch, RequestRefused, CopyRefused: it refuses the weights for too long, even after restarts, and
+                no other engine accepts them.
         """
         engine = await self._replace(name, url, ours=ours, pid=pid, wanted=wanted, tenure=tenure, at_hand=at_hand)
         refusals, failures = self._refusals.setdefault(name, RefusedBy()), 0
@@ -296,19 +301,20 @@ class Fleet:
                 await kill(engine.reason)
 
     def _next_step(self, refusals: RefusedBy, error: EngineError, *, may_restart: bool) -> Step:
-        """What to do about an engine that was not admitted."""
+        """Choose the next action for an engine that did not become ready."""
         if is_away(error):
             refusals.away()
             return Step.AGAIN
         return refusals.refused(
             anyio.current_time(),
             damaged=isinstance(error, WeightsDamaged),
-            may_restart=may_restart and not isinstance(error, CopyRefused),  # which its node has to mend
+            # a restart does not help: its node has to provide the copy
+            may_restart=may_restart and not isinstance(error, CopyRefused),
             others_serve=bool(self._admitted()),
         )
 
     async def _wait_for_others_than(self, version: int) -> None:
-        """Wait until engines are to hold another version, but not for ever."""
+        """Try to give up the target weights, then wait for another target version, at most RELOOK_S."""
         await self._give_up_lost()
         with anyio.move_on_after(RELOOK_S):
             await self._target.until(lambda: self._target.version != version)
@@ -324,7 +330,7 @@ class Fleet:
         tenure: Tenure | None,
         at_hand: AtHand,
     ) -> Engine:
-        """A new engine in the place of the one of that name, which the router forgets."""
+        """Create the engine, replacing an earlier one of that name, which is removed from the router."""
         self.conduct.forget(name)
         old = self._engines.get(name)
         engine = self._engines[name] = Engine(
@@ -350,17 +356,18 @@ class Fleet:
         return engine
 
     def current_engines(self) -> list[Engine]:
-        """Those that may be asked and are to make tokens."""
+        """Engines that accept requests and are not being updated."""
         return [engine for engine in self._engines.values() if engine.state is EngineState.CURRENT]
 
     def any_engine(self) -> Engine | None:
-        """One that may be asked, if there is one."""
+        """Return an engine that accepts requests, or None."""
         return next(iter(self._admitted()), None)
 
     def another_engine(self, than: str) -> Engine | None:
-        """The next engine in turn that may be asked, another one than that; none: there is only one to choose from.
+        """Return the next engine in round-robin order that accepts requests, excluding `than`.
 
-        A request that failed is sent there past the router, which does not say who answered.
+        None if there are fewer than two. A failed request is sent there directly, because the router does not report
+        which engine answered.
         """
         admitted = self._admitted()
         if len(admitted) < 2:
@@ -370,41 +377,41 @@ class Fleet:
         return others[self._num_direct % len(others)]
 
     def engine_behind(self, label: str) -> Engine | None:
-        """The engine that an answer under that label comes from, or the only one that may be asked."""
+        """Return the engine of a weight label, or the only engine that accepts requests."""
         engine = self.engine_of(label)
         admitted = self._admitted()
         return admitted[0] if engine is None and len(admitted) == 1 else engine
 
     @property
     def serves(self) -> bool:
-        """Whether router and an engine are up, as far as is known."""
+        """Whether the router and at least one engine are up, as far as is known."""
         return self._target.router is not None and bool(self._admitted())
 
     def admitted_names(self) -> str:
-        """The engines that may be asked, with their URLs, for people."""
+        """List the engines that accept requests with their URLs, for people."""
         return " or ".join(f"{engine.name} ({engine.url})" for engine in self._admitted())
 
     def refused_by(self) -> str:
-        """Why no engine can be asked, where the run started none and can restart none; empty otherwise."""
+        """Return why no engine accepts requests, if all engines are external; empty otherwise."""
         engines = self._engines.values()
         if self._admitted() or self.is_held or not engines or any(engine.ours for engine in engines):
             return ""
         return "; ".join(f"{engine.name} ({engine.url}) is {engine.state}: {engine.reason}" for engine in engines)
 
     async def note_failure(self, engine: Engine, group: str, reason: str, *, counts: bool) -> None:
-        """A request failed at an engine that is up.
+        """Record a failed request to a running engine.
 
         Args:
-            engine: the one.
-            group: whose request it was.
-            reason: why it failed.
-            counts: the engine is to blame; not where it was only busy.
+            engine: the engine.
+            group: the request's prompt group.
+            reason: of the failure.
+            counts: the engine is to blame; False if it was only busy.
         """
         self.conduct.failed(engine.name, group, reason, anyio.current_time(), counts=counts)
         await self._judge(engine)
 
     async def note_answer(self, label: str) -> None:
-        """An answer under that label can be used."""
+        """Record a usable answer under a weight label."""
         engine = self.engine_of(label)
         if engine is None:
             return
@@ -413,9 +420,9 @@ class Fleet:
             await self._judge(other)
 
     async def _judge(self, engine: Engine) -> None:
-        """Quarantine an engine that fails again and again while another one answers well.
+        """Quarantine an engine that keeps failing while another engine answers well.
 
-        Where no other one answers, it is restarted if the run started it, and asked on otherwise.
+        If no other engine answers, restart it if the run started it; otherwise keep using it.
         """
         now = anyio.current_time()
         if not self.conduct.keeps_failing(engine.name, now) or not engine.is_asked or engine.registration.is_apart:
@@ -431,9 +438,9 @@ class Fleet:
         await self.notify()
 
     async def autopsy(self, engine: Engine) -> Autopsy | None:
-        """Whether an engine that lost a request is dead, and whether somebody killed it; None: it lives.
+        """Return the crash cause of an engine that lost a request; None if it is alive.
 
-        Of one that nobody started here, or whose agent says nothing, a kill is not known of.
+        A kill is undetectable for an external engine, and without a report of the node daemon.
         """
         if not await engine.is_dead():
             return None
@@ -443,20 +450,20 @@ class Fleet:
         return Autopsy(killed=was_killed(exit), reason=exit.reason)
 
     def engine_of(self, label: str) -> Engine | None:
-        """The engine that weights with this label were loaded into, if it is still here."""
+        """Return the engine that a weight label was given to, if it still exists."""
         return self._engines.get(self.loads.engine_of(label))
 
     def note_token(self, label: str, sent_at: float) -> None:
-        """A token of a load came, of a request that was sent then: its engine lives."""
+        """Record a token under a weight label, of a request sent at `sent_at`: its engine is alive."""
         engine = self.engine_of(label)
         if engine is not None:
             engine.sign_at = anyio.current_time()
             engine.served_at = max(engine.served_at, sent_at)
 
     async def report_unavailable(self) -> None:
-        """A request failed: find out who is not as it was, router or engine, and ask it no more until it is.
+        """After a failed request, check the router and all engines, and stop using those that fail.
 
-        Many requests fail at the same time: all wait for one look.
+        Concurrent callers share one check.
         """
         if self._check is not None:
             await self._check.wait()

@@ -1,4 +1,4 @@
-"""What a fleet tells the run's log of its engines, only so often: one that comes and goes must not fill the log."""
+"""Rate-limited engine events: an engine that flaps must not flood the run's log."""
 
 import math
 from collections import deque
@@ -15,23 +15,23 @@ from runtime.bus.errors import BusError
 
 log = structlog.get_logger()
 
-BURST: Final = 8  # changes of an engine that are told whenever they come
-REFILL_S: Final = 60.0  # after which one more is
-FIRST_REFUSAL_S: Final = 10.0  # to the second telling that an engine refuses a version; doubled from there
+BURST: Final = 8  # state changes of one engine that are always published
+REFILL_S: Final = 60.0  # seconds until one more may be published
+FIRST_REFUSAL_S: Final = 10.0  # until a refusal of the same version is published again; doubles each time
 REASON_CHARS: Final = 500
-BOUND: Final = 1000  # waiting to be told
+BOUND: Final = 1000  # events waiting to be published
 
 
 @dataclass
 class Allowance:
-    """How many changes of one engine may be told. Pure."""
+    """Token bucket for the state changes of one engine. Pure."""
 
     left: float = BURST
     counted_at: float = 0.0
-    num_untold: int = 0  # since one was
+    num_untold: int = 0  # suppressed since the last published one
 
     def take(self, now: float) -> bool:
-        """Whether a change may be told now, in seconds of any clock."""
+        """Whether a change may be published at `now`, in seconds of any clock."""
         self.left = min(float(BURST), self.left + (now - self.counted_at) / REFILL_S)
         self.counted_at = now
         if self.left < 1.0:
@@ -43,40 +43,40 @@ class Allowance:
 
 @dataclass
 class Refusals:
-    """How often an engine refused one version, and when that is told next. Pure."""
+    """Counts one engine's refusals of a version, with exponential backoff of their events. Pure."""
 
     version: int
-    unusable: bool = False  # its files
+    unusable: bool = False  # the version's files are damaged
     number: int = 0
     due_at: float = -math.inf
     gap_s: float = FIRST_REFUSAL_S
 
     def take(self, now: float) -> bool:
-        """Count one, and whether it is told."""
+        """Count one refusal; return whether it is published."""
         self.number += 1
         if now < self.due_at:
             return False
-        if now > self.due_at + self.gap_s:  # it was quiet for long
+        if now > self.due_at + self.gap_s:  # no refusal for longer than the backoff
             self.gap_s = FIRST_REFUSAL_S
         self.due_at, self.gap_s = now + self.gap_s, 2 * self.gap_s
         return True
 
 
 class Notices:
-    """Events about engines, in the order in which they happened."""
+    """Publishes rate-limited engine events, in the order in which they occurred."""
 
     def __init__(self, instance: str = "") -> None:
         self._instance = instance
         self._allowances: dict[str, Allowance] = {}
         self._refusals: dict[str, Refusals] = {}
-        self._failures: dict[tuple[str, str], Refusals] = {}  # of requests, by engine and kind
+        self._failures: dict[tuple[str, str], Refusals] = {}  # failed requests, by engine and kind of failure
         self._waiting = deque[EngineStateChanged | WeightsRefused | EngineRequestsFailed](
             maxlen=BOUND
-        )  # the oldest give way
+        )  # a full queue drops the oldest event
         self._arrived = anyio.Event()
 
     def changed(self, engine: str, old: EngineState, new: EngineState, reason: str, version: int) -> None:
-        """Tell that an engine is in another state."""
+        """Report an engine's state change."""
         now = anyio.current_time()
         allowance = self._allowances.setdefault(engine, Allowance(counted_at=now))
         if not allowance.take(now):
@@ -94,7 +94,7 @@ class Notices:
         self._put(event)
 
     def refused(self, engine: str, version: int, reason: str, *, unusable: bool = False) -> None:
-        """Tell that an engine does not work under a version of the weights, or that no engine can, for its files."""
+        """Report that an engine refuses a weight version, or that the version's files are damaged (`unusable`)."""
         refusals = self._refusals.get(engine)
         if refusals is None or (refusals.version, refusals.unusable) != (version, unusable):
             refusals = self._refusals[engine] = Refusals(version, unusable)
@@ -111,7 +111,7 @@ class Notices:
             self._put(event)
 
     def failed(self, engine: str, kind: str, reason: str) -> None:
-        """Tell that a request to an engine that is up failed; of each kind of failure seldom."""
+        """Report a failed request to a running engine, rate-limited per kind of failure."""
         failures = self._failures.setdefault((engine, kind), Refusals(0))
         if failures.take(anyio.current_time()):
             reason = clipped(reason, REASON_CHARS)
@@ -122,7 +122,7 @@ class Notices:
             )
 
     async def run(self, bus: Bus) -> None:
-        """Publish, for ever. What cannot be is logged: the fleet waits for nobody."""
+        """Publish events. Never returns; a failure is only logged, so the bus never blocks the fleet."""
         while True:
             await self._arrived.wait()
             self._arrived = anyio.Event()

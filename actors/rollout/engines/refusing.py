@@ -1,27 +1,27 @@
-"""What to do about an engine that refuses weights: try again, wait for others, start it again, or give up. Pure."""
+"""Policy for an engine that refuses weights: retry, wait for another version, restart it, or give up. Pure."""
 
 import math
 from enum import Enum
 from typing import Final
 
-REFUSED_PATIENCE_S: Final = 60.0  # without any engine that takes weights; a trainer's restart may help
-RESTART_AFTER_S: Final = 10.0  # of refusals, for an engine that the run started: its process may be what is wrong
-RESTART_AFTER: Final = 3  # refusals, at least
-MAX_RESTARTS: Final = 2  # of the only engine; the weights are what is wrong then
-DAMAGED_PATIENCE_S: Final = 3600.0  # for a trainer that trains, and then publishes the same weights again
+REFUSED_PATIENCE_S: Final = 60.0  # while no engine accepts the weights; a restart of the trainer may help
+RESTART_AFTER_S: Final = 10.0  # of refusals by an engine of the run: its process may be the cause
+RESTART_AFTER: Final = 3  # minimum number of refusals
+MAX_RESTARTS: Final = 2  # of the only engine; after that the weights are the likely cause
+DAMAGED_PATIENCE_S: Final = 3600.0  # the trainer may be busy with a step before it publishes the same weights again
 
 
 class Step(Enum):
-    """What comes next."""
+    """The next action."""
 
     AGAIN = "again"
-    WAIT = "wait"  # for another version
+    WAIT = "wait"  # for another weight version
     RESTART = "restart"
     GIVE_UP = "give up"
 
 
 class RefusedBy:
-    """The refusals of one engine since it last took weights, over its restarts."""
+    """Refusals by one engine since it last accepted weights, across its restarts."""
 
     def __init__(self) -> None:
         self._since = math.inf
@@ -29,22 +29,22 @@ class RefusedBy:
         self._restarts = 0
 
     def took(self) -> None:
-        """It serves."""
+        """The engine accepted weights and serves."""
         self._restarts = 0
         self.away()
 
     def away(self) -> None:
-        """It does not answer, or it is started again: earlier refusals say nothing of it any more."""
+        """The engine is down or restarting: forget its earlier refusals."""
         self._since, self._number = math.inf, 0
 
     def refused(self, now: float, *, damaged: bool, may_restart: bool, others_serve: bool) -> Step:
-        """Count a refusal.
+        """Count a refusal and return the next action.
 
         Args:
             now: seconds of any clock.
-            damaged: the files of the weights are not what was announced: no engine can take them.
-            may_restart: it can be started again, and its process may be what is wrong.
-            others_serve: another engine holds the weights that this one refuses.
+            damaged: the weight files differ from the announced ones, so no engine can load them.
+            may_restart: the engine can be restarted, and its process may be the cause.
+            others_serve: another engine serves the weights that this one refuses.
         """
         self._since, self._number = min(self._since, now), self._number + 1
         lasted_s = now - self._since

@@ -1,4 +1,4 @@
-"""An engine's place at the router, which sends requests to the engines that it knows."""
+"""Registration of an engine at the router, which sends requests to its registered workers."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -13,25 +13,25 @@ from actors.rollout.sglang.errors import EngineUnavailable
 
 log = structlog.get_logger()
 
-POLL_S: Final = 0.1  # while an engine or the router starts; neither tells when it is up
+POLL_S: Final = 0.1  # while an engine or the router starts; neither signals when it is up
 REGISTER_TIMEOUT_S: Final = 60.0
 REMOVE_TIMEOUT_S: Final = 5.0
 
 
 class Registration:
-    """Has the router know one engine while it may be asked, unless it is set apart.
+    """Keeps one engine registered at the router while it accepts requests and is not isolated.
 
     Args:
         url: of the engine.
-        workers: of the router; one for all engines of a fleet.
-        target: has the router, and tells who waits of changes.
-        is_asked: whether requests may be sent to the engine.
+        workers: the router's worker API; one for all engines of a fleet.
+        target: has the router's URL, and notifies waiters of changes.
+        is_asked: whether the engine accepts requests.
     """
 
     def __init__(self, url: str, workers: RouterWorkers, target: FleetTarget, is_asked: Callable[[], bool]) -> None:
-        self.is_known = False  # the router may know it
-        self.moving = anyio.Lock()  # in or out of the router, not both at a time; who has it calls `enter` and `leave`
-        self._num_apart = 0  # reasons for which the router does not know it: a request alone, its turn to be updated
+        self.is_known = False  # the router may list it
+        self.moving = anyio.Lock()  # serializes registering and unregistering; held during `enter` and `leave`
+        self._num_apart = 0  # reasons to keep it unregistered: an isolation run, a rolling update
         self._url = url
         self._workers = workers
         self._target = target
@@ -39,30 +39,34 @@ class Registration:
 
     @property
     def is_apart(self) -> bool:
-        """Whether the router is not to know it for now, though it may be asked."""
+        """Whether the engine is isolated: unregistered for now although it may accept requests."""
         return self._num_apart > 0
 
     async def set_apart(self) -> None:
-        """Have the router send nothing there; what is there goes on."""
+        """Unregister the engine; its running requests go on."""
         self._num_apart += 1
         async with self.moving:
             await self.leave()
 
     async def join(self) -> None:
-        """End that; cut off, or if the router does not take it, the next look at it finds it missing there."""
-        if self._is_asked() and self._num_apart == 1:  # until the router knows it that is no reason to count it as lost
+        """End the isolation: register the engine again.
+
+        If that is cancelled or the router refuses it, the next health check finds the engine missing at the router.
+        """
+        # an unregistered engine counts as lost, so wait for its registration
+        if self._is_asked() and self._num_apart == 1:
             with anyio.move_on_after(REGISTER_TIMEOUT_S, shield=True):
                 async with self.moving:
                     self.is_known = True
                     await wait_until(self._entered_or_lost)
-                    if not self._is_asked():  # who found that left it to us to take it out again
+                    if not self._is_asked():  # a concurrent check found it lost and left the unregistering to this call
                         await self.leave()
         self._num_apart -= 1
         await self._target.notify()
 
     @asynccontextmanager
     async def apart(self) -> AsyncGenerator[None]:
-        """In the block the router sends nothing there. After its failure neither: whoever handles that goes on."""
+        """Unregister the engine for the block. If the block raises, the caller re-registers it."""
         await self.set_apart()
         try:
             yield
@@ -72,10 +76,10 @@ class Registration:
         await self.join()
 
     async def enter(self, unless: Callable[[], bool]) -> None:
-        """Wait until the router knows it, or `unless` holds; called with `moving` taken.
+        """Wait until the router lists the engine as healthy, or `unless` holds. Call with `moving` held.
 
         Raises:
-            EngineUnavailable: the router does not take it.
+            EngineUnavailable: the router does not register it in time.
         """
 
         async def entered() -> bool:
@@ -88,19 +92,22 @@ class Registration:
             raise EngineUnavailable(f"the router did not take {self._url} within {REGISTER_TIMEOUT_S:.0f} s")
 
     async def leave(self) -> None:
-        """Have the router forget it, and who waits for a version wait for this engine's no more."""
+        """Unregister the engine, and stop its version from holding up waiters for newer ones."""
         await self.forget()
         self.is_known = False
         await self._target.notify()
 
     async def leave_unless_asked(self) -> None:
-        """The same, unless it may be asked again by then, or is apart anyway."""
+        """Unregister the engine, unless it accepts requests again by then or is isolated anyway."""
         async with self.moving:
             if not self._is_asked() and not self.is_apart:
                 await self.leave()
 
     async def forget(self) -> None:
-        """Have the router forget it. If that takes too long, what it still answers is seen by its version."""
+        """Have the router remove the engine.
+
+        If that takes too long, answers that still come from it are recognised by their weight version.
+        """
         router = self._target.router
         if router is None:
             return
@@ -110,10 +117,11 @@ class Registration:
             log.warning("worker_not_removed", url=self._url)
 
     async def is_missing(self) -> bool:
-        """Whether the router answers and does not know it, though it is to."""
+        """Whether the router responds without listing the engine, although it should be registered."""
         if self.is_apart or self._target.router is None:
             return False
-        return await self._workers.lacks(self._target.router, self._url) and not self.is_apart  # it may be by now
+        # it may be isolated by now
+        return await self._workers.lacks(self._target.router, self._url) and not self.is_apart
 
     async def _entered_or_lost(self) -> bool:
         return not self._is_asked() or await self._is_healthy_there()
@@ -123,6 +131,6 @@ class Registration:
 
 
 async def wait_until(true: Callable[[], Awaitable[bool]]) -> None:
-    """Ask until the answer is yes."""
+    """Poll until the condition is true."""
     while not await true():  # noqa: ASYNC110 - the servers have no way to tell that they are up
         await anyio.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""Which engines a router knows: asked, and changed. A router that does not answer is asked again by the caller."""
+"""The router's worker list: queries and changes. If the router does not respond, the caller retries."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -11,18 +11,19 @@ ASK_AGAIN_S: Final = 5.0
 
 
 class RouterWorkers:
-    """The engines that routers send requests to.
+    """Adds, removes and queries the engines of routers.
 
-    A router answers at once and does what it was asked later, in no order, by the engine's URL: a second removal would
-    remove the engine after it has come back. So each thing is asked once, and again only when it should long be done.
+    A router accepts a change at once and applies it later, in any order, by the engine's URL. A duplicate removal could
+    therefore remove the engine after it has come back. So each change is requested once, and repeated only after
+    ASK_AGAIN_S.
     """
 
     def __init__(self, client: SglangClient) -> None:
         self._client = client
-        self._asked_at: dict[tuple[str, str], float] = {}  # by router and what was asked
+        self._asked_at: dict[tuple[str, str], float] = {}  # by router and requested change
 
     async def answers(self, router: str) -> bool:
-        """Whether it says which engines it knows."""
+        """Whether the router responds with its worker list."""
         try:
             await self._client.workers(router)
         except EngineError:
@@ -30,7 +31,7 @@ class RouterWorkers:
         return True
 
     async def has(self, router: str, engine: str) -> bool:
-        """Whether it knows an engine as healthy; it is asked to take it in where it is missing."""
+        """Whether the router lists an engine as healthy; adds the engine if it is missing."""
         try:
             listed = [worker for worker in await self._client.workers(router) if worker.url == engine]
             if not listed:
@@ -40,25 +41,25 @@ class RouterWorkers:
         return any(worker.is_healthy for worker in listed)
 
     async def lacks(self, router: str, engine: str) -> bool:
-        """Whether it answers and does not know an engine."""
+        """Whether the router responds and does not list an engine."""
         try:
             return all(worker.url != engine for worker in await self._client.workers(router))
         except EngineError:
             return False
 
     async def free_of(self, router: str, engine: str | None) -> bool:
-        """Whether it answers and does not know an engine, or none at all; those that it knows are removed."""
+        """Whether the router responds without listing an engine, or any engine if None; removes those that it lists."""
         try:
             found = [worker for worker in await self._client.workers(router) if engine is None or worker.url == engine]
             for worker in found:
-                self._asked_at.pop((router, worker.url), None)  # it is in: to be asked afresh when it is out
+                self._asked_at.pop((router, worker.url), None)  # listed now, so a later add must be requested anew
                 await self._once(router, worker.id, lambda worker=worker: self._client.remove_worker(router, worker))
         except EngineError:
             return False
         return not found
 
     async def _once(self, router: str, what: str, ask: Callable[[], Awaitable[None]]) -> None:
-        """Ask something of a router, unless that was asked of it lately and it took it."""
+        """Request a change, unless the router accepted the same one within ASK_AGAIN_S."""
         now = time.monotonic()
         self._asked_at = {key: at for key, at in self._asked_at.items() if now - at < ASK_AGAIN_S}
         if (router, what) in self._asked_at:

@@ -1,4 +1,4 @@
-"""What changes the state of an engine, and what may be done to one in it. Pure; the IO is in engine.py."""
+"""The state machine of an engine, and what each state permits. Pure; the IO is in engine.py."""
 
 from enum import Enum
 from typing import Final
@@ -11,28 +11,28 @@ SUSPECT, GONE, QUARANTINED = EngineState.SUSPECT, EngineState.GONE, EngineState.
 
 
 class Happening(Enum):
-    """What happens to an engine."""
+    """Triggers of engine state transitions."""
 
-    ADMITTED = "admitted"  # it proved to hold the target weights, and the router knows it
+    ADMITTED = "admitted"  # it holds verified target weights and is registered at the router
     UPDATE_BEGAN = "update began"
     UPDATED = "updated"
-    REFUSED = "refused"  # weights that were newer than its own; while it is current, its node has no copy of them
-    REROUTED = "rerouted"  # its router was lost, or lost it
-    LEFT_PAUSED = "left paused"  # we paused it, and it could not be told to go on
+    REFUSED = "refused"  # it refused newer weights; in state CURRENT: its node has no copy of them
+    REROUTED = "rerouted"  # the router went down or no longer lists it
+    LEFT_PAUSED = "left paused"  # paused by the run; the call to continue failed
     CONTINUED = "continued"
     RELEASED = "released"
     RESUMED = "resumed"
-    STALLED = "stalled"  # it has requests of ours, or weights to load, and makes nothing of them
-    MOVED = "moved"  # it makes tokens again
-    CONDEMNED = "condemned"  # its answers cannot be used, and no other engine's: it is to be restarted
-    QUARANTINED = "quarantined"  # its answers cannot be used, those of others can
+    STALLED = "stalled"  # it has requests or a weight update of ours, and makes no progress
+    MOVED = "moved"  # it generates tokens again
+    CONDEMNED = "condemned"  # its answers are unusable and no other engine answers well: restart it
+    QUARANTINED = "quarantined"  # its answers are unusable, those of other engines are usable
     TRIED_AGAIN = "tried again"
     LOST = "lost"
     FOUND = "found"
 
 
 class ImpossibleTransition(ValueError):
-    """Something is said to have happened that cannot in that state: a defect of ours."""
+    """A trigger that the current state does not allow: a bug in this code."""
 
 
 _NEXT: Final[dict[Happening, dict[EngineState, EngineState]]] = {
@@ -53,16 +53,16 @@ _NEXT: Final[dict[Happening, dict[EngineState, EngineState]]] = {
     Happening.LOST: {state: GONE for state in EngineState},
     Happening.FOUND: {GONE: STARTING},
 }
-# An update, its requests and its look at the engine end by themselves, whatever has become of the engine by then.
+# Updates, requests and health checks end on their own; the engine may be in any state by then.
 _LATE: Final = {Happening.UPDATED, Happening.REFUSED, Happening.REROUTED, Happening.LEFT_PAUSED}
 _UPDATES: Final = {(CURRENT, UPDATING), (UPDATING, CURRENT)}
 
 
 def next_state(state: EngineState, happening: Happening) -> EngineState:
-    """The state of an engine after something happened to it.
+    """Return the state of an engine after a trigger.
 
     Raises:
-        ImpossibleTransition: that cannot happen in this state.
+        ImpossibleTransition: the trigger is not allowed in this state.
     """
     after = _NEXT[happening].get(state)
     if after is None and happening not in _LATE:
@@ -71,21 +71,23 @@ def next_state(state: EngineState, happening: Happening) -> EngineState:
 
 
 def is_told(old: EngineState, new: EngineState) -> bool:
-    """Whether a change of state is an event: an update is told by weights.applied."""
+    """Whether a state change is published as an event. Updates are not: weights.applied reports them."""
     return old is not new and (old, new) not in _UPDATES
 
 
 def is_asked(state: EngineState) -> bool:
-    """Whether requests may be sent to it."""
+    """Whether an engine in this state accepts requests."""
     return state in (CURRENT, UPDATING)
 
 
 def may_continue(state: EngineState, *, ours: bool, paused_by_us: bool) -> bool:
-    """Whether a pause of it may be ended: one of ours, which is each of an engine that the run started.
+    """Whether the rollout actor may end an engine's pause.
+
+    Any pause of an engine started by the run may be ended. A pause of an external engine only if the run paused it.
 
     Args:
         state: of the engine.
-        ours: the run started it, so that nobody but an earlier rollout actor of the run paused it.
-        paused_by_us: it is noted that a rollout actor of the run paused it.
+        ours: the run started it, so only an earlier rollout actor of the run can have paused it.
+        paused_by_us: a stored note says that a rollout actor of the run paused it.
     """
     return state is PAUSED or (state in (STARTING, GONE) and (ours or paused_by_us))

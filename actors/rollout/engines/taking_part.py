@@ -1,4 +1,4 @@
-"""What a rollout actor and the trainer ask each other about weight sessions."""
+"""Weight-sync RPC handlers of the rollout actor."""
 
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -26,15 +26,15 @@ log = structlog.get_logger()
 
 STEPS: Final = (SessionPrepared, GroupsOffered, BucketSent, SessionFinished)
 SESSION_CALLS: Final = (SessionOffered, *STEPS, SessionClosed)
-ASK_EVERY_S: Final = 1.0  # for a session, while engines stand ready for one
+ASK_EVERY_S: Final = 1.0  # interval of weight-sync requests while engines wait for one
 ASK_TIMEOUT_S: Final = 10.0
 
 
 async def take_part(bus: Bus, fleet: Fleet, is_given_up: Callable[[], Awaitable[bool]]) -> None:
-    """Answer the trainer's calls, and ask it for a session where engines came late. For ever.
+    """Serve the trainer's weight-sync calls, and request a weight sync for engines that missed one. Never returns.
 
     Args:
-        is_given_up: whether engines are to hold newer weights from now on, as nobody has those of the target any more.
+        is_given_up: whether engines move on to newer weights because no process has the target's any more.
     """
     sessions = fleet.sessions
     handlers: dict[type[Message], Handler] = {SessionOffered: sessions.offered, SessionClosed: sessions.closed}
@@ -45,7 +45,7 @@ async def take_part(bus: Bus, fleet: Fleet, is_given_up: Callable[[], Awaitable[
 
 
 async def _ask(bus: Bus, fleet: Fleet, is_given_up: Callable[[], Awaitable[bool]]) -> None:
-    """Ask for a session if one is wanted. The trainer may be away or at work: it is asked again."""
+    """Request a weight sync if engines wait for one. The trainer may be down or busy: the next poll retries."""
     announced, engines = fleet.weights, fleet.sessions.wanted()
     if announced is None or not announced.sender or not engines:
         return

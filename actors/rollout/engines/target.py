@@ -1,4 +1,4 @@
-"""The weights that engines are to hold: the newest that were announced, unless an evaluation holds on to its own."""
+"""The target weights of the engines: the newest announced ones, unless an evaluation pins its own version."""
 
 import math
 from collections.abc import Callable
@@ -10,24 +10,25 @@ from messages import EvalEnded, EvalIssued, TrainerStarted, WeightsAnnounced
 
 
 class TargetWeights:
-    """Between an evaluation's issue and its end, in log order, announcements newer than its weights are held back.
+    """Folds the log into the target weights.
 
-    The same weights, published again since engines could not use their files, are not newer.
+    Between an evaluation's issue and its end, in log order, newer announcements than its weights are held back. The
+    same weights, published again because engines could not read their files, do not count as newer.
 
-    A fold of the log: whoever reads it from the start, at once or over time, has the same target at its end, but for
-    weights that were given up meanwhile.
+    Readers of the log reach the same target regardless of when they start, except for weights given up meanwhile.
     """
 
     def __init__(self) -> None:
-        self.newest: WeightsAnnounced | None = None  # of those that engines may take
-        self.evaluated_step = -1  # the newest step whose evaluation has ended: of none up to it anything is wanted
+        self.newest: WeightsAnnounced | None = None  # that engines may take
+        self.evaluated_step = -1  # newest step with a finished evaluation; evaluations up to it are obsolete
         self._known_version = 0
-        self._incarnation = 0  # of the trainer that started last
-        self._held_back: list[WeightsAnnounced] = []  # rising; as many as trainers get ahead of an evaluation
-        self._evaluated: dict[int, int] = {}  # step of an evaluation that runs -> its weight version
+        self._incarnation = 0  # of the trainer that started most recently
+        # in ascending order; bounded by the trainer's lead over an evaluation
+        self._held_back: list[WeightsAnnounced] = []
+        self._evaluated: dict[int, int] = {}  # running evaluations: step -> weight version
 
     def fold(self, event: TrainerStarted | WeightsAnnounced | EvalIssued | EvalEnded) -> None:
-        """Take the next event. What a replaced trainer announces, and versions that are known, are ignored."""
+        """Apply the next event. Announcements by a replaced trainer, and of known versions, are ignored."""
         match event:
             case TrainerStarted():
                 self._incarnation = max(self._incarnation, event.incarnation)
@@ -47,11 +48,11 @@ class TargetWeights:
 
     @property
     def holds_back(self) -> bool:
-        """Whether there are newer weights than engines may take."""
+        """Whether newer weights are held back."""
         return bool(self._held_back)
 
     def give_up(self) -> None:
-        """Have evaluations that run hold on to the newest weights of now: nobody can bring their own any more."""
+        """Move running evaluations to the newest weights: no process can supply their own version any more."""
         for step, version in self._evaluated.items():
             self._evaluated[step] = max(version, self._known_version)
         self._let_go()
@@ -63,45 +64,45 @@ class TargetWeights:
 
 
 class FleetTarget:
-    """What all engines of a fleet are to hold, and the router that is to know them; who waits is told of changes."""
+    """The target state of all engines of a fleet, and the router that they register at. Notifies waiters of changes."""
 
     def __init__(self) -> None:
         self.weights: WeightsAnnounced | None = None
-        self.router: str | None = None  # its URL; None: it is not up
-        self.allowed = Stage.EVERYTHING  # what an engine may have, where engines and trainer share memory
+        self.router: str | None = None  # URL; None: the router is not up
+        self.allowed = Stage.EVERYTHING  # memory level allowed to engines that share memory with the trainer
         self.changed = anyio.Condition()
-        self.num_holds = 0  # while there are any no request is sent
+        self.num_holds = 0  # requests are blocked while this is above 0
 
     @property
     def version(self) -> int:
-        """The version that the engines are to hold; 0: none was announced yet."""
+        """The target weight version; 0: none was announced yet."""
         return self.weights.version if self.weights is not None else 0
 
     @property
     def is_in_files(self) -> bool:
-        """Whether engines read the weights by themselves."""
+        """Whether engines read the weights from files, without a weight sync."""
         return self.weights is None or self.weights.transport == "disk"
 
     async def until(self, true: Callable[[], bool]) -> None:
-        """Wait until something holds; it is looked at on every `notify`."""
+        """Wait until a condition holds; it is checked on every `notify`."""
         async with self.changed:
             while not true():
                 await self.changed.wait()
 
     @property
     def is_settled(self) -> bool:
-        """Whether engines may have all memory or none, not something in between."""
+        """Whether engines may hold all memory or none, rather than an intermediate memory level."""
         return self.allowed in (Stage.NOTHING, Stage.EVERYTHING)
 
     async def announced(self) -> None:
-        """Wait until weights were announced."""
+        """Wait for the first announced weights."""
         await self.until(lambda: self.weights is not None)
 
     async def reached(self, version: int) -> None:
-        """Wait until that version, or a newer one, is the target."""
+        """Wait until the target is this version or a newer one."""
         await self.until(lambda: self.version >= version)
 
     async def notify(self) -> None:
-        """Let the waiting look again."""
+        """Make waiters check their conditions again."""
         async with self.changed:
             self.changed.notify_all()

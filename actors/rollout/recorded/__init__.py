@@ -1,4 +1,4 @@
-"""Rollout without engines: samples that exist already, demonstrations or a dump's.
+"""Offline rollout: answers tasks from demonstrations or a dump, without engines.
 
-Open actor.py.
+Open actor.py first.
 """

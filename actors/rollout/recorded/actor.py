@@ -1,4 +1,4 @@
-"""The rollout actor without engines: answers tasks with samples that exist already, demonstrations or a dump's."""
+"""The offline rollout actor: answers tasks with existing samples, from demonstrations or a dump."""
 
 import time
 import uuid
@@ -32,16 +32,16 @@ from runtime.samples.stored_prompts import with_prompt
 
 log = structlog.get_logger()
 
-ACK_WAIT_S = 5.0  # after this actor's death its tasks come again this much later
-DURABLE = "rollout-policy"  # the consumer that a rollout actor with engines would use
+ACK_WAIT_S = 5.0  # tasks of a crashed actor are redelivered after this time
+DURABLE = "rollout-policy"  # the same durable consumer as the rollout actor with engines
 ANSWERED_AT_ONCE = 16
 
 
 class RecordedRolloutActor(Actor):
-    """Answers prompt groups from a source instead of engines. Keeps no state.
+    """Answers prompt groups from a source instead of engines. Stateless.
 
-    A crash loses nothing: the tasks in hand are delivered again after the ack wait and answered the same. A task of a
-    halted round is answered too, since that costs no engine; its group then waits for the next batch.
+    A crash loses nothing: unacked tasks are redelivered after the ack wait and get the same answer. Tasks of a halted
+    round are answered too, since that costs no engine time. Their groups then wait for the next batch.
     """
 
     reads = (RolloutRequested, PromptStored)
@@ -66,7 +66,7 @@ class RecordedRolloutActor(Actor):
             task_status.started()
 
     def stats(self) -> dict[str, float]:
-        """Numbers since the start."""
+        """Counters since the start."""
         return {"groups": float(self._num_groups)}
 
     async def _answer_all(self, deliveries: Deliveries[RolloutRequested]) -> None:
@@ -86,7 +86,7 @@ class RecordedRolloutActor(Actor):
             samples, prompt = await to_thread.run_sync(self._ask, task, limiter=self._one_call)
             summaries = await self._store(task, endings.lease, samples, prompt)
             ending = endings.completed(summaries, prompt, rollout_time_s=time.monotonic() - started)
-        except (ValueError, MessageRefused, PayloadLost) as error:  # it would be the same at every delivery
+        except (ValueError, MessageRefused, PayloadLost) as error:  # permanent: a redelivery would fail in the same way
             log.warning("group_failed", reason=str(error))
             ending = endings.failed(str(error))
         await endings.publish(self._bus, ending)
@@ -97,7 +97,7 @@ class RecordedRolloutActor(Actor):
     async def _store(
         self, task: RolloutRequested, lease: str, samples: Sequence[RecordedSample], prompt: Prompt
     ) -> tuple[SampleSummary, ...]:
-        """Publish all segments of a group; return the summaries that cite them."""
+        """Publish all segments of a group; return the summaries that refer to them."""
         segments = [segment for sample in samples for segment in sample.segments]
         refs: Sequence[SegmentRef] = ()
         if segments:

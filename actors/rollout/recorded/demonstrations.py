@@ -1,4 +1,4 @@
-"""Answers with the demonstrations that prompts bring along, for supervised fine-tuning."""
+"""Answers tasks with the demonstrations in the prompts, for supervised fine-tuning."""
 
 from collections.abc import Sequence
 
@@ -19,14 +19,17 @@ from runtime.samples.tokens import sample_problem
 
 
 class Demonstrations:
-    """Answers with the demonstration that the prompt brings along: reward 0, log-probs 0, nobody's weights."""
+    """Answers with the prompt's demonstration, with zero reward and log-probs and no sampling weights.
+
+    Its weight spans name the task's minimum version.
+    """
 
     def __init__(self, vocab_size: int | None = None) -> None:
-        """Answer for a model with so many tokens; none: for any."""
+        """Check tokens against a vocabulary size; None: any token id is valid."""
         self._vocab_size = vocab_size
 
     def answer(self, task: RolloutRequested) -> Sequence[RecordedSample]:
-        """One sample per index, all the same."""
+        """Return one identical sample per index."""
         samples = [_demonstration(task, index) for index in range(task.num_samples)]
         for sample in samples[:1]:
             if (problem := sample_problem(sample.segments, self._vocab_size)) is not None:
@@ -34,7 +37,7 @@ class Demonstrations:
         return samples
 
     def prompt(self, task: RolloutRequested) -> Prompt:
-        """The task's."""
+        """Return the task's prompt."""
         return task.prompt
 
 

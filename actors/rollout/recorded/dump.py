@@ -1,4 +1,4 @@
-"""Answers from a dump: the k-th group that is issued gets the k-th group of the dump, as it was sampled and scored."""
+"""Answers tasks from a dump: the k-th issued group gets the k-th dumped group, with its samples and scores."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,22 +14,22 @@ EXHAUSTED = "the dump is exhausted"
 
 
 class Dumped:
-    """The samples of a dump, with the rewards, log-probs and weight versions that they had."""
+    """The samples of a dump with their original rewards, log-probs and weight versions."""
 
     def __init__(self, directory: Path, vocab_size: int | None = None) -> None:
-        """Raises DumpError, a ValueError, when there is no dump that can be read."""
+        """Open a dump. Raises DumpError, a ValueError, if there is no readable dump."""
         self._groups = DumpedGroups(directory, vocab_size)
 
     def answer(self, task: RolloutRequested) -> Sequence[RecordedSample]:
-        """The group at the task's place in the order of issue.
+        """Return the dumped group at the task's position in issue order.
 
         Raises:
-            ValueError: the dump has no more groups, or this one cannot be read.
+            ValueError: the dump has no more groups, or this group is unreadable.
         """
         return samples_for(task, self._group(task))
 
     def prompt(self, task: RolloutRequested) -> Prompt:
-        """The prompt that the group was sampled for."""
+        """Return the prompt that the dumped group was sampled for."""
         first = self._group(task).samples[0]
         return msgspec.structs.replace(
             task.prompt, data=first.data, text=first.prompt, label=first.label, metadata=first.metadata
@@ -43,7 +43,7 @@ class Dumped:
 
 
 def samples_for(task: RolloutRequested, group: DumpedGroup) -> list[RecordedSample]:
-    """A dumped group under the names of the group that a task asks for."""
+    """Return a dumped group with its sample keys replaced by those of the task."""
     found: list[RecordedSample] = []
     for sample, segments in zip(group.samples, group.segments, strict=True):
         key = SampleKey(group_id=task.group_id, attempt=task.attempt, index=sample.index, part=sample.part)

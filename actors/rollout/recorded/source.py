@@ -1,4 +1,4 @@
-"""Where samples that exist already come from."""
+"""The interface of a source of existing samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,24 +9,29 @@ from messages import Prompt, RolloutRequested, SampleSummary, Segment
 
 @dataclass(frozen=True)
 class RecordedSample:
-    """A sample that exists already: its segments in order, and what the event says of it."""
+    """An existing sample: its segments in order, and its summary for the event."""
 
-    segments: tuple[Segment, ...]  # of the sample (group_id, attempt, index, part) that the task asks for
-    summary: SampleSummary  # its `segments` are filled in when these are stored
+    segments: tuple[Segment, ...]  # carry the task's sample key (group_id, attempt, index, part)
+    summary: SampleSummary  # its `segments` field is filled in when they are stored
 
 
 class AnswerSource(Protocol):
-    """Where the samples of a task come from."""
+    """A source of samples for tasks."""
 
     def answer(self, task: RolloutRequested) -> Sequence[RecordedSample]:
-        """The samples of a task's group, scored. Called on a thread, one call at a time; the same task gets the same.
+        """Return the scored samples of a task's group.
+
+        Runs on a thread, one call at a time. The same task always gets the same samples.
 
         Raises:
-            ValueError: there are none; says why. The group then fails with that reason.
-            OSError: they cannot be read now; the actor ends and is started again.
+            ValueError: there are none; the message is the reason. The group fails with that reason.
+            OSError: they are temporarily unreadable; the actor exits and is restarted.
         """
         ...
 
     def prompt(self, task: RolloutRequested) -> Prompt:
-        """The prompt that they answer, the task's or another. Called after `answer`, and raises like it."""
+        """Return the prompt that the samples answer: the task's or another one.
+
+        Called after `answer`; raises the same errors.
+        """
         ...

@@ -1,4 +1,5 @@
-"""How a server of SGLang is started: its arguments, the run's key, and its first weights from a peer.
+"""Starting an SGLang server: its arguments, the run's API key, and its first weights from a peer engine.
 
-launch.py becomes the server, in the interpreter that has SGLang; so it and peer_weights.py need nothing of ours.
+launch.py runs in the SGLang interpreter and becomes the server. So launch.py and peer_weights.py import nothing else of
+this project.
 """

@@ -1,11 +1,11 @@
-"""Starts a server of SGLang with the run's key, which comes in the environment: every user reads command lines.
+"""Starts an SGLang server with the run's API key, read from the environment: any user can read command lines.
 
     python launch.py sglang.launch_server ARGUMENTS...   become the server
-    python launch.py describe                            say as JSON which arguments the server has
+    python launch.py describe                            print the server's arguments as JSON
 
-A server that is told of its peers takes its first weights from one of them (peer_weights.py).
+If the environment lists peer engines, the server takes its first weights from one of them (peer_weights.py).
 
-Needs nothing but the standard library: it runs in the interpreter that has SGLang.
+Needs only the standard library: it runs in the SGLang interpreter.
 """
 
 import argparse
@@ -15,7 +15,8 @@ import runpy
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # until `main`: an interpreter may look there for nothing
+# removed in `main`; with PYTHONSAFEPATH the interpreter omits this directory
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 from peer_weights import PEERS_VARIABLE, first_weights
 
 KEY_VARIABLE = "PHYSARUM_ENGINE_KEY"
@@ -25,16 +26,16 @@ KEY_ARGUMENTS = {
     SERVER: ("--api-key={key}",),
     "sglang_router.launch_router": ("--api-key={key}", "--control-plane-api-keys=run:run:admin:{key}"),
 }
-KINDS = {  # by the name of what reads a value: Python's types and json.loads, and functions of SGLang
+KINDS = {  # by name of the argument's type function: Python types, json.loads, SGLang functions
     **{"int": "int", "float": "float", "str": "str", "loads": "json"},
     **{"json_list_type": "json", "human_readable_int": "int", "nullable_str": "str"},
 }
 
 
 def main() -> None:
-    """Become the server, or describe it."""
+    """Become the server, or describe its arguments."""
     module, *arguments = sys.argv[1:]
-    here = str(Path(__file__).resolve().parent)  # its files are not what SGLang means by their names
+    here = str(Path(__file__).resolve().parent)  # the file names here must not shadow modules that SGLang imports
     sys.path[:] = [place for place in sys.path if place != here]
     if module == DESCRIBE:
         sys.stdout.write("\n" + json.dumps(described(server_parser())) + "\n")
@@ -51,7 +52,7 @@ def main() -> None:
 
 
 def server_parser() -> argparse.ArgumentParser:
-    """What reads the server's command line. The server imports the same right after."""
+    """Return the server's own argument parser. It imports what the server imports right after."""
     from sglang.srt.server_args import ServerArgs  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
 
     parser = argparse.ArgumentParser(add_help=False)
@@ -60,7 +61,7 @@ def server_parser() -> argparse.ArgumentParser:
 
 
 def described(parser: argparse.ArgumentParser) -> list[dict[str, object]]:
-    """Each argument: its names, what kind of value it takes, whether several, and which are allowed."""
+    """Describe each argument: names, kind of value, whether it takes several values, and allowed choices."""
     return [
         {
             "names": [name.lstrip("-").replace("-", "_") for name in action.option_strings],
@@ -73,19 +74,22 @@ def described(parser: argparse.ArgumentParser) -> list[dict[str, object]]:
 
 
 def kind_of(action: argparse.Action) -> str:
-    """What an argument's value is; "other": a function of the server's own reads it."""
+    """Return the kind of an argument's value; "other" if one of SGLang's own functions parses it."""
     return "str" if action.type is None else KINDS.get(getattr(action.type, "__name__", ""), "other")
 
 
 def fitted(arguments: list[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Words as the server takes them, from words that say a list as JSON, and --no-flag of any flag."""
+    """Convert our argument spelling to the server's.
+
+    Expands lists written as JSON, and drops --no-FLAG where the server has only --FLAG.
+    """
     actions = {name: action for action in parser._actions for name in action.option_strings}  # pyright: ignore[reportPrivateUsage]
     words: list[str] = []
     for argument in arguments:
         name, equals, value = argument.partition("=")
         action = actions.get(name)
         if action is None and name.startswith("--no-") and "--" + name[5:] in actions:
-            continue  # off unless it is given
+            continue  # flags are off by default
         if equals and action is not None and action.nargs in ("+", "*") and value.startswith("["):
             words += [name, *(item if isinstance(item, str) else json.dumps(item) for item in json.loads(value))]
         else:

@@ -1,11 +1,13 @@
-"""A starting server of SGLang takes its first weights from a peer that serves: which one, and what both are told.
+"""First weights of a starting SGLang server from a peer engine: selects the seed and relays the calls to it.
 
-SGLang (0.5.23) has two calls for that, which the starting server makes at its seed: to make a process group for each TP
-rank, right before it loads, and to send. It gives no key, waits for ever and looks at no answer; and a seed that is to
-send to a group that it could not make dies of it. So the starting server is told that its seed listens here: the relay
-adds the key, lets no send pass before there is a group, and ends the start where the seed refuses or is silent.
+SGLang (0.5.23) has two HTTP calls for that, which the starting server sends to its seed. The first creates a process
+group per TP rank, right before loading; the second makes the seed send. SGLang sends no API key, waits without a
+timeout and ignores the responses. A seed that has to send to a group that it failed to create crashes.
 
-Needs nothing but the standard library: it runs in the interpreter that has SGLang (launch.py).
+So the starting server gets the address of a local relay as its seed. The relay adds the key and blocks the send until
+the group exists. If the seed refuses or does not respond, the relay aborts the start.
+
+Needs only the standard library: it runs in the SGLang interpreter (launch.py).
 """
 
 import json
@@ -21,23 +23,23 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from typing import cast
 
-PEERS_VARIABLE = "PHYSARUM_ENGINE_PEERS"  # addresses of the pool's servers that are ready on this node: HOST:PORT,...
+PEERS_VARIABLE = "PHYSARUM_ENGINE_PEERS"  # HOST:PORT,... of the pool's ready servers on this node
 GROUP = "/init_weights_send_group_for_remote_instance"
 SEND = "/send_weights_to_remote_instance"
-LIMITS_S = {GROUP: 120.0, SEND: 600.0}  # for the seed's answer; it generates nothing meanwhile
+LIMITS_S = {GROUP: 120.0, SEND: 600.0}  # for the seed's response; meanwhile the seed generates nothing
 ASK_S = 5.0
 MAX_BODY_BYTES = 1 << 16
-PORTS = range(20_000, 32_000)  # above known services, below what kernels give to connections
+PORTS = range(20_000, 32_000)  # above well-known ports, below the ephemeral range
 
 Say = Callable[[str], None]
 
 
 def first_weights(peers: Sequence[str], key: str, num_ranks: int) -> list[str]:
-    """Arguments by which a server takes its first weights from one of its peers; none: it reads files.
+    """Return the server arguments for taking first weights from a peer; empty to read files.
 
     Args:
-        peers: their addresses, HOST:PORT, all on this node.
-        key: that they ask for.
+        peers: addresses of the peer engines, HOST:PORT, all on this node.
+        key: the API key of the peers.
         num_ranks: TP ranks of the server, and of each peer.
     """
     seed = choose_seed({peer: label_at(peer, key) for peer in peers})
@@ -51,10 +53,10 @@ def first_weights(peers: Sequence[str], key: str, num_ranks: int) -> list[str]:
 
 
 def choose_seed(labels: Mapping[str, str | None]) -> str | None:
-    """The peer with the newest weights that the run gave it; none: nobody says that it has such. Pure.
+    """Select the peer with the newest weights published by the run; None if there is none. Pure.
 
     Args:
-        labels: what each peer calls its weights, VERSION@LOAD (labels.py); none: it does not serve.
+        labels: weight label of each peer, VERSION@UPDATE (labels.py); None: the peer does not serve.
     """
     versions = {peer: (label or "").partition("@")[0] for peer, label in labels.items()}
     known = {peer: int(version) for peer, version in versions.items() if version.isdecimal() and int(version) > 0}
@@ -62,12 +64,12 @@ def choose_seed(labels: Mapping[str, str | None]) -> str | None:
 
 
 def arguments_for(host: str, port: int, ports: Sequence[int]) -> list[str]:
-    """Words for a server.
+    """Return the server arguments for loading from a remote instance.
 
     Args:
-        host: of its seed.
-        port: there, for the two calls.
-        ports: there, at which the seed and it meet, one for each TP rank.
+        host: of the seed.
+        port: of the relay on that host, for the two calls.
+        ports: on that host, one per TP rank, where seed and server create their process groups.
     """
     return [
         "--load-format=remote_instance",
@@ -79,7 +81,7 @@ def arguments_for(host: str, port: int, ports: Sequence[int]) -> list[str]:
 
 
 def label_at(peer: str, key: str) -> str | None:
-    """What a peer calls its weights; none: it is not ready, as one that is paused for an update, or does not say."""
+    """Return a peer's weight label; None if it reports none or is not ready, e.g. paused for an update."""
     try:
         asked(f"http://{peer}/ready", key, None, ASK_S)
         said = json.loads(asked(f"http://{peer}/model_info", key, None, ASK_S))
@@ -90,10 +92,10 @@ def label_at(peer: str, key: str) -> str | None:
 
 
 def asked(url: str, key: str, body: bytes | None, limit_s: float) -> bytes:
-    """The answer of a server, by no proxy.
+    """Send a request without a proxy and return the response body.
 
     Raises:
-        OSError, HTTPException: it refuses, or does not answer.
+        OSError, HTTPException: the server refuses or does not respond.
     """
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -102,12 +104,12 @@ def asked(url: str, key: str, body: bytes | None, limit_s: float) -> bytes:
 
 
 def free_ports(host: str, number: int) -> list[int]:
-    """Ports at which a server could listen now."""
+    """Return ports that are free now."""
     return list(islice((port for port in random.sample(PORTS, len(PORTS)) if is_free(host, port)), number))
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
+    """Whether a server can bind to a port now."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         try:
             probe.bind((host, port))
@@ -117,19 +119,22 @@ def is_free(host: str, port: int) -> bool:
 
 
 def end_start(reason: str) -> None:
-    """End this server, which would wait for its weights for ten minutes: its agent starts it again, from files."""
+    """Exit this server process, which would wait ten minutes for its weights.
+
+    Its node daemon restarts it, and it then reads its weights from files.
+    """
     sys.stderr.write(f"RuntimeError: no first weights from a peer: {reason}\n")
     sys.stderr.flush()
     os._exit(1)
 
 
 class Relay(ThreadingHTTPServer):
-    """Takes the two calls of a starting server to its seed, once each."""
+    """Relays the two calls of a starting server to its seed, once each."""
 
     daemon_threads = True
 
     def __init__(self, seed: str, key: str, ports: Sequence[int], fail: Say = end_start) -> None:
-        """Listen at the seed's host, for calls that name these ports; `fail` is told why there will be no weights."""
+        """Listen on the seed's host for calls that name these ports; `fail` receives the reason of a failure."""
         self._seed = seed
         self._key = key
         self._ports = ",".join(map(str, ports))
@@ -139,12 +144,12 @@ class Relay(ThreadingHTTPServer):
         super().__init__((seed.rpartition(":")[0], 0), _Handler)
 
     def run(self) -> None:
-        """Listen until both calls were made."""
+        """Serve until both calls were made."""
         with self:
             self.serve_forever()
 
     def pass_on(self, path: str, body: bytes) -> int:
-        """Have the seed do something; the status of its answer."""
+        """Relay a call to the seed; return the HTTP status of the response."""
         if path not in self._expected or _ports_in(body) != self._ports:
             return 404
         self._expected.discard(path)
@@ -161,7 +166,7 @@ class Relay(ThreadingHTTPServer):
 
 
 def _ports_in(body: bytes) -> str | None:
-    """The ports that a call names; none: it is not one of a server's."""
+    """Return the ports in the body of a call; None if the body is not that of such a call."""
     try:
         said = json.loads(body)
     except ValueError:
@@ -171,7 +176,7 @@ def _ports_in(body: bytes) -> str | None:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = ASK_S  # for a caller to say what it wants
+    timeout = ASK_S  # for the caller to send its request
 
     def do_POST(self) -> None:
         relay = cast(Relay, self.server)
@@ -181,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", "0")
         self.end_headers()
-        if self.path == SEND and status == 200:  # that was all
+        if self.path == SEND and status == 200:  # the second of the two calls
             relay.shutdown()
 
     def log_message(self, format: str, *args: object) -> None:

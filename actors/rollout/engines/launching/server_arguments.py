@@ -1,4 +1,7 @@
-"""The arguments that a pool's SGLang takes: asked of it once, kept, and compared with what the topology gives it."""
+"""Checks a pool's SGLang arguments in the topology against those that its SGLang installation accepts.
+
+The installation is queried once; the result is cached.
+"""
 
 import hashlib
 import json
@@ -17,12 +20,12 @@ from runtime.files import write_atomically
 from runtime.settings.reading.config import Problem
 from runtime.settings.topology import EngineConfig, sglang_arguments
 
-LAUNCH: Final = str(Path(__file__).with_name("launch.py"))  # gives servers the run's key
-FOREIGN: Final = {"PYTHONSAFEPATH": "1"}  # as -P, for an interpreter that may be too old for it
-TRIED_VERSIONS: Final = ("0.5.23",)  # of SGLang: what tests/sglang ran against
-CLOSE: Final = 0.6  # likeness of a name that may have been meant
+LAUNCH: Final = str(Path(__file__).with_name("launch.py"))  # passes the run's API key to servers
+FOREIGN: Final = {"PYTHONSAFEPATH": "1"}  # like -P, for interpreters too old for that option
+TRIED_VERSIONS: Final = ("0.5.23",)  # SGLang versions that tests/sglang runs against
+CLOSE: Final = 0.6  # minimum similarity for "did you mean"
 IDENTITY_TIMEOUT_S: Final = 60.0
-DESCRIBE_TIMEOUT_S: Final = 300.0  # it imports torch and the whole server, 30 s on a loaded machine
+DESCRIBE_TIMEOUT_S: Final = 300.0  # imports torch and the whole server: 30 s on a loaded machine
 SHOWN_CHOICES: Final = 12
 IDENTITY: Final = """
 import importlib.metadata, importlib.util, json, os
@@ -34,7 +37,7 @@ print("\\n" + json.dumps([importlib.metadata.version("sglang"), place, os.stat(a
 
 
 class NotAsked(Exception):
-    """An interpreter did not say which arguments its SGLang takes."""
+    """An interpreter did not report which arguments its SGLang accepts."""
 
 
 class Argument(msgspec.Struct, frozen=True):
@@ -47,19 +50,19 @@ class Argument(msgspec.Struct, frozen=True):
 
 
 class InstalledServer(msgspec.Struct, frozen=True):
-    """An SGLang as it is installed."""
+    """An installed SGLang: version and arguments."""
 
     version: str
     arguments: tuple[Argument, ...]
 
 
 def engine_problems(key: str, engine: EngineConfig, *, cache: Path | None = None) -> Iterator[Problem]:
-    """What the SGLang of a pool would refuse, or does not keep to what was tried.
+    """Yield the arguments that a pool's SGLang would refuse, and untested SGLang versions.
 
     Args:
-        key: of the pool, "engines.policy".
-        engine: of kind sglang, started by us.
-        cache: directory that keeps what servers said; none: the user's.
+        key: settings key of the pool, "engines.policy".
+        engine: of kind sglang, started by the run.
+        cache: directory for cached arguments; None: the user's cache directory.
     """
     python = engine.python or sys.executable
     try:
@@ -76,10 +79,10 @@ def engine_problems(key: str, engine: EngineConfig, *, cache: Path | None = None
 
 
 def ask(python: str, env: Mapping[str, str], cache: Path) -> InstalledServer:
-    """Version and arguments of an interpreter's SGLang; asked again when that changed.
+    """Return the version and arguments of an interpreter's SGLang, from the cache unless the installation changed.
 
     Raises:
-        NotAsked: it does not start, has no SGLang, or cannot import it.
+        NotAsked: the interpreter does not start, has no SGLang, or cannot import it.
     """
     version, place, changed = _last_line(_said(python, env, "-c", IDENTITY, timeout_s=IDENTITY_TIMEOUT_S))
     asked = json.dumps([shutil.which(python), place, changed, sorted(env.items())])
@@ -92,13 +95,13 @@ def ask(python: str, env: Mapping[str, str], cache: Path) -> InstalledServer:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         write_atomically(kept, msgspec.json.encode(server))
-    except OSError:  # a home that cannot be written costs half a minute at each start, not the start
+    except OSError:  # without a writable cache each start takes half a minute longer, but works
         pass
     return server
 
 
 def user_cache() -> Path:
-    """Where a user's programs keep what they can find out again."""
+    """Return the user's cache directory for server arguments."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "physarum" / "server-arguments"
 
 
@@ -117,7 +120,7 @@ def _said(python: str, env: Mapping[str, str], *words: str, timeout_s: float) ->
 
 
 def _last_line(said: str) -> Any:
-    """What is meant for us; imports may print before."""
+    """Decode the last line of the output; imports may print before it."""
     try:
         return json.loads(said.strip().rpartition("\n")[2])
     except ValueError as error:
@@ -125,7 +128,7 @@ def _last_line(said: str) -> Any:
 
 
 def _refusal(server: InstalledServer, name: str, value: object) -> str | None:
-    """Why the server would not take an argument, or None."""
+    """Return why the server would refuse an argument, or None."""
     known = {spelling: argument for argument in server.arguments for spelling in argument.names}
     argument = known.get(name)
     if argument is None:
@@ -153,7 +156,7 @@ def _fits(argument: Argument, value: object) -> bool:
         case "str":
             return isinstance(value, str | dict) or (isinstance(value, list) and not argument.many)
         case _:
-            return True  # a function of the server's own reads it
+            return True  # parsed by one of SGLang's own functions
 
 
 def _is_json(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""What engines hold while trainer and engines take turns with the same memory.
+"""Colocation: releasing and resuming the GPU memory that engines share with the trainer.
 
-Start with follower.py, which follows the phases; tenure.py is one engine's part.
+Start with follower.py, which follows the phases; tenure.py handles one engine's memory.
 """

@@ -1,7 +1,7 @@
-"""Follows the phases that the trainer leads, and says how far the engines are.
+"""Follows the colocation phases led by the trainer, and reports the progress of the engines.
 
-The log says whose turn it is; a call only waits until that is so here. So a call may come twice, too late, or to a
-rollout actor that has just started.
+The log defines the phase; an RPC only waits until the engines have reached it. So a call may be repeated, arrive late,
+or reach a rollout actor that has just started.
 """
 
 import anyio
@@ -16,39 +16,40 @@ from runtime.ledger.phases import Turn, next_turn
 
 log = structlog.get_logger()
 
-QUIET_LOOK_S = 1.0  # between two looks whether requests are under way
+QUIET_LOOK_S = 1.0  # between two checks for running requests
 
 
 class Follower:
-    """Brings a rollout actor's engines where each phase wants them.
+    """Brings a rollout actor's engines to the memory level of each phase.
 
     Args:
         fleet: the engines.
-        running: the requests under way there.
-        num_engines: that the run starts; the address of one may come later than the phase.
+        running: the running requests on the engines.
+        num_engines: number of engines that the run starts; an address may appear later than the phase.
     """
 
     def __init__(self, fleet: Fleet, running: RunningRequests, num_engines: int) -> None:
         self._fleet = fleet
         self._num_engines = num_engines
         self._running = running
-        self._turn: Turn | None = None  # as far as the log is read
-        self._followed: Turn | None = None  # the one that the engines are brought to
-        self._changed = anyio.Event()  # replaced when it was seen
-        self.known = anyio.Event()  # the engines may have what the log says, and are told nothing before
+        self._turn: Turn | None = None  # the phase at the current position in the log
+        self._followed: Turn | None = None  # the phase that the engines are moving to
+        self._changed = anyio.Event()  # replaced after each wait
+        # set once the engines' memory level is known from the log; no calls to engines before
+        self.known = anyio.Event()
 
     def fold(self, event: PhaseChanged, seq: int) -> None:
-        """Take the next event of the log."""
+        """Apply the next event of the log."""
         self._turn = next_turn(self._turn, event, seq)
 
     def follow(self) -> None:
-        """Act on what was folded so far: there is nothing more to read for now."""
+        """Act on the folded events: the end of the log is reached for now."""
         if self._turn is not self._followed:
             self._followed = self._turn
             self._changed.set()
 
     async def run(self) -> None:
-        """Follow for ever."""
+        """Follow the phases. Never returns."""
         while True:
             await self._changed.wait()
             self._changed = anyio.Event()
@@ -68,7 +69,7 @@ class Follower:
         self.known.set()
 
     async def answer(self, request: PhaseRequested) -> PhaseReached:
-        """Wait until the engines are where a phase wants them, but no longer than is asked."""
+        """Wait until the engines have reached a phase, at most for the requested time."""
         with anyio.move_on_after(request.within_s):
             await self._fleet.until(lambda: self._is_known(request))
             if not self._objection(request):
@@ -85,7 +86,7 @@ class Follower:
         return turn is not None and (turn.seq >= request.seq or turn.incarnation > request.incarnation)
 
     def _objection(self, request: PhaseRequested) -> str:
-        """Why the phase that is asked for does not hold; empty: it does."""
+        """Return why the requested phase is not the current one; empty if it is."""
         turn = self._followed
         if turn is None or not self._is_known(request):
             return "the log is not read so far"
@@ -97,7 +98,7 @@ class Follower:
         return bool(self._objection(request)) or not self._reason(request)
 
     def _reason(self, request: PhaseRequested) -> str:
-        """What keeps the phase from being over; empty: nothing."""
+        """Return what the phase still waits for; empty if it is complete."""
         wanted = STAGE_OF[request.phase]
         if wanted is Stage.NOTHING and self._fleet.allowed is not Stage.NOTHING:
             return f"{len(self._running.open)} requests are under way"
@@ -108,12 +109,12 @@ class Follower:
 
 
 def is_missing(engine: Engine, wanted: Stage) -> bool:
-    """Whether a phase waits for an engine still."""
+    """Whether a phase still waits for an engine."""
     return is_awaited(wanted, answers=engine.answers) and not is_there(engine.stage, wanted)
 
 
 def turn_of(engine: Engine, wanted: Stage) -> EngineTurn:
-    """What is told of an engine."""
+    """Return an engine's part of the phase report."""
     if is_there(engine.stage, wanted):
         return engine.tenure.moved(wanted)
     return EngineTurn(engine=engine.name, reached=False, reason=engine.reason or f"it is {engine.state}")

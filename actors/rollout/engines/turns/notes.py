@@ -12,15 +12,15 @@ log = structlog.get_logger()
 
 
 class Noted(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process of an engine has given back."""
+    """The released memory of one engine process."""
 
     pid: int
     released: tuple[str, ...]
-    sure: bool  # it was asked, and has answered
+    sure: bool  # the engine confirmed it
 
 
 class MemoryNotes:
-    """The notes of one engine's process; those of an earlier process of the same name say nothing."""
+    """Notes of one engine process; notes of an earlier process of that name are ignored."""
 
     def __init__(self, kv: KeyValues, engine: str, pid: int) -> None:
         self._kv = kv
@@ -28,10 +28,10 @@ class MemoryNotes:
         self._pid = pid
 
     async def read(self) -> tuple[list[Tag], bool]:
-        """What it has given back, and whether that is sure.
+        """Return the released memory kinds, and whether that is certain.
 
         Raises:
-            EngineUnavailable: the bucket cannot be read, so that nobody knows.
+            EngineUnavailable: the bucket is unreadable, so the state is unknown.
         """
         try:
             entry = await self._kv.get(self._key, Noted)
@@ -43,10 +43,10 @@ class MemoryNotes:
         return [tag for tag in TAGS if tag in noted.released], noted.sure
 
     async def write(self, released: list[Tag], *, sure: bool) -> None:
-        """Note what it has given back, or is about to.
+        """Store the released memory kinds, before or after the call to the engine.
 
         Raises:
-            EngineUnavailable: the bucket cannot be written.
+            EngineUnavailable: the bucket is not writable.
         """
         try:
             await self._kv.put(self._key, Noted(pid=self._pid, released=tuple(released), sure=sure))

@@ -1,15 +1,15 @@
-"""Memory that an engine's process keeps others from."""
+"""Memory occupied by an engine's process."""
 
 from pathlib import Path
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process of this machine has not ended yet. Its successor begins only after that."""
+    """Whether a process on this machine still exists. Its successor starts only after it has ended."""
     return Path(f"/proc/{pid}").exists()
 
 
 def anonymous_bytes(pid: int) -> int | None:
-    """Memory of a process of this machine that no file backs; None: there is none that can be looked at."""
+    """Return a local process's memory that is not backed by files; None if there is no readable process."""
     if not pid:
         return None
     try:

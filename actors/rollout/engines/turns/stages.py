@@ -1,4 +1,4 @@
-"""How much an engine may have in each phase, and how far it has to be before the phase is over. Pure."""
+"""The memory levels of colocated engines: the allowed level of each phase, and when a phase is complete. Pure."""
 
 from enum import IntEnum
 from typing import Final
@@ -7,12 +7,12 @@ from messages import Phase
 
 
 class Stage(IntEnum):
-    """What an engine may have, and what it has; each includes those before it."""
+    """Memory level of an engine; each level includes the lower ones."""
 
     NOTHING = 0
-    WEIGHTS = 1  # room for weights, with nothing in it
-    LOADED = 2  # the target weights, as far as that is proven without generating
-    EVERYTHING = 3  # room for keys and values too: it may be admitted
+    WEIGHTS = 1  # memory for weights, not filled yet
+    LOADED = 2  # the target weights, verified as far as possible without generating
+    EVERYTHING = 3  # memory for the KV cache too: it may be marked ready
 
 
 STAGE_OF: Final = {
@@ -24,11 +24,11 @@ STAGE_OF: Final = {
     Phase.UPDATE: Stage.LOADED,
     Phase.RESUME_KV: Stage.EVERYTHING,
 }
-SENDS: Final = frozenset({Phase.GENERATE, Phase.RESUME_KV})  # requests, to engines that are admitted
+SENDS: Final = frozenset({Phase.GENERATE, Phase.RESUME_KV})  # phases in which ready engines get requests
 
 
 def is_there(stage: Stage, wanted: Stage) -> bool:
-    """Whether an engine is where a phase wants it: it has nothing, or at least so much."""
+    """Whether an engine has reached a level: exactly NOTHING, or at least the wanted one."""
     return stage is Stage.NOTHING if wanted is Stage.NOTHING else stage >= wanted
 
 

@@ -1,4 +1,4 @@
-"""What one engine has of the memory that it shares with the trainer, and how it gives that back and takes it."""
+"""One engine's share of the memory that it has in common with the trainer: release and resume."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -16,23 +16,23 @@ from messages import EngineTurn
 
 log = structlog.get_logger()
 
-IDLE_S: Final = 2.0  # that an engine is given to become idle, before what is left there is aborted
+IDLE_S: Final = 2.0  # time for an engine to become idle before its requests are aborted
 
 
 class TurnLost(Exception):
-    """The memory that the engine was to have is the trainer's again."""
+    """The trainer has reclaimed the engine's memory."""
 
 
 class Tenure:
-    """One engine's memory; all of it is the engine's from the start of its process on.
+    """One engine's memory. A new process starts with all of it.
 
     Args:
         client: for the engine.
         name: of the engine.
         url: where it listens.
-        pid: of its process on this machine; 0: not known.
-        is_shown: whether what it gives back shows as memory of that process.
-        notes: what it was told before; none: nothing is kept.
+        pid: of its process on this machine; 0: unknown.
+        is_shown: whether released memory is visible in the process's memory statistics.
+        notes: stores earlier calls to it; None: nothing is stored.
     """
 
     def __init__(
@@ -55,30 +55,30 @@ class Tenure:
 
     @property
     def is_sure(self) -> bool:
-        """Whether it is known what the engine has. If not, only a new process is of use."""
+        """Whether the engine's memory state is known. If not, the engine has to be restarted."""
         return self._memory.is_sure
 
     @property
     def room(self) -> Stage:
-        """What it has room for."""
+        """The memory level that the engine has room for."""
         if "weights" in self._memory.released:
             return Stage.NOTHING
         return Stage.WEIGHTS if self._memory.released else Stage.EVERYTHING
 
     def moved(self, stage: Stage) -> EngineTurn:
-        """What came of its last way to a stage."""
+        """Return the report of the last move to a level."""
         return self._moved.get(stage, EngineTurn(engine=self._name, reached=True))
 
     async def inherit(self) -> None:
-        """Take over what an earlier rollout actor told it.
+        """Take over the memory state left by an earlier rollout actor.
 
         Raises:
-            EngineUnavailable: that cannot be read.
+            EngineUnavailable: the stored state is unreadable.
         """
         await self._memory.inherit()
 
     async def give_back(self) -> None:
-        """Have it give back everything. No request of ours is there; what an earlier actor left there is aborted.
+        """Make the engine release all memory. This run has no requests there; those of an earlier actor are aborted.
 
         Raises:
             EngineError: it did not.
@@ -89,7 +89,7 @@ class Tenure:
         await self._move(Stage.NOTHING, self._memory.release)
 
     async def take_weights(self) -> None:
-        """Have it take room for weights, which are to be loaded then.
+        """Make the engine resume the memory for weights, which have to be updated after that.
 
         Raises:
             EngineError: it did not.
@@ -97,7 +97,7 @@ class Tenure:
         await self._move(Stage.WEIGHTS, partial(self._memory.resume, "weights"))
 
     async def take_rest(self) -> None:
-        """Have it take all other memory.
+        """Make the engine resume all other memory.
 
         Raises:
             EngineError: it did not.
@@ -106,14 +106,17 @@ class Tenure:
             await self._move(Stage.EVERYTHING, self._memory.resume)
 
     async def _until_idle(self) -> None:
-        """A scheduler that is told while it is not idle dies; its last answer comes before it is."""
+        """Wait until the engine is idle, aborting requests that do not end.
+
+        A scheduler that gets a release while it is not idle crashes; it sends its last answer before it is idle.
+        """
         while True:
             try:
                 await self._client.flush_cache(self._url, IDLE_S)
             except RequestRefused as error:
                 log.warning("engine_not_idle", engine=self._name, reason=str(error))
                 await self._client.abort(self._url, None)
-            except EngineSilent:  # its agent kills what hangs
+            except EngineSilent:  # the node daemon kills hung engines
                 log.warning("engine_silent", engine=self._name)
             else:
                 return

@@ -1,4 +1,4 @@
-"""When one engine gives memory back to the trainer and takes it again, and what that makes of its state."""
+"""Releases and resumes one engine's GPU memory, and updates its state accordingly."""
 
 from collections.abc import Awaitable, Callable
 
@@ -13,15 +13,15 @@ LOST = (EngineState.GONE, EngineState.SUSPECT)
 
 
 class Turn:
-    """Has an engine have what the fleet's target allows it.
+    """Brings an engine to the memory level that the fleet's target allows.
 
     Args:
         url: of the engine.
         tenure: its memory.
-        target: says what it may have, and tells who waits of changes.
-        state: of the engine.
-        happened: is told what happens to it, and why.
-        emptied: is told when its weights are gone.
+        target: the allowed memory level; notifies waiters of changes.
+        state: returns the engine's state.
+        happened: called with each trigger and its reason.
+        emptied: called when the engine's weights are gone.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class Turn:
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine has to give back what it has."""
+        """Whether the engine has to release its memory."""
         return self._target.allowed is Stage.NOTHING and self._tenure.room is not Stage.NOTHING
 
     async def inherit(self) -> None:
-        """Learn what it gave back before it was lost, or to an earlier rollout actor.
+        """Restore the memory state from before the engine was lost, or from an earlier rollout actor.
 
         Raises:
-            EngineUnavailable: nobody knows.
+            EngineUnavailable: the state is unknown.
         """
         await self._tenure.inherit()
         if not self._tenure.is_sure:
@@ -62,7 +62,7 @@ class Turn:
         await self._target.notify()
 
     async def take(self) -> None:
-        """Give memory back while it is the trainer's; take room for weights as soon as they may be loaded."""
+        """Release memory while it belongs to the trainer; resume memory for weights as soon as that is allowed."""
         while self._target.allowed < Stage.LOADED or self._tenure.room is Stage.NOTHING:
             allowed = self._target.allowed
             if self.is_over:
@@ -75,7 +75,7 @@ class Turn:
                 await self._target.until(lambda seen=allowed: self._target.allowed is not seen)
 
     async def give_back(self) -> None:
-        """Have it give back all memory that it shares with the trainer.
+        """Make the engine release all memory that it shares with the trainer.
 
         Raises:
             EngineError: it did not.
@@ -86,10 +86,10 @@ class Turn:
         await self._target.notify()
 
     async def take_rest(self) -> None:
-        """Wait until it may have all memory, and take it.
+        """Wait until the engine may have all memory, and resume it.
 
         Raises:
-            TurnLost: it may not even have what it has.
+            TurnLost: the trainer reclaims the memory that it already holds.
         """
         await self._target.until(lambda: self._target.is_settled)
         if self._target.allowed is Stage.NOTHING:
@@ -97,10 +97,10 @@ class Turn:
         await self._moved(self._tenure.take_rest)
 
     async def _moved(self, move: Callable[[], Awaitable[None]]) -> None:
-        """Have it give back or take memory. If nobody knows whether it did, it is to be killed.
+        """Release or resume memory. If the outcome is unknown, mark the engine for a kill.
 
         Raises:
-            EngineError: it did not, or was lost meanwhile, as those find whose requests it had.
+            EngineError: the call failed, or the engine was lost meanwhile (noticed by its requests).
         """
         try:
             await move()

@@ -1,4 +1,4 @@
-"""How an engine takes new weights; one file a transport.
+"""Weight updates of engines; one file per transport.
 
-Open updater.py, then receiving.py.
+Open updater.py first, then receiving.py.
 """

@@ -1,4 +1,4 @@
-"""Weights by broadcast: an engine and the trainer are in process groups, one for each pipeline stage."""
+"""Weight transfer by broadcast: engine and trainer share torch process groups, one per pipeline stage."""
 
 import structlog
 
@@ -10,24 +10,24 @@ log = structlog.get_logger()
 
 
 class UpdateGroups:
-    """The groups that engines are in."""
+    """The update groups (torch process groups) that engines have joined."""
 
     def __init__(self, updates: WeightUpdates, timeout_s: float) -> None:
-        """Know none yet; an engine gets so long for each call."""
+        """Start without groups; `timeout_s` is the timeout of each call to an engine."""
         self._updates = updates
         self._timeout_s = timeout_s
-        self._joined: dict[str, tuple[str, ...]] = {}  # by engine, also of a process before this one
+        self._joined: dict[str, tuple[str, ...]] = {}  # by engine URL; may belong to an earlier process of the engine
 
     async def join(self, url: str, step: GroupsOffered, offset: int) -> None:
-        """Have an engine meet the trainer in groups, in place of those that it was in.
+        """Make an engine join the offered update groups, after leaving its earlier ones.
 
         Raises:
-            EngineError: it did not.
+            EngineError: it did not join.
         """
         for name in self._joined.pop(url, ()):
             try:
                 await self._updates.destroy_group(url, name, timeout_s=self._timeout_s)
-            except RequestRefused as error:  # it is another process, or never was in it as the trainer died meanwhile
+            except RequestRefused as error:  # the process is new, or the trainer died before it joined
                 log.info("update_group_not_left", url=url, group=name, error=str(error))
         self._joined[url] = tuple(group.name for group in step.groups)
         for group in step.groups:
@@ -35,10 +35,10 @@ class UpdateGroups:
             await self._updates.init_group(url, address, rank_offset=offset, timeout_s=self._timeout_s)
 
     async def take(self, url: str, step: BucketSent) -> None:
-        """Have an engine take a bucket that is broadcast.
+        """Make an engine receive a broadcast bucket.
 
         Raises:
-            EngineError: it did not.
+            EngineError: it did not receive it.
         """
         layout = BucketLayout(step.names, step.dtypes, step.shapes)
         await self._updates.update_from_distributed(url, step.group, layout, timeout_s=self._timeout_s)

@@ -1,7 +1,7 @@
-"""Where an engine reads weights that are in files, and whether these are what was announced.
+"""Locates the weight files that an engine reads, and verifies them against the announcement.
 
-Published files are compared by the rollout actor (files.py), copies of an engine's own node by the node's agent, which
-makes them, and applies changes, while the engine serves.
+The rollout actor verifies published files (files.py). The node daemon makes and verifies its node's own copy, applying
+deltas, while the engine serves.
 """
 
 from functools import partial
@@ -22,57 +22,57 @@ log = structlog.get_logger()
 
 
 class CopyRefused(EngineError):
-    """The node's agent cannot make a copy of a version, or did not in time."""
+    """The node daemon cannot provide a copy of a version, or did not in time."""
 
 
 class CopyDamaged(EngineError):
-    """The node's copy of a version was damaged when an engine had read it; the next one is made anew."""
+    """The node's copy was damaged when an engine had read it; the next copy is made from scratch."""
 
 
 class AtHand(Protocol):
-    """Brings weights in files to where an engine reads them."""
+    """Makes weight files available where an engine reads them."""
 
     async def bring(self, announced: WeightsAnnounced, *, doubted: bool) -> WeightsAnnounced:
-        """The same weights where the engine is to read them, compared with their announcement.
+        """Return the announced weights at the path that the engine reads, verified.
 
         Args:
-            announced: the version, whole or as changes.
-            doubted: the engine failed with what was at hand.
+            announced: the version, full or as a delta.
+            doubted: the engine failed with the files that were available before.
 
         Raises:
-            EngineError: they are not to be had.
+            EngineError: they are not available.
         """
         ...
 
     async def check_read(self, announced: WeightsAnnounced) -> None:
-        """Compare once more what an engine has read.
+        """Verify the files again after an engine has read them.
 
         Args:
             announced: as `bring` returned it.
 
         Raises:
-            EngineError: it is not what was announced.
+            EngineError: they differ from the announcement.
         """
         ...
 
 
 class AsAnnounced:
-    """Engines read the directory that the trainer names.
+    """Engines read the published directory.
 
     Args:
-        checks: of the files there; none: they are not compared.
+        checks: verifies the files there; None: they are not verified.
     """
 
     def __init__(self, checks: FileChecks | None = None) -> None:
         self._checks = checks
 
     async def bring(self, announced: WeightsAnnounced, *, doubted: bool) -> WeightsAnnounced:
-        """As announced, once its files are compared."""
+        """Return the announcement unchanged, after verifying its files."""
         await self.check_read(announced)
         return announced
 
     async def check_read(self, announced: WeightsAnnounced) -> None:
-        """Raises WeightsDamaged, or EngineUnavailable where the disk does not answer."""
+        """Verify the files. Raises WeightsDamaged, or EngineUnavailable if the disk does not respond."""
         if self._checks is not None:
             await self._checks.check(announced)
 
@@ -81,13 +81,13 @@ UNCHECKED: Final = AsAnnounced()
 
 
 class NodeCopies:
-    """Engines read their own node's copies, which its agent makes and compares.
+    """Engines read their own node's copy, which the node daemon makes and verifies.
 
     Args:
-        bus: to ask the agent on.
-        agent: of the engine's node.
-        timeout_s: for a copy.
-        are_checked: those that are there already, and what an engine has read, are compared.
+        bus: for calls to the node daemon.
+        agent: address of the node daemon of the engine's node.
+        timeout_s: for a copy, in seconds.
+        are_checked: verify existing copies, and copies that an engine has read.
     """
 
     def __init__(self, bus: Bus, agent: str, timeout_s: float, *, are_checked: bool = True) -> None:
@@ -97,11 +97,11 @@ class NodeCopies:
         self._are_checked = are_checked
 
     async def bring(self, announced: WeightsAnnounced, *, doubted: bool) -> WeightsAnnounced:
-        """The same weights in the node's own copy, once that is there. Asked again it does no harm.
+        """Return the announced weights at the node's own copy, once that exists. Idempotent.
 
         Raises:
-            WeightsDamaged: what is published cannot become one.
-            CopyRefused: there is none.
+            WeightsDamaged: the published files cannot be made into a copy.
+            CopyRefused: there is no copy.
         """
         given = await self._ask(announced, doubted=doubted)
         if given.path:
@@ -110,7 +110,7 @@ class NodeCopies:
         raise WeightsDamaged(reason) if given.unusable else CopyRefused(reason)
 
     async def check_read(self, announced: WeightsAnnounced) -> None:
-        """Raises CopyDamaged, or CopyRefused where the agent does not answer."""
+        """Verify the copy after a read. Raises CopyDamaged, or CopyRefused if the node daemon does not respond."""
         if self._are_checked and announced.files:
             given = await self._ask(announced, was_read=True)
             if not given.path:
@@ -143,7 +143,7 @@ class NodeCopies:
 
 
 def _note(version: int, error: Exception, failures: int) -> None:
-    """The agent may be starting."""
+    """Log a failed call and retry it, as the node daemon may be starting; re-raise a refusal."""
     log.warning("local_copy_not_given", weight_version=version, error=str(error), in_a_row=failures)
     if isinstance(error, CallRefused):
         raise error

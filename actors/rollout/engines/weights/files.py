@@ -1,8 +1,8 @@
-"""Compares the files of a version with what was announced of them, before and after an engine reads them.
+"""Verifies the files of a version against their announcement, before and after an engine reads them.
 
-An engine reads files by itself and says nothing of their bytes: a flipped bit that moves the probe by less than its
-tolerance would be served under a right label. The comparison reads what lies on the disk, as the rollout actor's node
-sees it. An engine of another node may see other bytes, of a cache of its own.
+An engine reads files without reporting their bytes. A flipped bit that moves the probe by less than its tolerance would
+be served under a correct label. The check reads the disk as the rollout actor's node sees it. An engine on another node
+may see other bytes, from a cache of its own.
 """
 
 from functools import partial
@@ -21,14 +21,14 @@ log = structlog.get_logger()
 
 
 class WeightsDamaged(WeightsMismatch):
-    """The files of a version are not what was announced, whichever engine reads them."""
+    """The files of a version differ from the announcement, for every engine."""
 
 
 class FileChecks:
-    """Compares published files with their announcement, for all engines of a rollout actor.
+    """Verifies published files against their announcement, for all engines of a rollout actor.
 
     Args:
-        timeout_s: of one comparison.
+        timeout_s: of one verification.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -36,11 +36,11 @@ class FileChecks:
         self._looks = SharedLooks()
 
     async def check(self, announced: WeightsAnnounced) -> None:
-        """Compare all files of a whole version; of one that an older trainer announced nothing is known.
+        """Verify all files of a full version. Skips deltas, and announcements without file checksums (older trainers).
 
         Raises:
-            WeightsDamaged: one differs, or cannot be read.
-            EngineUnavailable: they were not read in time.
+            WeightsDamaged: a file differs, or is unreadable.
+            EngineUnavailable: the files were not read in time.
         """
         if not announced.files or announced.base_version:
             return

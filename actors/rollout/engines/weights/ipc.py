@@ -1,4 +1,4 @@
-"""Weights in shared memory: an engine reads what it is told the name of."""
+"""Weight transfer through shared memory: an engine reads segments by name."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,18 +8,18 @@ from actors.rollout.sglang.errors import EngineError
 from actors.rollout.sglang.updates import WeightUpdates
 from messages import BucketSent
 
-SEGMENTS: Final = Path("/dev/shm")  # where Linux shows shared memory by name
+SEGMENTS: Final = Path("/dev/shm")  # where Linux lists shared memory by name
 
 
 async def read_segments(
     updates: WeightUpdates, url: str, step: BucketSent, payloads: Sequence[str], timeout_s: float
 ) -> None:
-    """Have an engine read a bucket, which then is of no more use to it.
+    """Make an engine read a bucket from shared memory.
 
-    The trainer removes what it has written, too; here for one that has died.
+    On a failure, removes the bucket's segments here: the trainer normally does that, but it may have died.
 
     Raises:
-        EngineError: it did not read it.
+        EngineError: the engine did not read it.
     """
     try:
         await updates.update_from_tensor(url, payloads, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""The loads of weights into engines, by label, and which of them are proven. Tokens of others are not used."""
+"""Tracks weight updates by label; tokens sampled from unverified updates are discarded."""
 
 import uuid
 from collections import deque
@@ -10,77 +10,77 @@ import anyio
 
 from actors.rollout.sglang.labels import SEPARATOR, label_of
 
-KEPT: Final = 256  # proven loads of an engine, which is more updates than a sample spans
+KEPT: Final = 256  # verified updates kept per engine, more than a sample spans
 
 
 class LoadStanding(Enum):
-    """What is known of a load."""
+    """Verification status of a weight update."""
 
-    OPEN = "open"  # it is being looked at
+    OPEN = "open"  # verification is in progress
     PROVEN = "proven"
-    REFUSED = "refused"  # or never ours
+    REFUSED = "refused"  # refused, forgotten, or not a label of this actor
 
 
 class Loads:
-    """Labels for loads, each used once, and what became of them.
+    """Unique labels for weight updates, and the verification status of each.
 
-    What is proven is kept, the newest of each engine. One that is not known any more counts as refused: its tokens are
-    dropped, which costs work and nothing else.
+    Only the newest verified updates of each engine are kept. A forgotten one counts as refused: its tokens are
+    discarded, which costs only work.
     """
 
     def __init__(self, *, settle_timeout_s: float = 600.0) -> None:
-        """Begin without any; for a proof that tokens wait for, so long as given is waited."""
+        """Start without updates; `settle_timeout_s` limits how long tokens wait for a verification."""
         self._settle_timeout_s = settle_timeout_s
-        self._session = uuid.uuid4().hex[:8]  # labels that another rollout actor gave out are not ours
+        self._session = uuid.uuid4().hex[:8]  # distinguishes our labels from those of other rollout actors
         self._num_begun = 0
         self._open: set[str] = set()
-        self._proven: dict[str, deque[str]] = {}  # by engine
+        self._proven: dict[str, deque[str]] = {}  # verified labels by engine
         self._num_refused = 0
-        self._settled = anyio.Event()  # replaced whenever a load has settled
+        self._settled = anyio.Event()  # replaced whenever a status becomes final
 
     def engine_of(self, label: str) -> str:
-        """The engine that a label of ours was given out to; empty: it is none."""
+        """Return the engine that one of our labels was given to; empty for other labels."""
         return label.partition(SEPARATOR)[2].rpartition(f".{self._session}.")[0] if self._is_ours(label) else ""
 
     def begin(self, engine: str, version: int) -> str:
-        """A label for a load into an engine. It stays open until it is proven or refused."""
+        """Create a label for the update of an engine. It stays open until it is verified or refused."""
         self._num_begun += 1
         label = label_of(version, f"{engine}.{self._session}.{self._num_begun}")
         self._open.add(label)
         return label
 
     def prove(self, label: str) -> None:
-        """Say that the engine holds what it was to load."""
+        """Mark an update as verified: the engine holds the weights."""
         self._proven.setdefault(self.engine_of(label), deque(maxlen=KEPT)).append(label)
         self._settle(label)
 
     def refuse(self, label: str) -> None:
-        """Say that it does not, or that nobody will know; nothing if that is settled."""
+        """Mark an open update as refused: the verification failed or was abandoned. No-op if its status is final."""
         if label in self._open:
             self._num_refused += 1
             self._settle(label)
 
     def standing(self, label: str) -> LoadStanding:
-        """What is known of the load that a label names."""
+        """Return the status of the update with this label."""
         if label in self._open:
             return LoadStanding.OPEN
         return LoadStanding.PROVEN if label in self._proven.get(self.engine_of(label), ()) else LoadStanding.REFUSED
 
     def is_proven(self, label: str) -> bool:
-        """Whether tokens under that label may be used."""
+        """Whether tokens under this label may be used."""
         return self.standing(label) is LoadStanding.PROVEN
 
     def trust_from_now_on(self) -> Callable[[str], bool]:
-        """Like `is_proven`, for the labels of a request that is sent now, as long as no load is refused meanwhile.
+        """Return a check like `is_proven` for a request sent now, valid until any update is refused.
 
-        A stream names a label with each chunk, and not until its end the labels of all tokens: a load that was refused
-        between two chunks would not be seen.
+        A streamed chunk names one label; only the last chunk names the labels of all tokens. An update refused between
+        two chunks would otherwise go unnoticed.
         """
         num_refused = self._num_refused
         return lambda label: self._num_refused == num_refused and self.is_proven(label)
 
     async def settled(self, labels: Collection[str]) -> bool:
-        """Wait until none of the loads is open; whether all are proven."""
+        """Wait until no update is open; return whether all are verified."""
         with anyio.move_on_after(self._settle_timeout_s):
             while any(label in self._open for label in labels):
                 await self._settled.wait()
@@ -92,7 +92,7 @@ class Loads:
         settled.set()
 
     def _is_ours(self, label: str) -> bool:
-        """Whether it was given out here."""
+        """Whether this object created the label."""
         load = label.partition(SEPARATOR)[2]
         _, _, rest = load.rpartition(f".{self._session}.")
         return rest.isdecimal() and 0 < int(rest) <= self._num_begun

@@ -1,4 +1,4 @@
-"""Which engines we have paused; of those that others run the bus knows too, for our successor."""
+"""Tracks the engines paused by the run. For external engines it stores this on the bus for the next rollout actor."""
 
 from collections.abc import Collection
 
@@ -13,16 +13,16 @@ log = structlog.get_logger()
 
 
 class Pauses:
-    """Engines that we paused and that were not told to go on since, by URL.
+    """URLs of engines that the run paused and has not continued since.
 
-    An engine does not know who paused it. So a pause of one that others run is noted on the bus before it begins, until
-    it has ended: the next rollout actor of the run ends this one, and nobody else's. A note without a pause, as of an
-    actor that died in between, is forgotten as soon as the engine is seen to generate.
+    An engine does not report which client paused it. So a pause of an external engine is noted on the bus before it
+    begins, and until it ends. The next rollout actor of the run ends exactly those pauses. A stale note, e.g. after a
+    crash before the pause, is dropped as soon as the engine generates.
 
     Args:
-        kv: the run's bucket; none: nothing is noted.
+        kv: the run's bucket; None: nothing is stored.
         pool: of the engines.
-        others: URLs of the engines that others run.
+        others: URLs of the external engines.
     """
 
     def __init__(self, kv: KeyValues | None = None, pool: str = "", others: Collection[str] = ()) -> None:
@@ -36,20 +36,20 @@ class Pauses:
         return url in self._urls
 
     async def inherit(self) -> None:
-        """Take over what an earlier rollout actor has left paused.
+        """Take over the pauses that an earlier rollout actor left.
 
         Raises:
-            BusError: the bucket cannot be read.
+            BusError: the bucket is unreadable.
         """
         entry = None if self._kv is None else await self._kv.get(self._key, list[str])
         if entry is not None and entry.value is not None:
             self._urls |= self._others & frozenset(entry.value)
 
     async def begin(self, url: str) -> None:
-        """We are about to pause an engine.
+        """Note that an engine is about to be paused.
 
         Raises:
-            EngineUnavailable: it is not to be, since that cannot be noted.
+            EngineUnavailable: the note cannot be written, so the engine must not be paused.
         """
         async with self._noting:
             try:
@@ -59,14 +59,14 @@ class Pauses:
             self._urls.add(url)
 
     async def end(self, url: str) -> None:
-        """It generates: whoever ended the pause, or whichever server that is."""
+        """Remove the note: the engine generates, whatever ended its pause."""
         if url not in self._urls:
             return
         self._urls.discard(url)
         async with self._noting:
             try:
                 await self._note(url, self._urls)
-            except BusError as error:  # the next note leaves it out; an actor that comes before finds it generating
+            except BusError as error:  # the next write omits it; a new actor before that finds the engine generating
                 log.warning("pause_still_noted", url=url, error=str(error))
 
     async def _note(self, url: str, paused: Collection[str]) -> None:

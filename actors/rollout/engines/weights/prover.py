@@ -1,4 +1,4 @@
-"""Has engines load weights, and asks them what they hold until that is proven or refused."""
+"""Updates the weights of engines and verifies them."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -29,35 +29,35 @@ from runtime.settings.topology import StartWeights, Verify, WeightFormat
 
 log = structlog.get_logger()
 
-FROM_PEER: Final = "remote_instance"  # SGLang's load format
-UNTOLD: Final = "default"  # what SGLang calls weights until it is told
+FROM_PEER: Final = "remote_instance"  # SGLang's load format for weights from a peer
+UNTOLD: Final = "default"  # SGLang's label for weights that were never labelled
 
 Done = Callable[[], Awaitable[None]]
 
 
 async def nothing() -> None:
-    """There is nothing to be done."""
+    """Do nothing."""
 
 
 class Sent(NamedTuple):
-    """Weights that an engine has proven."""
+    """Weights that at least one engine has verified."""
 
     version: int
-    checksum: str  # of their files, or of what a session sent
+    checksum: str  # of their files, or of the tensors of a weight sync
 
 
 class Brought(NamedTuple):
-    """What became of a load."""
+    """Result of a verified weight update."""
 
-    label: str  # under which the engine holds the weights, proven
-    pause_s: float  # that it began no request, as `Updater.update` says
+    label: str  # label of the verified weights on the engine
+    pause_s: float  # seconds without new requests, see `Updater.update`
 
 
 class Prover:
-    """Brings engines to announced weights. What they are asked beside their label, `verify` says.
+    """Updates engines to announced weights and verifies them. The setting `verify` selects the checks beyond the label.
 
-    The checksum is asked while the engine stands still, before it generates from the new weights; the log-probs of the
-    probe right after it goes on. What requests make until then waits for the proof, by its label (loads.py).
+    The checksum is queried while the engine is paused, before it generates from the new weights. The probe follows
+    right after it continues. Tokens sampled before the verification ends wait for it, by their label (loads.py).
     """
 
     def __init__(
@@ -92,20 +92,20 @@ class Prover:
         check_read: Done = nothing,
         part: Part | None = None,
     ) -> Brought:
-        """Have an engine load weights, and prove that it holds them.
+        """Update an engine's weights and verify them.
 
         Args:
             engine: its name.
             url: where it listens.
-            announced: what it is to load.
-            first: whether it has not proven any weights since it was last not admitted.
-            loaded: done once it holds them, before it is to generate.
-            check_read: done once it has read its files, or failed to; raises where these are not what was announced.
-            part: in the session that brings them; none: they are in files.
+            announced: the weights.
+            first: whether this is its first update since it was last not ready.
+            loaded: called once it holds the weights, before it has to generate.
+            check_read: called after it has read its files, or failed to; raises if they differ from the announcement.
+            part: its membership in the weight sync; None: the weights are in files.
 
         Raises:
-            WeightsMismatch: it does not hold them.
-            EngineError: it did not take them, or does not answer.
+            WeightsMismatch: it does not hold the weights.
+            EngineError: it refused the update, or does not respond.
         """
         label = self.loads.begin(engine, announced.version)
         try:
@@ -121,23 +121,23 @@ class Prover:
             self.loads.prove(label)
         except (RequestRefused, WeightsMismatch) as error:
             if not isinstance(error, WeightsDamaged):
-                await check_read()  # which tells why
+                await check_read()  # raises the actual cause if the files are damaged
             raise
         finally:
             self.loads.refuse(label)
         return Brought(label, pause_s)
 
     async def adopt(self, engine: str, url: str, announced: WeightsAnnounced) -> str | None:
-        """Prove the weights that a peer gave an engine at its start; none: they are not the announced ones.
+        """Verify the weights that a peer gave an engine at its start; None if they are not the announced ones.
 
-        The engine generates nothing yet. Its peer may have taken newer weights while it sent, so that they may be a
-        mixture. What is not proven here, the engine is brought by the usual way.
+        The engine generates nothing yet. Its peer may have been updated while it sent, so the weights may be a mixture.
+        If the verification fails here, the engine gets a normal update.
 
         Returns:
-            The label under which the engine holds them.
+            The label of the weights on the engine.
 
         Raises:
-            EngineError: it does not answer.
+            EngineError: it does not respond.
         """
         if self._start_weights != "peer" or announced.version != self._newest.version:
             return None
@@ -165,18 +165,18 @@ class Prover:
         return label
 
     def is_paused(self, url: str) -> bool:
-        """Whether we paused an engine, or our predecessor did, and it could not be told to go on."""
+        """Whether this or an earlier rollout actor paused an engine and has not been able to continue it."""
         return self._updater.is_paused(url)
 
     async def forget_pause(self, url: str) -> None:
-        """An engine says that it generates."""
+        """Drop the note of a pause: the engine reports that it generates."""
         await self._updater.forget_pause(url)
 
     async def proceed(self, url: str) -> None:
-        """End a pause of an engine, if there is one.
+        """End an engine's pause, if there is one.
 
         Raises:
-            EngineError: it could not be told.
+            EngineError: the call failed.
         """
         await self._updater.proceed(url)
 
@@ -185,10 +185,10 @@ class Prover:
         await self._updater.clear(url)
 
     async def place(self, url: str, announced: WeightsAnnounced, *, first: bool) -> Place:
-        """How an engine takes part in a session; `first` as for `bring`.
+        """Return an engine's parameters for a weight sync; `first` as for `bring`.
 
         Raises:
-            EngineError: it does not say.
+            EngineError: it does not report its configuration.
         """
         info = await self._client.server_info(url)
         num_ranks = int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
@@ -224,13 +224,14 @@ class Prover:
 
         pause_s = await self._updater.update(url, announced, label, look, part)
         if part is not None and announced.transport == "ipc":
-            part.finish()  # the probe wants memory that an engine of the trainer's gets only then
+            part.finish()  # the probe needs memory that a colocated engine gets only after this
         await loaded()
         begin = time.perf_counter()
         if announced.probe is not None:
             await self._check_probe(engine, url, announced.probe, server)
-        await check_read()  # before its checksum is what others are compared with
-        self._refuse_if(engine, self._checksum_mismatch(server, sent, tensors))  # others may have proven theirs
+        await check_read()  # before its checksum becomes the reference for other engines
+        # other engines may have been verified meanwhile
+        self._refuse_if(engine, self._checksum_mismatch(server, sent, tensors))
         assert tensors is not None
         self._known.add(server, engine, sent, tensors)
         self._newest = Sent(announced.version, sent)

@@ -1,8 +1,8 @@
-"""What an engine does in a session, step by step; how it gets a bucket is in collective.py and ipc.py.
+"""An engine's side of a weight sync, step by step; collective.py and ipc.py transfer the buckets.
 
-An engine's scheduler waits inside a broadcast, for half an hour at most, which cannot be set. One that the trainer
-leaves before any byte fails at once; one that it leaves in the middle waits on. So an engine that is still in one when
-its session is over, or the deadline is, counts as silent, and is killed.
+An engine's scheduler blocks inside a broadcast for up to half an hour; that timeout is fixed. If the trainer leaves
+before the first byte, the broadcast fails at once; if it leaves in the middle, the engine keeps waiting. So an engine
+that is still in a broadcast when its weight sync or the deadline is over counts as hung, and is killed.
 """
 
 from typing import Final
@@ -22,60 +22,60 @@ from runtime.bus.background import beside
 log = structlog.get_logger()
 
 CLOSE_S: Final = 5.0
-GRACE_S: Final = 5.0  # for an engine to notice that the trainer is gone
+GRACE_S: Final = 5.0  # for an engine to notice that the trainer has left
 
 
 class Receiver:
-    """Has engines take what a session brings them."""
+    """Makes engines receive the tensors of a weight sync."""
 
     def __init__(self, client: SglangClient, timeout_s: float) -> None:
-        """Begin nothing; an engine gets so long for each step."""
+        """Set up without any IO; `timeout_s` is the timeout of each step of an engine."""
         self._client = client
         self._updates = WeightUpdates(client)
         self._timeout_s = timeout_s
         self._groups = UpdateGroups(self._updates, timeout_s)
 
     async def receive(self, url: str, part: Part, label: str) -> SessionFinished:
-        """Take all tensors of a session. The engine stands still.
+        """Receive all tensors of a weight sync. The engine is paused meanwhile.
 
-        It is given the label first: what it holds from the first bucket on is neither the old weights nor the new.
+        The label is set first: from the first bucket on the engine holds neither the old nor the new weights.
 
         Args:
             url: of the engine.
-            part: has taken the step SessionPrepared.
-            label: what the engine is to call its weights.
+            part: its membership, past the step SessionPrepared.
+            label: the engine's new weight label.
 
         Raises:
-            EngineError: it did not take them, or the session is over.
+            EngineError: the engine did not receive the tensors, or the weight sync was closed.
         """
         await self._client.update_version(url, label)
         await self._open(url)
         try:
-            came: dict[int, int] = {}  # buckets of each stage
+            came: dict[int, int] = {}  # buckets received, by pipeline stage
             while not isinstance(step := await part.next(), SessionFinished):
                 await self._take(url, part, step)
-                if isinstance(step, BucketSent):  # once it has it: the trainer is in the same broadcast
+                if isinstance(step, BucketSent):  # only after success: the trainer takes part in the same broadcast
                     _note(part, came, step)
             if sum(came.values()) != step.num_buckets:
                 raise EngineFailed(
                     f"{part.engine}: got {sum(came.values())} of {step.num_buckets} buckets of session {part.session}"
                 )
         except EngineError as error:
-            part.fail(str(error))  # before what ends it here: the trainer may be waiting in a broadcast
+            part.fail(str(error))  # before the cleanup: the trainer may be waiting in a broadcast
             await self._close(url)
             raise
         await self._updates.end_update(url, timeout_s=self._timeout_s)
         return step
 
     async def _close(self, url: str) -> None:
-        """End what cannot be finished; an engine that does not answer is looked at afterwards."""
+        """Close an unfinished update; if the engine does not respond, its health is checked afterwards."""
         try:
             await self._updates.end_update(url, timeout_s=CLOSE_S)
         except EngineError as error:
             log.warning("weight_session_left_open", url=url, error=str(error))
 
     async def _open(self, url: str) -> None:
-        """Begin; a session that a death has left open is closed before."""
+        """Open an update on the engine, closing one that a crash has left open."""
         try:
             await self._updates.begin_update(url, timeout_s=self._timeout_s)
         except RequestRefused as error:
@@ -84,10 +84,10 @@ class Receiver:
             await self._updates.begin_update(url, timeout_s=self._timeout_s)
 
     async def _take(self, url: str, part: Part, step: GroupsOffered | BucketSent | SessionPrepared) -> None:
-        """Do a step, which may wait for the trainer.
+        """Run a step, which may wait for the trainer.
 
         Raises:
-            EngineSilent: the session is over, and it still waits.
+            EngineSilent: the weight sync was closed, and the engine still waits.
         """
         with anyio.CancelScope() as scope:
             async with beside(lambda: _cut_when_over(part, scope)):
@@ -108,10 +108,10 @@ class Receiver:
 
 
 def _note(part: Part, came: dict[int, int], step: BucketSent) -> None:
-    """Note what came in a bucket.
+    """Count a received bucket.
 
     Raises:
-        EngineFailed: it is not the one that was due.
+        EngineFailed: it is not the next bucket of its stage.
     """
     due = came.get(step.stage, 0)
     if step.index != due:

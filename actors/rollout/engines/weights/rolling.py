@@ -1,44 +1,44 @@
-"""Updates in groups: engines of one group take new weights while the others serve. Pure."""
+"""Rolling updates: the engines of one update group take new weights while the others serve. Pure."""
 
 from collections.abc import Callable, Collection
 
 
 class Rolling:
-    """Who of the engines of a rollout actor may be in an update.
+    """Decides which engines of a rollout actor may be updated now.
 
-    An engine's group is its place among the names, so that it is the same for the same engines. Where weights are in
-    files, engines take turns here; in sessions the trainer opens one for each group.
+    An engine's update group follows from its position among the sorted names, so equal sets of engines give equal
+    groups. For weights in files, engines are scheduled here. For a weight sync, the trainer opens one per update group.
 
     Args:
-        num_groups: of engines; 1: there are no turns.
-        names: of all engines that there are.
+        num_groups: number of update groups; 1: no scheduling.
+        names: names of all engines.
     """
 
     def __init__(self, num_groups: int, names: Callable[[], Collection[str]]) -> None:
         self._num_groups = num_groups
         self._names = names
-        self._waiting: list[str] = []  # in the order in which they came
-        self._at_work: set[str] = set()  # of one group
+        self._waiting: list[str] = []  # in order of arrival
+        self._at_work: set[str] = set()  # engines that are being updated, all of one update group
         self._group = 0
-        self._had: set[str] = set()  # engines that have taken this turn of the group
+        self._had: set[str] = set()  # engines updated since the group became active
 
     @property
     def is_on(self) -> bool:
-        """Whether there is more than one group."""
+        """Whether there is more than one update group."""
         return self._num_groups > 1
 
     def group_of(self, engine: str, num_groups: int | None = None) -> int:
-        """The group that an engine is in."""
+        """Return the update group of an engine."""
         return sorted({*self._names(), engine}).index(engine) % (num_groups or self._num_groups)
 
     def wait(self, engine: str) -> None:
-        """Have an engine stand in line."""
+        """Add an engine to the queue."""
         self._waiting.append(engine)
 
     def take(self, engine: str) -> bool:
-        """Let an engine that stands in line begin, if it may: nobody of another group is at work.
+        """Start the update of a queued engine if no other update group is being updated; return whether it may start.
 
-        One that had this turn of its group already, and wants newer weights, lets other groups go first.
+        An engine that was already updated in the current pass of its update group lets other groups go first.
         """
         group = self.group_of(engine)
         others = [each for each in self._waiting if self.group_of(each) != group and each not in self._had]
@@ -53,7 +53,7 @@ class Rolling:
         return True
 
     def leave(self, engine: str) -> None:
-        """Have an engine stand in line no more, or its turn be over."""
+        """Remove an engine from the queue, or end its update."""
         if engine in self._waiting:
             self._waiting.remove(engine)
         self._at_work.discard(engine)

@@ -1,7 +1,7 @@
-"""Weight sessions as a rollout actor takes part in them: who of its engines does, and each one's part. No IO.
+"""The rollout actor's side of a weight sync: its members, and each engine's steps. No IO.
 
-The trainer leads by calls; each engine's own task does what they ask. A call is answered when all engines that it
-concerns have done so or cannot. One session is open at a time: another one, or a later trainer, closes it.
+The trainer leads by RPC; each engine's own task runs the requested steps. A call returns once all engines concerned
+have finished the step or failed. Only one weight sync is open at a time: a new one, or a later trainer, closes it.
 """
 
 import uuid
@@ -28,41 +28,41 @@ from messages import (
 
 log = structlog.get_logger()
 
-GATHER_S: Final = 5.0  # for engines that are to take part and are not ready for it yet; those go without
+GATHER_S: Final = 5.0  # for engines that are not ready yet; the weight sync starts without them
 Step = SessionPrepared | GroupsOffered | BucketSent | SessionFinished
 
 
 class Goal(Protocol):
-    """What the engines of a rollout actor are to take."""
+    """The target weights of a rollout actor's engines."""
 
     @property
     def version(self) -> int:
-        """The newest version that they are to take."""
+        """The target version."""
         ...
 
     async def reached(self, version: int) -> None:
-        """Wait until that version, or a newer one, is what they are to take."""
+        """Wait until the target is this version or a newer one."""
         ...
 
     async def notify(self) -> None:
-        """Let the waiting look again."""
+        """Make waiters check their conditions again."""
         ...
 
 
 class SessionOver(EngineUnavailable):
-    """A session has ended before an engine held the version. It may hold a part of it."""
+    """A weight sync closed before an engine held the version. The engine may hold part of it."""
 
 
 class Place(NamedTuple):
-    """How an engine takes part in a session."""
+    """An engine's parameters for a weight sync."""
 
-    num_ranks: int  # that get weights, each its share
-    is_compared: bool  # its checksums will be asked
-    wants: EngineLayout | None  # they can be reckoned
+    num_ranks: int  # ranks that receive weights, each its shard
+    is_compared: bool  # its checksums will be verified
+    wants: EngineLayout | None  # the layout for which the trainer computes the expected checksums; None: it cannot
 
 
 class _Asked:
-    """A step that an engine is to do."""
+    """A requested step of one engine."""
 
     def __init__(self, step: Step | SessionClosed) -> None:
         self.step = step
@@ -75,17 +75,17 @@ class _Asked:
 
 
 class Part:
-    """One engine's part in a session: its own task takes the steps one by one and says what became of them."""
+    """One engine's membership in a weight sync: its task takes the steps one by one and reports the results."""
 
     def __init__(self, engine: str, key: str, place: Place, version: int) -> None:
         self.engine = engine
         self.key = key
         self.place = place
         self.version = version
-        self.came: dict[str, str] = {}  # in which bucket each tensor came
-        self.session = ""  # once it is a member
-        self.holds = False  # what the session brought
-        self.over = anyio.Event()  # the session was closed
+        self.came: dict[str, str] = {}  # received tensors: name -> bucket
+        self.session = ""  # id of the weight sync, once the engine is a member
+        self.holds = False  # the engine holds the weights of the weight sync
+        self.over = anyio.Event()  # the weight sync was closed
         self._deadline_s = 0.0
         self._failure = ""
         self._queue: list[_Asked] = []
@@ -93,12 +93,12 @@ class Part:
         self._changed = anyio.Event()
 
     def enter(self, session: str, deadline_s: float) -> SessionMember:
-        """Become a member of a session."""
+        """Join a weight sync."""
         self.session, self._deadline_s = session, deadline_s
         return SessionMember(engine=self.engine, key=self.key, **self.place._asdict())
 
     async def ask(self, step: Step) -> str:
-        """Have the engine do a step; why it did not, or nothing. The last one may be asked for again."""
+        """Run a step on the engine; return why it failed, or an empty string. The last step may be repeated."""
         if self.holds and isinstance(step, SessionFinished):
             return ""
         if self._failure:
@@ -110,10 +110,10 @@ class Part:
         return asked.error
 
     async def next(self) -> Step:
-        """The next step, once the one before is done.
+        """Finish the previous step and return the next one.
 
         Raises:
-            SessionOver: the session was closed, or nothing came until the deadline.
+            SessionOver: the weight sync was closed, or no step arrived before the deadline.
         """
         self.step_done()
         with anyio.move_on_after(self._deadline_s):
@@ -128,24 +128,24 @@ class Part:
         return self._current.step
 
     def close(self, reason: str) -> None:
-        """Have the engine leave once its step at work is done or has failed."""
+        """Make the engine leave once its current step has ended."""
         self.over.set()
         self._queue.append(_Asked(SessionClosed(session=self.session, reason=reason)))
         self._changed.set()
 
     def step_done(self) -> None:
-        """Answer the step at work."""
+        """Report success of the current step."""
         if self._current is not None:
             self._current.answer()
             self._current = None
 
     def finish(self) -> None:
-        """Say that the engine holds what the session brought."""
+        """Report that the engine holds the weights of the weight sync."""
         self.holds = True
         self.step_done()
 
     def fail(self, reason: str) -> None:
-        """Answer the step at work, and all that come, with a reason."""
+        """Fail the current step and all later ones with a reason."""
         self._failure = self._failure or reason
         for asked in (*([self._current] if self._current else ()), *self._queue):
             asked.answer(self._failure)
@@ -154,12 +154,12 @@ class Part:
 
 
 class WeightSessions:
-    """Where calls of the trainer and the tasks of engines meet.
+    """Connects the trainer's weight-sync calls to the tasks of the engines.
 
     Args:
-        goal: what the engines are to take; who waits there is told of new members.
-        lacking: names of engines that may be asked and lack it.
-        part_of: in which of so many parts of the engines one is; none: there is one part.
+        goal: the target weights; its waiters are notified of new members.
+        lacking: names of the engines that are ready for the target weights and lack them.
+        part_of: maps an engine and a number of update groups to the engine's group; None: there is one group.
     """
 
     def __init__(
@@ -168,21 +168,21 @@ class WeightSessions:
         self._goal = goal
         self._lacking = lacking
         self._part_of = part_of or _only_part
-        self._waiting: dict[str, Part] = {}  # engines that want a version, by name
+        self._waiting: dict[str, Part] = {}  # engines that wait for a version, by name
         self._members: list[Part] = []
         self._session = ""
         self._incarnation = 0
         self._changed = anyio.Event()
 
     def wanted(self) -> tuple[str, ...]:
-        """Engines that stand ready for a version, and no session brings it."""
+        """Names of the engines that wait for a version and are in no weight sync."""
         return tuple(part.engine for part in self._waiting.values() if not part.session)
 
     @asynccontextmanager
     async def part(self, engine: str, key: str, place: Place, version: int) -> AsyncGenerator[Part]:
-        """Have an engine stand ready for a session that brings a version.
+        """Offer an engine as a member of a weight sync for a version.
 
-        How the block ends is the answer to the step that is at work then.
+        The outcome of the block is the result of the engine's current step.
         """
         part = Part(engine, key, place, version)
         self._waiting[engine] = part
@@ -201,10 +201,10 @@ class WeightSessions:
             self._changed.set()
 
     async def offered(self, offer: SessionOffered) -> MembersGiven:
-        """Say who takes part in a session; one that was open is over.
+        """Return the members for an offered weight sync, after closing an open one.
 
         Raises:
-            ValueError: a later trainer has led sessions already.
+            ValueError: the offer comes from a trainer that was replaced.
         """
         if offer.incarnation < self._incarnation:
             raise ValueError(f"trainer {offer.incarnation} is not the last one: {self._incarnation} is")
@@ -228,10 +228,10 @@ class WeightSessions:
         return offer.num_parts == 1 or self._part_of(engine, offer.num_parts) == offer.part
 
     async def step(self, step: Step) -> EnginesAnswered:
-        """Have each member do a step.
+        """Run a step on each member.
 
         Raises:
-            ValueError: the session is not open here.
+            ValueError: this weight sync is not open here.
         """
         if step.session != self._session:
             raise ValueError(f"session {step.session} is not open here")
@@ -247,13 +247,13 @@ class WeightSessions:
         return EnginesAnswered(failed=failed)
 
     async def closed(self, step: SessionClosed) -> EnginesAnswered:
-        """Have all members leave the session, if it is open."""
+        """Make all members leave the weight sync, if it is open."""
         if step.session == self._session:
             self.end(step.reason)
         return EnginesAnswered(failed={})
 
     def end(self, reason: str) -> None:
-        """Have all members leave the session that is open, if there is one."""
+        """Close the open weight sync, if there is one: all members leave."""
         for part in self._members:
             part.close(reason)
         self._members, self._session = [], ""
@@ -264,5 +264,5 @@ def _only_part(_engine: str, _num_parts: int) -> int:
 
 
 def new_key(engine: str) -> str:
-    """What an engine's process is called from now on, until it or its rollout actor is another."""
+    """Create an id for an engine's process, valid until the engine or its rollout actor restarts."""
     return f"{engine}.{uuid.uuid4().hex[:8]}"

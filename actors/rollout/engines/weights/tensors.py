@@ -1,6 +1,6 @@
-"""Whether an engine on the CPU holds the very tensors that the trainer sent, and which it does not. Pure.
+"""Verifies the tensors of a CPU engine one by one against those that the trainer sent. Pure.
 
-The trainer reckons what each rank of it will say of each tensor (actors/trainer/sending/expected.py).
+The trainer computes the expected checksum of each tensor on each rank (actors/trainer/sending/expected.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,18 +9,18 @@ from typing import Any, Final
 from messages import EngineLayout
 from runtime.weights.fused import made_of, place_of
 
-MAX_NAMED: Final = 3  # tensors in a message; the others are counted
+MAX_NAMED: Final = 3  # tensors named in a message; the others are counted
 MAX_PARTS: Final = 4
-EMBEDDED: Final = "physarum-embedded"  # what our engine calls its version
+EMBEDDED: Final = "physarum-embedded"  # the version that the tiny engine reports
 _NUMBERS_OF_PARTS: Final = ("pp_size", "dp_size", "ep_size")
 
 Hashes = Mapping[str, str]
 
 
 def layout_of(info: Mapping[str, Any]) -> EngineLayout | None:
-    """The layout of an engine whose checksums can be reckoned, by its /server_info; none: they cannot.
+    """Return the layout of an engine whose checksums can be computed, from its /server_info; None otherwise.
 
-    On a GPU it hashes otherwise. In half precision SGLang packs matrices on some CPUs, and does not say so.
+    GPU engines hash differently. In half precision SGLang packs matrices on some CPUs, without reporting it.
     """
     plain = info.get("device") == "cpu" and info.get("dtype") == "float32" and info.get("quantization") is None
     if not plain or any(int(info.get(key) or 1) > 1 for key in _NUMBERS_OF_PARTS):
@@ -30,12 +30,12 @@ def layout_of(info: Mapping[str, Any]) -> EngineLayout | None:
 
 
 def tensors_mismatch(expected: Sequence[Hashes], said: Sequence[Hashes], came: Mapping[str, str]) -> str:
-    """Why an engine does not hold what was sent; empty when it does.
+    """Return why an engine's tensors differ from those sent; empty if they are equal.
 
     Args:
-        expected: of each rank, by the engine's names.
-        said: by the engine, the same.
-        came: in which bucket each tensor came, by Hugging Face's names.
+        expected: checksums per rank, by the engine's tensor names.
+        said: the engine's own checksums, in the same form.
+        came: bucket of each received tensor, by Hugging Face names.
     """
     if len(said) != len(expected):
         return f"says the checksums of {len(said)} ranks, {len(expected)} were expected"
@@ -56,7 +56,7 @@ def tensors_mismatch(expected: Sequence[Hashes], said: Sequence[Hashes], came: M
 
 
 def _origin(name: str, came: Mapping[str, str]) -> str:
-    """What a tensor was made of, and how that came."""
+    """Describe the source tensors of an engine's tensor and the buckets that held them."""
     parts = made_of(name) or [each for each in came if place_of(each).name == name]
     shown = [f"{part}, which came in {came[part]}" if part in came else f"{part}, which never came" for part in parts]
     return "of " + _listed(shown, MAX_PARTS)

@@ -1,4 +1,4 @@
-"""How an engine takes new weights, and what its running requests do meanwhile."""
+"""Weight updates of an engine, and the handling of its running requests meanwhile."""
 
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -24,26 +24,26 @@ Interrupt = Callable[[str], Awaitable[None]]
 Hold = Callable[[], AbstractAsyncContextManager[None]]
 
 CONTINUE_TRIES: Final = 3
-CLEAR_S: Final = 2.5  # of interrupting what runs under wrong weights: it is repeated once a second
+CLEAR_S: Final = 2.5  # time to interrupt requests on wrong weights; repeats once a second
 
 IDLE_POLL_S: Final = 0.05
 
-Expected = Mapping[str, Sequence[Hashes]]  # what engines will say of each rank, by a layout's key
-Look = Callable[[str, Expected], Awaitable[None]]  # is given the checksum of what was loaded
+Expected = Mapping[str, Sequence[Hashes]]  # expected checksums per rank, by layout key
+Look = Callable[[str, Expected], Awaitable[None]]  # receives the checksum of the loaded weights
 
 
 class Updater:
-    """Updates engines by the recipe's `on_weight_update`.
+    """Updates engines according to the recipe's `on_weight_update`.
 
-    - drain: the engine ends its running requests first.
-    - abort: training requests are interrupted there, and go on from their tokens under the new weights.
-    - retract: they are frozen, and computed anew from their tokens under the new weights.
-    - in_place: they are frozen, and go on with the keys and values of the old weights.
+    - drain: the engine finishes its running requests first.
+    - abort: training requests are aborted and continue from their tokens under the new weights.
+    - retract: requests are paused and recomputed from their tokens under the new weights.
+    - in_place: requests are paused and continue with the KV cache of the old weights.
 
     Args:
         client: for the engines.
         mode: one of these.
-        pauses: where it keeps whom it has paused; none: in memory.
+        pauses: stores which engines are paused; None: in memory.
     """
 
     def __init__(
@@ -58,34 +58,34 @@ class Updater:
         self._receiver = Receiver(client, timeout_s)
 
     def interrupt_by(self, interrupt: Interrupt) -> None:
-        """Say what ends the training requests of an engine, by its URL, for as long as it is not cancelled."""
+        """Set the callback that aborts an engine's training requests, by its URL, until it is cancelled."""
         self._interrupt = interrupt
 
     def hold_by(self, hold: Hold) -> None:
-        """Say what keeps new requests from being sent, in its block."""
+        """Set the context manager that blocks new requests."""
         self._hold = hold
 
     async def update(
         self, url: str, announced: WeightsAnnounced, label: str, look: Look | None = None, part: Part | None = None
     ) -> float:
-        """Have an engine load weights.
+        """Update an engine's weights.
 
         Args:
             url: of the engine.
-            announced: what it is to load.
-            label: what it is to call it.
-            look: done once they are loaded, while the engine generates nothing.
-            part: in the session that brings them; none: they are in files.
+            announced: the weights.
+            label: the engine's new weight label.
+            look: verification, called after the update while the engine generates nothing.
+            part: its membership in the weight sync; None: the weights are in files.
 
         Returns:
-            Seconds that it began no request: from its pause, or since new ones were held back or wait in it for the
-            load, until it goes on. With `drain` those that run end meanwhile.
+            Seconds without new requests: from the pause, or from when new requests are blocked or queued, until it
+                continues. With `drain`, running requests finish during that time.
 
         Raises:
-            EngineError: it did not load them, `look` raised it, or it is paused and cannot be told to go on.
+            EngineError: the update or `look` failed, or the engine is paused and cannot be continued.
         """
         if part is not None:
-            await part.next()  # SessionPrepared: until then it generates
+            await part.next()  # SessionPrepared: the engine generates until then
         begin = time.perf_counter()
         if part is None:
             await self._update_from_files(url, announced, label, look)
@@ -99,7 +99,7 @@ class Updater:
         checksum = announced.checksum
         if self._mode == "retract" or self._mode == "in_place":
             async with self._paused(url, self._mode):
-                # what a frozen request computed under the old weights is in use and cannot be thrown away
+                # the KV cache of paused requests is in use and cannot be flushed
                 await self._client.update_weights(url, announced.path, label, flush_cache=self._mode == "retract")
                 if look is not None:
                     await look(checksum, {})
@@ -118,12 +118,13 @@ class Updater:
                 if look is not None:
                     await look(finished.checksum, finished.expected)
             except EngineError as error:
-                part.fail(str(error))  # the trainer waits; to end a pause takes long where an engine hangs
+                # report at once: the trainer waits, and ending the pause of a hung engine takes long
+                part.fail(str(error))
                 raise
 
     @asynccontextmanager
     async def _stopped(self, url: str) -> AsyncGenerator[None]:
-        """In the block an engine generates nothing. What came to it all the same is computed anew after it."""
+        """Stop generation inside the block. Requests that still arrive are recomputed afterwards."""
         if self._mode == "retract" or self._mode == "in_place":
             async with self._paused(url, self._mode):
                 yield
@@ -138,10 +139,10 @@ class Updater:
                 yield
 
     async def _until_idle(self, url: str) -> None:
-        """Wait until an engine has no requests; new ones are held back.
+        """Wait until an engine has no requests, while new ones are blocked.
 
         Raises:
-            EngineSilent: it still has some, or does not say.
+            EngineSilent: it still has some at the timeout, or does not report its load.
         """
         with anyio.move_on_after(self._timeout_s):
             while not is_idle(await self._client.loads(url)):  # noqa: ASYNC110 - no server tells when it is
@@ -150,20 +151,20 @@ class Updater:
         raise EngineSilent(f"{url}: its requests did not end within {self._timeout_s:g} s")
 
     def is_paused(self, url: str) -> bool:
-        """Whether we paused an engine, or our predecessor did, and it could not be told to go on."""
+        """Whether this or an earlier rollout actor paused an engine and has not been able to continue it."""
         return url in self._pauses
 
     async def proceed(self, url: str) -> None:
-        """End a pause of an engine, if there is one.
+        """End an engine's pause, if there is one.
 
         Raises:
-            EngineError: it could not be told.
+            EngineError: the call failed.
         """
         await self._client.proceed(url)
         await self._pauses.end(url)
 
     async def forget_pause(self, url: str) -> None:
-        """It says that it generates: whoever ended the pause, or whichever server that is."""
+        """Drop the note of a pause: the engine generates, whatever ended its pause."""
         await self._pauses.end(url)
 
     async def clear(self, url: str) -> None:
@@ -184,20 +185,20 @@ class Updater:
 
     @asynccontextmanager
     async def _paused(self, url: str, mode: str) -> AsyncGenerator[None]:
-        await self._pauses.begin(url)  # told or not: its answer may be lost
+        await self._pauses.begin(url)  # before the call: its response may be lost
         tries = CONTINUE_TRIES
         try:
             await self._client.pause(url, mode)
             yield
         except EngineSilent:
-            tries = 1  # it is looked at next, and killed when it makes no token; others wait for it meanwhile
+            tries = 1  # its health is checked next, and others wait for that meanwhile
             raise
         finally:
             with anyio.move_on_after(tries * ADMIN_TIMEOUT_S, shield=True):
                 await self._proceed_surely(url, tries)
 
     async def _proceed_surely(self, url: str, tries: int) -> None:
-        """End a pause. An engine that cannot be told is told before it is admitted again."""
+        """End a pause, with retries. If all fail, the pause is ended before the engine is marked ready again."""
         for _ in range(tries):
             try:
                 await self.proceed(url)
@@ -208,5 +209,5 @@ class Updater:
 
 
 def is_idle(loads: Sequence[Load] | None) -> bool:
-    """Whether an engine says that it has nothing to do."""
+    """Whether an engine reports no running and no waiting requests."""
     return loads is not None and not any(load.num_running_reqs or load.num_waiting_reqs for load in loads)
