@@ -1,4 +1,4 @@
-"""The rollout actor: pulls tasks, drives its engines, publishes samples, asks for their scores."""
+"""The rollout actor: pulls tasks, drives the engines, publishes samples and requests their scores."""
 
 import time
 import uuid
@@ -94,19 +94,20 @@ from runtime.wording import count_of
 
 log = structlog.get_logger()
 
-ACK_WAIT_S = 5.0  # after a rollout actor's death its tasks go to another one this much later
-POISON = (RequestRefused, MessageRefused, ValueError)  # what a task brings about anew each time it is delivered
-EVAL_MAX_TRIES = 5  # deliveries of an item that ends aborted
-GIVE_BACK_S = 2.0  # for tasks at the end
-LOOKS_PER_SPILL = 4  # how often in the time after which a group spills it is looked whether one is due
-EVAL_SLOTS_SHARE = 4  # evaluation may hold 1/4 of the slots beside the round that runs
+ACK_WAIT_S = 5.0  # tasks of a crashed rollout actor are redelivered to another one after this time
+# permanent errors of a task: every delivery would fail in the same way
+POISON = (RequestRefused, MessageRefused, ValueError)
+EVAL_MAX_TRIES = 5  # deliveries of an evaluation item that keeps ending aborted
+GIVE_BACK_S = 2.0  # to give tasks back at shutdown
+LOOKS_PER_SPILL = 4  # checks per `spill_every_s` for groups that are due to spill
+EVAL_SLOTS_SHARE = 4  # evaluation may hold 1/4 of the slots while a round is running
 
 
 class RolloutActor(Actor):
     """Generates and scores prompt groups on its engines.
 
-    A crash loses the tokens that came since the last spill: the tasks are delivered again after the ack wait, and go on
-    from what was spilled.
+    A crash loses only the tokens since the last spill: the tasks are redelivered after the ack wait, and continue from
+    the spilled segments.
     """
 
     reads = (
@@ -162,17 +163,18 @@ class RolloutActor(Actor):
         self._custom_generate = find_generate_function(custom, (Path.cwd(),)) if custom is not None else None
         self._inheritance = Inheritance(bus)
         self._num_groups = 0
-        self._runs: set[GroupRun] = set()  # of training groups
-        self._num_pulled = 0  # tasks at work, of training and evaluation
-        self._at_work: dict[tuple[int, int], anyio.Event] = {}  # by group and attempt, set when it has ended
+        self._runs: set[GroupRun] = set()  # runs of training groups
+        self._num_pulled = 0  # running tasks, training and evaluation
+        # running attempts: (group, attempt) -> set when it has ended
+        self._at_work: dict[tuple[int, int], anyio.Event] = {}
         self._target = TargetWeights()
         self._file_checks = FileChecks(engines.update_timeout_s)
-        self._targets_set: dict[int, float] = {}  # when, by version, until it is confirmed
+        self._targets_set: dict[int, float] = {}  # version -> time at which it became the target, until it is verified
         self._conversations: set[Conversation] = set()
         self._waits: list[Callable[[], str]] = []
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        connector = aiohttp.TCPConnector(limit=0)  # the slots are the limit
+        connector = aiohttp.TCPConnector(limit=0)  # the slots limit concurrency
         async with aiohttp.ClientSession(connector=connector) as session, anyio.create_task_group() as group:
             pool, rollout = self._topology.engines[self._pool], self._topology.rollout
             client = SglangClient(
@@ -199,7 +201,7 @@ class RolloutActor(Actor):
             tools = self._tools(client, fleet)
             updater.interrupt_by(tools.generator.running.interrupt)
             fleet.give_up_by(partial(self._gives_up, fleet))
-            if pool.update_groups == 1:  # else the others serve
+            if pool.update_groups == 1:  # with rolling updates the other engines keep serving
                 updater.hold_by(fleet.held)
             follower = await self._follower(fleet, tools.generator.running)
             self._waits = [fleet.waits_for, tools.generator.running.waits_for, tools.scorer.waits_for]
@@ -246,7 +248,7 @@ class RolloutActor(Actor):
         )
 
     async def _follower(self, fleet: Fleet, running: RunningRequests) -> Follower | None:
-        """Who follows the phases of a run in which engines and trainer take turns."""
+        """Create the follower of the colocation phases; None without colocation."""
         pool = self._topology.engines[self._pool]
         if pool.colocate is None:
             return None
@@ -262,12 +264,12 @@ class RolloutActor(Actor):
         pool = self._topology.engines[self._pool]
         if pool.colocate is None:
             return None
-        shown = pool.kind == "embedded"  # SGLang frees nothing on a CPU
+        shown = pool.kind == "embedded"  # SGLang frees no memory on a CPU
         notes = MemoryNotes(self._bus.kv, name, address.pid)
         return Tenure(client, name, address.url, pid=address.pid, is_shown=shown, notes=notes)
 
     def _at_hand(self, agent: str = "") -> AtHand:
-        """From where an engine reads weights that are in files; `agent` is its node's, if it has one."""
+        """Choose where an engine reads weight files; `agent` is the address of its node daemon, if it has one."""
         pool = self._topology.engines[self._pool]
         are_checked = pool.verify != "never"
         if reads_copies(self._topology, pool) and agent:
@@ -304,9 +306,9 @@ class RolloutActor(Actor):
         await attend_servers(self._bus, "router", self._pool, lambda _, address: fleet.run_router(address.url))
 
     async def _follow_log(self, fleet: Fleet, running: RunningRequests, follower: Follower | None) -> None:
-        """Take halts and weights from the log and hand them on: neither is waited for.
+        """Follow the log: pass halts, weights, exits and phases on, without waiting for their effects.
 
-        At the start only the last target matters.
+        At startup only the last target matters.
         """
         target = self._target
         types = (RoundHalted, TrainerStarted, WeightsAnnounced, EvalIssued, EvalEnded, ActorExited, PhaseChanged)
@@ -322,7 +324,7 @@ class RolloutActor(Actor):
                         fleet.deaths.note_exit(event)
                     case PhaseChanged() as event if follower is not None and received is not None:
                         follower.fold(event, received.seq)
-                    case _:  # unreadable, and the last one for now
+                    case _:  # undecodable, or the end of the log for now
                         pass
                 if not events.pending:
                     await self._set_target(fleet)
@@ -336,9 +338,10 @@ class RolloutActor(Actor):
             await fleet.set_target(newest)
 
     async def _gives_up(self, fleet: Fleet) -> bool:
-        """Whether an evaluation goes on with newer weights from now on: no engine of ours holds its own.
+        """Move running evaluations to newer weights if no engine holds their version; return whether that happened.
 
-        Asked where weights lie in no files. Who trains has newer ones then, and never the old ones again.
+        Only called where weights are not in files. The trainer then has newer weights and can never send the old ones
+        again.
         """
         old = fleet.target_version
         if not self._target.holds_back or fleet.is_held_by_any(old):
@@ -351,7 +354,7 @@ class RolloutActor(Actor):
         return True
 
     async def _report_versions(self, fleet: Fleet) -> None:
-        """Say so each time the engines have confirmed a newer version."""
+        """Publish an event each time the engines have verified a newer version."""
         version = 0
         while True:
             version = await fleet.next_version(version)
@@ -380,12 +383,13 @@ class RolloutActor(Actor):
         ):
             while True:
                 taken = await self._slots.take(size)
-                deliveries.prefetch = self._slots.free // size  # those that can begin too: they come together
+                deliveries.prefetch = self._slots.free // size  # groups that can start too are fetched together
                 delivery = await anext(deliveries)
                 group.start_soon(self._run_group, tools, delivery, taken)
 
     async def _pull_evals(self, tools: Tools) -> None:
-        share = EVAL_SLOTS_SHARE if self._topology.rollout.eval_overlap else 1  # nothing else runs then
+        # without overlap nothing else runs meanwhile
+        share = EVAL_SLOTS_SHARE if self._topology.rollout.eval_overlap else 1
         slots = Slots(max(1, self._slots.total // share))
         largest = max((item.n_samples_per_eval_prompt for item in self._topology.eval), default=1)
         durable = f"eval-{self._pool}"
@@ -406,7 +410,8 @@ class RolloutActor(Actor):
         endings = Endings(task, uuid.uuid4().hex, self._bus.name)
         with structlog.contextvars.bound_contextvars(group_id=task.group_id, attempt=task.attempt):
             async with self._pulled(delivery), released(self._slots, taken) as release:
-                if (ended := self._at_work.get(key)) is not None:  # we stood still for longer than the ack wait
+                # this process was stalled for longer than the ack wait
+                if (ended := self._at_work.get(key)) is not None:
                     log.warning("task_came_again", num_delivered=delivery.num_delivered)
                     release()
                     await ended.wait()
@@ -438,7 +443,8 @@ class RolloutActor(Actor):
         except* EnginesUnwilling as errors:
             raise InputError(str(leaves(errors)[0])) from errors
         except* POISON as errors:
-            reason = "; ".join(dict.fromkeys(str(error) for error in leaves(errors)))  # samples may fail alike
+            # samples may fail with equal errors
+            reason = "; ".join(dict.fromkeys(str(error) for error in leaves(errors)))
         finally:
             self._runs.discard(run)
         if reason is None:
@@ -447,7 +453,7 @@ class RolloutActor(Actor):
         return endings.failed(reason)
 
     async def _spill_long_runs(self) -> None:
-        """Have groups that run for long store what they have, each of them once in `spill_every_s`."""
+        """Make each long-running group spill its segments once per `spill_every_s`."""
         every_s = self._topology.rollout.spill_every_s
         while every_s:
             await anyio.sleep(every_s / LOOKS_PER_SPILL)
@@ -458,7 +464,7 @@ class RolloutActor(Actor):
 
     @asynccontextmanager
     async def _pulled(self, delivery: Delivery[RolloutRequested] | Delivery[EvalRequested]) -> AsyncGenerator[None]:
-        """Keep a task ours for the duration of a block; if that is cut off, as by our end, give it back."""
+        """Extend a task's ack deadline during the block; on cancellation, e.g. at shutdown, give the task back."""
         self._num_pulled += 1
         try:
             async with delivery.heartbeat():
@@ -474,7 +480,8 @@ class RolloutActor(Actor):
     async def _run_eval(self, tools: Tools, delivery: Delivery[EvalRequested], slots: Slots, taken: int) -> None:
         task = delivery.message
         async with self._pulled(delivery), released(slots, taken) as release:
-            if task.step <= self._target.evaluated_step:  # asked for again by a buffer that had not read its end
+            # requested again by a buffer that had not read the evaluation's end
+            if task.step <= self._target.evaluated_step:
                 log.info("eval_item_left_out", set=task.set, item=task.item, step=task.step)
                 await delivery.ack()
                 return
@@ -494,7 +501,7 @@ class RolloutActor(Actor):
             except* POISON as errors:
                 log.warning("eval_item_failed", set=task.set, item=task.item, reason=str(leaves(errors)[0]))
             else:
-                if not run.complete and delivery.num_delivered < EVAL_MAX_TRIES:  # somebody else aborted it
+                if not run.complete and delivery.num_delivered < EVAL_MAX_TRIES:  # an external client aborted it
                     await delivery.redeliver()
                     return
             await publish_eval(self._bus, task, tuple(sample.summary() for sample in samples))

@@ -1,4 +1,4 @@
-"""How a delivery of a task ends: the event that says what became of its prompt group."""
+"""The event that ends a delivery of a task and reports the outcome of its prompt group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,25 +22,25 @@ from messages.plain import clipped
 from runtime.bus.bus import Bus
 from runtime.bus.errors import MessageRefused
 
-if TYPE_CHECKING:  # recorded samples need no engine, and nothing that speaks to one
+if TYPE_CHECKING:  # the offline actor must not import the engine client
     from actors.rollout.groups.run import GroupRun
 
 log = structlog.get_logger()
 
-MAX_REASON_CHARS = 2000  # what a user's function raised may say anything
+MAX_REASON_CHARS = 2000  # errors of user functions may be arbitrarily long
 Ending = GroupCompleted | GroupAborted | GroupFailed
 
 
 @dataclass(frozen=True)
 class Endings:
-    """The ways in which one delivery may end."""
+    """The possible endings of one delivery."""
 
     task: RolloutRequested
     lease: str
     instance: str
 
     def of(self, run: "GroupRun") -> Ending:
-        """Of a run that is over: everything is there, or a halt left some of it undone, or there is no reward."""
+        """Return the ending of a finished run: completed, aborted by a halt, or failed for lack of a reward."""
         samples = tuple(sample.summary() for sample in run.samples)
         if not run.complete:
             return self.aborted(samples)
@@ -55,7 +55,7 @@ class Endings:
     def completed(
         self, samples: Sequence[SampleSummary], prompt: Prompt, *, rollout_time_s: float, reward_time_s: float = 0.0
     ) -> GroupCompleted:
-        """All samples of the prompt are there, and scored."""
+        """All samples of the prompt are generated and scored."""
         return GroupCompleted(
             group_id=self.task.group_id,
             attempt=self.task.attempt,
@@ -71,7 +71,7 @@ class Endings:
         )
 
     def aborted(self, samples: Sequence[SampleSummary]) -> GroupAborted:
-        """Given back with what there is."""
+        """The group is given back with its samples so far."""
         return GroupAborted(
             group_id=self.task.group_id,
             attempt=self.task.attempt,
@@ -82,7 +82,7 @@ class Endings:
         )
 
     def failed(self, reason: str) -> GroupFailed:
-        """It would go wrong again."""
+        """The group failed permanently."""
         return GroupFailed(
             group_id=self.task.group_id,
             attempt=self.task.attempt,
@@ -93,15 +93,15 @@ class Endings:
         )
 
     async def publish(self, bus: Bus, ending: Ending) -> None:
-        """Say it; of what no event can carry, that it failed."""
+        """Publish an ending; if no event can carry it, publish a failure instead."""
         try:
             await bus.publish(ending)
-        except MessageRefused as error:  # what users' functions note, for one, has no bound
+        except MessageRefused as error:  # e.g. metadata of user functions has no size limit
             await bus.publish(self.failed(str(error)))
 
 
 async def publish_eval(bus: Bus, task: EvalRequested, samples: tuple[SampleSummary, ...]) -> None:
-    """Say what became of an item of an evaluation, with as much of it as an event may hold."""
+    """Publish the outcome of an evaluation item, without details if they exceed the event size."""
     event = EvalCompleted(
         step=task.step,
         set=task.set,

@@ -1,4 +1,4 @@
-"""Generates the samples of a group: as a batch, one by one, or turn by turn in a user's function."""
+"""Generates the samples of a group: as a batch, one by one, or turn by turn in a user-defined function."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -28,11 +28,11 @@ class Generation:
         store: SegmentStore,
         on_ended: Callable[[Sequence[OpenSample]], None],
     ) -> None:
-        """Generate for a task; `on_ended` is told of samples that may have all their tokens, once or more often."""
+        """Generate for a task; `on_ended` gets samples that may have all their tokens, possibly more than once."""
         self.took_s = 0.0
         self.over = False
         self.engine = EngineNumbers()
-        self.streams: dict[int, Stream] = {}  # newest one by index of the sample
+        self.streams: dict[int, Stream] = {}  # newest stream by sample index
         self._task = task
         self._tools = tools
         self._store = store
@@ -42,11 +42,11 @@ class Generation:
         self._halted = False
 
     def unfinished(self, samples: Sequence[OpenSample]) -> list[OpenSample]:
-        """Those that have to be generated; one without room for another token is not among them, but truncated."""
+        """Return the samples that need tokens. A sample without room for another token is truncated instead."""
         return [sample for sample in samples if self._reopened(sample) or self._is_open(sample)]
 
     async def run(self, samples: Sequence[OpenSample]) -> None:
-        """Generate to the end, or as far as it was when the round was halted."""
+        """Generate all samples to their end, or until the round is halted."""
         started = time.monotonic()
         batched, one_by_one = self._tools.batch_requests, self._generate_alone
         if self._tools.custom_generate is not None:
@@ -63,7 +63,7 @@ class Generation:
         self.over = True
 
     def halt(self) -> None:
-        """End users' functions where they wait. Requests under way end by themselves, and keep their tokens."""
+        """Halt user-defined functions at their next wait. Running requests end by themselves and keep their tokens."""
         self._halted = True
         for conversation in self._conversations:
             conversation.halt()
@@ -74,9 +74,9 @@ class Generation:
         return not sample.finished
 
     def _reopened(self, sample: OpenSample) -> bool:
-        """Have a user's function run again for a sample that has all its turns and no score.
+        """Reopen an unscored sample with all its turns, so that its user-defined function runs again.
 
-        What it put between them as text is stored nowhere, and is scored, too.
+        The function's text between the turns is stored nowhere, but is needed for the score.
         """
         if self._tools.custom_generate is None or not sample.unscored:
             return False
@@ -84,13 +84,13 @@ class Generation:
         return True
 
     async def _generate_alone(self, sample: OpenSample) -> None:
-        """Generate a sample to its end, over as many requests as it takes."""
+        """Generate a sample to its end, over as many requests as needed."""
         while self._is_open(sample) and await self._generate([sample]):
             pass
-        self._on_ended([sample])  # unless that was done when its tokens came
+        self._on_ended([sample])  # no-op if already called when its tokens arrived
 
     async def _converse(self, sample: OpenSample) -> None:
-        """Have a user's function make a sample, turn by turn."""
+        """Generate a sample turn by turn with the user-defined function."""
         assert self._tools.custom_generate is not None
         max_tokens = self._task.sampling.max_new_tokens
         conversation = Conversation(
@@ -116,7 +116,7 @@ class Generation:
     async def _generate(
         self, samples: Sequence[OpenSample], params: SamplingParams | None = None, limit: int | None = None
     ) -> bool:
-        """Ask an engine once; whether the answer was cut short and may be continued."""
+        """Send one request; return whether the answer was cut short and may be continued."""
         request = self._request(samples, params or self._task.sampling, limit)
         generated = await self._tools.generator.generate(request, self._show(samples))
         if generated is None:
@@ -128,9 +128,9 @@ class Generation:
             sample.turn_status = status = _status(generated, answer)
             self._store.receive(sample, answer, SampleStatus.ABORTED if in_turns else status)
             if in_turns and status in FINISHED:
-                sample.end_turn()  # before it is told of
+                sample.end_turn()  # before the spill event reports it
         await self._store.flush()
-        self._on_ended(samples)  # also those that ended without tokens
+        self._on_ended(samples)  # includes samples that ended without tokens
         return generated.cut_short
 
     def _request(self, samples: Sequence[OpenSample], params: SamplingParams, limit: int | None) -> GenerateRequest:
@@ -147,7 +147,10 @@ class Generation:
         )
 
     def _show(self, samples: Sequence[OpenSample]) -> Callable[[Stream], None] | None:
-        """Whom to show the stream of a request; none: it is not streamed, as a batch, or what nobody may resume."""
+        """Return the callback for a request's stream; None if it is not streamed.
+
+        Batches are not streamed, nor are samples that are not stored.
+        """
         if len(samples) > 1 or not self._task.store:
             return None
         (sample,) = samples

@@ -1,4 +1,4 @@
-"""What earlier attempts of a group, or earlier deliveries of its task, left: asked for, fetched, taken over."""
+"""Restores the samples of a group from earlier attempts, or from earlier deliveries of its task."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -24,17 +24,17 @@ from runtime.ledger.groups import longest
 
 log = structlog.get_logger()
 
-SPILLS_TIMEOUT_S: Final = 3.0  # for the buffer to say what an earlier delivery left
+SPILLS_TIMEOUT_S: Final = 3.0  # for the buffer's response with spilled samples
 
 
 class Inheritance:
-    """Finds what there is to go on from. Without an answer or a payload a sample begins anew."""
+    """Finds earlier samples to continue from. A sample without an answer or with a lost payload starts from scratch."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
     async def carried(self, delivery: Delivery[RolloutRequested]) -> tuple[SampleSummary, ...]:
-        """What earlier attempts left, and of this one an earlier delivery."""
+        """Return the samples of earlier attempts, merged with spills of earlier deliveries of this attempt."""
         task = delivery.message
         if delivery.num_delivered == 1:
             return task.carried
@@ -52,7 +52,7 @@ class Inheritance:
         return longest(task.carried, given.samples)
 
     async def samples(self, task: RolloutRequested, carried: Sequence[SampleSummary]) -> list[OpenSample]:
-        """Fresh samples, or what earlier attempts left of them."""
+        """Return the group's samples, restored from earlier attempts where possible."""
         samples = fresh_samples(task.num_samples, task.prompt.prompt_ids)
         for summary in carried:
             try:

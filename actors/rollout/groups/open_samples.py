@@ -1,4 +1,4 @@
-"""The samples of one group on their way: what earlier attempts left, what is still to be done. Pure."""
+"""The samples of one group in progress: restored tokens and remaining work. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from typing import Any
 from messages import Int32Array, SampleStatus, SampleSummary, Score, Segment, SegmentRef
 
 FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
-NUM_TURNS = "num_turns"  # in a sample's metadata: of the turns of a conversation, those that ended
+NUM_TURNS = "num_turns"  # metadata key: number of finished turns of a conversation
 
 
 @dataclass
 class Turn:
-    """A stretch of a sample that a model made in one go, over one segment or several."""
+    """A model turn: tokens generated in one go, in one segment or several."""
 
     num_tokens: int = 0
     text: str = ""
@@ -27,10 +27,10 @@ class OpenSample:
     prompt_len: int
     status: SampleStatus = SampleStatus.PENDING
     refs: list[SegmentRef] = field(default_factory=list[SegmentRef])
-    prefix: list[int] = field(default_factory=list[int])  # response tokens so far, those put between turns among them
-    pending: list[int] = field(default_factory=list[int])  # put behind the last turn, and read by no engine yet
+    prefix: list[int] = field(default_factory=list[int])  # response tokens so far, including input between turns
+    pending: list[int] = field(default_factory=list[int])  # input after the last turn, not yet sent to an engine
     turns: list[Turn] = field(default_factory=list[Turn])
-    turn_status: SampleStatus = SampleStatus.PENDING  # of the last request of a turn
+    turn_status: SampleStatus = SampleStatus.PENDING  # status of the last request of the current turn
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     text: str = ""
     reward: float | None = None
@@ -38,32 +38,32 @@ class OpenSample:
     first_version: int | None = None
     last_version: int | None = None
     reason: str | None = None
-    num_stored: int = 0  # of the tokens in prefix
-    asked: bool = False  # for its score
+    num_stored: int = 0  # number of stored tokens in prefix
+    asked: bool = False  # its score was requested
 
     @property
     def finished(self) -> bool:
-        """Needs no more tokens."""
+        """Whether it needs no more tokens."""
         return self.status in FINISHED
 
     @property
     def unscored(self) -> bool:
-        """Has its tokens and waits for its score."""
+        """Whether it has all its tokens but no reward."""
         return self.finished and self.reward is None
 
     @property
     def stored(self) -> bool:
-        """Whether all its tokens are."""
+        """Whether all its tokens are stored."""
         return self.num_stored == len(self.prefix)
 
     def continue_with(self, segment: Segment, status: SampleStatus) -> None:
-        """Add what the engine returned; `stored_at` follows once that is stored."""
+        """Append the engine's output; call `stored_at` once it is stored."""
         self.status = status
         if not len(segment.response_ids):
             return
         if not self.turns or (len(segment.prompt_ids) and self.turns[-1].num_tokens):
             self.turns.append(Turn())
-        if self.prefix:  # else it is the prompt
+        if self.prefix:  # the first segment's input is the prompt
             self.prefix.extend(segment.prompt_ids.tolist())
         self.prefix.extend(segment.response_ids.tolist())
         self.pending = []
@@ -74,21 +74,21 @@ class OpenSample:
 
     @property
     def num_turns(self) -> int:
-        """Turns of a conversation that ended."""
+        """Number of finished turns of a conversation."""
         return int(self.metadata.get(NUM_TURNS, 0))
 
     def end_turn(self) -> None:
-        """Note that the newest turn of a conversation has all its tokens."""
+        """Mark the newest turn of a conversation as finished."""
         self.metadata = {**self.metadata, NUM_TURNS: len(self.turns)}
 
     def stored_at(self, ref: SegmentRef, segment: Segment) -> None:
-        """Note where a segment was stored; one without tokens is of no use."""
+        """Record where a segment is stored; segments without tokens are ignored."""
         if len(segment.response_ids):
             self.num_stored += len(segment.response_ids) + (len(segment.prompt_ids) if self.refs else 0)
             self.refs.append(ref)
 
     def take_score(self, score: Score, *, failed_reward: float | None) -> None:
-        """Note a grader's answer; without a reward the sample fails, or gets `failed_reward` when that is set."""
+        """Apply a grader's score; without a reward the sample fails, or gets `failed_reward` if that is set."""
         self.details, self.reason, self.reward = score.details, score.error, score.reward
         if self.reward is not None and not math.isfinite(self.reward):
             self.reason, self.reward = f"the reward is {self.reward}", None
@@ -98,7 +98,7 @@ class OpenSample:
             self.status = SampleStatus.FAILED
 
     def summary(self) -> SampleSummary:
-        """What events say of it."""
+        """Return the summary for events."""
         return SampleSummary(
             index=self.index,
             status=SampleStatus.ABORTED if self.status is SampleStatus.PENDING else self.status,
@@ -121,17 +121,17 @@ class OpenSample:
 
 
 def fresh_samples(num_samples: int, prompt_ids: Int32Array) -> list[OpenSample]:
-    """Samples of a group that is generated for the first time."""
+    """Create the samples of a group that has no earlier tokens."""
     return [OpenSample(index=index, prompt_len=len(prompt_ids)) for index in range(num_samples)]
 
 
 def inherit(sample: OpenSample, carried: SampleSummary, segments: Sequence[Segment], *, max_new_tokens: int) -> None:
-    """Let a fresh sample take over what an earlier attempt left of it.
+    """Restore a fresh sample from an earlier attempt.
 
     Args:
-        sample: fresh, of the same index.
+        sample: fresh, with the same index.
         carried: the earlier attempt's summary.
-        segments: those that it cites, in its order.
+        segments: the segments of that summary, in its order.
         max_new_tokens: of the whole response.
     """
     for ref, segment in zip(carried.segments, segments, strict=True):
@@ -139,11 +139,11 @@ def inherit(sample: OpenSample, carried: SampleSummary, segments: Sequence[Segme
         sample.stored_at(ref, segment)
     sample.status, sample.reward, sample.details = carried.status, carried.reward, carried.score
     sample.metadata = dict(carried.metadata)
-    if carried.status is SampleStatus.FAILED:  # its tokens are good, its score was not: score it again
+    if carried.status is SampleStatus.FAILED:  # its tokens are valid, only its score failed: score it again
         truncated = tokens_left(sample, max_new_tokens) <= 0
         sample.status = SampleStatus.TRUNCATED if truncated else SampleStatus.COMPLETED
 
 
 def tokens_left(sample: OpenSample, max_new_tokens: int) -> int:
-    """How many tokens the sample may still get; a sample with none left is truncated."""
+    """Return how many more tokens the sample may get; a sample with none left is truncated."""
     return max_new_tokens - len(sample.prefix)

@@ -1,4 +1,4 @@
-"""One prompt group's life, from its task to its end: generate, store, tell of what is stored, score."""
+"""Processes one prompt group from its task to its end: generate, store, report, score."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,33 +16,36 @@ from messages import EngineNumbers, SampleStatus
 
 
 class GroupRun:
-    """Generates and scores the samples of one group. Scores are asked for as samples end, while others generate."""
+    """Generates and scores the samples of one group.
+
+    Scores are requested as samples end, while others still generate.
+    """
 
     def __init__(self, task: GroupTask, samples: Sequence[OpenSample], tools: Tools) -> None:
         self.samples = samples
-        self.spilled_at = time.monotonic()  # or begun
+        self.spilled_at = time.monotonic()  # or started
         self._task = task
         self._running = tools.generator.running
         self._scoring = SampleScoring(task, tools.scorer, failed_reward=tools.failed_reward)
         self._store = SegmentStore(task, samples, tools.bus, self._scoring.start_ended)
         self._generation = Generation(task, tools, self._store, self._scoring.start_ended)
-        self._tasks: TaskGroup | None = None  # of scores and spills
+        self._tasks: TaskGroup | None = None  # runs scoring and spilling
         self._halted = False
         self._until_halt = anyio.CancelScope()
 
     @property
     def generated_s(self) -> float:
-        """From the start to the last token."""
+        """Seconds from the start to the last token."""
         return self._generation.took_s
 
     @property
     def scored_s(self) -> float:
-        """From the last token to the last score."""
+        """Seconds from the last token to the last score."""
         return self._scoring.took_s
 
     @property
     def engine(self) -> EngineNumbers:
-        """What engines said of its requests."""
+        """Engine statistics of its requests."""
         return self._generation.engine
 
     @property
@@ -56,14 +59,14 @@ class GroupRun:
         return self.generated and not any(sample.unscored for sample in self.samples)
 
     async def run(self, on_generated: Callable[[], None]) -> None:
-        """Bring every sample to its end, or as far as it was when its round was halted.
+        """Process all samples to their end, or until the round is halted.
 
         Args:
             on_generated: called once no sample needs an engine any more.
 
         Raises:
-            RequestRefused: an engine says that a request is wrong.
-            ValueError: an engine's answer makes no sense.
+            RequestRefused: an engine reports that a request is invalid.
+            ValueError: an engine's answer is invalid.
         """
         with self._running.on_halt(self._task.round, self._halt), self._until_halt:
             try:
@@ -84,13 +87,13 @@ class GroupRun:
             self._scoring.start(self.samples)
 
     def spill(self) -> None:
-        """Begin to store what the samples have so far, and to tell of it. Nothing once the group is over."""
+        """Start to store and report the current samples. No-op once the group has ended."""
         self.spilled_at = time.monotonic()
         if self._tasks is not None and self._task.store and not self._halted:
             self._tasks.start_soon(self._store.spill, self._generation.streams)
 
     def _halt(self) -> None:
-        """Stop waiting for scores. Generation ends by itself then, and keeps its tokens."""
+        """Stop waiting for scores. Generation then ends by itself and keeps its tokens."""
         self._halted = True
         self._scoring.halt()
         self._generation.halt()

@@ -1,4 +1,4 @@
-"""Scores: which samples of a group need one, and how reward workers are asked and their answers matched."""
+"""Requests scores for samples from reward workers, and matches the answers."""
 
 import time
 import uuid
@@ -17,13 +17,15 @@ from runtime.wording import count_of
 
 log = structlog.get_logger()
 
-PATIENCE_S = 600.0  # on top of what grading may take: slow graders have a queue, and waiting in it is no failure
-REPEAT_S = 5.0  # an unanswered request is put again: refused for as long as some worker has it or will have it
+PATIENCE_S = 600.0  # on top of the grading time: waiting in the queue of slow graders is no failure
+REPEAT_S = 5.0  # an unanswered request is published again; refused while it is queued or a worker has it
 
 
 class Scorer:
-    """One inbox for all answers. Answers are not stored: one that is lost, as by the death of the server, is asked for
-    again, which shows by its request being gone from the queue.
+    """Requests scores, with one inbox for all answers.
+
+    Answers are not persistent. If one is lost, e.g. by a crash of the bus server, its request is no longer queued and
+    is published again.
     """
 
     def __init__(self, bus: Bus, *, timeout_s: float, max_tries: int) -> None:
@@ -34,22 +36,22 @@ class Scorer:
         self._reply_to = ""
 
     def waits_for(self) -> str:
-        """Which answers are missing, for people; empty when none is."""
+        """Describe the missing answers for people; empty if there are none."""
         return f"answers to {count_of(len(self._waiting), 'score request')}" if self._waiting else ""
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Take answers in, for ever."""
+        """Receive answers. Never returns."""
         async with self._bus.inbox(ScoresGiven) as inbox:
             self._reply_to = inbox.subject
             task_status.started()
             async for given in inbox:
                 answer = self._waiting.get(given.request_id)
-                if answer is not None:  # else: asked again meanwhile, or a duplicate
+                if answer is not None:  # otherwise the request was replaced, or the answer is a duplicate
                     answer.scores = given.scores
                     answer.arrived.set()
 
     async def score(self, task: GroupTask, items: Sequence[ScoreItem]) -> Sequence[Score]:
-        """Scores of the items, in their order; after the last try, what went wrong instead of a reward."""
+        """Return the scores of the items in order; after the last try, errors in place of rewards."""
         for _ in range(self._max_tries):
             scores = await self._ask(task, items)
             if scores is not None and _parts(scores) == _parts(items):
@@ -92,10 +94,10 @@ class Scorer:
 
 
 class SampleScoring:
-    """The scores of one group: asked for once per sample, as samples end, or of all at once."""
+    """Scores of one group, requested once per sample as samples end, or for the whole group at once."""
 
     def __init__(self, task: GroupTask, scorer: Scorer, *, failed_reward: float | None) -> None:
-        self.took_s = 0.0  # the longest of its requests
+        self.took_s = 0.0  # duration of the longest request in seconds
         self._task = task
         self._scorer = scorer
         self._failed_reward = failed_reward
@@ -103,20 +105,20 @@ class SampleScoring:
         self._halted = False
 
     def begin(self, tasks: TaskGroup) -> None:
-        """Run requests in this task group."""
+        """Set the task group for the requests."""
         self._tasks = tasks
 
     def halt(self) -> None:
-        """Ask for no more scores."""
+        """Stop requesting scores."""
         self._halted = True
 
     def start_ended(self, samples: Sequence[OpenSample]) -> None:
-        """Ask for the scores of those that have all their tokens, unless the group is scored as a whole."""
+        """Request scores for samples with all their tokens, unless the group is scored as a whole."""
         if not self._task.group_rm:
             self.start(samples)
 
     def start(self, samples: Sequence[OpenSample]) -> None:
-        """Ask for the scores that are missing and were not asked for."""
+        """Request scores for samples that lack one and have not requested it."""
         unscored = [sample for sample in samples if sample.unscored and not sample.asked]
         if unscored and not self._halted:
             for sample in unscored:
@@ -142,7 +144,7 @@ class SampleScoring:
 
 
 def _item(task: GroupTask, sample: OpenSample) -> ScoreItem:
-    """What a grader sees of a sample; of a prompt that is stored by itself the request says where."""
+    """Return a sample as a grader sees it; prompt fields are empty if the prompt is stored separately."""
     stored, prompt = bool(task.prompt.parts), task.prompt
     return ScoreItem(
         index=sample.index,

@@ -1,4 +1,4 @@
-"""Room for samples in flight."""
+"""Slots for samples in flight."""
 
 from collections import deque
 from collections.abc import AsyncGenerator
@@ -8,7 +8,7 @@ import anyio
 
 
 class Slots:
-    """A counted resource of which several are taken at once; the first to ask is the first to get."""
+    """A FIFO counting semaphore with multi-slot acquisition."""
 
     def __init__(self, total: int) -> None:
         self._free = total
@@ -26,10 +26,10 @@ class Slots:
         return self._free
 
     async def take(self, wanted: int) -> int:
-        """Wait for `wanted` slots, or for all there are if that is fewer.
+        """Wait for `wanted` slots, or for all slots if there are fewer in total.
 
         Returns:
-            How many were taken, to be given back.
+            Number of slots taken, to be given back.
         """
         turn = _Turn(min(wanted, self.total))
         self._queue.append(turn)
@@ -43,7 +43,7 @@ class Slots:
         return turn.number
 
     def give_back(self, number: int) -> None:
-        """Free slots taken before."""
+        """Release slots."""
         self._free += number
         self._serve()
 
@@ -68,7 +68,7 @@ class _Turn:
 
 
 class Release:
-    """Gives slots back once, as early as their user allows."""
+    """Releases slots once; may be called before the end of the block."""
 
     def __init__(self, slots: Slots, taken: int) -> None:
         self._slots = slots
@@ -81,7 +81,7 @@ class Release:
 
 @asynccontextmanager
 async def released(slots: Slots, taken: int) -> AsyncGenerator[Release]:
-    """Slots that are given back by the end of a block."""
+    """Release the slots at the end of a block, or earlier on request."""
     release = Release(slots, taken)
     try:
         yield release

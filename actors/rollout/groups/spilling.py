@@ -1,4 +1,4 @@
-"""Stores what the samples of a group have so far, and tells of it, so that another attempt can go on from there."""
+"""Stores and reports the current segments of a group's samples, so that another attempt can continue from them."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,11 +12,11 @@ from actors.rollout.sglang.streams import Stream
 from messages import Int32Array, SampleKey, SampleStatus, Segment, SegmentRef, SegmentsPublished, SegmentsSpilled
 from runtime.bus.bus import Bus
 
-CARRIED_ON = Int32Array()  # new input of a segment that continues the one before it
+CARRIED_ON = Int32Array()  # empty new input: the segment continues the previous one
 
 
 class SegmentStore:
-    """Takes what engines sampled, packs it into segments and stores them."""
+    """Packs engine output into segments and stores them."""
 
     def __init__(
         self,
@@ -25,32 +25,35 @@ class SegmentStore:
         bus: Bus,
         on_received: Callable[[Sequence[OpenSample]], None],
     ) -> None:
-        """Store for a group's samples; `on_received` is told of those whose segments are about to be stored."""
+        """Store for a group's samples; `on_received` is called with samples whose segments are about to be stored."""
         self._task = task
         self._samples = samples
         self._bus = bus
         self._on_received = on_received
         self._outbox: list[tuple[OpenSample, Segment]] = []
         self._storing = anyio.Lock()
-        self._num_told = 0  # segments and rewards that an event told of
+        self._num_told = 0  # number of segments and rewards in the last event
 
     def receive(self, sample: OpenSample, answer: Answer, status: SampleStatus) -> None:
-        """Let a sample grow by what an engine sampled; `flush` stores it."""
+        """Append engine output to a sample; `flush` stores it."""
         segment = self._segment(sample, answer)
         sample.continue_with(segment, status)
         if len(segment.response_ids):
             self._outbox.append((sample, segment))
 
     async def flush(self) -> None:
-        """Store what has come. What comes while other things are being stored goes out together, and is scored so."""
+        """Store all received segments.
+
+        Segments that arrive during a store are stored and scored together afterwards.
+        """
         async with self._storing:
             while self._outbox:
                 ended, self._outbox = self._outbox, []
-                self._on_received([sample for sample, _ in ended])  # while they are being stored
+                self._on_received([sample for sample, _ in ended])  # runs while they are being stored
                 await self._store([sample for sample, _ in ended], [segment for _, segment in ended])
 
     async def spill(self, streams: Mapping[int, Stream]) -> None:
-        """Store what the samples have so far, also of requests under way, and tell of it."""
+        """Store and report the current samples, including tokens of running requests."""
         for sample in self._samples:
             stream = streams.get(sample.index)
             if stream is None or stream.ended or not stream.num_new or not stream.is_trusted:
@@ -62,7 +65,7 @@ class SegmentStore:
         await self._tell()
 
     async def _tell(self) -> None:
-        """Tell of what is stored, if that is more than was told before."""
+        """Publish the stored segments if there are more than in the last event."""
         task, stored = self._task, [sample for sample in self._samples if sample.refs and sample.stored]
         num_facts = sum(len(sample.refs) + (sample.reward is not None) for sample in stored)
         if num_facts <= self._num_told or task.round is None:
@@ -79,7 +82,7 @@ class SegmentStore:
         await self._bus.publish(spilled)
 
     async def _store(self, samples: Sequence[OpenSample], segments: Sequence[Segment]) -> None:
-        """Publish the segments that ended together."""
+        """Publish segments and record their locations."""
         refs: Sequence[SegmentRef] = [SegmentRef(seq=0, position=position) for position in range(len(segments))]
         if self._task.store:
             message = SegmentsPublished(

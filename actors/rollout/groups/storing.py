@@ -12,10 +12,10 @@ from runtime.samples.stored_prompts import SHOWN_CHARS
 
 
 async def store(bus: Bus, message: SegmentsPublished) -> Sequence[SegmentRef]:
-    """Store a message, or its segments in several where one is over what the server takes; where each of them lies.
+    """Publish segments, split into several messages if the server's size limit requires it; return their references.
 
     Raises:
-        MessageTooLarge: a single segment is.
+        MessageTooLarge: a single segment exceeds the limit.
     """
     segments = message.segments
     try:
@@ -30,10 +30,10 @@ async def store(bus: Bus, message: SegmentsPublished) -> Sequence[SegmentRef]:
 
 
 def text_of(prompt: Prompt) -> str:
-    """What samples say of their prompt: all of it, unless it is stored by itself."""
+    """Return the prompt text to store with samples: all of it, or its start if the prompt is stored separately."""
     return prompt.text[:SHOWN_CHARS] if prompt.parts else prompt.text
 
 
 def label_of(prompt: Prompt) -> Any:
-    """The same of its label."""
+    """Return the label to store with samples; None if the prompt is stored separately."""
     return None if prompt.parts else prompt.label

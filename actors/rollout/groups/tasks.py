@@ -1,4 +1,4 @@
-"""What a task asks for, training and evaluation alike."""
+"""The common form of training and evaluation tasks."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ from messages import EvalRequested, Prompt, RolloutRequested, SamplingParams
 
 @dataclass(frozen=True)
 class GroupTask:
-    """What is to be done for one delivery of a task, training or evaluation alike."""
+    """One delivery of a training or evaluation task."""
 
-    source: tuple[object, ...]  # what its samples are of, in every attempt: seeds their sampling
+    source: tuple[object, ...]  # identity of its prompt in every attempt: seeds the sampling
     group_id: int
     attempt: int
     lease: str
@@ -18,11 +18,11 @@ class GroupTask:
     prompt: Prompt
     sampling: SamplingParams
     store: bool  # whether the segments are published
-    group_rm: bool  # one score request for the whole group, once all samples ended
+    group_rm: bool  # a single score request for the whole group, once all samples ended
 
 
 def training_task(task: RolloutRequested, lease: str, *, group_rm: bool) -> GroupTask:
-    """One delivery of a training task."""
+    """Convert one delivery of a training task."""
     return GroupTask(
         source=("group", task.group_id),
         group_id=task.group_id,
@@ -38,9 +38,9 @@ def training_task(task: RolloutRequested, lease: str, *, group_rm: bool) -> Grou
 
 
 def eval_task(task: EvalRequested, lease: str) -> GroupTask:
-    """One delivery of an evaluation's task."""
+    """Convert one delivery of an evaluation task."""
     return GroupTask(
-        source=("eval", task.set, task.item),  # not the step: evaluations differ by their weights alone
+        source=("eval", task.set, task.item),  # without the step: evaluations differ only by their weights
         group_id=task.item,
         attempt=0,
         lease=lease,

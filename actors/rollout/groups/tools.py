@@ -1,4 +1,4 @@
-"""What every group run of a rollout actor works with."""
+"""The shared dependencies of all group runs of a rollout actor."""
 
 from dataclasses import dataclass
 
@@ -11,14 +11,14 @@ from runtime.bus.bus import Bus
 
 @dataclass
 class Tools:
-    """What every group run works with."""
+    """The shared dependencies of group runs."""
 
     bus: Bus
     generator: Generator
     scorer: Scorer
     batch_requests: bool
     seed: int  # run.seed
-    custom_generate: GenerateFunction | None  # a user's, in place of one request for each sample
-    model: ServedModel  # for what it puts between turns
-    failed_reward: float | None  # reward of a sample whose scores all failed; None: the sample fails
-    conversations: set[Conversation]  # whose functions run now
+    custom_generate: GenerateFunction | None  # user-defined function in place of one request per sample
+    model: ServedModel  # checks and encodes the input between turns
+    failed_reward: float | None  # reward of a sample if all scoring attempts failed; None: the sample fails
+    conversations: set[Conversation]  # conversations with a running function

@@ -1,4 +1,4 @@
-"""Requests to the engines: sent, sent again when lost, interrupted.
+"""Requests to the engines: sending, resending and interrupting.
 
-Open sending.py.
+Open sending.py first.
 """

@@ -1,4 +1,4 @@
-"""Which requests are at the engines, and how they are ended early: by a halt, or for new weights."""
+"""Tracks the running requests, and aborts them for a halt or a weight update."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -17,40 +17,40 @@ from runtime.wording import count_of
 
 log = structlog.get_logger()
 
-ABORT_AGAIN_S = 1.0  # a request that arrives during a pause is not abortable: repeat until it is gone
+ABORT_AGAIN_S = 1.0  # a request that arrives during a pause cannot be aborted: repeat until it is gone
 
 
 class HaltListener(NamedTuple):
-    """Who wants to be told of a halt."""
+    """A callback for the halt of a round."""
 
     round: int | None
     then: Callable[[], None]
 
 
 class RunningRequests:
-    """The requests under way, so that a halt can reach them."""
+    """The running requests, so that a halt can abort them."""
 
     def __init__(self, client: SglangClient, fleet: Fleet) -> None:
         self._client = client
         self._fleet = fleet
         self._halted_round = -1
-        self._halt = anyio.Event()  # replaced when it was seen
+        self._halt = anyio.Event()  # replaced after each wait
         self._running: dict[str, GenerateRequest] = {}
-        self.open: dict[str, OpenRequest] = {}  # the same, oldest first
-        self._request_ended = anyio.Event()  # replaced by a halt that waits for it
+        self.open: dict[str, OpenRequest] = {}  # the same requests, oldest first
+        self._request_ended = anyio.Event()  # replaced before each wait
         self._halt_listeners: set[HaltListener] = set()
-        self._sweep: anyio.Event | None = None  # an abort of everything, which must not meet a new request
-        self._num_interruptions = 0  # ever begun
+        self._sweep: anyio.Event | None = None  # a running abort of all requests; no request may be sent meanwhile
+        self._num_interruptions = 0  # total number of interruptions
         self._num_interrupting = 0
 
     async def any_ended(self, within_s: float) -> None:
-        """Wait until some request has ended, or for so long."""
+        """Wait until a request has ended, or for the timeout."""
         self._request_ended = anyio.Event() if self._request_ended.is_set() else self._request_ended
         with anyio.move_on_after(within_s):
             await self._request_ended.wait()
 
     def waits_for(self) -> str:
-        """Which requests are at the engines, for people; empty when none is."""
+        """Describe the running requests for people; empty if there are none."""
         if not self._running:
             return ""
         oldest_s = anyio.current_time() - next(iter(self.open.values())).sent_at
@@ -58,7 +58,7 @@ class RunningRequests:
 
     @contextmanager
     def entered(self, rid: str, request: GenerateRequest, stream: Stream | None) -> Generator[OpenRequest]:
-        """Count a request as under way within a block, which ends early when the request is given up."""
+        """Track a request inside the block, which is cancelled when the request is given up."""
         self._running[rid] = request
         self.open[rid] = sent = OpenRequest(anyio.current_time(), stream)
         try:
@@ -71,27 +71,27 @@ class RunningRequests:
             self._request_ended.set()
 
     async def wait_for_sweep(self) -> bool:
-        """Wait for the end of an abort of everything; whether there was one."""
+        """Wait for the end of an abort of all requests; return whether there was one."""
         if self._sweep is None:
             return False
         await self._sweep.wait()
         return True
 
     def interruption_mark(self) -> int | None:
-        """What `interrupted_since` compares with."""
+        """Return a mark for `interrupted_since`."""
         return None if self._num_interrupting else self._num_interruptions
 
     def interrupted_since(self, mark: int | None) -> bool:
-        """Whether requests had to give way to new weights after the mark was taken, or when it was."""
+        """Whether requests were interrupted for a weight update at or after the mark."""
         return mark != self._num_interruptions
 
     def halted(self, round: int | None) -> bool:
-        """Whether work of this round is to be given back."""
+        """Whether a round was halted."""
         return round is not None and round <= self._halted_round
 
     @contextmanager
     def on_halt(self, round: int | None, then: Callable[[], None]) -> Generator[None]:
-        """Call `then` once work of this round is to be given back; for an evaluation, never."""
+        """Call `then` once the round is halted; never for an evaluation."""
         listener = HaltListener(round, then)
         if self.halted(round):
             then()
@@ -102,7 +102,7 @@ class RunningRequests:
             self._halt_listeners.discard(listener)
 
     async def interrupt(self, url: str) -> None:
-        """Abort the training requests that an engine has, until cancelled; they go on from their tokens."""
+        """Abort the training requests of an engine until cancelled; they continue from their tokens later."""
         self._num_interruptions += 1
         self._num_interrupting += 1
         try:
@@ -114,7 +114,7 @@ class RunningRequests:
             self._num_interrupting -= 1
 
     async def drop(self, rids: Sequence[str], reason: str) -> None:
-        """Give up requests that engines lost, so that they are sent again, and abort what may be there of them."""
+        """Give up lost requests, so that they are resent, and abort their remains on the engines."""
         still = [rid for rid in rids if rid in self.open]
         engine_rids = _engine_rids(still, self._running)
         for rid in still:
@@ -123,7 +123,7 @@ class RunningRequests:
         await self._abort_everywhere(engine_rids, everything=False)
 
     def halt(self, round: int) -> None:
-        """Give back everything of this round and older ones; `run` aborts what is running of it."""
+        """Halt this round and older ones; `run` aborts their requests."""
         self._halted_round = max(self._halted_round, round)
         for listener in [listener for listener in self._halt_listeners if self.halted(listener.round)]:
             listener.then()
@@ -131,7 +131,7 @@ class RunningRequests:
         self._request_ended.set()
 
     async def run(self) -> None:
-        """Abort at the engines what was halted, for ever."""
+        """Abort halted requests on the engines. Never returns."""
         while True:
             await self._halt.wait()
             self._halt = anyio.Event()
@@ -163,7 +163,10 @@ class RunningRequests:
                 group.start_soon(partial(self._abort_at, url, rids, everything=everything))
 
     async def _abort_at(self, url: str, rids: list[str], *, everything: bool) -> None:
-        """Abort some of our requests; in one go where they are all that we have, and nobody else has any there."""
+        """Abort requests on an engine.
+
+        Uses a single abort-all if these are all our requests and the engine has no external ones.
+        """
         at_once = bool(rids) and everything and self._fleet.is_ours(url)
         try:
             for rid in [None] if at_once else rids:
@@ -173,7 +176,7 @@ class RunningRequests:
 
 
 def _engine_rids(rids: list[str], running: dict[str, GenerateRequest]) -> list[str]:
-    """The ids under which engines know the requests: a batch names its members <rid>_0, <rid>_1, ..."""
+    """Return the request ids on the engine: those of a batch are <rid>_0, <rid>_1, ..."""
     found: list[str] = []
     for rid in rids:
         size = len(running[rid].input_ids)

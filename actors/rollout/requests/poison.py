@@ -1,43 +1,43 @@
-"""Which requests kill engines. Pure: who died when is found out elsewhere.
+"""Identifies requests that crash engines. Pure: crashes are detected elsewhere.
 
-A request that was open at two engines when these died is a suspect, as are all that were there with it. Suspects are
-sent one by one to an engine that has nothing else. Only one whose engine dies then, twice and not by somebody's kill,
-is poison: its group fails, and all others go on.
+A request that was open during two engine crashes is quarantined, as are all requests open with it. Quarantined requests
+run one at a time on an engine without other requests (isolation run). Only a request whose engine then crashes twice,
+without an external kill, is poison. Its group fails, and all others go on.
 """
 
 from enum import Enum
 from typing import Final, NamedTuple
 
-SUSPECT_AFTER: Final = 2  # deaths of engines that may have had it
-POISON_AFTER: Final = 2  # deaths of engines that had it alone
+SUSPECT_AFTER: Final = 2  # engine crashes while the engine may have had the request
+POISON_AFTER: Final = 2  # engine crashes in isolation runs
 
 
 class Standing(Enum):
-    """What is to become of a request."""
+    """Status of a request."""
 
-    ORDINARY = "ordinary"  # it is sent with others
-    SUSPECT = "suspect"  # it is sent alone
-    POISON = "poison"  # it is not sent any more
+    ORDINARY = "ordinary"  # it runs with others
+    SUSPECT = "suspect"  # quarantined: it runs in isolation
+    POISON = "poison"  # it is never sent again
 
 
 class DeathRecord(NamedTuple):
-    """What engines came to while they had a request."""
+    """Engine crashes during one request."""
 
     deaths: int = 0
-    alone: int = 0  # of them, while it was alone there and nobody killed the engine
+    alone: int = 0  # of these in isolation runs, without an external kill
 
     def after_death(self, *, alone: bool, killed: bool) -> "DeathRecord":
-        """The record after one more engine died.
+        """Return the record after one more engine crash.
 
         Args:
-            alone: it had nothing else of ours.
-            killed: somebody outside ended it.
+            alone: it was an isolation run.
+            killed: the engine was killed from outside.
         """
         return DeathRecord(self.deaths + 1, self.alone + (alone and not killed))
 
     @property
     def standing(self) -> Standing:
-        """What follows from it."""
+        """The request's status."""
         if self.alone >= POISON_AFTER:
             return Standing.POISON
         return Standing.SUSPECT if self.deaths >= SUSPECT_AFTER else Standing.ORDINARY

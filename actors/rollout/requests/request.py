@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what came of it."""
+"""A request to an engine, and its result."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from messages import SamplingParams
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """What is asked of an engine: one response for each list of token ids."""
+    """A request to an engine: one response for each list of token ids."""
 
     rid: str
     input_ids: list[list[int]]
     params: SamplingParams
-    seeds: list[int]  # of sampling, one per list of input_ids
+    seeds: list[int]  # sampling seeds, one per list of input_ids
     max_new_tokens: int
     min_version: int
-    round: int | None  # None: an evaluation, which no halt touches
+    round: int | None  # None: an evaluation, which no halt affects
 
 
 @dataclass(eq=False)
@@ -27,17 +27,17 @@ class OpenRequest:
     """A request that was sent and is not answered yet."""
 
     sent_at: float  # seconds of the loop's clock
-    stream: Stream | None  # none: its answer comes whole
-    num_tokens: int = 0  # when it was last looked at
-    token_at: float = 0.0  # when there were more than at the look before
-    engine: str = ""  # that has it; empty: not known before its first token
-    given_up: bool = False  # it is to be sent again elsewhere
-    lost: str = ""  # why it is, where the engine that has it makes tokens of others
-    give_up: Callable[[], None] = lambda: None  # ends the waiting for its answer
+    stream: Stream | None  # None: it is not streamed
+    num_tokens: int = 0  # at the last check
+    token_at: float = 0.0  # time of the last check that found new tokens
+    engine: str = ""  # the engine that has it; empty: unknown before the first token
+    given_up: bool = False  # it will be resent elsewhere
+    lost: str = ""  # reason of the loss, if its engine generates tokens for other requests
+    give_up: Callable[[], None] = lambda: None  # stops waiting for its answer
 
 
 class Generated(NamedTuple):
-    """What came of a request."""
+    """The result of a request."""
 
     answers: list[Answer]  # one per list of input_ids
-    cut_short: bool  # the request was lost, or gave way to new weights: it may go on from these tokens
+    cut_short: bool  # the request was lost or interrupted by a weight update: it can continue from these tokens

@@ -1,4 +1,4 @@
-"""Requests to the engines: sent to confirmed ones, and sent again when lost."""
+"""Sends requests to verified engines, and resends lost ones."""
 
 import math
 from collections.abc import AsyncGenerator, Callable
@@ -33,32 +33,33 @@ from runtime.retrying import Backoff
 
 log = structlog.get_logger()
 
-RESEND = Backoff(first_s=0.5, max_s=8.0)  # before a lost request is sent again, by the failures of engines on it
-MAX_FAILURES = 10  # of engines on one request, before it is taken for the cause
-STREAM_ABOVE = 256  # tokens that a request may get: a shorter one costs less to repeat than to stream
+# before a lost request is resent, by the number of failures since the last engine crash
+RESEND = Backoff(first_s=0.5, max_s=8.0)
+MAX_FAILURES = 10  # failures of one request before it counts as the cause
+STREAM_ABOVE = 256  # maximum new tokens of a request without streaming: repeating it is cheaper than streaming
 
 
 class Destination(NamedTuple):
-    """Where a request is sent."""
+    """The target of a request."""
 
-    url: str  # the router's, or an engine's
-    engine: Engine | None = None  # that it is sent to past the router
-    alone: bool = False  # no other request of this run is sent to that engine
+    url: str  # of the router or an engine
+    engine: Engine | None = None  # set if the request bypasses the router
+    alone: bool = False  # the engine has no other request of this run
 
 
 @dataclass
 class Failures:
-    """What became of the tries of one request."""
+    """The failed attempts of one request."""
 
     tries: int = 0
-    failures: int = 0  # for which it may be the cause itself
-    lost: int = 0  # tries since the last time that an engine died, or none was up
-    since: float = math.inf  # when the first of them failed
-    engine: str = ""  # that failed last, where that is known
+    failures: int = 0  # failures that the request itself may have caused
+    lost: int = 0  # failed tries since an engine last crashed or none was up
+    since: float = math.inf  # time of the first failure
+    engine: str = ""  # the engine of the last failure, if known
 
 
 class Generator:
-    """Generates through the router; `running` knows what is under way, so that a halt can reach it."""
+    """Generates through the router; `running` tracks the running requests so that a halt can abort them."""
 
     def __init__(
         self, client: SglangClient, fleet: Fleet, model: ServedModel, *, give_up_after_s: float = 14_400.0
@@ -66,7 +67,10 @@ class Generator:
         """Generate on the engines of a fleet.
 
         Args:
-            give_up_after_s: seconds for which engines that are up may answer nothing that can be used.
+            client: for the engines and the router.
+            fleet: the engines.
+            model: the model that they serve.
+            give_up_after_s: seconds without any usable answer from running engines before a request is given up.
         """
         self._client = client
         self._fleet = fleet
@@ -74,35 +78,35 @@ class Generator:
         self._give_up_after_s = give_up_after_s
         self.running = RunningRequests(client, fleet)
         self._trials = Trials(fleet, self.running)
-        self._records: dict[str, DeathRecord] = {}  # by sample, of those whose engines died
+        self._records: dict[str, DeathRecord] = {}  # crash records of samples whose engines crashed
 
     async def generate(
         self, request: GenerateRequest, show: Callable[[Stream], None] | None = None
     ) -> Generated | None:
-        """Wait for an engine that may answer, ask it, and ask again if the request is lost.
+        """Send a request to an engine that may answer it; resend it if it is lost.
 
-        It is asked again for as long as engines or the router are away, which is their agent's to end; but not for ever
-        when they are up and fail: then elsewhere, more and more seldom. A long request is streamed; if it is lost, what
-        came of it is the answer.
+        While engines or the router are down, it waits for their node daemon to restart them, without a limit. If they
+        are up and fail, it retries on other engines with growing pauses, up to a limit. A long request is streamed; if
+        it is lost, its tokens so far are the answer.
 
         Args:
-            request: what is asked.
-            show: told of the stream, whenever one begins; none: nobody looks, nothing is streamed.
+            request: the request.
+            show: called with each new stream; None: no streaming.
 
         Returns:
-            None when the round was halted before an engine was asked.
+            None if the round was halted before the request was sent.
 
         Raises:
-            RequestRefused: the request is wrong, by what the model allows or as the engine says, or engines failed on
-                it too often while they answer others, or die of it (poison.py).
-            EnginesUnwilling: they answered nothing for `give_up_after_s`.
+            RequestRefused: the request is invalid for the model or the engine, engines fail on it too often while they
+                answer others, or they crash on it (poison.py).
+            EnginesUnwilling: no request was answered for `give_up_after_s`.
         """
         self._check(request)
         sample, generated = sample_of(request.rid), None
         try:
             generated = await self._generate(request, sample, show)
         finally:
-            if generated is None or not generated.cut_short:  # else it comes again, for the rest
+            if generated is None or not generated.cut_short:  # otherwise it is continued by another request
                 self._records.pop(sample, None)
         return generated
 
@@ -134,11 +138,11 @@ class Generator:
                 return Generated([kept], cut_short=True)
 
     async def _note_failure(self, group: str, place: Destination, failures: Failures, error: EngineUnavailable) -> None:
-        """Count a failure of an engine that is up, tell of it, and give the request up once it is enough.
+        """Record a failure of a running engine and report it. Give the request up after too many.
 
         Raises:
-            RequestRefused: the request is the cause, as far as can be known: engines answer others.
-            EnginesUnwilling: engines answer none.
+            RequestRefused: the request is the likely cause: engines answer others.
+            EnginesUnwilling: engines answer no request.
         """
         counts, now = not isinstance(error, EngineBusy), anyio.current_time()
         failures.lost += 1
@@ -166,10 +170,10 @@ class Generator:
         return EnginesUnwilling(f"engines that are up answered no request for {limit}, at last {reason}")
 
     async def _wait_ready(self, request: GenerateRequest, halted: Callable[[], bool]) -> bool:
-        """Wait for an engine that may be asked; false: the round was halted before.
+        """Wait for an engine that accepts requests; return False if the round was halted first.
 
         Raises:
-            EnginesUnwilling: there was none for long, and none that this run could restart.
+            EnginesUnwilling: there is none for too long, and the run cannot restart any.
         """
         while True:
             with anyio.move_on_after(self._give_up_after_s):
@@ -182,11 +186,11 @@ class Generator:
     async def _place(
         self, request: GenerateRequest, sample: str, failures: Failures
     ) -> AsyncGenerator[Destination | None]:
-        """Where to send a request, once that may be; None: its round was halted before.
+        """Wait until a request may be sent and yield its destination; None if its round was halted first.
 
         Raises:
-            RequestRefused: engines die of it.
-            EnginesUnwilling: no engine can be asked, for long.
+            RequestRefused: engines crash on it.
+            EnginesUnwilling: no engine accepts requests for too long.
         """
 
         def halted() -> bool:
@@ -207,7 +211,7 @@ class Generator:
                 yield Destination(self._fleet.router) if engine is None else Destination(engine.url, engine)
 
     async def _note_death(self, sample: str, place: Destination, stream: Stream | None, sent_at: float) -> bool:
-        """Find out whether a request was lost with its engine, and remember that."""
+        """Determine whether a request was lost by an engine crash, and record that."""
         record = self._records.get(sample, DeathRecord())
         if place.engine is not None and place.alone:
             autopsy = await self._fleet.autopsy(place.engine)
@@ -235,7 +239,7 @@ class Generator:
         return stream
 
     async def _kept(self, stream: Stream, min_version: int) -> Answer | None:
-        """What a lost request leaves to go on from; None: nothing, so that it may be sent again as it was."""
+        """Return the usable tokens of a lost request; None if there are none, so the original request can be resent."""
         await self._fleet.loads.settled(stream.labels)
         stream.drop_untrusted(self._fleet.loads.is_proven)
         rest = stream.rest()
@@ -282,7 +286,7 @@ class Generator:
                 raise EngineFailed(
                     "it aborted a request that nobody asked it to abort", label=labels[0] if labels else ""
                 )
-            interrupted = True  # it goes on from its tokens
+            interrupted = True  # it continues from its tokens
         for label in set(labels):
             await self._fleet.note_answer(label)
         return Generated(answers, cut_short=interrupted and bool(aborted))
@@ -291,7 +295,7 @@ class Generator:
         try:
             await self._client.stream(place.url, self._body(request, rid), stream)
         except EngineUnavailable:
-            if not stream.ended or stream.refused is not None:  # else nothing is missing but the connection's end
+            if not stream.ended or stream.refused is not None:  # otherwise only the end of the connection is missing
                 raise
         rest = stream.rest()
         return self._model.ended(rest, stream.output_ids, request.params) if is_aborted(rest) else rest
@@ -307,7 +311,7 @@ class Generator:
         )
 
     def _check(self, request: GenerateRequest) -> None:
-        """Send nothing that a server might die of, with everybody's requests."""
+        """Refuse requests that could crash a server, and with it all other requests."""
         try:
             for ids in request.input_ids:
                 self._model.check_ids(ids)
@@ -317,11 +321,11 @@ class Generator:
 
 
 def sample_of(rid: str) -> str:
-    """What all requests of a sample have in common: their ids are LEASE-INDEX-NUMBER."""
+    """Return the common prefix of a sample's request ids, which are LEASE-INDEX-NUMBER."""
     return rid.rpartition("-")[0] or rid
 
 
 def is_recent(answer: Answer, min_version: int) -> bool:
-    """Whether no token of it was sampled by weights older than that."""
+    """Whether all tokens of an answer were sampled by at least this weight version."""
     oldest = oldest_version(answer)
     return oldest is None or oldest >= min_version

@@ -1,6 +1,7 @@
-"""What the served model allows and where its answers end: token ids that exist, stop texts that can be encoded.
+"""Properties of the served model: valid token ids, encodable stop strings, and end-of-answer tokens.
 
-A server is asked for nothing else. SGLang does not look at token ids: one that the model has not ends the whole server.
+Requests are checked against them first. SGLang does not validate token ids: one outside of the vocabulary crashes the
+whole server.
 """
 
 from collections.abc import Sequence
@@ -16,15 +17,15 @@ if TYPE_CHECKING:
     import tokenizers
 
 TOKENIZER: Final = "tokenizer.json"
-ALSO_ENDS: Final = ("<|eom_id|>",)  # that SGLang ends an answer at where the tokenizer has them added
-MAX_STOPS: Final = 32  # texts in a request; SGLang refuses more
+ALSO_ENDS: Final = ("<|eom_id|>",)  # SGLang ends answers at these too, if they are among the tokenizer's added tokens
+MAX_STOPS: Final = 32  # stop strings per request; SGLang refuses more
 Ids = int | tuple[int, ...] | None
 
 
 class _Config(msgspec.Struct, frozen=True):
     vocab_size: int | None = None
     eos_token_id: Ids = None
-    text_config: "_Config | None" = None  # of a model that reads more than text
+    text_config: "_Config | None" = None  # of a multimodal model
 
 
 class _GenerationConfig(msgspec.Struct, frozen=True):
@@ -40,7 +41,7 @@ class _TokenizerConfig(msgspec.Struct, frozen=True):
 
 
 class ServedModel:
-    """The model that the engines of a run serve, as its directory describes it."""
+    """The model that the engines of a run serve, as described by its directory."""
 
     def __init__(self, directory: Path, vocab_size: int, end_ids: frozenset[int]) -> None:
         self.vocab_size = vocab_size
@@ -51,10 +52,10 @@ class ServedModel:
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """Read config.json, and generation_config.json where there is one.
+        """Read config.json, and generation_config.json if it exists.
 
         Raises:
-            OSError, ValueError: there is no config, or it does not say how many tokens there are.
+            OSError, ValueError: the config is missing or has no vocabulary size.
         """
         file = directory / "config.json"
         config = _read(file, _Config)
@@ -67,16 +68,16 @@ class ServedModel:
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end an answer: those of both configs, and the tokenizer's."""
+        """Tokens that end an answer, from both configs and the tokenizer."""
         if self._all_end_ids is None:
             self._all_end_ids = self._config_end_ids | self._tokenizer_end_ids()
         return self._all_end_ids
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, without special ones around it.
+        """Encode a text without adding special tokens.
 
         Raises:
-            ValueError: no tokens can be made of it.
+            ValueError: the text cannot be encoded.
         """
         tokenizer = self._tokenizer()
         try:
@@ -85,10 +86,10 @@ class ServedModel:
             raise ValueError(f"the model's tokenizer cannot encode {text[:80]!r}: {error}") from error
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """See that all are tokens of the model.
+        """Check that all token ids are in the vocabulary.
 
         Raises:
-            ValueError: one is none.
+            ValueError: one is not.
         """
         if not ids or (min(ids) >= 0 and max(ids) < self.vocab_size):
             return
@@ -96,10 +97,10 @@ class ServedModel:
         raise ValueError(f"{bad} is no token of the model, which has {self.vocab_size}")
 
     def check_tokenizer(self) -> None:
-        """See that the tokenizer makes tokens of the model alone.
+        """Check that all tokens of the tokenizer are in the model's vocabulary.
 
         Raises:
-            ValueError: it has more than the model.
+            ValueError: one is not.
         """
         highest = max(self._tokenizer().get_vocab(with_added_tokens=True).values(), default=0)
         if highest >= self.vocab_size:
@@ -107,7 +108,7 @@ class ServedModel:
             raise ValueError(f"{file}: its tokens go up to {highest}, and the model has {self.vocab_size}")
 
     def check_stop(self, texts: Sequence[str]) -> None:
-        """See that an engine can look for these texts.
+        """Check that an engine can search for these stop strings.
 
         Raises:
             ValueError: one cannot be encoded, or there are too many.
@@ -118,14 +119,14 @@ class ServedModel:
             self.encode(text)
 
     def ended(self, answer: Answer, ids: Sequence[int], params: SamplingParams) -> Answer:
-        """An aborted answer that had reached its end: completed, with what matched; any other as it is.
+        """Turn an aborted answer that had reached its end into a completed one; return other answers unchanged.
 
-        An abort wins over the end in the step that executes both, so the last token tells.
+        If an abort and the end fall into the same step, SGLang reports the abort. So the last token decides.
 
         Args:
-            answer: or the last part of it.
+            answer: the whole answer, or its last part.
             ids: all tokens of the request so far.
-            params: what was asked for.
+            params: sampling parameters of the request.
         """
         if not ids or not is_aborted(answer):
             return answer
@@ -140,7 +141,7 @@ class ServedModel:
 
     def _matched(self, ids: Sequence[int], params: SamplingParams) -> int | str | None:
         if params.stop:
-            window = max(len(self.encode(text)) for text in params.stop) + 1  # as SGLang looks
+            window = max(len(self.encode(text)) for text in params.stop) + 1  # the same window as in SGLang
             tail = self._tokenizer().decode(list(ids[-window:]), skip_special_tokens=False)
             found = next((text for text in params.stop if text in tail), None)
             if found is not None:

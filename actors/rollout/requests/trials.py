@@ -1,4 +1,4 @@
-"""Suspects, each sent alone to an engine that has nothing else of ours."""
+"""Isolation runs: each quarantined request runs alone on one engine."""
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -14,18 +14,18 @@ log = structlog.get_logger()
 
 
 class Trials:
-    """One suspect at a time. Its engine is set apart until no other suspect waits."""
+    """Runs one quarantined request at a time. Its engine stays isolated until no other quarantined request waits."""
 
     def __init__(self, fleet: Fleet, running: RunningRequests) -> None:
         self._fleet = fleet
         self._running = running
         self._turn = anyio.Lock()
         self._num_waiting = 0
-        self._engine: Engine | None = None  # that is set apart
+        self._engine: Engine | None = None  # the isolated engine
 
     @asynccontextmanager
     async def alone(self, min_version: int, unless: Callable[[], bool]) -> AsyncGenerator[Engine | None]:
-        """An engine for one request alone, within a block; None: `unless` came true first."""
+        """Yield an engine without other requests of ours; None if `unless` became true first."""
         self._num_waiting += 1
         try:
             await self._turn.acquire()
@@ -59,7 +59,7 @@ class Trials:
         return None
 
     async def _until_alone(self, engine: Engine) -> None:
-        """Wait for the end of all that may be there; the router sends nothing more."""
+        """Wait until all requests that may be on the engine have ended; the router sends it no new ones."""
         before = [sent for sent in self._running.open.values() if sent.engine in ("", engine.name)]
         while engine.is_asked and any(
             sent in self._running.open.values() and sent.engine in ("", engine.name) for sent in before

@@ -1,10 +1,10 @@
-"""Watches whether engines make tokens of the requests that we have open there: the only sure sign that they live.
+"""Watchdog for engines: checks that they generate tokens for our open requests.
 
-A server whose scheduler stands still answers its readiness probe, and says of its load what it last wrote down. The
-router does not say which engine has a request, so until its first token names the engine it may be at any; an engine
-that is silent for too long while there are such requests is asked for a sign of life before it is taken for dead.
+Tokens are the only sure sign of life. A server with a hung scheduler still answers its readiness check, and reports the
+last recorded load. The router does not report which engine has a request, so before its first token it may be on any.
+An engine that is silent for too long while such requests exist gets a liveness check first.
 
-A live engine may lose a request: one without a token for long, while later ones have some, is aborted and sent again.
+A live engine may also lose a request. One that gets no token for long, while later ones do, is aborted and resent.
 """
 
 import math
@@ -23,20 +23,20 @@ from actors.rollout.sglang.client import SglangClient
 from messages import EngineState
 from runtime.wording import count_of
 
-LOOK_S = 1.0  # between two looks, at most
+LOOK_S = 1.0  # maximum seconds between two checks
 LOOKS_PER_LIMIT = 4
-IDLE_LOOKS = 2  # at which an engine must have nothing to do
+IDLE_LOOKS = 2  # consecutive checks that must find the engine idle
 
 
 class Patience(NamedTuple):
-    """How long an engine may make no token, in seconds."""
+    """Seconds that an engine may go without a token."""
 
-    first_s: float  # of a request that has none yet
-    next_s: float  # of one that has
+    first_s: float  # for the first token of a request
+    next_s: float  # for each further token
 
 
 class Watchdog:
-    """Finds engines that make nothing of our requests, and gives these up there: they are sent again."""
+    """Finds engines that make no progress on our requests, and gives those requests up so that they are resent."""
 
     def __init__(self, client: SglangClient, fleet: Fleet, running: RunningRequests, limits: Patience) -> None:
         self._client = client
@@ -47,7 +47,7 @@ class Watchdog:
         self._looks_for_idle = False
 
     async def run(self) -> None:
-        """Watch for ever."""
+        """Watch the engines. Never returns."""
         async with anyio.create_task_group() as group:
             while True:
                 await anyio.sleep(min(LOOK_S, min(self._limits) / LOOKS_PER_LIMIT))
@@ -73,10 +73,10 @@ class Watchdog:
                 sent.give_up()
 
     def _drop_lost(self, group: TaskGroup) -> None:
-        """Have requests sent again that live engines lost."""
+        """Resend requests that live engines lost."""
         now, engines = anyio.current_time(), self._fleet.current_engines()
         if len(engines) != self._fleet.num_admitted():
-            return  # one of them takes weights, or has to show that it lives
+            return  # one of them is being updated, or must first show a sign of life
         served = {engine.name: engine.served_at for engine in engines}
         begun_at = max((engine.brought_at for engine in engines), default=now)
         requests = self._running.open.items()
@@ -89,7 +89,7 @@ class Watchdog:
             group.start_soon(self._drop_if_idle, engines, overdue)
 
     async def _drop_if_idle(self, engines: Sequence[Engine], rids: Sequence[str]) -> None:
-        """Drop requests if engines are alive and say that they have none. Whole answers have no other sign of life."""
+        """Give requests up if the engines are alive and idle. Needed for unstreamed requests, which show no tokens."""
         try:
             requests = self._running.open
             before = {rid: requests[rid].num_tokens for rid in rids if rid in requests}
@@ -105,7 +105,7 @@ class Watchdog:
             self._looks_for_idle = False
 
     async def _are_idle(self, engines: Sequence[Engine]) -> bool:
-        """Whether engines live, generate, and have no request."""
+        """Whether all engines are alive, not paused, and without requests."""
         for engine in engines:
             loads = await self._client.loads(engine.url)
             if loads is None or any(load.num_running_reqs or load.num_waiting_reqs for load in loads):
@@ -120,7 +120,7 @@ class Watchdog:
         return list(self._running.open.values())
 
     def _note_tokens(self) -> None:
-        """See which requests got further since the last look."""
+        """Record which requests got tokens since the last check."""
         for sent in self._running.open.values():
             stream = sent.stream
             if stream is None or stream.num_tokens == sent.num_tokens:
@@ -131,40 +131,40 @@ class Watchdog:
 
 
 def is_overdue(sent: OpenRequest, begun_at: float, now: float, limits: Patience) -> bool:
-    """Whether a request should have got its first token, or a further one, by now. Pure.
+    """Whether a request should have got its first or next token by now. Pure.
 
     Args:
         sent: the request.
-        begun_at: since when all engines generate from their weights.
+        begun_at: when the last engine began to generate from its current weights.
         now: on the same clock.
-        limits: how long it may take.
+        limits: on the time without a token.
     """
     limit_s = max(limits) if sent.token_at else limits.first_s
     return now - max(sent.sent_at, sent.token_at, begun_at) > limit_s
 
 
 def is_overtaken(sent: OpenRequest, served: Mapping[str, float]) -> bool:
-    """Whether every engine that may have a streamed request made tokens of one that was sent after its last sign. Pure.
+    """Whether all engines that may have a streamed request generated for later requests since its last token. Pure.
 
     Args:
         sent: the request.
-        served: by engine that may be asked, when the newest request was sent of which it made a token.
+        served: by engine: send time of the newest request that got a token.
     """
-    if sent.stream is None:  # it shows no token before its end
+    if sent.stream is None:  # unstreamed: it shows no token before its end
         return False
     there = [served.get(sent.engine, -math.inf)] if sent.engine else list(served.values())
     return bool(there) and min(there) > max(sent.sent_at, sent.token_at)
 
 
 def silence(requests: Iterable[OpenRequest], engine: str, sign_at: float, now: float, limits: Patience) -> str:
-    """Why an engine is to be asked for a sign of life; empty: it need not. Pure.
+    """Return why an engine needs a liveness check; empty if it does not. Pure.
 
     Args:
-        requests: all that are open, wherever.
+        requests: all open requests, on any engine.
         engine: its name.
-        sign_at: when it last made a token of any of our requests, or was first asked.
+        sign_at: time of its last token for any of our requests, or when it began to accept requests.
         now: on the same clock.
-        limits: how long it may make none.
+        limits: on the time without a token.
     """
     there = [sent for sent in requests if sent.engine == engine and sent.token_at]
     late = [sent for sent in there if now - max(sent.token_at, sign_at) > limits.next_s]

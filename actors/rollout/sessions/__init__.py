@@ -1,4 +1,4 @@
-"""What a user's generate function works with.
+"""The conversation API of user-defined generate functions.
 
-Open conversation.py.
+Open conversation.py first.
 """

@@ -1,7 +1,7 @@
-"""What a user's generate function works with: turns of the model, and what it puts between them.
+"""The conversation API of user-defined generate functions: model turns, and input between them.
 
-A function that runs again, for its sample was halted or its actor died, is replayed: turns that ended are returned as
-they were, without an engine, and what stood between them stands there again.
+A function runs again if its sample was halted or its actor crashed. The conversation is then replayed: finished turns
+are returned as they were, without an engine, and the input between them is kept.
 """
 
 import math
@@ -19,21 +19,21 @@ from actors.rollout.sglang.errors import EngineError
 from messages import Prompt, SampleStatus
 from runtime.bus.errors import BusError
 
-BETWEEN_TURNS_S = 300.0  # that a function may take outside of `generate`
+BETWEEN_TURNS_S = 300.0  # time limit of a function outside of `generate`
 
 GenerateFunction = Callable[["Conversation"], Awaitable[None]]
 Ask = Callable[[OpenSample, Sequence[str] | None, int], Awaitable[bool]]
 
 
 class Conversation:
-    """One sample on its way. `generate` asks the model to go on; `append` and `append_ids` add what it is to read next.
+    """One sample in progress. `generate` gets the next model turn; `append` and `append_ids` add input for it.
 
     Attributes:
         prompt: as text.
         label: of the prompt.
         metadata: of the prompt.
-        sample_metadata: of this sample alone; the dynamic filter and dumps see what is noted here.
-        text: the response so far, turns and what was put between them.
+        sample_metadata: of this sample; visible to the dynamic filter and in dumps.
+        text: the response so far: model turns and the input between them.
     """
 
     def __init__(self, prompt: Prompt, sample: OpenSample, *, max_tokens: int, ask: Ask, model: ServedModel) -> None:
@@ -43,7 +43,7 @@ class Conversation:
         self.sample_metadata: dict[str, Any] = {}
         self.text = ""
         self.asking = False
-        self.over: SampleStatus | None = None  # how it ended before its function did
+        self.over: SampleStatus | None = None  # final status, if the sample ended before its function
         self._sample = sample
         self._max_tokens = max_tokens
         self._ask = ask
@@ -55,17 +55,17 @@ class Conversation:
         self._halted = False
 
     async def run(self, function: GenerateFunction) -> SampleStatus:
-        """Have the function make the sample; how that ended, ABORTED when it was halted.
+        """Run the function; return the sample's final status, ABORTED if it was halted.
 
         Raises:
-            ValueError: the function raised, took too long, asked for no turn, or noted what no event can carry.
+            ValueError: the function raised, took too long, requested no turn, or set metadata that no event can carry.
         """
         self._scope.deadline = anyio.current_time() + BETWEEN_TURNS_S
         failed: Exception | None = None
         with self._scope:
             try:
                 await function(self)
-            except (BusError, EngineError):  # ours, on the way through
+            except (BusError, EngineError):  # errors of this project, raised through the function
                 raise
             except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the group fails
                 failed = error
@@ -87,24 +87,24 @@ class Conversation:
         return self.over or SampleStatus.COMPLETED
 
     def halt(self) -> None:
-        """End it where it waits. A request that is under way ends by itself before, and keeps its tokens."""
+        """Halt the sample at its next wait. A running request ends first and keeps its tokens."""
         self._halted = True
         if not self.asking:
             self._scope.cancel()
 
     async def generate(self, *, stop: Sequence[str] | None = None, max_new_tokens: int | None = None) -> str:
-        """The model's next turn, as text. Does not return when the sample is halted or has no room for more tokens.
+        """Return the model's next turn as text. Never returns if the sample is halted or has no room for more tokens.
 
         Args:
-            stop: texts that end the turn; none: those of the recipe.
-            max_new_tokens: of this turn; none: as many as the sample has room for.
+            stop: stop strings of the turn; None: those of the recipe.
+            max_new_tokens: limit of this turn; None: the room left in the sample.
 
         Raises:
-            ValueError: the turn before has not ended, nothing was put behind it, or an argument cannot be meant.
+            ValueError: the previous turn is still running, no input was added after it, or an argument is invalid.
         """
         if self.asking:
             raise ValueError("two turns at the same time: each begins after the one before has ended")
-        if isinstance(stop, str):  # each of its letters would be one
+        if isinstance(stop, str):  # otherwise each letter would be a stop string
             raise ValueError(f"stop = {stop!r}: write a list of texts")
         self._model.check_stop(stop or ())
         if max_new_tokens is not None and max_new_tokens < 1:
@@ -119,39 +119,40 @@ class Conversation:
         self.text += turn.text
         self._note_metadata()
         if self._halted:
-            self._scope.cancel()  # where the function next waits: if it only ends, the sample is complete
+            # takes effect at the function's next wait; if it returns first, the sample is complete
+            self._scope.cancel()
         return turn.text
 
     def append(self, text: str) -> None:
-        """Put text behind the last turn; it is no part of what trains."""
+        """Append text after the last turn; it is excluded from the loss."""
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance] - a user's
             raise TypeError(f"append({text!r}): a text is needed")
         self.append_ids(self._model.encode(text))
         self.text += text
 
     def append_ids(self, ids: Sequence[int]) -> None:
-        """Put tokens behind the last turn; they are no part of what trains.
+        """Append tokens after the last turn; they are excluded from the loss.
 
         Raises:
-            ValueError: one is no token of the model, or there was no turn yet.
+            ValueError: a token is outside of the vocabulary, or there was no turn yet.
         """
         if not self._num_turns:
             raise ValueError("the first turn is the model's: what it is to read before belongs into the prompt")
-        given = [index(token) for token in ids]  # TypeError for what is no number
+        given = [index(token) for token in ids]  # raises TypeError for values that are no integers
         self._model.check_ids(given)
         self._inputs.extend(given)
 
     def _note_metadata(self) -> None:
-        """Let the sample have what the function noted so far; also in a replay it has all turns that ended."""
+        """Copy the function's metadata to the sample. During a replay it keeps the count of all finished turns."""
         try:
             noted = msgspec.json.decode(msgspec.json.encode(self.sample_metadata), type=dict[str, Any])
-            msgspec.msgpack.encode(noted)  # a task that carries the sample on
+            msgspec.msgpack.encode(noted)  # a later task carries it as msgpack
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"sample_metadata cannot be sent: {error}") from error
         self._sample.metadata = {**noted, NUM_TURNS: max(self._num_turns, self._sample.num_turns)}
 
     def _turn(self) -> Turn:
-        """The turn that is next: recorded with what was put before it then, or new."""
+        """Return the next turn: the recorded one during a replay, otherwise a new one."""
         sample = self._sample
         if self._num_turns == len(sample.turns):
             sample.pending = list(self._inputs)
@@ -159,7 +160,7 @@ class Conversation:
         return sample.turns[self._num_turns]
 
     async def _go_on(self, turn: Turn, stop: Sequence[str] | None, max_new_tokens: int) -> None:
-        """Ask the model until the turn has ended."""
+        """Send requests until the turn has ended."""
         sample = self._sample
         self.asking, self._scope.deadline = True, math.inf
         cut_short = True
@@ -173,7 +174,7 @@ class Conversation:
         self.asking, self._scope.deadline = False, anyio.current_time() + BETWEEN_TURNS_S
 
     async def _leave(self, status: SampleStatus) -> None:
-        """End the function, which is waiting here."""
+        """End the function, which is waiting in this call."""
         self._end(status)
         await anyio.sleep_forever()
 

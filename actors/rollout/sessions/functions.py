@@ -1,4 +1,4 @@
-"""Finds a user's generate function; light enough to be imported where a recipe is checked."""
+"""Finds a user-defined generate function. Imports little, so that recipe checks can use it."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -10,10 +10,10 @@ KEY = "rollout.custom_generate"
 
 
 def find_generate_function(name: str, base_dirs: Sequence[Path] = ()) -> Callable[[Any], Awaitable[None]]:
-    """Find a user's generate function.
+    """Find a user-defined generate function.
 
     Raises:
-        PluginError: it cannot be found, is not async, or cannot be called with a conversation.
+        PluginError: it does not exist, is not async, or does not take a conversation.
     """
     plugin = load_plugin(KEY, name, parameters=("conversation",), base_dirs=base_dirs, allow_async=True)
     if not plugin.is_async:

@@ -1,4 +1,4 @@
-"""SGLang's HTTP API as a rollout actor uses it.
+"""Client for SGLang's HTTP API: engines and router.
 
 Open client.py first.
 """

@@ -1,4 +1,4 @@
-"""What an engine answers to /generate, packed into segments where it enters the system. Pure."""
+"""Parses /generate responses and packs them into segments. Pure."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -21,25 +21,25 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 
 class MetaInfo(msgspec.Struct, frozen=True):
-    """The part of meta_info that is used. A request aborted in the waiting queue lacks most keys."""
+    """The used part of meta_info. A request aborted in the waiting queue lacks most keys."""
 
-    id: str | None = None  # of the request
+    id: str | None = None  # request id
     finish_reason: dict[str, Any] | None = None
     weight_version: str | None = None
     weight_versions: list[VersionSpan] | None = None
-    output_token_logprobs: list[tuple[float | None, int, str | None]] = []  # null: SGLang's JSON of NaN
+    output_token_logprobs: list[tuple[float | None, int, str | None]] = []  # null: SGLang encodes NaN as null
     prompt_tokens: Count | None = None
     completion_tokens: Count | None = None
     cached_tokens: Count = 0
     num_retractions: Count = 0
-    queue_time: float | None = None  # seconds; with --enable-metrics alone
+    queue_time: float | None = None  # in seconds; only with --enable-metrics
     spec_num_proposed_drafts: Count = 0
     spec_num_correct_drafts: Count = 0
     spec_verify_ct: Count = 0
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """One finished request."""
+    """The response to one finished request."""
 
     meta_info: MetaInfo
     text: str = ""
@@ -52,10 +52,10 @@ _STATUS = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "ab
 
 
 def status_of(answer: Answer) -> SampleStatus:
-    """How the request ended.
+    """Return how the request ended.
 
     Raises:
-        ValueError: a finish reason that is none of stop, length and abort.
+        ValueError: the finish reason is not stop, length or abort.
     """
     reason = (answer.meta_info.finish_reason or {}).get("type")
     if not isinstance(reason, str) or reason not in _STATUS:
@@ -64,12 +64,12 @@ def status_of(answer: Answer) -> SampleStatus:
 
 
 def oldest_version(answer: Answer) -> int | None:
-    """Oldest weights that sampled a token of it: 0 for weights that nobody announced, None without tokens."""
+    """Return the oldest weight version that sampled a token; 0 for unpublished weights, None without tokens."""
     return min((version_of(label) for label in labels_of(answer)), default=None)
 
 
 def labels_of(answer: Answer) -> list[str]:
-    """What the weights are called that sampled its tokens; none without tokens, "" where the engine does not say."""
+    """Return the weight labels that sampled the tokens; empty without tokens, [""] if the engine reports none."""
     if not answer.output_ids:
         return []
     meta = answer.meta_info
@@ -77,12 +77,12 @@ def labels_of(answer: Answer) -> list[str]:
 
 
 def is_aborted(answer: Answer) -> bool:
-    """Whether somebody ended the request before its end."""
+    """Whether the request was aborted."""
     return (answer.meta_info.finish_reason or {}).get("type") == "abort"
 
 
 def cut(answer: Answer, num_tokens: int, num_characters: int) -> Answer:
-    """What an answer holds beyond its first tokens and their text."""
+    """Return an answer without its first tokens and characters."""
     if not num_tokens and not num_characters:
         return answer
     meta = answer.meta_info
@@ -98,7 +98,7 @@ def cut(answer: Answer, num_tokens: int, num_characters: int) -> Answer:
 
 
 def numbers_of(answers: Sequence[Answer]) -> EngineNumbers:
-    """What the engine says of requests that it ended, added up."""
+    """Sum the engine's statistics over finished requests."""
     metas = [answer.meta_info for answer in answers if answer.meta_info.finish_reason is not None]
     waits = [meta.queue_time for meta in metas if meta.queue_time is not None]
     return EngineNumbers(
@@ -117,15 +117,15 @@ def numbers_of(answers: Sequence[Answer]) -> EngineNumbers:
 
 
 def segment_of(answer: Answer, sample: SampleKey, prompt_ids: Int32Array) -> Segment:
-    """Pack an answer.
+    """Pack an answer into a segment.
 
     Args:
-        answer: of one request.
-        sample: whose it is.
+        answer: to one request.
+        sample: key of its sample.
         prompt_ids: [P], new input of this segment.
 
     Raises:
-        ValueError: log-probs and token ids do not belong together, or the versions do not cover the tokens.
+        ValueError: log-probs and token ids do not match, or the version spans do not cover the tokens.
     """
     meta = answer.meta_info
     ids = [token for _, token, _ in meta.output_token_logprobs]
@@ -153,7 +153,7 @@ def _spans(meta: MetaInfo, num_tokens: int) -> tuple[WeightSpan, ...]:
 
 
 def _joined(spans: Sequence[tuple[int, int, int]]) -> tuple[WeightSpan, ...]:
-    """Spans of versions, where those of labels may have one version several times in a row."""
+    """Merge adjacent label spans of the same weight version."""
     joined: list[tuple[int, int, int]] = []
     for version, start, end in spans:
         if joined and joined[-1][0] == version and joined[-1][2] == start:

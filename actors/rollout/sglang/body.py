@@ -1,4 +1,4 @@
-"""The bodies of /generate requests, in SGLang's words."""
+"""Bodies of /generate requests in SGLang's format."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,19 +15,19 @@ def generate_body(
     seeds: Sequence[int] = (),
     version: int = 0,
 ) -> dict[str, Any]:
-    """Ask for one response to each list of token ids, with log-probs.
+    """Build a request for one response per list of token ids, with log-probs.
 
-    Those of a batch are drawn without seeds: the router takes one set of sampling parameters for all of them, and one
-    seed would make its members alike.
+    A batch is sampled without seeds. The router takes one set of sampling parameters for the whole batch, and a common
+    seed would make its responses alike.
 
     Args:
         rid: id of the request.
         input_ids: prompts.
-        params: of sampling.
+        params: sampling parameters.
         max_new_tokens: of each response.
-        seeds: of the responses; none: the server draws them.
-        version: of the weights that the engines hold. Cached prefixes are shared within a version alone: an update in
-            place keeps those that older weights computed.
+        seeds: of the responses; empty: the server chooses them.
+        version: weight version of the engines. Cached prefixes are shared only within a version: after an in-place
+            update the cache still holds prefixes of older weights.
     """
     sampling: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -54,11 +54,11 @@ def generate_body(
 
 
 def probe_body(rid: str, token_ids: Sequence[int]) -> dict[str, Any]:
-    """Ask for the log-probs of a prompt and nothing else."""
+    """Build a request for the log-probs of a prompt only."""
     return {
         "rid": rid,
         "input_ids": list(token_ids),
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
         "return_logprob": True,
-        "logprob_start_len": 0,  # also keeps the engine from using keys and values of older weights
+        "logprob_start_len": 0,  # also keeps the engine from using KV cache of older weights
     }

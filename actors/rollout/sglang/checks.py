@@ -1,4 +1,4 @@
-"""Whether what an engine answers to /generate can be the answer to what was asked. Pure."""
+"""Validates /generate responses against their requests. Pure."""
 
 import re
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from messages import SampleStatus
 from runtime.samples.tokens import id_problem, log_prob_problem
 
 _LABEL: Final = re.compile(rb'"weight_version"\s*:\s*"([^"\\]{1,200})"')
-MAX_SHOWN: Final = 80  # characters of what an engine says
+MAX_SHOWN: Final = 80  # characters of an engine's output shown in messages
 
 
 class Asked(NamedTuple):
-    """What an answer has to fit."""
+    """The properties of a request that its answer must match."""
 
-    rid: str = ""  # empty: not known
+    rid: str = ""  # empty: unknown
     prompt_tokens: int | None = None
     max_new_tokens: int | None = None
     vocab_size: int | None = None
@@ -25,7 +25,7 @@ ANYTHING: Final = Asked()
 
 
 def answer_problem(answer: Answer, asked: Asked) -> str | None:
-    """Find what cannot be true of a finished answer; its tokens, counts, weight spans, end and request id."""
+    """Return why a finished answer is invalid: its tokens, counts, weight spans, end and request id."""
     meta, num_tokens = answer.meta_info, len(answer.output_ids)
     if meta.completion_tokens not in (None, num_tokens):
         return f"completion_tokens is {meta.completion_tokens}, and {num_tokens} tokens came"
@@ -38,7 +38,7 @@ def answer_problem(answer: Answer, asked: Asked) -> str | None:
 
 
 def meta_problem(answer: Answer, asked: Asked) -> str | None:
-    """Find out whether it answers another request."""
+    """Return why an answer belongs to another request."""
     meta = answer.meta_info
     if asked.rid and meta.id != asked.rid:
         return f"it answers request {(meta.id or 'null')[:MAX_SHOWN]}, and {asked.rid} was sent"
@@ -48,12 +48,12 @@ def meta_problem(answer: Answer, asked: Asked) -> str | None:
 
 
 def tokens_problem(answer: Answer, asked: Asked, num_before: int = 0) -> str | None:
-    """Find what is wrong with the tokens and log-probs of an answer, or of a streamed chunk of one.
+    """Return what is wrong with the tokens and log-probs of an answer, or of a streamed chunk.
 
     Args:
         answer: or chunk.
-        asked: what it has to fit.
-        num_before: tokens of earlier chunks; the log-probs of a chunk may be those of all tokens so far.
+        asked: the request's properties.
+        num_before: tokens of earlier chunks; a chunk's log-probs may cover all tokens so far.
     """
     ids, triples = answer.output_ids, answer.meta_info.output_token_logprobs
     own = triples[num_before:] if len(triples) == num_before + len(ids) else triples
@@ -64,18 +64,18 @@ def tokens_problem(answer: Answer, asked: Asked, num_before: int = 0) -> str | N
 
 
 def count_problem(num_tokens: int, asked: Asked) -> str | None:
-    """Find out whether there are more tokens than asked for."""
+    """Return a problem if there are more tokens than requested."""
     if asked.max_new_tokens is not None and num_tokens > asked.max_new_tokens:
         return f"{num_tokens} tokens came, and {asked.max_new_tokens} were asked for"
     return None
 
 
 def end_problem(answer: Answer, num_tokens: int) -> str | None:
-    """Find what is wrong with how an answer ends, and with the weights that it names.
+    """Return what is wrong with the end of an answer, or with its weight labels.
 
     Args:
         answer: whole, or the last chunk of a stream.
-        num_tokens: of all of it.
+        num_tokens: of the whole answer.
     """
     try:
         status = status_of(answer)
@@ -94,7 +94,7 @@ def end_problem(answer: Answer, num_tokens: int) -> str | None:
 
 
 def label_in(data: bytes) -> str:
-    """The label of the weights that an unreadable answer names, to tell whose it is; empty: none is found."""
+    """Return the weight label in an unreadable answer, to identify its engine; empty if there is none."""
     found = _LABEL.search(data)
     return found[1].decode(errors="replace") if found else ""
 

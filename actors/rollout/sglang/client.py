@@ -1,4 +1,4 @@
-"""SGLang's HTTP API as a rollout actor uses it: engines directly, generation through the router."""
+"""Client for SGLang's HTTP API: control calls to engines, generation through the router."""
 
 import uuid
 from collections.abc import AsyncGenerator, Collection, Sequence
@@ -26,23 +26,23 @@ from runtime.secrets import Secret
 
 T = TypeVar("T")
 
-BEYOND_ROUTER_S = 10.0  # that we wait longer for an answer than the router does: it says why there is none
+BEYOND_ROUTER_S = 10.0  # time beyond the router's timeout: the router then reports the reason
 ADMIN_TIMEOUT_S = 10.0
 PROBE_TRIES = 5
-SILENT_TRIES = 2  # of a look at an engine: one answer that comes late does not make it another one
-MAX_ANSWER_BYTES = 1 << 29  # SGLang writes about 40 bytes for a token
+SILENT_TRIES = 2  # tries of a health check: one late response is no failure
+MAX_ANSWER_BYTES = 1 << 29  # SGLang writes about 40 bytes per token
 REFUSALS = (400, 413, 422)
 PASSING = (408, 425, 429, 502, 503, 504)
 
 
 class RankChecksums(msgspec.Struct, frozen=True):
-    """What one rank of an engine holds: a hash of each tensor, by the engine's own name."""
+    """The weights of one rank of an engine: a hash of each tensor, by the engine's tensor name."""
 
     checksums: dict[str, str] = {}
 
 
 class ChecksumAnswer(msgspec.Struct, frozen=True):
-    """Answer of /weights_checker."""
+    """Response of /weights_checker."""
 
     success: bool
     per_engine_checksum: str | None = None
@@ -50,39 +50,39 @@ class ChecksumAnswer(msgspec.Struct, frozen=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """The part of /model_info that is used."""
+    """The used part of /model_info."""
 
     weight_version: str | None = None
 
 
 class ProbeMeta(msgspec.Struct, frozen=True):
-    """The part of the meta_info of an answer to a probe that is used."""
+    """The used part of the meta_info of a probe response."""
 
     finish_reason: dict[str, Any] | None = None
     input_token_logprobs: list[tuple[float | None, int, str | None]] = []
 
 
 class ProbeAnswer(msgspec.Struct, frozen=True):
-    """Answer of /generate to a probe."""
+    """Response of /generate to a probe."""
 
     meta_info: ProbeMeta
 
 
 class StreamedError(msgspec.Struct, frozen=True):
-    """What is wrong, in the stream of a request that was answered with 200 before anything was looked at."""
+    """An error inside a stream, after the request was answered with status 200 before any validation."""
 
     message: str = ""
     code: int | None = None
 
 
 class ErrorEvent(msgspec.Struct, frozen=True):
-    """An event of a stream that holds no tokens."""
+    """A stream event with an error instead of tokens."""
 
     error: StreamedError
 
 
 class Load(msgspec.Struct, frozen=True):
-    """The part of what a scheduler has to do that is used; it changes with every token."""
+    """The used part of a scheduler's load; it changes with every token."""
 
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
@@ -90,13 +90,13 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class LoadsAnswer(msgspec.Struct, frozen=True):
-    """Answer of /v1/loads."""
+    """Response of /v1/loads."""
 
     loads: tuple[Load, ...] = ()
 
 
 class RouterWorker(msgspec.Struct, frozen=True):
-    """An engine as the router lists it."""
+    """An engine in the router's worker list."""
 
     id: str
     url: str
@@ -104,13 +104,13 @@ class RouterWorker(msgspec.Struct, frozen=True):
 
 
 class WorkerList(msgspec.Struct, frozen=True):
-    """Answer of the router's GET /workers."""
+    """Response of the router's GET /workers."""
 
     workers: list[RouterWorker] = []
 
 
 class SglangClient:
-    """One connection pool for all engines and the router of a rollout actor."""
+    """HTTP client for all engines and the router of a rollout actor, with one connection pool."""
 
     def __init__(
         self,
@@ -121,14 +121,14 @@ class SglangClient:
         update_timeout_s: float = 600.0,
         generate_timeout_s: float = 14_400.0,
     ) -> None:
-        """Talk over a session.
+        """Use an HTTP session.
 
         Args:
-            session: of all requests.
-            key: what the run's engines and its router ask for.
-            strangers: URLs of engines that are not the run's; they are not shown the key.
-            update_timeout_s: of loading weights, and of computing their checksum.
-            generate_timeout_s: of the longest answer, at the router.
+            session: for all requests.
+            key: API key of the run's engines and router; None: no key.
+            strangers: URLs of external engines; they never get the key.
+            update_timeout_s: for loading weights, and for computing their checksum.
+            generate_timeout_s: for the longest answer, at the router.
         """
         self._update_timeout_s = update_timeout_s
         self._session = session
@@ -139,17 +139,17 @@ class SglangClient:
         self._with_key = self._plain if key is None else self._plain | {"Authorization": f"Bearer {key.reveal()}"}
 
     async def generate(self, router: str, body: dict[str, Any], vocab_size: int | None = None) -> list[Answer]:
-        """Send a request, one sample or a batch of them, and wait for its end.
+        """Send a request for one sample or a batch, and wait for the answers.
 
         Args:
-            router: or an engine.
+            router: URL of the router or an engine.
             body: of the request.
-            vocab_size: of the model; none: not known.
+            vocab_size: of the model; None: unknown.
 
         Raises:
-            EngineUnavailable: connection lost, no worker.
-            EngineFailed: server error; BadAnswer: an answer that cannot be read, or cannot be true.
-            RequestRefused: the request is wrong.
+            EngineUnavailable: connection lost, or no worker.
+            EngineFailed: server error; BadAnswer: an unreadable or invalid answer.
+            RequestRefused: the request is invalid.
         """
         url = router + "/generate"
         data = await self._post(url, body, self._generate_timeout_s)
@@ -168,12 +168,14 @@ class SglangClient:
         return answers
 
     async def stream(self, router: str, body: dict[str, Any], stream: Stream) -> None:
-        """Send a request for one sample and take in what comes of it, to its end. What came stays when that fails.
+        """Send a request for one sample and add its chunks to a stream until it ends.
+
+        On an error the stream keeps its tokens.
 
         Raises:
-            EngineUnavailable: connection lost, also on the way; no worker.
-            EngineFailed: server error; BadAnswer: a chunk that cannot be read, or cannot be true.
-            RequestRefused: the request is wrong.
+            EngineUnavailable: connection lost, also in the middle of the stream; or no worker.
+            EngineFailed: server error; BadAnswer: an unreadable or invalid chunk.
+            RequestRefused: the request is invalid.
         """
         url = router + "/generate"
         data = msgspec.json.encode({**body, "stream": True})
@@ -192,7 +194,7 @@ class SglangClient:
             raise _error(url, stream.refused.code, stream.refused.message, label=stream.last_label)
 
     async def ready(self, engine: str) -> bool:
-        """Whether an engine answers its readiness probe, the second one if the first is not answered in time."""
+        """Whether an engine answers its readiness check; a timeout is retried once."""
         try:
             await self._look(engine + "/ready")
         except EngineError:
@@ -200,7 +202,7 @@ class SglangClient:
         return True
 
     async def is_paused(self, engine: str) -> bool:
-        """Whether an engine answers that it does not generate now; not when it does not answer at all."""
+        """Whether an engine responds that it is not generating now; False if it does not respond."""
         try:
             await self._send("GET", engine + "/ready", None, ADMIN_TIMEOUT_S)
         except EngineBusy:
@@ -210,9 +212,9 @@ class SglangClient:
         return False
 
     async def loads(self, engine: str) -> tuple[Load, ...] | None:
-        """What an engine says that it has to do; None: it does not answer.
+        """Return an engine's load per scheduler; None if it does not respond.
 
-        SGLang says what its scheduler last wrote down: that of a scheduler that stands still stays as it was.
+        SGLang returns the last recorded load, so that of a hung scheduler never changes.
         """
         url = engine + "/v1/loads"
         try:
@@ -221,12 +223,12 @@ class SglangClient:
             return None
 
     async def weight_version(self, engine: str) -> str | None:
-        """What an engine calls its weights."""
+        """Return an engine's weight label."""
         url = engine + "/model_info"
         return _decode(url, await self._look(url), ModelInfo).weight_version
 
     async def pause(self, engine: str, mode: str) -> None:
-        """Stop an engine from generating; what it has is put back or frozen, as the mode says."""
+        """Pause generation; running requests are retracted or kept, depending on the mode."""
         await self._post(engine + "/pause_generation", {"mode": mode}, ADMIN_TIMEOUT_S)
 
     async def proceed(self, engine: str) -> None:
@@ -234,44 +236,46 @@ class SglangClient:
         await self._post(engine + "/continue_generation", {}, ADMIN_TIMEOUT_S)
 
     async def server_info(self, engine: str) -> dict[str, Any]:
-        """What an engine says of itself: arguments, version, layout."""
+        """Return an engine's server info: arguments, version, layout."""
         url = engine + "/server_info"
         return _decode(url, await self._send("GET", url, None, ADMIN_TIMEOUT_S), dict[str, Any])
 
     async def model_info(self, engine: str) -> dict[str, Any]:
-        """What an engine says of its model."""
+        """Return an engine's model info."""
         url = engine + "/model_info"
         return _decode(url, await self._send("GET", url, None, ADMIN_TIMEOUT_S), dict[str, Any])
 
     async def update_weights(self, engine: str, path: str, label: str, *, flush_cache: bool = True) -> None:
-        """Load weights from a directory. The engine waits for its running requests unless it is paused."""
+        """Load weights from a directory. The engine finishes its running requests first unless it is paused."""
         body = {
             "model_path": path,
             "weight_version": label,
             "flush_cache": flush_cache,
-            "load_format": "auto",  # one that was started with drawn weights would go on drawing
+            "load_format": "auto",  # an engine started with random weights would keep using that load format
         }
         await self._post(engine + "/update_weights_from_disk", body, self._update_timeout_s)
 
     async def update_version(self, engine: str, label: str) -> None:
-        """Have an engine call its weights something else, from the next token on."""
+        """Change an engine's weight label, from the next token on."""
         body = {"new_version": label, "abort_all_requests": False}
         await self._post(engine + "/update_weight_version", body, ADMIN_TIMEOUT_S)
 
     async def checksum(self, engine: str) -> str | None:
-        """Checksum of the weights that an engine holds."""
+        """Return the checksum of an engine's weights."""
         return (await self.checksums(engine)).per_engine_checksum
 
     async def checksums(self, engine: str) -> ChecksumAnswer:
-        """The same, with the hashes of its tensors on each of its ranks."""
+        """Return the checksum of an engine's weights, and the hashes of its tensors per rank."""
         url = engine + "/weights_checker"
         return _decode(url, await self._post(url, {"action": "checksum"}, self._update_timeout_s), ChecksumAnswer)
 
     async def prompt_log_probs(self, engine: str, token_ids: Sequence[int]) -> list[float | None]:
-        """Log-probs of a prompt's tokens at temperature 1, the first of them none. Computed anew, whatever is cached.
+        """Return the log-probs of a prompt's tokens at temperature 1, recomputed without the cache.
+
+        The first entry is None. The list is empty if the response is for other tokens.
 
         Raises:
-            EngineUnavailable: others aborted the request each time, as an abort of everything does.
+            EngineUnavailable: the request was aborted each time, e.g. by an abort-all of another client.
         """
         url = engine + "/generate"
         for _ in range(PROBE_TRIES):
@@ -283,51 +287,51 @@ class SglangClient:
         raise EngineUnavailable(f"{url}: the probe of its weights was aborted {PROBE_TRIES} times")
 
     async def abort(self, engine: str, rid: str | None) -> None:
-        """Abort one request, or all of an engine when rid is None. Unknown requests are ignored."""
+        """Abort one request, or all requests of an engine if rid is None. Unknown requests are ignored."""
         body = {"abort_all": True} if rid is None else {"rid": rid}
         await self._post(engine + "/abort_request", body, ADMIN_TIMEOUT_S)
 
     async def flush_cache(self, engine: str, within_s: float) -> None:
-        """Have an engine empty its cache once it is idle.
+        """Flush an engine's cache once it is idle.
 
         Raises:
-            RequestRefused: it is not, within that time.
+            RequestRefused: it is not idle within that time.
         """
         await self._post(f"{engine}/flush_cache?timeout={within_s:g}", {}, within_s + ADMIN_TIMEOUT_S)
 
     async def release_memory(self, engine: str, tags: Sequence[str]) -> None:
-        """Have an idle engine give memory back; memory.py keeps the order."""
+        """Make an idle engine release memory; memory.py ensures the order."""
         await self._post(engine + "/release_memory_occupation", {"tags": tags}, self._update_timeout_s)
 
     async def resume_memory(self, engine: str, tags: Sequence[str]) -> None:
-        """Have an engine take memory again."""
+        """Make an engine resume memory."""
         await self._post(engine + "/resume_memory_occupation", {"tags": tags}, self._update_timeout_s)
 
     async def workers(self, router: str) -> list[RouterWorker]:
-        """The engines that the router knows."""
+        """Return the router's worker list."""
         url = router + "/workers"
         return _decode(url, await self._send("GET", url, None, ADMIN_TIMEOUT_S), WorkerList).workers
 
     async def add_worker(self, router: str, engine: str) -> None:
-        """Ask the router to take an engine in; it does so in the background."""
+        """Add an engine to the router, which registers it in the background."""
         body = {"url": engine}
         if self._key is not None and not engine.startswith(self._strangers):
             body["api_key"] = self._key.reveal()
         await self._post(router + "/workers", body, ADMIN_TIMEOUT_S)
 
     async def remove_worker(self, router: str, worker: RouterWorker) -> None:
-        """Ask the router to forget an engine."""
+        """Remove an engine from the router."""
         await self._send("DELETE", f"{router}/workers/{worker.id}", None, ADMIN_TIMEOUT_S)
 
     async def order(self, url: str, body: dict[str, Any], timeout_s: float) -> None:
-        """Have an engine do something that has no answer but that it is done; what updates.py is made of."""
+        """Send a control call without a result; used by updates.py."""
         await self._post(url, body, timeout_s)
 
     async def _post(self, url: str, body: dict[str, Any], timeout_s: float) -> bytes:
         return await self._send("POST", url, msgspec.json.encode(body), timeout_s)
 
     async def _look(self, url: str) -> bytes:
-        """Ask again what is not answered in time."""
+        """Send a GET request, repeating it after a timeout."""
         for _ in range(SILENT_TRIES - 1):
             with suppress(EngineSilent):
                 return await self._send("GET", url, None, ADMIN_TIMEOUT_S)
@@ -341,7 +345,7 @@ class SglangClient:
     async def _request(
         self, method: str, url: str, data: bytes | None, timeout_s: float
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """A good answer, to be read in the block."""
+        """Yield a successful response, to be read in the block."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         headers = self._plain if url.startswith(self._strangers) else self._with_key
         try:
@@ -349,7 +353,7 @@ class SglangClient:
                 if response.status >= 300:
                     raise _error(url, response.status, _shown(await _read_all(url, response)))
                 yield response
-        except TimeoutError as error:  # some are ClientErrors too
+        except TimeoutError as error:  # some timeouts are ClientErrors too
             raise EngineSilent(f"{url}: no answer within {timeout_s:g} s") from error
         except aiohttp.ClientError as error:
             raise EngineUnavailable(f"{url}: {error!r}") from error
@@ -370,7 +374,7 @@ def _add(url: str, stream: Stream, event: bytes) -> None:
 
 
 async def _read_all(url: str, response: aiohttp.ClientResponse) -> bytes:
-    """Raises EngineFailed: it is larger than any answer."""
+    """Read a response. Raises EngineFailed if it exceeds MAX_ANSWER_BYTES."""
     data = bytearray()
     async for part in response.content.iter_any():
         data += part
@@ -380,7 +384,7 @@ async def _read_all(url: str, response: aiohttp.ClientResponse) -> bytes:
 
 
 def _raise_streamed(url: str, event: bytes) -> None:
-    """Raise what an event says instead of tokens: a server streams an error as it would have answered it."""
+    """Raise the error in a stream event: a server streams an error in the form of its usual error response."""
     if not event.startswith(b'{"error"'):
         return
     error = _decode(url, event, ErrorEvent).error
@@ -392,7 +396,7 @@ def _shown(answer: bytes) -> str:
 
 
 def asked_of(body: dict[str, Any], vocab_size: int | None = None) -> list[Asked]:
-    """What the answers to a request have to fit, one for each of its prompts."""
+    """Return the properties that the answers to a request must match, one per prompt."""
     rid, prompts, limit = body["rid"], body["input_ids"], body["sampling_params"]["max_new_tokens"]
     if not isinstance(prompts[0], list):
         return [Asked(rid, len(prompts), limit, vocab_size)]
@@ -407,7 +411,11 @@ def _decode(url: str, data: bytes, answer_type: type[T]) -> T:
 
 
 def _read(data: bytes, answer_type: type[T]) -> T:
-    """Raises ValueError: it is not of this type; so are msgspec's errors and UnicodeDecodeError."""
+    """Decode JSON.
+
+    Raises:
+        ValueError: the data is not of this type; msgspec's errors and UnicodeDecodeError are ValueErrors too.
+    """
     try:
         return msgspec.json.decode(data, type=answer_type)
     except RecursionError:

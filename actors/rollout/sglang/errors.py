@@ -1,12 +1,12 @@
-"""What goes wrong when engines and routers are asked."""
+"""Errors of calls to engines and routers."""
 
 
 class EngineError(Exception):
-    """Base of what an engine or the router answers, or does not.
+    """Base class of errors of an engine or the router.
 
     Args:
         message: what happened.
-        label: of the weights that the failed answer names, which tells the engine; empty where it names none.
+        label: weight label in the failed response, which identifies the engine; empty if there is none.
     """
 
     def __init__(self, message: str = "", *, label: str = "") -> None:
@@ -15,28 +15,31 @@ class EngineError(Exception):
 
 
 class EngineUnavailable(EngineError):
-    """The engine or the router did not answer, or answered that it cannot now. The request may be sent again."""
+    """The engine or the router did not respond, or is temporarily unable to. The request may be resent."""
 
 
 class EngineBusy(EngineUnavailable):
-    """It answered that it cannot now."""
+    """The server responded that it is temporarily unable to handle the request."""
 
 
 class EngineSilent(EngineUnavailable):
-    """It did not answer in time."""
+    """The server did not respond in time."""
 
 
 class EngineFailed(EngineUnavailable):
-    """It answered with an error or with nonsense. Sent again the request may fare better, but it may be the cause."""
+    """The server responded with an error or an invalid response.
+
+    Resending may help, but the request may also be the cause.
+    """
 
 
 class BadAnswer(EngineFailed):
-    """Its answer to /generate cannot be true, or cannot be read.
+    """The response to /generate is unreadable or cannot be true.
 
     Attributes:
-        by: the engine and its URL, or the router's URL while the engine is not known.
+        by: the engine and its URL, or the router's URL while the engine is unknown.
         problem: what is wrong.
-        label: of the weights that the answer names, which tells the engine; empty: it names none.
+        label: weight label in the response, which identifies the engine; empty if there is none.
     """
 
     def __init__(self, by: str, problem: str, label: str = "") -> None:
@@ -46,17 +49,17 @@ class BadAnswer(EngineFailed):
 
 
 class TokensUnproven(EngineUnavailable):
-    """Its tokens come from weights that the engine did not prove to hold. Sent again, the request goes elsewhere."""
+    """The tokens were sampled from unverified weights. The request is resent to another engine."""
 
 
 class EnginesUnwilling(EngineError):
-    """Engines that are up answered nothing that can be used for so long that the run ends."""
+    """Running engines returned no usable answer for so long that the run ends."""
 
 
 class RequestRefused(EngineError):
-    """The engine says that the request itself is wrong; sending it again cannot help."""
+    """The engine reports that the request is invalid; resending cannot help."""
 
 
 def is_away(error: EngineError) -> bool:
-    """Whether an engine that takes weights may be gone or starting; one that answers an error or nonsense is there."""
+    """Whether an engine may be down or starting; one that returns errors or invalid responses is up."""
     return isinstance(error, EngineUnavailable) and not isinstance(error, EngineFailed)

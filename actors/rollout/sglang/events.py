@@ -1,4 +1,4 @@
-"""Server-sent events, cut out of a stream of bytes as the HTML standard says."""
+"""Parses server-sent events from a byte stream, as defined by the HTML standard."""
 
 import re
 from collections.abc import AsyncGenerator, Iterator
@@ -6,30 +6,30 @@ from typing import Final
 
 import aiohttp
 
-DONE = b"[DONE]"  # data of the last one
-MAX_EVENT_BYTES: Final = 1 << 26  # SGLang writes about 40 bytes for a token: one of all tokens of a long answer fits
-_LINE_END: Final = re.compile(rb"\r\n|\n|\r(?!\Z)")  # a CR at the end may be half of a CRLF
+DONE = b"[DONE]"  # data of the last event
+MAX_EVENT_BYTES: Final = 1 << 26  # about 40 bytes per token: one event with all tokens of a long answer fits
+_LINE_END: Final = re.compile(rb"\r\n|\n|\r(?!\Z)")  # a CR at the end of the buffer may be half of a CRLF
 _BOM: Final = b"\xef\xbb\xbf"
 
 
 class EventTooLarge(ValueError):
-    """An event has no end within MAX_EVENT_BYTES."""
+    """An event exceeds MAX_EVENT_BYTES."""
 
 
 class EventReader:
-    """Cuts bytes into events as they come. Comments and other fields than data are passed over."""
+    """Incremental parser for server-sent events. Ignores comments and fields other than data."""
 
     def __init__(self) -> None:
-        self._rest = bytearray()  # of a line
-        self._data: list[bytes] = []  # lines of the event so far
-        self._size = 0  # of those
+        self._rest = bytearray()  # incomplete line
+        self._data: list[bytes] = []  # data lines of the current event
+        self._size = 0  # bytes in those lines
         self._begun = False
 
     def feed(self, part: bytes) -> Iterator[bytes]:
-        """Data of the events that end in here.
+        """Yield the data of the events that end in this chunk.
 
         Raises:
-            EventTooLarge: an event has no end.
+            EventTooLarge: the current event is too large.
         """
         searched = max(0, len(self._rest) - 1)
         self._rest += part
@@ -54,10 +54,10 @@ class EventReader:
 
 
 async def events_of(content: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
-    """Data of server-sent events; one that has no end is not given.
+    """Yield the data of server-sent events; an incomplete last event is dropped.
 
     Raises:
-        EventTooLarge: an event has no end.
+        EventTooLarge: an event is too large.
     """
     reader = EventReader()
     async for part in _parts_of(content):
@@ -66,7 +66,7 @@ async def events_of(content: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
 
 
 async def _parts_of(content: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
-    """What comes. What had come when the connection broke is given too: aiohttp keeps it and raises before that."""
+    """Yield the received bytes, including those that aiohttp still buffers when the connection breaks."""
     try:
         async for part in content.iter_any():
             yield part

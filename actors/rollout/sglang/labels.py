@@ -1,18 +1,18 @@
-"""What an engine calls its weights: VERSION@LOAD, as we tell it with every load. Pure.
+"""Weight labels on engines: VERSION@UPDATE, set with every weight update. Pure.
 
-SGLang keeps the label as text and names it for each token. So a token tells by itself which load of which engine
-sampled it, whoever passed its request on. What people see are plain versions.
+SGLang stores the label as text and reports it per token. So each token identifies the weight update and the engine that
+sampled it, whichever router handled the request. People see plain versions.
 """
 
 SEPARATOR = "@"
 
 
 def label_of(version: int, load: str) -> str:
-    """The label of a load; of no load: weights of that version, wherever."""
+    """Return the label of a weight update; with an empty update id, that of the version on any engine."""
     return f"{version}{SEPARATOR}{load}"
 
 
 def version_of(label: str) -> int:
-    """The weight version of a label; 0: nobody announced these weights."""
+    """Return the weight version of a label; 0: the weights were not published by the run."""
     version = label.partition(SEPARATOR)[0]
     return int(version) if version.isdecimal() else 0

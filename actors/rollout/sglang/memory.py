@@ -1,6 +1,6 @@
-"""Memory that an engine gives back between rounds, and takes again: each tag once, in order.
+"""Releases and resumes an engine's memory, each tag once and in order.
 
-A server asserts that: what is resumed twice, or was never released, ends its scheduler and with it the server.
+An SGLang server asserts that order: resuming a tag twice, or one that was never released, crashes the server.
 """
 
 from typing import Final, Literal, Protocol, get_args
@@ -12,24 +12,24 @@ TAGS: Final[tuple[Tag, ...]] = get_args(Tag)
 
 
 class Notes(Protocol):
-    """Where it is kept what an engine has given back, over the life of who told it."""
+    """Persistent storage of the memory that an engine has released, across restarts of the rollout actor."""
 
     async def read(self) -> tuple[list[Tag], bool]:
-        """What it has given back, and whether that is sure."""
+        """Return the released memory kinds, and whether that is certain."""
         ...
 
     async def write(self, released: list[Tag], *, sure: bool) -> None:
-        """Note what it has given back, or is about to."""
+        """Store the released memory kinds, before or after the call to the engine."""
         ...
 
 
 class EngineMemory:
-    """What one engine has released, as far as we told it. The caller sees to it that the engine is idle.
+    """The memory that one engine has released, as far as we requested it. The caller ensures that the engine is idle.
 
     Args:
         client: for the engine.
         engine: its URL.
-        notes: also what an earlier one of us told it; none: there was none.
+        notes: storage that outlives this object; None: nothing is stored.
     """
 
     def __init__(self, client: SglangClient, engine: str, notes: Notes | None = None) -> None:
@@ -37,20 +37,20 @@ class EngineMemory:
         self._engine = engine
         self._notes = notes
         self._released: list[Tag] = []
-        self.is_sure = True  # what it has released; not when a call to it has failed, or was never answered
+        self.is_sure = True  # False while the outcome of a call is unknown
 
     @property
     def released(self) -> tuple[Tag, ...]:
-        """What it has given back."""
+        """The released memory kinds."""
         return tuple(self._released)
 
     async def inherit(self) -> None:
-        """Take over what an earlier one of us told it."""
+        """Load the state stored by an earlier rollout actor."""
         if self._notes is not None:
             self._released, self.is_sure = await self._notes.read()
 
     async def release(self, *tags: Tag) -> None:
-        """Have it give back memory of these kinds, none: of all; what it has given back already is left out."""
+        """Make the engine release these memory kinds, or all if none are given. Skips released ones."""
         wanted: list[Tag] = [tag for tag in tags or TAGS if tag not in self._released]
         if wanted:
             await self._note([*self._released, *wanted])
@@ -58,7 +58,10 @@ class EngineMemory:
             await self._confirm()
 
     async def resume(self, *tags: Tag) -> None:
-        """Have it take memory again, none: all that it gave back. Weights are to be loaded after that."""
+        """Make the engine resume these memory kinds, or all that it released.
+
+        Resumed weights must be updated afterwards.
+        """
         wanted = [tag for tag in tags or TAGS if tag in self._released]
         if wanted:
             await self._note([tag for tag in self._released if tag not in wanted])
@@ -66,7 +69,7 @@ class EngineMemory:
             await self._confirm()
 
     async def _note(self, released: list[Tag]) -> None:
-        """Told is told: whether it did shows in its answer alone."""
+        """Record the change before the call: only its response shows whether it happened."""
         if self._notes is not None:
             await self._notes.write(released, sure=False)
         self._released, self.is_sure = released, False

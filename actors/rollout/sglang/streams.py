@@ -1,7 +1,7 @@
-"""What has come of a streamed request, chunk by chunk; taken from it in pieces while it still grows. Pure.
+"""Accumulates a streamed request chunk by chunk; completed pieces can be taken while it still grows. Pure.
 
-Chunks hold what is new or all so far: both are understood. Each is decoded whole and checked when it comes, so chunks
-that repeat all so far cost time that grows with the square of the answer's length.
+Chunks may be incremental or cumulative; both are supported. Each is fully decoded and validated on arrival. So
+cumulative chunks take time quadratic in the answer's length.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from actors.rollout.sglang.labels import label_of, version_of
 
 
 class Refused(NamedTuple):
-    """Why an engine ended a request that it had begun to answer, in HTTP's words."""
+    """Why an engine ended a request that it had started to answer: HTTP status and message."""
 
     code: int
     message: str
@@ -25,7 +25,7 @@ _decode_answer = msgspec.json.Decoder(Answer).decode
 
 
 class _Mark(NamedTuple):
-    """A stream as it was before the first chunk that names a label."""
+    """The state of a stream before the first chunk with a new label."""
 
     label: str
     num_tokens: int
@@ -36,24 +36,24 @@ class _Mark(NamedTuple):
 class Stream:
     """One streamed request.
 
-    Only the last chunk need say which weights sampled which tokens. Without that, tokens that came while an engine took
-    new weights count as sampled by the old ones: theirs may be newer, never older than what is said. Whether they may
-    be used is then asked of both.
+    Only the last chunk has to report which weights sampled which tokens. Without it, tokens that arrive during a weight
+    update count as sampled by the old weights. Their true version may be newer, never older. Whether they may be used
+    is then checked for both versions.
     """
 
     def __init__(
         self, sent_under: int = 0, trusts: Callable[[str], bool] = lambda _: True, asked: Asked = ANYTHING
     ) -> None:
-        """Begin without tokens.
+        """Start without tokens.
 
         Args:
             sent_under: weight version of the engines that may answer; 0: unknown.
-            trusts: whether tokens of weights with a label may be used, as far as the last chunk has not come.
-            asked: what the chunks have to fit.
+            trusts: whether tokens under a label may be used; applies until the last chunk arrives.
+            asked: the request's properties that the chunks must match.
         """
         self._asked = asked
-        self._chunks: list[bytes] = []  # that are needed to put the answer together
-        self._end: bytes | None = None  # a last one without new tokens, whatever it repeats of them
+        self._chunks: list[bytes] = []  # the chunks needed to assemble the answer
+        self._end: bytes | None = None  # a last chunk without new tokens, which may repeat earlier ones
         self._spans: list[VersionSpan] = []
         self._marks: list[_Mark] = []
         self._trusts = trusts
@@ -61,17 +61,18 @@ class Stream:
         self._taken_tokens = 0
         self._taken_characters = 0
         self.num_tokens = 0
-        self.ended = False  # the last chunk has come
-        self.refused: Refused | None = None  # the last chunk says that the request is wrong, or cannot be served
+        self.ended = False  # the last chunk has arrived
+        # set if the last chunk reports that the request is invalid or cannot be served
+        self.refused: Refused | None = None
 
     @property
     def num_new(self) -> int:
-        """Tokens that came and were not taken."""
+        """Tokens that arrived and were not taken."""
         return self.num_tokens - self._taken_tokens
 
     @property
     def oldest_version(self) -> int:
-        """Oldest weights that are known to have sampled a token; 0: of some tokens they are not known."""
+        """Oldest weight version known to have sampled a token; 0 if some token has no known version."""
         return min((version_of(span.version) for span in self._spans), default=0)
 
     @property
@@ -81,15 +82,15 @@ class Stream:
 
     @property
     def labels(self) -> list[str]:
-        """What the weights are called that may have sampled its tokens."""
+        """Labels of the weights that may have sampled the tokens."""
         exact = self._exact_spans()
         return [span.version for span in exact] if exact else [mark.label for mark in self._marks]
 
     def add(self, data: bytes) -> None:
-        """Take a chunk.
+        """Add a chunk.
 
         Raises:
-            ValueError: it is none, does not follow those before, or says what cannot be true. It is not taken then.
+            ValueError: it is invalid, or does not follow the earlier chunks; it is not added.
         """
         chunk = _decode_answer(data)
         meta, length, before = chunk.meta_info, len(chunk.output_ids), self.num_tokens
@@ -103,7 +104,7 @@ class Stream:
             raise ValueError(f"a chunk that ends after {total} tokens, when {before} had come")
         refused = refusal_in(meta) if ended else None
         if refused is not None and tokens_problem(chunk, self._asked, total - length) is not None:
-            # SGLang ends the stream of a prompt that it refuses with a token without a log-prob.
+            # SGLang ends the stream of a refused prompt with a token without a log-prob.
             self.ended, self.refused = True, refused
             return
         if (problem := self._problem(chunk, total, repeats=repeats, refused=refused is not None)) is not None:
@@ -121,7 +122,7 @@ class Stream:
         self.refused = refused
 
     def _problem(self, chunk: Answer, total: int, *, repeats: bool, refused: bool) -> str | None:
-        """What cannot be true of a chunk; the end of one that was refused says no more than that."""
+        """Return why a chunk cannot be true; the end of a refused request gets fewer checks."""
         num_before = total - len(chunk.output_ids)
         return (
             meta_problem(chunk, self._asked)
@@ -132,35 +133,35 @@ class Stream:
 
     @property
     def last_label(self) -> str:
-        """What the engine called its weights at the last chunk; empty before the first."""
+        """The engine's weight label in the last chunk; before the first chunk, that of `sent_under` or empty."""
         return self._label or ""
 
     @property
     def num_taken(self) -> int:
-        """Tokens of the pieces that were taken."""
+        """Number of tokens in the pieces taken so far."""
         return self._taken_tokens
 
     @property
     def output_ids(self) -> list[int]:
-        """All tokens so far, those of pieces that were taken too."""
+        """All tokens so far, including taken ones."""
         return self._so_far().output_ids
 
     def take(self) -> Answer:
-        """What came since the last piece; without a finish reason while there is more to come."""
+        """Return what arrived since the last piece; without a finish reason while the stream goes on."""
         piece = self.rest()
         self._taken_tokens = self.num_tokens
         self._taken_characters += len(piece.text)
         return piece
 
     def rest(self) -> Answer:
-        """What `take` would return."""
+        """Return what `take` would return, without taking it."""
         return cut(self._so_far(), self._taken_tokens, self._taken_characters)
 
     def drop_untrusted(self, is_proven: Callable[[str], bool]) -> None:
-        """Go back to before the first token whose weights are not proven, or a little further, to the end of a chunk.
+        """Truncate the stream before the first token from unverified weights, rounded down to the end of a chunk.
 
         Args:
-            is_proven: for labels of a stream that has ended, which says them exactly.
+            is_proven: whether a label is verified; used for the exact labels of a finished stream.
         """
         exact = self._exact_spans()
         if exact:
@@ -176,15 +177,15 @@ class Stream:
         self.ended = False
 
     def _exact_spans(self) -> list[VersionSpan]:
-        """Which weights sampled which tokens, as the last chunk says; nothing before it."""
+        """Return the weight spans in the last chunk; empty before it has arrived."""
         if not self.ended or not self._chunks:
             return []
         last = _decode_answer(self._end or self._chunks[-1])
         return [span for span in last.meta_info.weight_versions or [] if span.end > span.start]
 
     def _mark(self, label: str | None, *, new: bool) -> None:
-        """Note how far it was before the first tokens of a chunk under another label."""
-        label = label or ""  # an engine that names none proves nothing
+        """Save the state before the first tokens of a chunk with a new label."""
+        label = label or ""  # an engine without a label is unverified
         if new and (not self._marks or self._marks[-1].label != label):
             self._marks.append(_Mark(label, self.num_tokens, list(self._chunks), list(self._spans)))
 
@@ -202,7 +203,7 @@ class Stream:
         return Answer(meta_info=meta, text="".join(part.text for part in parts), output_ids=ids)
 
     def _note_label(self, named: str | None, start: int, end: int) -> None:
-        """Label new tokens as those before them: the label may have changed after they were sampled."""
+        """Label new tokens like the previous ones: the label may have changed after they were sampled."""
         label = named if self._label is None else self._label
         self._label = named
         if label is None or end == start:
@@ -213,7 +214,7 @@ class Stream:
 
 
 def refusal_in(meta: MetaInfo) -> Refused | None:
-    """Why an engine ended a request that it had begun to answer; None: it ended as it should."""
+    """Return why an engine refused a request that it had started to answer; None if it ended normally."""
     reason = meta.finish_reason or {}
     code = reason.get("status_code")
     return Refused(code, str(reason.get("message", ""))) if isinstance(code, int) else None

@@ -1,7 +1,7 @@
-"""Weights that come bucket by bucket, as SGLang's HTTP API has it: groups, sessions, buckets.
+"""Bucket-wise weight updates in SGLang's HTTP API: update groups, begin and end of an update, buckets.
 
-Each call may wait for others (the other ranks of a group, a broadcast, running requests where the engine is not
-paused), so each is told how long.
+Each call may block (other ranks of a group, a broadcast, running requests if the engine is not paused), so each takes a
+timeout.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ FLATTENED: Final = "flattened_bucket"
 
 
 class GroupAddress(NamedTuple):
-    """Where the ranks of a group meet. The sender is rank 0 and serves the store at this address."""
+    """The rendezvous of a torch process group. The sender is rank 0 and hosts the store at this address."""
 
     name: str
     host: str
@@ -23,23 +23,23 @@ class GroupAddress(NamedTuple):
 
 
 class BucketLayout(NamedTuple):
-    """The tensors of a bucket in the order in which they are sent, by Hugging Face's names."""
+    """The tensors of a bucket in sending order, by Hugging Face names."""
 
     names: Sequence[str]
-    dtypes: Sequence[str]  # torch's names: "float32"
+    dtypes: Sequence[str]  # torch names, e.g. "float32"
     shapes: Sequence[Sequence[int]]
 
 
 class WeightUpdates:
-    """The calls of a weight session to engines. A refusal is a RequestRefused, with the engine's words."""
+    """The calls of a weight sync to engines. A refusal raises RequestRefused with the engine's message."""
 
     def __init__(self, client: SglangClient) -> None:
         self._client = client
 
     async def init_group(self, engine: str, group: GroupAddress, *, rank_offset: int, timeout_s: float) -> None:
-        """Have an engine join a group with all its ranks, the first as rank_offset; answered once all ranks are there.
+        """Make all ranks of an engine join a group, from rank_offset on; returns once the group is complete.
 
-        An engine waits half an hour for them and does nothing else meanwhile: kill it when its call times out.
+        An engine waits up to half an hour for the other ranks and does nothing else: kill it if the call times out.
         """
         body = {
             "master_address": group.host,
@@ -52,11 +52,11 @@ class WeightUpdates:
         await self._client.order(engine + "/init_weights_update_group", body, timeout_s)
 
     async def destroy_group(self, engine: str, name: str, *, timeout_s: float) -> None:
-        """Have an engine leave a group."""
+        """Make an engine leave a group."""
         await self._client.order(engine + "/destroy_weights_update_group", {"group_name": name}, timeout_s)
 
     async def begin_update(self, engine: str, *, selector: str = "all", timeout_s: float) -> None:
-        """Open a session; refused while one is open, also one that nobody will end."""
+        """Begin an update; refused while one is open, even an abandoned one."""
         await self._client.order(engine + "/begin_weight_update", {"selector": selector}, timeout_s)
 
     async def update_from_distributed(
@@ -70,16 +70,17 @@ class WeightUpdates:
         label: str | None = None,
         timeout_s: float,
     ) -> None:
-        """Have an engine receive a bucket in a group and load it.
+        """Make an engine receive a bucket by broadcast and load it.
 
         Args:
             engine: its URL.
-            group: name.
-            layout: what the sender broadcasts.
-            flattened: as one tensor of all bytes, else one after the other.
-            flush_cache: after it; refused where requests are frozen in the cache, though the weights are loaded then.
-            label: the weights' from here on; none: as it was.
-            timeout_s: for all of it; as for `init_group`.
+            group: name of the torch process group.
+            layout: the tensors that the sender broadcasts.
+            flattened: as a single tensor of all bytes; otherwise tensor by tensor.
+            flush_cache: afterwards; refused while paused requests are in the cache, although the weights are loaded
+                then.
+            label: new weight label; None: unchanged.
+            timeout_s: of the whole call; as for `init_group`.
         """
         body: dict[str, Any] = {
             "names": layout.names,
@@ -102,17 +103,18 @@ class WeightUpdates:
         label: str | None = None,
         timeout_s: float,
     ) -> None:
-        """Have an engine load the bucket that the payloads, one for each of its ranks, describe or hold.
+        """Make an engine load a bucket from payloads, one per rank, which describe or contain it.
 
-        SGLang's server ends when it cannot read one, or finds a tensor in it that does not fit.
+        SGLang's server crashes if a payload is unreadable or contains a tensor that does not fit.
 
         Args:
             engine: its URL.
-            payloads: base64 of pickles.
-            flattened: they are of one tensor of all bytes and where each tensor lies in it, else of a list of them.
-            flush_cache: as `update_from_distributed`.
-            label: likewise.
-            timeout_s: for all of it.
+            payloads: base64-encoded pickles.
+            flattened: each holds a single tensor of all bytes and the offsets of its tensors; otherwise a list of
+                tensors.
+            flush_cache: as for `update_from_distributed`.
+            label: as for `update_from_distributed`.
+            timeout_s: of the whole call.
         """
         body: dict[str, Any] = {"serialized_named_tensors": payloads, "flush_cache": flush_cache}
         body |= {"load_format": FLATTENED} if flattened else {}
@@ -120,5 +122,5 @@ class WeightUpdates:
         await self._client.order(engine + "/update_weights_from_tensor", body, timeout_s)
 
     async def end_update(self, engine: str, *, timeout_s: float) -> None:
-        """Close the session; refused where none is open."""
+        """End the update; refused if none is open."""
         await self._client.order(engine + "/end_weight_update", {}, timeout_s)

@@ -1,4 +1,7 @@
-"""What each engine has given back, in the run's bucket: the next rollout actor cannot ask it."""
+"""Stores the released memory of each engine in the run's bucket, since engines do not report it.
+
+The next rollout actor reads it from there.
+"""
 
 import msgspec
 import structlog

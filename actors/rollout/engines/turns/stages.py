@@ -33,5 +33,8 @@ def is_there(stage: Stage, wanted: Stage) -> bool:
 
 
 def is_awaited(wanted: Stage, *, answers: bool) -> bool:
-    """Whether a phase waits for an engine: one that is down may be starting, and take memory that is to be free."""
+    """Whether a phase waits for an engine.
+
+    A phase with level NOTHING waits for all engines: one that is down may be starting and take memory.
+    """
     return answers or wanted is Stage.NOTHING
