@@ -79,7 +79,7 @@ class Engine:
         self.served_at = -math.inf  # send time of the newest request that got a token
         self._quarantines = 0  # so far, for the backoff
         self._tried_again_at = 0.0  # when a quarantined engine is retried
-        self.sign_at = 0.0  # of its last sign of life: a token, or the moment it began to accept requests
+        self.sign_at = 0.0  # time of its last sign of life: a token, or the start of accepting requests
         self.ours = ours
         self.pid = pid
         self.registration = Registration(url, workers, target, lambda: self.is_asked)
@@ -174,7 +174,7 @@ class Engine:
                         await self._target.until(lambda: self.is_behind or self._target.is_settled)
             except EngineError as error:
                 await self._note_failure(error)
-                if self.registration.is_known:  # else all versions would wait for its own
+                if self.registration.is_known:  # otherwise requests would wait for its version
                     await self.registration.leave()
                 await self._target.notify()
                 raise
@@ -304,7 +304,7 @@ class Engine:
     async def _loss(self) -> tuple[Happening, str] | None:
         """Return the trigger and reason of a failed health check.
 
-        None: it responds, holds the weights that it verified, and is registered at the router.
+        None if it responds, holds the weights that it verified, and is registered at the router.
         """
         updating = self.state is EngineState.UPDATING
         if not updating and not await self._client.ready(self.url):

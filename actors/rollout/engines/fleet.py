@@ -226,10 +226,10 @@ class Fleet:
         self._give_up_lost = give_up
 
     async def run_router(self, url: str) -> None:
-        """Use a router: wait until it responds with an empty worker list; repeat when it is lost. Never returns.
+        """Use a router: remove the engines that it lists, then send requests to it. Never returns.
 
         A router that outlived an earlier rollout actor still lists that actor's engines, whatever weights they hold.
-        Runs in a task that is cancelled when the router's address changes.
+        Starts over when the router is lost. Runs in a task that is cancelled when the router's address changes.
         """
         while True:
             self._target.router = None

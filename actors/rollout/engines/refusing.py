@@ -5,9 +5,10 @@ from enum import Enum
 from typing import Final
 
 REFUSED_PATIENCE_S: Final = 60.0  # while no engine accepts the weights; a restart of the trainer may help
-RESTART_AFTER_S: Final = 10.0  # of refusals by an engine of the run: its process may be the cause
+# seconds of refusals before an engine of the run is restarted: its process may be the cause
+RESTART_AFTER_S: Final = 10.0
 RESTART_AFTER: Final = 3  # minimum number of refusals
-MAX_RESTARTS: Final = 2  # of the only engine; after that the weights are the likely cause
+MAX_RESTARTS: Final = 2  # restarts of the only engine; after that the weights are the likely cause
 DAMAGED_PATIENCE_S: Final = 3600.0  # the trainer may be busy with a step before it publishes the same weights again
 
 

@@ -53,7 +53,7 @@ class Registration:
 
         If that is cancelled or the router refuses it, the next health check finds the engine missing at the router.
         """
-        # an unregistered engine counts as lost, so wait for its registration
+        # it stays isolated until it is registered, so that its absence at the router does not count as a loss
         if self._is_asked() and self._num_apart == 1:
             with anyio.move_on_after(REGISTER_TIMEOUT_S, shield=True):
                 async with self.moving:

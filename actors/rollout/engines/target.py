@@ -19,7 +19,7 @@ class TargetWeights:
     """
 
     def __init__(self) -> None:
-        self.newest: WeightsAnnounced | None = None  # that engines may take
+        self.newest: WeightsAnnounced | None = None  # newest weights that engines may take
         self.evaluated_step = -1  # newest step with a finished evaluation; evaluations up to it are obsolete
         self._known_version = 0
         self._incarnation = 0  # of the trainer that started most recently

@@ -97,8 +97,8 @@ class Generator:
             None if the round was halted before the request was sent.
 
         Raises:
-            RequestRefused: the request is invalid for the model or the engine, engines fail on it too often while they
-                answer others, or they crash on it (poison.py).
+            RequestRefused: the model or the engine rules the request out, or engines crash on it (poison.py). Also if
+                engines fail on it too often while they answer others.
             EnginesUnwilling: no request was answered for `give_up_after_s`.
         """
         self._check(request)
