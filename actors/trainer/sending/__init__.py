@@ -1,4 +1,4 @@
-"""Weights on their way from the trainer to engines: in which form they go, and what an engine says of them afterwards.
+"""Sending of weights from the trainer to engines, and prediction of the engines' weight checksums.
 
-Open cast.py for the form.
+Open cast.py for the dtypes and quantization.
 """

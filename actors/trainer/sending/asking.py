@@ -1,4 +1,4 @@
-"""Asking rollout actors about their engines, from the event loop and from threads."""
+"""Calls to rollout actors about their engines, from the event loop and from threads."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -16,28 +16,28 @@ from runtime.bus.roster import Roster
 from runtime.retrying import retried
 
 ROLE: Final = "rollout"
-POOL: Final = "policy"  # the engines that are given weights
+POOL: Final = "policy"  # the engines that receive weights
 TRIES: Final = 3
-LOOK_EVERY_S: Final = 1.0  # whether a rollout actor is another
-BEYOND_S: Final = 5.0  # that an answer is waited for longer than the engines have: it says which of them failed
-Ask = Callable[[Message, float], "Future[dict[str, str]]"]  # a step and seconds for it; reasons of failures by engine
-AskOf = Callable[[Sequence[str]], Ask]  # by the rollout actors that a session is with
+LOOK_EVERY_S: Final = 1.0  # seconds between checks whether a rollout actor was restarted
+BEYOND_S: Final = 5.0  # beyond the engines' timeout, for the answer that names the failed engines
+Ask = Callable[[Message, float], "Future[dict[str, str]]"]  # a step, and seconds for it; reasons of failures by engine
+AskOf = Callable[[Sequence[str]], Ask]  # by the rollout actors of a weight sync
 
 
 async def ask_all(
     bus: Bus, instances: Sequence[str], request: Message, timeout_s: float, *, times: int = 1
 ) -> dict[str, str]:
-    """Have the engines of several rollout actors do something; why some did not, by engine.
+    """Call several rollout actors about their engines. Returns the reasons of failures by engine.
 
-    What becomes of an actor that does not answer stands under its own name. One that was started again meanwhile will
-    not: it does not know of the request.
+    An actor that does not answer appears under its own name. An actor that restarts during the call fails at once: the
+    new process does not know the request.
 
     Args:
-        bus: to ask on.
+        bus: bus to call on.
         instances: the rollout actors.
-        request: a step of a session.
-        timeout_s: for the engines.
-        times: that it is asked where answers are lost; above 1 only what may be done twice.
+        request: a step of a weight sync.
+        timeout_s: seconds for the engines.
+        times: attempts if answers are lost; above 1 only for idempotent steps.
     """
     failed: dict[str, str] = {}
 
@@ -67,7 +67,7 @@ async def ask_all(
 
 
 async def _cut_when_another(bus: Bus, instance: str, scope: anyio.CancelScope) -> None:
-    """Cut a wait for a rollout actor's process once another one has taken its place."""
+    """Cancel a call to a rollout actor once a new process has replaced it."""
     first = None
     while True:
         found = await _incarnation(bus, instance)
@@ -86,7 +86,7 @@ async def _incarnation(bus: Bus, instance: str) -> int | None:
 
 
 def from_threads(bus: Bus, loop: asyncio.AbstractEventLoop, instances: Sequence[str]) -> Ask:
-    """`ask_all` for other threads than the event loop's."""
+    """Return `ask_all` for threads other than the event loop's."""
     return lambda request, timeout_s: asyncio.run_coroutine_threadsafe(
         ask_all(bus, instances, request, timeout_s), loop
     )

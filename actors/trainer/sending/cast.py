@@ -1,6 +1,6 @@
-"""Buckets of weights in the form in which engines keep them: bfloat16, or FP8 in blocks, as Hugging Face stores it.
+"""Conversion of buckets to the engines' dtype: bfloat16, or FP8 in blocks as in Hugging Face's checkpoints.
 
-What is in blocks, and who reads them: runtime/weights/fp8.py.
+runtime/weights/fp8.py defines which tensors are quantized, and which programs read the format.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,25 +17,25 @@ from runtime.weights.fp8 import BLOCK, grid_of, is_quantized, scale_name
 
 _FP8: Final = torch.float8_e4m3fn
 _FP8_MAX: Final = torch.finfo(_FP8).max  # 448
-_LARGEST: Final = torch.finfo(torch.bfloat16).max  # more would be infinite for who reads it as bfloat16
-_SMALLEST_SCALE: Final = torch.finfo(torch.float32).tiny  # below, a scale is rounded coarsely, at last to zero
-_STAYS_FLOAT32: Final = "e_score_correction_bias"  # chooses experts: what is rounded here chooses others
+_LARGEST: Final = torch.finfo(torch.bfloat16).max  # larger values would become infinite in bfloat16
+_SMALLEST_SCALE: Final = torch.finfo(torch.float32).tiny  # smaller scales lose precision, and finally become zero
+_STAYS_FLOAT32: Final = "e_score_correction_bias"  # selects experts: rounded values would select others
 
 
 def to_bfloat16(bucket: Bucket) -> Bucket:
-    """A bucket in bfloat16.
+    """Convert a bucket to bfloat16.
 
     Raises:
-        ValueError: a tensor has a number that bfloat16 has not; says which.
+        ValueError: bfloat16 cannot represent a value. The message names it.
     """
     return [(name, _bfloat16(name, tensor)) for name, tensor in bucket]
 
 
 def to_fp8(bucket: Bucket) -> Bucket:
-    """A bucket as an FP8 checkpoint has it: a quantized matrix is followed by its scales.
+    """Convert a bucket to the format of an FP8 checkpoint: each quantized matrix is followed by its scales.
 
     Raises:
-        ValueError: a tensor has a number that bfloat16 has not; says which.
+        ValueError: bfloat16 cannot represent a value. The message names it.
     """
     cast: Bucket = []
     for name, tensor in bucket:
@@ -48,12 +48,12 @@ def to_fp8(bucket: Bucket) -> Bucket:
 
 
 def entries_in_bfloat16(entries: Iterable[Entry]) -> list[Entry]:
-    """What `to_bfloat16` makes of tensors, without the tensors."""
+    """Describe the result of `to_bfloat16`, without the tensors."""
     return [_entry(entry.name, entry.shape, _bfloat16_dtype(entry.name)) for entry in entries]
 
 
 def entries_in_fp8(entries: Iterable[Entry]) -> list[Entry]:
-    """What `to_fp8` makes of tensors, without the tensors."""
+    """Describe the result of `to_fp8`, without the tensors."""
     cast: list[Entry] = []
     for entry in entries:
         if is_quantized(entry.name, entry.shape):
@@ -65,42 +65,43 @@ def entries_in_fp8(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def quantized(name: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix in FP8, and what each of its blocks is multiplied with to read it.
+    """Quantize a matrix to FP8 in blocks.
 
     Args:
-        name: for the message.
-        matrix: [R, C], of any floating dtype.
+        name: name of the matrix, for the error message.
+        matrix: [R, C], of any floating-point dtype.
 
     Returns:
-        float8_e4m3fn [R, C], and float32 [ceil(R / 128), ceil(C / 128)]. A block's largest number becomes 448, the
-        largest of FP8. A block of zeros has the scale one. A block whose largest is below 448 times the smallest
-        normal float32 gets that one as its scale: so small, numbers lose bits or become zero.
+        float8_e4m3fn [R, C], and the scales of the blocks, float32 [ceil(R / 128), ceil(C / 128)]. A reader multiplies
+        each block by its scale. The largest magnitude of a block becomes 448, the maximum of FP8. A block of zeros has
+        the scale one. The smallest scale is the smallest normal float32. In a block that needs a smaller one, values
+        lose bits or become zero.
 
     Raises:
-        ValueError: there is a number that is infinite, none, or larger than bfloat16 has.
+        ValueError: a value is NaN, infinite, or above the maximum of bfloat16.
 
     Source:
-        DeepSeek-V3 (arXiv 2412.19437, section 3.3.2), whose kernel divides by largest / 448 and leaves open what
-        a block of zeros has; one, as transformers writes it.
+        DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). Its kernel divides by largest / 448 and leaves open the scale of
+        a block of zeros. Here it is one, as in transformers.
     """
     blocks = _in_blocks(matrix.detach().to(torch.float32))
     largest = torch.maximum(blocks.amax(dim=(1, 3)), -blocks.amin(dim=(1, 3)))
     if not bool((largest <= _LARGEST).all()):
         raise ValueError(_refused(name, matrix, torch.bfloat16))
     scales = torch.where(largest > 0, (largest / _FP8_MAX).clamp(min=_SMALLEST_SCALE), 1.0)
-    # A scale that was rounded down makes the largest a bit more than 448: up to 464 it is rounded to that, not to NaN.
+    # A scale that was rounded down puts the largest value slightly above 448. Up to 464 it becomes 448, not NaN.
     cast = (blocks / scales[:, None, :, None]).to(_FP8)
     return _out_of_blocks(cast, matrix.shape), scales
 
 
 def dequantized(weight: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The matrix that a reader of 128 x 128 blocks gets: products in float32, then rounded to `dtype`."""
+    """Dequantize a matrix of 128 x 128 blocks: products in float32, then rounded to `dtype`."""
     blocks = _in_blocks(weight.to(torch.float32)) * scales[:, None, :, None]
     return _out_of_blocks(blocks.to(dtype), weight.shape)
 
 
 def _in_blocks(matrix: Tensor) -> Tensor:
-    """Float32 [R, C] as [blocks of rows, 128, blocks of columns, 128], filled up with zeros."""
+    """Reshape float32 [R, C] to [blocks of rows, 128, blocks of columns, 128], padded with zeros."""
     down, across = grid_of(matrix.shape)
     rows, columns = matrix.shape
     missing = (0, across * BLOCK - columns, 0, down * BLOCK - rows)
@@ -119,7 +120,7 @@ def _bfloat16_dtype(name: str) -> torch.dtype:
 
 def _bfloat16(name: str, tensor: Tensor) -> Tensor:
     dtype = _bfloat16_dtype(name)
-    low, high = tensor.detach().aminmax()  # no number if there is one that is none
+    low, high = tensor.detach().aminmax()  # NaN if the tensor has a NaN
     if not bool((low >= -torch.finfo(dtype).max) & (high <= torch.finfo(dtype).max)):
         raise ValueError(_refused(name, tensor, dtype))
     return tensor.detach().to(dtype)

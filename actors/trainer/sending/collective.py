@@ -1,4 +1,4 @@
-"""Buckets by broadcast, to a process group that the engines are in."""
+"""Sending of buckets by broadcast, in a torch process group with the engines."""
 
 from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -14,26 +14,26 @@ from messages import BucketSent
 
 
 class Broadcast:
-    """To a process group that they are in."""
+    """Sends buckets by broadcast in a torch process group."""
 
     def __init__(self, group: StageGroup) -> None:
-        """Send in a group that was joined."""
+        """Send in `group`, which the engines have joined."""
         self._group = group
 
     def carry(self, step: BucketSent, flat: Tensor, ask: Ask, timeout_s: float) -> Mapping[str, str]:
-        """Broadcast it while they are asked to take it."""
+        """Broadcast a bucket while the engines receive it."""
         taken = ask(msgspec.structs.replace(step, group=self._group.spec.name), timeout_s)
         sent: Future[None] = Future()
         Thread(target=self._broadcast, args=(flat, sent), name="broadcast", daemon=True).start()
         both: list[Future[Any]] = [taken, sent]
         wait(both, return_when=FIRST_COMPLETED)
         if taken.done() and (failed := taken.result()):
-            return failed  # the thread waits for those engines until the group's time is over: gloo cannot be told
+            return failed  # the thread waits until the group's timeout: gloo cannot be cancelled
         try:
             sent.result()
         except RuntimeError:
             if failed := taken.result():
-                return failed  # which says more than that the group has ended
+                return failed  # says more than the error of the group
             raise
         return taken.result()
 

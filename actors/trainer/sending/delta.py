@@ -1,7 +1,7 @@
-"""What changed of a rank's tensors since the last published version, written bucket by bucket as they are exported.
+"""Delta of a rank's tensors to the last published version, written bucket by bucket during the export.
 
-The base is read from the files of that version, one tensor at a time. `runtime/weights/delta.py` says what the files
-hold and applies them; `runtime/weights/route.py` when a version has to be whole.
+The base is read from the files of that version, one tensor at a time. `runtime/weights/delta.py` defines the file
+format and applies deltas. `runtime/weights/route.py` decides when a version has to be full.
 """
 
 import os
@@ -19,11 +19,11 @@ from runtime.weights.changes import changed_places, pack
 from runtime.weights.delta import DeltaError, TensorDelta, payload_file
 from runtime.weights.stored import ITEM_BYTES, StoredTensor, read_tensors
 
-WHOLE_ABOVE: Final = 0.3  # of a tensor's numbers: what changed more goes whole
+WHOLE_ABOVE: Final = 0.3  # share of changed values above which a tensor is written in full
 
 
 class DeltaWriter:
-    """Writes one file of payloads. What all ranks' writers say of their tensors is the index, for the first rank."""
+    """Writes one file of delta payloads. The first rank builds the index from the tensor lists of all writers."""
 
     def __init__(
         self,
@@ -39,14 +39,15 @@ class DeltaWriter:
         """Open the file.
 
         Args:
-            directory: exists.
-            base: has the safetensors files of the version before.
-            base_checksums: of each of its tensors, as they were when it was written (`runtime.checksums.checksums_of`
-                reckons them from files).
-            number: of this rank among those that write, from 1.
-            total: of ranks that write.
-            whole_above: a share of a tensor's numbers.
-            check_base: hash what is read of the base. Unchecked, a damaged base is found by who applies the delta.
+            directory: existing directory.
+            base: directory with the safetensors files of the previous version.
+            base_checksums: checksum of each base tensor when it was written (`runtime.checksums.checksums_of` computes
+                them from files).
+            number: number of this rank among those that write, from 1.
+            total: number of ranks that write.
+            whole_above: share of changed values above which a tensor is written in full.
+            check_base: hash each base tensor that is read. Otherwise a damaged base is found only when the delta is
+                applied.
 
         Raises:
             FileNotFoundError: a file of the base is missing.
@@ -63,21 +64,21 @@ class DeltaWriter:
         self._file = (directory / self._name).open("wb")
 
     def add(self, bucket: Bucket) -> None:
-        """Write what changed of a bucket; raises as `write` does."""
+        """Write the delta of a bucket. Raises the errors of `write`."""
         for name, tensor in bucket:
             self.write(entry_of(name, tensor), bytes_of(tensor))
 
     def write(self, entry: Entry, data: memoryview, checksum: str | None = None) -> None:
-        """Write what changed of a tensor.
+        """Write the delta of a tensor.
 
         Args:
-            entry: which one.
+            entry: metadata of the tensor.
             data: its bytes.
-            checksum: of it, where somebody has reckoned it already.
+            checksum: its checksum, if it is already computed.
 
         Raises:
-            DeltaError: the base has no such tensor, one of another shape or type, or a damaged one: the version has
-                to go whole.
+            DeltaError: the base tensor is missing or damaged, or has another shape or dtype. The version has to be
+                full.
         """
         stored = self._before(entry)
         checksum = checksum or tensor_checksum(entry.name, entry.dtype, entry.shape, data)
@@ -90,7 +91,7 @@ class DeltaWriter:
         )
 
     def close(self) -> list[TensorDelta]:
-        """Put the file on the disk and say what it has; again does nothing more."""
+        """Sync the file to disk, and return its tensors. A second call only returns them."""
         if not self._file.closed:
             with self._file:
                 self._file.flush()
@@ -109,7 +110,7 @@ class DeltaWriter:
         return stored
 
     def _payload(self, stored: StoredTensor, data: memoryview) -> dict[str, Any]:
-        """Write it, and say where and how."""
+        """Write the payload, and return its form and its place in the file."""
         item_bytes, old = ITEM_BYTES[stored.dtype], stored.data()
         if self._check_base:
             self._check(stored, old)

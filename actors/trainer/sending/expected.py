@@ -1,23 +1,25 @@
-"""What an engine on the CPU will say of its weights when it is asked for their checksums, reckoned by the trainer.
+"""Prediction of the weight checksums that an engine on the CPU reports.
 
 SGLang 0.5.23 answers `/weights_checker` with a hash of each tensor that a rank holds: the first 16 hex digits of the
-sha256 of its bytes, in the engine's dtype (`managers/mm_utils.py`, `tensor_hash`). What a rank holds of which tensors
-is said by the model's layers (`layers/linear.py`, `vocab_parallel_embedding.py`, `moe/fused_moe_triton/layer.py`):
+sha256 of its bytes, in the engine's dtype (`managers/mm_utils.py`, `tensor_hash`). The model's layers define which
+shards a rank holds (`layers/linear.py`, `vocab_parallel_embedding.py`, `moe/fused_moe_triton/layer.py`):
 
-- query, key and value, and gate and up, are joined, each cut into as many parts as there are ranks; experts' gate and
-  up are `w13_weight` [experts, 2 x inner, hidden], their down `w2_weight` [experts, hidden, inner]; cut are inner
-  sizes. Projections back (o_proj, down_proj) are cut by columns; embedding and lm_head by rows of the vocabulary. A
-  tied lm_head is not there. Norms and routers are whole on every rank.
-- Zeros fill up the vocabulary to a multiple of 64 (64 x ranks, where that cannot be divided by the ranks).
-- On the CPU (`configs/update_config.py`) zeros fill up inner sizes to a multiple of 32 x ranks, and, where the ranks
-  divide not both kinds of heads, key-value heads to a multiple of the ranks and query heads with them. (On a GPU
-  key-value heads are copied instead.)
+- Query, key and value are fused, and so are gate and up. Each is sharded over the ranks. The experts' gate and up are
+  `w13_weight` [experts, 2 x inner, hidden]. Their down is `w2_weight` [experts, hidden, inner]. Both are sharded along
+  the inner size.
+- o_proj and down_proj are sharded by columns; embedding and lm_head by rows of the vocabulary. A tied lm_head does not
+  exist. Norms and routers are replicated on every rank.
+- The vocabulary is padded with zeros to a multiple of 64 (64 x ranks, if that does not divide by the ranks).
+- On the CPU (`configs/update_config.py`) inner sizes are padded with zeros to a multiple of 32 x ranks. If the ranks do
+  not divide both kinds of heads, key-value heads are padded to a multiple of the ranks, and query heads with them. (On
+  a GPU, key-value heads are replicated instead.)
 
-Our embedded engine has one rank and fills up nothing. Refused by `why_not`: models with multi-latent attention or
-shared experts, layers for further tokens, quantized engines, and two forms of Qwen3-MoE that SGLang 0.5.23 builds as
-other models: with a tied head, or with layers without experts (it does not look at `mlp_only_layers` and
-`decoder_sparse_step`). Not seen from here: expert, data and pipeline parallelism in the engine cut otherwise, engines
-on GPUs hash otherwise, and on CPUs with AMX SGLang packs matrices. There nothing can be compared.
+The tiny engine has one rank and pads nothing. `why_not` rejects models with MLA or shared experts, MTP layers, and
+quantized engines. It also rejects two forms of Qwen3-MoE that SGLang 0.5.23 builds as other models: with a tied head,
+or with layers without experts. (SGLang ignores `mlp_only_layers` and `decoder_sparse_step`.)
+
+Some differences are not visible here. Expert, data and pipeline parallelism in the engine shard otherwise. Engines on
+GPUs hash otherwise, and SGLang packs matrices on CPUs with AMX. In these cases nothing can be compared.
 """
 
 import hashlib
@@ -41,26 +43,26 @@ _INNER_MULTIPLE: Final = 32
 _BY_VOCAB: Final = ("embed_tokens", "lm_head")
 _BY_COLUMNS: Final = ("o_proj", "down_proj")
 
-Checksums = dict[str, str]  # of a rank's tensors, by their names in the engine
+Checksums = dict[str, str]  # of a rank's tensors, by the engine's names
 
 
 class Layout(NamedTuple):
-    """How an engine holds weights."""
+    """Dtype and sharding of an engine's weights."""
 
     tp_size: int = 1
     dtype: torch.dtype = torch.float32
-    is_filled_up: bool = True  # as SGLang does; the embedded engine does not
+    is_filled_up: bool = True  # pads as SGLang does; the tiny engine does not
 
 
 class _Cut(NamedTuple):
-    """How a tensor is divided among ranks."""
+    """Sharding of a tensor."""
 
-    dim: int  # -1: it is whole on every rank
-    size: int  # of that side, with what is filled up
+    dim: int  # -1: replicated on every rank
+    size: int  # of that dimension, with padding
 
 
 def why_not(model: HfConfig, layout: Layout) -> str | None:
-    """Why checksums are not reckoned of a model in a layout; none: they are."""
+    """Explain why checksums of a model in a layout cannot be predicted. None: they can."""
     experts = model.experts
     if model.model_type not in FAMILIES:
         return f"model_type {model.model_type}: checksums are reckoned of {', '.join(FAMILIES)}"
@@ -80,16 +82,16 @@ def why_not(model: HfConfig, layout: Layout) -> str | None:
 
 
 class Expected:
-    """Takes all tensors of a model once, in any order, and says what each rank of an engine will.
+    """Predicts the checksums of each engine rank from all tensors of a model, added once in any order.
 
-    Joined tensors are hashed as their parts come; of parts that come before their turn a copy is kept.
+    A fused tensor is hashed as its parts arrive. A part that arrives too early is copied and kept.
     """
 
     def __init__(self, model: HfConfig, layout: Layout) -> None:
-        """Reckon what is joined and how it is cut.
+        """Compute how tensors are fused and sharded.
 
         Raises:
-            ValueError: checksums are not reckoned of such a model; says why.
+            ValueError: checksums of this model cannot be predicted. The message says why.
         """
         if reason := why_not(model, layout):
             raise ValueError(f"checksums of an engine are not reckoned: {reason}")
@@ -101,14 +103,14 @@ class Expected:
 
     @property
     def num_hashes(self) -> int:
-        """How many there will be."""
+        """Number of hashes that it predicts."""
         return len(self._joined) * self._layout.tp_size
 
     def add(self, bucket: Bucket) -> None:
-        """Take whole tensors.
+        """Add full tensors.
 
         Raises:
-            ValueError: the model has no such tensor, or it came already.
+            ValueError: the model has no such tensor, or it was added before.
         """
         for name, tensor in bucket:
             if name not in self._cuts:
@@ -116,10 +118,10 @@ class Expected:
             self._joined[place_of(name).name].take(name, tensor, self._cuts[name])
 
     def checksums(self) -> list[Checksums]:
-        """What each rank will say, by its number.
+        """Return the predicted checksums of each rank, by its number.
 
         Raises:
-            ValueError: tensors have not come; names the first.
+            ValueError: tensors are missing. The message names the first.
         """
         missing = [name for joined in self._joined.values() for name in joined.missing]
         if missing:
@@ -127,13 +129,13 @@ class Expected:
         return self.so_far()
 
     def so_far(self) -> list[Checksums]:
-        """The same of those whose parts have all come, as those of one pipeline stage."""
+        """Return the same for tensors whose parts have all arrived, such as those of one pipeline stage."""
         hashes = {name: joined.hashes() for name, joined in self._joined.items() if not joined.missing}
         return [{name: own[rank] for name, own in hashes.items()} for rank in range(self._layout.tp_size)]
 
 
 def expected_checksums(tensors: Iterable[Bucket], model: HfConfig, layout: Layout) -> list[Checksums]:
-    """What each rank of an engine will say of weights that come in buckets; raises as `Expected` does."""
+    """Predict each engine rank's checksums of weights in buckets. Raises the errors of `Expected`."""
     expected = Expected(model, layout)
     for bucket in tensors:
         expected.add(bucket)
@@ -141,17 +143,17 @@ def expected_checksums(tensors: Iterable[Bucket], model: HfConfig, layout: Layou
 
 
 def rank_checksum(checksums: Mapping[str, str]) -> str:
-    """What a rank says of all its tensors: `per_gpu_checksum`."""
+    """Combine the checksums of a rank's tensors, like SGLang's `per_gpu_checksum`."""
     return hashlib.sha256("".join(name + checksums[name] for name in sorted(checksums)).encode()).hexdigest()
 
 
 def engine_checksum(ranks: Iterable[Mapping[str, str]]) -> str:
-    """What an engine says of all its ranks: `per_engine_checksum`."""
+    """Combine the checksums of an engine's ranks, like SGLang's `per_engine_checksum`."""
     return hashlib.sha256("".join(map(rank_checksum, ranks)).encode()).hexdigest()
 
 
 class _Joined:
-    """A tensor of the engine that is made of some of Hugging Face's."""
+    """A tensor of the engine, fused from Hugging Face's tensors."""
 
     def __init__(self, names: Sequence[str], layout: Layout) -> None:
         self._names = names
@@ -165,12 +167,12 @@ class _Joined:
         return [name for name in self._names[self._next :] if name not in self._early]
 
     def take(self, name: str, tensor: Tensor, cut: _Cut) -> None:
-        """Hash it if it is its turn, and those that waited for it."""
+        """Hash a tensor if it is next, and then those that waited for it."""
         if name in self._early or name in self._names[: self._next]:
             raise ValueError(f"{name} came twice")
         parts = [_part(tensor, cut, rank, self._layout) for rank in range(self._layout.tp_size)]
         if name != self._names[self._next]:
-            self._early[name] = [part.to("cpu", copy=True) for part in parts]  # who gave it may change it
+            self._early[name] = [part.to("cpu", copy=True) for part in parts]  # the caller may change it
             return
         self._hash(parts)
         while self._next < len(self._names) and self._names[self._next] in self._early:
@@ -186,7 +188,7 @@ class _Joined:
 
 
 def _part(tensor: Tensor, cut: _Cut, rank: int, layout: Layout) -> Tensor:
-    """What a rank has of a tensor."""
+    """Return a rank's shard of a tensor, padded with zeros."""
     if cut.dim < 0:
         return tensor.detach().to(layout.dtype)
     share = cut.size // layout.tp_size
@@ -218,7 +220,7 @@ def _cut(name: str, shape: Sequence[int], model: HfConfig, layout: Layout) -> _C
 
 
 def _heads(model: HfConfig, layout: Layout) -> tuple[int, int]:
-    """Query and key-value heads with those that are filled up."""
+    """Return the numbers of query and key-value heads, with padding."""
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     if heads % layout.tp_size == 0 and kv_heads % layout.tp_size == 0:
         return heads, kv_heads

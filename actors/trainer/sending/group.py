@@ -1,7 +1,8 @@
-"""The process group in which a pipeline stage of the trainer broadcasts to engines: it is rank 0 of it.
+"""Torch process group in which a pipeline stage of the trainer broadcasts to engines, as rank 0.
 
-SGLang joins a group by a TCP store at an address, under a name that prefixes the store's keys. torch has no public way
-to make another group than its first by a store, so the helper that SGLang uses is used here: both sides must meet.
+SGLang joins a process group through a TCP store, under a name that prefixes the store's keys. torch has no public API
+for a second process group from a store. This module uses the same private helper as SGLang, because both sides must
+join in the same way.
 """
 
 from datetime import timedelta
@@ -17,21 +18,21 @@ from torch.distributed.distributed_c10d import (
 
 from messages import UpdateGroup
 
-JOIN_TIMEOUT_S: Final = 60.0  # for all engines to come
+JOIN_TIMEOUT_S: Final = 60.0  # seconds for all engines to join
 
 
 class StageGroup:
-    """One group, from its store on to its end."""
+    """One torch process group, from its store to its end."""
 
     def __init__(self, name: str, host: str, world_size: int, device: torch.device, *, timeout_s: float) -> None:
-        """Listen at a port of its own.
+        """Listen at a new port.
 
         Args:
-            name: never used before.
+            name: a name that was never used before.
             host: an address of this host that engines reach.
-            world_size: this rank, and those of all engines.
-            device: of this rank.
-            timeout_s: of a broadcast.
+            world_size: number of ranks: this one, and those of all engines.
+            device: device of this rank.
+            timeout_s: seconds for a broadcast.
         """
         self._timeout = timedelta(seconds=timeout_s)
         self._store = TCPStore(
@@ -47,10 +48,10 @@ class StageGroup:
         self._group: Any = None
 
     def join(self) -> None:
-        """Wait until all engines are in it.
+        """Wait until all engines have joined.
 
         Raises:
-            RuntimeError: they did not come in time, as torch says it.
+            RuntimeError: torch's error; an engine did not join in time.
         """
         spec = self.spec
         made: Any = new_process_group(
@@ -65,16 +66,16 @@ class StageGroup:
         self._group = made[0]
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Send a tensor to all engines.
+        """Broadcast a tensor to all engines.
 
         Raises:
-            RuntimeError: one is gone, or did not take it in time.
+            RuntimeError: an engine is gone, or did not receive it in time.
         """
         options = BroadcastOptions()
         options.rootRank = 0
         self._group.broadcast([tensor], options).wait()
 
     def leave(self) -> None:
-        """End it; engines that wait in it fail."""
+        """End the group. Engines that wait in it get an error."""
         self._group = None
         del self._store

@@ -1,12 +1,12 @@
-"""Buckets on GPUs that engines share with the trainer: calls carry CUDA IPC handles, no byte leaves the GPUs.
+"""Sending of buckets to engines on the trainer's GPUs: calls carry CUDA IPC handles, the data stays on the GPUs.
 
-Each GPU of an engine has a rank of the trainer, and a process of the engine that reads a handle made on that GPU. So a
-bucket goes from its stage's first rank to all ranks; each makes a handle of its copy, and the first rank has engines
-take it. The copies live until all engines have answered. What a process had CUDA frees when it dies; an engine that
-dies with a bucket may leave the trainer's copy of it, for torch waits until a reader lets go.
+Each GPU of an engine has a trainer rank, and an engine process that reads a handle created on that GPU. A bucket
+therefore goes from its stage's first rank to all ranks. Each rank creates a handle of its copy, and the first rank
+calls the engines to load it. The copies live until all engines have answered. CUDA frees the memory of a process that
+dies. If an engine dies with a bucket, the trainer may keep its copy: torch waits until the reader releases it.
 
-All ranks do it together on their torch threads, bucket by bucket and stage by stage: a broadcast beside another
-collective of the same ranks could wait for ever.
+All ranks act together on their torch threads, bucket by bucket and stage by stage. A broadcast concurrent with another
+collective of the same ranks could deadlock.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,10 +35,10 @@ T = TypeVar("T")
 
 
 def ranks_at_engines(topology: Topology) -> dict[str, tuple[int, ...]]:
-    """The trainer's rank on each GPU of each engine, in the order of the engine's ranks, by the engine's name.
+    """Map each engine to the trainer's ranks on its GPUs, in the order of the engine's ranks.
 
     Args:
-        topology: whose engines have GPUs of the trainer's.
+        topology: topology whose engines use the trainer's GPUs.
     """
     pool = topology.engines[POOL]
     ranks = {gpu: rank for rank, gpu in enumerate(gpus_of(topology, topology.trainer.gpus))}
@@ -50,9 +50,9 @@ def ranks_at_engines(topology: Topology) -> dict[str, tuple[int, ...]]:
 
 
 def handle_of(flat: Tensor) -> Made:
-    """What another process rebuilds a tensor of this GPU from; SGLang finds the GPU by its UUID.
+    """Create a handle with which another process rebuilds a tensor of this GPU. SGLang finds the GPU by its UUID.
 
-    Processes number the GPUs that they see, so that the index which torch puts there would be another one's.
+    Processes number the GPUs that they see, so torch's device index may mean another GPU there.
     """
     torch.cuda.current_stream(flat.device).synchronize()
     _, arguments = reductions.reduce_tensor(flat)
@@ -61,7 +61,7 @@ def handle_of(flat: Tensor) -> Made:
 
 
 class HandleSender:
-    """Sends a session's buckets. Made and used by all ranks together."""
+    """Sends the buckets of a weight sync. All ranks create and use it together."""
 
     def __init__(
         self,
@@ -74,19 +74,19 @@ class HandleSender:
         fingerprints: bool,
         timeout_s: float,
     ) -> None:
-        """Nothing is sent yet.
+        """Prepare to send.
 
         Args:
-            session: for which.
-            readers: ranks of the members, by engine.
-            at_engines: the trainer's ranks on their GPUs, by engine.
-            ask: has the session's engines take something.
-            device: of this rank.
-            fingerprints: of the tensors, are wanted.
-            timeout_s: for a bucket.
+            session: ID of the weight sync.
+            readers: number of ranks of each member engine.
+            at_engines: the trainer's ranks on the GPUs of each engine.
+            ask: calls the member engines.
+            device: device of this rank.
+            fingerprints: compute fingerprints of the tensors.
+            timeout_s: seconds for a bucket.
 
         Raises:
-            ValueError: an engine has other ranks than GPUs of the trainer's; on all ranks.
+            ValueError: an engine's number of ranks is not its number of GPUs. Raised on all ranks.
         """
         wrong = [engine for engine, number in readers.items() if len(at_engines.get(engine, ())) != number]
         if wrong:
@@ -102,13 +102,13 @@ class HandleSender:
         self._failed: dict[str, str] = {}
 
     def send(self, weights: Iterator[Bucket], form: Form, *, stage: int, firsts: Sequence[int]) -> Sent:
-        """Send the tensors of all stages; what this rank sent.
+        """Send the tensors of all stages. Returns the result of this rank.
 
         Args:
-            weights: of this rank's stage, empty buckets where it gets none.
-            form: in which they are sent.
-            stage: of this rank.
-            firsts: the first rank of each stage.
+            weights: buckets of this rank's stage; empty buckets on ranks that receive no tensors.
+            form: conversion of the tensors before they are sent.
+            stage: pipeline stage of this rank.
+            firsts: first rank of each stage.
         """
         for number, first in enumerate(firsts):
             if not self._send_stage(number, first, weights if number == stage else None, form):
@@ -116,7 +116,7 @@ class HandleSender:
         return Sent(self._num_buckets, self._size_bytes, self._fingerprints, self._failed)
 
     def _send_stage(self, stage: int, first: int, weights: Iterator[Bucket] | None, form: Form) -> bool:
-        """Whether all engines took what a stage has."""
+        """Send the tensors of a stage. Returns whether all engines loaded them."""
         for index in count():
             bucket = None if weights is None else next(weights, None)
             is_first = dist.get_rank() == first
@@ -139,7 +139,7 @@ class HandleSender:
             return None
 
     def _send_bucket(self, step: BucketSent, bucket: Bucket | None, first: int) -> None:
-        """Have it on every rank, and engines take it there."""
+        """Broadcast a bucket to every rank, and have the engines load it there."""
         if bucket is None:
             flat = torch.empty(places_of(step)[-1].end_idx, dtype=torch.uint8, device=self._device)
         else:
@@ -151,16 +151,16 @@ class HandleSender:
             by_engine = {engine: tuple(payloads[rank] for rank in ranks) for engine, ranks in self._at_engines.items()}
             self._have_taken(msgspec.structs.replace(step, payloads=by_engine), bucket)
             self._size_bytes += flat.nbytes
-        dist.barrier()  # until here it lives on every rank
+        dist.barrier()  # every rank keeps its copy until here
         del flat
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
 
     def _have_taken(self, step: BucketSent, bucket: Bucket) -> None:
-        """Have engines take it. Whatever happens, the other ranks wait for this one."""
+        """Have the engines load a bucket. Errors are recorded, not raised: the other ranks wait for this one."""
         try:
             asked = self._ask(step, self._timeout_s)
-            self._fingerprints |= fingerprints_of(bucket) if self._are_noted else {}  # meanwhile
+            self._fingerprints |= fingerprints_of(bucket) if self._are_noted else {}  # while the engines load it
             failed = asked.result()
         except (RuntimeError, OSError, ValueError) as error:
             failed = {"": str(error)}
@@ -169,7 +169,7 @@ class HandleSender:
 
 
 def _from(rank: int, value: T) -> T:
-    """What one rank says, on all of them."""
+    """Broadcast a value from one rank to all."""
     values: list[Any] = [value]
     dist.broadcast_object_list(values, src=rank)
     return values[0]

@@ -1,4 +1,4 @@
-"""Buckets in shared memory of this machine, whose name the engines are told: on the CPU."""
+"""Sending of buckets in named shared memory of this machine, on the CPU."""
 
 import base64
 import hashlib
@@ -20,25 +20,25 @@ from actors.trainer.sending.asking import Ask
 from messages import BucketSent
 
 SEGMENTS: Final = Path("/dev/shm")  # where Linux shows shared memory by name
-HEADER_BYTES: Final = 64  # before the data in a segment, as torch has it; begins with a count of who has it
-ENDLESS: Final = 1 << 20  # a count that never ends: else who finds that it is the last removes what is gone already
+HEADER_BYTES: Final = 64  # before the data of a segment, as in torch; starts with a reference count
+ENDLESS: Final = 1 << 20  # a reference count that never reaches zero: the last reader would unlink a name that is gone
 
 
 class Segments:
-    """In shared memory of this machine, whose name they are told: on the CPU."""
+    """Sends buckets in shared-memory segments. The engines receive the names of the segments."""
 
     def __init__(self, prefix: str, readers: Mapping[str, int]) -> None:
-        """Begin none.
+        """Prepare to send, without a segment yet.
 
         Args:
-            prefix: of the names of segments, which no other session has.
-            readers: ranks by engine.
+            prefix: prefix of the segments' names, unique to this weight sync.
+            readers: number of ranks by engine.
         """
         self._prefix = prefix
         self._readers = readers
 
     def carry(self, step: BucketSent, flat: Tensor, ask: Ask, timeout_s: float) -> Mapping[str, str]:
-        """Write it there and tell them."""
+        """Write a bucket to a segment, and have the engines load it."""
         with segment(f"{self._prefix}-{step.stage}-{step.index}", flat, sum(self._readers.values())) as names:
             payloads = iter([payload_of(name, step, flat.nbytes) for name in names])
             by_engine = {
@@ -50,7 +50,10 @@ class Segments:
 
 @contextmanager
 def segment(name: str, flat: Tensor, num_readers: int) -> Generator[list[str]]:
-    """A segment with the bytes of a buffer, under a name for each reader, which removes it; here all are removed."""
+    """Create a segment from a buffer, with one name per reader.
+
+    Each reader removes its name. The end of the block removes the remaining names.
+    """
     paths = [SEGMENTS / f"{name}-{reader}" for reader in range(num_readers)]
     try:
         with paths[0].open("wb") as file:
@@ -65,18 +68,18 @@ def segment(name: str, flat: Tensor, num_readers: int) -> Generator[list[str]]:
 
 
 def segment_prefix(run_directory: Path) -> str:
-    """How the names of a run's segments begin, and no other run's on this machine: names of runs may be equal."""
+    """Return the name prefix of a run's segments, unique on this machine: two runs may have the same name."""
     return f"physarum-{hashlib.sha256(str(run_directory.resolve()).encode()).hexdigest()[:16]}"
 
 
 def remove_segments(prefix: str) -> None:
-    """Remove what a death has left."""
+    """Remove segments that a crash left behind."""
     for path in SEGMENTS.glob(f"{prefix}-*"):
         path.unlink(missing_ok=True)
 
 
 class Made:
-    """Pickled as the call that makes something."""
+    """Pickles as the call that creates an object."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self._made = (function, arguments)
@@ -86,7 +89,7 @@ class Made:
 
 
 def payload_of(name: str, step: BucketSent, num_bytes: int) -> str:
-    """What SGLang takes for a bucket in a segment: base64 of a pickle that names it, and where tensors are."""
+    """Encode a bucket for SGLang: base64 of a pickle that has the segment's name and the places of the tensors."""
     held = Made(reductions.rebuild_storage_filename, torch.UntypedStorage, b"", f"/{name}".encode(), num_bytes)
     typed = Made(reductions.rebuild_typed_storage, held, torch.uint8)
     tensor = Made(reductions.rebuild_tensor, Tensor, typed, (0, (num_bytes,), (1,), False))
@@ -94,12 +97,12 @@ def payload_of(name: str, step: BucketSent, num_bytes: int) -> str:
 
 
 def bucket_payload(tensor: Made, step: BucketSent) -> str:
-    """A bucket for SGLang: what makes the tensor of its bytes, and where the others lie in it."""
+    """Encode a bucket for SGLang: a call that rebuilds its bytes, and the places of the tensors in them."""
     return base64.b64encode(pickle.dumps({"flattened_tensor": tensor, "metadata": places_of(step)})).decode()
 
 
 def places_of(step: BucketSent) -> list[SimpleNamespace]:
-    """Where each tensor of a bucket lies, as SGLang describes it."""
+    """Describe the place of each tensor in a bucket, in SGLang's format."""
     dtypes: list[torch.dtype] = [getattr(torch, name) for name in step.dtypes]
     sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(step.shapes, dtypes, strict=True)]
     return [

@@ -1,18 +1,19 @@
-"""Rank 0 leads weight sessions: the version that was announced goes to all engines that stand ready for it.
+"""Weight syncs, led by rank 0: the announced version goes to all engines that are ready for it.
 
-A session ends for each member in one of two ways: it proved to hold the version, or it is out, and asks for another one
-when it can. What fails for one ends the session for all that could not finish without it; it is tried again at once,
-with those that stand ready then. Engines that came late ask (`SessionRequested`); they are brought the weights between
-train steps. While the weights are not those of the newest version, as where steps are trained again after a crash,
-nobody is brought any.
+For each member, a weight sync ends in one of two ways. Either the member is verified to hold the version, or it is out
+and requests another weight sync when it can. A failure of one member ends the weight sync for all members that cannot
+finish without it. The weight sync is retried at once, with the engines that are ready then.
 
-Where engines are updated in groups (`update_groups`), there is a session for each, one after the other: what fails for
-one group fails for no other.
+Late engines request a weight sync (`SessionRequested`) and get the weights between train steps. While steps are trained
+again after a crash, the weights do not match the newest version. Then there is no weight sync.
 
-With trainer.handover = "copy" a copy of the newest version is kept, gathered, on the host of each stage's first rank,
-until the next one is, and this is what is sent. On the CPU it is sent beside training: the engines' groups are gloo's,
-with threads and connections of their own. On GPUs it is sent between train steps: kernels of two NCCL communicators
-that wait for each other in another order on each rank stand still for ever.
+With several update groups (`update_groups`), each has its own weight sync, one after another. A failure in one update
+group does not affect the others.
+
+With async export (trainer.handover = "copy"), each stage's first rank keeps a gathered copy of the newest version on
+its host. The next version's copy replaces it. Weight syncs send this copy. On the CPU they run concurrently with
+training: the engines' process groups use gloo, with its own threads and connections. On GPUs they run between train
+steps. Kernels of two NCCL communicators deadlock if they wait for each other in another order on each rank.
 """
 
 import asyncio
@@ -52,12 +53,12 @@ log = structlog.get_logger()
 
 OFFER_TIMEOUT_S: Final = 20.0  # rollout actors wait a while for their engines
 CLOSE_TIMEOUT_S: Final = 5.0
-MAX_TRIES: Final = 5  # of a version, one after the other; then engines ask
+MAX_TRIES: Final = 5  # weight syncs of a version in a row; then engines request one
 RETRY: Final = Backoff(first_s=0.2, max_s=2.0)
 
 
 class WeightSessions:
-    """The sessions of one incarnation of the trainer."""
+    """Weight syncs of one trainer incarnation."""
 
     def __init__(
         self,
@@ -69,15 +70,15 @@ class WeightSessions:
         incarnation: int,
         wake: Callable[[], Awaitable[None]],
     ) -> None:
-        """None was led yet.
+        """Start before the first weight sync.
 
         Args:
-            topology: of the run.
-            bus: to ask rollout actors on.
-            torch_thread: where the rank's calls run.
-            rank: has the weights.
-            incarnation: of the trainer.
-            wake: called when engines have asked for a session.
+            topology: topology of the run.
+            bus: bus to call rollout actors on.
+            torch_thread: thread that runs the rank's calls.
+            rank: rank 0, which has the weights.
+            incarnation: incarnation of the trainer.
+            wake: called when engines have requested a weight sync.
         """
         pool = topology.engines.get(POOL)
         self.transport = "disk" if pool is None else pool.weight_transport
@@ -87,48 +88,48 @@ class WeightSessions:
         self._torch_thread = torch_thread
         self._orders = rank.sending
         copies = topology.trainer.handover == "copy" and not answers_are_recorded(topology)
-        self.keeps = copies and self.are_needed  # a copy, which is what is sent
+        self.keeps = copies and self.are_needed  # keeps a copy of the weights, and sends that
         self.sends_beside = self.keeps and topology.trainer.device == "cpu"  # not known to be safe with NCCL
         self._incarnation = incarnation
         self._wake = wake
         self._num_sessions = 0
         self._num_parts = 1 if pool is None else pool.update_groups
-        self._epochs: dict[int, tuple[str, ...]] = {}  # of the groups that there are, by part of the engines
+        self._epochs: dict[int, tuple[str, ...]] = {}  # of the open process groups, by update group
         self._bringing = anyio.Lock()
-        self._version = 0  # that the weights are; 0: none that was announced
+        self._version = 0  # of the current weights; 0: they are no announced version
         self.is_requested = False
 
     @property
     def are_needed(self) -> bool:
-        """Whether engines cannot read the weights by themselves."""
+        """Whether engines get the weights in weight syncs, not from files."""
         return self.transport != "disk"
 
     def weights_are(self, version: int) -> None:
-        """Say of which version the weights are from now on; 0: of none that was announced."""
+        """Set the version of the current weights; 0: they are no announced version."""
         self._version = version
 
     async def requested(self, request: SessionRequested) -> SessionGranted:
-        """Note that engines ask for a session."""
+        """Answer a rollout actor's request for a weight sync."""
         granted = self.are_needed and request.version == self._version
         if granted:
             await self.ask()
         return SessionGranted(granted=granted)
 
     async def ask(self) -> None:
-        """Have engines be brought the weights as soon as that can be."""
+        """Request a weight sync."""
         self.is_requested = True
         await self._wake()
 
     async def keep(self) -> None:
-        """Have the copy that was gathered be what is sent from now on, once no session sends the one before."""
+        """Replace the kept copy by the gathered one, once no weight sync sends the old one."""
         async with self._bringing:
             self.weights_are(0)
             await self._torch_thread.run(self._orders.finish_copy)
 
     async def bring(self) -> None:
-        """Bring the weights to all engines that stand ready for them; again, as long as one of these fails."""
+        """Sync the weights to all engines that are ready. Retries while one of them fails, MAX_TRIES times at most."""
         async with self._bringing:
-            with anyio.CancelScope(shield=True):  # half a session is of no use to anybody
+            with anyio.CancelScope(shield=True):  # an interrupted weight sync is useless
                 await self._bring()
 
     async def _bring(self) -> None:
@@ -139,7 +140,7 @@ class WeightSessions:
             await self._bring_part(part)
 
     async def _bring_part(self, part: int) -> None:
-        """Bring them to a part of the engines, while the others serve."""
+        """Sync the weights to one update group, while the other engines serve."""
         for failures in range(MAX_TRIES):
             begin = time.perf_counter()
             outcome = await self._session(part)
@@ -151,7 +152,7 @@ class WeightSessions:
             await anyio.sleep(RETRY.pause_s(failures + 1))
 
     async def _session(self, part: int) -> Outcome | None:
-        """Lead one session with a part of the engines; nothing when none of them takes part."""
+        """Run one weight sync with an update group. Returns None if none of its engines takes part."""
         self._num_sessions += 1
         session = f"{self._incarnation}.{self._num_sessions}"
         offer = SessionOffered(
@@ -204,12 +205,12 @@ class WeightSessions:
         return await run(self._orders.finish_send)
 
     async def _all_do(self, outcome: Outcome, step: Message, *, times: int = 1) -> bool:
-        """Have all members do a step; whether all did."""
+        """Have all members do a step. Returns whether all did."""
         outcome.failed |= await ask_all(self._bus, outcome.membership.instances, step, self._timeout_s, times=times)
         return not outcome.failed
 
     async def _meet(self, session: str, outcome: Outcome) -> bool:
-        """Make groups with the members, in place of those that there are; whether all came."""
+        """Create process groups with the members, in place of the old ones. Returns whether all members joined."""
         membership = outcome.membership
         self._epochs.pop(membership.part, None)
         name = f"physarum-{self._bus.run}-{session}"
@@ -220,13 +221,13 @@ class WeightSessions:
             failed = await self._torch_thread.run(self._orders.join_groups, membership.part)
             if failed:
                 outcome.failed.setdefault("", f"the groups were not joined: {'; '.join(failed)}")
-                await self._torch_thread.run(self._orders.leave_groups, membership.part)  # who waits in them fails
+                await self._torch_thread.run(self._orders.leave_groups, membership.part)  # waiting engines get an error
         if not outcome.failed:
             self._epochs[membership.part] = membership.epoch
         return not outcome.failed
 
     async def _abandon(self, session: str, outcome: Outcome) -> None:
-        """End a session that cannot be finished, and the groups: some engine may wait in a broadcast."""
+        """End a weight sync that cannot finish, and its process groups: an engine may be waiting in a broadcast."""
         part = outcome.membership.part
         self._epochs.pop(part, None)
         await self._torch_thread.run(self._orders.leave_groups, part)

@@ -1,7 +1,7 @@
-"""A rank's part in bringing the weights to engines. All calls come from its torch thread, on all ranks together.
+"""One rank's part in weight syncs. All calls come from its torch thread, on all ranks together.
 
-The weights are sent as they are exported; or a copy of them is gathered first, while training goes on, by the first
-rank of each stage, and sent from there: engines stand still while they are sent, not while they are gathered.
+The weights are sent as they are exported. With async export, the first rank of each stage gathers a copy while training
+continues, and sends the copy. Engines then pause only while the weights are sent, not while they are gathered.
 """
 
 from collections.abc import Callable
@@ -47,43 +47,43 @@ from runtime.settings.topology import Topology
 
 
 class Kept:
-    """A sink that keeps what it is given, on the host."""
+    """Sink that keeps its buckets on the host."""
 
     is_free = True
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Start empty."""
         self.buckets: list[Bucket] = []
 
     def hand_over(self, bucket: Bucket, *, wait: bool = False) -> None:
-        """Keep a bucket; tensors of the host as they are."""
+        """Keep a bucket. Tensors on the host are not copied."""
         if bucket:
             self.buckets.append([(name, host_copy(each) if each.is_cuda else each) for name, each in bucket])
 
     def close(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: every bucket is already kept."""
 
 
 class RankSender:
-    """What this rank has for sending: the group of its stage, if it is the stage's first rank."""
+    """Sending of weights by one rank. The first rank of a stage holds the process groups and the kept copy."""
 
     def __init__(self, topology: Topology, replica: Replica, run_directory: Path, ask_of: AskOf | None) -> None:
-        """No group yet; without `ask_of` nothing can be sent, only groups be made."""
+        """Start without a process group. Without `ask_of`, process groups can be opened, but nothing can be sent."""
         self._topology = topology
         self._replica = replica
         self._ask_of = ask_of
         self._is_first = dist.get_rank() == first_rank()
-        self._groups: dict[int, StageGroup] = {}  # by part of the engines
+        self._groups: dict[int, StageGroup] = {}  # by update group
         self._prefix = segment_prefix(run_directory)
-        self._copying: tuple[int, WeightFlow, Kept] | None = None  # a version that is being gathered
-        self._kept: tuple[int, list[Bucket]] = (0, [])  # the version that was gathered last; on first ranks alone
+        self._copying: tuple[int, WeightFlow, Kept] | None = None  # the version that is being gathered
+        self._kept: tuple[int, list[Bucket]] = (0, [])  # the version that was gathered last; only on first ranks
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="session")
         self._sending: Future[Sent] | None = None
         if self._is_first and replica.device.type == "cpu":
             remove_segments(self._prefix)
 
     def carry_out(self, order: SendingOrder) -> Any:
-        """Do what rank 0 says; its `SendingOrders` say what that is."""
+        """Carry out an order of rank 0. `SendingOrders` describes the orders."""
         match order:
             case OpenGroups():
                 return self._open_group(order)
@@ -98,7 +98,7 @@ class RankSender:
                     if self._shares_gpus:
                         return told(self._send_handles(order))
                     sent = self._flow(self._own_parts(), self._sink(order)).finish()
-                give_back()  # engines in turns want it next
+                give_back()  # colocated engines need the memory next
                 return sent
             case CopyWeights():
                 with self._replica.memory.phase("export"):
@@ -129,7 +129,7 @@ class RankSender:
         if group is not None:
             try:
                 group.join()
-            except RuntimeError as failure:  # torch's, whichever backend
+            except RuntimeError as failure:  # raised by torch for every backend
                 error = str(failure)
         return [each for each in told(error) if each]
 
@@ -152,7 +152,7 @@ class RankSender:
         )
 
     def _copy(self, version: int) -> None:
-        """Copy the weights; from now on a bucket is gathered before each micro-batch, too."""
+        """Copy the weights. From now on a bucket is also gathered before each micro-batch."""
         kept = Kept()
         flow = self._flow(copied(self._own_parts()), kept)
         self._copying = version, flow, kept
@@ -189,7 +189,7 @@ class RankSender:
         return pool.weight_transport == "ipc" and self._replica.device.type == "cuda"
 
     def _send_handles(self, order: SendWeights) -> Sent:
-        """To engines on the GPUs of the ranks."""
+        """Send CUDA IPC handles to engines on the ranks' GPUs."""
         assert self._ask_of is not None
         hf, device = self._replica.hf, self._replica.device
         sender = HandleSender(
@@ -207,7 +207,7 @@ class RankSender:
         return sender.send(weights, FORMS[weight_format(self._topology)], stage=stage, firsts=firsts)
 
     def _sink(self, order: SendWeights) -> Sink:
-        """Where this rank's buckets go: by the groups that were joined, else in shared memory."""
+        """Return the sink for this rank's buckets: broadcast if it has a process group, otherwise shared memory."""
         if not self._is_first:
             return NoSink()
         assert self._ask_of is not None
@@ -224,57 +224,57 @@ class RankSender:
 
 
 class SendingOrders:
-    """What rank 0 has all ranks do about weight sessions."""
+    """Weight-sync orders of rank 0, which all ranks carry out."""
 
     def __init__(self, lead: Callable[[Order], Any]) -> None:
-        """`lead` has all ranks carry out an order, this one included, and gives what came of it here."""
+        """`lead` has all ranks carry out an order, including this one, and returns this rank's result."""
         self._lead = lead
 
     def open_groups(self, name: str, members: Membership, timeout_s: float) -> list[UpdateGroup]:
-        """Listen for engines in new groups, one of each pipeline stage, in place of the old ones of their part."""
+        """Open a process group for each pipeline stage, in place of the update group's old ones."""
         return self._lead(OpenGroups(name, members.part, members.world_size, timeout_s))
 
     def join_groups(self, part: int) -> list[str]:
-        """Wait until engines are in them; why they are not, of each rank for which they are not."""
+        """Wait until engines have joined the process groups. Returns the errors of ranks where they did not."""
         return self._lead(JoinGroups(part))
 
     def leave_groups(self, part: int) -> None:
-        """End them."""
+        """Close the process groups of an update group."""
         self._lead(LeaveGroups(part))
 
     def send(self, session: str, membership: Membership, timeout_s: float) -> list[Sent]:
-        """Send the weights to engines that a session has prepared; what each rank sent, and what engines will hold."""
+        """Send the weights to prepared engines. Returns each rank's result, with the predicted checksums."""
         to = membership
         return self._lead(
             SendWeights(session, to.instances, to.readers, timeout_s, to.layouts, to.part, to.is_compared)
         )
 
     def copy(self, version: int) -> None:
-        """Copy the weights to the host, while training stands still."""
+        """Copy the weights to the host while training pauses."""
         self._lead(CopyWeights(version))
 
     def advance_copy(self) -> bool:
-        """Gather a bucket of the copy; whether there may be more."""
+        """Gather the next bucket of the copy. Returns whether more buckets may remain."""
         return self._lead(AdvanceCopy())
 
     def finish_copy(self) -> None:
-        """Gather what is left of it. From now on it is what `send_copy` sends; what was kept before is gone."""
+        """Gather the remaining buckets of the copy. It replaces the kept copy, which `send_copy` sends."""
         self._lead(FinishCopy())
 
     def send_copy(
         self, session: str, membership: Membership, timeout_s: float, *, version: int, beside: bool
     ) -> "Future[Sent]":
-        """As `send`, of the copy that is kept.
+        """Send the kept copy, as `send` does.
 
         Args:
-            session: for which.
-            membership: the engines.
-            timeout_s: for a bucket.
-            version: that the copy is.
-            beside: go on meanwhile.
+            session: ID of the weight sync.
+            membership: member engines.
+            timeout_s: seconds for a bucket.
+            version: expected version of the kept copy.
+            beside: send in the background.
 
         Returns:
-            Done when this rank has sent its part. Then `finish_send`.
+            Future that completes when this rank has sent its part. Call `finish_send` then.
         """
         to = membership
         return self._lead(
@@ -282,5 +282,5 @@ class SendingOrders:
         )
 
     def finish_send(self) -> list[Sent]:
-        """Wait until all ranks have sent; as `send`."""
+        """Wait until all ranks have sent. Returns the same as `send`."""
         return self._lead(FinishSend())

@@ -1,4 +1,4 @@
-"""The checksums that members of a session want to compare, reckoned while their tensors are sent."""
+"""Prediction of the checksums that members of a weight sync request, computed while their tensors are sent."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -13,16 +13,16 @@ from messages import EngineLayout
 
 log = structlog.get_logger()
 
-MAX_HASHES: Final = 20_000  # of all layouts: 100 bytes each, and they go in one message
+MAX_HASHES: Final = 20_000  # of all layouts: 100 bytes each, sent in one message
 
-OfLayouts = dict[str, list[Checksums]]  # of each rank, by a layout's key
+OfLayouts = dict[str, list[Checksums]]  # of each rank, by layout key
 
 
 class Reckoning:
-    """What engines of some layouts will say of a stage's tensors."""
+    """Predicts the checksums of a stage's tensors in engines of some layouts."""
 
     def __init__(self, model: HfConfig, layouts: Sequence[EngineLayout]) -> None:
-        """Reckon of those that can be; of others it is logged why not."""
+        """Prepare for the layouts that can be predicted, and log why the others cannot."""
         self._expected: dict[str, Expected] = {}
         room = MAX_HASHES
         for layout in layouts:
@@ -38,14 +38,14 @@ class Reckoning:
             self._expected[layout.key] = expected
 
     def add(self, bucket: Bucket) -> None:
-        """Take tensors.
+        """Add tensors.
 
         Raises:
-            ValueError: the model has no such tensor, or it came already.
+            ValueError: the model has no such tensor, or it was added before.
         """
         for expected in self._expected.values():
             expected.add(bucket)
 
     def result(self) -> OfLayouts:
-        """What came of it."""
+        """Return the predicted checksums."""
         return {key: expected.so_far() for key, expected in self._expected.items()}

@@ -1,4 +1,4 @@
-"""What a weight session is to the trainer: its members, their places in the groups, and how it ended. Pure."""
+"""A weight sync in the trainer: its members, their ranks in the process groups, and its outcome. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,14 +8,14 @@ from messages import EngineLayout, MembersGiven, SessionMember
 
 @dataclass(frozen=True)
 class Membership:
-    """The engines of a session, by rollout actor, in an order that is the same for the same engines."""
+    """Engines of a weight sync, by rollout actor. The order is the same for the same engines."""
 
-    members: tuple[tuple[str, SessionMember], ...]  # with the instance that has it
-    part: int = 0  # of the engines, where they are updated in groups
+    members: tuple[tuple[str, SessionMember], ...]  # with the rollout actor's instance name
+    part: int = 0  # index of the update group
 
     @classmethod
     def of(cls, given: Mapping[str, MembersGiven], part: int = 0) -> "Membership":
-        """Of what rollout actors said, by instance."""
+        """Collect the members from the rollout actors' answers, by instance."""
         members = ((instance, member) for instance in sorted(given) for member in given[instance].members)
         return cls(tuple(members), part)
 
@@ -36,27 +36,27 @@ class Membership:
 
     @property
     def epoch(self) -> tuple[str, ...]:
-        """What groups of these very members are known by: another after a restart of any of them."""
+        """Identity of process groups with exactly these members. It changes when any of them restarts."""
         return tuple(f"{member.key}:{member.num_ranks}" for _, member in self.members)
 
     @property
     def layouts(self) -> tuple[EngineLayout, ...]:
-        """Those of which members want checksums."""
+        """Layouts of members that request checksums."""
         return tuple(dict.fromkeys(member.wants for _, member in self.members if member.wants is not None))
 
     @property
     def is_compared(self) -> bool:
-        """Whether some member wants the identity of what is sent."""
+        """Whether a member needs the combined fingerprint of the sent weights."""
         return any(member.is_compared for _, member in self.members)
 
     @property
     def world_size(self) -> int:
-        """Ranks of a group: the trainer's one, and all of the engines."""
+        """Ranks of a process group: one of the trainer, and all of the engines."""
         return 1 + sum(member.num_ranks for _, member in self.members)
 
     @property
     def offsets(self) -> dict[str, int]:
-        """Each engine's first rank in a group."""
+        """Each engine's first rank in a process group."""
         offsets: dict[str, int] = {}
         rank = 1
         for _, member in self.members:
@@ -67,17 +67,17 @@ class Membership:
 
 @dataclass
 class Outcome:
-    """How a session ended."""
+    """Outcome of a weight sync."""
 
     membership: Membership
-    failed: dict[str, str] = field(default_factory=dict[str, str])  # by engine, by rollout actor, or "": the trainer's
-    is_finished: bool = False  # all was sent, and the engines were asked what they hold
+    failed: dict[str, str] = field(default_factory=dict[str, str])  # by engine, by rollout actor, or "" for the trainer
+    is_finished: bool = False  # all was sent, and the engines were called to verify it
     num_buckets: int = 0
     sent_bytes: int = 0
 
     @property
     def out(self) -> dict[str, str]:
-        """Why members do not hold the version, by engine."""
+        """Reasons why members do not hold the version, by engine."""
         unfinished = "; ".join(self.failed.values()) or "it was not finished"
         everybody = self.failed.get("") or ("" if self.is_finished else unfinished)
         found = {
@@ -88,13 +88,13 @@ class Outcome:
 
     @property
     def holds(self) -> tuple[str, ...]:
-        """Members that proved to hold the version."""
+        """Members that are verified to hold the version."""
         out = self.out
         return tuple(engine for engine in self.membership.engines if engine not in out)
 
 
 def joined(failures: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Failures of several ranks; the first reason of each engine counts."""
+    """Merge the failures of several ranks. The first reason of each engine counts."""
     found: dict[str, str] = {}
     for each in failures:
         for name, reason in each.items():
@@ -103,7 +103,7 @@ def joined(failures: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def of_all_stages(stages: Sequence[Mapping[str, list[dict[str, str]]]]) -> dict[str, list[dict[str, str]]]:
-    """What engines will say of the tensors of all stages; no tensor is of two."""
+    """Merge the predicted checksums of all stages. No tensor belongs to two stages."""
     whole: dict[str, list[dict[str, str]]] = {}
     for stage in stages:
         for key, ranks in stage.items():

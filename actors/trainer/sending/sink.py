@@ -1,6 +1,6 @@
-"""Buckets on their way to engines: a sink of the export (models/handover.py).
+"""Sinks of the weight export (models/handover.py) that send buckets to engines.
 
-A bucket is one buffer, in which its tensors lie one behind the other (SGLang's `flattened_bucket`).
+A bucket is one buffer that holds its tensors one after another (SGLang's `flattened_bucket`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,16 +19,16 @@ from runtime.checksums import fingerprint
 
 
 class Way(Protocol):
-    """Gets buckets to the engines of a session."""
+    """Transport of buckets to the engines of a weight sync."""
 
     def carry(self, step: BucketSent, flat: Tensor, ask: Ask, timeout_s: float) -> Mapping[str, str]:
-        """Have engines take a bucket; why some did not, by engine.
+        """Have the engines load a bucket. Returns the reasons of failures by engine.
 
         Args:
-            step: what it holds.
-            flat: its bytes; shape (bytes,), uint8.
-            ask: has the engines take it.
-            timeout_s: for that.
+            step: metadata of the bucket.
+            flat: bytes of the bucket; shape (bytes,), uint8.
+            ask: calls the engines to load it.
+            timeout_s: seconds for that call.
 
         Raises:
             RuntimeError, OSError: it could not be sent.
@@ -37,31 +37,31 @@ class Way(Protocol):
 
 
 class Sent(NamedTuple):
-    """What a rank has sent."""
+    """Result of one rank's sending."""
 
     num_buckets: int = 0
     size_bytes: int = 0
-    fingerprints: dict[str, str] = {}  # by tensor; empty: they were not wanted
-    failed: dict[str, str] = {}  # reason by engine; of the rank itself under no name
-    expected: OfLayouts = {}  # what engines will say of the stage's tensors
+    fingerprints: dict[str, str] = {}  # by tensor; empty: not requested
+    failed: dict[str, str] = {}  # reason by engine; the rank's own failure under ""
+    expected: OfLayouts = {}  # predicted checksums of the stage's tensors
 
 
 class NoSink:
-    """Of ranks to which no tensors come."""
+    """Null sink for ranks that receive no tensors."""
 
     is_free = True
 
     def hand_over(self, bucket: Bucket, *, wait: bool = False) -> None:
-        """There is nothing in it."""
+        """Ignore a bucket, which is empty."""
         assert not bucket
 
     def close(self) -> Sent:
-        """Nothing was sent."""
+        """Return an empty result."""
         return Sent()
 
 
 class BucketSink:
-    """Sends a bucket on a thread of its own while the next one is gathered, and has engines take it meanwhile."""
+    """Sends a bucket to the engines on a separate thread, while the next one is gathered."""
 
     def __init__(
         self,
@@ -74,16 +74,16 @@ class BucketSink:
         fingerprints: bool,
         timeout_s: float,
     ) -> None:
-        """Nothing is sent yet.
+        """Prepare to send.
 
         Args:
-            session: for which.
-            stage: of the pipeline.
-            way: to the engines.
-            ask: has the session's engines take something.
-            reckoning: is fed with what is sent, meanwhile.
-            fingerprints: of the tensors, are wanted.
-            timeout_s: for a bucket.
+            session: ID of the weight sync.
+            stage: pipeline stage of this rank.
+            way: transport to the engines.
+            ask: calls the member engines.
+            reckoning: predicts checksums of the sent tensors in the background.
+            fingerprints: compute fingerprints of the tensors.
+            timeout_s: seconds for a bucket.
         """
         self._session = session
         self._stage = stage
@@ -94,7 +94,7 @@ class BucketSink:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="send")
         self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reckon")
         self._sending: Future[None] | None = None
-        self._rooms: list[Tensor] = []  # of the bucket that is sent, and of the one that is filled
+        self._rooms: list[Tensor] = []  # buffers of the bucket being sent and of the one being filled
         self._num_buckets = self._size_bytes = 0
         self._are_noted = fingerprints
         self._fingerprints: dict[str, str] = {}
@@ -106,9 +106,9 @@ class BucketSink:
         return self._sending is None or self._sending.done()
 
     def hand_over(self, bucket: Bucket, *, wait: bool = False) -> None:
-        """Have a bucket sent, once the one before is. What comes after a failure is dropped."""
+        """Send a bucket after the previous one. Buckets after a failure are dropped."""
         ordered = aligned(bucket)
-        flat = self._flattened(ordered) if bucket and not self._failed else None  # while the one before is sent
+        flat = self._flattened(ordered) if bucket and not self._failed else None  # while the previous one is sent
         self._wait()
         if flat is not None and not self._failed:
             self._sending = self._executor.submit(self._send, ordered, flat)
@@ -116,16 +116,16 @@ class BucketSink:
             self._wait()
 
     def close(self) -> Sent:
-        """Wait until all is sent and say what was."""
+        """Wait until everything is sent, and return the result."""
         self._wait()
-        self._rooms.clear()  # engines in turns want the memory next
+        self._rooms.clear()  # colocated engines need the memory next
         self._executor.shutdown()
         self._beside.shutdown()
         expected = {} if self._failed else self._reckoning.result()
         return Sent(self._num_buckets, self._size_bytes, self._fingerprints, self._failed, expected)
 
     def _flattened(self, bucket: Bucket) -> Tensor:
-        """The bytes of a bucket, in memory that is used again: new pages take longer than the copy."""
+        """Copy the bytes of a bucket to a reused buffer: new memory pages take longer than the copy."""
         size = sum(tensor.nbytes for _, tensor in bucket)
         room = self._rooms.pop(0) if len(self._rooms) > 1 else None
         if room is None or len(room) < size:
@@ -137,7 +137,7 @@ class BucketSink:
         sending, self._sending = self._sending, None
         if sending is not None:
             try:
-                sending.result()  # ends by the group's time limit
+                sending.result()  # ends at the group's timeout
             except (RuntimeError, OSError, ValueError) as error:
                 self._failed.setdefault("", f"bucket {self._num_buckets}: {error}")
 
@@ -156,7 +156,7 @@ class BucketSink:
 
 
 def described(session: str, stage: int, index: int, bucket: Bucket) -> BucketSent:
-    """What engines are told of a bucket, whichever way it goes."""
+    """Describe a bucket for engines, independent of the transport."""
     return BucketSent(
         session=session,
         stage=stage,
@@ -168,7 +168,7 @@ def described(session: str, stage: int, index: int, bucket: Bucket) -> BucketSen
 
 
 def fingerprints_of(bucket: Bucket) -> dict[str, str]:
-    """Of each tensor, by name."""
+    """Compute the fingerprint of each tensor, by name."""
     entries = [(entry_of(name, tensor), tensor) for name, tensor in bucket]
     return {
         entry.name: fingerprint(entry.name, entry.dtype, entry.shape, bytes_of(tensor)) for entry, tensor in entries
@@ -176,16 +176,16 @@ def fingerprints_of(bucket: Bucket) -> dict[str, str]:
 
 
 def aligned(bucket: Sequence[tuple[str, Tensor]]) -> Bucket:
-    """A bucket in which each tensor begins at a multiple of its numbers' size: SGLang refuses others."""
+    """Sort a bucket so that each tensor starts at a multiple of its element size: SGLang rejects others."""
     return sorted(bucket, key=lambda item: -item[1].element_size())
 
 
 def flattened(bucket: Bucket, out: Tensor | None = None) -> Tensor:
-    """The bytes of all tensors, one behind the other; shape (bytes,), uint8, on their device. Always a copy.
+    """Copy the bytes of all tensors, one after another; shape (bytes,), uint8, on their device.
 
     Args:
-        bucket: of at least one tensor.
-        out: where they go; as many bytes. None: into new memory.
+        bucket: at least one tensor.
+        out: buffer for the bytes, of the same size; None: new memory.
     """
     tensors = [tensor.detach().contiguous().flatten().view(torch.uint8) for _, tensor in bucket]
     return torch.cat(tensors, out=out)
