@@ -18,8 +18,8 @@ The tiny engine has one rank and pads nothing. `why_not` rejects models with MLA
 quantized engines. It also rejects two forms of Qwen3-MoE that SGLang 0.5.23 builds as other models: with a tied head,
 or with layers without experts. (SGLang ignores `mlp_only_layers` and `decoder_sparse_step`.)
 
-Some differences are not visible here. Expert, data and pipeline parallelism in the engine shard otherwise. Engines on
-GPUs hash otherwise, and SGLang packs matrices on CPUs with AMX. In these cases nothing can be compared.
+Some differences are not visible here. Expert, data and pipeline parallelism in the engine shard differently. Engines on
+GPUs hash differently, and SGLang packs matrices on CPUs with AMX. In these cases nothing can be compared.
 """
 
 import hashlib

@@ -31,7 +31,7 @@ class Membership:
 
     @property
     def readers(self) -> dict[str, int]:
-        """Ranks of each engine."""
+        """Number of ranks of each engine."""
         return {member.engine: member.num_ranks for _, member in self.members}
 
     @property
