@@ -1,4 +1,4 @@
-"""What all tests share; fixtures for one subject are in tests/fixtures/, one plug-in per file."""
+"""Hooks and fixtures of all tests. Fixtures of one subject are in tests/fixtures/, one plug-in per file."""
 
 import gc
 import os
@@ -15,22 +15,22 @@ from runtime.settings.devices import HIDDEN
 pytest_plugins = [f"tests.fixtures.{file.stem}" for file in sorted(Path(__file__).parent.glob("fixtures/[a-z]*.py"))]
 
 SESSION_MARK = "PHYSARUM_TEST_SESSION"  # in the environment of every process that a test starts, orphans included
-END_S = float(os.environ.get("PHYSARUM_TEST_END_S", "5"))  # a process that was told to stop has this long to be gone
-# The standard library's own helpers live as long as the interpreter that started them.
-MANY_DESCRIPTORS = 250  # opened by tests since the last collection of garbage
+END_S = float(os.environ.get("PHYSARUM_TEST_END_S", "5"))  # seconds for a stopped process to end
+# Helpers of the standard library live as long as the interpreter that started them.
+MANY_DESCRIPTORS = 250  # file descriptors opened by tests since the last garbage collection
 OUTLIVES_A_TEST = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
 class Collected:
-    """What a collection of garbage left."""
+    """State after the last garbage collection."""
 
     num_fds = 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr != "gpu":
-        os.environ.update(HIDDEN)  # what tests compare is computed on the CPU, whatever the machine has
-    settings.register_profile("no clock", deadline=None)  # an example takes as long as the machine makes it
+        os.environ.update(HIDDEN)  # tests compare results computed on the CPU, whatever the machine has
+    settings.register_profile("no clock", deadline=None)  # durations depend on the machine
     settings.load_profile("no clock")
     os.environ[SESSION_MARK] = uuid.uuid4().hex
     os.environ["HF_HUB_OFFLINE"] = "1"  # no test depends on a network
@@ -39,12 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole runs first: what takes longest is not to begin when one of the workers has nothing else left."""
+    """Run the tests of whole runs first, so that the longest tests do not start last on one worker."""
     items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
 
 
 def pytest_runtest_logfinish() -> None:
-    """Ends what trainers in this process left: a process group's threads and sockets live until it is collected."""
+    """Free process groups of trainers in this process: their threads and sockets live until garbage collection."""
     process = psutil.Process()
     if process.num_fds() > Collected.num_fds + MANY_DESCRIPTORS:
         gc.collect()
@@ -58,7 +58,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(autouse=True)
 def leaves_no_child_process() -> Iterator[None]:
-    """Fails a test that leaves behind a process it started, or one that such a process started."""
+    """Fail a test that leaves a child process, direct or indirect, behind."""
     before = {process.pid for process in descendants()}
     yield
     left = [process for process in descendants() if process.pid not in before]
@@ -71,7 +71,7 @@ def leaves_no_child_process() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def session_leaves_no_process() -> Iterator[None]:
-    """The same for the whole session, so that session fixtures clean up too."""
+    """Fail the session if any of its processes is left, so that session fixtures clean up, too."""
     yield
     _, alive = psutil.wait_procs(descendants() + orphans(), timeout=END_S)
     lines = [describe(process) for process in alive]
@@ -85,7 +85,7 @@ def descendants() -> list[psutil.Process]:
 
 
 def orphans() -> list[psutil.Process]:
-    """Processes of this session that are no descendants any more, known by the mark in their environment."""
+    """Processes of this session that are no descendants any more, found by the mark in their environment."""
     mark = os.environ[SESSION_MARK]
     return [process for process in psutil.process_iter() if process.pid != os.getpid() and mark_of(process) == mark]
 
@@ -93,7 +93,7 @@ def orphans() -> list[psutil.Process]:
 def mark_of(process: psutil.Process) -> str | None:
     try:
         return None if outlives_a_test(process) else process.environ().get(SESSION_MARK)
-    except (psutil.Error, OSError):  # gone meanwhile, or another user's
+    except (psutil.Error, OSError):  # it has ended, or belongs to another user
         return None
 
 

@@ -1,4 +1,4 @@
-"""A served model that has whatever tokens a test makes up."""
+"""A served model that accepts any tokens."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from actors.rollout.requests.served_model import ServedModel
 
 
 class AnyTokens(ServedModel):
-    """Any token and any text will do; none ends an answer."""
+    """Accepts any token and any text; no token ends an answer."""
 
     def __init__(self, encode: Callable[[str], list[int]] = lambda _: []) -> None:
         super().__init__(Path(), 1 << 31, frozenset())

@@ -1,4 +1,4 @@
-"""A rollout actor's generator on engines behind proxies that spoil answers, and what may be believed of what comes."""
+"""A rollout actor's generator on engines behind proxies that corrupt answers, and checks of its results."""
 
 import math
 import time
@@ -27,7 +27,7 @@ from messages import EngineRequestsFailed, EngineStateChanged, Message, Sampling
 from tests.support.rollout import announcement
 from tests.support.spoiling_proxy import Case, Proxy, spoiling
 
-LONG: Final = 260  # tokens: as few as are streamed
+LONG: Final = 260  # tokens: smallest length that is streamed
 SHORT: Final = 12
 PATIENCE: Final = Patience(first_s=4.0, next_s=4.0)
 START_S: Final = 60.0
@@ -37,16 +37,16 @@ Choose = Callable[[dict[str, Any]], Case | None]
 
 @dataclass
 class Behind:
-    """What a test holds."""
+    """Generator, fleet and proxies of a test, and the events and kills so far."""
 
     generator: Generator
     fleet: Fleet
     proxies: list[Proxy]
-    told: list[Message]  # events about engines
-    killed: list[str]  # why engines of the run were to be killed
+    told: list[Message]  # engine events
+    killed: list[str]  # reasons of requested engine kills
 
     def truths(self, rid: str) -> list[dict[tuple[int, ...], tuple[float, ...]]]:
-        """What engines answered to the tries of a request in truth: log-probs by tokens, of each member of a batch."""
+        """Uncorrupted answers to all tries of a request: log-probs by tokens, for each member of a batch."""
         found: list[dict[tuple[int, ...], tuple[float, ...]]] = []
         for proxy in self.proxies:
             for name, truth in proxy.truths.items():
@@ -58,7 +58,7 @@ class Behind:
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[tuple[int, ...], tuple[float, ...]]:
-    """The tokens of an answer, and all beginnings of them that chunks end at, with their log-probs."""
+    """Map the tokens of an answer, and every prefix at which a chunk ends, to their log-probs."""
     ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
     beginnings = {ids: log_probs}
@@ -74,7 +74,7 @@ def joined(parts: Sequence[dict[str, Any]]) -> dict[tuple[int, ...], tuple[float
 
 
 def request(rid: str, max_new_tokens: int, *, members: int = 1, seed: int = 1) -> GenerateRequest:
-    """A request of one sample or of several."""
+    """Make a request of one or several samples."""
     return GenerateRequest(
         rid=rid,
         input_ids=[[3, 4, 5 + index % 50] for index in range(members)],
@@ -87,7 +87,7 @@ def request(rid: str, max_new_tokens: int, *, members: int = 1, seed: int = 1) -
 
 
 def problem_of(answers: Sequence[Answer], behind: Behind, rid: str, *, max_new_tokens: int, whole: bool) -> str:
-    """What is wrong with what came of a request; empty: every token and log-prob is as an engine sampled it."""
+    """Compare answers with the engine's. Empty if every token and log-prob is as an engine sampled it."""
     truths = behind.truths(rid)
     for answer in answers:
         ids = tuple(answer.output_ids)
@@ -104,7 +104,7 @@ def problem_of(answers: Sequence[Answer], behind: Behind, rid: str, *, max_new_t
 
 
 async def outcome(behind: Behind, asked: GenerateRequest, *, streamed: bool, limit_s: float) -> str:
-    """What becomes of a request: "good", "refused: ..." or what is wrong. A stream that was cut short goes on."""
+    """Send a request and return "good", "refused: ..." or the problem. A partial stream may be continued."""
     started = time.monotonic()
     try:
         with anyio.fail_after(limit_s):
@@ -113,7 +113,7 @@ async def outcome(behind: Behind, asked: GenerateRequest, *, streamed: bool, lim
         return f"nothing within {time.monotonic() - started:.0f} s"
     except RequestRefused as error:
         return f"refused: {error}"
-    except Exception as error:  # noqa: BLE001 - a row of the table is not to hide the others
+    except Exception as error:  # noqa: BLE001 - one failing case must not hide the others
         return f"raised {error!r}"
     if generated is None:
         return "halted"
@@ -139,17 +139,17 @@ async def behind_proxies(
     give_up_after_s: float = 600.0,
     weights: Path | None = None,
 ) -> AsyncGenerator[Behind]:
-    """A generator over engines that run, each behind a proxy of its own.
+    """Run a generator over running engines, each behind its own proxy.
 
     Args:
-        engines: their URLs.
-        router: URL of one that knows none of them.
-        model: that they serve.
-        chooses: which answers each proxy spoils.
-        ours: the run started the engines.
-        limits: of the watchdog.
-        weights: directory of the model's weights; none: they lie with it.
-        give_up_after_s: how long engines that are up may answer nothing.
+        engines: URLs of the engines.
+        router: URL of a router without engines.
+        model: Directory of the served model.
+        chooses: For each proxy, the function that chooses which answers to corrupt.
+        ours: Whether the run started the engines.
+        limits: Limits of the watchdog.
+        weights: Directory of the model's weights. None: the model directory.
+        give_up_after_s: Longest time without an answer from running engines, in seconds.
     """
     async with AsyncExitStack() as stack:
         proxies = [
@@ -179,7 +179,7 @@ async def behind_proxies(
 
 
 class TellingNotices(Notices):
-    """Keeps the events that would be published."""
+    """Keeps the events instead of publishing them."""
 
     def __init__(self, told: list[Message]) -> None:
         super().__init__("rollout")

@@ -1,4 +1,4 @@
-"""What lies in a checkpoint of the trainer, whole, without Megatron-core."""
+"""Reads all tensors of a trainer checkpoint without Megatron-core."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All tensors by name."""
+    """Load all tensors by name."""
     found: dict[str, Any] = {}
     _load_state_dict(found, FileSystemReader(checkpoint), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     return {name: value for name, value in _flat("", found) if isinstance(value, torch.Tensor)}

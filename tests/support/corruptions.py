@@ -1,4 +1,4 @@
-"""What may happen to weights between trainer and engine, and what is then said of the engine."""
+"""Corruptions of weights between trainer and engine, and the expected error texts."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -17,31 +17,31 @@ LAST: Final = NUM_BUCKETS - 1
 
 
 class Version(NamedTuple):
-    """The weights of a version, and of the one before."""
+    """Weights of one version, and of the version before it."""
 
     now: Tensors
     before: Tensors
 
     def bucket_of(self, name: str) -> int:
-        """In which bucket a tensor comes."""
+        """Return the bucket that contains a tensor."""
         return next(index for index, bucket in enumerate(buckets_of(self.now)) if name in dict(bucket))
 
 
 class Case(NamedTuple):
-    """A corruption, and what is said of the engine."""
+    """A corruption, and the expected error texts."""
 
     corruption: Corruption
     says: tuple[str, ...]
-    is_by_tensors: bool = True  # its tensors differ; else it has not got what was sent
+    is_by_tensors: bool = True  # True: its tensors differ; False: the set of received tensors is wrong
 
 
 def came(version: Version, name: str) -> str:
-    """How a tensor is named, with its bucket."""
+    """Text that names a tensor and its bucket."""
     return f"{name}, which came in bucket {version.bucket_of(name)} of stage 0"
 
 
 def cases(version: Version) -> dict[str, Case]:
-    """One of each kind."""
+    """One case of each kind."""
     wrong = (QKV, came(version, KEY))
     return {
         "high byte": Case(flipped(KEY, 3, 0x7F), wrong),
@@ -59,7 +59,7 @@ def cases(version: Version) -> dict[str, Case]:
 
 
 def random_cases(version: Version, number: int, seed: int) -> Iterator[Case]:
-    """Corruptions of random tensors and buckets: half of them a flipped bit, and half of these a lowest one."""
+    """Yield corruptions of random tensors and buckets. Half of them flip bits, and half of these the lowest bit."""
     generator = random.Random(seed)
     for _ in range(number):
         yield generator.choice((_flipped_bit, _flipped_bit, _of_a_tensor, _of_a_bucket))(version, generator)
@@ -90,7 +90,7 @@ def _of_a_bucket(version: Version, generator: random.Random) -> Case:
 
 
 def _twins(version: Version) -> list[tuple[str, str]]:
-    """Tensors of the same shape in the same bucket."""
+    """Pairs of tensors with the same shape in the same bucket."""
     return [
         (one, other)
         for bucket in buckets_of(version.now)
@@ -101,17 +101,17 @@ def _twins(version: Version) -> list[tuple[str, str]]:
 
 
 def zeros(name: str) -> Corruption:
-    """A tensor is nothing but zeros."""
+    """Replace a tensor by zeros."""
     return changed(name, lambda own: own.zero_())
 
 
 def stale(name: str, version: Version) -> Corruption:
-    """A tensor is that of the version before."""
+    """Replace a tensor by that of the version before."""
     return changed(name, lambda own: own.copy_(version.before[name].flatten().view(torch.uint8)))
 
 
 def swapped(one: str, other: str) -> Corruption:
-    """Two tensors of a bucket have each other's names."""
+    """Swap the names of two tensors of a bucket."""
     names_of = {one: other, other: one}
 
     def corrupt(sending: Sending) -> Sequence[Sending]:
@@ -122,7 +122,7 @@ def swapped(one: str, other: str) -> Corruption:
 
 
 def wrong_dtype(name: str) -> Corruption:
-    """Numbers are taken for integers."""
+    """Declare a float tensor as int32."""
 
     def corrupt(sending: Sending) -> Sequence[Sending]:
         dtypes = tuple("int32" if each == name else "float32" for each in sending.step.names)
@@ -132,14 +132,14 @@ def wrong_dtype(name: str) -> Corruption:
 
 
 def lost_case(index: int) -> Case:
-    """A bucket does not come."""
+    """Drop a bucket."""
     got = f"got {LAST} of {NUM_BUCKETS} buckets of session"
     says = got if index == LAST else f"bucket {index + 1} of stage 0 came, bucket {index} was due"
     return Case(lambda sending: [] if sending.step.index == index else [sending], (says,), is_by_tensors=False)
 
 
 def duplicate_case(index: int, version: Version) -> Case:
-    """After the last bucket one of the version before comes once more."""
+    """Send an old bucket again after the last one, with the weights of the version before."""
     tensors = [tensor for _, tensor in buckets_of(version.before)[index]]
     old = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])
     seen: dict[int, Sending] = {}
@@ -152,7 +152,7 @@ def duplicate_case(index: int, version: Version) -> Case:
 
 
 def truncated(sending: Sending) -> Sequence[Sending]:
-    """The last bucket comes without its last tensor."""
+    """Drop the last tensor of the last bucket."""
     step = sending.step
     if step.index != LAST:
         return [sending]
@@ -162,7 +162,7 @@ def truncated(sending: Sending) -> Sequence[Sending]:
 
 
 def unknown(sending: Sending) -> Sequence[Sending]:
-    """The last bucket has a tensor more, which the model has not."""
+    """Add a tensor to the last bucket that the model does not have."""
     step = sending.step
     more = {"names": UNKNOWN, "dtypes": "float32", "shapes": (1,)}
     fields = {name: (*getattr(step, name), value) for name, value in more.items()}

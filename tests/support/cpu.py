@@ -1,4 +1,4 @@
-"""CPU time of commands as a multiple of a bare interpreter's start: the same on a busy machine as on an idle one."""
+"""CPU time of commands relative to the start of a bare interpreter, so that a busy machine gives the same result."""
 
 import resource
 import subprocess
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def interpreter_starts(command: Sequence[object], *, tries: int = 3, **options: Any) -> float:
-    """CPU time of a command that ends with 0, in starts of a bare interpreter; the best of some tries of each."""
+    """CPU time of a successful command, in starts of a bare interpreter. Takes the best of some tries of each."""
     bare = min(_cpu_s([sys.executable, "-c", "pass"], {}) for _ in range(tries))
     return min(_cpu_s(command, options) for _ in range(tries)) / bare
 

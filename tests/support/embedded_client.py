@@ -1,4 +1,4 @@
-"""A client for tests of the embedded engine: calls, streams, and waiting for what the engine itself reports."""
+"""HTTP client for tests of the tiny engine: calls, streams, and waiting for the load that the engine reports."""
 
 import json
 from collections.abc import AsyncIterator, Mapping
@@ -12,7 +12,7 @@ PROMPT: Final = [3, 4, 5]
 
 
 class Answer:
-    """Status and body of an answer; the body decoded where it is JSON."""
+    """Status and body of an answer. The body is decoded if it is JSON."""
 
     def __init__(self, status: int, data: bytes) -> None:
         self.status = status
@@ -24,7 +24,7 @@ class Answer:
 
 
 class EngineClient:
-    """One connection pool to one server."""
+    """A connection pool to one server."""
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         self.url = url
@@ -55,13 +55,13 @@ class EngineClient:
             return Answer(response.status, await response.read())
 
     async def generate(self, **fields: Any) -> Any:
-        """POST /generate, `PROMPT` unless fields name another; the body of the 200."""
+        """POST /generate with `PROMPT`, unless fields name another prompt. Return the body of the 200 answer."""
         answer = await self.post("/generate", generate_body(**fields))
         assert answer.status == 200, answer.text
         return answer.body
 
     async def stream(self, **fields: Any) -> AsyncIterator[Any]:
-        """Chunks of a streamed POST /generate; checks that [DONE] ends them."""
+        """Yield the chunks of a streamed POST /generate. Check that [DONE] ends them."""
         data = json.dumps(generate_body(stream=True, **fields)).encode()
         done = False
         async with self._session.post(f"{self.url}/generate", data=data) as response:
@@ -78,7 +78,7 @@ class EngineClient:
         assert done
 
     async def until(self, *, running: int | None = None, waiting: int | None = None) -> None:
-        """Ask the engine until it reports so many requests."""
+        """Poll the engine until it reports these numbers of requests."""
         with anyio.fail_after(TIMEOUT_S):
             while True:
                 (load,) = (await self.get("/v1/loads")).body["loads"]
@@ -86,14 +86,14 @@ class EngineClient:
                     return
 
     async def until_generated(self, num_tokens: int) -> None:
-        """Ask the engine until it holds at least so many tokens of running requests."""
+        """Poll the engine until it holds at least this number of tokens of running requests."""
         with anyio.fail_after(TIMEOUT_S):
             while (await self.get("/v1/loads")).body["loads"][0]["num_used_tokens"] < num_tokens:
                 pass
 
 
 def generate_body(*, max_new_tokens: int = 6, params: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
-    """A body for /generate: `PROMPT`, no end of text, log-probs, unless told otherwise."""
+    """Build a body for /generate. Defaults: `PROMPT`, no end of text, log-probs."""
     sampling = {"max_new_tokens": max_new_tokens, "ignore_eos": True} | (params or {})
     prompt: dict[str, Any] = {} if "text" in fields else {"input_ids": PROMPT}
     return prompt | {"sampling_params": sampling, "return_logprob": True} | fields

@@ -1,4 +1,4 @@
-"""Real embedded engines and routers for tests and benchmarks: tiny configs, server processes, free ports."""
+"""Real tiny engines and routers for tests and benchmarks: tiny configs, server processes, free ports."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from runtime.agent.supervision.ports import free_port
 
 ROOT: Final = Path(__file__).parents[2]
-START_TIMEOUT_S: Final = 60.0  # torch alone takes 20 on a loaded machine
+START_TIMEOUT_S: Final = 60.0  # importing torch alone takes 20 s on a loaded machine
 END_TIMEOUT_S: Final = 5.0
 POLL_S: Final = 0.02
 
@@ -26,7 +26,7 @@ class RunningEngine(NamedTuple):
 
 
 def write_config(directory: Path, **changes: Any) -> None:
-    """Write the config.json of a tiny Qwen3 without end-of-text token."""
+    """Write the config.json of a tiny Qwen3 without an end-of-text token."""
     config: dict[str, Any] = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -50,7 +50,7 @@ def write_config(directory: Path, **changes: Any) -> None:
 
 @contextlib.contextmanager
 def running_engine(directory: Path, *flags: str) -> Iterator[RunningEngine]:
-    """An engine of its own process on a free port, ready; ended and waited for at exit."""
+    """Run a tiny engine in a process of its own on a free port. Yields when ready; ends the process at exit."""
     port = free_port()
     command = [sys.executable, "-m", "actors.rollout.embedded", "--model-path", str(directory), "--port", str(port)]
     with running([*command, *flags]) as process:
@@ -61,7 +61,7 @@ def running_engine(directory: Path, *flags: str) -> Iterator[RunningEngine]:
 
 @contextlib.contextmanager
 def running_router(port: int, *worker_urls: str) -> Iterator[str]:
-    """The real sglang-router, round robin and without retries, with its workers registered and ready."""
+    """Run the real sglang-router, round robin and without retries, with its workers registered and ready."""
     command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     flags = ["--policy", "round_robin", "--disable-retries", "--log-level", "error"]
     flags += ["--prometheus-port", str(free_port())]
@@ -77,7 +77,7 @@ def running_router(port: int, *worker_urls: str) -> Iterator[str]:
 @contextlib.contextmanager
 def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    silent = subprocess.DEVNULL  # the router's log: the output is the benchmark's
+    silent = subprocess.DEVNULL  # drops the router's log: standard output belongs to the benchmark
     process = subprocess.Popen(command, stdout=silent, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
     try:
         yield process
@@ -91,13 +91,13 @@ def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def post(url: str, body: object) -> tuple[int, Any]:
-    """POST JSON; the status and what the answer holds, decoded where it is JSON."""
+    """POST JSON. Return the status and the body, decoded if it is JSON."""
     data = json.dumps(body).encode()
     return _fetch(urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"}))
 
 
 def get(url: str) -> tuple[int, Any]:
-    """GET; as `post`."""
+    """GET, with the result of `post`."""
     return _fetch(urllib.request.Request(url))
 
 
@@ -122,5 +122,5 @@ def wait_until_200(url: str, process: subprocess.Popen[str]) -> None:
         with contextlib.suppress(OSError):
             if get(url)[0] == 200:
                 return
-        time.sleep(POLL_S)  # between two polls of a process that says nothing when it is ready
+        time.sleep(POLL_S)  # between two polls: the process does not report when it is ready
     raise AssertionError(f"{url} was not ready within {START_TIMEOUT_S} s")

@@ -1,4 +1,4 @@
-"""A package that says of itself what SGLang says: its version, and which arguments its server takes."""
+"""Fake sglang package that reports a version and the server's command-line arguments."""
 
 from pathlib import Path
 
@@ -66,7 +66,7 @@ print(json.dumps({"args": args, "marked": os.environ.get("MARKED"), "spawned_wit
 
 
 def write_fake_sglang(folder: Path, version: str = "0.5.23") -> Path:
-    """Write the package, as pip would; returns what PYTHONPATH is to name."""
+    """Write the package as pip would. Return the directory for PYTHONPATH."""
     srt = folder / "sglang" / "srt"
     srt.mkdir(parents=True, exist_ok=True)
     for place in (srt.parent, srt):
@@ -83,6 +83,6 @@ def write_fake_sglang(folder: Path, version: str = "0.5.23") -> Path:
 
 
 def times_imported(folder: Path) -> int:
-    """How often somebody imported its arguments."""
+    """Number of times that the package's server_args module was imported."""
     file = folder / "sglang" / "srt" / "imported"
     return len(file.read_text().splitlines()) if file.exists() else 0

@@ -1,4 +1,4 @@
-"""A log that is written by hand, the state that it folds to, and what is decided on it."""
+"""A hand-written log, its folded state and the decisions on it."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tests.build.events import announced, completed, trained, verdict
 
 
 class Log:
-    """A log and the state that it folds to; decisions are appended until there are none."""
+    """A log and its folded state. `decide` appends decisions until there are none."""
 
     def __init__(self, **settings: Any) -> None:
         defaults: dict[str, Any] = {"num_steps": 3, "rollout_batch_size": 2, "over_sampling_batch_size": 2}

@@ -1,4 +1,4 @@
-"""A small run told as events, by hand."""
+"""The events of a small run, written by hand."""
 
 from messages import (
     BufferStarted,
@@ -25,8 +25,8 @@ def done(group_id: int, attempt: int = 0) -> GroupCompleted:
     return completed(group_id, attempt, samples=(SAMPLE,), instance=INSTANCE)
 
 
-# Eight groups. Step 0 trains 0 and 1; 2 is dropped, 3 aborted and issued again, 4 fails. The trainer dies after it has
-# trained step 1 (groups 3 and 5) and saved it, before it says so. Group 6 is closed, 7 stays in flight.
+# Eight groups. Step 0 trains 0 and 1; 2 is dropped, 3 is aborted and issued again, 4 fails. The trainer trains step 1
+# (groups 3 and 5), saves it and dies before it publishes the event. Group 6 is closed, 7 stays in flight.
 LOG: tuple[Message, ...] = (
     BufferStarted(incarnation=1),  # 1
     announced(1, 0),

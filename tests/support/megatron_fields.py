@@ -1,4 +1,4 @@
-"""The fields of the installed megatron-core's configs, as runtime/settings/megatron/fields.toml has them.
+"""Writes the fields of the installed megatron-core's configs in the form of runtime/settings/megatron/fields.toml.
 
 Run: python -m tests.support.megatron_fields > runtime/settings/megatron/fields.toml
 """
@@ -38,7 +38,7 @@ def _shown(default: Any) -> str:
 
 
 def page(tables: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
-    """The file."""
+    """Format the file."""
     lines = [
         "# Written by `python -m tests.support.megatron_fields`; do not edit.",
         f'version = "{metadata.version("megatron-core")}"',
@@ -50,7 +50,7 @@ def page(tables: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
 
 
 def _entry(key: str, text: str) -> str:
-    return f"{key} = {msgspec.json.encode(text).decode()}"  # JSON's strings are TOML's
+    return f"{key} = {msgspec.json.encode(text).decode()}"  # JSON strings are valid TOML
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Metric names: those that the code writes, read from its source, and those that docs/metrics.md has a row for."""
+"""Metric names in the source code, and those with a row in docs/metrics.md."""
 
 import ast
 import re
@@ -8,8 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
 WRITERS = {"trainer": "actors/trainer", "buffer": "actors/buffer", "report": "runtime/report"}
-ROW_KEYS = {"report": ("step", "time")}  # names without a family, which a source cannot be searched for
-READ = {  # what the report takes of the trainer's
+ROW_KEYS = {"report": ("step", "time")}  # names without a family, which a search of the source cannot find
+READ = {  # metrics that the report reads from the trainer
     ("report", "rollout/staleness_max"),
     ("report", "rollout/staleness_mean"),
     ("report", "train/sft_loss"),
@@ -19,7 +19,7 @@ ROW = re.compile(r"^\| `([^`]+)` \| ([a-z, ]+) \| ")
 
 
 def written() -> set[tuple[str, str]]:
-    """Who writes which metric; what a name takes from elsewhere is <>."""
+    """Find the metrics that each component writes. The variable parts of names become <>."""
     found = {(writer, name) for writer, names in ROW_KEYS.items() for name in names}
     for writer, folder in WRITERS.items():
         for path in (ROOT / folder).rglob("*.py"):
@@ -28,20 +28,20 @@ def written() -> set[tuple[str, str]]:
 
 
 def documented() -> set[tuple[str, str]]:
-    """The same of the page."""
+    """Find the metrics that the page documents, in the same form."""
     rows = filter(None, map(ROW.match, PAGE.read_text(encoding="utf-8").splitlines()))
     return {(writer, _any_hole(row[1])) for row in rows for writer in row[2].split(", ")}
 
 
 def undocumented(rows: Iterable[Mapping[str, object]]) -> set[str]:
-    """Names of real rows that the page has no row for."""
+    """Names in real rows without a row in the page."""
     forms = [re.compile(re.escape(name).replace("<>", r"[\w.-]+")) for _, name in documented()]
     names = {name for row in rows for name in row}
     return {name for name in names if not any(form.fullmatch(name) for form in forms)}
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
-    parts: set[ast.AST] = set()  # of an f-string, which come after it
+    parts: set[ast.AST] = set()  # parts of f-strings; ast.walk yields them after the f-string
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             parts.update(node.values)

@@ -1,4 +1,4 @@
-"""The embedded engine as it is, except that one token in a prompt ends its process a little later.
+"""The tiny engine, except that one prompt token ends its process a little later.
 
 python -m tests.support.mortal_engine TOKEN ARGUMENTS OF THE ENGINE...
 """
@@ -14,12 +14,12 @@ from actors.rollout.embedded.engine import frontend
 from actors.rollout.embedded.http import serve
 from actors.rollout.embedded.http.api import Job
 
-DIES_AFTER_S = 0.2  # others are there by then
+DIES_AFTER_S = 0.2  # other requests have arrived by then
 EXIT_CODE = 7
 
 
 class MortalFrontend(frontend.Frontend):
-    """Dies of a token."""
+    """Ends the process when a prompt contains the deadly token."""
 
     @asynccontextmanager
     async def generation(self, jobs: Sequence[Job]) -> AsyncGenerator[frontend.GenerateCall]:

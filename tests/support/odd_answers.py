@@ -1,6 +1,6 @@
-"""Unusual answers of an inference server: a table. A row is added by adding a `Case`.
+"""Unusual answers of an inference server, as a table of `Case` rows.
 
-`damaged` and `replaced` make rows that change what a chunk or an answer says; the rest change its bytes.
+`damaged` and `replaced` make rows that change the contents of a chunk or an answer. The others change its bytes.
 """
 
 import copy
@@ -14,15 +14,15 @@ from typing import Any, Final
 from tests.support.spoiling_proxy import DONE, Case, Spoil, Spoiled, Truth, event_of
 
 HTML: Final = b"<html><body>Bad gateway, please try again later.</body></html>"
-LORIS_S: Final = 1.0  # between two bytes
-VOCAB_SIZE: Final = 64  # of tiny_models.write_model
+LORIS_S: Final = 1.0  # seconds between two bytes
+VOCAB_SIZE: Final = 64  # that of tiny_models.write_model
 BAD_LOG_PROBS: Final = (math.nan, math.inf, -math.inf, -1e39, -3.4e38, -65504.0, 5.0)
 
 Change = Callable[[dict[str, Any]], None]
 
 
 def damaged(change: Change, *, last: bool = False) -> Spoil:
-    """Change one part of an answer: one with tokens, in the middle of a stream; or the last one, with the reason."""
+    """Change one part of an answer: one with tokens in the middle of a stream, or the last one with the reason."""
 
     def spoil(truth: Truth) -> Spoiled:
         parts = copy.deepcopy(truth.parts)
@@ -34,7 +34,7 @@ def damaged(change: Change, *, last: bool = False) -> Spoil:
 
 
 def at_token(key: int, value: object) -> Change:
-    """Say something else of a token in the middle: its log-prob (0), or its id there and among the ids (1)."""
+    """Change a token in the middle: its log-prob (key 0), or its id there and among the ids (key 1)."""
 
     def change(part: dict[str, Any]) -> None:
         index = len(part["output_ids"]) // 2
@@ -47,7 +47,7 @@ def at_token(key: int, value: object) -> Change:
 
 
 def with_meta(**values: Any) -> Change:
-    """Say something else in meta_info; `...` leaves a key out."""
+    """Change fields of meta_info; `...` removes a field."""
 
     def change(part: dict[str, Any]) -> None:
         for name, value in values.items():
@@ -60,12 +60,12 @@ def with_meta(**values: Any) -> Change:
 
 
 def ended(reason: object) -> Spoil:
-    """Another finish reason."""
+    """Change the finish reason."""
     return damaged(with_meta(finish_reason=reason), last=True)
 
 
 def aborted(code: int | None, message: str, *, whole_status: int = 200) -> Spoil:
-    """An abort before the first token: in a stream under 200, as an answer under its own status."""
+    """Abort before the first token: with status 200 in a stream, with its own status in a complete answer."""
     reason = {"type": "abort", "message": message, "status_code": code, "err_type": None}
 
     def spoil(truth: Truth) -> Spoiled:
@@ -84,23 +84,23 @@ def aborted(code: int | None, message: str, *, whole_status: int = 200) -> Spoil
 def bytes_instead(
     data: Sequence[bytes], *, status: int = 200, headers: dict[str, str] | None = None, **how: Any
 ) -> Spoil:
-    """Other bytes, whatever was asked."""
+    """Send other bytes, whatever the request was."""
     return lambda _: Spoiled(data, status=status, headers=headers or {}, **how)
 
 
 def framed(change: Callable[[list[bytes]], Sequence[bytes]], **how: Any) -> Spoil:
-    """The same answer, cut, joined or ordered otherwise."""
+    """Send the same answer with other boundaries or another order."""
     return lambda truth: Spoiled(change(truth.encoded()), **how)
 
 
 def error_object(body: object) -> Spoil:
-    """An error under status 200."""
+    """Send an error object with status 200."""
     encoded = json.dumps(body).encode()
     return lambda truth: Spoiled([b"data: " + encoded + b"\n\n", DONE] if truth.streamed else [encoded])
 
 
 def broken_off(share: float) -> Spoil:
-    """The connection ends in the middle, without an end."""
+    """Close the connection after a share of the answer."""
 
     def cut(written: list[bytes]) -> Sequence[bytes]:
         joined = b"".join(written)
@@ -110,7 +110,7 @@ def broken_off(share: float) -> Spoil:
 
 
 def slowly(truth: Truth) -> Spoiled:
-    """A byte a second."""
+    """Send one byte per second."""
     return Spoiled([bytes([byte]) for byte in event_of({"text": "never read to its end" * 99})], pause_s=LORIS_S)
 
 
@@ -147,13 +147,13 @@ def in_the_middle(old: bytes, new: bytes) -> Callable[[list[bytes]], Sequence[by
 
 
 def shifted(part: dict[str, Any]) -> None:
-    """Each token with the log-prob triple of the one before."""
+    """Give each token the log-prob triple of the token before."""
     triples = part["meta_info"]["output_token_logprobs"]
     triples[:] = [[-0.5, 10**6, None], *triples[:-1]]
 
 
 def spans(bounds: Callable[[int], Sequence[tuple[int, int]]]) -> Change:
-    """Weight spans with these bounds, by the number of tokens."""
+    """Set weight spans with these bounds, by the number of tokens."""
 
     def change(part: dict[str, Any]) -> None:
         meta = part["meta_info"]
@@ -164,7 +164,7 @@ def spans(bounds: Callable[[int], Sequence[tuple[int, int]]]) -> Change:
 
 
 def too_many(truth: Truth) -> Spoiled:
-    """Another token behind the last one, rightly counted and spanned."""
+    """Append a token after the last one, with consistent counts and spans."""
     parts = copy.deepcopy(truth.parts)
     meta = parts[-1]["meta_info"]
     parts[-1]["output_ids"].append(3)
@@ -175,7 +175,7 @@ def too_many(truth: Truth) -> Spoiled:
 
 
 def no_token(truth: Truth) -> Spoiled:
-    """A good end of nothing."""
+    """End successfully without any token."""
     parts = copy.deepcopy(truth.parts[-1:] if truth.streamed else truth.parts)
     for part in parts:
         part["text"], part["output_ids"] = "", []

@@ -1,4 +1,4 @@
-"""The table of unusual answers, tried on one engine: every row at once, among requests that are answered as usual."""
+"""Runs the table of unusual answers on one engine: all rows at once, among requests with normal answers."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -10,12 +10,12 @@ from tests.support.behind_proxies import LONG, SHORT, behind_proxies, outcome, r
 from tests.support.odd_answers import CASES
 from tests.support.spoiling_proxy import Case
 
-NUM_GOOD: Final = 60  # requests that are not spoiled, before, among and behind the others
-SPREAD_S: Final = 5.0  # over which they are sent
+NUM_GOOD: Final = 60  # requests with normal answers, sent among the others
+SPREAD_S: Final = 5.0  # seconds over which they are sent
 
 
 def first_try_of_each_row(body: dict[str, Any]) -> Case | None:
-    """The row that a request is for, at its first try."""
+    """Choose the row for the first try of a request."""
     how, _, rest = body["rid"].partition(".")
     if how not in ("streamed", "whole") or not body["rid"].endswith("-0"):
         return None
@@ -25,15 +25,15 @@ def first_try_of_each_row(body: dict[str, Any]) -> Case | None:
 async def check_every_row(
     engine: str, router: str, model: Path, *, limits: Patience, limit_s: float, weights: Path | None = None
 ) -> None:
-    """Spoil the first try of a request for each row, streamed and whole: each is answered, by what the engine sampled.
+    """Corrupt the first try of a request for each row, streamed and whole. Each must end with the engine's answer.
 
     Args:
         engine: URL of the engine.
-        router: URL of one that knows none.
-        model: that the engine serves.
-        limits: of the watchdog.
-        limit_s: seconds for a request.
-        weights: directory of the model's weights; none: they lie with it.
+        router: URL of a router without engines.
+        model: Directory of the served model.
+        limits: Limits of the watchdog.
+        limit_s: Seconds for one request.
+        weights: Directory of the model's weights. None: the model directory.
     """
     found: dict[str, str] = {}
     async with (

@@ -1,4 +1,4 @@
-"""A router that knows what it is told, without processes, for what an engine does around it."""
+"""In-memory router for tests of an engine's registration, without processes."""
 
 from collections.abc import Awaitable, Callable
 
@@ -6,11 +6,11 @@ from actors.rollout.sglang.client import RouterWorker, SglangClient
 
 
 class OneRouter(SglangClient):
-    """Knows the engines that it is told of; the engine that it asks for is as it was."""
+    """Client of a router that keeps its workers in memory. Calls to the engine succeed without effect."""
 
     def __init__(self) -> None:
         self.known: set[str] = set()
-        self.asked: Callable[[], Awaitable[None]] | None = None  # done once, before it says which it knows
+        self.asked: Callable[[], Awaitable[None]] | None = None  # called once, before the next list of workers
 
     async def workers(self, router: str) -> list[RouterWorker]:
         asked, self.asked = self.asked, None

@@ -1,4 +1,4 @@
-"""What another user of this machine sees: files, processes and ports, looked at without the rights of root."""
+"""Finds what another user of this machine can see of a run: files, processes and ports."""
 
 import json
 import subprocess
@@ -55,17 +55,17 @@ print(json.dumps(seen))
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What was found out."""
+    """What the other user could see."""
 
     files: list[str]  # below the run directory
-    readable: list[str]  # of the paths asked for
+    readable: list[str]  # those of the given paths that could be opened
     environments: list[str]
     command_lines: list[str]
-    ports: dict[str, str]  # what each said to a NATS client without a login, and to a request to generate
+    ports: dict[str, str]  # answers of each port to a NATS client without login and to a generate request
 
 
 def seen_by_nobody(run_dir: Path, pids: list[int], paths: list[Path], ports: list[tuple[str, int]]) -> Seen:
-    """What a process of another user finds out about a run. Only root can ask."""
+    """Inspect a run from a process of an unprivileged user. Needs root."""
     command = [sys.executable, "-I", "-S", "-c", _PROBE, json.dumps([str(run_dir), pids, ports]), *map(str, paths)]
     done = subprocess.run(command, capture_output=True, timeout=30, check=False, cwd="/")
     assert done.returncode == 0, done.stderr.decode()
@@ -74,19 +74,19 @@ def seen_by_nobody(run_dir: Path, pids: list[int], paths: list[Path], ports: lis
 
 @contextmanager
 def open_directory() -> Iterator[Path]:
-    """A directory that everybody may enter, unlike those of pytest."""
+    """A directory that every user may enter, unlike those of pytest."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         yield Path(name)
 
 
 def listening(pids: list[int]) -> list[tuple[str, int]]:
-    """Where processes take connections."""
+    """Addresses on which processes listen."""
     places = [place for pid in pids for place in psutil.Process(pid).net_connections("tcp")]
     return sorted({(place.laddr.ip, place.laddr.port) for place in places if place.status == psutil.CONN_LISTEN})
 
 
 def files_with(secret: str, directory: Path) -> list[str]:
-    """Files below a directory in which a secret stands."""
+    """Files below a directory that contain a secret."""
     found = [path for path in directory.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
     return sorted(str(path.relative_to(directory)) for path in found)

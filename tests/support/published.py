@@ -1,4 +1,4 @@
-"""Versions of weights as the trainer publishes them, of tensors that a test has in memory."""
+"""Publishes weight versions as the trainer does, from tensors in memory."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,13 +16,13 @@ Weights = Mapping[str, Tensor]
 
 
 def drawn(seed: int = 0) -> dict[str, Tensor]:
-    """Three matrices."""
+    """Draw three matrices."""
     generator = torch.Generator().manual_seed(seed)
     return {f"layers.{index}.w": torch.randn(40, 3, generator=generator).bfloat16() for index in range(3)}
 
 
 def changed(weights: Weights, number: int) -> dict[str, Tensor]:
-    """The next ones: two numbers are others."""
+    """Make the next weights: two elements differ."""
     after = {name: tensor.clone() for name, tensor in weights.items()}
     after["layers.1.w"][number % 40, 1] += 1
     after["layers.2.w"][number % 40, 2] -= 1
@@ -44,7 +44,7 @@ def publish(versions: Versions, number: int, weights: Weights, *, whole: bool = 
 
 
 def flip(file: Path, place: int) -> None:
-    """Change a bit of a byte; a negative place counts from the end."""
+    """Flip a bit of one byte. A negative place counts from the end."""
     content = bytearray(file.read_bytes())
     content[place] ^= 1
     file.write_bytes(content)

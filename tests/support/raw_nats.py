@@ -1,13 +1,13 @@
-"""A NATS client of a few lines that sends whatever it is told to, as a stranger may."""
+"""Minimal NATS client that sends any bytes, as an external client may."""
 
 import anyio
 
 
 async def publish_raw(url: str, subject: str | bytes, payload: bytes, headers: bytes | None = None) -> None:
-    """Publish bytes and wait until the server has them.
+    """Publish bytes and wait until the server has received them.
 
     Args:
-        headers: header lines without the version line, as they are to be sent.
+        headers: Header lines without the version line, sent as they are.
     """
     host, _, port = url.removeprefix("nats://").rpartition(":")
     name = subject.encode() if isinstance(subject, str) else subject

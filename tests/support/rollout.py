@@ -1,4 +1,4 @@
-"""The real router, and a rollout actor between it, a scripted engine and the bus."""
+"""A real router, and a rollout actor connected to it, to scripted engines and to the bus."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ from runtime.host.hosting import host
 from runtime.settings.topology import Topology
 from tests.support.scripted_engine import ScriptedEngine
 
-MODEL = Path(__file__).parent / "scripted_model"  # its config alone: room for whatever tokens scripts make
+MODEL = Path(__file__).parent / "scripted_model"  # only a config, with a vocabulary for all tokens of the scripts
 RECIPE: dict[str, Any] = {
     "run": {"name": "t"},
     "model": {"hf_checkpoint": str(MODEL)},
@@ -45,7 +45,7 @@ RECIPE: dict[str, Any] = {
 
 
 def topology_with(**tables: Any) -> Topology:
-    """A small topology; each argument replaces or extends a table."""
+    """Make a small topology. Each argument replaces or extends a table."""
     merged: dict[str, Any] = {**RECIPE, **tables}
     for name, table in RECIPE.items():
         if isinstance(table, dict) and name != "engines":
@@ -55,7 +55,7 @@ def topology_with(**tables: Any) -> Topology:
 
 @contextmanager
 def running_router() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A real sglang-router and its URL."""
+    """Run a real sglang-router; yield its process and URL."""
     port = free_port()
     command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--policy", "round_robin", "--disable-retries", "--disable-circuit-breaker", "--log-level", "error"]
@@ -68,7 +68,7 @@ def running_router() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
         process.wait(10)
 
 
-PROBE = WeightProbe(token_ids=(3, 4, 5), log_probs=(0.0, -0.5, -0.5))  # as a scripted engine answers it
+PROBE = WeightProbe(token_ids=(3, 4, 5), log_probs=(0.0, -0.5, -0.5))  # matches the answers of a scripted engine
 
 
 def announcement(version: int, *, step: int = 0, **fields: Any) -> WeightsAnnounced:
@@ -93,7 +93,7 @@ def task(
 
 
 async def grade(bus: Bus, reward: float = 1.0) -> None:
-    """A reward worker that gives everything the same reward, for ever."""
+    """Run a reward worker that gives every sample the same reward."""
     async with bus.consume(ScoreRequested, durable="reward") as deliveries:
         async for delivery in deliveries:
             request = delivery.message
@@ -106,7 +106,7 @@ async def grade(bus: Bus, reward: float = 1.0) -> None:
 async def rollout_actor(
     bus: Bus, router_url: str, engines: list[ScriptedEngine], topology: Topology, *, agent: str = ""
 ) -> AsyncGenerator[None]:
-    """A rollout actor at work on some engines, which an agent has started."""
+    """Run a rollout actor on some engines, as if a node daemon had started them."""
     for index, engine in enumerate(engines):
         await bus.kv.put(address_key("engine", "policy", index), Address(url=engine.url, agent=agent))
     await bus.kv.put(address_key("router", "policy", 0), Address(url=router_url))
@@ -121,7 +121,7 @@ async def rollout_actor(
 async def next_event(
     bus: Bus, *types: type[Message], from_seq: int = 1, timeout_s: float = 15.0
 ) -> tuple[Message, int]:
-    """The first event of some types from a log sequence on, and its sequence."""
+    """Return the first event of the given types from a log sequence on, and its sequence."""
     async with bus.read(*types, from_seq=from_seq) as events:
         received = await events.next(timeout_s)
         assert received is not None, f"no {[t.__name__ for t in types]} within {timeout_s} s"
@@ -135,7 +135,7 @@ async def completed(bus: Bus) -> GroupCompleted:
 
 
 async def until_applied(bus: Bus, version: int) -> WeightsApplied:
-    """Wait until engines have proved to hold a version, and what is said of it."""
+    """Wait until engines have verified a version; return the event."""
     async with bus.read(WeightsApplied) as events:
         while True:
             received = await events.next(15)
@@ -145,7 +145,7 @@ async def until_applied(bus: Bus, version: int) -> WeightsApplied:
 
 
 async def completed_groups(bus: Bus, number: int) -> list[GroupCompleted]:
-    """The first groups of the log."""
+    """Return the first completed groups in the log."""
     async with bus.read(GroupCompleted) as events:
         received = [await events.next(15) for _ in range(number)]
     return [one.message for one in received if one is not None]

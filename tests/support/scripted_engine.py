@@ -1,4 +1,4 @@
-"""An engine without a model: SGLang's HTTP API, answers by script, no time per token unless asked for."""
+"""Scripted engine: SGLang's HTTP API without a model, with scripted answers and no delay by default."""
 
 import asyncio
 import json
@@ -19,13 +19,13 @@ Script = Callable[[list[int], dict[str, Any]], list[int]]  # prompt ids, samplin
 
 
 def four_tokens(prompt: list[int], params: dict[str, Any]) -> list[int]:
-    """The script of a fast engine."""
+    """Script that answers at most four tokens."""
     return [1, 2, 3, 4][: params["max_new_tokens"]]
 
 
 @dataclass
 class ScriptedEngine:
-    """State and knobs of one engine."""
+    """State and settings of one engine."""
 
     script: Script = four_tokens
     checksum: str = "sum"
@@ -38,26 +38,26 @@ class ScriptedEngine:
     abort_at: asyncio.Event | None = None  # aborts wait for it
     update_at: asyncio.Event | None = None  # updates wait for it
     paused: bool = False
-    calls: list[str] = field(default_factory=list[str])  # pauses, updates, continues as they came
+    calls: list[str] = field(default_factory=list[str])  # pauses, updates and continues, in order
     update_bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    stream_every: int = 2  # tokens of a streamed chunk
-    incremental: bool = False  # chunks hold what is new, not all so far
-    break_at: asyncio.Event | None = None  # streams lose their connection behind the last token once it is set
-    streams: int = 0  # streamed requests that have sent all they send before they are held
+    stream_every: int = 2  # tokens per streamed chunk
+    incremental: bool = False  # True: chunks hold only new tokens; False: all tokens so far
+    break_at: asyncio.Event | None = None  # once set, streams lose their connection after the last token
+    streams: int = 0  # streamed requests that are held after their first tokens
     requests: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     updates: list[str] = field(default_factory=list[str])
-    checks: list[str] = field(default_factory=list[str])  # questions for its checksum: "paused" or "running"
-    probes: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # requests for a prompt's log-probs
-    prompt_log_prob: float = -0.5  # of each token of a prompt
-    swallows_weights: bool = False  # says yes and goes on with what it has
-    loads: Callable[[str], str] | None = None  # from a directory to the checksum that it has from then on
-    probe_reason: Callable[[], dict[str, Any]] = lambda: {"type": "length", "length": 0}  # how probes end
-    num_answered: int = 0  # requests whose answer is on its way whole
+    checks: list[str] = field(default_factory=list[str])  # checksum requests: "paused" or "running"
+    probes: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # requests for prompt log-probs
+    prompt_log_prob: float = -0.5  # of each prompt token
+    swallows_weights: bool = False  # reports success but keeps its weights
+    loads: Callable[[str], str] | None = None  # maps a weights directory to the checksum after the update
+    probe_reason: Callable[[], dict[str, Any]] = lambda: {"type": "length", "length": 0}  # finish reason of probes
+    num_answered: int = 0  # requests whose whole answer is being sent
     probe_at: asyncio.Event | None = None  # answers to probes wait for it
-    fails_to_continue: int = 0  # so many times
+    fails_to_continue: int = 0  # number of continue calls that will fail
     fails_to_resume: bool = False
-    given_back: set[str] = field(default_factory=set[str])  # kinds of memory
-    info: dict[str, Any] = field(default_factory=dict[str, Any])  # what it says of itself, on top
+    given_back: set[str] = field(default_factory=set[str])  # kinds of released memory
+    info: dict[str, Any] = field(default_factory=dict[str, Any])  # additional fields of its model and server info
     aborts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     _broken: bool = False
     _running: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
@@ -65,33 +65,33 @@ class ScriptedEngine:
     _arrived: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def wait_for_streams(self, number: int, timeout_s: float = 10.0) -> None:
-        """Return once that many streamed requests are held, with their first tokens sent."""
+        """Wait until that number of streamed requests are held, with their first tokens sent."""
         async with asyncio.timeout(timeout_s), self._arrived:
             await self._arrived.wait_for(lambda: self.streams >= number)
 
     async def wait_for_requests(self, number: int, timeout_s: float = 10.0) -> None:
-        """Return once that many requests have arrived since the start."""
+        """Wait until that number of requests have arrived since the start."""
         async with asyncio.timeout(timeout_s), self._arrived:
             await self._arrived.wait_for(lambda: len(self.requests) >= number)
 
     def release(self) -> None:
-        """Let everything that is held end, and hold no more."""
+        """Complete all held requests, and hold no more."""
         self.hold = False
         for event in self._running.values():
             event.set()
 
     def release_one(self) -> None:
-        """Let the oldest of what is held end."""
+        """Complete the oldest held request."""
         next(iter(self._running.values())).set()
 
     def break_connections(self) -> None:
-        """Lose every request that is in flight, as a killed engine does."""
+        """Drop every request in flight, as a killed engine does."""
         self._broken = True
         self.release()
 
     @property
     def held(self) -> int:
-        """The version that it calls its weights; 0: it was told none."""
+        """The version in its weight label; 0: no version."""
         return version_of(self.version)
 
     def app(self) -> web.Application:
@@ -152,7 +152,7 @@ class ScriptedEngine:
         return await asyncio.gather(*members)
 
     async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        """The first half of the tokens in chunks; the whole answer once it is not held."""
+        """Send the first half of the tokens in chunks, and the rest once the request is not held."""
         rid, params = body["rid"], body["sampling_params"]
         ids = self.script(body["input_ids"], params)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -195,12 +195,12 @@ class ScriptedEngine:
         event["text"] = event["text"][len(self.text(ids[:start])) :] if start else event["text"]
         event["output_ids"] = ids[start:]
         event["meta_info"]["output_token_logprobs"] = event["meta_info"]["output_token_logprobs"][start:]
-        if reason is None:  # as SGLang does: spans come with the end
+        if reason is None:  # like SGLang, which sends spans in the last chunk only
             del event["meta_info"]["weight_versions"]
         return event
 
     async def _held(self, rid: str) -> bool:
-        """Wait until it is released or aborted; whether it was aborted."""
+        """Wait until a request is released or aborted. True: it was aborted."""
         over = self._running[rid] = asyncio.Event()
         try:
             await over.wait()
@@ -269,7 +269,7 @@ class ScriptedEngine:
         return web.Response(status=400 if self._running else 200)
 
     async def _give_back(self, request: web.Request) -> web.Response:
-        """As SGLang does: one that is busy, or is told twice, is no server any more."""
+        """Release memory, like SGLang: a busy server, or one that has released it already, crashes."""
         tags = set((await request.json())["tags"])
         self.calls.append(f"release {' '.join(sorted(tags))}")
         assert not self._running
@@ -318,8 +318,8 @@ def _reason(ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def serving(engine: ScriptedEngine, port: int = 0) -> AsyncIterator[ScriptedEngine]:
-    """The engine on a port of its own for the duration of a block."""
-    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # the router greets in HTTP/2 first
+    """Serve the engine on a port during the block."""
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # the router tries HTTP/2 first
     runner = web.AppRunner(engine.app(), access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     try:

@@ -1,4 +1,4 @@
-"""A disk of a few bytes: a tmpfs of its own. Mounting needs root, which CI and development machines here have."""
+"""A tmpfs of limited size. Mounting needs root, as in CI and on development machines."""
 
 import subprocess
 from collections.abc import Generator
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @contextmanager
 def small_disk(place: Path, size_bytes: int) -> Generator[Path]:
-    """A directory on a disk of its own, gone when the block ends."""
+    """Mount a disk of limited size at a directory; unmount it after the block."""
     place.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(place)], check=True, timeout=10)
     try:
@@ -18,7 +18,7 @@ def small_disk(place: Path, size_bytes: int) -> Generator[Path]:
 
 
 def fill(place: Path, leave_bytes: int = 0) -> Path:
-    """Write a file that leaves so much room; returns it."""
+    """Fill the disk up to `leave_bytes` of free space. Return the file."""
     filler = place / "filler"
     with filler.open("wb", buffering=0) as file:
         try:

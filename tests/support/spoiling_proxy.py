@@ -1,7 +1,7 @@
-"""A proxy between a rollout actor and an engine: hands everything on, and spoils the answers to some /generate calls.
+"""Proxy between a rollout actor and an engine that forwards everything and corrupts answers to some /generate calls.
 
-Which answer is spoiled, and how, is said by a function of the request's body. What the engine answered in truth is
-kept, so that a test can compare what was believed with it. The ways of spoiling are in odd_answers.py.
+A function of the request's body chooses whether and how to corrupt an answer. The engine's original answer is kept for
+comparison. odd_answers.py has the kinds of corruption.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ SSE: Final = "text/event-stream"
 
 
 class Truth(NamedTuple):
-    """What an engine answered: a streamed request's chunks, a batch's members, or one answer."""
+    """An engine's original answer: chunks of a stream, members of a batch, or one answer."""
 
     parts: list[dict[str, Any]]
     streamed: bool
     batch: bool
 
     def encoded(self, parts: Sequence[dict[str, Any]] | None = None) -> list[bytes]:
-        """The answer in the form in which it came, with other parts in place of its own."""
+        """Encode the answer in its original form, or the given parts in place of its own."""
         parts = self.parts if parts is None else parts
         if self.streamed:
             return [*(event_of(part) for part in parts), DONE]
@@ -36,49 +36,49 @@ class Truth(NamedTuple):
 
 
 class Spoiled(NamedTuple):
-    """What a client gets instead."""
+    """A corrupted answer."""
 
-    written: Sequence[bytes] = ()  # one after another
+    written: Sequence[bytes] = ()  # written one after another
     status: int = 200
     headers: dict[str, str] = {}
-    pause_s: float = 0.0  # between two that are written
-    breaks: bool = False  # the connection is closed behind them, without an end
-    hangs: bool = False  # nothing more comes, and no end
+    pause_s: float = 0.0  # seconds between two writes
+    breaks: bool = False  # closes the connection after the last write, without a proper end
+    hangs: bool = False  # sends nothing after the last write, and no end
 
 
 Spoil = Callable[[Truth], Spoiled]
 
 
 class Case(NamedTuple):
-    """One way of spoiling an answer."""
+    """One way to corrupt an answer."""
 
     name: str
     spoil: Spoil
-    legal: bool = False  # unusual, but right: it is to be believed
-    streamed: bool = True  # it may be done to a stream
-    whole: bool = True  # it may be done to an answer that comes whole
-    asks: bool = True  # the engine is asked all the same
+    legal: bool = False  # unusual but valid: clients must accept it
+    streamed: bool = True  # applies to streams
+    whole: bool = True  # applies to complete answers
+    asks: bool = True  # the request is forwarded to the engine all the same
 
 
 def event_of(part: dict[str, Any]) -> bytes:
-    """A server-sent event."""
+    """Encode a server-sent event."""
     return b"data: " + json.dumps(part).encode() + b"\n\n"
 
 
 @dataclass
 class Proxy:
-    """Between a client and one engine.
+    """A proxy in front of one engine.
 
     Args:
         engine: URL of the engine.
-        choose: how to spoil the answer to a call of /generate, by its body; none: not at all.
+        choose: Chooses how to corrupt the answer to a /generate call, by its body. None: not at all.
     """
 
     engine: str
     choose: Callable[[dict[str, Any]], Case | None]
     url: str = ""
-    hangs_probes: bool = False  # calls of /generate without a token to sample are not answered
-    num_calls: int = 0  # of /generate with tokens to sample
+    hangs_probes: bool = False  # /generate calls for no new token get no answer
+    num_calls: int = 0  # /generate calls for new tokens
     spoiled: Counter[str] = field(default_factory=Counter[str])  # by name of the case
     spoiled_as: dict[str, str] = field(default_factory=dict[str, str])  # name of the case, by request id
     truths: dict[str, Truth] = field(default_factory=dict[str, Truth])  # by request id
@@ -116,10 +116,10 @@ class Proxy:
         try:
             async for chunk in answer.content.iter_any():
                 read += chunk
-                if read.endswith(DONE):  # which the client takes for the end
+                if read.endswith(DONE):  # the client ends here
                     self._note(bytes(read), answer.status, body)
                 await response.write(chunk)
-        finally:  # what came before the client went away may be used
+        finally:  # the client may use what it received before it disconnected
             if body.get("stream") or answer.content.at_eof():
                 self._note(bytes(read), answer.status, body)
         return response
@@ -132,7 +132,7 @@ class Proxy:
                 read, status = await answer.read(), answer.status
             self._note(read, status, body)
             truth = self.truths.get(body["rid"], truth)
-            if not truth.parts:  # it was refused, or aborted by somebody: nothing to spoil
+            if not truth.parts:  # refused or aborted: nothing to corrupt
                 return web.Response(body=read, status=status, content_type=answer.content_type)
         spoiled = case.spoil(truth)
         headers = {"Content-Type": SSE if truth.streamed else JSON, **spoiled.headers}
@@ -141,7 +141,7 @@ class Proxy:
             await response.prepare(request)
         for index, part in enumerate(spoiled.written):
             if index and spoiled.pause_s:
-                await asyncio.sleep(spoiled.pause_s)  # it is what the case is about
+                await asyncio.sleep(spoiled.pause_s)  # the delay is the subject of the case
             await response.write(part)
         if spoiled.hangs:
             await self._over.wait()
@@ -165,7 +165,7 @@ class Proxy:
 
 @asynccontextmanager
 async def spoiling(engine: str, choose: Callable[[dict[str, Any]], Case | None]) -> AsyncGenerator[Proxy]:
-    """A proxy on a port of its own for the duration of a block."""
+    """Run a proxy on a port during the block."""
     proxy = Proxy(engine, choose)
     app = web.Application(client_max_size=2**28)
     app.router.add_route("*", "/{path:.*}", proxy._hand_on)  # pyright: ignore[reportPrivateUsage]

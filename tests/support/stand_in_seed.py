@@ -1,4 +1,4 @@
-"""A server that is asked for the first weights of another: it records what it is asked, and sends nothing."""
+"""Fake seed server for initial weights: records the requests and sends no weights."""
 
 import json
 import threading
@@ -13,12 +13,12 @@ Server = TypeVar("Server", bound=ThreadingHTTPServer)
 
 @dataclass
 class Seed:
-    """Records the calls that it gets."""
+    """State and recorded calls of the server."""
 
     port: int = 0
     label: str = "7@engine.policy.0.ab.1"
     is_ready: bool = True
-    refuses: str = ""  # a path
+    refuses: str = ""  # path of refused calls
     calls: list[tuple[str, str, Any]] = field(default_factory=list[tuple[str, str, Any]])  # path, key, body
 
     @property
@@ -39,7 +39,7 @@ class Seed:
 
 @contextmanager
 def standing_in(state: Seed) -> Iterator[Seed]:
-    """It at a port of its own."""
+    """Run the server on a port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -62,7 +62,7 @@ def standing_in(state: Seed) -> Iterator[Seed]:
 
 @contextmanager
 def served(server: Server) -> Iterator[Server]:
-    """A server in a thread of its own."""
+    """Run a server in its own thread."""
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:

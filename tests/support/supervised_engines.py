@@ -1,4 +1,4 @@
-"""Engines under supervision as a node agent has them, and a rollout actor's generator over them."""
+"""Engines supervised as by a node daemon, and a rollout actor's generator over them."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -26,7 +26,7 @@ from tests.support.rollout import announcement
 
 
 class Engines:
-    """What became of the engines, for a fleet that follows them."""
+    """Forwards starts and exits of the engines to a fleet."""
 
     def __init__(self, fleet: Fleet, group: anyio.abc.TaskGroup) -> None:
         self.num_deaths = 0
@@ -60,15 +60,15 @@ class Engines:
 async def generating(
     directory: Path, router: str, model: Path, specs: Sequence[ProcessSpec], *, start_s: float, believed: Path
 ) -> AsyncGenerator[tuple[Generator, Engines]]:
-    """A generator over engines that are started again when they die.
+    """Run a generator over engines that are restarted when they die.
 
     Args:
-        directory: for their output.
-        router: URL of one that knows none of them.
-        model: that they serve.
-        specs: of the engines.
-        start_s: an engine takes at most so long to start.
-        believed: what the generator takes the model for.
+        directory: Directory for their output.
+        router: URL of a router without engines.
+        model: Directory of the served model.
+        specs: Process specs of the engines.
+        start_s: Longest start of an engine, in seconds.
+        believed: Model directory that the generator reads.
     """
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         client = SglangClient(session)
@@ -96,7 +96,7 @@ async def generating(
 async def check_that_one_fails_alone(
     generator: Generator, engines: Engines, requests: Sequence[GenerateRequest], deadly: int
 ) -> None:
-    """Send requests at once, of which one kills engines: it is refused after four deaths, the others are whole."""
+    """Send requests at once, one of which kills engines. After four deaths it is refused; the others complete."""
     completed: list[int] = []
     refused: dict[int, str] = {}
 
@@ -116,4 +116,4 @@ async def check_that_one_fails_alone(
             group.start_soon(ask, number)
     assert refused == {deadly: "engines die of it: 2 that had nothing else to do"}
     assert sorted(completed) == [number for number in range(len(requests)) if number != deadly]
-    assert engines.num_deaths == 4  # two with others, two alone
+    assert engines.num_deaths == 4  # two with other requests running, two without

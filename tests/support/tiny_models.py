@@ -1,4 +1,4 @@
-"""Tiny models in Hugging Face's layout: drawn weights, and a tokenizer of one token per character."""
+"""Tiny models in Hugging Face format: random weights, and a tokenizer with one token per character."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ LLAMA3_ROPE: Final[dict[str, Any]] = {
 
 
 def write_model(directory: Path, *, seed: int = 0, tokenizer: bool = False, **changes: Any) -> Path:
-    """Write config and weights; every tensor is drawn, norms around one, so that no term drops out unnoticed."""
+    """Write config and weights. All tensors are random, norms around one, so that no missing term goes unnoticed."""
     write_config(directory, **changes)
     write_weights(directory, directory, seed=seed)
     if tokenizer:
@@ -48,7 +48,7 @@ def write_model(directory: Path, *, seed: int = 0, tokenizer: bool = False, **ch
 
 
 def write_weights(directory: Path, model: Path, *, seed: int, dtype: torch.dtype = torch.float32) -> Path:
-    """Write other weights for the model whose config lies in `model`."""
+    """Write random weights for the model whose config is in `model`."""
     generator = torch.Generator().manual_seed(seed)
     named = allocate(read_model(model).shape).named
     tensors = {
@@ -75,7 +75,7 @@ def write_generation_config(directory: Path, **values: Any) -> None:
 
 
 def teacher_forced(directory: Path, prompt_ids: list[int], output_ids: list[int], temperature: float = 1.0) -> Any:
-    """Log-probs [T] of an output by transformers' own forward pass in float32."""
+    """Compute the log-probs [T] of an output with transformers' own forward pass in float32."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()

@@ -1,7 +1,7 @@
-"""A trainer's half and a rollout actor's half of weight sessions with one engine, and the line between them.
+"""Trainer side and rollout side of weight syncs with one engine, and the transport between them.
 
-All of it is real but the bus: the sink of the trainer, its group, the parts of the rollout actor, its prover. What
-comes out of the line is what a corruption makes of a bucket that goes in.
+Everything but the bus is real: the trainer's sink, the update group, and the rollout actor's weight-sync handlers and
+verification. A corruption may change each bucket in transit.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from messages import (
 from runtime.settings.topology import Verify
 
 ENGINE: Final = "engine-0"
-LIMIT_S: Final = 60.0  # of what may wait for others
+LIMIT_S: Final = 60.0  # timeout of each wait for the other side
 NUM_BUCKETS: Final = 4
 CPU: Final = torch.device("cpu")
 
@@ -56,23 +56,23 @@ Transport = Literal["collective", "ipc"]
 
 
 class Sending(NamedTuple):
-    """A bucket on the line."""
+    """A bucket in transit."""
 
     step: BucketSent
     flat: Tensor
 
 
-Corruption = Callable[[Sending], Sequence[Sending]]  # what arrives in place of it
+Corruption = Callable[[Sending], Sequence[Sending]]  # returns what arrives instead
 Tensors = dict[str, Tensor]
 
 
 def as_it_is(sending: Sending) -> Sequence[Sending]:
-    """No corruption."""
+    """Forward a bucket unchanged."""
     return [sending]
 
 
 def drawn(model: Path, seed: int) -> Tensors:
-    """Weights of a model, all of them random."""
+    """Draw random weights for a model."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(shape, generator=generator) * 0.15 + float(name.endswith("norm.weight"))
@@ -81,21 +81,21 @@ def drawn(model: Path, seed: int) -> Tensors:
 
 
 def buckets_of(tensors: Tensors) -> list[list[tuple[str, Tensor]]]:
-    """The weights in a few parts."""
+    """Split the weights into a few buckets."""
     named = list(tensors.items())
     size = -(-len(named) // NUM_BUCKETS)
     return [named[start : start + size] for start in range(0, len(named), size)]
 
 
 class Line:
-    """A way to engines, on which a corruption lies in wait."""
+    """A transport to engines that applies a corruption."""
 
     def __init__(self, way: Way, corrupt: Corruption) -> None:
         self._way = way
         self._corrupt = corrupt
 
     def carry(self, step: BucketSent, flat: Tensor, ask: Ask, timeout_s: float) -> dict[str, str]:
-        """Send what becomes of a bucket."""
+        """Send a bucket after corruption."""
         failed: dict[str, str] = {}
         for told, arriving in self._corrupt(Sending(step, flat)):
             failed |= self._way.carry(told, arriving, ask, timeout_s)
@@ -103,13 +103,13 @@ class Line:
 
 
 class Halves:
-    """Both halves of sessions with one engine. An engine that failed is another process to them, as it is in a run.
+    """Both sides of weight syncs with one engine. After a failure the engine counts as a new process, as in a run.
 
     Args:
-        transport: of the sessions.
-        mode: of what an engine does with its requests meanwhile.
-        verify: how much of each load is asked.
-        timeout_s: of each step.
+        transport: Weight transport.
+        mode: What an engine does with running requests during a sync.
+        verify: How much of each weight update to verify.
+        timeout_s: Timeout of each step, in seconds.
     """
 
     def __init__(
@@ -132,12 +132,12 @@ class Halves:
         self._sessions = WeightSessions(self._target, lambda: (ENGINE,))
         self._transport: Transport = transport
         self._timeout_s = timeout_s
-        self._group: StageGroup | None = None  # kept while sessions succeed
+        self._group: StageGroup | None = None  # reused as long as syncs succeed
         self._version = 0
-        self.label = ""  # of what the engine holds
-        self.pause_s = 0.0  # that it stood still in the last session
-        self.sent = Sent()  # in the last session
-        self.refused: EngineError | None = None  # what the rollout actor raised in the last session
+        self.label = ""  # label of the engine's weights
+        self.pause_s = 0.0  # seconds that the engine was paused in the last sync
+        self.sent = Sent()  # what the trainer sent in the last sync
+        self.refused: EngineError | None = None  # error of the rollout side in the last sync
 
     async def bring(
         self,
@@ -149,15 +149,15 @@ class Halves:
         within_s: float = LIMIT_S,
         ended: Callable[[], object] = lambda: None,
     ) -> dict[str, str]:
-        """Bring a new version in a session; why engines failed.
+        """Send a new version in a weight sync. Return the reasons of failed engines.
 
         Args:
-            tensors: of the version.
-            corrupt: what becomes of them.
-            probe: of it.
-            send: puts them into a sink; none: a few buckets at once.
-            within_s: the trainer is to come to the end.
-            ended: called then, if engines failed.
+            tensors: Weights of the version.
+            corrupt: Corruption applied to the buckets.
+            probe: Weight probe of the version.
+            send: Puts the weights into a sink. None: a few buckets.
+            within_s: Time limit of the trainer side, in seconds.
+            ended: Called after the sync if engines failed.
         """
         self._version += 1
         told = WeightsAnnounced(
@@ -184,18 +184,18 @@ class Halves:
         return failed
 
     async def leave(self) -> None:
-        """End the group, on both sides."""
+        """Leave the update group on both sides."""
         if self._group is not None:
             group, self._group = self._group, None
             group.leave()
-            with suppress(EngineUnavailable):  # it is gone
+            with suppress(EngineUnavailable):  # the engine has ended
                 await self._updates.destroy_group(self._url, group.spec.name, timeout_s=self._timeout_s)
 
     async def _take(self, told: WeightsAnnounced) -> None:
         place = await self._prover.place(self._url, told, first=False)
         try:
             async with self._sessions.part(ENGINE, new_key(ENGINE), place, told.version) as part:
-                while not part.session:  # noqa: ASYNC110 - as the engine's target tells it
+                while not part.session:  # noqa: ASYNC110 - set by `offered`, without an event
                     await anyio.sleep(0.001)
                 self.label, self.pause_s = await self._prover.bring(ENGINE, self._url, told, first=False, part=part)
         except EngineError as error:
@@ -253,7 +253,7 @@ class Halves:
 
 
 def prover_of(client: SglangClient, mode: Mode, *, verify: Verify = "always", timeout_s: float = LIMIT_S) -> Prover:
-    """Of a rollout actor that has no requests."""
+    """Make the verifier of a rollout actor without requests."""
     updater = Updater(client, mode, timeout_s=timeout_s)
     updater.interrupt_by(_nothing_to_interrupt)
     return Prover(client, updater, Loads(), verify=verify, trainer_dtype="float32")
@@ -274,7 +274,7 @@ def _send(sink: Sink, tensors: Tensors) -> Sent:
 
 
 def bytes_in(sending: Sending, name: str) -> tuple[Tensor, Tensor]:
-    """A copy of a bucket's bytes, and in it those of a tensor."""
+    """Return a copy of a bucket's bytes, and the view of one tensor in it."""
     flat, start = sending.flat.clone(), 0
     for each, dtype, shape in zip(sending.step.names, sending.step.dtypes, sending.step.shapes, strict=True):
         size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
@@ -285,7 +285,7 @@ def bytes_in(sending: Sending, name: str) -> tuple[Tensor, Tensor]:
 
 
 def changed(name: str, change: Callable[[Tensor], object]) -> Corruption:
-    """The bytes of a tensor are changed in place."""
+    """Change the bytes of a tensor in place."""
 
     def corrupt(sending: Sending) -> Sequence[Sending]:
         if name not in sending.step.names:
@@ -298,5 +298,5 @@ def changed(name: str, change: Callable[[Tensor], object]) -> Corruption:
 
 
 def flipped(name: str, byte: int, bits: int) -> Corruption:
-    """Bits of one byte of a tensor are flipped; byte 0 is the lowest of its first number."""
+    """Flip bits of one byte of a tensor. Byte 0 is the lowest byte of its first element."""
     return changed(name, lambda own: own[byte].bitwise_xor_(bits))
