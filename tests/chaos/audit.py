@@ -1,4 +1,4 @@
-"""What the log of a finished run must say, whatever was killed on the way."""
+"""Invariants of a finished run's log, whichever processes were killed during the run."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -32,19 +32,19 @@ from runtime.ledger.archive import history
 from runtime.ledger.fold import FOLD_VERSION, LEDGER_EVENTS, Books, LedgerState, fold
 from tests.chaos.harness import Run
 
-Log = Sequence[tuple[int, Message]]  # with the sequence of each event
+Log = Sequence[tuple[int, Message]]  # log sequence and event
 
 
 async def audit(
     run: Run, *, killed: Sequence[str] | None = (), ordered: bool = True, repeats: Collection[int] = ()
 ) -> Books:
-    """Read the whole log of a finished run from its store and check it; return its final books.
+    """Read the whole log of a finished run from its store and check it. Return its final books.
 
     Args:
-        run: has ended.
-        killed: processes that were killed while their agent lived, in any order; None: that is not known.
-        ordered: whether the order of the data alone says which groups are in which batch: no filter, no over-sampling.
-        repeats: sequences of events that a test stored again; only the ledger's books are to bear them.
+        run: The finished run.
+        killed: Processes that were killed while their node daemon lived, in any order. None: unknown.
+        ordered: Whether the order of the data alone determines the groups of each batch: no filter, no over-sampling.
+        repeats: Sequences of events that a test stored again. Only the check of the ledger includes them.
     """
     async with run.reopened() as bus:
         log = await read_all(bus, run)
@@ -65,7 +65,7 @@ async def audit(
 
 
 async def read_all(bus: Bus, run: Run) -> Log:
-    """Every event of the run, those included that were moved to its archive."""
+    """Read every event of the run, including those in its archive."""
     async with history(bus, run.directory) as events:
         log = [(received.seq, received.message) async for received in events.so_far()]
     assert events.first_seq == 1, f"what was before event {events.first_seq} is lost"
@@ -73,7 +73,7 @@ async def read_all(bus: Bus, run: Run) -> Log:
 
 
 def check_ledger(log: Log) -> LedgerState:
-    """The books close after every event, and every snapshot is what the log folds to there."""
+    """Check that the books close after every event, and that every snapshot equals the folded log."""
     state = LedgerState()
     states: dict[int, bytes] = {}
     snapshots = [event for _, event in log if isinstance(event, SnapshotTaken)]
@@ -93,14 +93,14 @@ def check_ledger(log: Log) -> LedgerState:
 
 
 def check_the_end(log: Log, num_steps: int) -> None:
-    """It finished once, with all steps, and nothing became a dead letter."""
+    """Check that the run finished once, with all steps and without dead letters."""
     (finished,) = [event for _, event in log if isinstance(event, RunFinished)]
     assert finished.steps == num_steps
     assert not [event for _, event in log if isinstance(event, MessageDeadLettered)]
 
 
 def check_kills(log: Log, killed: Sequence[str]) -> None:
-    """Who was killed, and nobody else, died; each was started again."""
+    """Check that exactly the killed processes died, and that each was restarted."""
     deaths = Counter(event.actor for _, event in log if isinstance(event, ActorExited) and event.reason != "stopped")
     assert deaths == Counter(killed)
     restarts = Counter(event.actor for _, event in log if isinstance(event, ActorStarted) and event.restarts > 0)
@@ -108,7 +108,7 @@ def check_kills(log: Log, killed: Sequence[str]) -> None:
 
 
 def check_batches(log: Log, run: Run) -> None:
-    """Each step has one batch; no group is in two; each cites the completion of its very attempt."""
+    """Check that each step has one batch, no group is in two, and each cites the completion of its attempt."""
     num_groups = run.num_steps * run.topology.rollout.rollout_batch_size
     completed = {seq: event for seq, event in log if isinstance(event, GroupCompleted)}
     batches = [event for _, event in log if isinstance(event, BatchReady)]
@@ -121,7 +121,7 @@ def check_batches(log: Log, run: Run) -> None:
 
 
 def check_samples(log: Log) -> None:
-    """Each sample of a batch that has tokens and a reward left a gradient, or is named among those that left none."""
+    """Check that each sample of a batch with tokens and a reward was trained, or is named as skipped."""
     completed = {seq: event for seq, event in log if isinstance(event, GroupCompleted)}
     batches: dict[int, BatchReady] = {}
     for seq, event in log:
@@ -144,14 +144,17 @@ def check_samples(log: Log) -> None:
 
 
 def check_line_of_training(log: Log, num_steps: int) -> None:
-    """The surviving line has every step once: each trainer goes on where its checkpoint ends, and replays are told."""
+    """Check that the surviving trainers trained every step once.
+
+    Each trainer must continue from its checkpoint, and mark replayed steps as replays.
+    """
     saved, line, frontier, incarnation = {0}, 0, 0, 0
     sizes: dict[int, tuple[object, ...]] = {}
     for seq, event in log:
         match event:
             case TrainerStarted():
                 assert event.step in saved or event.step == line, f"{seq}: there is no checkpoint of {event.step}"
-                saved.add(event.step)  # its trainer may have died before it told of it
+                saved.add(event.step)  # the previous trainer may have died before it announced the checkpoint
                 assert event.incarnation > incarnation, f"{seq}: incarnation {event.incarnation} came before"
                 line, incarnation = event.step, event.incarnation
             case BatchTrained():
@@ -161,7 +164,7 @@ def check_line_of_training(log: Log, num_steps: int) -> None:
                 assert sizes.setdefault(event.step, size) == size, f"{seq}: replayed with another batch"
                 line, frontier = line + 1, max(frontier, line + 1)
             case CheckpointSaved():
-                assert event.step <= line, f"{seq}: {event}"  # training goes on while it is written
+                assert event.step <= line, f"{seq}: {event}"  # a checkpoint is written while training continues
                 saved.add(event.step)
             case _:
                 pass
@@ -169,9 +172,9 @@ def check_line_of_training(log: Log, num_steps: int) -> None:
 
 
 def check_weights(log: Log) -> None:
-    """Versions rise and are never reused, and the weights of a step are the same whoever trained it.
+    """Check that versions rise and are never reused, and that every trainer computes the same weights for a step.
 
-    Engines never go back while their rollout actor lives.
+    Engines never go back to older weights while their rollout actor lives.
     """
     announcements = [event for _, event in log if isinstance(event, WeightsAnnounced)]
     announced = [event.version for event in announcements]
@@ -193,10 +196,10 @@ def check_weights(log: Log) -> None:
 
 
 def check_evaluations(log: Log, run: Run) -> None:
-    """Each one that was due ran once, on weights of its step, and of no other unless it says so of lost ones."""
+    """Check that each due evaluation ran once, on weights of its step, or on newer ones if those were lost."""
     announced = [event for _, event in log if isinstance(event, WeightsAnnounced)]
     steps = {event.version: event.step for event in announced}
-    first = {event.version: event.again_of or event.version for event in announced}  # of the same weights
+    first = {event.version: event.again_of or event.version for event in announced}  # first version of these weights
     issued = [event for _, event in log if isinstance(event, EvalIssued)]
     ended = [event for _, event in log if isinstance(event, EvalEnded)]
     assert [event.step for event in issued] == evaluated_steps(run)
@@ -212,7 +215,10 @@ def check_evaluations(log: Log, run: Run) -> None:
 
 
 def _first_answers(log: Log, step: int) -> dict[tuple[str, int], EvalCompleted]:
-    """What counts of each item: a new buffer asks again for what it has not read, which may come late."""
+    """Return the first answer to each item, which alone counts.
+
+    A restarted buffer requests items again whose answers it has not read, and a second answer may come late.
+    """
     first: dict[tuple[str, int], EvalCompleted] = {}
     for _, event in log:
         if isinstance(event, EvalCompleted) and event.step == step:
@@ -221,7 +227,7 @@ def _first_answers(log: Log, step: int) -> dict[tuple[str, int], EvalCompleted]:
 
 
 def evaluated_steps(run: Run) -> list[int]:
-    """Train steps after which an evaluation is due."""
+    """Train steps with an evaluation."""
     sets = run.topology.eval
     first = {0} if any(not item.skip_eval_before_train for item in sets) else set[int]()
     between = {step for item in sets for step in range(item.interval, run.num_steps, item.interval)}
@@ -229,7 +235,7 @@ def evaluated_steps(run: Run) -> list[int]:
 
 
 def check_order_of_the_data(log: Log, state: LedgerState, batch_size: int) -> None:
-    """The batches of an undisturbed run: groups in order of issue, at the first attempt, by weights of their step."""
+    """Check the batches of an undisturbed run: groups in order of issue, first attempts, weights of their step."""
     issued = [group for _, event in log if isinstance(event, GroupsIssued) for group in event.groups]
     assert all(group.prompt == group.group_id for group in issued), "prompts were not taken in their order"
     steps = {event.version: event.step for _, event in log if isinstance(event, WeightsAnnounced)}
@@ -246,7 +252,7 @@ def check_order_of_the_data(log: Log, state: LedgerState, batch_size: int) -> No
 
 
 async def check_payloads(bus: Bus, log: Log, state: LedgerState) -> None:
-    """What a loadable checkpoint would need to train on from is still there."""
+    """Check that all payloads needed to train on from a loadable checkpoint are stored."""
     completed = {seq: event for seq, event in log if isinstance(event, GroupCompleted)}
     groups = [completed[ref.event_seq] for batch in state.batches.values() for ref in batch.groups]
     for group in groups:

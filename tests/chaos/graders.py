@@ -1,23 +1,23 @@
-"""Reward functions of a user."""
+"""User reward functions and filters, with and without faults."""
 
 import time
 from typing import Any
 
 
 def share_of_digits(sample: Any) -> float:
-    """Digits among the characters of a response: groups of an untrained model differ in it."""
+    """Return the share of digits in a response. Even a random model's groups then have different rewards."""
     text = str(sample.response)
     return sum(character.isdigit() for character in text) / max(1, len(text))
 
 
 def slowly(sample: Any) -> float:
-    """Takes so long that scores are on their way at any moment."""
+    """Grade slowly, so that scores are in flight at any moment."""
     time.sleep(0.01)
     return share_of_digits(sample)
 
 
 def moody(sample: Any) -> float:
-    """Raises for some prompts and never answers for others; which, a prompt's own digits say."""
+    """Raise for some prompts and hang for others, by the first digit of the label."""
     first = str(sample.label)[0]
     if first == "1":
         raise ValueError("no labels that begin with 1")
@@ -27,18 +27,18 @@ def moody(sample: Any) -> float:
 
 
 def broken(sample: Any) -> float:
-    """A mistake of its author's."""
+    """Raise, as a faulty user function does."""
     return sample.no_such_field
 
 
 def picky(group: Any) -> bool:
-    """A filter that raises for some groups."""
+    """Filter that raises for some groups."""
     if group.group_id % 5 == 0:
         raise KeyError(group.group_id)
     return True
 
 
 def stuck(group: Any) -> bool:
-    """A filter that never answers."""
+    """Filter that hangs."""
     time.sleep(3600)
     return bool(group)

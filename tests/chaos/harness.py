@@ -1,6 +1,6 @@
-"""The real command in a directory of its own: started, followed through its log, its processes killed by name.
+"""Harness for chaos tests: starts the real command in a directory, follows the log and kills processes by name.
 
-Nothing here waits for a time to pass. A test waits for events of the run's log; the random moment of a kill is a random
+Nothing here sleeps for a fixed time. A test waits for events in the run's log. A random moment of a kill is a random
 number of further events.
 """
 
@@ -31,16 +31,16 @@ from tests.fixtures.nats import eventually
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, str(ROOT / "bin" / "start_topology.py"))
 LAPTOP = ROOT / "topologies" / "laptop.toml"
-SEED = os.environ.get("PHYSARUM_CHAOS_SEED", "1")  # another one kills at other moments
-LIMITS = BusLimits(connect_timeout_s=120.0, publish_timeout_s=120.0)  # the machine may be busy, the server be killed
-EVENT_S = 120.0  # for the next awaited event; a whole restart of a trainer lies in it
-END_S = 180.0  # for the rest of a run
-LOOK_S = 1.0  # between two looks whether the command still runs
+SEED = os.environ.get("PHYSARUM_CHAOS_SEED", "1")  # another seed kills at other moments
+LIMITS = BusLimits(connect_timeout_s=120.0, publish_timeout_s=120.0)  # for a busy machine, or a killed server
+EVENT_S = 120.0  # timeout of an awaited event, long enough for a trainer's restart
+END_S = 180.0  # timeout of the rest of a run
+LOOK_S = 1.0  # between two checks that the command still runs
 
-NAME = "r"  # of every run
+NAME = "r"  # run name of every run
 BATCH_SIZE = 16  # groups of a train step
 NUM_SAMPLES = 4  # of a group
-EVENTS_PER_STEP = 2 * BATCH_SIZE + 4  # completed and judged groups; issued, batch ready and trained, weights
+EVENTS_PER_STEP = 2 * BATCH_SIZE + 4  # completions and verdicts of groups; issued, batch ready and trained, weights
 SMALL = (
     f"rollout.rollout_batch_size={BATCH_SIZE}",
     f"rollout.n_samples_per_prompt={NUM_SAMPLES}",
@@ -49,24 +49,24 @@ SMALL = (
 
 
 def moments_of(name: str) -> random.Random:
-    """Random moments for a test, the same ones each time for a seed."""
+    """Seeded random generator for the kill moments of a test."""
     return random.Random(f"{SEED} {name}")
 
 
 class Log:
-    """The run's log while it grows."""
+    """The growing log of a run."""
 
     def __init__(self, events: Events[Message], process: anyio.abc.Process) -> None:
         self.pids: dict[str, int] = {}  # newest process of each name
-        self.seq = 0  # of the newest event read
-        self.trained = 0  # train steps, replayed ones not counted again
+        self.seq = 0  # sequence of the newest event read
+        self.trained = 0  # train steps, without replayed ones
         self.event_s = EVENT_S
         self.finished = False
         self._events = events
         self._process = process
 
     async def until(self, holds: Callable[[Message], bool]) -> Message:
-        """Read to the first event of which something holds."""
+        """Read until an event satisfies a condition; return the event."""
         with anyio.fail_after(self.event_s):
             while True:
                 received = await self._next()
@@ -74,28 +74,28 @@ class Log:
                     return received.message
 
     async def until_trained(self, steps: int) -> None:
-        """Read until so many train steps are done."""
+        """Read until this number of train steps is done."""
         await self.until(lambda event: isinstance(event, BatchTrained) and event.step + 1 >= steps)
 
     async def until_restarted(self, name: str) -> None:
-        """Read until the agent says that it has started a process again."""
+        """Read until the node daemon reports the restart of a process."""
         old = self.pids[name]
         await self.until(lambda _: self.pids[name] != old)
 
     async def pass_over(self, number: int) -> None:
-        """Read so many further events."""
+        """Read this number of further events."""
         with anyio.fail_after(self.event_s):
             for _ in range(number):
                 await self._next()
 
     async def read_for(self, seconds: float) -> None:
-        """Read for so long, or until the run has finished."""
+        """Read for a time, or until the run has finished."""
         ends = anyio.current_time() + seconds
         while not self.finished and (left_s := ends - anyio.current_time()) > 0:
             await self._look(min(LOOK_S, left_s))
 
     def kill(self, name: str) -> None:
-        """kill -9 of the newest process of a name."""
+        """Kill the newest process of a name with SIGKILL."""
         os.kill(self.pids[name], signal.SIGKILL)
 
     async def _next(self) -> Received[Message]:
@@ -123,7 +123,7 @@ class Log:
 
 
 class Command:
-    """A started bin/start-topology and what it started."""
+    """A running bin/start-topology and its processes."""
 
     def __init__(self, process: anyio.abc.Process, bus: Bus, log: Log) -> None:
         self.bus = bus
@@ -132,36 +132,36 @@ class Command:
         self._process = process
 
     async def end(self) -> int:
-        """Wait for its end; return its exit code."""
+        """Wait for the command to end; return its exit code."""
         with anyio.fail_after(self.end_s):
             return await self._process.wait()
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the command alone, as a terminal's Ctrl-C reaches it: its processes have their sessions."""
+        """Send a signal to the command alone, like Ctrl-C in a terminal: its processes have their own sessions."""
         self._process.send_signal(number)
 
     def kill_everything(self) -> list[psutil.Process]:
-        """kill -9 of the whole tree, the agent last, and the processes that it was."""
+        """Kill the whole process tree with SIGKILL, the node daemon last. Return the processes."""
         family = self.family()
-        family[0].suspend()  # or it tells of the first deaths before its own
+        family[0].suspend()  # otherwise it would report the first deaths before its own
         for process in reversed(family):
             with suppress(psutil.NoSuchProcess):  # it has died with its parent
                 process.kill()
         return family
 
     def family(self) -> list[psutil.Process]:
-        """The command's process and all below it."""
+        """Return the command's process and all its descendants."""
         agent = psutil.Process(self._process.pid)
         return [agent, *agent.children(recursive=True)]
 
     def living(self) -> list[str]:
-        """Names of the processes that run now, of those that the log has told of."""
+        """Return the names of live processes that the log has reported."""
         children = {child.pid for child in psutil.Process(self._process.pid).children() if _lives(child)}
         return [name for name, pid in self.log.pids.items() if pid in children]
 
 
 class Run:
-    """One run in a directory of its own: of the laptop topology, small, unless told otherwise."""
+    """One run in its own directory. The default is a small run of the laptop topology."""
 
     def __init__(
         self,
@@ -183,22 +183,22 @@ class Run:
         self.plan_steps(num_steps)
 
     def plan_steps(self, num_steps: int) -> None:
-        """Choose how many train steps the next start has to reach."""
+        """Set the number of train steps for the next start."""
         settings = (*self._settings, f"train.num_steps={num_steps}")
         self.num_steps = num_steps
         self.topology = load_topology(self._file, settings).topology
         self.command = [*COMMAND, str(self._file), *(word for setting in settings for word in ("--set", setting))]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Its metrics, a row a step."""
+        """Read the metrics, one row per step."""
         return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
 
     @asynccontextmanager
     async def started(self, *, from_seq: int = 1) -> AsyncGenerator[Command]:
-        """Start or resume it, for the duration of a block; what still runs at its end is killed.
+        """Start or resume the run for the duration of the block. Processes left at its end are killed.
 
         Args:
-            from_seq: where in its log to begin to read.
+            from_seq: Log sequence at which to start reading.
         """
         file = self.directory / "bus.url"
         before_ns = file.stat().st_mtime_ns if file.exists() else 0
@@ -225,7 +225,7 @@ class Run:
                     await process.aclose()
 
     async def gone(self, family: Sequence[psutil.Process] = ()) -> None:
-        """Wait until nothing of the run is left, nor of some processes that once belonged to it."""
+        """Wait until no process of the run is left, and none of the given processes."""
         mark = f"@{self.directory.resolve()}"
         await eventually(
             lambda: not guardian.find(mark) and not any(_lives(process) for process in family), timeout_s=EVENT_S
@@ -233,7 +233,7 @@ class Run:
 
     @asynccontextmanager
     async def reopened(self) -> AsyncGenerator[Bus]:
-        """The bus of a run that has ended: a server on its store."""
+        """Open the bus of an ended run: a server on its store."""
         settings = ServerSettings(store_dir=self.directory / "nats")
         async with (
             running_server(self._cwd / "reopened", settings) as server,
@@ -246,12 +246,12 @@ class Run:
         try:
             yield
         except BaseException:
-            sys.stdout.write(self.output.read_text())  # pytest shows it beside the failure
+            sys.stdout.write(self.output.read_text())  # pytest shows it with the failure
             raise
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Whether it runs: what was orphaned and not yet reaped does not."""
+    """Whether a process runs. An orphan that is not reaped yet does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""Somebody meets its moment; while nothing more is trained, all engines get the newest weights."""
+"""Recovery from a kill point: all engines get the newest weights, while no further step is trained."""
 
 import sys
 import time
@@ -26,10 +26,10 @@ def score(sample):
 
 
 def prepare(directory: Path, monkeypatch: pytest.MonkeyPatch, moments: Sequence[Moment]) -> tuple[Path, str]:
-    """Have the processes of a run meet moments in turn.
+    """Plan consecutive kill points for the processes of a run.
 
     Returns:
-        The directory of the marks, and the setting of a grader that waits while the gate among them is closed.
+        The directory of the marks, and the setting of a grader that blocks while the gate file exists there.
     """
     (marks := directory / "marks").mkdir()
     (grader := directory / "grader.py").write_text(GRADER.format(gate=str(marks / GATE)))
@@ -39,7 +39,7 @@ def prepare(directory: Path, monkeypatch: pytest.MonkeyPatch, moments: Sequence[
 
 
 class Recovery:
-    """Whether a process has been started again since a moment, and all engines hold the newest weights."""
+    """Tracks whether a process has restarted since a kill point, and whether all engines hold the newest weights."""
 
     def __init__(self, moment: Moment, mark: Path, engines: Collection[str]) -> None:
         self._process = moment.process
@@ -52,18 +52,18 @@ class Recovery:
 
     @property
     def since_s(self) -> float:
-        """Seconds since the moment."""
+        """Seconds since the kill point."""
         return time.time() - self._mark.stat().st_mtime
 
     def is_whole(self, event: Message) -> bool:
-        """Note an event of the log."""
+        """Process a log event. True: the run has recovered."""
         match event:
             case ActorExited() if event.actor == self._process:
                 self._has_ended, self.ended_after_s = True, self.since_s
                 self._held.pop(self._process, None)
             case ActorStarted() if event.actor == self._process and self._has_ended:
                 self._is_back = True
-                if self._process not in self._engines:  # whatever they hold is proven again, or replaced
+                if self._process not in self._engines:  # engines are verified again, or replaced
                     self._held.clear()
             case WeightsAnnounced():
                 self._newest = event.version
@@ -75,7 +75,7 @@ class Recovery:
 
 
 async def until_whole(command: Command, moment: Moment, marks: Path, engines: Collection[str]) -> None:
-    """Wait for a moment, and, while nothing is trained, until all engines hold the newest weights."""
+    """Wait for a kill point, then until all engines hold the newest weights, while nothing is trained."""
     mark = marks / moment.name
     await eventually(mark.exists, timeout_s=command.log.event_s)
     recovery = Recovery(moment, mark, engines)
@@ -85,13 +85,13 @@ async def until_whole(command: Command, moment: Moment, marks: Path, engines: Co
 
 
 def died(moments: Sequence[Moment]) -> list[str]:
-    """Processes that ended: a rank takes the other one along."""
+    """Return the processes that end. The end of one rank also ends the other."""
     ranks = ["trainer.0", "trainer.1"]
     return [name for each in moments for name in (ranks if each.process in ranks else [each.process])]
 
 
 async def check_the_last_session(run: Run) -> None:
-    """Of a run that has ended: all engines hold the newest weights."""
+    """Check in an ended run that all engines hold the newest weights."""
     async with run.reopened() as bus:
         log = [event for _, event in await read_all(bus, run)]
     newest = max(event.version for event in log if isinstance(event, WeightsAnnounced))

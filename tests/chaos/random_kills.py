@@ -2,9 +2,9 @@
 
 Run: python -m tests.chaos.random_kills --minutes 30 --seed 7
 
-Any process may be hit: the NATS server, the router, engines, trainer ranks, light actors, and the node agent itself,
-which is then started again by the same command. At the end of the time nothing is killed any more, the run gets its
-last few train steps and must end by itself. One line of JSON on standard output; exit code 0 if everything held.
+Any process may be killed: the NATS server, the router, engines, trainer ranks, CPU actors, and the node daemon itself,
+which the same command then restarts. After the given time the kills stop. The run gets its last few train steps and
+must end by itself. Prints one line of JSON on standard output; the exit code is 0 if every check passed.
 """
 
 import argparse
@@ -40,18 +40,18 @@ from tests.chaos.audit import Log, audit, read_all
 from tests.chaos.harness import LAPTOP, Command, Run
 
 AGENT: Final = "agent"
-WEIGHTS: Final = {AGENT: 0.3}  # of a role; 1 otherwise. The agent's death is everybody's
-STEPS_PER_S: Final = 10.0  # more than a run makes, so that time ends it and not its number of steps
-LAST_STEPS: Final = 3  # to be trained in peace, beyond those that were begun
+WEIGHTS: Final = {AGENT: 0.3}  # draw weight of a role; default 1. The node daemon's death ends all processes
+STEPS_PER_S: Final = 10.0  # more than a run reaches, so that time ends it and not the number of steps
+LAST_STEPS: Final = 3  # trained without kills, after the steps already started
 
 
 class Victims:
-    """Whom to kill when: the same for a seed as long as the same processes live.
+    """Chooses processes and times of kills. Deterministic for a seed as long as the same processes live.
 
     Args:
-        seed: of the draws.
-        mean_s: between two kills.
-        trainer_spacing_s: at least so long between two kills that end the trainer.
+        seed: Seed of the draws.
+        mean_s: Mean seconds between two kills.
+        trainer_spacing_s: Shortest time between two kills that end the trainer, in seconds.
     """
 
     def __init__(self, seed: int, *, mean_s: float, trainer_spacing_s: float) -> None:
@@ -61,11 +61,11 @@ class Victims:
         self._trainer_killed_s = float("-inf")
 
     def next_wait_s(self) -> float:
-        """Until the next kill; exponential, so that no moment is likelier than another."""
+        """Seconds until the next kill. Exponentially distributed, so that no moment is more likely than another."""
         return self._random.expovariate(1 / self._mean_s)
 
     def choose(self, living: Sequence[str], now_s: float) -> str | None:
-        """One of the living processes, or the agent; none if nobody may be killed now."""
+        """Choose a live process or the node daemon. None: no process may be killed now."""
         rested = now_s - self._trainer_killed_s >= self._spacing_s
         names = [name for name in sorted([*living, AGENT]) if rested or not _ends_trainer(name)]
         if not living or not names:
@@ -81,20 +81,20 @@ def _ends_trainer(name: str) -> bool:
 
 
 class Toll(msgspec.Struct, frozen=True, kw_only=True):
-    """What was done to the run and what it cost."""
+    """Kills of a run and their cost."""
 
     killed: dict[str, int]  # by process
     num_killed: int
     steps: int
-    restarts: dict[str, int]  # by process, within the life of an agent
-    unasked: dict[str, int]  # processes that ended without having been killed, by name and reason
+    restarts: dict[str, int]  # by process, within the life of a node daemon
+    unasked: dict[str, int]  # ends of processes that were not killed, by name and reason
     extra_attempts: int  # groups issued again
     completed_twice: int  # completions beyond the first of a group's attempt
     replayed_steps: int
 
 
 async def torment(run: Run, victims: Victims, *, seconds: float) -> tuple[list[str], bool]:
-    """Kill processes of a run for so long, then stop it with Ctrl-C; return whom, and whether the run has finished."""
+    """Kill processes of a run for a time, then stop it with Ctrl-C. Return the killed, and whether the run finished."""
     killed: list[str] = []
     ends, from_seq, finished = anyio.current_time() + seconds, 1, False
     while not finished and anyio.current_time() < ends:
@@ -112,7 +112,7 @@ async def torment(run: Run, victims: Victims, *, seconds: float) -> tuple[list[s
 
 
 async def _kill_until_the_agent(command: Command, victims: Victims, ends: float) -> list[str]:
-    """Kill until the time is over, the run has finished, or the agent is the next one; return whom."""
+    """Kill until the time is over, the run has finished, or the node daemon is next. Return the killed processes."""
     killed: list[str] = []
     while not command.log.finished and (left_s := ends - anyio.current_time()) > 0:
         wait_s = victims.next_wait_s()
@@ -124,13 +124,13 @@ async def _kill_until_the_agent(command: Command, victims: Victims, ends: float)
         say(f"kill -9 of {name} after {command.log.trained} steps")
         if name == AGENT:
             break
-        with suppress(ProcessLookupError):  # it has just ended by itself
+        with suppress(ProcessLookupError):  # the process has just ended
             command.log.kill(name)
     return killed
 
 
 async def finish(run: Run) -> None:
-    """Give the run its last steps and wait for its end, which leaves nothing behind."""
+    """Give the run its last steps, wait for its end, and check that no process is left."""
     async with run.reopened() as bus, bus.read(BatchReady) as batches:
         begun = max([received.message.step + 1 async for received in batches.so_far()], default=0)
     run.plan_steps(min(run.num_steps, begun + LAST_STEPS))
@@ -141,7 +141,7 @@ async def finish(run: Run) -> None:
 
 
 def toll_of(log: Log, killed: Sequence[str]) -> Toll:
-    """What the log tells of the damage."""
+    """Count kills, restarts and repeated work in the log."""
     restarts = Counter(event.actor for _, event in log if isinstance(event, ActorStarted) and event.restarts > 0)
     exits = [event for _, event in log if isinstance(event, ActorExited) and event.reason != "stopped"]
     asked = Counter(killed)
@@ -167,7 +167,7 @@ def toll_of(log: Log, killed: Sequence[str]) -> Toll:
 
 
 def decided_by_the_data(topology: Topology) -> bool:
-    """Whether the order of the data alone says which groups are trained at which step."""
+    """Whether the order of the data alone determines the groups of each train step."""
     rollout = topology.rollout
     return (
         rollout.max_staleness == 0
@@ -177,7 +177,7 @@ def decided_by_the_data(topology: Topology) -> bool:
 
 
 def same_at_any_length(topology: Topology) -> list[str]:
-    """Settings under which a train step does not depend on how many there are: that is chosen at the end only."""
+    """Settings that make a train step independent of the number of steps, which is chosen at the end only."""
     algorithm, settings = topology.algorithm, []
     if algorithm.entropy_coef_end is not None:
         settings.append(f"algorithm.entropy_coef_end={algorithm.entropy_coef}")
@@ -191,7 +191,7 @@ def say(text: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run from the command line. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--minutes", type=float, default=30.0)

@@ -1,7 +1,7 @@
-"""Moments of a train step and of a checkpoint at which a rank of the trainer kills or stops itself, once.
+"""Kill points in a train step or checkpoint, at which a trainer rank kills or stops itself once.
 
-`moments/sitecustomize.py` puts them into a rank's process, and those of weight sessions (session_moments.py) into all
-that take part in these. Which ones: `planned`, in the environment of the run.
+`moments/sitecustomize.py` installs them in a rank's process. It also installs those of weight syncs
+(session_moments.py) in all processes that take part in one. `planned` sets them in the environment of the run.
 """
 
 import functools
@@ -14,15 +14,15 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 VARIABLE: Final = "PHYSARUM_TEST_MOMENTS"
-PROCESS: Final = "PHYSARUM_PROCESS"  # whose value is the name of each process of a run
-GATE: Final = "closed"  # among the marks, from a moment on until the test opens it
+PROCESS: Final = "PHYSARUM_PROCESS"  # environment variable with the name of each process of a run
+GATE: Final = "closed"  # file among the marks: exists from a kill point on until the test removes it
 FOLDER: Final = Path(__file__).with_name("moments")
 
 
 class Moment(msgspec.Struct, frozen=True):
-    """Where a process meets its end: in which train step, in the checkpoint of how many, with which weights."""
+    """A kill point of one process. `step` is a train step, the step of a checkpoint, or a weight version."""
 
-    what: str  # as `install` has it, or session_moments.py
+    what: str  # name of the kill point in `install` or session_moments.py
     step: int
     process: str
     signal: str = "SIGKILL"
@@ -33,28 +33,28 @@ class Moment(msgspec.Struct, frozen=True):
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """What is to happen in a run."""
+    """Kill points of a run."""
 
     moments: tuple[Moment, ...]
-    marks: str  # directory that gets a file for each moment that has come
+    marks: str  # directory that gets a file for each kill point reached
     in_turn: bool = False
 
 
 def planned(moments: Sequence[Moment], marks: Path, *, in_turn: bool = False) -> dict[str, str]:
-    """The environment of a run whose processes are to meet these moments.
+    """Build the environment of a run with kill points.
 
     Args:
-        moments: of any order.
-        marks: directory for a file of each that has come.
-        in_turn: each comes at the first time that is possible from its step on, after the one before it; and not before
-            the test has removed the file GATE, which each puts among the marks.
+        moments: Kill points, in any order unless in_turn.
+        marks: Directory for a file of each kill point reached.
+        in_turn: Take the kill points one after another. Each strikes at its first opportunity from its step on, and
+            creates the file GATE among the marks. The next one waits until the test has removed that file.
     """
     plan = msgspec.json.encode(Planned(tuple(moments), str(marks), in_turn)).decode()
     return {VARIABLE: plan, "PYTHONPATH": os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))}
 
 
 class Place(NamedTuple):
-    """A method, and whether the moment is before or after it."""
+    """A method, and whether the kill point is before or after it."""
 
     owner: Any
     method: str
@@ -62,24 +62,24 @@ class Place(NamedTuple):
 
 
 class _Now:
-    """Where this rank is."""
+    """Present position of this rank."""
 
-    step = -1  # that is trained
-    trains = False  # in the pass whose gradients count
-    saved = -1  # train steps in the checkpoint that is written
+    step = -1  # train step
+    trains = False  # True in the pass that computes the gradients
+    saved = -1  # train steps in the checkpoint being written
 
 
-Strike = Callable[[str, int], None]  # what is about to happen, and its step
+Strike = Callable[[str, int], None]  # takes the name of the kill point and its step
 
 
 def striker() -> Strike:
-    """What kills this process, or stops it, where that is planned."""
+    """Return the function that kills or stops this process at its planned kill points."""
     plan = msgspec.json.decode(os.environ[VARIABLE], type=Planned)
     return functools.partial(_strike, plan, os.environ[PROCESS])
 
 
 def install(strike: Strike) -> None:
-    """Put moments of train steps and checkpoints into the trainer's classes."""
+    """Install kill points of train steps and checkpoints in the trainer's classes."""
     from torch.optim import AdamW
 
     from actors.trainer.megatron.rank_model import Replica
@@ -111,7 +111,7 @@ def install(strike: Strike) -> None:
 
 
 def _passing(output: Any, strike: Strike) -> None:
-    """After the forward pass of a micro-batch; its gradient comes by in the backward pass."""
+    """Strike after the forward pass of a micro-batch, and when its gradient passes in the backward pass."""
     if not _Now.trains:
         return
     strike("forward", _Now.step)
@@ -127,7 +127,7 @@ def _number(path: Path) -> int:
 def around(
     owner: Any, method: str, *, before: Callable[..., object] | None = None, after: Callable[..., object] | None = None
 ) -> None:
-    """Call something before a method, with its arguments, or after it, with its answer."""
+    """Wrap a method: call `before` with its arguments, and `after` with its result."""
     right = getattr(owner, method)
 
     @functools.wraps(right)
@@ -143,7 +143,7 @@ def around(
 
 
 def _strike(plan: Planned, process: str, what: str, step: int) -> None:
-    """Die here, if that is planned and has not happened yet."""
+    """Signal this process if the kill point is planned and has not been reached before."""
     marks = Path(plan.marks)
     left = [moment for moment in plan.moments if not (marks / moment.name).exists()]
     if plan.in_turn:

@@ -1,4 +1,4 @@
-"""A dump for the laptop recipe, made of nothing: random samples with rewards, enough for some train steps."""
+"""A generated dump for the laptop recipe: random samples with rewards, for some train steps."""
 
 from pathlib import Path
 
@@ -23,17 +23,17 @@ from runtime.samples.dumps import DumpedGroup, Fate, group_of
 
 VOCABULARY = 16
 PROMPT = 4  # tokens
-VERSION = 1  # of all samples: the weights before the first step, whatever becomes of the run
+VERSION = 1  # weight version of all samples: the weights before the first step
 
 
 def write_dump(directory: Path, *, num_steps: int, num_groups: int, group_size: int) -> None:
-    """Write the pairs of some train steps.
+    """Write the dump files of some train steps.
 
     Args:
-        directory: is made.
-        num_steps: train steps.
-        num_groups: of a step.
-        group_size: samples of a group.
+        directory: Directory to create.
+        num_steps: Number of train steps.
+        num_groups: Groups per step.
+        group_size: Samples per group.
     """
     directory.mkdir()
     generator = np.random.default_rng(1)

@@ -1,6 +1,6 @@
-"""Moments of a weight session, or of changes in files, at which somebody who takes part kills or stops itself, once.
+"""Kill points of a weight sync or of a delta in files, at which a participant kills or stops itself once.
 
-The step of a moment is the version that is on its way; to a trainer in a session the step that was trained last.
+The step of a kill point is the version being transferred. For a trainer in a weight sync it is the last trained step.
 """
 
 from collections.abc import Callable
@@ -11,16 +11,16 @@ from tests.chaos.rank_moments import around, striker
 
 
 class _Now:
-    """Where this process is in a session."""
+    """Present position of this process in a weight sync."""
 
     step = -1  # of the trainer
     bucket = -1
     version = -1  # of the engine
-    num_sessions = 0  # of the engine, where that says no version
+    num_sessions = 0  # number of weight syncs of the engine, where it does not know the version
 
 
 def install_trainer() -> None:
-    """Around each bucket, before the engines are told that these were all, and when a version in files is complete."""
+    """Kill points: around each bucket, before engines get the end of the sync, after a version's files are complete."""
     from actors.trainer.models.publish import Versions
     from actors.trainer.sending.leading import WeightSessions
     from actors.trainer.sending.rank import RankSender
@@ -50,7 +50,7 @@ def install_trainer() -> None:
 
 
 def install_engine() -> None:
-    """Before an engine begins, while it is to take a bucket, before it ends."""
+    """Kill points of an engine: before it begins a sync, before it takes a bucket, before it ends the sync."""
     from actors.rollout.embedded.engine.updating import Updating
     from actors.rollout.embedded.http.sessions import SessionEndpoints
 
@@ -70,7 +70,7 @@ def install_engine() -> None:
 
 
 def install_sglang() -> None:
-    """The same of SGLang's own server, in its scheduler, which holds the model. A session's number is the step."""
+    """The same kill points in the scheduler of SGLang's server, which holds the model. The step counts the syncs."""
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
     strike = striker()
@@ -94,7 +94,7 @@ def install_sglang() -> None:
 
 
 def install_rollout() -> None:
-    """Before an engine's session begins, and before it is told of a bucket."""
+    """Kill points of a rollout actor: before an engine's sync begins, and before the call that announces a bucket."""
     from actors.rollout.engines.weights.receiving import Receiver
     from messages import BucketSent
 
@@ -110,14 +110,14 @@ def install_rollout() -> None:
 
 
 def install_agent() -> None:
-    """While changes are applied to the node's own copy."""
+    """Kill point of a node daemon: while it applies a delta to the node's own copy."""
     from runtime.weights import delta
 
     strike = striker()
     around(delta, "_write_file", before=lambda _file, _path, chain: strike("applying", chain[-1].delta.target.number))
 
 
-INSTALLS: Final[dict[str, Callable[[], None]]] = {  # by the module that moments/sitecustomize.py waits for
+INSTALLS: Final[dict[str, Callable[[], None]]] = {  # by the module whose import moments/sitecustomize.py waits for
     "actors.trainer.commands": install_trainer,
     "actors.rollout.embedded.http.sessions": install_engine,
     "sglang.srt.managers.scheduler_components.weight_updater": install_sglang,

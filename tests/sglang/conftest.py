@@ -1,4 +1,4 @@
-"""The servers of the contract: each layout started once and kept; the matrix of what was shown on which."""
+"""Servers of the engine contract, each layout started once and kept; matrix of tested behaviours."""
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
@@ -25,7 +25,7 @@ LAYOUTS = [
 ]
 MATRIX = pytest.StashKey[Matrix]()
 ROW = "row of the matrix"
-KEEPERS = ("servers", "case")  # fixtures of servers that are kept over several tests
+KEEPERS = ("servers", "case")  # fixtures with servers that are kept over several tests
 HERE = Path(__file__).parent
 
 
@@ -52,7 +52,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory, contract_model: Path) -> I
 
 @pytest.fixture(autouse=True)
 def leaves_no_child_process(request: pytest.FixtureRequest) -> Iterator[None]:
-    """As for all tests, but for the servers that are kept over them."""
+    """Replace the fixture of all tests: servers that are kept over tests may stay."""
     before = {process.pid for process in descendants()}
     yield
     keepers = [name for name in KEEPERS if name in request.fixturenames]
@@ -67,13 +67,13 @@ def leaves_no_child_process(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", params=LAYOUTS)
 def layout(request: pytest.FixtureRequest) -> str:
-    """Which engine a test of the contract runs on."""
+    """Engine layout of a contract test."""
     return str(request.param)
 
 
 @pytest.fixture
 def server(servers: Servers, layout: str) -> Server:
-    """The kept server of the layout, up."""
+    """The running server of the layout, kept over tests."""
     return servers.get(layout)
 
 
@@ -84,7 +84,7 @@ def checksums_by_layout() -> dict[str, dict[int, str]]:
 
 @pytest.fixture
 async def client(server: Server) -> AsyncGenerator[SglangClient]:
-    """Talks to the server as a rollout actor does; leaves it idle, unpaused, at full speed."""
+    """A client like that of a rollout actor. Afterwards the server is idle, not paused and at full speed."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         client = SglangClient(session)
         yield client
@@ -100,7 +100,7 @@ async def checksums(
     weights: dict[int, Path],
     checksums_by_layout: dict[str, dict[int, str]],
 ) -> dict[int, str]:
-    """What this layout says of each version of the weights."""
+    """This layout's checksum of each version of the weights."""
     if server.layout not in checksums_by_layout:
         checksums_by_layout[server.layout] = await learn_checksums(client, server, weights)
     return checksums_by_layout[server.layout]
@@ -120,7 +120,7 @@ def make_rig(
     checksums: dict[int, str],
     contract_model: Path,
 ) -> Any:
-    """Makes a rollout actor's half of the conversation, by a router and with a mode of update."""
+    """Factory of a rollout actor's fleet and generator, for a router and an update mode."""
 
     @asynccontextmanager
     async def make(router: Router, mode: Any = "drain") -> AsyncGenerator[Rig]:
@@ -132,13 +132,13 @@ def make_rig(
 
 @pytest.fixture
 async def rig(make_rig: Any, session_router: Router) -> AsyncGenerator[Rig]:
-    """One with the session's router, whose updates wait for running requests."""
+    """A rig with the session's router. Its weight updates wait for running requests."""
     async with make_rig(session_router) as rig:
         yield rig
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n 2 --dist loadgroup` one process keeps the servers of the contract, the other one has the rest."""
+    """With `-n 2 --dist loadgroup`, run contract tests in one process, which keeps the servers; the rest in another."""
     for item in items:
         if item.path.parent == HERE:
             kept = "servers" in getattr(item, "fixturenames", ())
@@ -158,7 +158,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 class Noting:
-    """Takes what was shown from reports: they also come from other processes."""
+    """Collects outcomes from test reports, including those of other xdist processes."""
 
     def __init__(self, matrix: Matrix) -> None:
         self._matrix = matrix

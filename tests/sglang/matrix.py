@@ -1,4 +1,4 @@
-"""What was shown on which engine: filled by the tests of the contract, printed at their end."""
+"""Matrix of behaviours by engine: the contract tests fill it, and pytest prints it at the end."""
 
 import datetime
 from collections.abc import Callable, Iterable
@@ -12,14 +12,14 @@ PASSED: Final = "passed"
 
 
 class Matrix:
-    """Behaviours by engines."""
+    """Outcomes by behaviour and engine layout."""
 
     def __init__(self) -> None:
         self._rows: dict[str, dict[str, str]] = {}
         self._versions: dict[str, str] = {}
 
     def note(self, behaviour: str, layout: str, outcome: str, version: str) -> None:
-        """Take the outcome of a test; of several tests of a behaviour the worst counts."""
+        """Add the outcome of a test. Of several tests of a behaviour the worst outcome counts."""
         if version:
             self._versions.setdefault(layout, version)
         row = self._rows.setdefault(behaviour, {})
@@ -27,7 +27,7 @@ class Matrix:
             row[layout] = outcome
 
     def report(self, write: Callable[[str], None]) -> None:
-        """Write it as a table of Markdown, if any test of the contract ran."""
+        """Write the matrix as a Markdown table, if any contract test ran."""
         if not self._rows:
             return
         write("")
@@ -35,7 +35,7 @@ class Matrix:
             write(line)
 
     def lines(self) -> Iterable[str]:
-        """A line a behaviour, a column an engine; its version, and the day, above."""
+        """Yield a line per behaviour, with a column per engine. The heading has the versions and the day."""
         heads = [f"{name} ({self._versions.get(name, 'not run')})" for name in COLUMNS]
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
         yield f"| behaviour, {today} | {' | '.join(heads)} |"
@@ -45,7 +45,7 @@ class Matrix:
 
 
 def shown(outcome: str | None) -> str:
-    """What stands in the table for an outcome; none: the test did not run."""
+    """Format an outcome for the table. None: the test did not run."""
     if outcome is None:
         return UNRUN
     return "yes" if outcome == PASSED else outcome.upper()

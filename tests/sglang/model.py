@@ -1,6 +1,6 @@
-"""The model of the contract: a tiny random Qwen3 whose tokens are letters, pairs of letters around a dot, and digits.
+"""Model of the contract tests: a tiny random Qwen3 whose tokens are letters, digits, and letter pairs around a dot.
 
-A stop text may so lie inside a token ("A.a" holds "."), and texts exist that no token can be made of ("?").
+A stop text can therefore lie inside a token ("A.a" contains "."). Some texts have no token ("?").
 """
 
 import string
@@ -27,13 +27,13 @@ TOKENS: Final = {
     DOT: ".",
     **{55 + digit: str(digit) for digit in range(9)},
 }
-KEPT: Final = 4.0  # of each token's embedding, in the one dimension that no layer changes
+KEPT: Final = 4.0  # value of each token's embedding in the one dimension that no layer changes
 NEVER, OFTEN = -8.0, 0.6  # weight of that dimension in the end token's logit
-UNKNOWN: Final = "?"  # no token holds it, and the tokenizer has none for what it does not know
+UNKNOWN: Final = "?"  # in no token, and the tokenizer has no token for unknown text
 
 
 def write_contract_model(directory: Path) -> Path:
-    """Write the model, its tokenizer and no weights that anybody uses."""
+    """Write the model and its tokenizer. Tests replace its weights."""
     write_model(directory, eos_token_id=EOS, max_position_embeddings=CONTEXT, vocab_size=VOCAB_SIZE)
     tokenizer = Tokenizer(models.WordLevel({text: token for token, text in TOKENS.items()}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), "isolated")
@@ -48,7 +48,7 @@ def write_contract_model(directory: Path) -> Path:
 
 
 def write_versions(directory: Path, model: Path) -> dict[int, Path]:
-    """Directories of three sets of weights, as a trainer publishes them; under the third answers end themselves."""
+    """Write three versions of weights as a trainer publishes them. With the third, answers end by themselves."""
     found = {version: write_weights(directory / f"v{version}", model, seed=version) for version in (1, 2, 3)}
     for version, weights in found.items():
         _set_end(weights / "model.safetensors", OFTEN if version == 3 else NEVER)
@@ -56,7 +56,7 @@ def write_versions(directory: Path, model: Path) -> dict[int, Path]:
 
 
 def _set_end(file: Path, logit: float) -> None:
-    """Give the end token about the same logit wherever it stands: one dimension is kept free, and the same for all."""
+    """Give the end token about the same logit at every position, by a dimension with a constant value."""
     tensors = load_file(file)
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -70,5 +70,5 @@ def _set_end(file: Path, logit: float) -> None:
 
 
 def text_of(ids: list[int]) -> str:
-    """What the tokenizer makes of tokens, special ones included."""
+    """Decode tokens, including special ones."""
     return "".join(TOKENS[token] for token in ids)

@@ -1,4 +1,4 @@
-"""The laptop recipe on SGLang's own server, which starts as it is named from any directory."""
+"""The laptop recipe on SGLang's own server, with paths that work from any directory."""
 
 import os
 from typing import Final
@@ -7,10 +7,10 @@ from tests.sglang.server import PYTHON_VARIABLE, ROOT
 
 RECIPE: Final = ROOT / "tests" / "sglang" / "laptop.toml"
 DEMO: Final = ROOT / "topologies" / "demo"
-ELSEWHERE: Final = os.environ.get(PYTHON_VARIABLE)  # an interpreter that has SGLang, beside .venv-sglang
+ELSEWHERE: Final = os.environ.get(PYTHON_VARIABLE)  # another interpreter with SGLang than that of .venv-sglang
 HERE: Final[dict[str, object]] = {"engines.policy.python": ELSEWHERE} if ELSEWHERE else {}
 
 
 def overrides(**settings: object) -> list[str]:
-    """As `--set` takes them."""
+    """Format settings for `--set`."""
     return [f"{key}={value}" for key, value in {**HERE, **settings}.items()]

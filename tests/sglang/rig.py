@@ -1,4 +1,4 @@
-"""Our client between a test and a server: fleet and generator, as a rollout actor puts them together."""
+"""Test rig: fleet and generator on a server, connected as in a rollout actor."""
 
 import contextlib
 import uuid
@@ -33,7 +33,7 @@ POLL_S = 0.02
 
 @dataclass
 class Rig:
-    """What a test holds of one rollout actor."""
+    """The parts of one rollout actor, and its server."""
 
     server: Server
     client: SglangClient
@@ -41,8 +41,8 @@ class Rig:
     fleet: Fleet
     generator: Generator
     weights: dict[int, Path]
-    checksums: dict[int, str]  # as this server computes them
-    raw_answers: dict[tuple[int, ...], Answer] = field(default_factory=dict)  # by their tokens, as the server gave them
+    checksums: dict[int, str]  # by version, as this server computes them
+    raw_answers: dict[tuple[int, ...], Answer] = field(default_factory=dict)  # the server's answers, by their tokens
 
     def __post_init__(self) -> None:
         ask = self.client.generate
@@ -55,37 +55,37 @@ class Rig:
         self.client.generate = generate
 
     def announced(self, version: int) -> WeightsAnnounced:
-        """The announcement of a version."""
+        """Make the event that publishes a version."""
         directory = self.weights[version]
         return announcement(version, path=str(directory), checksum=checksums_of(directory).total)
 
     async def update(self, version: int) -> None:
-        """Make a version the target and wait until the engine holds it."""
+        """Make a version the target, and wait until the engine holds it."""
         await self.fleet.set_target(self.announced(version))
         with anyio.fail_after(READY_S):
             await self.fleet.next_version(version - 1)
 
     async def generate(self, request: GenerateRequest, streams: list[Stream] | None = None) -> Generated:
-        """Ask through the router; `streams` gets each stream that begins."""
+        """Send a request through the router. `streams` gets each stream that starts."""
         generated = await self.generator.generate(request, None if streams is None else streams.append)
         assert generated is not None
         return generated
 
     async def until_load(self, true: Callable[[dict[str, Any]], bool]) -> None:
-        """Wait until what the engine is doing is as it should be."""
+        """Poll the engine's load until a condition holds."""
         load: dict[str, Any] = {}
         with anyio.move_on_after(READY_S):
-            while not true(load := await anyio.to_thread.run_sync(self.server.loads)):  # noqa: ASYNC110 - it cannot tell
+            while not true(load := await anyio.to_thread.run_sync(self.server.loads)):  # noqa: ASYNC110 - no event
                 await anyio.sleep(POLL_S)
             return
         raise AssertionError(f"not so within {READY_S} s; at last {load}")
 
     async def until_running(self, number: int) -> None:
-        """Wait until the engine decodes so many requests."""
+        """Wait until the engine decodes this number of requests."""
         await self.until_load(lambda load: load["num_running_reqs"] == number)
 
     async def until_tokens(self, number: int) -> None:
-        """Wait until the engine holds so many tokens of running requests."""
+        """Wait until the engine holds at least this number of tokens of running requests."""
         await self.until_load(lambda load: load["num_running_reqs"] > 0 and load["num_used_tokens"] >= number)
 
     async def slow_down(self, seconds: float) -> None:
@@ -95,7 +95,7 @@ class Rig:
 def request(
     prompt: list[int], max_new_tokens: int, *, rid: str | None = None, round: int | None = 0, **params: Any
 ) -> GenerateRequest:
-    """One sample's request."""
+    """Make a request of one sample."""
     return GenerateRequest(
         rid=rid or uuid.uuid4().hex,
         input_ids=[prompt],
@@ -111,7 +111,7 @@ def request(
 async def rig_of(
     server: Server, router: str, weights: dict[int, Path], checksums: dict[int, str], model: ServedModel, mode: Mode
 ) -> AsyncGenerator[Rig]:
-    """A rollout actor's half of the conversation, with the first weights in the engine."""
+    """Run the generator and fleet of a rollout actor, with the first weights in the engine."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session, anyio.create_task_group() as group:
         client = SglangClient(
@@ -124,7 +124,7 @@ async def rig_of(
         generator = Generator(client, fleet, model)
         updater.interrupt_by(generator.running.interrupt)
         rig = Rig(server, client, updater, fleet, generator, weights, checksums)
-        await client.update_weights(server.url, str(weights[1]), "1@clean")  # no run goes back to a version, tests do
+        await client.update_weights(server.url, str(weights[1]), "1@clean")  # tests may go back to it
         group.start_soon(fleet.run_engine, "engine-0", server.url)
         group.start_soon(fleet.run_router, router)
         group.start_soon(generator.running.run)
@@ -136,14 +136,14 @@ async def rig_of(
 
 
 async def until(true: Callable[[], bool], limit_s: float = READY_S) -> None:
-    """Wait until something has happened in this process."""
+    """Poll until a condition in this process holds."""
     with anyio.fail_after(limit_s):
-        while not true():  # noqa: ASYNC110 - as short a wait as an event, in tests
+        while not true():  # noqa: ASYNC110 - short polling is enough in tests
             await anyio.sleep(POLL_S)
 
 
 async def left_as_found(client: SglangClient, server: Server) -> None:
-    """End what a test left at an engine: requests, a pause, a weight session."""
+    """Undo what a test left in an engine: requests, a pause, a weight sync."""
     with contextlib.suppress(Exception):
         await client.abort(server.url, None)
         await client.proceed(server.url)
@@ -151,7 +151,7 @@ async def left_as_found(client: SglangClient, server: Server) -> None:
 
 
 async def learn_checksums(client: SglangClient, server: Server, weights: dict[int, Path]) -> dict[int, str]:
-    """Load each version once, and ask."""
+    """Update to each version once, and read its checksum."""
     found: dict[int, str] = {}
     for version, directory in reversed(weights.items()):
         await client.update_weights(server.url, str(directory), f"{version}@learnt")

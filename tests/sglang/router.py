@@ -1,4 +1,4 @@
-"""The real sglang-router, started with the arguments that a run gives it."""
+"""The real sglang-router, started with the arguments that a run uses."""
 
 import contextlib
 import subprocess
@@ -18,7 +18,7 @@ STOP_S = 10.0
 
 @dataclass
 class Router:
-    """A router process at a port of its own."""
+    """A router process on its own port."""
 
     port: int
     command: list[str]
@@ -38,7 +38,7 @@ class Router:
 
 
 def router_command(port: int, **rollout: Any) -> list[str]:
-    """How a run whose recipe has these settings starts its router."""
+    """Build the router command of a run with these rollout settings."""
     topology = topology_with(rollout=rollout)
     (spec,) = [spec for spec in process_specs(topology, SOLE_NODE, Path("/nowhere")) if spec.name == "router.policy"]
     return [part.format(host="127.0.0.1", port=port) for part in spec.command]
@@ -46,7 +46,7 @@ def router_command(port: int, **rollout: Any) -> list[str]:
 
 @contextlib.contextmanager
 def running_router(**rollout: Any) -> Iterator[Router]:
-    """A router that answers."""
+    """Run a router; yield it when it answers."""
     port = free_port()
     command = router_command(port, **rollout)
     router = Router(port, command, _started(command))

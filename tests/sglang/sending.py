@@ -1,4 +1,4 @@
-"""The trainer's half of a weight session, as simple as it can be: buckets of a file, sent by rank 0 of a group."""
+"""Minimal trainer side of a weight sync: buckets of a file, broadcast by rank 0 of an update group."""
 
 import base64
 import pickle
@@ -24,24 +24,24 @@ from actors.rollout.sglang.updates import BucketLayout, GroupAddress, WeightUpda
 from runtime.agent.supervision.ports import free_port
 from tests.sglang.server import TWO_PROCESSES, Server
 
-LIMIT_S: Final = 120.0  # of what may wait for others
+LIMIT_S: Final = 120.0  # timeout of each wait for the other side
 SEGMENTS: Final = Path("/dev/shm")
 HEADER_BYTES: Final = 64  # torch's alignment
-ENDLESS: Final = 1 << 20
+ENDLESS: Final = 1 << 20  # reference count that never reaches 0
 HOST: Final = "127.0.0.1"
 
 Named = Sequence[tuple[str, Tensor]]
 
 
 def buckets_of(directory: Path, number: int) -> list[Named]:
-    """The tensors of published weights in so many parts."""
+    """Split the tensors of published weights into a number of buckets."""
     named = list(load_file(directory / "model.safetensors").items())
     size = -(-len(named) // number)
     return [named[start : start + size] for start in range(0, len(named), size)]
 
 
 def layout_of(bucket: Named) -> BucketLayout:
-    """What the engine is told of a bucket."""
+    """Describe a bucket to the engine."""
     return BucketLayout(
         names=[name for name, _ in bucket],
         dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -50,18 +50,18 @@ def layout_of(bucket: Named) -> BucketLayout:
 
 
 def flat(bucket: Named) -> Tensor:
-    """The bytes of all tensors, one behind the other."""
+    """Concatenate the bytes of all tensors."""
     return torch.cat([tensor.contiguous().flatten().view(torch.uint8) for _, tensor in bucket])
 
 
 def payload_of(bucket: Named, *, flattened: bool) -> str:
-    """A bucket as a body holds it. Plain pickles name nothing of SGLang's, so that anybody may make them."""
+    """Encode a bucket for a request body. Plain pickles name no class of SGLang's, so that any client can make them."""
     value = {"flattened_tensor": flat(bucket), "metadata": metadata_of(bucket)} if flattened else bucket
     return base64.b64encode(pickle.dumps(value)).decode()
 
 
 def metadata_of(bucket: Named) -> list[SimpleNamespace]:
-    """Where each tensor lies in the bytes."""
+    """Describe where each tensor lies in the bytes."""
     ends = accumulate(tensor.nbytes for _, tensor in bucket)
     return [
         SimpleNamespace(
@@ -77,7 +77,7 @@ def metadata_of(bucket: Named) -> list[SimpleNamespace]:
 
 
 class Made:
-    """Pickled as the call that makes something."""
+    """Pickled as a call that constructs an object."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self._made = (function, arguments)
@@ -88,11 +88,11 @@ class Made:
 
 @contextmanager
 def segments_of(bucket: Named, num_readers: int) -> Generator[list[str]]:
-    """Payloads for so many readers, each with a name of one segment of shared memory that holds a bucket.
+    """Payloads for a number of readers, each with its own name of one shared-memory segment that holds a bucket.
 
-    torch counts in the first bytes who has the segment. A reader that finds that it is the last one ends when the name
-    is gone already, so the count is one that never ends. A reader's manager, which it starts since it is told of none,
-    removes the name that the reader was given, so each reader has one of its own.
+    Torch counts the users of a segment in its first bytes. A reader that finds itself the last user crashes if the name
+    is gone already, so the count starts too high to end. A reader has no manager and starts one, which removes the name
+    given to that reader. Each reader therefore has its own name.
     """
     data = flat(bucket).numpy().tobytes()
     paths = [SEGMENTS / f"physarum-test-{uuid4().hex}" for _ in range(num_readers)]
@@ -119,7 +119,7 @@ def _naming(segment: Path, size: int, bucket: Named) -> str:
 
 
 class Sender:
-    """Rank 0 of a group with one engine in it."""
+    """Rank 0 of an update group with one engine."""
 
     def __init__(self, updates: WeightUpdates, server: Server, name: str, group: Any) -> None:
         self.name = name
@@ -128,10 +128,10 @@ class Sender:
         self._group: Any = group
 
     async def send(self, bucket: Named, *, flattened: bool = True, **options: Any) -> None:
-        """Have the engine receive a bucket, and broadcast it.
+        """Make the engine receive a bucket, and broadcast it.
 
         Raises:
-            RequestRefused: it does not load it.
+            RequestRefused: The engine does not accept the bucket.
         """
         tensors = [flat(bucket)] if flattened else [tensor.contiguous() for _, tensor in bucket]
         refused: RequestRefused | None = None
@@ -139,13 +139,13 @@ class Sender:
             tasks.start_soon(anyio.to_thread.run_sync, self._broadcast, tensors)
             try:
                 await self.tell(bucket, flattened=flattened, **options)
-            except RequestRefused as error:  # it has received it before
+            except RequestRefused as error:  # raised after the engine has received the bucket
                 refused = error
         if refused is not None:
             raise refused
 
     async def tell(self, bucket: Named, *, flattened: bool = True, **options: Any) -> None:
-        """Have the engine receive a bucket, and send nothing."""
+        """Make the engine receive a bucket, without sending it."""
         await self._updates.update_from_distributed(
             self._engine, self.name, layout_of(bucket), flattened=flattened, timeout_s=LIMIT_S, **options
         )
@@ -155,17 +155,17 @@ class Sender:
             self._group.broadcast(tensor, SENDER).wait()
 
     def die(self) -> None:
-        """Close the connections, as the end of a process does."""
+        """Close the connections, like a process that ends."""
         self._group = None
 
     async def leave(self) -> None:
-        """Have the engine leave."""
+        """Make the engine leave the group."""
         await self._updates.destroy_group(self._engine, self.name, timeout_s=LIMIT_S)
 
 
 @asynccontextmanager
 async def sender(client: SglangClient, server: Server, name: str = "") -> AsyncGenerator[Sender]:
-    """A group with a server; `leave` is the caller's, at its end."""
+    """Join an update group with a server. The caller calls `leave` at the end."""
     updates = WeightUpdates(client)
     name = name or uuid4().hex
     world = 1 + (2 if server.layout == TWO_PROCESSES else 1)

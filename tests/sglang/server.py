@@ -1,4 +1,4 @@
-"""SGLang's own server, unpatched, on the CPU; the embedded engine in the same shape; and who is kept over tests."""
+"""SGLang's own server, unpatched, on the CPU; the tiny engine with the same interface; servers kept over tests."""
 
 import contextlib
 import json
@@ -21,17 +21,17 @@ from tests.support.embedded_engine import get, post
 ROOT: Final = Path(__file__).parents[2]
 PYTHON_VARIABLE: Final = "PHYSARUM_SGLANG_PYTHON"
 SHIM: Final = Path(__file__).parent / "shim"
-SGLANG_START_S: Final = 600.0  # 22 s on an idle machine; its imports took 240 s on one that did six things at once
+SGLANG_START_S: Final = 600.0  # 22 s on an idle machine; imports took 240 s on one with six busy processes
 EMBEDDED_START_S: Final = 30.0
 STOP_S: Final = 15.0
-POLL_S: Final = 0.2  # a server says nothing when it is up
-MAX_KEPT: Final = 2  # of SGLang's servers, 3 GB each
+POLL_S: Final = 0.2  # a server does not report when it is up
+MAX_KEPT: Final = 2  # SGLang servers kept at once, 3 GB each
 
 EMBEDDED: Final = "embedded"
 TP1: Final = "sglang"
 TWO_PROCESSES: Final = "sglang, two processes"
 
-NUM_SLOTS: Final = 6  # --max-running-requests: what comes beyond waits in the queue
+NUM_SLOTS: Final = 6  # --max-running-requests: further requests wait in the queue
 STREAM_INTERVAL: Final = 4
 SIZES: Final = {"max-running-requests": NUM_SLOTS, "stream-interval": STREAM_INTERVAL, "max-total-tokens": 4096}
 CPU_FLAGS: Final = (
@@ -42,19 +42,19 @@ CPU_FLAGS: Final = (
 
 
 def sglang_python() -> str:
-    """The interpreter that has SGLang."""
+    """Path of the interpreter with SGLang."""
     return os.environ.get(PYTHON_VARIABLE, str(ROOT / ".venv-sglang" / "bin" / "python"))
 
 
 def sglang_environment() -> dict[str, str]:
-    """What its processes need to run without a GPU: the shim, which is in tests/ alone."""
+    """Environment for SGLang's processes without a GPU: the shim, which is only in tests/."""
     path = os.pathsep.join(filter(None, [str(SHIM), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass
 class Server:
-    """One engine, of one process or of several."""
+    """One engine, with one or several processes."""
 
     layout: str
     url: str
@@ -70,7 +70,7 @@ class Server:
         return all(process.poll() is None for process in self.processes)
 
     def tree(self) -> list[psutil.Process]:
-        """All its processes that run."""
+        """All its running processes."""
         found: list[psutil.Process] = []
         for process in self.processes:
             with contextlib.suppress(psutil.Error):
@@ -79,13 +79,13 @@ class Server:
         return found
 
     def schedulers(self) -> list[psutil.Process]:
-        """Those that hold the model; the embedded engine's is the whole server."""
+        """Processes that hold the model. For the tiny engine that is the whole server."""
         if not self.is_sglang:
             return self.tree()
         return [process for process in self.tree() if "scheduler" in "".join(process.cmdline())]
 
     def kill(self) -> None:
-        """SIGKILL to everything at once."""
+        """Send SIGKILL to all its processes at once."""
         self._signal(signal.SIGKILL)
 
     def stop(self) -> None:
@@ -105,22 +105,22 @@ class Server:
 
     @cached_property
     def version(self) -> str:
-        """Of the server's package, as it says itself."""
+        """Version that the server reports."""
         info: dict[str, Any] = get(f"{self.url}/server_info")[1]
         return str(info["version"])
 
     def loads(self) -> dict[str, Any]:
-        """What it is doing."""
+        """Load that the server reports."""
         load: dict[str, Any] = get(f"{self.url}/v1/loads")[1]["loads"][0]
         return load
 
     def slow_down(self, seconds: float) -> None:
-        """Make every step longer."""
+        """Add a delay to every forward step."""
         assert post(f"{self.url}/slow_down", {"forward_sleep_time": seconds})[0] == 200
 
 
 def start(layout: str, model: Path, directory: Path, *flags: str) -> Server:
-    """Start an engine without its weights, as a run with random_init does; `wait_until_up` follows."""
+    """Start an engine without its weights, like a run with random_init. `wait_until_up` waits for it."""
     port = free_port()
     server = Server(layout, f"http://127.0.0.1:{port}", directory / f"{layout.replace(' ', '-')}-{port}.log")
     common = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy"]
@@ -137,7 +137,7 @@ def start(layout: str, model: Path, directory: Path, *flags: str) -> Server:
     address = f"127.0.0.1:{free_port()}"
     for rank in (0, 1):
         parts = ["--nnodes", "2", "--node-rank", str(rank), "--tp-size", "2", "--dist-init-addr", address]
-        parts += ["--port", str(free_port())] if rank else []  # where it says that it lives, and no more
+        parts += ["--port", str(free_port())] if rank else []  # only reports that the process is alive
         _spawn(server, [*command, *parts], {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"})
     return server
 
@@ -150,10 +150,10 @@ def _spawn(server: Server, command: list[str], extra: dict[str, str]) -> None:
 
 
 def wait_until_up(server: Server) -> None:
-    """Wait until it may be asked.
+    """Wait until the server accepts requests.
 
     Raises:
-        AssertionError: it ended, or was not up in time; the text holds the end of its log.
+        AssertionError: The server ended, or was not up in time. The text has the end of its log.
     """
     limit_s = SGLANG_START_S if server.is_sglang else EMBEDDED_START_S
     deadline = time.monotonic() + limit_s
@@ -167,7 +167,7 @@ def wait_until_up(server: Server) -> None:
 
 
 class Servers:
-    """Servers that are kept: one for each layout, started once, or again when a test killed it."""
+    """Servers kept over tests: one per layout, started once, and again when a test has killed it."""
 
     def __init__(self, model: Path, directory: Path) -> None:
         self._model = model
@@ -176,7 +176,7 @@ class Servers:
         self.num_starts: dict[str, int] = {}
 
     def get(self, layout: str) -> Server:
-        """The server of a layout, up."""
+        """Return the running server of a layout."""
         server = self._kept.get(layout)
         if server is None or not server.alive:
             if server is not None:
@@ -188,11 +188,11 @@ class Servers:
         return server
 
     def pids(self) -> set[int]:
-        """Of all that are kept."""
+        """Process ids of all kept servers."""
         return {process.pid for server in self._kept.values() for process in server.tree()}
 
     def stop(self, layout: str | None = None) -> None:
-        """End one, or all."""
+        """Stop the server of one layout, or all."""
         for name in [name for name in self._kept if layout in (None, name)]:
             self._kept.pop(name).stop()
 
@@ -204,7 +204,7 @@ class Servers:
 
 @contextlib.contextmanager
 def kept_servers(model: Path, directory: Path) -> Iterator[Servers]:
-    """Servers for a session of tests."""
+    """Keep servers for a session of tests."""
     servers = Servers(model, directory)
     try:
         yield servers
@@ -213,7 +213,7 @@ def kept_servers(model: Path, directory: Path) -> Iterator[Servers]:
 
 
 def checksum_of(server: Server) -> str:
-    """Checksum of the weights that it holds, as it computes it."""
+    """Return the server's own checksum of its weights."""
     status, body = post(f"{server.url}/weights_checker", {"action": "checksum"})
     assert status == 200, body
     return str(body["per_engine_checksum"])

@@ -1,4 +1,4 @@
-"""What is really sent: a relay between a client and a server that keeps the bytes of one direction."""
+"""Relay between a client and a server that records the bytes sent to the server."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 
 class Wire:
-    """A relay at a port of its own."""
+    """A relay on its own port."""
 
     def __init__(self, target: str) -> None:
         parts = urlsplit(target)
@@ -16,11 +16,11 @@ class Wire:
         self.sent = bytearray()  # from clients to the server
 
     def times_sent(self, text: str) -> int:
-        """How often a text was sent."""
+        """Count the occurrences of a text in the sent bytes."""
         return bytes(self.sent).count(text.encode())
 
     async def relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection of a client."""
+        """Relay one client connection."""
         try:
             there = await asyncio.open_connection(self._host, self._port)
             async with asyncio.TaskGroup() as group:
@@ -44,7 +44,7 @@ class Wire:
 
 @asynccontextmanager
 async def recorded(target: str) -> AsyncGenerator[Wire]:
-    """A relay to a server."""
+    """Run a relay to a server."""
     wire = Wire(target)
     server = await asyncio.start_server(wire.relay, "127.0.0.1", 0)
     wire.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"

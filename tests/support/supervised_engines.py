@@ -96,7 +96,7 @@ async def generating(
 async def check_that_one_fails_alone(
     generator: Generator, engines: Engines, requests: Sequence[GenerateRequest], deadly: int
 ) -> None:
-    """Send requests at once, one of which kills engines. After four deaths it is refused; the others complete."""
+    """Send requests at once. One of them kills engines: after four deaths it is refused. The others complete."""
     completed: list[int] = []
     refused: dict[int, str] = {}
 

@@ -1,7 +1,7 @@
-"""In every Python process that has this folder on its PYTHONPATH: one of a run gets its moments to die at.
+"""Installs kill points in the processes of a run. Python imports it because its folder is on their PYTHONPATH.
 
-Python imports the first sitecustomize.py of its path alone. So this one runs another that is behind it, as
-tests/sglang/shim has.
+Python imports only the first sitecustomize.py on its path. This one therefore runs a later one, such as that of
+tests/sglang/shim.
 """
 
 import importlib.abc
@@ -12,17 +12,17 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-LAST = {  # module that is imported late, and kind of process; what gets moments is there then, or is imported with them
+LAST = {  # module that is imported late, by kind of process; patched modules are imported by then, or with it
     "actors.trainer.commands": "trainer",
     "actors.rollout.embedded.http.sessions": "engine",
     "sglang.srt.managers.scheduler_components.weight_updater": "engine",
     "actors.rollout.engines.weights.receiving": "rollout",
-    "runtime.agent.copying": "agent",  # where the command's environment names it so: it is the command
+    "runtime.agent.copying": "agent",  # if PHYSARUM_PROCESS of the command is "agent"
 }
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds a module, and has the moments put in when it is loaded."""
+    """Installs the kill points when a certain module is loaded."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
