@@ -62,7 +62,7 @@ class Place(NamedTuple):
 
 
 class _Now:
-    """Present position of this rank."""
+    """Current position of this rank."""
 
     step = -1  # train step
     trains = False  # True in the pass that computes the gradients

@@ -11,7 +11,7 @@ from tests.chaos.rank_moments import around, striker
 
 
 class _Now:
-    """Present position of this process in a weight sync."""
+    """Current position of this process in a weight sync."""
 
     step = -1  # of the trainer
     bucket = -1

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of target tokens, from hidden states and a (vocabulary-parallel) output weight.
+"""Log-probs and entropies of target tokens, from hidden states and an output weight, vocabulary-parallel or whole.
 
 M is the number of requested positions, H the hidden size, V the number of vocabulary entries on this rank.
 """

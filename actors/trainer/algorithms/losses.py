@@ -43,7 +43,7 @@ def policy_loss(
 
     Args:
         log_probs: [M], of the policy being trained.
-        old_log_probs: [M], of the behaviour policy.
+        old_log_probs: [M], of the old policy, which sampled the tokens.
         advantages: [M].
         eps_clip: Lower clip of the probability ratio: 1 - eps_clip.
         eps_clip_high: Upper clip of the probability ratio: 1 + eps_clip_high. None: eps_clip.

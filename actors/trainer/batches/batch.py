@@ -40,7 +40,7 @@ class LeftOut(IntEnum):
     """Reason why a sample's tokens are left out of its batch."""
 
     NO = 0
-    TOO_LONG = 1  # longer than a rank can train
+    TOO_LONG = 1  # over the length limit
     INVALID = 2  # inconsistent or impossible values
 
 

@@ -44,7 +44,7 @@ class GroupLogProbs:
         return self._column(batch, batch.ref_log_probs_N, batch.groups_B, self._reference.log_probs)
 
     def policy(self, batch: TrainBatch, groups_B: Ints) -> Floats32:
-        """Log-probs of the present weights for some groups. A collective of all ranks."""
+        """Log-probs of the current weights for some groups. A collective of all ranks."""
         return self._column(batch, batch.old_log_probs_N, groups_B, self._of_policy)
 
     def _of_policy(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> Floats32:

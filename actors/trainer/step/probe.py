@@ -70,7 +70,7 @@ def special_tokens(model_directory: Path) -> frozenset[int]:
 
 
 def probe(replica: Replica, token_ids: Sequence[int]) -> WeightProbe:
-    """Compute the weight probe of the present weights. A collective of all ranks; the result is the same on each.
+    """Compute the weight probe of the current weights. A collective of all ranks; the result is the same on each.
 
     Raises:
         FloatingPointError: A log-prob is not finite; the weights are unusable.

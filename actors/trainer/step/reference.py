@@ -22,7 +22,7 @@ class ReferenceModel:
 
         Args:
             replica: Model replica of this rank.
-            ref_load: Model directory. None: the replica's present weights.
+            ref_load: Model directory. None: the replica's current weights.
 
         Raises:
             ValueError, OSError: The directory cannot be used.

@@ -46,12 +46,12 @@ class Router(TopKRouter):
         return self.layer_number - 1
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
-        """Route like Megatron's router, with the metadata of the present micro-batch."""
+        """Route like Megatron's router, with the metadata of the current micro-batch."""
         self._passing = self._which()
         return super().routing(logits, padding_mask)
 
     def _which(self) -> Passing | None:
-        """Find the metadata of the present forward pass.
+        """Find the metadata of the current forward pass.
 
         A recomputed layer runs its first pass without gradients. Backward passes follow the order of those passes.
         """
