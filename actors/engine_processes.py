@@ -123,14 +123,14 @@ def _sglang(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, 
     own = {
         "tp_size": engine.num_gpus_per_engine if engine.gpus else engine.num_processes,
         "dtype": served_dtype(topology, engine),
-    }  # SGLang serves a float32 model in float16 unless told otherwise
+    }  # SGLang's default serves a float32 model in float16
     arguments: dict[str, Any] = own | _arguments(topology, engine, index)
     if topology.model.trust_remote_code:
         arguments["trust_remote_code"] = True
     if topology.model.random_init:
         arguments["load_format"] = "dummy"
     if engine.colocate is not None and engine.gpus is not None:
-        arguments["enable_memory_saver"] = True  # without it SGLang keeps memory that it is told to release
+        arguments["enable_memory_saver"] = True  # without it SGLang does not release memory on request
     arguments |= {argument.name: argument.value for argument in sglang_arguments(engine)}
     if engine.weight_format == "fp8":  # the checkpoint is not: start with dummy weights until the first update
         config = {"quantization_config": SERVED, **arguments.get(OVERRIDES, {})}

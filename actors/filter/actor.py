@@ -103,7 +103,7 @@ class FilterActor(Actor):
                     metadata = (await fetch_prompt(self._bus, group.prompt_parts)).metadata
                     group = msgspec.structs.replace(group, metadata=metadata)
                 verdict = await _ask(self._filter, self._name, group, self._threads)
-        except Exception as error:  # noqa: BLE001 - a user's filter may raise anything; the group fails, the run goes on
+        except Exception as error:  # noqa: BLE001 - a user's filter may raise anything; the group fails, the run continues
             reason = f"no verdict within {FILTER_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else repr(error)
             return Verdict(outcome=Outcome.FAILED, reason=reason[:MAX_REASON_CHARS])
         if self._keeps_spares and verdict.outcome is Outcome.DROP:

@@ -1,8 +1,8 @@
 """Seccomp filter for system calls that bypass a sandbox's namespaces. Standard library only.
 
 Mount and network namespaces do not guard sockets with a path. A process with write permission on the file may
-connect, even on a read-only mount, and could then use docker.sock, D-Bus or an SSH agent outside the sandbox.
-So an isolated process may not create AF_UNIX sockets, except connected pairs, which have no path.
+connect, even on a read-only mount. It could then use docker.sock, D-Bus or an SSH agent outside the sandbox. So an
+isolated process may not create AF_UNIX sockets, except connected pairs, which have no path.
 """
 
 import ctypes

@@ -34,7 +34,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
     rollout_batch_size: int  # groups per train step
     over_sampling_batch_size: int  # groups per refill
-    num_samples: int = 0  # of each group; 0: unknown
+    num_samples: int = 0  # samples per group; 0: unknown
     refill: Literal["batch", "group"] = "batch"
     over_sampling_filter: str | None = None
     buffer_filter: str = "fifo"

@@ -16,7 +16,7 @@ log = structlog.get_logger()
 
 SELECTION_TIMEOUT_S: Final = 10.0  # for one call of a user's function
 MAX_REASON_CHARS: Final = 500
-THREADS: Final = 2  # a function that hangs keeps its thread
+THREADS: Final = 2  # a function that hangs occupies a thread
 
 
 class Selector:
@@ -46,7 +46,7 @@ class Selector:
         """The function's choice, or the first groups if it raises, hangs or gives an invalid answer."""
         try:
             return await self._ask(selection)
-        except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the run goes on without it
+        except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the run continues without it
             reason = f"no answer within {SELECTION_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else repr(error)
             log.warning("selection_failed", kind=selection.kind, reason=reason, instead="first come first")
             if self._tell is not None:

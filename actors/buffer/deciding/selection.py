@@ -34,7 +34,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     """A question to a user's function: which of these groups to take, in which order."""
 
     kind: Kind
-    groups: tuple[SelectableGroup, ...]  # first come first
+    groups: tuple[SelectableGroup, ...]  # in order of arrival
     count: int  # over_sampling_filter: minimum number of groups; buffer_filter: maximum
 
 

@@ -20,7 +20,7 @@ class Prompts(Protocol):
     """Training prompts by their number, counted over epochs."""
 
     def prompt(self, number: int) -> Prompt:
-        """The prompt that was or will be issued as this number."""
+        """The prompt with this number."""
         ...
 
 

@@ -133,7 +133,7 @@ def _trains(turn: Mapping[str, Any], index: int) -> bool:
 def _demonstration(row: Row, data: DataConfig, pieces: Sequence[Piece], ids: Sequence[Int32Array]) -> Prompt:
     mask = np.concatenate([np.full(len(own), piece.trains, np.uint8) for piece, own in zip(pieces, ids, strict=True)])
     tokens = cast("Any", np.concatenate([np.asarray(own) for own in ids]))
-    trained = np.flatnonzero(mask[1:]) + 1  # nothing predicts the first token
+    trained = np.flatnonzero(mask[1:]) + 1  # the first token has no prediction
     if not len(trained):
         raise DataError(f"{row.place}: no token to train after the first of {len(tokens)}")
     start = int(trained[0])

@@ -20,7 +20,7 @@ from runtime.samples.rows import read_rows
 from runtime.settings.recipe import DataConfig, Recipe, eval_data, max_prompt_len, trains_demonstrations
 
 PART_ROWS: Final = 1000  # rows of a data file that are rendered and tokenized at a time
-WORD: Final = 2**64  # seeds and epochs are taken modulo this
+WORD: Final = 2**64  # modulus of seeds and epochs
 
 
 class PromptPlace(msgspec.Struct, frozen=True, kw_only=True):

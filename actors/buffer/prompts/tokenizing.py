@@ -180,7 +180,7 @@ class TransformersTokenizing:
             return apply(messages, tools=tools, tokenize=False, **options)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses it: {error}") from None
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - a template may raise anything
             raise ValueError(f"the chat template fails: {error!r}") from None
 
     def encode(self, texts: Sequence[str]) -> list[Int32Array]:

@@ -19,7 +19,7 @@ EMPTIED_BY_CHECKPOINTS: Final = (Plane.EVENT, Plane.DATA)
 WATCHED: Final = (*EMPTIED_BY_CHECKPOINTS, Plane.WORK)  # the work stream empties as tasks finish
 LOOK_EVERY_S: Final = 5.0
 LOOK_AGAIN_S: Final = 0.25  # shortest interval between two looks; also the interval while issuing waits
-CHECKPOINT_WAIT_S: Final = 60.0  # longest wait for a checkpoint alone
+CHECKPOINT_WAIT_S: Final = 60.0  # longest time that issuing waits only for a checkpoint
 
 
 def fullest(used: Mapping[Plane, float]) -> tuple[Plane, float]:

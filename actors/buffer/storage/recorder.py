@@ -30,7 +30,7 @@ from runtime.settings.topology import Topology, encode_topology
 log = structlog.get_logger()
 
 NOWHERE: Final = 2**63  # a sequence that no stream reaches
-FETCHED_AT_ONCE: Final = 8  # groups
+FETCHED_AT_ONCE: Final = 8  # groups fetched concurrently
 TOKENIZER_FILES: Final = ("config.json", "vocab.*", "merges.txt", "*token*.json", "tokenizer.*", "chat_template*")
 
 

@@ -1,1 +1,1 @@
-"""The embedded engine: a small CPU inference server for tiny models that speaks a subset of SGLang's HTTP API."""
+"""The tiny engine: a CPU inference server for tiny models with a subset of SGLang's HTTP API."""

@@ -1,6 +1,6 @@
 """Serve a tiny model on the CPU with SGLang's HTTP API: python -m actors.rollout.embedded --model-path DIR.
 
-With PHYSARUM_ENGINE_KEY in the environment only who sends it as a bearer token is answered, as with SGLang's --api-key.
+If PHYSARUM_ENGINE_KEY is set, requests need it as a bearer token, as with SGLang's --api-key.
 """
 
 import argparse
@@ -18,11 +18,15 @@ from runtime.hf_config import MAX_CONTEXT, ModelDescription, ModelError, read_de
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; 2 = a flag or the model directory cannot be used, 1 = the engine crashed."""
+    """Serve until SIGTERM or SIGINT.
+
+    Returns:
+        0 after a signal, 1 if the engine crashed, 2 if a flag or the model directory cannot be used.
+    """
     flags = _parser().parse_args(argv)
     flags.started = time.perf_counter()
-    flags.key = os.environ.pop(ENGINE_KEY_VARIABLE, None)  # not an argument: every user reads command lines
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: no pool of threads
+    flags.key = os.environ.pop(ENGINE_KEY_VARIABLE, None)  # not an argument, since all users can read command lines
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before torch is imported, to prevent a thread pool
     try:
         description = read_dense_model(flags.model_path)
         flags.context_length = _context_length(flags, description)
@@ -35,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         from actors.rollout.embedded.http.serve import serve  # torch takes a second to import
 
         try:
-            return serve(flags, description, listener)  # what the system refuses it from here on is a crash
+            return serve(flags, description, listener)  # an OSError from here on is a crash
         except ModelError as error:
             return _refused(error)
 
@@ -72,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _within(low: int, high: int) -> Callable[[str], int]:
-    """A converter for argparse that accepts integers in [low, high]."""
+    """Return an argparse type for integers in [low, high]."""
 
     def integer(text: str) -> int:
         value = int(text)
@@ -84,10 +88,10 @@ def _within(low: int, high: int) -> Callable[[str], int]:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that holds the port and refuses connections until it listens.
+    """Bind a socket, which reserves the port and refuses connections until it listens.
 
     Raises:
-        OSError: the host does not resolve, or the port is in use; the text names both.
+        OSError: the host does not resolve, or the port is in use; names both.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -107,4 +111,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # nothing is left to clean up, and taking torch apart costs half a second of CPU
+    os._exit(code)  # everything is closed, and torch's teardown costs half a second of CPU

@@ -1,4 +1,4 @@
-"""The embedded engine's torch thread, and who runs when on it.
+"""The tiny engine's torch thread and scheduler.
 
 Open scheduler.py first.
 """

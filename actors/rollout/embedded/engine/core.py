@@ -1,4 +1,4 @@
-"""The engine's side of weights, pauses and memory: what the torch thread does between two steps."""
+"""Weights, pauses and memory of the engine: the operations of the torch thread between two steps."""
 
 import ctypes
 from collections.abc import Collection
@@ -17,13 +17,13 @@ TAGS: Final = frozenset({"kv_cache", "weights", "cuda_graph"})
 
 
 class Settings(NamedTuple):
-    """What the server's flags fix for the engine."""
+    """Engine settings from the server's flags."""
 
     max_running_requests: int
     context_length: int
     max_total_tokens: int | None
     random_seed: int
-    dummy: bool  # draw weights, load none
+    dummy: bool  # initialize weights at random instead of loading them
     weight_version: str
 
 
@@ -31,17 +31,17 @@ class Updated(NamedTuple):
     """Result of a weight update."""
 
     num_paused_requests: int
-    flushed: bool  # False: the cache was to be flushed and is in use
+    flushed: bool  # False if a requested flush failed because the cache is in use
 
 
 class Core:
-    """Scheduler, weights and memory of one engine. Runs on the torch thread alone."""
+    """Scheduler, weights and memory of one engine. Runs only on the torch thread."""
 
     def __init__(self, directory: Path, model_description: ModelDescription, settings: Settings) -> None:
-        """Load or draw the weights.
+        """Load the weights, or initialize them at random.
 
         Raises:
-            ModelError: the checkpoint does not hold this model.
+            ModelError: the checkpoint does not match the model.
         """
         self._model = model_description
         self._weights = self._first_weights(directory, settings)
@@ -59,17 +59,18 @@ class Core:
 
     @property
     def idle(self) -> bool:
-        """Whether a step would do nothing, or could not be done while memory is released."""
+        """Whether a step would do nothing, or is impossible because memory is released."""
         return self.scheduler.idle or bool(self._released - {"cuda_graph"})
 
     def use_detokenizer(self, detokenize: Detokenize) -> None:
-        """Stop texts are looked for in what this makes of the last tokens."""
+        """Set the function that turns the last tokens into text, to find stop texts."""
         self.scheduler.detokenize = detokenize
 
     def pause(self, mode: str) -> None:
-        """Stop stepping. `retract` queues running requests again, `in_place` leaves them.
+        """Pause generation. `retract` requeues running requests, `in_place` keeps them in their slots.
 
-        `abort` ends all requests, for which running ones need a step: nothing new comes, so that none follows.
+        `abort` ends all requests. Running ones need one more step to end, so the scheduler is not paused; the frontend
+        holds new requests back.
         """
         if mode == "abort":
             self.scheduler.abort(None)
@@ -79,14 +80,14 @@ class Core:
         self.scheduler.paused = True
 
     def resume(self) -> None:
-        """Step again."""
+        """Resume generation."""
         self.scheduler.paused = False
 
     def update_weights(self, directory: Path, *, version: str | None, flush: bool) -> Updated:
-        """Sample from a checkpoint from the next token on. After a failure everything is as before.
+        """Load a checkpoint; the next tokens are sampled from it. After a failure the state is unchanged.
 
         Raises:
-            ModelError: the checkpoint does not hold this model.
+            ModelError: the checkpoint does not match the model.
             EngineRefusal: the weights are released.
         """
         self._held()
@@ -96,9 +97,9 @@ class Core:
         return self.updated(version=version, flush=flush)
 
     def updated(self, *, version: str | None, flush: bool) -> Updated:
-        """See to the cache and the version after the weights have changed.
+        """Flush the cache and set the version after a weight update.
 
-        The version changes only if the cache was flushed or was not to be, as SGLang does it.
+        The version is not set if a requested flush fails, as in SGLang.
         """
         flushed = not flush or self.scheduler.flush()
         if flushed and version is not None:
@@ -107,22 +108,22 @@ class Core:
         return Updated(num_paused_requests=num_live if self.scheduler.paused else 0, flushed=flushed)
 
     def _held(self) -> Weights:
-        """The weights.
+        """The current weights.
 
         Raises:
-            EngineRefusal: they are released.
+            EngineRefusal: the weights are released.
         """
         if "weights" in self._released:
             raise EngineRefusal("the weights are released; resume them first")
         return self._weights
 
     def _check_same_model(self, directory: Path) -> None:
-        """Compare the config beside new weights, if there is one, with that of this engine."""
+        """Compare the config.json of new weights, if there is one, with this engine's model."""
         if (directory / "config.json").is_file() and read_model(directory).shape != self._model.shape:
             raise ModelError(f"{directory / 'config.json'}: describes another model than the engine was started with")
 
     def checksums(self, skip: Collection[str]) -> dict[str, str]:
-        """Hash the tensors that are held, by name, without those whose names contain one of the texts to skip.
+        """Hash the fused tensors by name, except names that contain one of the texts in `skip`.
 
         Raises:
             EngineRefusal: the weights are released.
@@ -131,10 +132,10 @@ class Core:
         return {name: checksum for name, checksum in every.items() if not any(text in name for text in skip)}
 
     def release(self, tags: Collection[str]) -> None:
-        """Give memory back. Requests that are queued or come later wait until it is resumed.
+        """Release memory. Queued and new requests wait until it is resumed.
 
         Raises:
-            EngineRefusal: a request runs, or a tag is already released.
+            EngineRefusal: requests are running, or a tag is already released.
         """
         wanted = set(tags) or set(TAGS)
         if self.scheduler.slots.requests or (self.scheduler.waiting and not self.scheduler.paused):
@@ -150,7 +151,7 @@ class Core:
         _trim()
 
     def restore(self, tags: Collection[str]) -> None:
-        """Take memory again. Weights come back as zeros: load them before generating.
+        """Resume memory. Weights are zeros after it: update them before generating.
 
         Raises:
             EngineRefusal: a tag is not released.
@@ -165,7 +166,7 @@ class Core:
 
 
 def _trim() -> None:
-    """Have glibc give back to the system what was freed: it keeps tensors of up to 32 MB for the next ones."""
+    """Return freed memory to the system; glibc keeps blocks of up to 32 MB for reuse."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""Between HTTP and the torch thread: who may enter, who waits, what arrived; pauses and weight updates as SGLang's."""
+"""Frontend between HTTP and the torch thread: admission, progress, pauses and weight updates, as in SGLang."""
 
 import asyncio
 import time
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class QueueFull(Exception):
-    """More requests than the server accepts at once."""
+    """The server has its maximum number of requests."""
 
 
 class Waiting:
-    """One request as its handler sees it: how many tokens have arrived."""
+    """Progress of one request, for its HTTP handler."""
 
     def __init__(self, job: Job, changed: asyncio.Event) -> None:
         self.job = job
@@ -28,13 +28,13 @@ class Waiting:
         self._changed = changed
 
     def advance(self, report: TokenReport) -> None:
-        """Take a report. Reports that nobody looked at in between merge, so a slow reader costs no memory."""
+        """Update the progress. Unread reports are merged, so a slow reader costs no memory."""
         self.progress = Progress(report.num_tokens, report.finish, report.spans)
         self._changed.set()
 
 
 class GenerateCall:
-    """The requests of one call under way."""
+    """The requests of one /generate call in progress."""
 
     def __init__(self, jobs: Sequence[Job], started: float) -> None:
         self._changed = asyncio.Event()
@@ -47,7 +47,7 @@ class GenerateCall:
         return all(each.progress.finish is not None for each in self.waiting)
 
     async def change(self) -> None:
-        """Wait until some request has progressed since the last call."""
+        """Wait until a request has progressed since the last call."""
         await self._changed.wait()
         self._changed.clear()
 
@@ -57,27 +57,27 @@ class GenerateCall:
             await self.change()
 
     def clock(self) -> Clock:
-        """Times for an answer given now."""
+        """Timestamps for an answer sent now."""
         return Clock(latency_s=time.perf_counter() - self._started, now_s=time.time())
 
 
 class EngineLoad(NamedTuple):
-    """What the engine is doing."""
+    """Number of requests and tokens in the engine."""
 
     num_running: int
-    num_waiting: int  # in the engine's queue and held before it
+    num_waiting: int  # in the engine's queue, or held back by the frontend
     num_used_tokens: int
-    num_generated: int  # tokens, ever
+    num_generated: int  # tokens since the start
 
 
 class Frontend:
-    """Admits calls and forwards orders. Everything on the event loop's thread."""
+    """Admits calls and forwards operations to the torch thread. Runs on the event loop's thread."""
 
     def __init__(self, *, max_requests: int, version: str) -> None:
         self.version = version
-        self.engine: EngineThread  # set once, before any call
+        self.engine: EngineThread  # set once, before the first call
         self.paused = False
-        self._max_requests = max_requests  # running, queued and held
+        self._max_requests = max_requests  # running, queued and held back
         self._num_held = 0
         self._num_updating = 0
         self._open = asyncio.Event()
@@ -89,7 +89,7 @@ class Frontend:
         self._update_lock = asyncio.Lock()
 
     def deliver(self, reports: list[TokenReport]) -> None:
-        """Hand a step's reports to those who wait for them."""
+        """Pass a step's reports to the waiting handlers."""
         for report in reports:
             if report.finish is not None:
                 self._num_unfinished -= 1
@@ -101,10 +101,10 @@ class Frontend:
 
     @asynccontextmanager
     async def generation(self, jobs: Sequence[Job]) -> AsyncGenerator[GenerateCall]:
-        """Submit the jobs of a call once nothing holds it back. Those still unfinished at exit are aborted.
+        """Submit the jobs of a call, after any pause or update. Jobs unfinished at exit are aborted.
 
         Raises:
-            QueueFull: too many requests are waiting.
+            QueueFull: the server has its maximum number of requests.
             ValueError: a request id is in use.
         """
         started = time.perf_counter()
@@ -148,16 +148,16 @@ class Frontend:
         self.engine.post(lambda core: core.scheduler.abort(wanted))
 
     def abort(self, rid: str) -> None:
-        """End one request if it is known here; requests held back by a pause are not, as in SGLang."""
+        """Abort one request if it was submitted; requests held back by a pause are not, as in SGLang."""
         if rid in self._live:
             self._abort((rid,))
 
     def abort_all(self) -> None:
-        """End all requests the engine has."""
+        """Abort all requests in the engine."""
         self.engine.post(lambda core: core.scheduler.abort(None))
 
     async def pause(self, mode: str) -> None:
-        """Stop generating and hold new calls back; with `abort`, return once no request is left."""
+        """Pause generation and hold new calls back; with `abort`, return once all requests have ended."""
         self.paused = True
         self._open.clear()
         await self.engine.call(lambda core: core.pause(mode))
@@ -175,14 +175,14 @@ class Frontend:
             self._open.set()
 
     async def unpaused(self) -> None:
-        """Wait until calls are let in."""
+        """Wait until new calls are admitted."""
         await self._pass()
 
     async def update(self, order: Callable[[Core], Updated], *, version: str | None, abort_all: bool) -> Updated:
-        """Have weights changed, alone with the engine; a version that is given is theirs from then on.
+        """Run a weight update exclusively, and set the version if one is given.
 
         Raises:
-            Exception: whatever the order raises.
+            Exception: any exception of the operation.
         """
         updated = await self.alone(order, abort_all=abort_all)
         if updated.flushed and version is not None:
@@ -190,10 +190,10 @@ class Frontend:
         return updated
 
     async def alone(self, order: Callable[[Core], T], *, abort_all: bool = False) -> T:
-        """Have something done at once while paused; else hold new calls back and wait until the running ones ended.
+        """Run an operation exclusively: at once while paused, else after holding new calls back and draining.
 
         Raises:
-            Exception: whatever the order raises.
+            Exception: any exception of the operation.
         """
         async with self._update_lock:
             self._num_updating += 1
@@ -209,14 +209,14 @@ class Frontend:
                 self._reopen()
 
     async def update_version(self, version: str, *, abort_all: bool) -> None:
-        """Relabel the weights."""
+        """Set the version of the weights."""
         if abort_all:
             self.abort_all()
         await self.engine.call(lambda core: core.scheduler.use_version(version))
         self.version = version
 
     async def flush(self, timeout_s: float) -> bool:
-        """Free the cache, waiting up to `timeout_s` for the engine to become idle; whether it was freed."""
+        """Flush the cache, after waiting up to `timeout_s` for idleness; return whether it was flushed."""
         if timeout_s > 0 and not self.paused:
             try:
                 async with asyncio.timeout(timeout_s):

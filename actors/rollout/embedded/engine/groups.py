@@ -1,4 +1,4 @@
-"""Process groups of weight updates: joined as SGLang joins them, so that one sender reaches both kinds of engines."""
+"""Torch process groups of weight updates, joined as in SGLang, so that one sender reaches both kinds of engine."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -14,20 +14,20 @@ from torch.distributed import (
 
 from actors.rollout.embedded.engine.refusal import EngineRefusal
 
-TIMEOUT_S: Final = 1800.0  # of meeting and of each broadcast: torch's own, which SGLang leaves as it is
-SENDER: Final = 0  # rank
+TIMEOUT_S: Final = 1800.0  # of the rendezvous and of each broadcast: torch's default, which SGLang uses
+SENDER: Final = 0  # rank of the trainer
 
 
 def join(
     address: str, port: int, *, rank: int, world_size: int, name: str, timeout_s: float = TIMEOUT_S
 ) -> ProcessGroupGloo:
-    """Meet the other ranks at a store, which rank 0 serves, and connect to them. Blocks until all are there.
+    """Join a process group at a store that rank 0 serves. Blocks until all ranks have joined.
 
-    The prefixes are those under which torch's own function for a group beside others, which SGLang calls, puts the
-    addresses of the ranks. No default group is made, so that a process may be in several of these.
+    The store prefixes equal those of torch's function for additional groups, which SGLang calls. No default group is
+    created, so a process can be in several of these groups.
 
     Raises:
-        RuntimeError: the store is not found, or not all came in time.
+        RuntimeError: the store is not reachable, or not all ranks joined in time.
     """
     timeout = timedelta(seconds=timeout_s)
     store: Store = TCPStore(address, port, world_size, rank == SENDER, timeout, multi_tenant=True)
@@ -37,16 +37,16 @@ def join(
 
 
 class Groups:
-    """The groups that an engine is in, by name."""
+    """The update groups of an engine, by name."""
 
     def __init__(self) -> None:
         self._groups: dict[str, ProcessGroupGloo] = {}
 
     def join(self, address: str, port: int, *, rank: int, world_size: int, name: str) -> None:
-        """Be a member of one more group.
+        """Join a further update group.
 
         Raises:
-            EngineRefusal: there is one of that name, or it did not come about.
+            EngineRefusal: the name is empty or taken, or joining failed.
         """
         if not name or name in self._groups:
             raise EngineRefusal(f"Failed to initialize custom process group: the name {name!r} is empty or taken.")
@@ -56,19 +56,19 @@ class Groups:
             raise EngineRefusal(f"Failed to initialize custom process group: {error}.") from error
 
     def leave(self, name: str) -> None:
-        """Leave a group; its connections close.
+        """Leave an update group and close its connections.
 
         Raises:
-            EngineRefusal: there is none of that name.
+            EngineRefusal: no update group has this name.
         """
         if self._groups.pop(name, None) is None:
             raise EngineRefusal("The group to be destroyed does not exist.")
 
     def receive(self, name: str, rooms: Sequence[Tensor]) -> None:
-        """Fill tensors with what the sender broadcasts, one after the other.
+        """Receive the sender's broadcasts into tensors, one after the other.
 
         Raises:
-            EngineRefusal: there is no such group, or the sender is gone; what is in the tensors then is undefined.
+            EngineRefusal: no update group has this name, or the sender is gone; the tensors' values are then undefined.
         """
         group: Any = self._groups.get(name)  # torch's stubs lack `broadcast`
         if group is None:

@@ -1,5 +1,5 @@
-"""The error of an engine that does not do what it is asked."""
+"""Error of refused engine operations."""
 
 
 class EngineRefusal(Exception):
-    """The engine is in no state to do what it was asked, or the question is wrong. The text says why."""
+    """The engine's state does not allow the operation, or the request is invalid. The text says why."""

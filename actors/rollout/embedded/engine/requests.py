@@ -1,4 +1,4 @@
-"""One generation request while it lives: what was asked, what was generated, how it ended."""
+"""A generation request: parameters, output, end."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import msgspec
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn, checked and complete. Temperature 0 is `greedy` with temperature 1."""
+    """Validated sampling parameters. Temperature 0 is `greedy` with temperature 1."""
 
     temperature: float = 1.0
     greedy: bool = False
@@ -17,18 +17,18 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens may be cut from the distribution before the draw."""
+        """Whether tokens may be removed from the distribution before sampling."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
 class Stopping(msgspec.Struct, frozen=True, kw_only=True):
-    """When a request ends by itself."""
+    """Stop conditions of a request."""
 
-    limit: int  # tokens generated at most
+    limit: int  # maximum number of generated tokens
     floor: int = 0  # tokens generated before `token_ids` and `texts` count
     token_ids: frozenset[int] = frozenset()
     texts: tuple[str, ...] = ()
-    window: int = 0  # of the last tokens, in which `texts` are looked for
+    window: int = 0  # number of last tokens that are searched for `texts`
 
 
 class Span(NamedTuple):
@@ -40,42 +40,42 @@ class Span(NamedTuple):
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a request ended: `stop` (matched says on what), `length`, or `abort` (with a message)."""
+    """Why a request ended: `stop` (at `matched`), `length`, or `abort` (with a message)."""
 
     type: str
     matched: int | str | None = None
     message: str = ""
-    queued: bool = False  # aborted while it waited for a slot: what was not streamed of it is lost
+    queued: bool = False  # aborted while it waited for a slot: tokens that were not streamed are lost
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request in the engine. The engine thread alone changes it; lists only ever grow."""
+    """A request in the engine. Only the torch thread changes it; its lists only grow."""
 
     rid: str
     prompt_ids: list[int]
     sampling: Sampling
     stopping: Stopping
     seed: int
-    stream_interval: int = 0  # tokens between reports; 0 = only the end is reported
-    logprob_start: int = -1  # first prompt position whose log-prob is wanted; -1 = none
+    stream_interval: int = 0  # tokens between reports; 0 = report only the end
+    logprob_start: int = -1  # first prompt position whose log-prob is requested; -1 = none
     output_ids: list[int] = field(default_factory=list[int])
     log_probs: list[float] = field(default_factory=list[float])  # natural log, of output_ids
     input_log_probs: list[float] | None = None  # of prompt_ids[logprob_start + 1:]
     spans: list[Span] = field(default_factory=list[Span])
     num_retractions: int = 0
-    num_reported: int = 0  # tokens that were streamed
+    num_reported: int = 0  # streamed tokens
     aborted: bool = False  # ends with its next token
     finish: Finish | None = None
-    next_look: int = 1  # output length at which the engine looks for an end or a report
+    next_look: int = 1  # output length of the next check for an end or a report
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output together."""
+        """Tokens of prompt and output."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     def spans_so_far(self, version: str) -> tuple[Span, ...]:
-        """The spans if the open one, sampled under `version`, ended here."""
+        """The spans so far, with the open one closed under `version`."""
         start = self.spans[-1].end if self.spans else 0
         end = len(self.output_ids)
         return (*self.spans, Span(version, start, end)) if end > start else tuple(self.spans)

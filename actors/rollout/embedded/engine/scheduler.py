@@ -1,6 +1,6 @@
-"""Who runs when: admits waiting requests into slots, advances them token by token, notices their ends.
+"""Continuous batching: admits waiting requests into slots, advances them token by token, detects their ends.
 
-Single-threaded and without a clock; the engine thread drives it and tests may too.
+Single-threaded and without a clock; driven by the torch thread, or by tests.
 """
 
 from collections import deque
@@ -11,8 +11,8 @@ from actors.rollout.embedded.engine.requests import Finish, Request, Span
 from actors.rollout.embedded.model.forward import Weights
 from actors.rollout.embedded.model.kv_slots import Drawn, KvSlots
 
-HEADROOM: Final = 16  # tokens that every running request may still grow by when another one is admitted
-MAX_PREFILL_TOKENS: Final = 16384  # padded tokens computed at once; bounds memory and the pause decodes see
+HEADROOM: Final = 16  # tokens reserved per running request when another one is admitted
+MAX_PREFILL_TOKENS: Final = 16384  # padded tokens per prefill; bounds memory and the delay of decodes
 QUEUED_ABORT: Final = Finish(type="abort", message="Abort in waiting queue", queued=True)
 RUNNING_ABORT: Final = Finish(type="abort", message="Aborted")
 
@@ -20,24 +20,24 @@ Detokenize = Callable[[Sequence[int]], str]
 
 
 class TokenReport(NamedTuple):
-    """A request has this many output tokens now; with `finish` set there will be no more."""
+    """Progress of a request: its number of output tokens; final if `finish` is set."""
 
     request: Request
     num_tokens: int
     finish: Finish | None
-    spans: tuple[Span, ...]  # of these tokens
+    spans: tuple[Span, ...]  # weight versions of these tokens
 
 
 class Scheduler:
-    """The engine without its thread: waiting and running requests, the weights and their version."""
+    """Waiting and running requests, the weights and their version."""
 
     def __init__(self, slots: KvSlots, *, version: str, max_total_tokens: int | None = None) -> None:
-        """Begin without requests.
+        """Start without requests.
 
         Args:
-            slots: empty.
-            version: of the slots' weights.
-            max_total_tokens: what the running requests may hold together; who grows beyond it is retracted.
+            slots: empty slots.
+            version: weight version of the slots' weights.
+            max_total_tokens: limit on the tokens of all running requests; beyond it, the youngest are retracted.
         """
         self.slots = slots
         self.max_total_tokens = max_total_tokens or slots.num_slots * slots.context_length
@@ -45,9 +45,9 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.version = version
         self.paused = False
-        self.num_generated = 0  # tokens, ever
+        self.num_generated = 0  # tokens since the start
         self.num_steps = 0
-        self.detokenize: Detokenize | None = None  # needed by requests with stop texts
+        self.detokenize: Detokenize | None = None  # required for requests with stop texts
         self._reports: list[TokenReport] = []
 
     @property
@@ -56,13 +56,13 @@ class Scheduler:
         return self.paused or not (self.waiting or self.slots.requests)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, first come first served. The caller bounds their number."""
+        """Queue requests, first come, first served. The caller bounds their number."""
         for request in requests:
             request.next_look = self._next_look(request)
         self.waiting.extend(requests)
 
     def step(self) -> None:
-        """Advance all running requests by one token, then seat as many waiting ones as fit."""
+        """Advance all running requests by one token, then prefill as many waiting ones as fit."""
         self.num_steps += 1
         if self.slots.requests:
             self._make_room()
@@ -73,12 +73,12 @@ class Scheduler:
                 self._take(self.slots.prefill(admitted))
 
     def take_reports(self) -> list[TokenReport]:
-        """What happened since the last call, in order."""
+        """Return the reports since the last call, in order."""
         reports, self._reports = self._reports, []
         return reports
 
     def abort(self, rids: frozenset[str] | None) -> None:
-        """End requests; None = all of them. Those that run get one more token, as in SGLang, whatever it is."""
+        """Abort requests; None = all. Running ones get one more token first, as in SGLang."""
         kept: deque[Request] = deque()
         for request in self.waiting:
             if rids is None or request.rid in rids:
@@ -91,14 +91,14 @@ class Scheduler:
                 request.aborted, request.next_look = True, 0
 
     def retract(self) -> None:
-        """Put running requests back at the head of the queue; they keep their tokens and lose their slots."""
+        """Requeue running requests at the head of the queue; they keep their tokens and lose their slots."""
         retracted = self.slots.clear()
         for request in retracted:
             request.num_retractions += 1
         self.waiting.extendleft(reversed(retracted))
 
     def flush(self) -> bool:
-        """Free the cache; False, and nothing done, while a request sits in it or is about to."""
+        """Free the cache; return False without doing so while requests run or are about to run."""
         if self.slots.requests or (self.waiting and not self.paused):
             return False
         self.slots.free()
@@ -109,13 +109,13 @@ class Scheduler:
         self.slots.weights = weights
 
     def use_version(self, version: str) -> None:
-        """Label the tokens from the next one on."""
+        """Set the weight version of the next tokens."""
         for request in (*self.slots.requests, *self.waiting):
             request.close_span(self.version)
         self.version = version
 
     def _admitted(self) -> list[Request]:
-        """Take requests from the queue, in order: as many as there are free slots and prefill tokens for."""
+        """Take requests from the queue, in order, as far as free slots, prefill tokens and cache allow."""
         admitted: list[Request] = []
         longest = total = 0
         room = self.max_total_tokens - self.slots.num_used_tokens - HEADROOM * len(self.slots.requests)
@@ -130,7 +130,7 @@ class Scheduler:
         return admitted
 
     def _make_room(self) -> None:
-        """Retract the youngest requests until the others can grow by a token; one alone always can."""
+        """Retract the youngest requests until the others can grow by a token; a single one always can."""
         if not self._limited:
             return
         requests = self.slots.requests
@@ -159,7 +159,7 @@ class Scheduler:
 
     def _look(self, request: Request, token: int) -> bool:
         """Report progress, and end the request if it is complete; True if it ended."""
-        if request.stopping.limit == 0:  # asked for its prompt's log-probs alone
+        if request.stopping.limit == 0:  # a request for its prompt's log-probs only
             request.output_ids.clear()
             request.log_probs.clear()
         finish = self._finish(request, token)
@@ -176,7 +176,7 @@ class Scheduler:
     def _finish(self, request: Request, token: int) -> Finish | None:
         stopping, length = request.stopping, len(request.output_ids)
         if request.aborted:
-            return RUNNING_ABORT  # even if the token is an end
+            return RUNNING_ABORT  # even if the token is a stop token
         if length >= max(stopping.floor, 1):
             text = self._matched_text(request) if stopping.texts else None
             if text is not None:
@@ -186,13 +186,13 @@ class Scheduler:
         return Finish(type="length") if length >= stopping.limit else None
 
     def _matched_text(self, request: Request) -> str | None:
-        """The stop text that the last tokens hold, if any."""
+        """The stop text in the last tokens, if any."""
         assert self.detokenize is not None, "stop texts are refused without a tokenizer"
         tail = self.detokenize(request.output_ids[-request.stopping.window :])
         return next((text for text in request.stopping.texts if text in tail), None)
 
     def _next_look(self, request: Request) -> int:
-        """Output length at which the request can next end or be due for a report, stop tokens aside."""
+        """Output length at which the request can next end or needs a report, not counting stop tokens."""
         length, interval = len(request.output_ids), request.stream_interval
         if request.stopping.texts or (interval and not length):
             return length + 1
@@ -207,5 +207,5 @@ class Scheduler:
 
 
 def _within(spans: Sequence[Span], num_tokens: int) -> tuple[Span, ...]:
-    """The part of spans that lies in the first tokens."""
+    """Limit spans to the first tokens."""
     return tuple(Span(span.version, span.start, min(span.end, num_tokens)) for span in spans if span.start < num_tokens)

@@ -1,4 +1,4 @@
-"""The torch thread: runs the core step by step, does what it is asked between steps, reports once per step."""
+"""The torch thread: runs the core's steps, executes operations between steps, reports once per step."""
 
 import asyncio
 import queue
@@ -24,18 +24,18 @@ class EngineStopped(Exception):
 
 
 class EngineThread:
-    """A thread with a core of its own. All methods are for the event loop's thread.
+    """A thread that owns a core. Call its methods from the event loop's thread only.
 
-    The queue of orders is bounded by its writers: one order for each call in progress, and the frontend bounds those.
+    The queue holds one operation per call in progress; the frontend bounds their number.
     """
 
     def __init__(self, build: Callable[[], Core], deliver: Deliver, crashed: Callable[[BaseException], None]) -> None:
-        """Prepare; nothing runs before `start`.
+        """Prepare the thread; it runs from `start` on.
 
         Args:
-            build: makes the core, on the torch thread.
-            deliver: takes each step's reports, on the event loop.
-            crashed: told, on the event loop, if the thread ends by an exception.
+            build: builds the core, on the torch thread.
+            deliver: receives each step's reports, on the event loop.
+            crashed: called on the event loop if an exception ends the thread.
         """
         self._build = build
         self._deliver = deliver
@@ -57,14 +57,14 @@ class EngineThread:
         await self._started
 
     def stop(self) -> None:
-        """End the thread after its current step, and wait for that."""
+        """Stop the thread after its current step, and wait for its end."""
         self._stopping = True
-        self._orders.put(lambda _: None)  # wakes it
+        self._orders.put(lambda _: None)  # wakes the thread
         if self._thread.ident is not None:
             self._thread.join(STOP_TIMEOUT_S)
 
     def post(self, order: Callable[[Core], object]) -> None:
-        """Have something done between two steps, in the order of posting."""
+        """Run an operation between two steps, in the order of posting."""
         self._orders.put(lambda core: _discard(order(core)))
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -72,11 +72,11 @@ class EngineThread:
         self._orders.put(lambda core: core.scheduler.submit(requests))
 
     async def call(self, order: Callable[[Core], T]) -> T:
-        """Have something done between two steps and wait for its result.
+        """Run an operation between two steps and wait for its result.
 
         Raises:
             EngineStopped: the thread has ended.
-            Exception: whatever the order raises.
+            Exception: any exception of the operation.
         """
         if self._stopping or not self._thread.is_alive():
             raise EngineStopped("the engine has stopped")
@@ -85,7 +85,7 @@ class EngineThread:
         def do(core: Core) -> None:
             try:
                 result = order(core)
-            except Exception as error:  # noqa: BLE001 - not ours to judge: it is raised where the call waits
+            except Exception as error:  # noqa: BLE001 - raised again in the waiting call
                 self._soon(_fail, future, error)
             else:
                 self._soon(_resolve, future, result)
@@ -94,7 +94,7 @@ class EngineThread:
         return await future
 
     def slow_down(self, seconds: float) -> None:
-        """Add this to every step from now on: a token clock."""
+        """Add this delay to every step from now on."""
         self._sleep_s = seconds
 
     def _soon(self, callback: Callable[..., None], *arguments: object) -> None:
@@ -102,7 +102,7 @@ class EngineThread:
             self._loop.call_soon_threadsafe(callback, *arguments)
 
     def _run(self) -> None:
-        torch.set_num_threads(1)  # per thread; more are many times slower at these sizes
+        torch.set_num_threads(1)  # a setting per thread; more threads are many times slower at these sizes
         try:
             with torch.inference_mode():
                 core = self._build()
@@ -113,7 +113,7 @@ class EngineThread:
             self._soon(self._report_crash, error)
 
     def _turn(self, core: Core) -> None:
-        """Do the orders that wait, then one step; wait for an order if there is nothing to step."""
+        """Run queued operations, then one step; if idle, wait for an operation."""
         order = self._next_order(wait=core.idle)
         while order is not None:
             order(core)

@@ -1,4 +1,4 @@
-"""Weights that others send bucket by bucket: the groups, and the session that a bucket must come in."""
+"""Weight updates in buckets: update groups, and the begin/end calls around the buckets."""
 
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
@@ -15,7 +15,7 @@ FLATTENED: Final = "flattened_bucket"
 
 
 class Bucket(NamedTuple):
-    """Tensors that are about to be broadcast in a group, in this order."""
+    """Description of the tensors that are broadcast next in an update group, in this order."""
 
     group: str
     names: Sequence[str]
@@ -25,34 +25,34 @@ class Bucket(NamedTuple):
 
 
 class Updating:
-    """Whether a session is open, and what comes in it. Runs on the torch thread alone, which a broadcast blocks."""
+    """State of a weight update in buckets. Runs only on the torch thread; a broadcast blocks that thread."""
 
     def __init__(self, held: Callable[[], Weights]) -> None:
-        """Begin without groups and with no session open.
+        """Start without update groups and without an open weight update.
 
         Args:
-            held: the weights to overwrite; raises EngineRefusal where there are none.
+            held: returns the weights to overwrite; raises EngineRefusal if they are released.
         """
         self.groups = Groups()
         self._held = held
         self._open = False
-        self._room: Tensor | None = None  # for buckets, in a session: new pages take longer than the copy
+        self._room: Tensor | None = None  # buffer reused for buckets: faulting in new pages takes longer than the copy
 
     def begin(self) -> None:
-        """Open a session.
+        """Begin a weight update.
 
         Raises:
-            EngineRefusal: one is open.
+            EngineRefusal: a weight update is open.
         """
         if self._open:
             raise EngineRefusal("a weight-update session is already open; call end_weight_update() first")
         self._open = True
 
     def end(self) -> None:
-        """Close the session.
+        """End the weight update.
 
         Raises:
-            EngineRefusal: none is open.
+            EngineRefusal: no weight update is open.
         """
         if not self._open:
             raise EngineRefusal("no weight-update session is open; call begin_weight_update() first")
@@ -60,10 +60,11 @@ class Updating:
         self._room = None
 
     def receive(self, bucket: Bucket, *, wanted: bool) -> None:
-        """Take a bucket from its group, and load it if it is wanted here.
+        """Receive a bucket from its update group, and write it if `wanted`.
 
         Raises:
-            EngineRefusal: no session is open, the sender is gone, or a tensor does not fit; then some may be loaded.
+            EngineRefusal: no weight update is open, the sender is gone, or a tensor does not fit. In the last case,
+                some tensors may be written.
         """
         self._check_open("update_weights_from_distributed")
         try:
@@ -80,10 +81,10 @@ class Updating:
             self._write(list(zip(bucket.names, tensors, strict=False)))
 
     def take(self, payload: str, load_format: str | None, *, wanted: bool) -> None:
-        """Load the tensors of a payload, if they are wanted here.
+        """Write the tensors of a payload if `wanted`.
 
         Raises:
-            EngineRefusal: as `receive`; or the payload is not readable.
+            EngineRefusal: no weight update is open, the payload is unreadable, or a tensor does not fit.
         """
         self._check_open("update_weights_from_tensor")
         try:

@@ -1,4 +1,4 @@
-"""The embedded engine's HTTP server: SGLang's endpoints, as far as it has them.
+"""The tiny engine's HTTP server: a subset of SGLang's endpoints.
 
 Open server.py first.
 """

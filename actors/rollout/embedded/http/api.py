@@ -1,4 +1,4 @@
-"""Reads a POST /generate: the requests that a body asks for, and what makes it a bad one."""
+"""Parses and validates the body of POST /generate."""
 
 import uuid
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 
 class BrokenRequest(Exception):
-    """The server fails on a request, rather than refusing it: SGLang does, where its tokenizer raises."""
+    """A request that fails with status 500 instead of 400, as in SGLang when its tokenizer raises."""
 
 
 class Rendering(NamedTuple):
-    """What the answer to one request shall hold."""
+    """Requested contents of an answer."""
 
     log_probs: bool
     text_in_log_probs: bool
@@ -42,14 +42,14 @@ class Rendering(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One request of a call, and how to answer it."""
+    """One request of a call, and the contents of its answer."""
 
     request: Request
     rendering: Rendering
 
 
 class Call(NamedTuple):
-    """A whole POST /generate: its jobs in order of the answer; `single` answers with an object, not a list."""
+    """A POST /generate: its jobs, in the order of the answer. If `single`, the answer is an object, not a list."""
 
     jobs: list[Job]
     single: bool
@@ -57,7 +57,7 @@ class Call(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What the model and the server's flags fix for every request."""
+    """Limits of every request, from the model and the server's flags."""
 
     vocab_size: int
     context_length: int
@@ -67,7 +67,7 @@ class Limits(NamedTuple):
 
 
 class CallReader:
-    """Turns bodies of POST /generate into requests for the engine."""
+    """Converts bodies of POST /generate into requests for the engine."""
 
     def __init__(self, limits: Limits, text: Text | None) -> None:
         self._limits = limits
@@ -75,11 +75,11 @@ class CallReader:
         self._num_seeded = 0
 
     def read(self, data: bytes) -> Call:
-        """Check a body and make its requests.
+        """Validate a body and build its requests.
 
         Raises:
-            SchemaError: the body does not have the right shape.
-            ValueError: it asks for something impossible or unsupported.
+            SchemaError: the body is not JSON, or a field has the wrong type.
+            ValueError: a value is impossible or unsupported.
         """
         body = decode_body(data, GenerateBody)
         for name in UNSUPPORTED_FIELDS:
@@ -104,7 +104,7 @@ class CallReader:
         return Call(jobs=jobs, single=single and num_samples == 1, stream=body.stream)
 
     def _prompts(self, body: GenerateBody) -> tuple[list[list[int]], bool]:
-        """The prompts' tokens, and whether the body named one prompt rather than a list."""
+        """The prompts' token ids, and whether the body holds a single prompt instead of a list."""
         ids = bytes(body.input_ids)
         given = (ids != b"null") + (body.text is not None)
         if given != 1:
@@ -154,7 +154,7 @@ class CallReader:
         )
 
     def _seed(self, params: SamplingParams, sample: int) -> int:
-        """From the request's own seed if it has one, else from the server's and the order of arrival."""
+        """Seed of a sample: from the request's own seed, else from the server's seed and the order of arrival."""
         if params.sampling_seed is not None:
             return request_seed(params.sampling_seed, sample)
         self._num_seeded += 1
@@ -182,7 +182,7 @@ class CallReader:
         )
 
     def _window(self, texts: Sequence[str]) -> int:
-        """Number of last tokens in which SGLang looks for stop texts."""
+        """Number of last tokens that SGLang searches for stop texts."""
         if len(texts) > MAX_STOPS:
             raise ValueError(f"at most {MAX_STOPS} stop strings are allowed, got {len(texts)}")
         if not texts:
@@ -243,7 +243,7 @@ def _checked(params: SamplingParams) -> SamplingParams:
 
 
 def _sampling(params: SamplingParams) -> Sampling:
-    greedy = params.temperature < 1e-6  # SGLang's bound
+    greedy = params.temperature < 1e-6  # SGLang's threshold
     return Sampling(
         temperature=1.0 if greedy else params.temperature,
         greedy=greedy or params.top_k == 1,
@@ -254,7 +254,7 @@ def _sampling(params: SamplingParams) -> Sampling:
 
 
 def _rids(given: OneOrMany, num_prompts: int, num_samples: int, single: bool) -> list[str]:
-    """Ids of all requests: with n > 1 always fresh ones, else the given, or the given as a prefix, or fresh ones."""
+    """Ids of all requests: random ones if n > 1 or none are given, else the given ids or the given id as a prefix."""
     if num_samples > 1 or not given:
         return [uuid.uuid4().hex for _ in range(num_prompts * num_samples)]
     if isinstance(given, str):

@@ -1,10 +1,10 @@
-"""Bodies of the HTTP API, in SGLang's spelling."""
+"""Request bodies of the HTTP API, with SGLang's field names."""
 
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 
-MAX_STOPS: Final = 32  # stop texts of a request
+MAX_STOPS: Final = 32  # stop texts per request
 MAX_BATCH: Final = 4096  # requests in one call, n included
 DEFAULT_NEW_TOKENS: Final = 128
 
@@ -15,11 +15,11 @@ OneOrMany = str | list[str] | None
 
 
 class SchemaError(ValueError):
-    """A body does not have the shape the endpoint wants."""
+    """A body is not JSON, or a field has the wrong type."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`sampling_params` of a request. The second group must stay at its defaults."""
+    """`sampling_params` of a request. Fields of the second block must keep their defaults."""
 
     max_new_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
@@ -32,11 +32,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True  # no meaning for fast tokenizers, as in SGLang
+    spaces_between_special_tokens: bool = True  # no effect with fast tokenizers, as in SGLang
     no_stop_trim: bool = False
     sampling_seed: int | None = None
     stream_interval: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    custom_params: dict[str, Any] | None = None  # for logit processors, of which there are none
+    custom_params: dict[str, Any] | None = None  # for logit processors, which are not supported
 
     stop_regex: OneOrMany = None
     frequency_penalty: float = 0.0
@@ -58,7 +58,7 @@ NEUTRAL: Final = SamplingParams()
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of POST /generate. Unknown keys are ignored, as SGLang does; the second group must stay unset."""
+    """Body of POST /generate. Unknown keys are ignored, as in SGLang. Fields of the second block must stay unset."""
 
     input_ids: msgspec.Raw = msgspec.Raw(b"null")
     text: OneOrMany = None
@@ -113,7 +113,7 @@ class ContinueBody(msgspec.Struct, frozen=True):
 
 
 class UpdateFromDiskBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of POST /update_weights_from_disk. What concerns GPUs is accepted and means nothing here."""
+    """Body of POST /update_weights_from_disk. GPU options are accepted and have no effect."""
 
     model_path: str
     load_format: Literal["auto", "safetensors", "dummy"] | None = None
@@ -174,7 +174,7 @@ class UpdateFromDistributedBody(_BucketBody, frozen=True, kw_only=True):
 
 
 class UpdateFromTensorBody(_BucketBody, frozen=True, kw_only=True):
-    """Body of POST /update_weights_from_tensor: base64 of a pickle for each rank."""
+    """Body of POST /update_weights_from_tensor: a base64-encoded pickle per rank."""
 
     serialized_named_tensors: list[str]
 
@@ -199,13 +199,13 @@ class CheckerBody(msgspec.Struct, frozen=True):
 
 
 class MemoryBody(msgspec.Struct, frozen=True):
-    """Body of POST /release_memory_occupation and /resume_memory_occupation; no tags = all of them."""
+    """Body of POST /release_memory_occupation and /resume_memory_occupation; without tags, all of them."""
 
     tags: tuple[Literal["kv_cache", "weights", "cuda_graph"], ...] | None = None
 
 
 class SlowDownBody(msgspec.Struct, frozen=True):
-    """Body of POST /slow_down: seconds added to every step, a token clock for tests and benchmarks."""
+    """Body of POST /slow_down: seconds added to every step, for tests and benchmarks."""
 
     forward_sleep_time: Annotated[float, msgspec.Meta(ge=0, le=10)] | None = None
 
@@ -218,10 +218,10 @@ class _Streams(msgspec.Struct, frozen=True):
 
 
 def is_stream(data: bytes) -> bool:
-    """Whether the body of a POST /generate asks for a stream.
+    """Whether the body of a POST /generate requests a stream.
 
     Raises:
-        SchemaError: it is not JSON, or does not say so properly.
+        SchemaError: the body is not JSON, or `stream` has the wrong type.
     """
     return decode_body(data, _Streams).stream
 
@@ -230,7 +230,7 @@ def decode_body(data: bytes | msgspec.Raw, struct: type[T]) -> T:
     """Decode a JSON body.
 
     Raises:
-        SchemaError: it is not JSON, or a field has the wrong type.
+        SchemaError: the body is not JSON, or a field has the wrong type.
     """
     try:
         return msgspec.json.decode(data, type=struct)

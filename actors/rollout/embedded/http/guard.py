@@ -1,4 +1,4 @@
-"""Who is answered: those with the key, as SGLang does with --api-key."""
+"""API key check, as with SGLang's --api-key."""
 
 from typing import Final
 
@@ -7,11 +7,11 @@ from aiohttp.typedefs import Handler, Middleware
 
 from runtime.secrets import Secret
 
-OPEN: Final = ("/health",)  # asked without a key, by the router too; SGLang leaves it open
+OPEN: Final = ("/health",)  # needs no key, as in SGLang; the router calls it without one
 
 
 def guard(key: Secret) -> Middleware:
-    """Refuses every request without the key, before its body is read."""
+    """Return a middleware that refuses requests without the key before it reads their body."""
 
     expected = Secret(f"Bearer {key.reveal()}")
 

@@ -1,4 +1,4 @@
-"""Answers to POST /generate: text, tokens and meta_info as SGLang writes them."""
+"""Answers to POST /generate: text, tokens and meta_info in SGLang's format."""
 
 from itertools import repeat
 from typing import Any, Final, NamedTuple
@@ -7,26 +7,26 @@ from actors.rollout.embedded.engine.requests import Finish, Request, Span
 from actors.rollout.embedded.http.api import Job
 from actors.rollout.embedded.model.text import Text
 
-CUT_CHARACTER: Final = "\ufffd"  # what a decoder makes of the first bytes of a longer character
+CUT_CHARACTER: Final = "\ufffd"  # decoder output for an incomplete multi-byte character
 
 
 class Progress(NamedTuple):
-    """How far a request is: tokens to show, and why it ended if it has."""
+    """Progress of a request: number of output tokens, and its end if it has ended."""
 
     num_tokens: int
     finish: Finish | None
-    spans: tuple[Span, ...] = ()  # which weights sampled the tokens
+    spans: tuple[Span, ...] = ()  # weight versions of the tokens
 
 
 class Sent(NamedTuple):
-    """What an incremental stream has already sent."""
+    """Tokens and characters that an incremental stream has sent."""
 
     num_tokens: int = 0
     num_characters: int = 0
 
 
 class Clock(NamedTuple):
-    """Times of an answer: seconds since the request came, and the wall clock in seconds since 1970."""
+    """Timestamps of an answer: seconds since the request arrived, and Unix time in seconds."""
 
     latency_s: float
     now_s: float
@@ -35,10 +35,10 @@ class Clock(NamedTuple):
 def answer(
     job: Job, progress: Progress, *, version: str, clock: Clock, text: Text | None, sent: Sent | None = None
 ) -> dict[str, Any]:
-    """Build the answer to one request, whole, or from `sent` on."""
+    """Build the answer to one request: complete, or the part after `sent`."""
     request, rendering = job
     if sent is not None and progress.finish is not None and progress.finish.queued:
-        sent, start = None, 0  # SGLang repeats all but the ids, of which it repeats the last
+        sent, start = None, 0  # SGLang repeats everything except the ids; of those, only the last
         first = max(0, progress.num_tokens - 1)
     else:
         first = start = sent.num_tokens if sent else 0
@@ -56,7 +56,7 @@ def answer(
 
 
 def rendered_text(job: Job, progress: Progress, text: Text | None) -> str:
-    """The text of the output, trimmed at what stopped it unless the request wants that kept."""
+    """The output's text, trimmed at its stop token or stop text unless the request keeps it."""
     if text is None:
         return ""
     request, rendering = job
@@ -74,7 +74,7 @@ def rendered_text(job: Job, progress: Progress, text: Text | None) -> str:
 def _meta_info(request: Request, progress: Progress, version: str, clock: Clock) -> dict[str, Any]:
     finish = progress.finish
     meta: dict[str, Any] = {"id": request.rid, "finish_reason": _finish_reason(request, finish)}
-    if finish is None or not finish.queued:  # SGLang's answer to an abort in the queue lacks these
+    if finish is None or not finish.queued:  # SGLang omits these for a request aborted in the queue
         meta["prompt_tokens"] = len(request.prompt_ids)
         meta["cached_tokens"] = 0
         meta["cached_tokens_details"] = None
@@ -82,7 +82,7 @@ def _meta_info(request: Request, progress: Progress, version: str, clock: Clock)
     meta["completion_tokens"] = progress.num_tokens
     meta["reasoning_tokens"] = 0
     meta["weight_version"] = version
-    spans = progress.spans  # SGLang tells them at the end alone
+    spans = progress.spans  # SGLang reports them only at the end
     meta["weight_versions"] = [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
     meta["e2e_latency"] = clock.latency_s
     meta["dp_rank"] = None
@@ -120,7 +120,7 @@ def _log_probs(job: Job, start: int, end: int, text: Text | None) -> dict[str, A
 def _triples(
     log_probs: list[float] | list[float | None], ids: list[int], text: Text | None
 ) -> list[tuple[float | None, int, str | None]]:
-    """Log-prob, token, and the token's text where wanted; shorter than `ids` while a prompt is not computed yet."""
+    """Triples of log-prob, token and, if requested, text. Shorter than `ids` until the prompt is computed."""
     if text is None:
         return list(zip(log_probs, ids, repeat(None), strict=False))
     names = (text.decode([token], skip_special_tokens=False) for token in ids)

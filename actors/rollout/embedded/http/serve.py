@@ -1,4 +1,4 @@
-"""Puts the engine together and runs it until a signal ends it or the torch thread crashes."""
+"""Builds the engine and runs it until a signal arrives or the torch thread crashes."""
 
 import argparse
 import asyncio
@@ -27,12 +27,15 @@ from runtime.hf_config import ModelDescription
 from runtime.host.logs import configure_logging
 from runtime.secrets import Secret
 
-SHUTDOWN_TIMEOUT_S: Final = 0.5  # for open connections; requests are aborted before
+SHUTDOWN_TIMEOUT_S: Final = 0.5  # for open connections, after requests are aborted
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 def serve(flags: argparse.Namespace, model: ModelDescription, listener: socket.socket) -> int:
-    """Serve on a bound socket; 0 = ended by a signal, 1 = the torch thread crashed.
+    """Serve on a bound socket.
+
+    Returns:
+        0 after a signal, 1 if the torch thread crashed.
 
     Raises:
         ModelError: the weights or the tokenizer cannot be loaded.
@@ -76,7 +79,7 @@ async def _serve(flags: argparse.Namespace, model: ModelDescription, listener: s
 
 
 def _worth_logging(record: logging.LogRecord) -> bool:
-    """Not what gets a 400 for being no HTTP/1.1: sglang-router greets every new worker in HTTP/2 first."""
+    """Filter out errors about requests that are not HTTP/1.1: sglang-router tries HTTP/2 on every new worker."""
     return not (record.exc_info and isinstance(record.exc_info[1], BadHttpMessage))
 
 
@@ -106,7 +109,7 @@ def _server(
     limits = Limits(
         vocab_size=model.shape.vocab_size,
         context_length=flags.context_length,
-        eos_token_ids=model.eos_token_ids | ServedModel.read(flags.model_path).end_ids,  # also the tokenizer's
+        eos_token_ids=model.eos_token_ids | ServedModel.read(flags.model_path).end_ids,  # includes the tokenizer's
         stream_interval=flags.stream_interval,
         random_seed=flags.random_seed,
     )

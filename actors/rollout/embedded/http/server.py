@@ -1,4 +1,4 @@
-"""The HTTP server: SGLang's endpoints over a Frontend."""
+"""The HTTP server: SGLang's endpoints on top of a Frontend."""
 
 import asyncio
 import hashlib
@@ -31,7 +31,7 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Identity(NamedTuple):
-    """What the server says of itself."""
+    """Model and flags that the server reports."""
 
     model: ModelDescription
     model_path: str
@@ -41,7 +41,7 @@ class Identity(NamedTuple):
 
 
 class EmbeddedServer:
-    """Handlers of all endpoints. Generation lives in the frontend; nothing here keeps state but the model's path."""
+    """Handlers of all endpoints. The frontend holds the generation state."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class EmbeddedServer:
         self._incremental = incremental
         self._key = key
         self._started_s = time.time()
-        self._last_load = (time.perf_counter(), 0)  # when tokens were last counted, and how many there were
+        self._last_load = (time.perf_counter(), 0)  # time of the last count of generated tokens, and that count
 
     def application(self) -> web.Application:
-        """All endpoints on an aiohttp application."""
+        """Build the aiohttp application with all endpoints."""
         guards = [] if self._key is None else [guard(self._key)]
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=guards)
-        app.router.add_post("/generate", self.generate)  # answers its own errors: it is the hot path
+        app.router.add_post("/generate", self.generate)  # the hot path: handles its own errors
         for methods, paths, handler in self._endpoints():
             for method in methods:
                 for path in paths:
@@ -124,7 +124,7 @@ class EmbeddedServer:
         return answer(waiting.job, progress, version=version, clock=clock, text=self._text, sent=sent)
 
     async def _stream(self, request: web.Request, generation: GenerateCall, single: bool) -> web.StreamResponse:
-        """Send progress as server-sent events; what happens between two writes merges into the next one."""
+        """Send progress as server-sent events; progress between two writes is merged into the next event."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         sent = [Sent() for _ in generation.waiting]
@@ -138,7 +138,7 @@ class EmbeddedServer:
                     and progress.finish.queued
                     and progress.num_tokens > sent[index].num_tokens
                 ):
-                    progress = progress._replace(finish=None)  # what was sampled before goes first
+                    progress = progress._replace(finish=None)  # send the tokens sampled so far first
                 if ended[index] or (progress.num_tokens == sent[index].num_tokens and progress.finish is None):
                     continue
                 body = self._answer(waiting, generation, progress, sent[index] if self._incremental else None)
@@ -152,7 +152,7 @@ class EmbeddedServer:
         return response
 
     async def health(self, _: web.Request) -> web.Response:
-        """Prove that the torch thread answers. Waits while generation is paused, as SGLang does."""
+        """Check that the torch thread responds. Waits while generation is paused, as SGLang does."""
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
                 await self._frontend.unpaused()
@@ -162,11 +162,11 @@ class EmbeddedServer:
         return web.Response()
 
     async def ready(self, _: web.Request) -> web.Response:
-        """Whether generation is possible right now."""
+        """Report whether generation is possible now."""
         return web.Response(status=503 if self._frontend.paused else 200)
 
     async def model_info(self, _: web.Request) -> web.Response:
-        """What is served, under which weight version."""
+        """Report the served model and its weight version."""
         identity = self._identity
         shape = identity.model.shape
         return json_answer(
@@ -187,7 +187,7 @@ class EmbeddedServer:
         )
 
     async def server_info(self, _: web.Request) -> web.Response:
-        """The flags the server runs with."""
+        """Report the server's flags."""
         identity = self._identity
         described = {
             "model_path": identity.model_path,
@@ -205,7 +205,7 @@ class EmbeddedServer:
         return json_answer(described | identity.flags | {"internal_states": states})
 
     async def loads(self, _: web.Request) -> web.Response:
-        """Requests and tokens held. `gen_throughput` is tokens per second since the last call."""
+        """Report requests and tokens in the engine. `gen_throughput` is tokens per second since the last call."""
         loads = await self._frontend.loads()
         total = self._identity.flags["max_total_num_tokens"]
         now, (then, before) = time.perf_counter(), self._last_load
@@ -225,14 +225,14 @@ class EmbeddedServer:
         return json_answer({"dp_rank_count": 1, "loads": [entry]})
 
     async def models(self, _: web.Request) -> web.Response:
-        """The one model, as OpenAI's API lists it."""
+        """List the model, in the format of OpenAI's API."""
         name = self._identity.served_model_name
         length = self._identity.flags["context_length"]
         model = {"id": name, "object": "model", "owned_by": "physarum", "root": name, "max_model_len": length}
         return json_answer({"object": "list", "data": [model | {"created": int(self._started_s)}]})
 
     async def abort(self, request: web.Request) -> web.Response:
-        """End one request or all; answered at once, known or not."""
+        """Abort one request or all; answers at once, even for an unknown id."""
         body = await body_of(request, bodies.AbortBody)
         if body.abort_all:
             self._frontend.abort_all()
@@ -241,19 +241,19 @@ class EmbeddedServer:
         return web.Response()
 
     async def pause(self, request: web.Request) -> web.Response:
-        """Stop generating."""
+        """Pause generation."""
         body = await body_of(request, bodies.PauseBody)
         await self._frontend.pause(body.mode)
         return json_answer({"message": f"Generation paused successfully. mode={body.mode}", "status": "ok"})
 
     async def proceed(self, request: web.Request) -> web.Response:
-        """Generate again."""
+        """Resume generation."""
         await body_of(request, bodies.ContinueBody)
         self._frontend.proceed()
         return json_answer({"message": "Generation continued successfully.", "status": "ok"})
 
     async def update_from_disk(self, request: web.Request) -> web.Response:
-        """Load other weights of the same model."""
+        """Update the weights from a checkpoint of the same model."""
         body = await body_of(request, bodies.UpdateFromDiskBody)
         started = time.perf_counter()
         load_format = body.load_format or self._identity.load_format
@@ -281,14 +281,14 @@ class EmbeddedServer:
         )
 
     async def update_version(self, request: web.Request) -> web.Response:
-        """Relabel the weights."""
+        """Set the weight version."""
         body = await body_of(request, bodies.UpdateVersionBody)
         await self._frontend.update_version(body.new_version, abort_all=body.abort_all_requests)
         message = f"Weight version updated to {body.new_version}"
         return json_answer({"success": True, "message": message, "new_version": body.new_version})
 
     async def flush(self, request: web.Request) -> web.Response:
-        """Free the cache if nobody uses it, within `timeout` seconds."""
+        """Flush the cache once no request uses it, within `timeout` seconds."""
         try:
             timeout_s = min(float(request.query.get("timeout", "0")), MAX_FLUSH_WAIT_S)
         except ValueError as error:
@@ -298,7 +298,7 @@ class EmbeddedServer:
         return web.Response(status=400, text="Flush cache failed.\n")
 
     async def check_weights(self, request: web.Request) -> web.Response:
-        """Hash what is held, under its own names and as SGLang does: no hash of files."""
+        """Hash the engine's fused tensors, with SGLang's names and format; these are no hashes of files."""
         body = await body_of(request, bodies.CheckerBody, needed=False)
         skip = frozenset(body.skip_tensor_list or ())
         try:
@@ -318,26 +318,26 @@ class EmbeddedServer:
         )
 
     async def release(self, request: web.Request) -> web.Response:
-        """Give memory back."""
+        """Release memory."""
         body = await body_of(request, bodies.MemoryBody, needed=False)
         await self._frontend.engine.call(lambda core: core.release(body.tags or ()))
         return json_answer(None)
 
     async def resume(self, request: web.Request) -> web.Response:
-        """Take memory again."""
+        """Resume memory."""
         body = await body_of(request, bodies.MemoryBody, needed=False)
         await self._frontend.engine.call(lambda core: core.restore(body.tags or ()))
         return json_answer(None)
 
     async def slow_down(self, request: web.Request) -> web.Response:
-        """Make every step longer."""
+        """Add a delay to every step."""
         body = await body_of(request, bodies.SlowDownBody)
         self._frontend.engine.slow_down(body.forward_sleep_time or 0.0)
         return json_answer(None)
 
 
 def _answering(handler: Handler) -> Handler:
-    """Turn the errors that any endpoint may meet into SGLang's answers."""
+    """Convert errors that any endpoint may raise into SGLang's answers."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
@@ -353,7 +353,7 @@ def _answering(handler: Handler) -> Handler:
 
 
 async def _streamed_error(request: web.Request, message: str) -> web.StreamResponse:
-    """A refusal as SGLang streams it: with a status of 200."""
+    """An error answer to a streaming request: status 200 and an error event, as in SGLang."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     error = {"message": message, "type": "invalid_request_error", "code": 400, "retryable": False}

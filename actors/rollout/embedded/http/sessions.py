@@ -1,4 +1,4 @@
-"""The endpoints of weights that come bucket by bucket, from a group or in the call."""
+"""Endpoints of weight updates in buckets, from an update group or in the request."""
 
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -18,13 +18,13 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class SessionEndpoints:
-    """Handlers. What they change is the torch thread's, which also waits: for others in a group, for a broadcast."""
+    """Handlers of weight updates. They run on the torch thread, which also waits for other ranks and broadcasts."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
 
     def handlers(self) -> dict[str, Handler]:
-        """By path."""
+        """The handlers by path."""
         return {
             "/init_weights_update_group": _told(self.init_group),
             "/destroy_weights_update_group": _told(self.destroy_group),
@@ -35,7 +35,7 @@ class SessionEndpoints:
         }
 
     async def init_group(self, request: web.Request) -> str:
-        """Join a group, as rank `rank_offset`; answered once all ranks are there."""
+        """Join an update group as rank `rank_offset`; answers once all ranks have joined."""
         body = await body_of(request, bodies.InitGroupBody)
         if body.backend != GLOO:
             raise EngineRefusal(f"Failed to initialize custom process group: backend {body.backend}; there is {GLOO}.")
@@ -51,25 +51,25 @@ class SessionEndpoints:
         return "Succeeded to initialize custom process group."
 
     async def destroy_group(self, request: web.Request) -> str:
-        """Leave a group."""
+        """Leave an update group."""
         body = await body_of(request, bodies.DestroyGroupBody)
         await self._frontend.engine.call(lambda core: core.updating.groups.leave(body.group_name))
         return "Succeeded to destroy custom process group."
 
     async def begin(self, request: web.Request) -> str:
-        """Open a session."""
+        """Begin a weight update."""
         await body_of(request, bodies.BeginUpdateBody)
         await self._frontend.alone(lambda core: core.updating.begin())
         return "Success"
 
     async def end(self, request: web.Request) -> str:
-        """Close the session."""
+        """End a weight update."""
         await body_of(request, bodies.EndUpdateBody)
         await self._frontend.alone(lambda core: core.updating.end())
         return "Success"
 
     async def from_distributed(self, request: web.Request) -> str:
-        """Receive a bucket: one broadcast a tensor, or one of all their bytes."""
+        """Receive a bucket: one broadcast per tensor, or a single one of all bytes."""
         body = await body_of(request, bodies.UpdateFromDistributedBody)
         flattened = body.load_format == FLATTENED
         bucket = Bucket(body.group_name, body.names, body.dtypes, body.shapes, flattened)
@@ -77,7 +77,7 @@ class SessionEndpoints:
         return "Succeeded to update parameter online."
 
     async def from_tensor(self, request: web.Request) -> str:
-        """Load the tensors that the call brings."""
+        """Write the tensors in the request."""
         body = await body_of(request, bodies.UpdateFromTensorBody)
         if not body.serialized_named_tensors:
             raise bodies.SchemaError("serialized_named_tensors: one payload for each rank")
@@ -100,7 +100,7 @@ class SessionEndpoints:
 
 
 def _told(handle: Callable[[web.Request], Awaitable[str]]) -> Handler:
-    """Answer as these endpoints do: whether it was done, and a text."""
+    """Convert a handler's message or refusal into these endpoints' answer."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         try:

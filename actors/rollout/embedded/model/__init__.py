@@ -1,4 +1,4 @@
-"""The embedded engine's model: configuration, forward pass, key-value slots, sampling.
+"""The tiny engine's model: forward pass, KV slots, sampling, tokenizer, weight updates.
 
 Open forward.py first.
 """

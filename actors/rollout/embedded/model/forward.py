@@ -1,9 +1,9 @@
 """Weights and forward pass of Qwen2, Qwen3 and Llama in plain tensor operations, float32.
 
-Weights are stored fused, as the forward pass wants them; `Weights.named` holds views into them under their Hugging
-Face names, so loading, drawing and checksums all go by name and see what the forward pass sees.
+Weights are stored fused, for the forward pass. `Weights.named` holds views of them by Hugging Face name, for
+loading and random initialization.
 
-Shapes: N leading dimensions (tokens, or batch x time), H heads, K key-value heads, D head size, E hidden size.
+Shapes: N leading dimensions (tokens, or batch x time), H heads, K KV heads, D head size, E hidden size.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ Attend = Callable[[int, Tensor, Tensor], Tensor]  # layer, queries [N, H, D], ke
 
 @dataclass(slots=True)
 class Layer:
-    """Weights of one block. `qk_scale` repeats the query and key norms per head; derived, see `Weights.settle`."""
+    """Weights of one transformer block. `qk_scale` repeats the query and key norms per head; see `Weights.settle`."""
 
     input_norm: Tensor  # [E]
     qkv: Tensor  # [(H + 2K) * D, E]
@@ -46,7 +46,7 @@ class Layer:
     qk_scale: Tensor | None = None  # [H + K, D]
 
     def held(self) -> dict[str, Tensor]:
-        """The tensors by SGLang's names, without what is derived."""
+        """The tensors by SGLang's names, without derived ones."""
         query, key = (None, None) if self.qk_norm is None else self.qk_norm
         held = {
             "input_layernorm.weight": self.input_norm,
@@ -67,25 +67,25 @@ class Layer:
 
 @dataclass(slots=True)
 class Weights:
-    """One set of weights. `named` are views by Hugging Face name, `dtypes` what the source of each was spelled as."""
+    """Weights of a model. `named` holds views by Hugging Face name, `dtypes` the dtype of each tensor's source."""
 
     config: ModelShape
     embedding: Tensor  # [vocabulary, E]
-    head: Tensor  # [vocabulary, E], the embedding itself when tied
+    head: Tensor  # [vocabulary, E]; the embedding itself if tied
     norm: Tensor  # [E]
     layers: list[Layer]
     named: dict[str, Tensor]
     dtypes: dict[str, str] = field(default_factory=dict[str, str])
 
     def settle(self) -> None:
-        """Derive what the forward pass wants ready-made. Call after the named tensors changed."""
+        """Recompute derived tensors. Call it after the named tensors changed."""
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
         for layer in self.layers:
             if layer.qk_norm is not None:
                 layer.qk_scale = layer.qk_norm.repeat_interleave(torch.tensor([heads, kv_heads]), dim=0)
 
     def checksums(self) -> dict[str, str]:
-        """Hashes of the tensors that are held, by SGLang's names for them; made as SGLang does on the CPU."""
+        """Hash the fused tensors, by SGLang's names, with SGLang's hash for the CPU."""
         return {name: _checksum(tensor) for name, tensor in self._held().items()}
 
     def _held(self) -> dict[str, Tensor]:
@@ -102,7 +102,7 @@ def _checksum(tensor: Tensor) -> str:
 
 
 def allocate(config: ModelShape) -> Weights:
-    """Make room for a set of weights; its contents are undefined until loaded or drawn."""
+    """Allocate weights. Their values are undefined until they are loaded or initialized."""
     named: dict[str, Tensor] = {}
 
     def make(names: tuple[str, ...], rows: tuple[int, ...], *rest: int) -> Tensor:
@@ -154,7 +154,7 @@ def load(config: ModelShape, directory: Path) -> Weights:
     """
     weights = allocate(config)
     if config.tie_word_embeddings:
-        weights.named["lm_head.weight"] = weights.embedding  # some writers store the tied head once more
+        weights.named["lm_head.weight"] = weights.embedding  # some writers store the tied head a second time
     try:
         for file in safetensors_files(directory):
             _load_file(weights, file)
@@ -171,9 +171,9 @@ def load(config: ModelShape, directory: Path) -> Weights:
 
 def _load_file(weights: Weights, file: Path) -> None:
     with safe_open(file, framework="pt") as source:
-        for name in source.keys():  # no mapping: it has only keys()
+        for name in source.keys():  # safe_open has keys(), but is no mapping
             if name.endswith("rotary_emb.inv_freq"):
-                continue  # a buffer that old Llama checkpoints carry
+                continue  # a buffer in old Llama checkpoints
             if name not in weights.named:
                 raise ValueError(f"{file.name} holds {name}, which this {weights.config.architecture} has not")
             tensor = source.get_tensor(name)
@@ -188,7 +188,14 @@ def _load_file(weights: Weights, file: Path) -> None:
 
 
 def draw(config: ModelShape, *, seed: int, std: float, dtype: str) -> Weights:
-    """Draw weights: norms one, biases zero, the rest normal with `std`; rounded to `dtype`, a Hugging Face name."""
+    """Initialize weights at random: norms 1, biases 0, others normal with `std` and rounded to `dtype`.
+
+    Args:
+        config: shape of the model.
+        seed: seed of the generator.
+        std: standard deviation.
+        dtype: Hugging Face name of a dtype.
+    """
     spelled = SAFETENSORS_DTYPE[dtype]
     weights = allocate(config)
     generator = torch.Generator().manual_seed(seed)
@@ -206,7 +213,7 @@ def draw(config: ModelShape, *, seed: int, std: float, dtype: str) -> Weights:
 
 
 def rope_table(rope: Rope, head_dim: int, length: int) -> Tensor:
-    """Cosines and signed sines of every position, [length, 2, 1, D].
+    """RoPE table: cosines and signed sines of every position, [length, 2, 1, D].
 
     The sines of the first half are negative, so a rotation is `x * cos + roll(x, D / 2) * sin`.
     """
@@ -225,12 +232,12 @@ def hidden_states(weights: Weights, x: Tensor, cos: Tensor, sin: Tensor, attend:
     Args:
         weights: the model.
         x: embedded tokens, [N, E].
-        cos: of each token's position, broadcasting against [N, H + K, D].
-        sin: signed, likewise (`rope_table`).
-        attend: stores a layer's new keys and values and attends to all that the token may see.
+            cos: cosines of the tokens' positions; broadcasts against [N, H + K, D].
+            sin: signed sines, likewise (`rope_table`).
+            attend: stores a layer's new keys and values and computes attention.
 
     Returns:
-        Normalised hidden states, [N, E].
+        Normalized hidden states, [N, E].
     """
     config = weights.config
     size, eps = config.head_dim, config.rms_norm_eps
@@ -243,7 +250,7 @@ def hidden_states(weights: Weights, x: Tensor, cos: Tensor, sin: Tensor, attend:
         normed = rotated
         if layer.qk_scale is not None:
             normed = F.rms_norm(rotated, (size,), None, eps) * layer.qk_scale
-        torch.addcmul(normed * cos, normed.roll(size // 2, -1), sin, out=rotated)  # in place: keys join the values
+        torch.addcmul(normed * cos, normed.roll(size // 2, -1), sin, out=rotated)  # in place: keeps keys next to values
         mixed = attend(index, qkv[..., : config.num_heads, :], qkv[..., config.num_heads :, :])
         x = x + F.linear(mixed, layer.output, layer.output_bias)
         gate_up = F.linear(F.rms_norm(x, width, layer.mlp_norm, eps), layer.gate_up, layer.gate_up_bias)
@@ -253,7 +260,7 @@ def hidden_states(weights: Weights, x: Tensor, cos: Tensor, sin: Tensor, attend:
 
 
 def released(weights: Weights) -> Weights:
-    """Weights that hold no memory, of the same model."""
+    """Placeholder for released weights of the same model; it holds no memory."""
     nothing = torch.empty(0)
     return Weights(
         config=weights.config,
@@ -267,7 +274,7 @@ def released(weights: Weights) -> Weights:
 
 
 def zeros(weights: Weights) -> Weights:
-    """Weights of the same model, all zero, to be loaded later."""
+    """Allocate weights of the same model, all zero; a weight update fills them later."""
     fresh = allocate(weights.config)
     fresh.dtypes = dict(weights.dtypes)
     if "lm_head.weight" in fresh.dtypes:

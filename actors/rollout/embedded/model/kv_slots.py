@@ -1,9 +1,9 @@
-"""Key-value slots: one contiguous row per running request, filled by prefill, extended by decode, closed up when left.
+"""KV cache: one contiguous slot per running request, filled by prefill and extended by decode.
 
-Running requests occupy the first `num` slots, so a decode works on plain slices. When some end, the last ones move
+Running requests occupy the first slots, so a decode works on plain slices. When requests end, the last ones move
 into the holes.
 
-Shapes: S slots, n running, L layers, H heads, K key-value heads, D head size, C capacity in tokens, B x Q prefill.
+Shapes: S slots, n running, L layers, H heads, K KV heads, D head size, C capacity in tokens, B x Q prefill.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from actors.rollout.embedded.engine.requests import Request, Sampling
 from actors.rollout.embedded.model import sampling
 from actors.rollout.embedded.model.forward import Weights, hidden_states, rope_table
 
-MIN_CAPACITY: Final = 64  # tokens per slot; doubled as sequences grow
+MIN_CAPACITY: Final = 64  # tokens per slot; doubles as sequences grow
 NEVER: Final = float("-inf")
 _TOKEN, _POSITION, _SEED, _TOP_K = range(4)
 _TEMPERATURE, _TOP_P, _MIN_P, _KIND = range(4)
-_PLAIN, _TRUNCATING, _GREEDY = 0.0, 1.0, 2.0  # kinds of draws
+_PLAIN, _TRUNCATING, _GREEDY = 0.0, 1.0, 2.0  # kinds of sampling
 
 
 class Drawn(NamedTuple):
-    """Tokens drawn for consecutive slots, and the log-probs they had."""
+    """Sampled tokens of consecutive slots, and their log-probs."""
 
     first: int  # slot
     tokens: list[int]
@@ -33,7 +33,7 @@ class Drawn(NamedTuple):
 
 
 class KvSlots:
-    """The running requests and their keys and values. Runs on one thread, in inference mode."""
+    """Running requests and their KV cache. Runs on one thread, in inference mode."""
 
     def __init__(self, weights: Weights, *, num_slots: int, context_length: int) -> None:
         self.requests: list[Request] = []  # running, by slot
@@ -51,16 +51,16 @@ class KvSlots:
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody occupies."""
+        """Number of free slots."""
         return self.num_slots - len(self.requests)
 
     @property
     def num_used_tokens(self) -> int:
-        """Tokens whose keys and values are held."""
+        """Number of tokens in the KV cache."""
         return int(self._ints[: len(self.requests), _POSITION].sum())
 
     def prefill(self, requests: Sequence[Request]) -> Drawn:
-        """Seat requests in the next free slots: compute their tokens so far and draw one more for each."""
+        """Put requests into the next free slots: compute their tokens so far and sample one more for each."""
         first, size = len(self.requests), len(requests)
         lengths = [request.num_tokens for request in requests]
         longest = max(lengths)
@@ -84,7 +84,7 @@ class KvSlots:
         return self._draw(states, 0)
 
     def leave(self, slots: Sequence[int]) -> None:
-        """Empty some slots, ascending, and move the last requests into the holes."""
+        """Free some slots, given in ascending order, and move the last requests into the holes."""
         remaining = len(self.requests) - len(slots)
         gone = set(slots)
         for slot in slots:
@@ -101,13 +101,13 @@ class KvSlots:
         del self.requests[remaining:]
 
     def clear(self) -> list[Request]:
-        """Empty all slots and return who sat there, in slot order."""
+        """Free all slots and return their requests, in slot order."""
         requests, self.requests = self.requests, []
         self._num_greedy = self._num_truncating = self._num_floored = 0
         return requests
 
     def free(self) -> None:
-        """Give the memory of the empty slots back; it is allocated again on demand."""
+        """Release the memory of the slots, all of which must be free; it is allocated again on demand."""
         assert not self.requests, "slots in use are not freed"
         self._allocate(0)
 
@@ -115,7 +115,7 @@ class KvSlots:
         config = self.weights.config
         heads = 2 * config.num_kv_heads
         old, used, self._capacity = self._cache, self._capacity, capacity
-        # Zeros, not empty: attention multiplies masked positions by 0, and 0 * nan would spread.
+        # Zeros, not empty: attention multiplies masked positions by 0, and 0 * NaN is NaN.
         self._cache = torch.zeros(config.num_layers, self.num_slots, heads, capacity, config.head_dim)
         if self.requests:
             self._cache[:, :, :, :used] = old
@@ -150,7 +150,7 @@ class KvSlots:
         self._num_floored += sign * (request.stopping.floor > 0)
 
     def _prefill_states(self, ids: Tensor, first: int) -> Tensor:
-        """Hidden states [B, Q, E] of padded prompts [B, Q]; what lies behind a prompt's end is never looked at."""
+        """Hidden states [B, Q, E] of padded prompts [B, Q]; those after a prompt's end are never used."""
         config = self.weights.config
         size, longest = ids.shape
         kv_heads = config.num_kv_heads
@@ -177,7 +177,7 @@ class KvSlots:
         def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
             self._rows[layer].index_copy_(0, rows, keys_values.reshape(-1, size))
             cached = self._cache[layer, :num, :, :longest]
-            grouped = queries.reshape(num, kv_heads, -1, size)  # the heads that share keys, as if they were positions
+            grouped = queries.reshape(num, kv_heads, -1, size)  # heads that share keys become query positions
             keys, values = cached[:, :kv_heads], cached[:, kv_heads:]
             return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).reshape(num, -1)
 
@@ -186,7 +186,7 @@ class KvSlots:
         return hidden_states(self.weights, x, rope[:, 0], rope[:, 1], attend)
 
     def _draw(self, states: Tensor, first: int) -> Drawn:
-        """Draw the next tokens of the slots from `first` on, whose last hidden states are [n, E]."""
+        """Sample the next tokens of the slots from `first` on; `states` are their last hidden states, [n, E]."""
         ints, floats = self._ints[first : len(self.requests)], self._floats[first : len(self.requests)]
         logits = F.linear(states, self.weights.head)
         if self._num_floored:
@@ -202,7 +202,7 @@ class KvSlots:
             tokens = torch.where(kinds == _TRUNCATING, truncated, tokens)
         if self._num_greedy:
             tokens = torch.where(kinds == _GREEDY, log_probs.argmax(-1), tokens)
-        tokens = tokens.clamp_(max=log_probs.shape[-1] - 1)  # a draw among NaNs ends behind the last token
+        tokens = tokens.clamp_(max=log_probs.shape[-1] - 1)  # NaNs yield an index past the last token
         ints[:, _TOKEN] = tokens
         drawn = log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
         return Drawn(first, tokens.tolist(), drawn.tolist())
@@ -213,7 +213,7 @@ class KvSlots:
                 logits[row, list(request.stopping.token_ids)] = NEVER
 
     def _score_prompts(self, requests: Sequence[Request], states: Tensor) -> None:
-        """Fill `input_log_probs` where they were asked for, under the untempered distribution as SGLang does."""
+        """Fill `input_log_probs` where requested, without temperature, as SGLang does."""
         for row, request in enumerate(requests):
             start, end = request.logprob_start, len(request.prompt_ids) - 1
             if start < 0 or request.input_log_probs is not None:

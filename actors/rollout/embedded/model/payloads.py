@@ -1,7 +1,7 @@
-"""Pickled tensors of a POST /update_weights_from_tensor: read without running anything that they name.
+"""Safe reader of the pickled tensors in POST /update_weights_from_tensor: runs no code that they name.
 
-A tensor's bytes are in the pickle, or in a segment of shared memory that it names. torch counts who has such a segment
-in its first bytes; who finds that it is the last removes it.
+A tensor's bytes are in the pickle or in a shared memory segment that it names. torch keeps a reference count in
+the segment's first bytes; the last user removes the segment.
 """
 
 import base64
@@ -34,7 +34,7 @@ REBUILDING: Final[dict[tuple[str, str], Callable[..., Any]]] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds what tensors and their descriptions are made with, and nothing else."""
+    """Unpickler restricted to the classes and functions that tensors and their metadata need."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch.storage", "_load_from_bytes"):
@@ -48,27 +48,27 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _storage(data: bytes) -> Any:
-    """A storage that torch wrote; its own function would unpickle whatever is there."""
+    """Load a torch storage; torch's own function would unpickle without restrictions."""
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def decoded(payload: str) -> Any:
-    """The object that a payload is.
+    """Decode a payload.
 
     Raises:
-        ValueError: it is not base64, no pickle, or names what tensors do not need.
+        ValueError: it is not base64, not a pickle, or names a class or function that tensors do not need.
     """
     try:
         return _Unpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load()
-    except Exception as error:  # a pickle may fail in any way: it is a program
+    except Exception as error:  # a pickle is a program and may raise anything
         raise ValueError(f"unreadable tensors: {error}") from error
 
 
 def named_of(payload: str, load_format: str | None) -> Named:
-    """The tensors of a payload by name.
+    """Decode the named tensors of a payload.
 
     Raises:
-        ValueError: it does not hold what the format says.
+        ValueError: the payload does not match `load_format`.
     """
     found = decoded(payload)
     try:

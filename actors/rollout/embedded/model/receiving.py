@@ -1,4 +1,4 @@
-"""Weights that come tensor by tensor under Hugging Face's names, into the fused tensors that are held."""
+"""Receive buffers for weight updates, and writing named tensors into the fused weights."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -16,10 +16,10 @@ Named = Sequence[tuple[str, Tensor]]
 
 
 def rooms(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Memory for the tensors of a bucket, one each.
+    """Allocate the tensors of a bucket, one by one.
 
     Raises:
-        ValueError: a dtype or a shape does not exist.
+        ValueError: a dtype does not exist, or a shape is negative.
     """
     checked = [_checked(dtype, shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
     return [torch.empty(shape, dtype=dtype) for dtype, shape in checked]
@@ -28,15 +28,18 @@ def rooms(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[Tensor
 def flat_room(
     dtypes: Sequence[str], shapes: Sequence[Sequence[int]], held: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Memory for the tensors of a bucket in one piece of bytes, and the tensors as views of it, one behind the other.
+    """Allocate the tensors of a bucket as consecutive views of one byte tensor.
 
     Args:
-        dtypes: of the tensors.
-        shapes: likewise.
-        held: memory to use, if it is large enough; uint8.
+        dtypes: dtypes of the tensors.
+        shapes: shapes of the tensors.
+        held: uint8 memory to reuse if it is large enough.
+
+    Returns:
+        The byte tensor, and the views.
 
     Raises:
-        ValueError: there is no such dtype or shape, or no tensor, or one begins where its dtype cannot.
+        ValueError: a dtype or shape is invalid, the bucket is empty, or a tensor is not aligned to its dtype.
     """
     checked = [_checked(dtype, shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
     if not checked:
@@ -52,10 +55,10 @@ def flat_room(
 
 
 def view(flat: Tensor, start: int, size: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """The tensor that lies in some of the bytes.
+    """View a range of bytes as a tensor.
 
     Raises:
-        ValueError: the bytes are no such tensor.
+        ValueError: the bytes do not fit dtype and shape, or are not aligned.
     """
     if start % dtype.itemsize:
         raise ValueError(f"Unaligned received tensor: byte offset {start}, dtype {dtype}")
@@ -75,12 +78,12 @@ def _checked(dtype: str, shape: Sequence[int]) -> tuple[torch.dtype, list[int]]:
 
 
 def write(weights: Weights, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Overwrite what is held, tensor by tensor, in the dtype that is held; those before a refused one are written.
+    """Overwrite weights tensor by tensor, in the engine's dtype. Tensors before a refused one stay written.
 
-    A name that the model has not is left out, as SGLang does: there is a warning in its log and in ours.
+    Names that the model does not have are skipped with a warning, as in SGLang.
 
     Raises:
-        ValueError: a tensor has not the shape that the model has, or is a part of a fused one that the model has not.
+        ValueError: a shape differs from the model's, or the tensor belongs to a fused one that the model lacks.
     """
     try:
         for name, tensor in named:
@@ -95,9 +98,9 @@ def write(weights: Weights, named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def _room(weights: Weights, name: str) -> Tensor | None:
-    """Where a tensor is held; None: nowhere, and nobody minds."""
+    """The destination of a tensor; None if it is skipped."""
     if name == "lm_head.weight" and weights.config.tie_word_embeddings:
-        return None  # the embedding comes by its own name
+        return None  # the embedding arrives under its own name
     room = weights.named.get(name)
     if room is None:
         if (
@@ -111,6 +114,6 @@ def _room(weights: Weights, name: str) -> Tensor | None:
 
 
 def _layer(name: str) -> int:
-    """Index of the layer that a name is of; -1: of none."""
+    """Layer index in a tensor's name; -1 if there is none."""
     parts = name.split(".")
     return int(parts[2]) if parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdecimal() else -1

@@ -1,8 +1,8 @@
-"""Drawing one token for each running request, with a fast path when no request truncates its distribution.
+"""Samples one token per running request, with a fast path if no request truncates its distribution.
 
-Every draw inverts the cumulative distribution at one uniform number, a hash of the request's seed and the token's
-absolute position. So, up to rounding in the matrix products, what a request samples does not depend on who runs beside
-it, and a request continued from its own tokens under the same seed goes on as if it had never stopped.
+Sampling inverts the cumulative distribution at one uniform number, a hash of the request's seed and the token's
+absolute position. Up to rounding in matrix products, a request's samples thus do not depend on concurrent requests.
+A request continued from its own tokens under the same seed samples the same tokens as without the interruption.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-# SplitMix64's constants, written as the signed integers torch has.
+# SplitMix64's constants, as signed integers for torch.
 _GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2: Final = 0x94D049BB133111EB - (1 << 64)
@@ -21,7 +21,7 @@ _MASK_23: Final = (1 << 23) - 1
 
 
 def request_seed(*parts: object) -> int:
-    """A 63-bit seed from whatever tells requests apart."""
+    """Hash values that distinguish requests into a 63-bit seed."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -40,14 +40,14 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def draw(log_probs: Tensor, uniform: Tensor) -> Tensor:
-    """Draw a token per row.
+    """Sample one token per row.
 
     Args:
-        log_probs: [n, vocabulary], normalised.
+        log_probs: [n, vocabulary], normalized.
         uniform: [n] in [0, 1).
 
     Returns:
-        Tokens [n], none of probability zero: scaling by the last sum keeps the number below it despite rounding.
+        Tokens [n], none with probability zero: scaling by the last sum keeps the target below it despite rounding.
     """
     cumulative = log_probs.exp().cumsum(-1)
     target = uniform.unsqueeze(-1) * cumulative[:, -1:]
@@ -55,14 +55,14 @@ def draw(log_probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def draw_truncated(log_probs: Tensor, uniform: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Draw a token per row from the tokens that survive top-k, top-p and min-p, in SGLang's meaning.
+    """Sample one token per row after top-k, top-p and min-p, with SGLang's definitions.
 
     Args:
-        log_probs: [n, vocabulary], normalised.
+        log_probs: [n, vocabulary], normalized.
         uniform: [n] in [0, 1).
-        top_k: [n] most likely tokens kept, at least 1.
-        top_p: [n] a token is kept while the more likely ones sum to at most this.
-        min_p: [n] a token is kept from this share of the most likely one's probability on.
+        top_k: [n] number of most likely tokens to keep, at least 1.
+        top_p: [n] keeps a token if the more likely ones sum to at most this.
+        min_p: [n] keeps a token if its probability is at least this share of the highest one.
 
     Returns:
         Tokens [n].
@@ -74,5 +74,5 @@ def draw_truncated(log_probs: Tensor, uniform: Tensor, *, top_k: Tensor, top_p: 
     cumulative = torch.where(keep, probs, 0.0).cumsum(-1)
     target = uniform.unsqueeze(-1) * cumulative[:, -1:]
     ranks = torch.searchsorted(cumulative, target, right=True)
-    ranks.clamp_(max=order.shape[-1] - 1)  # a draw among NaNs ends behind the last one
+    ranks.clamp_(max=order.shape[-1] - 1)  # NaNs yield an index past the last one
     return order.gather(-1, ranks).squeeze(-1)

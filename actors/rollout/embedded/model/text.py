@@ -1,4 +1,4 @@
-"""Text to tokens and back, where the model directory has a tokenizer.json."""
+"""Tokenizer, for model directories with a tokenizer.json."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,28 +19,28 @@ class Text:
         """Load tokenizer.json if the directory has one.
 
         Raises:
-            ModelError: the file cannot be understood.
+            ModelError: the file cannot be parsed.
         """
         file = directory / "tokenizer.json"
         if not file.is_file():
             return None
         try:
             return cls(Tokenizer.from_file(str(file)))
-        except Exception as error:  # the binding raises bare Exception for whatever is wrong with the file
+        except Exception as error:  # the binding raises bare Exception for any fault of the file
             raise ModelError(f"{file}: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, with the special tokens its post-processor adds."""
+        """Tokenize a text, with the special tokens that its post-processor adds."""
         return list(self._tokenizer.encode(text).ids)
 
     def width(self, text: str) -> int:
-        """Number of tokens of a text, without special ones around it.
+        """Number of tokens of a text, without added special tokens.
 
         Raises:
-            Exception: no tokens can be made of it; the binding knows no narrower one.
+            Exception: the text cannot be tokenized; the binding has no narrower type.
         """
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of tokens."""
+        """Detokenize."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
