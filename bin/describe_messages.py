@@ -1,4 +1,4 @@
-"""Write the catalogue of messages under docs/, or check that it is current."""
+"""Write the message catalogue under docs/, or check that it is current."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ import msgspec
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from actors.registry import ROLES, actor_type  # noqa: E402 - found in place, without an installation
+from actors.registry import ROLES, actor_type  # noqa: E402 - imported from the checkout
 from bin.entry import parser_of, run  # noqa: E402
 from messages.catalogue import Surface, asyncapi, json_schemas, table  # noqa: E402
 
@@ -38,7 +38,7 @@ not know ends it.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0, or 1 when --check finds a stale file."""
+    """Run the command. Return 0, or 1 if --check finds a stale file."""
     parser = parser_of("describe-messages", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not current")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder to write to")
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def catalogue(docs: Path) -> dict[Path, str]:
-    """Every file of the catalogue with its text."""
+    """All files of the catalogue with their text."""
     surfaces = {role: _surface(role) for role in ROLES}
     return {
         docs / "messages.md": INTRODUCTION + "\n".join(_row(row) for row in table(surfaces)) + "\n",

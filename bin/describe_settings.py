@@ -1,4 +1,4 @@
-"""Write the pages under docs/ that are made from settings and their data, or check that they are current."""
+"""Write the pages under docs/ that are generated from settings, or check that they are current."""
 
 import sys
 from collections.abc import Callable
@@ -8,18 +8,18 @@ from typing import Final
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bin.entry import parser_of, run  # noqa: E402 - found in place, without an installation
-from runtime.settings.reference.page import settings_page  # noqa: E402 - found in place, without an installation
+from bin.entry import parser_of, run  # noqa: E402 - imported from the checkout
+from runtime.settings.reference.page import settings_page  # noqa: E402 - imported from the checkout
 from runtime.settings.slime.page import from_slime_page  # noqa: E402
 
-PAGES: Final[dict[str, Callable[[], str]]] = {  # below docs/, and what gives its text
+PAGES: Final[dict[str, Callable[[], str]]] = {  # path below docs/, and the function that returns its text
     "from-slime.md": from_slime_page,
     "settings.md": settings_page,
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0, or 1 when --check finds a stale page."""
+    """Run the command. Return 0, or 1 if --check finds a stale page."""
     parser = parser_of("describe-settings", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is not current")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder to write to")

@@ -1,4 +1,4 @@
-"""What all commands share: where modules are found, one parser style, one way to print and to end."""
+"""Shared by all commands: module paths, argument parsers, printing and exit codes."""
 
 import argparse
 import io
@@ -11,45 +11,45 @@ from runtime.exit_codes import EXIT_INPUT_ERROR, EXIT_INTERRUPTED
 from runtime.import_path import user_folder_last
 from runtime.wording import printable
 
-TAKE_BACK = "\r\x1b[K"  # to the beginning of the line, and empty it
+TAKE_BACK = "\r\x1b[K"  # moves to the start of the line and clears it
 COLUMNS = 80
 
 
 class WrongInput(Exception):
-    """The command cannot do what was asked; the text says why and what to do."""
+    """Invalid input of a command; the text says why and what to do."""
 
 
 class Screen:
-    """Prints for people until nobody reads any more (`| head`) or it cannot be written; the command goes on."""
+    """Prints lines for people. After a write error, such as a closed pipe (`| head`), it prints nothing more."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream: TextIO | None = stream
         self._rewritten = False
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal may lack letters that a model has
+            stream.reconfigure(errors="backslashreplace")  # a terminal may lack a model's characters
 
     @property
     def is_read(self) -> bool:
-        """Whether anybody may still read what is shown."""
+        """Whether the output can still be written."""
         return self._stream is not None
 
     @property
     def can_rewrite(self) -> bool:
-        """Whether it is a terminal on which a line can be taken back."""
+        """Whether the output is a terminal that can overwrite a line."""
         return self._stream is not None and self._stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
     def show(self, text: str) -> None:
-        """Print a line; what would steer the terminal is escaped."""
+        """Print a line; terminal control characters are escaped."""
         self._write(printable(text) + "\n")
         self._rewritten = False
 
     def rewrite(self, text: str) -> None:
-        """Print a line that the next one takes the place of."""
+        """Print a line that the next one overwrites."""
         self._write(printable(text)[: self._columns() - 1])
         self._rewritten = True
 
     def show_all(self, lines: Iterable[str]) -> None:
-        """Print lines, and ask for no more of them once nobody reads."""
+        """Print lines; stop consuming them once the output cannot be written."""
         for line in lines:
             self.show(line)
             if not self.is_read:
@@ -61,7 +61,7 @@ class Screen:
         try:
             self._stream.write((TAKE_BACK if self._rewritten else "") + text)
             self._stream.flush()
-        except OSError:  # BrokenPipeError is one; a full disk another
+        except OSError:  # such as BrokenPipeError or a full disk
             send_nowhere(self._stream)
             self._stream = None
 
@@ -73,9 +73,9 @@ class Screen:
 
 
 def open_closed_streams() -> None:
-    """Give a process its standard streams where it was started without: else the next files that it opens are these.
+    """Open missing standard streams on /dev/null; otherwise the next opened files would take their descriptors.
 
-    What it would print goes nowhere then, and it goes on.
+    Output to such a stream is discarded, and the process continues.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -91,14 +91,14 @@ def open_closed_streams() -> None:
 
 
 def send_nowhere(stream: TextIO) -> None:
-    """Have nobody read a stream, or the interpreter complains when it flushes it at its end."""
+    """Redirect a stream to /dev/null, since the interpreter reports an error if its final flush fails."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
 
 
 def parser_of(command: str, description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
-    """A parser in the style of all commands: texts as they are written, options by their whole names."""
+    """Build a command's argument parser: keeps line breaks of texts, and does not allow abbreviated options."""
     return argparse.ArgumentParser(
         prog=f"bin/{command}",
         description=description,
@@ -109,10 +109,11 @@ def parser_of(command: str, description: str | None, epilog: str | None = None) 
 
 
 def ended(work: Callable[[], int], *wrong_input: type[Exception]) -> int:
-    """The exit code of a command's work.
+    """Run a command's work and return its exit code.
 
     Args:
-        wrong_input: errors that are the user's to mend; their text is all that is said.
+        work: returns the exit code.
+        wrong_input: errors of user input; only their text is printed.
     """
     try:
         return work()
@@ -125,13 +126,13 @@ def ended(work: Callable[[], int], *wrong_input: type[Exception]) -> int:
 
 
 def run(main: Callable[[], int]) -> None:
-    """Run a command as this process."""
+    """Run a command as the main program of this process."""
     open_closed_streams()
     user_folder_last()
     try:
         sys.exit(main())
     finally:
         try:
-            sys.stdout.flush()  # what argparse printed
+            sys.stdout.flush()  # for argparse's output
         except OSError:
             send_nowhere(sys.stdout)

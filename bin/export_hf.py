@@ -1,4 +1,4 @@
-"""Write what a run has trained as a Hugging Face model directory: config, tokenizer, safetensors."""
+"""Export a run's trained model as a Hugging Face directory: config, tokenizer, safetensors."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ if __name__ == "__main__":
 
     told_in_one_line()
 
-from bin.entry import Screen, ended, parser_of, run  # noqa: E402 - found in place, without an installation
+from bin.entry import Screen, ended, parser_of, run  # noqa: E402 - imported from the checkout
 from runtime.exit_codes import EXIT_OK  # noqa: E402
 
 EPILOG = """Reads files of the run only: its agent may be at work or not. A checkpoint of any layout is read by this one
@@ -23,10 +23,10 @@ exit codes: 0 written; 2 no such run or step, nothing to export, or DIR is there
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the command and return its exit code."""
     args = _parser().parse_args(argv)
     from actors.trainer.export import CannotExport
-    from runtime.agent.reopen import NoSuchRun  # and with it the bus, which --help can do without
+    from runtime.agent.reopen import NoSuchRun  # imports the bus, which --help does not need
 
     return ended(lambda: _export(args), CannotExport, NoSuchRun, OSError, ValueError)
 

@@ -1,4 +1,4 @@
-"""Print the books of a run: where every prompt group is, while the run goes on or after it."""
+"""Print a run's ledger: the status of every prompt group, during the run or after it."""
 
 import argparse
 import logging
@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
     told_in_one_line()
 
-from bin.entry import Screen, ended, parser_of, run  # noqa: E402 - found in place, without an installation
+from bin.entry import Screen, ended, parser_of, run  # noqa: E402 - imported from the checkout
 from runtime.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_INTERRUPTED, EXIT_OK  # noqa: E402
 from runtime.wording import printable_json  # noqa: E402
 
@@ -32,7 +32,7 @@ exit codes: 0 told; 1 there is no such group, the books do not close, or the log
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the command and return its exit code."""
     args = _parser().parse_args(argv)
     return ended(lambda: _tell(args))
 
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tell(args: argparse.Namespace) -> int:
-    import anyio  # and with the rest the bus, which --help can do without
+    import anyio  # this and the imports below bring in the bus, which --help does not need
     import structlog
 
     from runtime.agent.reopen import NoLog, NoSuchRun, find_run
@@ -59,7 +59,7 @@ def _tell(args: argparse.Namespace) -> int:
     except NoSuchRun as error:
         Screen(sys.stderr).show(str(error))
         return EXIT_INPUT_ERROR
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # attempts are not told
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # hides retries
     if args.group is None:
         tell = partial(_tell_books, run, args.json)
     else:
@@ -74,7 +74,7 @@ def _tell(args: argparse.Namespace) -> int:
 
 
 async def _unless_stopped(tell: Callable[[], Awaitable[int]]) -> int:
-    """Its exit code; a signal ends it in order, so that neither a server nor a copy stays."""
+    """Run `tell` and return its exit code. A signal cancels it cleanly: no server or temporary files remain."""
     import anyio
 
     async with anyio.create_task_group() as tasks:

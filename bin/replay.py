@@ -1,4 +1,4 @@
-"""Feed the samples of a dump to the filter, to batch assembly or to the trainer again, with other settings."""
+"""Replay the samples of a dump through the filter, batching or the trainer, with other settings."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
     told_in_one_line()
 
-from bin.entry import Screen, ended, parser_of, run  # noqa: E402 - found in place, without an installation
+from bin.entry import Screen, ended, parser_of, run  # noqa: E402 - imported from the checkout
 from runtime.exit_codes import EXIT_OK  # noqa: E402
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from runtime.settings.load import LoadedTopology
     from runtime.settings.topology import Topology
 
-GROUPS_SHOWN = 12  # ids of a batch, in its line for people
+GROUPS_SHOWN = 12  # maximum number of group ids in a batch's text line
 
 EPILOG = """--to filter   what rollout.dynamic_filter says of every group now, and how often it said something else then
 --to batch    the batches that the buffer would make now, with their rewards
@@ -41,12 +41,12 @@ exit codes: 0 told; 2 the dump or the topology cannot be used; of --to trainer t
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the command and return its exit code."""
     args, rest = _parser().parse_known_args(argv)
     if rest and args.to != "trainer":
         _parser().error(f"unrecognized arguments: {' '.join(rest)}")
     from runtime.samples.dump_files import DumpError
-    from runtime.settings.reading.config import TopologyError  # and with the rest numpy, which --help can do without
+    from runtime.settings.reading.config import TopologyError  # imports NumPy, which --help does not need
 
     return ended(lambda: _train(args, rest) if args.to == "trainer" else _show(args), TopologyError, DumpError)
 
@@ -75,7 +75,7 @@ def _topology_file(args: argparse.Namespace) -> Path:
 
 
 def _opened(args: argparse.Namespace) -> "tuple[Topology, DumpedGroups, ReplayedFilter]":
-    """The topology, the dump and the filter."""
+    """Open the topology, the dump and the filter."""
     from actors.filter.replayed import ReplayedFilter
     from runtime.samples.dumped_run import DumpedGroups
     from runtime.settings.load import load_topology
@@ -89,13 +89,13 @@ def _opened(args: argparse.Namespace) -> "tuple[Topology, DumpedGroups, Replayed
     name = topology.rollout.dynamic_filter
     try:
         return topology, groups, ReplayedFilter(name)
-    except ValueError as error:  # a PluginError is one
+    except ValueError as error:  # PluginError is a subclass
         problem = Problem(key=key, value=show(name), message=str(error), file=loaded.loaded.origin(key))
         raise TopologyError([problem]) from error
 
 
 def _refuse_untrusted(args: argparse.Namespace, loaded: "LoadedTopology") -> None:
-    """Raises TopologyError if an external dump alone names code that would be imported."""
+    """Raises TopologyError if only an external dump names code that would be imported."""
     from runtime.samples.trust import is_own_dump, untrusted_code
     from runtime.settings.reading.config import TopologyError
     from runtime.settings.reading.toml import SET

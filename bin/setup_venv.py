@@ -1,8 +1,8 @@
-"""Makes .venv or .venv-sglang from the lock files. Started by bin/setup with any Python: standard library only.
+"""Create .venv or .venv-sglang from the lock files. bin/setup runs it with any Python: standard library only.
 
-The stamp in .venv is written last, so a .venv without one is unfinished and is built anew; what was downloaded before
-is in pip's cache. A lock on .venv.lock keeps two calls apart. pip inherits it and dies with us, so that not even a
-kill -9 leaves somebody writing into .venv. All this holds for .venv-sglang, with a stamp, a lock and a log of its own.
+The stamp in .venv is written last: a .venv without a stamp is incomplete and is rebuilt. Earlier downloads remain in
+pip's cache. A lock on .venv.lock serializes concurrent calls. pip inherits the lock and dies with this process, so
+that even after kill -9 nothing writes into .venv. .venv-sglang has its own stamp, lock and log.
 """
 
 import ctypes
@@ -26,20 +26,20 @@ from typing import NamedTuple, TextIO
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK  # noqa: E402 - of the standard library alone
+from runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK  # noqa: E402 - standard library only
 from runtime.files import write_atomically  # noqa: E402
 from runtime.settings.devices import HIDDEN  # noqa: E402
 
 CUDA_LOCK = ROOT / "requirements" / "cuda.lock"
 
-ELF = b"\x7fELF"  # how a program of the machine begins; the others are texts
+ELF = b"\x7fELF"  # first bytes of a binary program; the other files are text
 
-QUIET_S = 15.0  # say something at least this often
+QUIET_S = 15.0  # longest time without a line of progress
 BIG_DOWNLOAD_MB = 20.0
 WAIT_FOR_OTHER_S = 3600
 STOP_S = 10.0
 PR_SET_PDEATHSIG = 1
-LIBC = ctypes.CDLL(None)  # loaded here, since nothing may be loaded between fork and exec
+LIBC = ctypes.CDLL(None)  # loaded here, since loading between fork and exec is unsafe
 
 UNREACHABLE = re.compile(r"NewConnectionError|NameResolutionError|Max retries|[Tt]imed out|Connection (refused|reset)")
 NUM_LAST_LINES = 4
@@ -48,12 +48,12 @@ NEEDS_CUDA = f"import importlib.metadata as m; exit({YES} * any('nvidia' in r fo
 
 
 class Environment(NamedTuple):
-    """One environment of the checkout: its directory's name, and the lock it holds."""
+    """A virtual environment of the checkout: the name of its directory and of its lock file."""
 
     name: str
     lock_name: str
-    imports_us: bool  # the checkout is on its path
-    foreign: str | None = None  # a package whose own requirements the lock overrules; its test lists them
+    imports_us: bool  # whether the checkout is on its import path
+    foreign: str | None = None  # package whose requirements the lock overrides; a test lists them
 
     @property
     def directory(self) -> Path:
@@ -69,7 +69,7 @@ class Environment(NamedTuple):
 
     @property
     def unfinished(self) -> Path:
-        """Tells one that setup began from one that somebody made by hand."""
+        """Marks an environment that setup started to create, unlike one made by hand."""
         return self.directory / "physarum.unfinished"
 
     @property
@@ -85,7 +85,7 @@ class Environment(NamedTuple):
         return "torch" in packages_of(self.lock.read_text())
 
     def wanted_stamp(self) -> str:
-        """What it holds in its stamp when it is finished; bin/setup composes the same text to compare."""
+        """Text of the stamp of a complete environment; bin/setup composes the same text to compare."""
         return "\n".join([f"checkout {ROOT}", self.lock.read_text().rstrip("\n"), CUDA_LOCK.read_text().rstrip("\n")])
 
 
@@ -96,11 +96,11 @@ ENVIRONMENTS = {
 
 
 class SetupError(Exception):
-    """The environment could not be made; the message says why and what to do."""
+    """The environment could not be created; the message says why and what to do."""
 
 
 class TimedLines:
-    """Short lines with the time since the start on stderr; stdout belongs to the command that needed the set-up."""
+    """Prints progress lines with the elapsed time on stderr; stdout belongs to the calling command."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
@@ -117,7 +117,7 @@ def main(name: str) -> int:
     except SetupError as error:
         print(f"setup: {error}", file=sys.stderr)
         return EXIT_FAILED
-    except OSError as error:  # no space, no permission
+    except OSError as error:  # such as no space or no permission
         print(f"setup: {error}\nsetup: once this is mended, call again to go on", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
@@ -128,7 +128,7 @@ def main(name: str) -> int:
 
 @contextmanager
 def only_one(environment: Environment, report: TimedLines) -> Generator[int]:
-    """Holds the lock of an environment; waits while another call has it, and says so."""
+    """Hold the lock of an environment; while another call holds it, print a line and wait."""
     with (ROOT / f"{environment.name}.lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -149,12 +149,12 @@ def wait_for_lock(file: TextIO) -> None:
 
 
 def packages_of(text: str) -> dict[str, str]:
-    """Name and version of each line `name==version` of a lock or a stamp."""
+    """Names and versions from the lines `name==version` of a lock file or a stamp."""
     return dict(re.findall(r"^([a-z0-9-]+)==(\S+)$", text, re.MULTILINE))
 
 
 class Setup:
-    """One making or update of an environment, under its lock."""
+    """Creates or updates an environment, under its lock."""
 
     def __init__(self, environment: Environment, report: TimedLines, log: TextIO, lock_fd: int) -> None:
         self._environment = environment
@@ -189,13 +189,13 @@ class Setup:
         self._finish()
 
     def _moved_from(self, found: str) -> str | None:
-        """The checkout whose environment this was, if nothing but its place has changed."""
+        """The former checkout path of a moved environment; None if anything but the path has changed."""
         first, _, rest = found.partition("\n")
         old = first.removeprefix("checkout ")
         return old if old not in {first, str(ROOT)} and rest == self._wanted.partition("\n")[2] else None
 
     def _repair(self, old: str) -> None:
-        """Put the new place into every text that names the old one. The stamp comes last, so another call goes on."""
+        """Replace the old path in every text file. The stamp is written last, so an interrupted repair is repeated."""
         environment = self._environment
         before, now = (os.fsencode(f"{root}/{environment.name}") for root in (old, ROOT))
         for file in (environment.directory / "pyvenv.cfg", *(environment.directory / "bin").iterdir()):
@@ -211,7 +211,7 @@ class Setup:
     def _link_us(self) -> None:
         packages = next(self._environment.directory.glob("lib/python3*/site-packages"))
         if self._environment.imports_us:
-            (packages / "physarum.pth").write_text(f"{ROOT}\n")  # works in place, as an editable install does
+            (packages / "physarum.pth").write_text(f"{ROOT}\n")  # has the effect of an editable install
 
     def _works(self) -> bool:
         return self._environment.python.exists() and self._python("-c", "import pip") == 0
@@ -239,7 +239,7 @@ class Setup:
     def _install(self, lock: Path) -> None:
         name, log = lock.relative_to(ROOT), self._environment.log.name
         self._say(f"installing the {len(packages_of(lock.read_text()))} packages of {name} (log: {log})")
-        # No compiling here: in two processes afterwards it takes half the time.
+        # No compilation here: compileall in several processes afterwards takes half the time.
         arguments = ["--no-deps", "--no-compile", "--only-binary", ":all:", "--progress-bar", "off", "-r", str(lock)]
         self._pip("install", *arguments, doing=f"install {name}")
 
@@ -253,7 +253,7 @@ class Setup:
         self._say("compiling")
         self._link_us()
         packages = next(environment.directory.glob("lib/python3*/site-packages"))
-        self._python("-m", "compileall", "-q", "-j", "0", str(packages))  # what is no Python 3 at all is left out
+        self._python("-m", "compileall", "-q", "-j", "0", str(packages))  # skips files that are not Python 3
         self._say("checking")
         self._pip("check", doing="verify the packages", besides=environment.foreign)
         if environment.has_torch and self._python("-c", "import torch"):
@@ -265,7 +265,7 @@ class Setup:
         self._say("ready")
 
     def _pip(self, command: str, *arguments: str, doing: str, besides: str | None = None) -> None:
-        """Run pip; what it says against the package `besides` is no failure."""
+        """Run pip. Lines about the package `besides` do not count as failures."""
         progress = PipProgress(self._say, self._environment.log)
         others: list[str] = []
 
@@ -285,7 +285,7 @@ class Setup:
         on_line: Callable[[str], None] | None = None,
         idle: Callable[[], None] | None = None,
     ) -> int:
-        """Runs the environment's Python, output to the log and line by line to `on_line`; returns its exit code."""
+        """Run the environment's Python, pass its output to the log and `on_line`, and return its exit code."""
         command = [str(self._environment.python), "-P", *arguments]
         self._log.write(f"$ {' '.join(command)}\n")
         self._log.flush()
@@ -299,7 +299,7 @@ class Setup:
 
 
 class PipProgress:
-    """Turns pip's output into a few lines: big downloads, unpacking, and why it failed."""
+    """Summarizes pip's output in a few lines: large downloads, unpacking, and the reason of a failure."""
 
     def __init__(self, say: Callable[[str], None], log: Path) -> None:
         self._say = say
@@ -341,9 +341,9 @@ class PipProgress:
 
 @contextmanager
 def process(command: Sequence[str], lock_fd: int) -> Generator[subprocess.Popen[bytes]]:
-    """Runs a command that inherits the lock and does not outlive us, whatever ends us."""
+    """Run a command that inherits the lock and dies with this process."""
     kept = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "PYTHONHOME"}}
-    environment = {**kept, **HIDDEN}  # a GPU that is in use, or broken, is none of the set-up's business
+    environment = {**kept, **HIDDEN}  # set-up must not depend on the state of GPUs
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -376,7 +376,7 @@ def stop(child: "subprocess.Popen[bytes]") -> None:
 
 
 def lines_of(child: "subprocess.Popen[bytes]", idle: Callable[[], None] | None) -> Generator[str]:
-    """Yields the lines of a child's output as they come; calls `idle` when QUIET_S pass without any."""
+    """Yield the lines of a child's output as they arrive; call `idle` after QUIET_S without output."""
     assert child.stdout is not None
     fd = child.stdout.fileno()
     rest = b""
@@ -396,7 +396,7 @@ def lines_of(child: "subprocess.Popen[bytes]", idle: Callable[[], None] | None) 
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a tree; tries again while a process that a kill -9 orphaned still writes its last files there."""
+    """Remove a tree; retry while a process orphaned by kill -9 still writes its last files there."""
     deadline = time.monotonic() + STOP_S
     while True:
         try:

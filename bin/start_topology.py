@@ -12,13 +12,13 @@ if __name__ == "__main__":
     told_in_one_line()
     refuse_shadows()
 
-import argparse  # noqa: E402 - not before it is known to be Python's own
+import argparse  # noqa: E402 - refuse_shadows() must run first
 import shlex  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
 import msgspec  # noqa: E402
 
-from actors.processes import process_specs  # noqa: E402 - found in place, without an installation
+from actors.processes import process_specs  # noqa: E402 - imported from the checkout
 from bin.entry import Screen, WrongInput, ended, parser_of, run  # noqa: E402
 from runtime.exit_codes import EXIT_OK  # noqa: E402
 from runtime.samples.data_files import DataError  # noqa: E402
@@ -44,10 +44,11 @@ a second Ctrl-C stops at once)"""
 
 
 def main(argv: list[str] | None = None, *, specs_of: "SpecsOf | None" = None) -> int:
-    """Returns the exit code.
+    """Run the command and return its exit code.
 
     Args:
-        specs_of: which processes a topology has on a node; by default what actors.processes says.
+        argv: the arguments; by default those of the process.
+        specs_of: returns the process specs of a node; by default `actors.processes.process_specs`.
     """
     args = _parsed(argv)
     return ended(lambda: _work(args, specs_of or process_specs), TopologyError, DataError)
@@ -61,7 +62,7 @@ def _work(args: argparse.Namespace, specs_of: "SpecsOf") -> int:
 
 
 def _parsed(argv: list[str] | None) -> argparse.Namespace:
-    """What was given; of an option that is slime's, what became of it is said beside the usage."""
+    """Parse the arguments. For an unknown option of slime, the error names its replacement."""
     parser = _parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -89,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _half(args: argparse.Namespace) -> list[str]:
-    """--only and --load as overrides."""
+    """Convert --only and --load into overrides."""
     if args.elsewhere and not args.check:
         raise WrongInput("--elsewhere goes with --check: it says what is left out")
     if args.load is not None and args.only != "trainer":
@@ -108,7 +109,10 @@ def _node_of(topology: Topology, wanted: str | None) -> str:
 
 
 def _ready(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen) -> Topology:
-    """The topology as it would be started here now; whatever refuses it, refuses it here, for --check and a start."""
+    """Check everything that can refuse a start on this machine, and return the topology to start.
+
+    --check and a start both use it, so they refuse the same topologies.
+    """
     from runtime.agent.claims.rundir import RunRefused, check_start
     from runtime.agent.preflight.hub import hub_models, with_cached
 
@@ -118,7 +122,7 @@ def _ready(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen) -> 
         screen.show(f"note: {note}")
     if checked.problems:
         raise TopologyError(checked.problems)
-    if any(hub_models(loaded)):  # to be downloaded: nothing more can be told of the run
+    if any(hub_models(loaded)):  # the model must be downloaded first: further checks are not possible
         return loaded.topology
     topology = _fitted(_counted(loaded, screen).topology, screen)
     try:
@@ -131,12 +135,12 @@ def _ready(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen) -> 
 def _checked(
     loaded: LoadedTopology, screen: Screen, *, node: str | None = None, fresh: bool = False, elsewhere: bool = False
 ) -> "Checked":
-    """What is found out before a start, by a process that can be killed: it runs users' code."""
+    """Run the pre-start checks in a separate process that can be killed, since they run users' code."""
     from runtime.agent.preflight.apart import Doing, apart
     from runtime.agent.preflight.findings import Checked
 
     def work(doing: Doing) -> Checked:
-        from actors.preflight import preflight  # numpy and users' modules, which --help can do without
+        from actors.preflight import preflight  # imports NumPy and users' modules, which --help does not need
 
         return preflight(loaded, node, fresh=fresh, elsewhere=elsewhere, doing=doing)
 
@@ -159,7 +163,7 @@ def _check(loaded: LoadedTopology, args: argparse.Namespace) -> int:
 
 
 def _plan(loaded: LoadedTopology, specs_of: "SpecsOf", args: argparse.Namespace) -> int:
-    """Draws, whether or not it could be started here; what is in the way is said beside it."""
+    """Draw the plan, even if a start here would be refused; print the reasons as notes."""
     screen = Screen(sys.stderr)
     try:
         loaded = _counted(loaded, screen)
@@ -180,13 +184,13 @@ def _plan(loaded: LoadedTopology, specs_of: "SpecsOf", args: argparse.Namespace)
 
 
 def _counted(loaded: LoadedTopology, screen: Screen) -> LoadedTopology:
-    """With train.num_steps in the place of train.num_epoch; reads all data if there is one."""
+    """Replace train.num_epoch by train.num_steps. Reads all data if num_epoch is set."""
     if loaded.topology.train.num_epoch is None:
         return loaded
     from runtime.agent.preflight.apart import Doing, apart
 
     def work(doing: Doing) -> Topology:
-        from actors.buffer.prompts.epochs import count_steps  # tokenizers and numpy, which the rest can do without
+        from actors.buffer.prompts.epochs import count_steps  # imports tokenizers and NumPy; others need neither
 
         return count_steps(loaded.topology, doing)
 
@@ -194,10 +198,10 @@ def _counted(loaded: LoadedTopology, screen: Screen) -> LoadedTopology:
 
 
 def _fitted(topology: Topology, screen: Screen) -> Topology:
-    """With no more train steps than a dump has groups for, if one is trained on."""
+    """Limit train.num_steps to the number of steps that the dump has groups for, if training on a dump."""
     if topology.run.load is None:
         return topology
-    from runtime.samples.dumped_run import fitted  # numpy, which the rest can do without
+    from runtime.samples.dumped_run import fitted  # imports NumPy, which other commands do not need
 
     shorter = fitted(topology)
     if shorter.train.num_steps < topology.train.num_steps:
@@ -210,7 +214,7 @@ def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf"
     topology = _ready(loaded, args, screen)
     topology = _downloaded(msgspec.structs.replace(loaded, topology=topology), args, screen)
 
-    from runtime.agent.start import RunRefused, Wish, start  # brings the bus along, which the rest can do without
+    from runtime.agent.start import RunRefused, Wish, start  # imports the bus, which other commands do not need
 
     if any(without_logins(override) != override for override in args.set):
         screen.show("note: a password on a command line is seen by every user of this machine: use bus.credentials")
@@ -229,7 +233,7 @@ def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf"
 
 
 def _downloaded(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen) -> Topology:
-    """The topology with every model in a directory; what was downloaded for it is checked as a whole."""
+    """Download missing models, and repeat all checks with them. Return the topology with local model paths."""
     from runtime.agent.preflight.hub import NotOnHub, hub_models, with_downloaded
 
     if not any(hub_models(loaded)):
@@ -241,7 +245,7 @@ def _downloaded(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen
 
 
 def _command_of(args: argparse.Namespace) -> str:
-    """The command that resumes this run, from any folder; a login in it is hidden, and has to be put in again."""
+    """The command that resumes this run, from any directory. Logins are masked: the user must enter them again."""
     here = Path.cwd()
     words = [COMMAND if here == ROOT else str(ROOT / COMMAND), str(args.topology)]
     for override in args.set:
