@@ -1,8 +1,8 @@
 r"""Writes the demonstrations, prompts, tokenizer and model config of recipes/boxed-copy*.toml below topologies/.
 
-The task is to copy digits into a box: "5130862" -> "\boxed{5130862}". The demonstrations are bad ones: every digit in
-the box is replaced by a random one with probability 0.5, so that they teach the form, the length and half of the habit,
-and leave the right answer to be found by RL.
+The task is to copy digits into a box: "5130862" -> "\boxed{5130862}". The demonstrations are flawed: every digit in
+the box is replaced by a random one with probability 0.5. They teach the format, the length and half of the digits;
+RL has to learn the rest.
 """
 
 import json
@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-SHARED = runpy.run_path(str(HERE / "make_reverse_digits.py"))  # the same alphabet of 16 tokens
+SHARED = runpy.run_path(str(HERE / "make_reverse_digits.py"))  # shares its vocabulary of 16 tokens
 SEED = 20261120
-NUM_DEMONSTRATIONS = 200 * 64  # each is seen once
+NUM_DEMONSTRATIONS = 200 * 64  # each is trained once
 NUM_PROMPTS = 140 * 64
 NUM_HELD_OUT = 200
 MAX_DIGITS = 32
-REPLACED = 0.5  # of the digits in a demonstration's box
+REPLACED = 0.5  # share of replaced digits in a demonstration's box
 
 
 def files() -> dict[str, str]:
     """Text of every file, by its path below topologies/."""
     draw = random.Random(SEED)
     held_out = [_digits(draw) for _ in range(NUM_HELD_OUT)]
-    unseen = {digits for digits in held_out if len(digits) > 1}  # of single digits there are only ten
+    unseen = {digits for digits in held_out if len(digits) > 1}  # single digits are exempt: only ten exist
     asked, prompts = (_others(draw, unseen, count) for count in (NUM_DEMONSTRATIONS, NUM_PROMPTS))
     demonstrations = [(digits, f"\\boxed{{{_noisy(draw, digits)}}}") for digits in asked]
     model, data = "models/boxed-copy", "data/boxed-copy"
@@ -42,7 +42,7 @@ def files() -> dict[str, str]:
 
 
 def _digits(draw: random.Random) -> str:
-    """Digits whose number is log-normal: mostly 2 to 13, now and then up to 32."""
+    """Random digits; their number is log-normal: mostly 2 to 13, sometimes up to 32."""
     count = round(math.exp(draw.gauss(1.6, 0.7)))
     return "".join(draw.choice("0123456789") for _ in range(min(max(count, 1), MAX_DIGITS)))
 

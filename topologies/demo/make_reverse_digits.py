@@ -74,7 +74,7 @@ TOKENIZER = {
 
 
 def tokenizer() -> dict[str, Any]:
-    """One token per character, and one each for the markers; text with anything else is an error."""
+    """Tokenizer with one token per digit and one per marker; other text is an error."""
     markers = VOCABULARY[:5]
     added = [
         {
@@ -100,7 +100,7 @@ def tokenizer() -> dict[str, Any]:
         "model": {
             "type": "WordLevel",
             "vocab": {token: number for number, token in enumerate(VOCABULARY)},
-            "unk_token": "<unk>",  # not in the vocabulary, so that unknown characters are refused
+            "unk_token": "<unk>",  # not in the vocabulary, so unknown characters are refused
         },
     }
 
