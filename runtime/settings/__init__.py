@@ -1,4 +1,4 @@
-"""What a user writes: topology and recipe, read from TOML, checked, and what follows from them.
+"""Settings: topology and recipe, read from TOML and checked, with everything derived from them.
 
-Open topology.py and recipe.py for the keys, load.py for how a file becomes them.
+Open topology.py and recipe.py for the keys, load.py for how a file is read.
 """

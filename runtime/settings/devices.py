@@ -1,7 +1,7 @@
-"""Which GPUs this machine has for us, and how a process is told which are its own.
+"""GPUs of this machine: those that the run may use, and the variables that assign them to processes.
 
-A job system may have handed some out already: Slurm and Kubernetes say so in the environment, by number, UUID or the
-name of a MIG slice. GPU 0 of a node is then the first of those.
+A scheduler may have assigned GPUs already: Slurm and Kubernetes set them in the environment, by index, UUID or MIG
+slice name. GPU 0 of a node is then the first of those.
 """
 
 import os
@@ -10,16 +10,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-NVIDIA: Final = "CUDA_VISIBLE_DEVICES"  # what processes of ours are told their GPUs by; AMD's runtime reads it too
+NVIDIA: Final = "CUDA_VISIBLE_DEVICES"  # assigns GPUs to our processes; AMD's runtime reads it too
 AMD: Final = "HIP_VISIBLE_DEVICES"
-BELOW_AMD: Final = "ROCR_VISIBLE_DEVICES"  # filters before, so that the others count what it leaves
-MOUNTED: Final = "NVIDIA_VISIBLE_DEVICES"  # what a container has: "all", numbers (already counted anew), or names
-HIDDEN: Final = {NVIDIA: "", AMD: ""}  # the environment of a process that is to see no GPU
+BELOW_AMD: Final = "ROCR_VISIBLE_DEVICES"  # applied first: the others index the GPUs that it leaves
+MOUNTED: Final = "NVIDIA_VISIBLE_DEVICES"  # GPUs of a container: "all", indices (already renumbered), or names
+HIDDEN: Final = {NVIDIA: "", AMD: ""}  # environment of a process that must not see a GPU
 KFD: Final = Path("sys/class/kfd/kfd/topology/nodes")
 
 
 def handed_out(environment: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The GPUs that a job system has given us, as it names them; None if it says nothing."""
+    """Return the names of the GPUs that a scheduler assigned to us; None if it assigned none explicitly."""
     for variable in (NVIDIA, AMD):
         if variable in environment:
             return _names(environment[variable])
@@ -30,7 +30,7 @@ def handed_out(environment: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """The entries before the first that hides it and the rest, as "-1" does."""
+    """Return the entries before the first that hides itself and the rest, as "-1" does."""
     names: list[str] = []
     for name in (part.strip() for part in text.split(",")):
         if not name or name.startswith("-") or name in ("none", "void", "NoDevFiles"):
@@ -40,14 +40,14 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def with_own_gpus(own: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a process with its GPUs, numbers on its node, as the machine names them.
+    """Translate the GPU indices in a process's variables into the names that this machine uses.
 
     Args:
-        own: variables of the process; without GPUs among them they stay as they are.
-        environment: of the agent that starts it.
+        own: variables of the process; they stay as they are if they assign no GPUs.
+        environment: of the node daemon that starts it.
 
     Raises:
-        ValueError: it is to have a GPU that we were not given.
+        ValueError: a GPU index is outside of those assigned to us.
     """
     wanted, given = own.get(NVIDIA), handed_out(environment)
     if wanted is None or wanted == "":
@@ -61,7 +61,7 @@ def with_own_gpus(own: Mapping[str, str], environment: Mapping[str, str]) -> dic
 
 
 def gpus_here(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
-    """Count the GPUs that we may use: those handed out, else those of NVIDIA and AMD by their files; asks no driver."""
+    """Count the GPUs that we may use: those assigned, else all NVIDIA and AMD device files. Calls no driver."""
     given = handed_out(environment)
     if given is not None:
         return len(given)
@@ -70,11 +70,11 @@ def gpus_here(environment: Mapping[str, str] = os.environ, root: Path = Path("/"
 
 
 def _amd_gpus(root: Path) -> Iterator[Path]:
-    """Nodes of AMD's driver that compute and whose device is here: a container may have some of them."""
+    """Yield the GPU nodes of AMD's driver whose device exists here: a container may have only some."""
     if not (root / "dev/kfd").exists():
         return
     for node in (root / KFD).glob("*/properties"):
         properties = dict(line.split() for line in node.read_text().splitlines() if len(line.split()) == 2)
-        is_gpu = int(properties.get("simd_count", "0")) > 0  # a processor's node has none
+        is_gpu = int(properties.get("simd_count", "0")) > 0  # a CPU's node has none
         if is_gpu and (root / f"dev/dri/renderD{properties.get('drm_render_minor', '')}").exists():
             yield node

@@ -1,4 +1,4 @@
-"""The dtype of a recipe that names none: on a GPU its checkpoint's, as everybody expects there."""
+"""The default dtype of a recipe without model.dtype: on GPUs the checkpoint's."""
 
 from pathlib import Path
 from typing import Final, Literal
@@ -15,20 +15,20 @@ OF_STORED: Final[dict[str | None, Literal["float32", "bfloat16"]]] = {  # a mode
 
 
 class _Stored(msgspec.Struct, frozen=True):
-    """What config.json says of it; transformers 4 has the longer name."""
+    """The dtype in config.json; transformers 4 uses the longer name."""
 
     dtype: str | None = None
     torch_dtype: str | None = None
 
 
 def with_default_dtype(topology: Topology, device: str) -> Topology:
-    """The topology of a recipe without model.dtype, once its model directory is known.
+    """Fill in model.dtype from the model directory, for a recipe without it.
 
-    A config.json that is missing or cannot be read changes nothing: it is complained of where the model is read.
+    A config.json that is missing or unreadable changes nothing here: reading the model reports it later.
 
     Args:
-        topology: of the recipe, or of the half of it that is run.
-        device: of the trainer in the whole recipe: engines of a run without a trainer make samples for it.
+        topology: of the whole run, or of the half that runs.
+        device: of the trainer in the whole topology: a run without a trainer generates samples for that device.
     """
     if device != "cuda":
         return topology

@@ -1,4 +1,4 @@
-"""Names of GPUs, and their stable order. Which this machine has is in devices.py."""
+"""GPU lists of a topology, and their stable order. devices.py finds the GPUs of this machine."""
 
 import ipaddress
 import re
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Gpu(msgspec.Struct, frozen=True, order=True):
-    """One GPU: a node of the topology and an index there."""
+    """One GPU: a node of the topology and an index on it."""
 
     node: str
     index: int
@@ -18,10 +18,10 @@ class Gpu(msgspec.Struct, frozen=True, order=True):
 
 
 def parse_gpus(text: str | None) -> tuple[Gpu, ...]:
-    """Read a GPU list such as "n0:0-7,n1:0-3,6"; an entry without a node goes on with the last one.
+    """Parse a GPU list such as "n0:0-7,n1:0-3,6". An entry without a node belongs to the previous entry's node.
 
     Raises:
-        ValueError: an entry that is neither an index nor a rising range, or a first entry without a node.
+        ValueError: an entry is neither an index nor a rising range, or the first entry has no node.
     """
     gpus: list[Gpu] = []
     node = ""
@@ -38,7 +38,7 @@ def parse_gpus(text: str | None) -> tuple[Gpu, ...]:
 
 
 def show_gpus(gpus: Iterable[Gpu]) -> str:
-    """Spell a GPU list as `parse_gpus` reads it, neighbours joined, order kept."""
+    """Format GPUs as `parse_gpus` reads them, with adjacent indices joined, in the given order."""
     runs: list[tuple[Gpu, int]] = []
     for gpu in gpus:
         if runs and runs[-1][0].node == gpu.node and runs[-1][1] + 1 == gpu.index:
@@ -49,10 +49,10 @@ def show_gpus(gpus: Iterable[Gpu]) -> str:
 
 
 def order_gpus(gpus: Iterable[Gpu], addresses: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Put GPUs in the order ranks and engines take them: by node address, then by index, both as numbers.
+    """Sort GPUs in the order in which ranks and engines take them: by node address, then by index, both numerically.
 
     Args:
-        addresses: by node; a node without one, or with "auto", is ordered by its name.
+        addresses: by node; a node without one, or with "auto", is sorted by its name.
     """
     keys = {gpu: address_key(_known(addresses, gpu.node)) for gpu in gpus}
     return tuple(sorted(keys, key=lambda gpu: (keys[gpu], natural_key(gpu.node), gpu.index)))
@@ -64,7 +64,7 @@ def _known(addresses: Mapping[str, str], node: str) -> str:
 
 
 def address_key(address: str) -> tuple[int, ...]:
-    """Order addresses by number: 10.0.0.9 before 10.0.0.10, IPv6 by its bytes, other names by their characters."""
+    """Return a numeric sort key: 10.0.0.9 before 10.0.0.10, IPv6 by bytes, other names by their characters."""
     try:
         return tuple(ipaddress.ip_address(address.strip("[]")).packed)
     except ValueError:
@@ -72,6 +72,6 @@ def address_key(address: str) -> tuple[int, ...]:
 
 
 def natural_key(name: str) -> tuple[tuple[int, ...], ...]:
-    """Order names with numbers in them as a person would: n2 before n10."""
+    """Return a natural sort key: n2 before n10."""
     parts = re.findall(r"\d+|\D", name)
     return tuple((0, int(part)) if part.isdigit() else (1, ord(part)) for part in parts)

@@ -1,4 +1,4 @@
-"""A topology of which only one half runs: rollout without training, or training on a dump without engines. Pure."""
+"""Runs with one half of a topology: rollout without training, or training on a dump without engines. Pure."""
 
 from collections.abc import Iterator
 
@@ -13,11 +13,11 @@ from runtime.wording import show
 
 
 def half_of(topology: Topology) -> Topology:
-    """What is left of a topology for run.only: the other half asks for no GPU and stands in no rule.
+    """Reduce a topology to the half that run.only selects. The other half needs no GPUs and is not checked.
 
-    Only rollout: the trainer's place is taken by one light process, and engines have their GPUs for themselves. Only
-    trainer: no engines and no evaluation. Nodes are left with the GPUs that are used, and without any they go, except
-    the one where light actors live.
+    "rollout": a no-op trainer on the CPU replaces the trainer, and engines do not share their GPUs. "trainer": there
+    are no engines and no evaluation. Nodes keep only the GPUs in use. Nodes without any are removed, except the one of
+    the light actors.
     """
     if topology.run.only == "rollout":
         engines = {
@@ -26,18 +26,18 @@ def half_of(topology: Topology) -> Topology:
         }
         half = msgspec.structs.replace(topology, engines=engines, trainer=TrainerConfig(device="cpu"))
     elif topology.run.only == "trainer":
-        rollout = msgspec.structs.replace(topology.rollout, on_surplus="train")  # a dump has no groups to spare
+        rollout = msgspec.structs.replace(topology.rollout, on_surplus="train")  # a dump has no surplus groups
         half = msgspec.structs.replace(topology, engines={}, eval=(), rollout=rollout)
     else:
         return topology
     try:
         return msgspec.structs.replace(half, nodes=_used_nodes(half))
-    except ValueError:  # a GPU list that cannot be read, which a rule will tell
+    except ValueError:  # a GPU list cannot be parsed; a rule reports it
         return half
 
 
 def half_problems(topology: Topology) -> Iterator[Problem]:
-    """What run.only and run.load ask for and cannot have."""
+    """Yield problems of run.only and run.load."""
     only, load = topology.run.only, topology.run.load
     if only == "trainer" and load is None:
         yield Problem(key="run.load", message='missing: with run.only = "trainer", the directory of a dump to train on')

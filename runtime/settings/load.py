@@ -1,4 +1,4 @@
-"""From a topology file to a checked Topology with its paths found."""
+"""Loads a topology file: reads and checks it, and resolves its paths."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -21,23 +21,23 @@ IMPORT_PATH: Final = "PYTHONPATH"
 
 
 class LoadedTopology(msgspec.Struct, frozen=True, kw_only=True):
-    """A valid topology and where its keys came from. Paths that exist here are absolute."""
+    """A valid topology and the origin of its keys. Paths that exist on this machine are absolute."""
 
     topology: Topology  # without any secret
     loaded: Loaded
-    bus_login: Login | None = None  # that stood in bus.url
+    bus_login: Login | None = None  # taken from bus.url
 
 
 def load_topology(path: Path, overrides: Sequence[str] = ()) -> LoadedTopology:
-    """Read, merge, type and cross-check a topology file; opens no data file and asks for no GPU.
+    """Read, merge, decode and check a topology file. Open no data file and require no GPU.
 
-    A relative path in a file is looked up beside that file, then beside `path`, then in the current directory; one
-    from an override in the current directory, then beside `path`. The first place that has it wins and the path
-    becomes absolute; a path found nowhere stays as it is, since it may be a hub name or exist on another node.
-    `run.dir` and `run.dump_details` belong to the current directory.
+    A relative path in a file is looked up next to that file, then next to `path`, then in the current directory. A path
+    from an override is looked up in the current directory, then next to `path`. The first match wins, and the path
+    becomes absolute. A path without a match stays as it is: it may be a hub name or exist on another node. `run.dir`
+    and `run.dump_details` are relative to the current directory.
 
     Raises:
-        TopologyError: every problem found, each with file, key, value and what is allowed.
+        TopologyError: lists every problem, each with file, key, value and allowed values.
     """
     loaded = load_tables(path, overrides, Topology)
     bus_login = _take_login(loaded)
@@ -50,7 +50,7 @@ def load_topology(path: Path, overrides: Sequence[str] = ()) -> LoadedTopology:
 
 
 def with_topology(loaded: LoadedTopology, topology: Topology) -> LoadedTopology:
-    """The same with more of its paths known; what follows from them where the recipe does not say it."""
+    """Replace the topology by one with more resolved paths, and derive defaults that depend on them."""
     tables = loaded.loaded.tables
     if "dtype" not in tables.get("model", {}):
         topology = with_default_dtype(topology, tables.get("trainer", {}).get("device", TrainerConfig().device))
@@ -58,7 +58,7 @@ def with_topology(loaded: LoadedTopology, topology: Topology) -> LoadedTopology:
 
 
 def _take_login(loaded: Loaded) -> Login | None:
-    """Cut the login out of bus.url before anything is said or stored of the tables."""
+    """Remove the login from bus.url before any table is shown or stored, and return it."""
     bus: dict[str, Any] | Any = loaded.tables.get("bus")
     url = bus.get("url") if isinstance(bus, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     if not isinstance(url, str):
@@ -76,7 +76,7 @@ def _two_logins(topology: Topology, login: Login | None) -> Iterator[Problem]:
 
 
 def places(loaded: Loaded, key: str) -> tuple[Path, ...]:
-    """Directories in which the relative path under a key is looked up, in order."""
+    """Return the directories to look up the relative path of a key in, in order."""
     origin = loaded.origin(key)
     beside = Path(os.path.realpath(loaded.files[-1].parent))
     found = (Path.cwd(), beside) if origin == SET else (Path(os.path.realpath(Path(origin).parent)), beside, Path.cwd())
@@ -170,14 +170,17 @@ class _Finder:
         return f"{self.path(key, file)}:{function}" if colon and file.endswith(".py") else value
 
     def import_path(self, key: str, env: dict[str, str]) -> dict[str, str]:
-        """Variables of a process; the directories in PYTHONPATH are looked up like any path of the topology."""
+        """Return a process's variables, with the directories in PYTHONPATH resolved like other paths."""
         if (value := env.get(IMPORT_PATH)) is None:
             return env
         places = (self.path(f"{key}.{IMPORT_PATH}", place) if place else "" for place in value.split(os.pathsep))
         return {**env, IMPORT_PATH: os.pathsep.join(places)}
 
     def interpreter(self, key: str, value: str | None) -> str | None:
-        """Links are kept: that of a virtual environment leads out of it. A bare name is looked up on PATH later."""
+        """Return an absolute interpreter path, without resolving links: a virtual environment's link leads out of it.
+
+        A bare name stays as it is; it is looked up on PATH later.
+        """
         if value is None or "/" not in value:
             return value
         candidates = (place / Path(value).expanduser() for place in places(self._loaded, key))

@@ -1,4 +1,4 @@
-"""What would run where: the layout of a topology as data, and as text for people."""
+"""The plan of a run (`--plan`): processes per node, ranks and stream sizes, as data and as text."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -32,12 +32,12 @@ class PlannedProcess(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     gpus: tuple[int, ...] = ()
-    host: str | None = None  # where it listens; none: it does not
-    port: int | None = None  # none: a free one is picked at start
+    host: str | None = None  # listening address; none: it does not listen
+    port: int | None = None  # none: a free port is chosen at the start
 
 
 class PlannedNode(msgspec.Struct, frozen=True, kw_only=True):
-    """One node and what runs there."""
+    """One node and its processes."""
 
     name: str
     address: str
@@ -46,7 +46,7 @@ class PlannedNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole run before it starts. Encodes to JSON as it is."""
+    """The plan of a whole run. Encodes to JSON."""
 
     run: str
     dir: str
@@ -55,16 +55,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int
     data_parallel_size: int
     streams: StreamSizes
-    needed: StreamSizes  # what the recipe can fill at most
+    needed: StreamSizes  # the most that the recipe can need
     kept_batches: int
     group_bytes: int
 
 
 def plan_of(topology: Topology, specs: Mapping[str, Sequence[ProcessSpec]]) -> Plan:
-    """Lay a topology out.
+    """Compute the plan of a topology.
 
     Args:
-        topology: valid.
+        topology: a valid topology.
         specs: processes by node, without the NATS server.
     """
     return Plan(
@@ -101,7 +101,7 @@ def _process(spec: ProcessSpec) -> PlannedProcess:
 
 
 def draw(topology: Topology, plan: Plan) -> str:
-    """The plan as text: recipe, nodes with their processes, streams with their sizes."""
+    """Format the plan as text: recipe, nodes with their processes, streams with their sizes."""
     return "\n".join([*_head(topology, plan), *_nodes(plan), *_streams(topology, plan)])
 
 
@@ -174,7 +174,7 @@ def _nodes(plan: Plan) -> Iterator[str]:
 
 
 def _kind(process: PlannedProcess) -> tuple[str, int, str | None, int | None]:
-    """What numbered processes that differ in nothing else have in common."""
+    """Return the key by which numbered processes that are otherwise equal are grouped."""
     return (process.name.rstrip("0123456789"), len(process.gpus), process.host, process.port)
 
 

@@ -1,4 +1,4 @@
-"""A user's own functions, named "module:function" or "path/file.py:function": found and checked once at start."""
+"""User functions, named "module:function" or "path/file.py:function": loaded and checked once at the start."""
 
 import hashlib
 import importlib
@@ -13,11 +13,11 @@ from typing import Any, Final, NamedTuple
 
 from runtime.import_path import OURS
 
-OWN: Final = '"module:function" or "path/file.py:function"'  # how a function of a user's own is named
+OWN: Final = '"module:function" or "path/file.py:function"'  # forms of a user function's name
 
 
 class PluginError(ValueError):
-    """A plug-in that cannot be used: says which key named it, with which value, and what was expected."""
+    """A plug-in cannot be used. Names the key, its value and what was expected."""
 
     def __init__(self, key: str, value: str, problem: str) -> None:
         super().__init__(f"{key} = {value!r}: {problem}")
@@ -27,14 +27,14 @@ class PluginError(ValueError):
 
 
 class Plugin(NamedTuple):
-    """A plug-in that was found and fits."""
+    """A user function that was loaded and checked."""
 
     function: Callable[..., Any]
-    is_async: bool  # calling it gives an awaitable
+    is_async: bool  # calling it returns an awaitable
 
 
 def is_plugin(value: str) -> bool:
-    """Whether a value names a user's function and not a built-in."""
+    """Return whether a value names a user function instead of a built-in."""
     return ":" in value
 
 
@@ -46,13 +46,13 @@ def load_plugin(
     base_dirs: Sequence[Path] = (),
     allow_async: bool = False,
 ) -> Plugin:
-    """Find a user's function and check that it can be called as it will be.
+    """Load a user function and check that it accepts the arguments of its calls.
 
     Args:
-        key: the setting that names it, for messages.
+        key: setting that names it, for messages.
         value: "module:function" or "path/file.py:function"; the function may be "Class.method" or a callable object.
-        parameters: what it will be called with, by position.
-        base_dirs: where relative files are looked for, in order; empty means the current directory.
+        parameters: names of its positional arguments.
+        base_dirs: directories to look up relative files in, in order; empty: the current directory.
         allow_async: whether it may be a coroutine function.
 
     Raises:
@@ -90,7 +90,7 @@ def _refuse_ours(key: str, value: str, place: str, attribute: str) -> None:
 
 
 def _refuse_another(key: str, value: str, place: str, attribute: str, module: ModuleType) -> None:
-    """A module of the current folder is found last: there may be another of its name."""
+    """Refuse a module of the current directory if another one of its name is found first."""
     own, origin = Path(place.replace(".", "/") + ".py"), module.__file__ if hasattr(module, "__file__") else None
     if own.is_file() and (origin is None or Path(origin).resolve() != own.resolve()):
         problem = f"{place} is another module, {origin or 'built in'}; {_file_form(place, attribute)}"
@@ -130,12 +130,12 @@ def _guarded_import(key: str, value: str, load: Callable[[], ModuleType], *, mis
             raise PluginError(key, value, f"no module named {error.name!r}") from error
         raise PluginError(key, value, f"importing it failed: {error}") from error
     except (Exception, SystemExit) as error:
-        # a user's module may raise anything, and many scripts end in sys.exit
+        # a user module may raise anything, and many scripts end in sys.exit
         raise PluginError(key, value, f"importing it failed: {type(error).__name__}: {error}") from error
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file under a name of its own, once per process."""
+    """Import a file under a unique name, once per process."""
     name = f"physarum_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -167,7 +167,7 @@ def _check_parameters(key: str, value: str, function: Callable[..., Any], parame
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return  # some functions written in C tell nothing; the first call will
+        return  # some C functions have no signature; the first call shows an error
     try:
         signature.bind(*parameters)
     except TypeError as error:
@@ -181,7 +181,7 @@ def _without_types(signature: inspect.Signature) -> str:
 
 
 def _refuse_generators(key: str, value: str, function: Callable[..., Any], attribute: str) -> None:
-    """A function with `yield` in it gives a generator, whatever it yields."""
+    """Refuse a function with `yield`: it returns a generator, not a value."""
     calls = (function, getattr(type(function), "__call__"))  # noqa: B004, B009 - of an object that can be called
     if any(inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call) for call in calls):
         raise PluginError(key, value, f"{attribute} is a generator: it has yield where return is needed")

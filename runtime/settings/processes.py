@@ -1,4 +1,4 @@
-"""A process of a run, as its agent needs to know it. Which processes a run has is said in actors/processes.py."""
+"""Process specifications for the node daemon. actors/processes.py lists the processes of a run."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from enum import IntEnum
@@ -7,7 +7,7 @@ import msgspec
 
 
 class Tier(IntEnum):
-    """Who depends on whom: a tier is stopped after all later ones."""
+    """Stop order of processes: a tier stops after all later tiers, which depend on it."""
 
     BUS = 0
     SERVICE = 1  # engines, router
@@ -15,33 +15,33 @@ class Tier(IntEnum):
 
 
 class PortRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The port that a process serves; "{port}" and "{host}" in its command and environment stand for it.
+    """The port of a server process. It replaces "{port}" and "{host}" in the command and environment.
 
-    It stays the same over restarts unless another program takes it meanwhile.
+    The port stays the same across restarts unless another program takes it meanwhile.
     """
 
     host: str = "127.0.0.1"
-    fixed: int | None = None  # in use: an error instead of another port
-    preferred: int | None = None  # taken if it is free
-    kept: bool = False  # once started, never another: clients have no way to learn of it
+    fixed: int | None = None  # if it is in use, the start fails
+    preferred: int | None = None  # used if it is free
+    kept: bool = False  # never changed after the first start: clients cannot learn of another port
 
 
 class WhenStarted(msgspec.Struct, frozen=True):
-    """Ready as soon as it runs."""
+    """Ready as soon as the process runs."""
 
 
 class WhenListening(msgspec.Struct, frozen=True):
-    """Ready when its port takes connections."""
+    """Ready when the port accepts connections."""
 
 
 class NotReady(Exception):
-    """A process will not become ready; says why."""
+    """Raised when a process cannot become ready; the message is the reason."""
 
 
 class WhenConfirmed(msgspec.Struct, frozen=True):
-    """Ready when a check of the process with this id returns; it is cancelled when the process ends.
+    """Ready when a check of the process, called with its id, returns.
 
-    It raises NotReady when there is nothing to wait for any more.
+    The check is cancelled when the process ends. It raises NotReady if the process cannot become ready.
     """
 
     check: Callable[[int], Awaitable[None]]
@@ -51,17 +51,17 @@ Readiness = WhenStarted | WhenListening | WhenConfirmed
 
 
 class AnswersHttp(msgspec.Struct, frozen=True):
-    """A server that answers a GET of a path; whatever it answers, it lives."""
+    """Liveness probe: the server answers a GET of this path, with any status."""
 
     path: str
 
 
 class Greets(msgspec.Struct, frozen=True):
-    """A server that speaks first, as NATS does."""
+    """Liveness probe: the server sends data first, as NATS does."""
 
 
 class GivesPulse(msgspec.Struct, frozen=True):
-    """A process of ours that gives signs by itself while its event loop runs (runtime/host/pulse.py)."""
+    """Heartbeat: the process sends one while its event loop runs (runtime/host/pulse.py)."""
 
 
 Question = AnswersHttp | Greets
@@ -69,9 +69,9 @@ Probe = Question | GivesPulse
 
 
 class PartOf(msgspec.Struct, frozen=True):
-    """What several processes are parts of, a server or a trainer: they are started, and started again, together.
+    """Restart group: the processes of one server or trainer, which start and restart together.
 
-    "{peers}" in their commands and environments is where they may meet.
+    An address for their rendezvous replaces "{peers}" in their commands and environments.
     """
 
     name: str
@@ -79,24 +79,25 @@ class PartOf(msgspec.Struct, frozen=True):
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How one process is started, known to be ready, restarted and stopped.
+    """How to start, probe, restart and stop one process.
 
-    In its command and environment the agent fills in "{host}" and "{port}", where it is to listen, and "{others}", the
-    addresses of its pool's other servers that are ready on this node, unless its last start had failed: HOST:PORT,...
+    In the command and environment the node daemon replaces "{host}" and "{port}" by the address to listen on. It
+    replaces "{others}" by the addresses of ready peer engines on this node, as HOST:PORT,..., or by "" if the last
+    start failed.
     """
 
-    name: str  # of the process and of its log
+    name: str  # also of its log
     command: tuple[str, ...]
-    env: Mapping[str, str] = {}  # added to the agent's
+    env: Mapping[str, str] = {}  # added to the node daemon's
     part_of: PartOf | None = None
     port: PortRequest | None = None
     ready: Readiness = WhenStarted()
-    ready_timeout_s: float = 300.0  # from its start; then it is killed and counts as failed
-    probe: Probe | None = None  # looked at again and again once it is ready
-    unresponsive_after_s: float = 60.0  # without an answer or a sign; then it is killed and counts as failed
-    crash_words: tuple[str, ...] = ()  # in its output: it ended itself, whatever signal it took for that
-    address_key: str | None = None  # the KV key that gets its URL each time it is ready
+    ready_timeout_s: float = 300.0  # from its start; a slower process is killed and counts as failed
+    probe: Probe | None = None  # checked repeatedly once the process is ready
+    unresponsive_after_s: float = 60.0  # without an answer or a heartbeat; then it is killed and counts as failed
+    crash_words: tuple[str, ...] = ()  # in its output: the process ended itself, whatever the signal
+    address_key: str | None = None  # KV key that receives its URL each time it is ready
     tier: Tier = Tier.ACTOR
-    critical: bool = True  # whether the run fails when it is given up
-    max_restarts: int = 10  # without progress of the run in between
+    critical: bool = True  # the run fails when the process is given up
+    max_restarts: int = 10  # without progress of the run between them
     stop_timeout_s: float = 4.0  # from SIGTERM to SIGKILL

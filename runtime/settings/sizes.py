@@ -1,4 +1,4 @@
-"""How much room a run's messages need, derived from its recipe: stream limits and the largest message."""
+"""Stream sizes and the largest message of a run, derived from its recipe."""
 
 from typing import Final
 
@@ -11,54 +11,54 @@ from runtime.settings.topology import EngineConfig, Topology
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
-ASSUMED_PROMPT_LEN: Final = 4096  # tokens, where the recipe sets no limit
+ASSUMED_PROMPT_LEN: Final = 4096  # tokens, if the recipe sets no limit
 SAMPLE_BYTES: Final = 1 * KIB  # ids, names, spans and headers of one sample
 RESPONSE_TOKEN_BYTES: Final = 20  # id 4, log-prob 4, mask 1, and its text
 PROMPT_TOKEN_BYTES: Final = 4
-TEXT_TOKEN_BYTES: Final = 10  # of text, escaped
-DEMONSTRATED_TOKEN_BYTES: Final = 5  # id 4, mask 1: a task carries its demonstration
+TEXT_TOKEN_BYTES: Final = 10  # escaped text
+DEMONSTRATED_TOKEN_BYTES: Final = 5  # id 4, mask 1: a task contains its demonstration
 GROUP_EVENTS_BYTES: Final = 2 * KIB  # issued, completed, judged, batched
-SAMPLE_EVENT_BYTES: Final = 512  # a sample's summary in them
-ISSUED_GROUP_BYTES: Final = 128  # its numbers; when it is closed, with as many others as are pooled and spare, less
+SAMPLE_EVENT_BYTES: Final = 512  # a sample's summary in these events
+ISSUED_GROUP_BYTES: Final = 128  # its ids; less when it is closed, even with all pooled and spare groups
 CITED_PART_BYTES: Final = 16
-PROMPT_PART_BYTES: Final = 4 * MIB  # of a prompt that is stored (runtime/samples/stored_prompts.py)
-BATCHED_GROUP_BYTES: Final = 128  # its reference, and those that a batch passes over
-UNTRAINED_GROUP_BYTES: Final = 128  # of a batch, with a reason
-UNTRAINED_SAMPLE_BYTES: Final = 24  # its index and part
-EVAL_SET_BYTES: Final = 4 * KIB  # its metrics, one for each k of pass@k
+PROMPT_PART_BYTES: Final = 4 * MIB  # of a stored prompt (runtime/samples/stored_prompts.py)
+BATCHED_GROUP_BYTES: Final = 128  # its reference, and those of groups that the batch passes over
+UNTRAINED_GROUP_BYTES: Final = 128  # a skipped group of a batch, with its reason
+UNTRAINED_SAMPLE_BYTES: Final = 24  # index and part of a skipped sample
+EVAL_SET_BYTES: Final = 4 * KIB  # metrics of one set, one per k of pass@k
 STEP_EVENTS_BYTES: Final = 16 * KIB  # batches, weights, metrics, restarts
-ENGINE_EVENTS_BYTES: Final = 16 * KIB  # an engine's changes of state and refusals: a burst of each kind
-SLACK: Final = 2  # of a derived limit over what is needed
-REJECTED: Final = 2  # groups generated for one that is kept, where a dynamic filter is set
+ENGINE_EVENTS_BYTES: Final = 16 * KIB  # state changes and refusals of an engine: a burst of each kind
+SLACK: Final = 2  # factor from the needed size to a derived limit
+REJECTED: Final = 2  # groups generated per kept group, with a dynamic filter
 SPARE_BATCHES: Final = 2  # one being generated, one being trained
-MAX_MESSAGE_BYTES: Final = 64 * MIB  # the server's own bound
+MAX_MESSAGE_BYTES: Final = 64 * MIB  # the server's own limit
 DEFAULT_MESSAGE_BYTES: Final = 8 * MIB
 FLOORS: Final = {"event_bytes": 256 * MIB, "work_bytes": 64 * MIB, "data_bytes": 256 * MIB}
 
 
 class EventSize(msgspec.Struct, frozen=True, kw_only=True):
-    """How large an event can be that grows with a setting, and could not be split."""
+    """Size bound of an event that grows with a setting and cannot be split."""
 
-    events: str  # of which it is a bound
-    key: str  # of the setting
-    number: int  # what that is now
-    each_bytes: int  # for one more of it
+    events: str  # names of the bounded events
+    key: str  # setting that the size grows with
+    number: int  # its current value
+    each_bytes: int  # bytes per unit
 
 
-KEPT_FREE_BYTES: Final = 1024 * KIB  # of logs and other small files
+KEPT_FREE_BYTES: Final = 1024 * KIB  # for logs and other small files
 
 
 class StreamSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Room for a run's messages, in bytes."""
+    """Sizes of a run's streams and its largest message, in bytes."""
 
-    event_bytes: int  # the events of all steps that the log holds at once
-    work_bytes: int  # every task and score request that can be open
-    data_bytes: int  # the samples of all batches that may still be needed
-    max_payload_bytes: int  # one message
+    event_bytes: int  # events of all steps in the log at once
+    work_bytes: int  # all tasks and score requests that can be open
+    data_bytes: int  # samples of all batches that may still be needed
+    max_payload_bytes: int  # largest message
 
 
 def needed_sizes(recipe: Topology) -> StreamSizes:
-    """What the recipe can fill at most; a configured limit below this is refused."""
+    """Compute the most that the recipe can need; a configured limit below this is refused."""
     rollout = recipe.rollout
     groups = over_sampling_batch_size(rollout) * (REJECTED if rollout.dynamic_filter else 1)
     open_groups = over_sampling_batch_size(rollout) + rollout.rollout_batch_size * (1 + rollout.max_staleness)
@@ -73,7 +73,7 @@ def needed_sizes(recipe: Topology) -> StreamSizes:
 
 
 def stream_sizes(topology: Topology) -> StreamSizes:
-    """The limits of a run: as the topology sets them, else what is needed with slack."""
+    """Return the limits of a run: as configured, else the needed size with slack."""
     needed, bus = needed_sizes(topology), topology.bus
     return StreamSizes(
         event_bytes=bus.event_bytes or _derived(needed, "event_bytes"),
@@ -84,21 +84,22 @@ def stream_sizes(topology: Topology) -> StreamSizes:
 
 
 def min_free_bytes(topology: Topology) -> int:
-    """Bytes on the run directory's disk below which a run cannot go on: a message, logs, and how it ended."""
+    """Return the least free disk space for the run directory in bytes: for one message, logs and the result."""
     stored_here = 0 if topology.bus.url is not None else stream_sizes(topology).max_payload_bytes
     return KEPT_FREE_BYTES + stored_here
 
 
 def stream_limits(topology: Topology) -> StreamLimits:
-    """The same as what the bus takes; its other limits keep their values."""
+    """Return the stream sizes as limits of the bus; its other limits keep their defaults."""
     sizes = stream_sizes(topology)
     return StreamLimits(event_bytes=sizes.event_bytes, work_bytes=sizes.work_bytes, data_bytes=sizes.data_bytes)
 
 
 def growing_events(recipe: Recipe) -> tuple[EventSize, ...]:
-    """Bounds of the events of buffer, trainer and evaluations that grow with the recipe.
+    """Return size bounds of the buffer, trainer and evaluation events that grow with the recipe.
 
-    Those of rollout that users' functions can add to fail their group when they are refused; a snapshot is left out.
+    Not included: rollout events that user functions can enlarge, which fail their group when they are refused, and
+    snapshots, which are omitted when they are too large.
     """
     rollout, refill = recipe.rollout, over_sampling_batch_size(recipe.rollout)
     asked = rollout.over_sampling_batch_size is not None
@@ -135,32 +136,32 @@ def growing_events(recipe: Recipe) -> tuple[EventSize, ...]:
 
 
 def kept_batches(recipe: Recipe) -> int:
-    """Batches whose samples must be there at once: since the last checkpoint, those on their way, and spare ones."""
+    """Return the number of batches stored at once: since the last checkpoint, in flight, and spare."""
     train = recipe.train
     interval = min(train.save_interval or train.num_steps, train.num_steps)
     return interval + recipe.rollout.max_staleness + SPARE_BATCHES
 
 
 def logged_steps(recipe: Recipe) -> int:
-    """Steps whose events the log holds at once: from the oldest checkpoint that is kept to the next one."""
+    """Return the number of steps in the log at once: from the oldest kept checkpoint to the next one."""
     train = recipe.train
     interval = min(train.save_interval or train.num_steps, train.num_steps)
     return min(train.num_steps, train.keep_checkpoints * interval + recipe.rollout.max_staleness + SPARE_BATCHES)
 
 
 def group_bytes(recipe: Recipe) -> int:
-    """Payload of one prompt group whose samples are all as long as they may be."""
+    """Return the payload bytes of one prompt group with samples of maximum length."""
     tokens = PROMPT_TOKEN_BYTES * prompt_len_bound(recipe) + RESPONSE_TOKEN_BYTES * recipe.rollout.max_response_len
     return recipe.rollout.n_samples_per_prompt * (SAMPLE_BYTES + tokens)
 
 
 def prompt_len_bound(recipe: Recipe) -> int:
-    """The longest prompt to reckon with, in tokens."""
+    """Return the maximum prompt length to plan for, in tokens."""
     return max_prompt_len(recipe.rollout) or ASSUMED_PROMPT_LEN
 
 
 def show_bytes(size: int) -> str:
-    """A size for people: "256 MiB"."""
+    """Format a size: "256 MiB"."""
     amount, unit = float(size), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if amount < 1024:
@@ -172,7 +173,7 @@ def show_bytes(size: int) -> str:
 def _count(engine: EngineConfig) -> int:
     try:
         return num_engines(engine)
-    except ValueError:  # unreadable GPUs: refused by a rule of their own
+    except ValueError:  # an unreadable GPU list: another rule reports it
         return 0
 
 

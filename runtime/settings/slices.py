@@ -1,4 +1,4 @@
-"""Slices of data files as settings write them: "rows.jsonl@[0:9]"."""
+"""Row slices of data files in settings: "rows.jsonl@[0:9]"."""
 
 import re
 from pathlib import Path
@@ -8,9 +8,9 @@ SLICE: Final = re.compile(r"^(?P<file>.+)(?P<rows>@\[[^\[\]]*\])$", re.DOTALL)
 
 
 def split_slice(path: str) -> tuple[str, str]:
-    """A path as its file and its slice of rows: "rows.jsonl@[0:9]" is ("rows.jsonl", "@[0:9]").
+    """Split a path into its file and its row slice: "rows.jsonl@[0:9]" gives ("rows.jsonl", "@[0:9]").
 
-    The slice is "" where there is none, or where a file has that very name.
+    The slice is "" if there is none, or if a file has exactly this name.
     """
     match = SLICE.match(path)
     if match is None or Path(path).exists():

@@ -1,4 +1,4 @@
-"""The fields of Megatron-core's configs, from a generated file, and what becomes of each."""
+"""The fields of Megatron-core's configs, from a generated file, and why some are not keys."""
 
 from functools import cache
 from pathlib import Path
@@ -19,14 +19,14 @@ Table = Literal["megatron", "optimizer", "ddp"]  # TransformerConfig, OptimizerC
 
 
 class Field(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One field, as its dataclass writes it."""
+    """One field, as in its dataclass."""
 
     type: str
     default: str  # Python's repr
 
 
 class Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a version of megatron-core takes."""
+    """The config fields of one version of megatron-core."""
 
     version: str
     megatron: dict[str, Field]
@@ -35,7 +35,7 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class NoKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Why fields are no keys here: those of these names, and those that begin so."""
+    """Why some fields are not keys here: fields with these names or prefixes."""
 
     why: str
     names: tuple[str, ...] = ()
@@ -44,26 +44,26 @@ class NoKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 @cache
 def megatron_fields() -> Fields:
-    """The table, read once.
+    """Return the table, read once.
 
     Raises:
-        msgspec.ValidationError: a mistake in the data file.
+        msgspec.ValidationError: the data file is invalid.
     """
     return msgspec.toml.decode(FIELDS.read_bytes(), type=Fields)
 
 
 @cache
 def answers() -> dict[Table, tuple[NoKey, ...]]:
-    """Why fields are no keys, read once.
+    """Return why fields are not keys, read once.
 
     Raises:
-        msgspec.ValidationError: a mistake in the data file.
+        msgspec.ValidationError: the data file is invalid.
     """
     return msgspec.toml.decode(ANSWERS.read_bytes(), type=dict[Table, tuple[NoKey, ...]])
 
 
 def why_no_key(table: Table, name: str) -> str | None:
-    """Why a field of Megatron-core's is no key here; None for a name that it does not have, or that is one."""
+    """Return why a Megatron-core field is not a key here; None if it is one, or no field."""
     if name not in getattr(megatron_fields(), table):
         return None
     fitting = [
@@ -78,7 +78,7 @@ def _prefix(answer: NoKey, name: str) -> int:
 
 
 def megatron_hint(key: str) -> str | None:
-    """Say why a key of one of the three tables, which does not exist, cannot be set."""
+    """Return why an unknown key of one of the three tables cannot be set; None for other keys."""
     table, _, name = key.rpartition(".")
     why = why_no_key(TABLES[table], name) if table in TABLES else None
     return None if why is None else f"Megatron-core's {name} has no key here: {why}"

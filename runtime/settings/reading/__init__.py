@@ -1,4 +1,4 @@
-"""From text to typed tables: files with their includes, overrides, and what a schema says of them.
+"""Reads settings into typed tables: files with includes, overrides, checks against the schema.
 
-Open toml.py first; schema.py finds what is wrong, config.py is the base of every table.
+Open toml.py first. schema.py finds problems; config.py is the base of every table.
 """

@@ -1,4 +1,4 @@
-"""What a type allows, in words."""
+"""Descriptions of allowed values."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import msgspec.inspect
 
 
 def describe(expected: Any) -> str:
-    """Say in words what a type allows: "int >= 1", "one of 'a', 'b'"."""
+    """Describe the values that a type allows: "int >= 1", "one of 'a', 'b'"."""
     return _describe(msgspec.inspect.type_info(expected))
 
 

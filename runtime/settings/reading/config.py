@@ -1,4 +1,4 @@
-"""The base of every settings table, and the error that lists what is wrong with one."""
+"""The base of every settings table, and the error that lists its problems."""
 
 from collections.abc import Sequence
 from typing import Self
@@ -10,20 +10,20 @@ from runtime.wording import show
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every settings table. Frozen; unknown keys are refused; bounds are checked when it is decoded."""
+    """Base of every settings table. Frozen. Decoding refuses unknown keys and checks bounds."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing wrong with the input: where, what, and the value that was given if there was one."""
+    """One problem of the input: its key, a message, and the given value if there is one."""
 
-    key: str  # dotted, list items by index: "data.0.path"; "" for a whole file
+    key: str  # dotted, with list items by index: "data.0.path"; "" for a whole file
     message: str
-    value: str | None = None  # as it would stand in TOML
-    file: str | None = None  # or "--set"
+    value: str | None = None  # as TOML
+    file: str | None = None  # its path, or "--set"
 
     @classmethod
     def of(cls, key: str, value: object, message: str) -> Self:
-        """What is wrong with the value of a key."""
+        """Make a problem of a key's value."""
         return cls(key=key, value=show(value), message=message)
 
     def __str__(self) -> str:
@@ -32,7 +32,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TopologyError(Exception):
-    """The topology or its recipe cannot be used. Carries every problem found, one line each in its text."""
+    """The topology or its recipe cannot be used. Its text lists every problem, one per line."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)

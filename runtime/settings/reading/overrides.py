@@ -1,4 +1,4 @@
-"""Overrides of single keys, `dotted.key=value`, written into plain tables."""
+"""Overrides of single keys, `dotted.key=value`, applied to plain tables."""
 
 import tomllib
 from typing import Any, cast
@@ -11,16 +11,16 @@ from runtime.wording import show
 
 
 def apply_override(tables: dict[str, Any], override: str, schema: type[Config]) -> str:
-    """Write one `dotted.key=value` into merged tables; list items go by index, one past the end appends.
+    """Apply one `dotted.key=value` to merged tables. List items go by index; one past the end appends.
 
-    The value is read as TOML if that fits the schema there (1e-3, true, ["a"], {x = 1}), else as bare text;
+    The value is parsed as TOML if the result fits the schema there (1e-3, true, ["a"], {x = 1}), else it is plain text.
     `none` unsets a key that may be unset.
 
     Returns:
         The key.
 
     Raises:
-        ValueError: no "=", no such key, or an index that is out of range.
+        ValueError: no "=", no such key, or an index out of range.
     """
     key, equals, text = override.partition("=")
     key = key.strip()
@@ -53,7 +53,7 @@ def _set_item(items: list[Any], part: str, value: object, *, last: bool) -> Any:
 
 
 def _typed(text: str, expected: Any) -> Any:
-    """Read an override's text as what the schema expects; a misfit is left for `find_problems` to report."""
+    """Parse an override's text as the schema expects it. If it does not fit, `find_problems` reports it."""
     try:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

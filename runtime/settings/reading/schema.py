@@ -1,4 +1,4 @@
-"""What a schema says of plain tables: which keys there are, and what is wrong with the values."""
+"""Checks plain tables against a schema: its keys, and problems of the values."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,13 +14,13 @@ from runtime.wording import show
 
 
 def find_problems(value: object, expected: Any, key: str = "", schema: Any = None) -> Iterator[Problem]:
-    """Compare plain values with a schema, going on after each problem.
+    """Compare plain values with a schema and yield every problem.
 
     Args:
-        value: what TOML gave: tables, lists, scalars.
+        value: parsed TOML: tables, lists, scalars.
         expected: a Config, or any type msgspec can convert to.
         key: dotted position of `value`.
-        schema: what is expected of the whole, to find a key that stands in the wrong table; none: `expected`.
+        schema: of the whole, to find keys that belong in another table; none: `expected`.
     """
     schema = schema or expected
     item = item_type(expected)
@@ -65,14 +65,14 @@ def _table_problems(value: object, expected: type[Config], key: str, schema: Any
 
 
 def unknown_key(key: str, allowed: Sequence[str], schema: Any) -> str:
-    """Say that a key does not exist, and what may have been meant, or else which exist in its table."""
+    """Format the message for an unknown key: what was probably meant, or else the keys of its table."""
     meant = hint(key, allowed, keys_of(schema))
     return f"unknown key, {meant}" if meant else f"unknown key; allowed: {', '.join(allowed) or 'none'}"
 
 
 @cache
 def keys_of(schema: Any) -> tuple[str, ...]:
-    """Every key of a Config, dotted, tables included; of lists and named tables those of one item, "data.0.path"."""
+    """Return every dotted key of a Config, tables included. Lists and named tables give the keys of one item."""
     keys: list[str] = []
     for field in msgspec.structs.fields(schema) if is_config(schema) else ():
         item = item_type(field.type)
@@ -87,7 +87,7 @@ def type_at(schema: Any, parts: Sequence[str]) -> Any:
     """Find the type of a dotted key.
 
     Raises:
-        ValueError: there is no such key; names the close ones.
+        ValueError: there is no such key; the message names similar ones.
     """
     whole = schema
     for number, part in enumerate(parts):
@@ -108,12 +108,12 @@ def type_at(schema: Any, parts: Sequence[str]) -> Any:
 
 
 def is_config(expected: Any) -> TypeGuard[type[Config]]:
-    """Whether a type is a settings table."""
+    """Return whether a type is a settings table."""
     return isinstance(expected, type) and issubclass(expected, Config)
 
 
 def item_type(expected: Any) -> Any | None:
-    """The Config held by a `dict[str, C]` or `tuple[C, ...]`, if it is one of these."""
+    """Return the Config in a `dict[str, C]` or `tuple[C, ...]`; None for other types."""
     arguments = get_args(expected)
     if get_origin(expected) is dict and is_config(arguments[1]):
         return arguments[1]

@@ -1,4 +1,4 @@
-"""Settings from files: TOML with its includes, or the JSON of a run directory; who wrote which key."""
+"""Reads settings files: TOML with includes, or the JSON of a run directory. Records the origin of each key."""
 
 import codecs
 import os
@@ -16,21 +16,21 @@ from runtime.wording import show
 
 Table = dict[str, Any]
 BOMS: Final = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-SET: Final = "--set"  # the origin of a key that an override wrote
+SET: Final = "--set"  # origin of keys from overrides
 SHIPPED_TOPOLOGIES: Final = Path(__file__).resolve().parents[3] / "topologies"
 
 T = TypeVar("T", bound=Config)
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """Merged tables, the files they came from (the named one last) and which of them wrote each key."""
+    """Merged tables, their files (the named one last), and the origin of each key."""
 
     tables: Table
     files: tuple[Path, ...]
     origins: dict[str, str]
 
     def origin(self, key: str) -> str:
-        """Name who wrote a key: a file as the caller spelled it, or "--set"; the named file if nobody did."""
+        """Return the origin of a key: a file as the caller spelled it, or "--set". By default the named file."""
         while key:
             if key in self.origins:
                 return self.origins[key]
@@ -41,12 +41,12 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 def load_tables(path: Path, overrides: Sequence[str], schema: type[Config]) -> Loaded:
     """Read a TOML file with its includes, or the JSON of a run directory, then apply `key=value` overrides in order.
 
-    `include` names one file or a list, looked up beside the including file, then beside `path`, then among the
-    shipped topologies. Later text wins: includes in order, the file itself, overrides. Tables merge key by key,
-    anything else (arrays too) is replaced whole.
+    `include` names one file or a list. Each is looked up next to the including file, then next to `path`, then among
+    the shipped topologies. Later text wins: includes in order, the file itself, overrides. Tables merge key by key;
+    anything else, including arrays, is replaced as a whole.
 
     Raises:
-        TopologyError: a file that cannot be read or parsed, an include that loops, an override that fits nowhere.
+        TopologyError: a file cannot be read or parsed, an include loops, or an override fits no key.
     """
     reader = _Reader(path.parent)
     tables = reader.read(path, ())
@@ -64,10 +64,10 @@ def load_tables(path: Path, overrides: Sequence[str], schema: type[Config]) -> L
 
 
 def convert(loaded: Loaded, schema: type[T]) -> T:
-    """Turn merged tables into typed settings.
+    """Convert merged tables to typed settings.
 
     Raises:
-        TopologyError: every unknown or missing key, wrong type and value out of bounds, not only the first.
+        TopologyError: lists every unknown or missing key, wrong type and value out of bounds.
     """
     problems = [
         msgspec.structs.replace(problem, file=loaded.origin(problem.key))
@@ -79,7 +79,7 @@ def convert(loaded: Loaded, schema: type[T]) -> T:
 
 
 class _Reader:
-    """Follows includes and remembers who wrote which key."""
+    """Follows includes and records the origin of each key."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -87,7 +87,7 @@ class _Reader:
         self.origins: dict[str, str] = {}
 
     def read(self, path: Path, including: tuple[Path, ...]) -> Table:
-        if (place := Path(os.path.realpath(path))) in including:  # a link in a circle raises nothing here
+        if (place := Path(os.path.realpath(path))) in including:  # does not raise for a symlink loop
             raise TopologyError([Problem(key="include", message=f"{path} includes itself", file=str(including[-1]))])
         own = _parse(path)
         merged: Table = {}
@@ -117,7 +117,7 @@ class _Reader:
                 self._merge(into.setdefault(name, {}), cast("Table", value), origin, f"{key}.")
                 continue
             into[name] = value
-            if origin is not None:  # an included file has marked its own keys already
+            if origin is not None:  # an included file already recorded its own keys
                 self._forget(key)
                 self.origins[key] = origin
 
@@ -129,7 +129,7 @@ class _Reader:
 def _parse(path: Path) -> Table:
     try:
         if path.exists() and not path.is_file():
-            raise OSError("is no regular file: a run reads its topology anew at each start")  # or this would hang
+            raise OSError("is no regular file: a run reads its topology anew at each start")  # or it would hang
         if (data := path.read_bytes()).startswith(BOMS):
             message = "begins with a byte-order mark (BOM): save it as plain UTF-8, without one"
             raise TopologyError([Problem(key="", message=message, file=str(path))])

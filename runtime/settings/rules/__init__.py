@@ -1,4 +1,4 @@
-"""Rules across the fields of a topology: what types and bounds cannot say.
+"""Rules between the settings of a topology, which types and bounds cannot express.
 
-Open validate.py first. Each rule names the keys a person would change.
+Open validate.py first. Each problem names the key that the user would change.
 """

@@ -1,4 +1,4 @@
-"""Rules of GPUs: which exist, who has them, and whether layouts and engines fit them."""
+"""GPU rules: they exist, are assigned once, and fit the layout and the engines."""
 
 from collections.abc import Iterator
 from itertools import combinations
@@ -11,13 +11,13 @@ from runtime.settings.topology import MegatronConfig, Topology, TrainerConfig
 
 
 def gpu_problems(topology: Topology) -> Iterator[Problem]:
-    """GPU lists that cannot be read, that name what is not there, or that have no meaning."""
+    """Yield problems of GPU lists: not parseable, GPUs that do not exist, or lists without effect."""
     yield from _gpus_exist(topology)
     yield from _trainer(topology)
 
 
 def fit_problems(topology: Topology) -> Iterator[Problem]:
-    """What does not fit the GPUs, whose lists can be read."""
+    """Yield what does not fit the GPUs. Their lists must be parseable."""
     for rule in (_layout, _engine_sizes, _booking, _colocation):
         yield from rule(topology)
 
@@ -41,7 +41,7 @@ def _gpus_exist(topology: Topology) -> Iterator[Problem]:
 
 
 def _gpu_lists(topology: Topology) -> Iterator[tuple[str, str]]:
-    """Key and text of every GPU list."""
+    """Yield key and text of every GPU list."""
     if topology.trainer.gpus is not None:
         yield "trainer.gpus", topology.trainer.gpus
     for name, engine in topology.engines.items():
@@ -87,7 +87,7 @@ def _layout(topology: Topology) -> Iterator[Problem]:
 
 
 def _dispatcher(layout: MegatronConfig) -> Iterator[Problem]:
-    """What gathers the tokens of several ranks wants equally many on each."""
+    """Yield problems of "allgather", which needs the same number of tokens on each rank."""
     tensor = layout.tensor_model_parallel_size
     if layout.moe_token_dispatcher_type != "allgather":
         return

@@ -1,4 +1,4 @@
-"""Rules of a recipe: what cannot be, and what would have no effect."""
+"""Recipe rules: impossible combinations, and settings without effect."""
 
 from collections.abc import Iterator
 
@@ -7,11 +7,11 @@ from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import EvalConfig, Recipe, max_prompt_len, over_sampling_batch_size, trains_demonstrations
 from runtime.settings.sizes import growing_events, show_bytes
 
-EVENT_ROOM_BYTES = 64 << 10  # for what an event says beside what grows
+EVENT_ROOM_BYTES = 64 << 10  # for the parts of an event that do not grow
 
 
 def recipe_problems(recipe: Recipe) -> Iterator[Problem]:
-    """What a recipe asks for and cannot have."""
+    """Yield all problems of a recipe."""
     rules = (
         _batches,
         _collection,
@@ -46,7 +46,7 @@ def _batches(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _collection(recipe: Recipe) -> Iterator[Problem]:
-    """Filters and refills that would have no effect, or no end."""
+    """Yield problems of filters and refills that would have no effect, or no end."""
     rollout = recipe.rollout
     if rollout.over_sampling_filter is not None and over_sampling_batch_size(rollout) == rollout.rollout_batch_size:
         message = "has nothing to choose from unless rollout.over_sampling_batch_size is above rollout_batch_size"
@@ -217,7 +217,7 @@ def _evaluation_set(recipe: Recipe, item: EvalConfig, key: str) -> Iterator[Prob
 
 
 def _events(recipe: Recipe) -> Iterator[Problem]:
-    """What would make an event that no reader takes."""
+    """Yield settings that could make an event larger than the maximum event size."""
     for event in growing_events(recipe):
         most = (MAX_EVENT_BYTES - EVENT_ROOM_BYTES) // event.each_bytes
         if event.number > most:

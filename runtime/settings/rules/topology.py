@@ -1,4 +1,4 @@
-"""Rules of a topology beside its GPUs: graders, bus and sizes, engines, processes."""
+"""Topology rules except those of GPUs: graders, bus and sizes, engines, processes."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from runtime.settings.recipe import computes_old_ahead, eval_data, trains_demons
 from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded, sglang_arguments
 
-SET_ELSEWHERE = {  # arguments of SGLang that a run gives itself, and where they come from
+SET_ELSEWHERE = {  # SGLang arguments that the run sets itself, and their source
     "api_key": "a run makes the key of its engines and router itself",
     "admin_api_key": "a run makes the key of its engines and router itself",
     "model": "is model.hf_checkpoint",
@@ -23,14 +23,14 @@ SET_ELSEWHERE = {  # arguments of SGLang that a run gives itself, and where they
     "context_length": "is rollout.max_context_len",
     "max_total_tokens": "is max_total_tokens of the pool",
 }
-DETERMINISTIC = ("enable_deterministic_inference", "rl_on_policy_target")  # arguments with which it obeys seeds
-SET_BY_US = ("CUDA_VISIBLE_DEVICES", "PHYSARUM_")  # variables, or how they begin
-POLICY = "policy"  # the pool whose samples are trained
-EMBEDDED_CONCURRENCY = 4096  # what its command accepts
+DETERMINISTIC = ("enable_deterministic_inference", "rl_on_policy_target")  # arguments that make SGLang follow seeds
+SET_BY_US = ("CUDA_VISIBLE_DEVICES", "PHYSARUM_")  # variables or their prefixes
+POLICY = "policy"  # the pool that generates training samples
+EMBEDDED_CONCURRENCY = 4096  # the maximum that the tiny engine accepts
 
 
 def topology_problems(topology: Topology) -> Iterator[Problem]:
-    """What the tables of a topology ask for and cannot have; of GPUs, see gpus.py."""
+    """Yield problems of a topology's tables; those of GPUs are in gpus.py."""
     for rule in (_group_graders, _bus, _sizes, _engines, _shares, _load, _ahead):
         yield from rule(topology)
 
@@ -106,7 +106,7 @@ def _engine(engine: EngineConfig, key: str) -> Iterator[Problem]:
     if engine.kind == "embedded" and engine.sglang:
         yield Problem.of(f"{key}.sglang", engine.sglang, 'has no meaning with kind = "embedded"')
     for name, spelled, _ in sorted(sglang_arguments(engine), key=lambda argument: argument.spelled):
-        if (why := SET_ELSEWHERE.get(name)) is not None:  # shown without its value
+        if (why := SET_ELSEWHERE.get(name)) is not None:  # without its value, which may be secret
             yield Problem(key=f"{key}.sglang.{spelled}", message=f"not allowed here: {why}")
     if engine.kind == "embedded" and engine.python is not None:
         yield Problem.of(f"{key}.python", engine.python, 'has no meaning with kind = "embedded"')
@@ -126,7 +126,10 @@ def _processes(engine: EngineConfig, key: str) -> Iterator[Problem]:
 
 
 def _seeds(engine: EngineConfig, key: str) -> Iterator[Problem]:
-    """The router takes one seed for a batch, so that none is sent; SGLang would then draw all its members alike."""
+    """Refuse deterministic SGLang with batch requests.
+
+    The router takes one seed per batch, so none is sent. SGLang would then sample all members of the batch alike.
+    """
     for name, spelled, value in sglang_arguments(engine):
         if engine.batch_requests and value and name in DETERMINISTIC:
             yield Problem.of(f"{key}.batch_requests", True, f"allowed with {key}.sglang.{spelled}: false")

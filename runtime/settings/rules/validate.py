@@ -1,4 +1,4 @@
-"""Every rule of a topology, applied."""
+"""Applies all rules to a topology."""
 
 from runtime.settings.halves import half_problems
 from runtime.settings.reading.config import Problem
@@ -10,9 +10,9 @@ from runtime.settings.topology import Topology
 
 
 def validate(topology: Topology) -> list[Problem]:
-    """Apply every rule and report all that fail, not only the first."""
+    """Apply every rule and return all problems, not only the first."""
     rules = (recipe_problems, topology_problems, transport_problems, gpu_problems, half_problems)
     problems = [problem for rule in rules for problem in rule(topology)]
-    if not any(problem.key.endswith("gpus") for problem in problems):  # the lists are readable
+    if not any(problem.key.endswith("gpus") for problem in problems):  # the GPU lists can be parsed
         problems += fit_problems(topology)
     return problems

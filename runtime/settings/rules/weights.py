@@ -1,4 +1,4 @@
-"""Rules of how weights reach engines."""
+"""Weight transport rules."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from runtime.settings.reading.config import Problem
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded, sglang_arguments
 
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
-STAGES: Final = ("pp_size", "pipeline_parallel_size")  # SGLang's names of it
+STAGES: Final = ("pp_size", "pipeline_parallel_size")  # SGLang's names
 NOT_FROM_PEERS: Final = ("load_format", "model_loader_extra_config", "quantization", "weight_cache_mode")
-REPLICAS: Final = ("dp_size", "data_parallel_size")  # SGLang's names of it
+REPLICAS: Final = ("dp_size", "data_parallel_size")  # SGLang's names
 
 
 def transport_problems(topology: Topology) -> Iterator[Problem]:
-    """Transports that the layout, the handover or the engines do not allow."""
+    """Yield weight transports that the layout, the weight export or the engines do not allow."""
     for name, engine in topology.engines.items():
         key = f"engines.{name}"
         if engine.weight_transport == "ipc" and engine.colocate is None:
@@ -43,9 +43,10 @@ def transport_problems(topology: Topology) -> Iterator[Problem]:
 
 
 def _in_place(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Problem]:
-    """A request that waits at an engine while weights come is prefilled from the prefixes of older ones.
+    """Refuse in-place updates with SGLang's prefix cache.
 
-    What it is labelled with is the new weights. The embedded engine keeps no prefixes; servers of others are asked.
+    A request that waits at an engine during a weight update would be prefilled from prefixes of older weights, but
+    labelled with the new ones. The tiny engine has no prefix cache; external servers are queried at run time.
     """
     mode = topology.rollout.on_weight_update
     if mode != "in_place" or engine.kind == "embedded" or engine.urls or answers_are_recorded(topology):
@@ -59,7 +60,7 @@ def _in_place(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Pr
 
 
 def _as_changes(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Problem]:
-    """A node's agent applies changes to files, of the engines that it has started."""
+    """Yield problems of deltas: the node daemon applies them to files, and only for engines that it starts."""
     interval = topology.trainer.full_export_interval
     if interval == 1 or answers_are_recorded(topology):
         return
@@ -84,7 +85,7 @@ def _in_copies(engine: EngineConfig, key: str) -> Iterator[Problem]:
 
 
 def _rolling(engine: EngineConfig, key: str) -> Iterator[Problem]:
-    """Some serve while others are updated."""
+    """Yield problems of update groups: some engines serve while others are updated."""
     groups = engine.update_groups
     if groups == 1:
         return
@@ -94,14 +95,17 @@ def _rolling(engine: EngineConfig, key: str) -> Iterator[Problem]:
         return
     try:
         number = num_engines(engine)
-    except ValueError:  # said of the GPUs
+    except ValueError:  # another rule reports the GPU list
         return
     if groups > number:
         yield Problem.of(f"{key}.update_groups", groups, f"the pool has {number}; allowed: 1 to the number of engines")
 
 
 def _from_peers(engine: EngineConfig, key: str) -> Iterator[Problem]:
-    """SGLang sends parameters, GPU to GPU, from each TP rank to the same one of a server that was started alike."""
+    """Yield problems of first weights from a peer.
+
+    SGLang sends parameters from each TP rank, GPU to GPU, to the same rank of a server with the same arguments.
+    """
 
     def refused(message: str) -> Problem:
         return Problem.of(f"{key}.start_weights", "peer", f'{message}; allowed otherwise: "files"')
@@ -131,13 +135,16 @@ def _from_peers(engine: EngineConfig, key: str) -> Iterator[Problem]:
 def _has_two_on_a_node(engine: EngineConfig) -> bool:
     try:
         gpus = Counter(gpu.node for gpu in parse_gpus(engine.gpus))
-    except ValueError:  # said of the GPUs
+    except ValueError:  # another rule reports the GPU list
         return True
     return max(gpus.values(), default=0) >= 2 * engine.num_gpus_per_engine
 
 
 def _in_groups(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Problem]:
-    """One backend serves all ranks of a group; with one node, the trainer waits for engines at 127.0.0.1."""
+    """Yield problems of process groups with engines.
+
+    One backend serves all ranks of a group. With one node the trainer waits for engines at 127.0.0.1.
+    """
     if (topology.trainer.device == "cuda") != (engine.gpus is not None) and not engine.urls:
         message = 'needs trainer and engines on GPUs, or both on the CPU; allowed otherwise: "disk"'
         yield Problem.of(f"{key}.weight_transport", engine.weight_transport, message)
@@ -150,7 +157,7 @@ def _in_groups(topology: Topology, engine: EngineConfig, key: str) -> Iterator[P
 
 
 def _by_handles(engine: EngineConfig, key: str) -> Iterator[Problem]:
-    """SGLang gives the ranks of all its pipeline stages one handle, which is good on one GPU."""
+    """Refuse pipeline stages: SGLang passes one handle to all stages, but it is valid on one GPU only."""
     for name, spelled, value in sglang_arguments(engine):
         if engine.gpus is not None and name in STAGES and value != 1:
             message = f'handles are of one pipeline stage; allowed: 1, or {key}.weight_transport = "disk"'
@@ -165,7 +172,7 @@ def _in_sessions(engine: EngineConfig, key: str) -> Iterator[Problem]:
 
 
 def _in_format(engine: EngineConfig, key: str) -> Iterator[Problem]:
-    """FP8 is SGLang's, on a GPU that computes in it; what config.json is to say of it stands in one place."""
+    """Yield problems of FP8: it needs SGLang on GPUs, and its quantization_config must have one source."""
     if engine.weight_format != "fp8":
         return
     if engine.kind == "embedded" or (engine.gpus is None and not engine.urls):

@@ -1,4 +1,4 @@
-"""Names of slime: its flags with what became of each, the page made of them, and hints for keys that do not exist.
+"""slime's flags: the equivalent of each, the page generated from them, and hints for unknown keys.
 
 Open flags.toml first.
 """

@@ -1,4 +1,4 @@
-"""slime's flags and what became of them: the data of docs/from-slime.md and of the hints for keys that do not exist."""
+"""slime's flags and their equivalents: the data of docs/from-slime.md and of the hints for unknown keys."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -10,20 +10,20 @@ import msgspec
 DATA: Final = Path(__file__).with_suffix(".toml")
 OWN: Final = "slime"
 
-Origin = Literal["slime", "sglang", "older"]  # slime's own, its own among SGLang's options, gone from slime since
+Origin = Literal["slime", "sglang", "older"]  # slime's own, its own among SGLang's options, removed from slime
 State = Literal["key", "no", "not yet"]
 
 
 class FlagAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What became of a flag. Texts are Markdown of docs/.
+    """The equivalent of a flag. Texts are Markdown for docs/.
 
     Raises ValueError unless exactly one of key, no and not_yet is set.
     """
 
-    key: str | None = None  # ours, dotted; of several data sources, pools or nodes the first
-    note: str | None = None  # what to know of the key
-    no: str | None = None  # why it will not come, or what to do instead
-    not_yet: str | None = None  # what is missing, or holds meanwhile
+    key: str | None = None  # our dotted key; the first of several data sources, pools or nodes
+    note: str | None = None  # remark on the key
+    no: str | None = None  # why it will not be implemented, or an alternative
+    not_yet: str | None = None  # what is missing, or what applies until then
 
     def __post_init__(self) -> None:
         if sum(text is not None for text in (self.key, self.no, self.not_yet)) != 1:
@@ -31,14 +31,14 @@ class FlagAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def state(self) -> State:
-        """Which of the three it is."""
+        """Return which of the three is set."""
         if self.key is not None:
             return "key"
         return "no" if self.no is not None else "not yet"
 
     @property
     def remark(self) -> str:
-        """What is said beside the state, "" for nothing."""
+        """Return the remark next to the state; "" if there is none."""
         return self.note or self.no or self.not_yet or ""
 
 
@@ -46,13 +46,13 @@ class Flag(FlagAnswer, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One flag, without its dashes."""
 
     flag: str
-    default: str | None = None  # slime's, where it is more than off or unset
-    also: tuple[str, ...] = ()  # other names that slime has for it
+    default: str | None = None  # slime's, unless it is off or unset
+    also: tuple[str, ...] = ()  # other names in slime
     origin: Origin = OWN
 
 
 class Rule(FlagAnswer, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A family of flags that slime hands on. With `into` the key is a table that takes them by their own names."""
+    """A family of flags that slime passes on. With `into` the key is a table that takes them by their own names."""
 
     whose: str
     names: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class Rule(FlagAnswer, frozen=True, kw_only=True, forbid_unknown_fields=True):
     into: bool = False
 
     def answer_for(self, flag: str) -> FlagAnswer:
-        """What became of one flag of the family."""
+        """Return the equivalent of one flag of the family."""
         if not self.into:
             return self
         name = flag[len(next((prefix for prefix in self.prefixes if flag.startswith(prefix)), "")) :]
@@ -68,20 +68,20 @@ class Rule(FlagAnswer, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Grader(FlagAnswer, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A value of slime's --rm-type; `key` is the rm_type that it has here."""
+    """A value of slime's --rm-type; `key` is our rm_type for it."""
 
     name: str
 
 
 class Ours(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A key without a flag of slime's, for what a reader who comes from there would look for."""
+    """A key without a slime flag that a slime user may look for."""
 
     key: str
     note: str
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A heading of the page and its flags."""
+    """A section of the page: heading and flags."""
 
     title: str
     flags: tuple[Flag, ...]
@@ -89,44 +89,44 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class FromSlime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole table."""
+    """The whole data file."""
 
     sections: tuple[Section, ...]
     graders: tuple[Grader, ...]
     rules: tuple[Rule, ...]
 
     def flags(self) -> Iterator[Flag]:
-        """Every flag that is listed, in the order of the page."""
+        """Yield every listed flag in the order of the page."""
         for section in self.sections:
             yield from section.flags
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """A flag that was recognised."""
+    """A recognized flag."""
 
-    flag: str  # without dashes, as its owner spells it
+    flag: str  # without leading dashes, as its owner spells it
     whose: str
     answer: FlagAnswer
 
 
 @cache
 def from_slime() -> FromSlime:
-    """The table, read once.
+    """Return the data, read once.
 
     Raises:
-        msgspec.ValidationError: a mistake in the data file.
+        msgspec.ValidationError: the data file is invalid.
     """
     return msgspec.toml.decode(DATA.read_bytes(), type=FromSlime)
 
 
 def find_flag(name: str) -> Found | None:
-    """A flag that is listed, by its name as a command line or as a key spells it."""
+    """Find a listed flag by its name on a command line or as a key."""
     flag = _listed().get(spelled_as_flag(name))
     return None if flag is None else Found(flag=flag.flag, whose=OWN, answer=flag)
 
 
 def find_by_rule(name: str) -> Found | None:
-    """A flag that slime hands on; of the rules that fit, the one that names it or has the longest prefix decides."""
+    """Find the rule of a flag that slime passes on. An exact name wins, then the longest prefix."""
     flag = spelled_as_flag(name)
     fitting = [(len(start), rule) for rule in from_slime().rules for start in _starts(rule, flag)]
     if not fitting:
@@ -136,7 +136,7 @@ def find_by_rule(name: str) -> Found | None:
 
 
 def spelled_as_flag(name: str) -> str:
-    """`rollout-batch-size` of `--rollout-batch-size` or `rollout_batch_size`."""
+    """Normalize a name: `--rollout-batch-size` and `rollout_batch_size` become `rollout-batch-size`."""
     return name.lstrip("-").replace("_", "-")
 
 
@@ -146,7 +146,7 @@ def _listed() -> dict[str, Flag]:
 
 
 def _starts(rule: Rule, flag: str) -> Iterator[str]:
-    """What of a rule fits a flag."""
+    """Yield the names and prefixes of a rule that match a flag."""
     if flag in rule.names:
         yield flag
     yield from (prefix for prefix in rule.prefixes if flag.startswith(prefix) and flag != prefix)

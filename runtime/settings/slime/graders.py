@@ -1,11 +1,11 @@
-"""What became of slime's graders, for an rm_type that does not exist."""
+"""Hints for an unknown rm_type that is a grader of slime."""
 
 from runtime.settings.slime.flags import from_slime
 from runtime.settings.slime.hints import plain_text
 
 
 def slime_grader_hint(name: str) -> str | None:
-    """Say what became of one of slime's graders; none of another name, or where it is built under its own."""
+    """Return the equivalent of a slime grader; None for other names, and for graders with the same name here."""
     grader = next((grader for grader in from_slime().graders if grader.name == name), None)
     return (
         None

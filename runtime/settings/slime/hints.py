@@ -1,4 +1,4 @@
-"""What may have been meant by a key that does not exist: slime's name for something, another table's key, a typo."""
+"""Hints for unknown keys: slime's name for a setting, another table's key, or a typo."""
 
 import re
 from collections.abc import Sequence
@@ -8,19 +8,19 @@ from typing import Final
 from runtime.settings.megatron.fields import megatron_hint
 from runtime.settings.slime.flags import Found, find_by_rule, find_flag, spelled_as_flag
 
-CLOSE: Final = 0.75  # likeness of a name as a whole, where 1 is the same
-CLOSE_WORD: Final = 0.6  # and of each of its words: min_lr is no typo of max_lr
+CLOSE: Final = 0.75  # similarity of whole names; 1 is equal
+CLOSE_WORD: Final = 0.6  # similarity of each word: min_lr is not a typo of max_lr
 ENGINES: Final = "engines"
-OF_TRAINERS: Final = "Megatron"  # whose names in a pool of engines are arguments of SGLang
+OF_TRAINERS: Final = "Megatron"  # its names in an engine pool are SGLang arguments
 
 
 def hint(key: str, siblings: Sequence[str], keys: Sequence[str]) -> str | None:
-    """Say what may have been meant by an unknown key; none where a guess could mislead.
+    """Return what an unknown key probably means; None if a guess could mislead.
 
     Args:
         key: dotted, "data.0.prompt-data".
-        siblings: what its table allows.
-        keys: every key of the schema; of lists and named tables those of one item, "data.0.path".
+        siblings: keys of its table.
+        keys: every key of the schema; for lists and named tables those of one item, "data.0.path".
     """
     table, _, name = key.rpartition(".")
     below_its_prefix = find_flag(f"{table.partition('.')[0]}-{name}")
@@ -39,7 +39,7 @@ def hint(key: str, siblings: Sequence[str], keys: Sequence[str]) -> str | None:
 
 
 def flag_hint(key: str) -> str | None:
-    """Say what became of a flag that slime has or hands on, if the last part of a key is one."""
+    """Return the equivalent of a slime flag if the last part of a key is one."""
     table, _, name = key.rpartition(".")
     found = find_flag(name) or find_by_rule(name)
     if found is None or (table.startswith(ENGINES) and found.whose == OF_TRAINERS):
@@ -56,7 +56,7 @@ def _say(found: Found, table: str) -> str:
 
 
 def _beside(key: str, table: str) -> str:
-    """The key in the item that the table is of: data.1.path of data.0.path where data.1 is spoken of."""
+    """Move a key to the item of a table: data.0.path becomes data.1.path for the table data.1."""
     parts, place = key.split("."), table.split(".")
     if len(place) > 1 and len(parts) > 2 and parts[0] == place[0]:
         parts[1] = place[1]
@@ -64,7 +64,7 @@ def _beside(key: str, table: str) -> str:
 
 
 def _is_typo(name: str, known: str) -> bool:
-    """Whether two names differ in letters, not in a word."""
+    """Return whether two names differ only by letters, not by a word."""
     words, meant = name.split("_"), known.split("_")
     if len(words) != len(meant):
         return "".join(words) == "".join(meant)
@@ -72,5 +72,5 @@ def _is_typo(name: str, known: str) -> bool:
 
 
 def plain_text(text: str) -> str:
-    """Markdown of docs/ as a terminal shows it."""
+    """Convert Markdown of docs/ to plain text for a terminal."""
     return re.sub(r"\[[^]]+\]\(([^)]+)\)", r"docs/\1", text).replace("`", "")

@@ -1,4 +1,4 @@
-"""docs/from-slime.md, made from the table of slime's flags and a hand-written head and end."""
+"""Generates docs/from-slime.md from slime's flags and a hand-written head and end."""
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -61,7 +61,7 @@ END: Final = """
 
 
 def from_slime_page() -> str:
-    """The page's text."""
+    """Return the page's text."""
     table = from_slime()
     sections, rules = map(_section, table.sections), map(_rule_row, table.rules)
     graders = map(_grader_row, table.graders)
@@ -78,7 +78,7 @@ def _section(section: Section) -> str:
 
 
 def _flag_rows(flags: Iterable[Flag]) -> Iterator[str]:
-    """One row for neighbours of which the same is said."""
+    """Yield one row per run of adjacent flags with the same answer."""
     for (here, remark), same in groupby(flags, key=lambda flag: (_here(flag), flag.remark)):
         yield _row(", ".join(map(_name, same)), here, remark)
 
