@@ -1,4 +1,4 @@
-"""The node agent: starts the processes of one node, follows the run and ends everything together.
+"""The node daemon: starts the processes of one node, follows the run, and stops everything together.
 
 Open start.py first, then node.py.
 """

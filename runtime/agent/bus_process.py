@@ -1,4 +1,4 @@
-"""The NATS server of a run as a process of its node."""
+"""The process of a run's own NATS server."""
 
 import math
 from pathlib import Path
@@ -16,10 +16,10 @@ BUS_STOP_S = 1.5
 
 
 def bus_process(plan: NodePlan, server: ServerSettings) -> ProcessSpec:
-    """The server that holds the run's streams, on the port that it had before if that is free."""
+    """Specify the NATS server process, on its previous port if that is free."""
     directory = plan.run_dir / "bus"
     config = write_config(directory / "nats.conf", server)
-    for leftover in directory.glob("*.ports"):  # of servers that were killed; a new one may get an old process id
+    for leftover in directory.glob("*.ports"):  # of killed servers; a new server may get an old process id
         leftover.unlink()
 
     async def is_ready(pid: int) -> None:
@@ -28,7 +28,7 @@ def bus_process(plan: NodePlan, server: ServerSettings) -> ProcessSpec:
         except NoProgress as error:
             raise NotReady(str(error)) from error
         except BusUnavailable:
-            await anyio.sleep_forever()  # it has ended, which is seen elsewhere
+            await anyio.sleep_forever()  # it ended; the supervisor detects that
 
     fixed = server.port if server.port > 0 else None
     return ProcessSpec(
@@ -36,7 +36,7 @@ def bus_process(plan: NodePlan, server: ServerSettings) -> ProcessSpec:
         command=(*server_command(config, directory), "--port", "{port}"),
         port=PortRequest(host=server.host, fixed=fixed, preferred=_last_port(plan.run_dir), kept=True),
         ready=WhenConfirmed(is_ready),
-        ready_timeout_s=math.inf,  # as long as it reads its store
+        ready_timeout_s=math.inf,  # unlimited while it reads its store
         probe=Greets(),
         unresponsive_after_s=plan.bus_unresponsive_after_s,
         tier=Tier.BUS,

@@ -1,4 +1,4 @@
-"""Makes a node's own copies of weights, each once, however many engines ask, on threads beside the event loop."""
+"""Makes a node's local copies of weights, once per version, on background threads."""
 
 import asyncio
 import threading
@@ -22,35 +22,34 @@ from runtime.weights.versions import name_of
 
 log = structlog.get_logger()
 
-COPIES: Final = "copies"  # in the run directory: of this node
-MAX_JOBS: Final = 4  # one is at work, the others wait for it
+COPIES: Final = "copies"  # directory of local copies in the run directory
+MAX_JOBS: Final = 4  # one runs, the others wait
 REASON_CHARS: Final = 500
 
 
 @dataclass
 class _Job:
-    """The making of one copy."""
+    """A copy in progress."""
 
     done: anyio.Event = field(default_factory=anyio.Event)
     answer: LocalCopyGiven = field(default_factory=LocalCopyGiven)
 
 
 class LocalCopies:
-    """A node's copies. Its death leaves those that are complete; the next agent goes on from them.
+    """A node's local copies of weights. Complete copies survive the daemon's death; the next daemon uses them.
 
-    A copy that is being made cannot be interrupted. It is on a thread that ends with the process, so that nobody who
-    stops waits for it.
+    A copy in progress cannot be interrupted. It runs on a daemon thread, so that stopping does not wait for it.
     """
 
     def __init__(self, directory: Path) -> None:
-        """None is asked for yet; they lie in a directory of this node alone."""
+        """Use a directory that belongs to this node only."""
         self._directory = directory.resolve()
         self._jobs: dict[Version, _Job] = {}
         self._making = threading.Lock()
         self._looks = SharedLooks()
 
     async def answer(self, request: LocalCopyRequested) -> LocalCopyGiven:
-        """Have a copy made, or wait for one that is being made, as long as the request says."""
+        """Make a copy, or wait for the one in progress, up to the request's timeout."""
         version = Version(request.version, request.checksum)
         if request.was_read:
             return await self._compare(version, request)
@@ -65,7 +64,7 @@ class LocalCopies:
         return LocalCopyGiven(reason=f"not copied within {request.timeout_s:g} s; it goes on")
 
     async def _compare(self, version: Version, request: LocalCopyRequested) -> LocalCopyGiven:
-        """Compare a copy that an engine has read, and leave it as it is."""
+        """Verify the files of a copy that an engine has read, without changing it."""
         place = self._directory / name_of(version.number)
         with anyio.move_on_after(request.timeout_s):
             damage = await self._looks.look(version, partial(damage_of, place, version, request.files))
@@ -77,7 +76,7 @@ class LocalCopies:
         loop = asyncio.get_running_loop()
 
         def tell(answer: LocalCopyGiven) -> None:
-            with suppress(RuntimeError):  # the loop has ended
+            with suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(self._end, version, job, answer)
 
         work = threading.Thread(target=self._make, args=(version, request, tell), name="copy", daemon=True)

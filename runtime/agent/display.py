@@ -1,4 +1,4 @@
-"""Shows lines to people, in a task of its own: who has something to show never waits for a terminal."""
+"""Prints lines in a background task, so that no caller waits for a terminal."""
 
 import time
 from collections.abc import Callable
@@ -11,21 +11,21 @@ from runtime.wording import count_of
 
 log = structlog.get_logger()
 
-LINES_BOUND = 1000  # waiting to be shown; what comes while a terminal stands still is counted
-REWRITE_EVERY_S = 1.0  # the line that says how far a step is, on a terminal
-HEARTBEAT_S = 30.0  # the same elsewhere, when nothing else was shown for so long
+LINES_BOUND = 1000  # queued lines; while a terminal is blocked, further lines are only counted
+REWRITE_EVERY_S = 1.0  # interval of the progress line on a terminal
+HEARTBEAT_S = 30.0  # the same elsewhere, after this time without another line
 CLOSE_TIMEOUT_S = 1.0
 
 Show = Callable[[str], None]
 
 
 class Display:
-    """A bounded queue of lines, and a line of its own for as long as nothing else is shown.
+    """A bounded queue of lines, with a progress line while nothing else is printed.
 
     Args:
         show: prints a line; may block.
-        rewrite: prints a line in the place of the one that it printed last, on a terminal; none elsewhere.
-        progress: the line that says how far everything is, as of a Unix time.
+        rewrite: replaces the line that it printed last, on a terminal; none elsewhere.
+        progress: returns the progress line for a Unix time.
     """
 
     def __init__(self, show: Show, rewrite: Show | None, progress: Callable[[float], str]) -> None:
@@ -35,16 +35,16 @@ class Display:
         send, receive = anyio.create_memory_object_stream[tuple[Show, str]](LINES_BOUND)
         self._lines, self._waiting = send, receive
         self._num_left_out = 0
-        self._shown_at = 0.0  # on the loop's clock
+        self._shown_at = 0.0  # on the event loop's clock
         self._ended = anyio.Event()
 
     def show(self, text: str) -> None:
-        """Have a line shown, soon; never waits."""
+        """Queue a line; never block."""
         if not self._put(self._print, text):
             self._num_left_out += 1
 
     async def run(self) -> None:
-        """Show lines until closed or cancelled."""
+        """Print lines until closed or cancelled."""
         self._shown_at = anyio.current_time()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._beat)
@@ -56,7 +56,7 @@ class Display:
         self._ended.set()
 
     async def close(self) -> None:
-        """Show what waits, unless the terminal stands still."""
+        """Print the queued lines, unless the terminal is blocked."""
         self._lines.close()
         with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
             await self._ended.wait()
@@ -73,7 +73,7 @@ class Display:
     async def _show(self, show: Show, text: str) -> None:
         try:
             await anyio.to_thread.run_sync(show, text, abandon_on_cancel=True)
-        except Exception as error:  # noqa: BLE001 - wherever lines go and whatever is wrong there, the run goes on
+        except Exception as error:  # noqa: BLE001 - an output error must not end the run
             log.warning("line_not_shown", error=repr(error))
         if show is self._print:
             self._shown_at = anyio.current_time()
@@ -84,7 +84,7 @@ class Display:
             self.show(f"{count_of(number, 'line')} left out here: they came faster than they could be shown")
 
     async def _beat(self) -> None:
-        """Show how far everything is."""
+        """Print the progress line at intervals."""
         while True:
             await anyio.sleep(REWRITE_EVERY_S)
             if self._reprint is not None:

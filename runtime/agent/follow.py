@@ -1,4 +1,4 @@
-"""Follows the run's log: sees its progress and its end, and hands every event on to be reported."""
+"""Follows the run's log: detects progress and end, and passes every event to the report."""
 
 from collections.abc import Callable
 
@@ -15,12 +15,12 @@ log = structlog.get_logger()
 
 
 class Follower:
-    """Reads the log for supervision.
+    """Reads the log for the node daemon.
 
     Args:
-        reporting: gets each event.
+        reporting: receives each event.
         progress: called for each trained step.
-        end: called when the log says that the run has ended.
+        end: called when the run has ended, by the log.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Follower:
         self._last_seq = 0
 
     async def follow(self, bus: Bus, watch: StallWatch | None) -> None:
-        """Follow until cancelled. Supervision goes on without what is trimmed before it was read."""
+        """Follow until cancelled. Events that are trimmed before they are read are skipped."""
         while True:
             try:
                 await self._read_on(bus, watch)
@@ -57,7 +57,7 @@ class Follower:
             case TrainerStarted(step=step):
                 self._advance(step)
             case RunFinished(steps=steps) if live or steps >= self._plan.num_steps:
-                self._end(RunEnd(finished=True))  # an earlier start may have finished with fewer steps to do
+                self._end(RunEnd(finished=True))  # an earlier start may have finished with a lower num_steps
             case RunFailed(reason=reason) if live:
                 self._end(RunEnd(finished=False, error=reason))
             case _:

@@ -1,4 +1,4 @@
-"""The node agent: runs the processes of one node, and ends everything together."""
+"""The node daemon: runs the processes of one node, and stops everything together."""
 
 import signal
 import sys
@@ -36,22 +36,22 @@ from runtime.settings.processes import ProcessSpec, Tier
 
 log = structlog.get_logger()
 
-CHANGES_BOUND = 1000  # of processes, waiting to be told
+CHANGES_BOUND = 1000  # process changes waiting to be published
 LOOK_AT_DISK_S = 1.0
-DISK_ANSWERS_S = 5.0  # or its free bytes are unknown
-STORE = "nats"  # of the bus, in the run directory
-STOP_DEADLINE_S = 9.5  # from the wish to stop to the kill of all
-TELL_TIMEOUT_S = 1.0  # for the last changes of processes
+DISK_ANSWERS_S = 5.0  # after that its free bytes count as unknown
+STORE = "nats"  # store of the bus in the run directory
+STOP_DEADLINE_S = 9.5  # from the stop signal until everything is killed
+TELL_TIMEOUT_S = 1.0  # for publishing the last process changes
 RELEASE_TIMEOUT_S = 1.0
-BUS_LIMITS = BusLimits(drain_timeout_s=1.0)  # at the end the server may be gone before
+BUS_LIMITS = BusLimits(drain_timeout_s=1.0)  # at the end the server may already be gone
 
 
 class NodeAgent:
-    """Runs a node until the run is finished, a process is given up, or a signal asks to stop.
+    """Runs a node until the run is finished, a process is given up, or a signal stops it.
 
     Args:
-        show: prints a line for people.
-        rewrite: prints a line in the place of the one before, on a terminal.
+        show: prints a line for the user.
+        rewrite: replaces the last printed line, on a terminal.
     """
 
     def __init__(self, plan: NodePlan, *, show: Show, rewrite: Show | None = None) -> None:
@@ -64,13 +64,13 @@ class NodeAgent:
         self._changes, self._changes_to_tell = send, receive
         self._told = anyio.Event()
         self._ending = anyio.Event()
-        self._disk_asked = anyio.CapacityLimiter(1)  # an abandoned thread waits for its disk
+        self._disk_asked = anyio.CapacityLimiter(1)  # an abandoned thread may still wait for the disk
         self._outcome: RunEnd | None = None
         self._bus_url = None if plan.bus_url is None else Secret(with_login(plan.bus_url, plan.bus_login))
         self._bus_ready = anyio.Event()
 
     async def run(self) -> RunEnd:
-        """Run the node; returns after everything has ended."""
+        """Run the node until everything has ended."""
         async with anyio.create_task_group() as showing:
             showing.start_soon(self.reporting.display.run)
             await self._run()
@@ -89,7 +89,7 @@ class NodeAgent:
                     await self._work()
                 except* BusError as errors:
                     self._end(RunEnd(finished=False, error=f"the bus failed: {leaves(errors)[0]}"))
-                except* OSError as errors:  # a full disk, for one
+                except* OSError as errors:  # such as a full disk
                     self._end(RunEnd(finished=False, error=self._failure_of(leaves(errors)[0])))
                 await self._supervision.stop()
                 tasks.cancel_scope.cancel()
@@ -98,7 +98,7 @@ class NodeAgent:
         return str(no_space_of(error, self._plan.run_dir)) if is_full(error) else f"the agent failed: {error}"
 
     async def _watch_disk(self) -> None:
-        """End the run while its processes and the bus can still store what they have in hand."""
+        """End the run when disk space is low, while processes and the bus can still store pending data."""
         plan = self._plan
         while (free := await self._free_bytes()) >= plan.min_free_bytes:
             with anyio.move_on_after(LOOK_AT_DISK_S):
@@ -110,9 +110,9 @@ class NodeAgent:
         self._end(RunEnd(finished=False, error=str(no_space(plan.run_dir, needed))))
 
     async def _free_bytes(self) -> int:
-        """Free bytes for the run directory, without a bound while its disk does not answer: that is no full disk."""
+        """Return the free bytes of the run directory's disk; sys.maxsize while the disk does not answer."""
         try:
-            with anyio.fail_after(DISK_ANSWERS_S):  # a network disk may hang; the event loop must not
+            with anyio.fail_after(DISK_ANSWERS_S):  # a network disk may hang, the event loop must not
                 return await anyio.to_thread.run_sync(
                     free_bytes, self._plan.run_dir, abandon_on_cancel=True, limiter=self._disk_asked
                 )
@@ -121,7 +121,7 @@ class NodeAgent:
             return sys.maxsize
 
     async def _work(self) -> None:
-        """Bring the bus and all processes up; return when the end has come and the processes are stopped."""
+        """Start the bus and all processes; return after the run ended and the processes are stopped."""
         if self._plan.server is not None:
             self._supervision.start(bus_process(self._plan, self._plan.server))
         elif self._bus_url is not None:
@@ -146,7 +146,7 @@ class NodeAgent:
                     await claim.release()
 
     async def _claimed(self, bus: Bus) -> NodeClaim:
-        """The claim on this node, of a run whose directory and streams belong together."""
+        """Claim this node, after checking that run directory and streams belong together."""
         plan = self._plan
         await check_run_id(bus, plan.run_dir, owns=plan.owns_streams)
         await bus.ensure_streams(plan.limits)
@@ -185,7 +185,7 @@ class NodeAgent:
         self._told.set()
 
     async def _kill(self, request: KillRequested) -> KillAnswered:
-        """A rollout actor sees that a server makes nothing, which no probe of ours shows."""
+        """Kill a server on request: a rollout actor detects that it generates nothing, which no probe shows."""
         killed = self._supervision.kill_process(request.process, request.pid, request.reason)
         log.warning("kill_requested", process=request.process, pid=request.pid, reason=request.reason, killed=killed)
         return KillAnswered(killed=killed)
@@ -197,7 +197,7 @@ class NodeAgent:
             self._end(RunEnd(finished=False, error=str(error)))
 
     async def _obey_signals(self, everything: anyio.CancelScope) -> None:
-        """The first signal asks for an orderly end, a second one or a passed deadline cancels everything."""
+        """Stop in order at the first signal; cancel everything at the second one or after a deadline."""
         wanted = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup keeps running
             wanted.append(signal.SIGHUP)
@@ -211,7 +211,7 @@ class NodeAgent:
                 everything.deadline = anyio.current_time() + STOP_DEADLINE_S
 
     def _end(self, outcome: RunEnd) -> None:
-        """The first reason to end counts, except that a person's wish outdoes what it interrupts."""
+        """End the run. The first reason counts, except that a stop by the user overrides a failure."""
         if self._outcome is None or (outcome.stopped_by is not None and not self._outcome.finished):
             self._outcome = outcome
         self._ending.set()
@@ -232,13 +232,13 @@ class NodeAgent:
                 pass
         try:
             self._changes.send_nowait(change)
-        except anyio.ClosedResourceError:  # the bus itself ends: nobody can be told
+        except anyio.ClosedResourceError:  # the bus itself ends, so nothing can be published
             return
         except (anyio.WouldBlock, anyio.BrokenResourceError):
             log.warning("change_not_told", process=change.spec.name)
 
     def _found_bus(self, url: Secret) -> None:
-        """The bus is up, and who may read the run directory may find it."""
+        """Store the URL of the bus, which is up, in the run directory, readable by its owner only."""
         self._bus_url = url
         try:
             write_private(self._plan.run_dir / BUS_FILE, f"{url.reveal()}\n")
@@ -269,7 +269,7 @@ class NodeAgent:
         }
 
     def _with_secrets(self, spec: ProcessSpec, incarnation: int, key: Secret) -> ProcessSpec:
-        """Its environment, which only its owner reads. Engines and routers have no use for the bus."""
+        """Add secrets to a process's environment. Only its owner can read it; engines and routers get no bus login."""
         env = {"PHYSARUM_PROCESS": spec.name, **spec.env, "PHYSARUM_INCARNATION": str(incarnation)}
         if spec.tier is Tier.ACTOR and self._bus_url is not None:
             env[BUS_URL_VARIABLE] = self._bus_url.reveal()

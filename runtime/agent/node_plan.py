@@ -1,4 +1,4 @@
-"""What one agent has to run, and how it ended."""
+"""The plan of one node daemon, and the outcome of its run."""
 
 from pathlib import Path
 
@@ -13,41 +13,41 @@ from runtime.settings.processes import ProcessSpec
 
 
 class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one agent has to run."""
+    """The plan of one node daemon."""
 
     run: str
     node: str
     run_dir: Path
-    incarnation: int  # of this agent, counted in the run directory
+    incarnation: int  # of this daemon, counted in the run directory
     num_steps: int
     step_groups: int = 0  # prompt groups of a train step; 0: unknown
-    graded: bool = True  # samples have scores; those of demonstrations have none
-    started: float  # Unix time at which the command was given
+    graded: bool = True  # samples have scores; demonstrations have none
+    started: float  # Unix time of the command
     processes: tuple[ProcessSpec, ...]
-    server: ServerSettings | None = None  # of the bus, if this node runs it
-    bus_url: str | None = None  # of the bus otherwise, without its login
-    bus_login: Login | None = None  # what that bus asks for
+    server: ServerSettings | None = None  # NATS server settings, if this node runs it
+    bus_url: str | None = None  # otherwise the URL of the bus, without its login
+    bus_login: Login | None = None  # login of that bus
     limits: StreamLimits = StreamLimits()
-    owns_streams: bool = True  # they go with this node's directory; one node of a run does
-    keeps_metrics: bool = True  # one node of a run does
-    stall_after_s: float | None = None  # without any event, before it is said who waits; one node of a run says so
+    owns_streams: bool = True  # the streams belong with this node's directory; true for one node of a run
+    keeps_metrics: bool = True  # true for one node of a run
+    stall_after_s: float | None = None  # without any event, before run.stalled; none: another node reports it
     bus_unresponsive_after_s: float = 60.0
-    stream_bytes: int = 0  # that the streams in the run directory may grow to
-    min_free_bytes: int = 0  # on the run directory's disk; with less the run ends in order
+    stream_bytes: int = 0  # maximum size of the streams in the run directory
+    min_free_bytes: int = 0  # of the run directory's disk; below it the run stops in order
 
 
 class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """How it ended."""
+    """Outcome of a node daemon's run."""
 
     finished: bool
     stopped_by: int | None = None  # signal
     failure: GivenUp | None = None
-    refused: str | None = None  # why nothing was started
-    error: str | None = None  # when no process failed but the bus did
+    refused: str | None = None  # why no process was started
+    error: str | None = None  # of the bus or the daemon, if no process failed
 
 
 def exit_code_of(outcome: RunEnd) -> int:
-    """0 finished, 1 failed, 2 wrong input, 128 + signal when stopped."""
+    """Return the exit code: 0 finished, 1 failed, 2 wrong input, 128 + signal when stopped."""
     if outcome.finished:
         return EXIT_OK
     if outcome.stopped_by is not None:

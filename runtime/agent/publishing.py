@@ -1,4 +1,4 @@
-"""Publishes what happens to a node's processes, and where those that serve are found."""
+"""Publishes state changes of a node's processes, and the addresses of its servers."""
 
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from typing import Any
@@ -17,7 +17,7 @@ log = structlog.get_logger()
 
 
 async def publish_changes(bus: Bus, node: str, changes: AsyncIterable[Change]) -> None:
-    """Publish what happens to processes, and where those that serve are found."""
+    """Publish process changes as events, and server addresses in the KV store."""
     async for change in changes:
         name = change.spec.name
         match change:
@@ -43,14 +43,14 @@ async def publish_changes(bus: Bus, node: str, changes: AsyncIterable[Change]) -
 
 
 async def forget_addresses(bus: Bus, specs: Iterable[ProcessSpec]) -> None:
-    """Delete where an earlier agent's servers were found: they are gone."""
+    """Delete the addresses of an earlier daemon's servers, which no longer run."""
     for spec in specs:
         if spec.address_key is not None:
             await bus.kv.delete(spec.address_key)
 
 
 async def _insist(action: Callable[..., Awaitable[object]], *arguments: Any) -> None:
-    """Do it, however long the bus is away: the agent's end ends it."""
+    """Retry an action through any bus outage, until the daemon ends."""
     await retried(lambda: action(*arguments), on=BusError, times=FOR_EVER, failed=_log_failure)
 
 

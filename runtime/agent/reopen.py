@@ -1,4 +1,4 @@
-"""A run's log for a spectator: from its bus while an agent runs it, else from a copy of what the bus stored."""
+"""Opens a run's log read-only: from its bus while a daemon runs it, else from a copy of the stored events."""
 
 import os
 import shutil
@@ -28,12 +28,12 @@ RUNS = Path("runs")
 STREAMS = Path("nats") / STORED_STREAMS  # in the run directory
 LIMITS = BusLimits(connect_timeout_s=2.0, publish_timeout_s=10.0)
 SERVER_STOP_S = 5.0
-OPEN_TIMEOUT_S = 15.0  # an agent that starts, or ends, has neither a bus nor a store to copy for a moment
+OPEN_TIMEOUT_S = 15.0  # a daemon that starts or ends has briefly neither a bus nor a store to copy
 LOOK_AGAIN_S = 0.1
 
 
 class NoSuchRun(Exception):
-    """There is no run of this name or in this directory."""
+    """There is no run with this name or in this directory."""
 
 
 class NoLog(Exception):
@@ -49,7 +49,7 @@ class _BusTable(msgspec.Struct, frozen=True):
 
 
 class _StoredTopology(msgspec.Struct, frozen=True):
-    """What a spectator needs of topology.json, whichever version wrote it."""
+    """The needed part of topology.json, whichever version wrote it."""
 
     run: _RunTable
     bus: _BusTable = _BusTable()
@@ -60,22 +60,22 @@ class FoundRun(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     directory: Path
-    bus_url: str | None = None  # of a server that is not the run's own
+    bus_url: str | None = None  # of an external server
 
 
 class OpenedLog(msgspec.Struct, frozen=True, kw_only=True):
-    """A log that can be read."""
+    """An opened log."""
 
     events: RunEvents
-    begins: LedgerState | None  # the state before the first event, where what came before is lost
-    live: bool  # read from the run's bus, so it may still grow
+    begins: LedgerState | None  # state before the first event, if earlier events are lost
+    live: bool  # read from the run's bus: it may still grow
 
 
 def find_run(word: str, runs: Path = RUNS) -> FoundRun:
-    """A run by its name under `runs`, else by its directory.
+    """Find a run by its name under `runs`, else by its directory.
 
     Raises:
-        NoSuchRun: neither is there.
+        NoSuchRun: neither exists.
     """
     directory = next((path for path in (runs / word, Path(word)) if _holds_a_run(path)), None)
     if directory is None:
@@ -99,14 +99,14 @@ def _holds_a_run(path: Path) -> bool:
 
 @asynccontextmanager
 async def opened_log(run: FoundRun) -> AsyncGenerator[OpenedLog, None]:
-    """The run's events, archived ones too, for the duration of a block. Nothing is written to the run.
+    """Open a run's events, archived ones included, for the duration of a block. Write nothing to the run.
 
-    While an agent holds the run directory, they come from its bus; otherwise from a server of this process on a copy of
-    the event stream, so that neither the store nor an agent that starts meanwhile is touched. Only while files are
-    copied is an agent kept from starting.
+    While a daemon holds the run directory, events come from its bus. Otherwise this process runs a server on a copy of
+    the event stream, which affects neither the store nor a daemon that starts meanwhile. A daemon cannot start only
+    while the files are copied.
 
     Raises:
-        NoLog: no bus answers and there is nothing to copy.
+        NoLog: no bus answers and there is no store to copy.
         BusUnavailable: the server went away during the block.
     """
     async with AsyncExitStack() as stack:
@@ -121,17 +121,17 @@ async def opened_log(run: FoundRun) -> AsyncGenerator[OpenedLog, None]:
 
 
 async def _live_url(run: FoundRun, scratch: Path) -> str | None:
-    """The URL of the run's bus, or None once its events have been copied.
+    """Return the URL of the run's bus, or None after its events were copied.
 
     Raises:
-        NoLog: neither could be had in time.
+        NoLog: neither was possible in time.
     """
     problem = "its bus was never up"
     with anyio.move_on_after(OPEN_TIMEOUT_S):
         while True:
             if run.bus_url is None and await anyio.to_thread.run_sync(_copy_events, run, scratch):
                 return None
-            url = _url_in(run.directory) or run.bus_url  # the former has the login
+            url = _url_in(run.directory) or run.bus_url  # the stored URL contains the login
             if url is not None:
                 try:
                     await _look(url, run.name)
@@ -139,19 +139,19 @@ async def _live_url(run: FoundRun, scratch: Path) -> str | None:
                     problem = str(error)
                 else:
                     return url
-            await anyio.sleep(LOOK_AGAIN_S)  # another process starts or ends; it sends us nothing
+            await anyio.sleep(LOOK_AGAIN_S)  # another process starts or ends; there is no event to wait for
     raise NoLog(f"the log of run {run.name} cannot be reached: {problem}")
 
 
 def _copy_events(run: FoundRun, scratch: Path) -> bool:
-    """Copy the stored events, unless the run is in somebody's hands.
+    """Copy the stored events; return False if a daemon or its processes still run.
 
     Raises:
-        NoLog: nothing runs and nothing is stored.
+        NoLog: nothing runs, and nothing is stored.
     """
     stream = STREAMS / stream_of(run.name, Plane.EVENT)
     with kept_unclaimed(run.directory) as unclaimed:
-        if not unclaimed or guardian.find(f"@{run.directory.resolve()}"):  # left by a killed agent, for a moment
+        if not unclaimed or guardian.find(f"@{run.directory.resolve()}"):  # processes of a killed daemon remain briefly
             return False
         if not (run.directory / stream).exists():
             raise NoLog(f"run {run.name} has no log: nothing runs it, and {run.directory} stores no events")
@@ -165,14 +165,14 @@ def _url_in(directory: Path) -> str | None:
 
 
 async def _look(url: str, name: str) -> None:
-    """Raises BusError if no server answers there, or it has no such log."""
+    """Check the bus. Raises BusError if no server answers, or it has no such log."""
     async with Bus.connect(url, name, name="spectator", limits=LIMITS) as bus:
         await bus.state(Plane.EVENT)
 
 
 @asynccontextmanager
 async def _server_on(directory: Path) -> AsyncGenerator[str, None]:
-    """A server for the duration of a block, which dies with this process; its URL."""
+    """Run a NATS server for the duration of a block and yield its URL. It dies with this process."""
     login = Login(user="spectator", password=Secret.random())
     config = write_config(directory / "nats.conf", ServerSettings(store_dir=directory / "nats", login=login))
     command = [*server_command(config, directory), "--log", str(directory / "nats.log")]

@@ -1,4 +1,4 @@
-"""Reports on the run: lines, metrics, samples. Whatever goes wrong here costs what is shown, never the run."""
+"""Reports on the run: lines, metrics, samples. An error here affects only the report, never the run."""
 
 import anyio
 import anyio.abc
@@ -18,7 +18,7 @@ from runtime.report.report import Line, Notice, Report, RowDone, SampleShown
 
 log = structlog.get_logger()
 
-EVENTS_BOUND = 1024  # waiting to be reported; then their reader waits
+EVENTS_BOUND = 1024  # waiting to be reported; at the bound their reader waits
 SAMPLE_TIMEOUT_S = 10.0
 FINISH_TIMEOUT_S = 2.0
 
@@ -26,11 +26,11 @@ Event = Received[Message]
 
 
 class Reporting:
-    """Folds the events of the log, and those of the archive before them, into what people see.
+    """Folds the archived events and those of the log into terminal lines and metrics.
 
     Args:
-        show: prints a line for people.
-        rewrite: prints a line in the place of the one before, on a terminal.
+        show: prints a line for the user.
+        rewrite: replaces the last printed line, on a terminal.
     """
 
     def __init__(self, plan: NodePlan, *, show: Show, rewrite: Show | None) -> None:
@@ -44,7 +44,7 @@ class Reporting:
         self._ended = anyio.Event()
 
     async def take(self, event: Event) -> None:
-        """Have an event of the log reported."""
+        """Queue an event of the log for the report."""
         try:
             await self._send.send(event)
         except (anyio.ClosedResourceError, anyio.BrokenResourceError):  # at the very end
@@ -55,7 +55,7 @@ class Reporting:
         async with self._events, anyio.create_task_group() as samples:
             try:
                 await self._report_all(bus, samples)
-            except Exception as error:  # noqa: BLE001 - whatever is wrong with what is shown, the run goes on
+            except Exception as error:  # noqa: BLE001 - an error in the report must not end the run
                 self._fail("what follows is not shown", error)
                 async for _ in self._events:
                     continue
@@ -63,13 +63,13 @@ class Reporting:
         self._ended.set()
 
     async def finish(self) -> None:
-        """Report what has come, and no more."""
+        """Report the queued events, and accept no more."""
         self._send.close()
         with anyio.move_on_after(FINISH_TIMEOUT_S):
             await self._ended.wait()
 
     def close(self) -> None:
-        """No more events will come, and nothing runs any more."""
+        """Write the last metrics row, after all events and tasks ended."""
         self._send.close()
         self._events.close()
         try:
@@ -139,7 +139,7 @@ class Reporting:
             return f"how far the step is cannot be shown: {error!r}"
 
     def _fail(self, what: str, error: Exception) -> None:
-        """Log each, show the first."""
+        """Log every error; show only the first."""
         log.error("reporting_failed", what=what, exc_info=error)
         if not self._failed:
             self._failed = True

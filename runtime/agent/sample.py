@@ -1,4 +1,4 @@
-"""One sample of a finished group as people are shown it."""
+"""Formats one sample of a finished group for the terminal."""
 
 from messages import GroupCompleted, SampleSummary, SegmentsPublished
 from runtime.bus.bus import Bus
@@ -9,7 +9,7 @@ from runtime.wording import shortened
 
 
 async def sample_lines(bus: Bus, shown: SampleShown) -> list[str]:
-    """The first sample of a group, in full; no lines if the log was trimmed meanwhile."""
+    """Return the lines of a group's first sample; none if the log was trimmed meanwhile."""
     async with bus.read(GroupCompleted, from_seq=shown.seq) as events:
         received = await events.next()
     if received is None or received.seq != shown.seq:

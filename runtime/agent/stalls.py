@@ -1,4 +1,4 @@
-"""Notices that nothing happens in a run, and asks everybody what they wait for."""
+"""Detects a stalled run, and collects what each actor waits for."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -20,10 +20,10 @@ NOT_THERE: Final = "not there"
 
 
 class StallWatch:
-    """Tells when no event was logged for long, once in a stall and again each time it has lasted twice as long.
+    """Publishes run.stalled when no event is logged for `after_s`, and again each time the stall has doubled.
 
     Args:
-        expected: instances that are asked though they may not be on the roster: starting, for one, or hanging there.
+        expected: instances to query even if they are not on the roster, for example while they start or hang.
     """
 
     def __init__(self, bus: Bus, after_s: float, expected: Iterable[str]) -> None:
@@ -31,10 +31,10 @@ class StallWatch:
         self._after_s = after_s
         self._expected = tuple(expected)
         self._newest = anyio.current_time()
-        self._resumed = anyio.Event()  # after a stall was told
+        self._resumed = anyio.Event()  # set by an event after a reported stall
 
     def happened(self, event: object) -> None:
-        """Something was logged."""
+        """Record that an event was logged."""
         if not isinstance(event, RunStalled):
             self._newest = anyio.current_time()
             self._resumed.set()
@@ -47,14 +47,14 @@ class StallWatch:
                 seen, patience_s = self._newest, self._after_s
             left_s = seen + patience_s - anyio.current_time()
             if left_s > 0:
-                with anyio.move_on_after(left_s):  # told, a stall may end long before its next telling is due
+                with anyio.move_on_after(left_s):  # a reported stall may end long before the next report
                     await (self._resumed.wait() if patience_s > self._after_s else anyio.sleep_forever())
                 continue
             patience_s *= 2
             self._resumed = anyio.Event()
             try:
                 await self._tell(seen)
-            except BusError as error:  # without a bus there is nobody to be told
+            except BusError as error:  # no bus, no report
                 log.warning("stall_not_told", error=str(error))
 
     async def _tell(self, since: float) -> None:

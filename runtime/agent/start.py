@@ -1,4 +1,4 @@
-"""From a checked topology to the end of its run on this node."""
+"""Starts or resumes a run on this node and follows it to its end."""
 
 import logging
 import os
@@ -49,23 +49,23 @@ from runtime.wording import printable_json
 __all__ = ["End", "RunRefused", "SpecsOf", "Wish", "start"]
 
 BUS_USER = "physarum"
-BUS_PASSWORD_FILE = Path("bus", "password")  # in the run directory, for its owner alone
-STORE_BOUND = 1 << 50  # above all streams, which have bounds of their own; those of an earlier start may be larger
+BUS_PASSWORD_FILE = Path("bus", "password")  # in the run directory, readable by its owner only
+STORE_BOUND = 1 << 50  # above the streams' own limits, which may have been larger at an earlier start
 
 SpecsOf = Callable[[Topology, str, Path], Sequence[ProcessSpec]]
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
-    """What the person asked for beside the topology."""
+    """Start options from the command line."""
 
     node: str
-    command: str  # that resumes the run, to be shown
-    bus_login: Login | None = None  # that stood in bus.url
-    fresh: str | None = None  # start over; the name of the run to discard, "" for none
+    command: str  # command that resumes the run, for messages
+    bus_login: Login | None = None  # taken from bus.url
+    fresh: str | None = None  # start over: name of the run to discard, "" for none
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):
-    """How the command ends."""
+    """Exit code and result of the command."""
 
     exit_code: int
     result_json: str
@@ -75,12 +75,12 @@ def start(topology: Topology, wish: Wish, *, specs_of: SpecsOf, show: Show, rewr
     """Start or resume a run and follow it to its end.
 
     Args:
-        specs_of: which processes the topology has on a node.
-        show: prints a line for people.
-        rewrite: prints a line in the place of the one before, on a terminal.
+        specs_of: returns the processes of a topology on a node.
+        show: prints a line for the user.
+        rewrite: replaces the last printed line, on a terminal.
 
     Raises:
-        RunRefused: it cannot be started like this.
+        RunRefused: the run cannot be started.
     """
     check_start(topology, wish.fresh, wish.node)
     raise_open_files(topology)
@@ -118,7 +118,7 @@ def _claim(run_dir: Path, node: str | None) -> Claim:
 
 
 def _refuse_beside(claim: Claim) -> None:
-    """Refuse to run beside an agent that claimed another part of the directory since `check_start` looked."""
+    """Refuse to run if another daemon claimed a part of the directory since `check_start`."""
     try:
         refuse_claimed(claim.run_dir, claim.node, held=claim)
     except RunClaimed as error:
@@ -126,8 +126,8 @@ def _refuse_beside(claim: Claim) -> None:
 
 
 def _start_over(claim: Claim, topology: Topology, wish: Wish) -> None:
-    """Discard the run. Its streams go with the directory of one node, and only if the person named it."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # the log goes, too
+    """Discard the run. Its streams are discarded on the home node only, and only if the user named the run."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # the log goes too
     url = topology.bus.url if wish.fresh and wish.node == home_node(topology) else None
     bus_url = None if url is None else Secret(with_login(url, _login(topology, wish)))
     try:
@@ -172,7 +172,7 @@ def _server(topology: Topology, run_dir: Path) -> ServerSettings:
 
 
 def _login(topology: Topology, wish: Wish) -> Login | None:
-    """What a bus that is not the run's own asks for."""
+    """Return the login for an external bus."""
     if topology.bus.credentials is None:
         return wish.bus_login
     try:
@@ -188,7 +188,7 @@ def _run(plan: NodePlan, wish: Wish, show: Show, rewrite: Show | None) -> End:
         configure_logging("agent", plan.run, cast("TextIO", log_file))
         show(f"{'resuming' if plan.incarnation > 1 else 'starting'} run {plan.run} in {plan.run_dir}")
         agent = NodeAgent(plan, show=show, rewrite=rewrite)
-        outcome = anyio.run(agent.run, backend="asyncio")  # the plain loop: children are forked from the main thread
+        outcome = anyio.run(agent.run, backend="asyncio")  # plain loop: children are forked from the main thread
     if outcome.refused is not None:
         raise RunRefused(outcome.refused)
     report, now = agent.reporting.report, time.time()
@@ -205,7 +205,7 @@ def _run(plan: NodePlan, wish: Wish, show: Show, rewrite: Show | None) -> End:
 
 
 def _command_started() -> float:
-    """Unix time at which this process began, also if the command was another program that became this one by exec."""
+    """Return the Unix time at which this process started, including any program that exec replaced."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
@@ -237,16 +237,16 @@ def _lines_of_a_finished_run(stored: StoredResult, run: str, run_dir: Path, wish
 
 
 def _lines_of_a_failure(run: str, failure: GivenUp) -> Iterator[str]:
-    """Where it failed, and last, where the eye falls, why."""
+    """Yield where the run failed, and as the last line why."""
     yield f"log       {failure.log}"
     if failure.tail and failure.exit_code not in (
         EXIT_INPUT_ERROR,
         EXIT_NO_SPACE,
-    ):  # wrong input is told in one sentence
+    ):  # one sentence is enough for wrong input
         yield f"its last {len(failure.tail)} lines:"
         yield from (f"  {line}" for line in failure.tail)
     name = failure.spec.name
-    yield f"run {run} failed: {name}: {failure.reason.removeprefix(f'{name}: ')}"  # actors name themselves, too
+    yield f"run {run} failed: {name}: {failure.reason.removeprefix(f'{name}: ')}"  # actors include their own name
 
 
 def _json_of(stored: StoredResult) -> str:

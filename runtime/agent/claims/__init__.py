@@ -1,4 +1,4 @@
-"""Who may run what: the run directory and its lock, the claim on a node.
+"""Claims on a run directory (a lock) and on a node (a key on the bus).
 
 Open claim.py first.
 """

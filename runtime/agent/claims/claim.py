@@ -1,4 +1,4 @@
-"""The claim on a run directory: one agent per node and run, held by a lock."""
+"""The claim on a run directory, held by a file lock: one daemon per node and run."""
 
 import fcntl
 import os
@@ -15,11 +15,11 @@ import msgspec
 from runtime.secrets import make_private
 
 LOCK_FILE = "agent.lock"
-NODE_LOCK_FILE = "agent-{}.lock"  # of one of several nodes that share the directory
+NODE_LOCK_FILE = "agent-{}.lock"  # for nodes that share the directory
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds a claim."""
+    """The holder of a claim."""
 
     pid: int
     host: str
@@ -27,7 +27,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunClaimed(Exception):
-    """Another agent runs in this directory."""
+    """Another daemon uses this directory."""
 
     def __init__(self, run_dir: Path, holder: Holder | None) -> None:
         who = f"process {holder.pid} on {holder.host}" if holder else "another process"
@@ -37,27 +37,27 @@ class RunClaimed(Exception):
 
 
 class Claim:
-    """A held claim; leave its context to give it up. The lock dies with the process, so none is ever stale."""
+    """A held claim; leaving its context releases it. The lock ends with the process, so it is never stale."""
 
     def __init__(self, run_dir: Path, node: str | None, file: IO[str]) -> None:
         self.run_dir = run_dir
-        self.node = node  # of a shared directory
+        self.node = node  # in a shared directory
         self._file = file
 
     @classmethod
     def take(cls, run_dir: Path, *, node: str | None = None) -> Self:
-        """Claim a run directory, which is made when missing and closed to other users.
+        """Claim a run directory. It is created if missing, and closed to other users.
 
         Args:
-            node: gives each node of a shared directory a claim of its own.
+            node: node of a shared directory; each has its own claim.
 
         Raises:
-            RunClaimed: another agent holds it.
-            OSError: the directory cannot be made or written.
+            RunClaimed: another daemon holds it.
+            OSError: the directory cannot be created or written.
         """
         make_private(run_dir)
         path = lock_of(run_dir, node)
-        file = path.open("a+", encoding="utf-8")  # not truncated: it may be another agent's
+        file = path.open("a+", encoding="utf-8")  # not truncated: it may be another daemon's
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -76,49 +76,49 @@ class Claim:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._file.close()  # the file stays: removing it would let two agents lock two files of one name
+        self._file.close()  # the file stays: otherwise two daemons could lock two files of one name
 
 
 def lock_of(run_dir: Path, node: str | None) -> Path:
-    """The file whose lock is the claim on a directory, or on a node's part in it."""
+    """Return the lock file of a directory, or of a node's part of it."""
     return run_dir / (LOCK_FILE if node is None else NODE_LOCK_FILE.format(node))
 
 
 def nodes_in(run_dir: Path) -> list[str]:
-    """The nodes that have ever claimed a part in a shared directory."""
+    """Return the nodes that ever claimed a part of a shared directory."""
     before, after = NODE_LOCK_FILE.split("{}")
     found = run_dir.glob(NODE_LOCK_FILE.format("*"))
     return [path.name.removeprefix(before).removesuffix(after) for path in found]
 
 
 def is_lock(path: Path) -> bool:
-    """Whether a file is a claim's: such files are never deleted."""
+    """Return whether a file is a lock file. Lock files are never deleted."""
     return path.name == LOCK_FILE or path.match(NODE_LOCK_FILE.format("*"))
 
 
 @contextmanager
 def kept_unclaimed(run_dir: Path) -> Generator[bool]:
-    """Keep agents from claiming a directory, or a node's part in it, for the duration of a block. Writes nothing.
+    """Prevent daemons from claiming a directory, or a part of it, for the duration of a block. Write nothing.
 
-    Yields False if one holds a claim. Several may do so at the same time. An agent that starts meanwhile is refused,
-    unless it is the first one of its node.
+    Yields False if a daemon holds a claim. Several processes may hold such blocks at once. A daemon that starts
+    meanwhile is refused, unless it is the first one of its node.
     """
-    with ExitStack() as opened:  # a directory without a lock: no agent has ever run there
+    with ExitStack() as opened:  # without a lock file no daemon ever ran there
         files = [opened.enter_context(path.open("rb")) for path in run_dir.glob("*") if is_lock(path)]
         yield all([_locks_shared(file) for file in files])
 
 
 def refuse_claimed(run_dir: Path, node: str | None, *, held: Claim | None = None) -> None:
-    """Refuse a start beside an agent that holds the directory. Writes nothing.
+    """Raise if another daemon holds the directory. Write nothing.
 
     Args:
         run_dir: of the run.
-        node: that is to be started, if nodes share the directory: others may hold their parts in it. None: the whole
-            directory is to be claimed.
-        held: the claim of the caller, if it has one.
+        node: the node to start, if nodes share the directory; others may hold their parts. None: the whole directory
+            is to be claimed.
+        held: the caller's own claim, if it has one.
 
     Raises:
-        RunClaimed: an agent holds the directory, or the node's part; without a node, the part of any node.
+        RunClaimed: a daemon holds the directory or the node's part; without a node, any part.
     """
     own = None if held is None else lock_of(run_dir, held.node)
     nodes = nodes_in(run_dir) if node is None else [node]
@@ -142,5 +142,5 @@ def _read_holder(file: IO[str]) -> Holder | None:
     file.seek(0)
     try:
         return msgspec.json.decode(file.read(), type=Holder)
-    except msgspec.DecodeError:  # caught between its lock and its write
+    except msgspec.DecodeError:  # read between lock and write
         return None

@@ -1,4 +1,4 @@
-"""Starting over: a run's streams and its directory are discarded together, unless somebody is at work in them."""
+"""Starting over: discards a run's streams and directory together, unless a daemon uses them."""
 
 import shutil
 from collections.abc import Iterable
@@ -18,24 +18,24 @@ from runtime.failures import leaves
 from runtime.secrets import Secret
 
 BUS_LIMITS: Final = BusLimits()
-CLIENT: Final = "agent-fresh"  # in the server's monitoring
+CLIENT: Final = "agent-fresh"  # client name in the server's monitoring
 
 
 class NotDiscarded(Exception):
-    """Somebody is at work in the run, or its bus cannot be reached; the text says who."""
+    """Another daemon uses the run, or its bus cannot be reached. The text has the details."""
 
 
 def discard(claim: Claim, run: str, nodes: Iterable[str], bus_url: Secret | None) -> None:
-    """Delete a run's streams on a bus that is not its own, if there is one, and empty its claimed directory.
+    """Delete a run's streams on an external bus, if it uses one, and empty its claimed directory.
 
-    All locks in the directory and the claims on all nodes are held meanwhile, so that no agent starts in between; the
-    locks stay. May be killed anywhere and done again: until the end, what is left is refused by every other start.
+    Meanwhile all locks in the directory and the claims on all nodes are held, so that no daemon starts; the locks stay.
+    It may be killed at any point and repeated: until it is complete, every other start refuses the remains.
 
     Args:
-        nodes: of the topology; more may be in use.
+        nodes: of the topology; the run may have used more.
 
     Raises:
-        NotDiscarded: another agent is alive, or the bus cannot be reached. Nothing was discarded.
+        NotDiscarded: another daemon is alive, or the bus cannot be reached. Nothing was discarded.
         OSError: a file cannot be deleted.
     """
     nodes = list(nodes)
@@ -62,13 +62,13 @@ def _discard_streams(bus_url: Secret, run: str, nodes: list[str], run_dir: Path)
 
 
 async def delete_unclaimed(bus: Bus, nodes: Iterable[str], run_dir: Path) -> None:
-    """Delete a run's streams and bucket once every node of it is claimed from here.
+    """Claim every node of a run, then delete its streams and bucket.
 
-    An agent that starts meanwhile finds its node claimed, or the run's id gone.
+    A daemon that starts meanwhile finds its node claimed, or the run id deleted.
 
     Raises:
-        NodeClaimed: another agent renews its claim. One that died is waited for until its claim expires.
-        BusError: the server refuses, or none answers.
+        NodeClaimed: another daemon renews its claim. The claim of a dead daemon is waited for until it expires.
+        BusError: the server refuses, or no server answers.
     """
     if (await bus.holdings()).has_bucket:
         claimed = {node for node, _ in await holders(bus)}
@@ -83,7 +83,7 @@ async def _claim(bus: Bus, node: str, run_dir: Path) -> None:
 
 
 def _empty(run_dir: Path) -> None:
-    """Delete all but the locks; the run's id last, since without it the directory counts as new."""
+    """Delete all but the locks. The run id is last: without it the directory counts as new."""
     for path in sorted(run_dir.iterdir(), key=lambda path: path.name == RUN_ID_FILE):
         if is_lock(path):
             continue

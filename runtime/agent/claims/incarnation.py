@@ -1,4 +1,4 @@
-"""A number that counts the starts of a run's agent in its run directory."""
+"""The incarnation: counts the starts of a run's node daemon in its run directory."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ INCARNATION_FILE = "incarnation"
 
 
 def raise_incarnation(run_dir: Path) -> int:
-    """Count this start, from 1, and return the number; the directory is claimed."""
+    """Count this start and return its number, from 1. The directory must be claimed."""
     path = run_dir / INCARNATION_FILE
     incarnation = (int(path.read_text()) if path.exists() else 0) + 1
     write_atomically(path, f"{incarnation}\n".encode())

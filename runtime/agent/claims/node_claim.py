@@ -1,4 +1,4 @@
-"""The claim on a node of a run: one agent runs it, wherever its run directory is. Kept in the run's bucket."""
+"""The claim on a node of a run, in the run's KV bucket: one daemon runs a node, whatever its run directory."""
 
 import os
 import socket
@@ -15,24 +15,24 @@ from runtime.bus.errors import BusError, SequenceMismatch
 
 log = structlog.get_logger()
 
-LIFETIME_S: Final = 20  # of a claim that is not renewed: whole seconds, as the bucket counts them
+LIFETIME_S: Final = 20  # of a claim without renewal, in whole seconds as the bucket needs
 RENEW_EVERY_S: Final = 5.0
-PATIENCE: Final = 2  # lifetimes in which a dead agent's claim must have expired
-LOOK_EVERY_S: Final = 0.25  # whether another agent renews its claim
+PATIENCE: Final = 2  # lifetimes after which a dead daemon's claim must have expired
+LOOK_EVERY_S: Final = 0.25  # interval of checks whether another daemon renews its claim
 
 
 class NodeHolder(msgspec.Struct, frozen=True, kw_only=True):
-    """Who runs a node."""
+    """The holder of a node's claim."""
 
     host: str
     pid: int
     run_dir: str
-    incarnation: int  # higher for each later agent of the node
+    incarnation: int  # higher for each later daemon of the node
     since: float  # Unix time in seconds
 
 
 class NodeClaimed(Exception):
-    """Another agent runs the node."""
+    """Another daemon runs the node."""
 
     def __init__(self, run: str, node: str, holder: NodeHolder) -> None:
         super().__init__(f"node {node} of run {run} is run by another agent: {place_of(holder)}; stop that first")
@@ -50,14 +50,14 @@ class NodeClaim:
 
     @classmethod
     async def take(cls, bus: Bus, node: str, run_dir: Path, *, incarnation: int) -> "NodeClaim":
-        """Claim a node. That of an agent which died elsewhere is taken over once it has expired.
+        """Claim a node. The claim of a dead daemon in another directory is taken over after it expires.
 
         Args:
-            run_dir: is claimed already, so that a claim from this very directory is that of a dead agent.
-            incarnation: counted in the run directory; raised above that of every earlier agent.
+            run_dir: already claimed, so a node claim from this directory belongs to a dead daemon.
+            incarnation: counted in the run directory; raised above that of every earlier daemon.
 
         Raises:
-            NodeClaimed: another agent renews its claim.
+            NodeClaimed: another daemon renews its claim.
             BusError: the bucket cannot be read or written.
         """
         place = str(await anyio.Path(run_dir).resolve())
@@ -72,10 +72,10 @@ class NodeClaim:
         return cls(bus, node, holder, revision)
 
     async def keep(self) -> None:
-        """Renew it until cancelled.
+        """Renew the claim until cancelled.
 
         Raises:
-            NodeClaimed: it expired while the bus was out of reach, and another agent took it.
+            NodeClaimed: the claim expired during a bus outage, and another daemon took it.
         """
         while True:
             await anyio.sleep(RENEW_EVERY_S)
@@ -85,7 +85,7 @@ class NodeClaim:
                 log.warning("claim_not_renewed", node=self._node, error=str(error))
 
     async def release(self) -> None:
-        """Give it up, so that the next agent need not wait."""
+        """Delete the claim, so that the next daemon does not have to wait."""
         await self._bus.kv.delete(_key(self._node), revision=self._revision)
 
     async def _renewed(self) -> int:
@@ -98,22 +98,22 @@ class NodeClaim:
             return await self._bus.kv.create(key, self.holder, ttl_s=LIFETIME_S)
         if entry.value != self.holder:
             raise NodeClaimed(self._bus.run, self._node, entry.value)
-        return entry.revision  # ours: its answer was lost
+        return entry.revision  # our own update, whose answer was lost
 
 
 def place_of(holder: NodeHolder) -> str:
-    """Who and where that is, for people."""
+    """Format a holder and its place."""
     return f"process {holder.pid} on {holder.host}, in {holder.run_dir}"
 
 
 async def holders(bus: Bus) -> list[tuple[str, NodeHolder]]:
-    """Which nodes are claimed and by whom; the claim of an agent that died stays for a while."""
+    """Return the claimed nodes with their holders. The claim of a dead daemon remains until it expires."""
     entries = await bus.kv.entries(_key("*"), NodeHolder)
     return [(entry.key.removeprefix(_key("")), entry.value) for entry in entries if entry.value is not None]
 
 
 async def _enter(bus: Bus, node: str, holder: NodeHolder) -> int:
-    """The revision of the claim, once it is ours."""
+    """Wait until the claim is ours, and return its revision."""
     first_seen, other = 0, holder
     ends = anyio.current_time() + PATIENCE * LIFETIME_S
     while anyio.current_time() < ends:
@@ -125,9 +125,9 @@ async def _enter(bus: Bus, node: str, holder: NodeHolder) -> int:
             if (other.host, other.run_dir) == (holder.host, holder.run_dir):
                 return await bus.kv.update(_key(node), holder, entry.revision, ttl_s=LIFETIME_S)
         except SequenceMismatch:
-            continue  # somebody was quicker
+            continue  # another daemon was faster
         if first_seen and entry.revision != first_seen:
-            raise NodeClaimed(bus.run, node, other)  # it lives: it has renewed its claim
+            raise NodeClaimed(bus.run, node, other)  # it is alive: it renewed its claim
         first_seen = entry.revision
         await anyio.sleep(LOOK_EVERY_S)
     raise NodeClaimed(bus.run, node, other)

@@ -1,4 +1,4 @@
-"""Whether a run directory and the streams on the bus are of one run: an id made once, kept in both and compared."""
+"""The run id: stored in the run directory and on the bus, to check that both belong to the same run."""
 
 import socket
 import uuid
@@ -19,36 +19,36 @@ log = structlog.get_logger()
 
 RUN_ID_FILE: Final = "run-id.json"
 KEY: Final = "run"  # in the run's bucket
-ATTEMPTS: Final = 5  # of several nodes that start at the same time
+ATTEMPTS: Final = 5  # when several nodes start at the same time
 
 
 class IdInDirectory(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run directory says of its run."""
+    """The run id in a run directory."""
 
     id: str
-    joined: bool  # the id was seen on a bus; until then it is a proposal
+    joined: bool  # the id was stored on a bus; before that it is a proposal
 
 
 class IdOnBus(msgspec.Struct, frozen=True, kw_only=True):
-    """What the bus says of the run whose streams it has."""
+    """The run id on the bus, next to the run's streams."""
 
     id: str
-    owned: bool  # the directory of the node that owns the streams has it
-    made_in: str  # the first run directory, and its host, to be shown
+    owned: bool  # the directory of the node that owns the streams has this id
+    made_in: str  # first run directory and its host, for messages
 
 
 class Decision(Enum):
-    """What becomes of a start."""
+    """Result of the comparison of both ids at a start."""
 
-    GO_ON = auto()  # directory and streams are of one run
-    TAKE = auto()  # the streams are new: they get the directory's id
-    ADOPT = auto()  # this node joins the run that the streams are of
-    GONE = auto()  # the directory's streams are not on this bus, or a part of them
-    FOREIGN = auto()  # the streams are of another directory
+    GO_ON = auto()  # directory and streams belong to one run
+    TAKE = auto()  # the streams are new and get the directory's id
+    ADOPT = auto()  # this node joins the run of the streams
+    GONE = auto()  # some or all of the directory's streams are not on this bus
+    FOREIGN = auto()  # the streams belong to another directory
 
 
 class RunMismatch(Exception):
-    """A run directory and the streams of its name are not of one run; the text says what to do."""
+    """A run directory and the streams of its name belong to different runs. The text says what to do."""
 
 
 def decide(
@@ -57,9 +57,9 @@ def decide(
     """Compare both ids.
 
     Args:
-        owns: this is the node whose directory the streams go with. Another one may join with a directory of its own.
-        used: something was stored in the streams.
-        whole: all streams are there.
+        owns: this node's directory belongs with the streams. Other nodes may join with their own directories.
+        used: the streams contain messages.
+        whole: all streams exist.
     """
     if bus is None:
         if directory is not None and directory.joined:
@@ -73,10 +73,10 @@ def decide(
 
 
 async def check_run_id(bus: Bus, run_dir: Path, *, owns: bool) -> None:
-    """Compare the ids before anything is made or claimed.
+    """Compare the ids before anything is created or claimed.
 
     Raises:
-        RunMismatch: they are not of one run.
+        RunMismatch: they belong to different runs.
         BusError: the bus cannot be read.
     """
     held = await bus.holdings()
@@ -87,12 +87,13 @@ async def check_run_id(bus: Bus, run_dir: Path, *, owns: bool) -> None:
 
 
 async def settle_run_id(bus: Bus, run_dir: Path, *, owns: bool) -> str:
-    """Compare them again, now that the streams are there and the node is claimed, and enter the id in both; return it.
+    """Compare the ids again, after the streams exist and the node is claimed; store the id in both and return it.
 
-    May be interrupted anywhere: the directory proposes an id before the bus gets it, and says so once it has.
+    It may be interrupted at any point: the directory stores a proposal before the bus gets the id, and confirms it
+    afterwards.
 
     Raises:
-        RunMismatch: somebody else took the streams, or deleted them, in between.
+        RunMismatch: another daemon took or deleted the streams in between.
         BusError: the bus cannot be read or written.
     """
     for _ in range(ATTEMPTS):
@@ -111,7 +112,7 @@ async def settle_run_id(bus: Bus, run_dir: Path, *, owns: bool) -> str:
             elif owns and not on_bus.owned:
                 await bus.kv.update(KEY, msgspec.structs.replace(on_bus, owned=True), entry.revision)
         except SequenceMismatch:
-            continue  # another node was quicker
+            continue  # another node was faster
         _keep(run_dir, run_id, joined=True)
         log.info("run_id_compared", run_id=run_id, decision=decision.name.lower())
         return run_id
@@ -119,7 +120,7 @@ async def settle_run_id(bus: Bus, run_dir: Path, *, owns: bool) -> str:
 
 
 def id_in(run_dir: Path) -> IdInDirectory | None:
-    """What the directory says; None if it was never used.
+    """Return the id in a directory; None if it was never used.
 
     Raises:
         RunMismatch: the file was edited.

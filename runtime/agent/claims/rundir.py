@@ -1,4 +1,4 @@
-"""The run directory: made, resumed, started over, or refused."""
+"""The run directory: create, resume, start over, or refuse."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +14,9 @@ from runtime.settings.topology import Topology, decode_topology, encode_topology
 TOPOLOGY_FILE = "topology.json"
 RESULT_FILE = "result.json"
 METRICS_FILE = "metrics.jsonl"
-BUS_FILE = "bus.url"  # where the run's bus is, for people and tools
+BUS_FILE = "bus.url"  # URL of the run's bus, for users and tools
 
-# What a resumed run may change: how far and how often, and everything about where it runs.
+# Settings that a resumed run may change, in addition to those of where it runs.
 HARMLESS = frozenset(
     {
         "train.num_steps",
@@ -34,23 +34,23 @@ LASTING_OF_TRAINER = ("trainer.load", "trainer.finetune")
 
 
 class RunRefused(Exception):
-    """The run cannot be started like this; the text says why and what to do."""
+    """The run cannot be started. The text says why and what to do."""
 
 
 class StoredResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How the run stood when its agent ended last."""
+    """Result of the run when its daemon last ended."""
 
     finished: bool
     result: Result
 
 
 def check_start(topology: Topology, fresh: str | None, node: str) -> None:
-    """Look at the run directory as a start will find it. Writes nothing.
+    """Check the run directory as a start would, without writing.
 
     Args:
         topology: of the run.
-        fresh: the name of the run to discard, "" for none; None: it is resumed.
-        node: that is to be started.
+        fresh: name of the run to discard, "" for none; None: resume the run.
+        node: the node to start.
 
     Raises:
         RunRefused: a start would be refused.
@@ -69,12 +69,12 @@ def check_start(topology: Topology, fresh: str | None, node: str) -> None:
 
 
 def claimed_node(topology: Topology, node: str) -> str | None:
-    """The node whose part in the run directory an agent claims; None: the whole directory, as the only node."""
+    """Return the node whose part of the run directory is claimed; None: the whole directory, for a single node."""
     return node if len(topology.nodes) > 1 else None
 
 
 def prepare(claim: Claim, topology: Topology) -> list[str]:
-    """Make a claimed directory ready for a start of this topology; return the changes since the last start.
+    """Prepare a claimed directory for a start of this topology; return the changes since the last start.
 
     Raises:
         RunRefused: the run began with another recipe.
@@ -85,7 +85,7 @@ def prepare(claim: Claim, topology: Topology) -> list[str]:
 
 
 def changes_since(run_dir: Path, topology: Topology) -> list[str]:
-    """What a start of this topology would change in a run that was started before.
+    """Return the settings that differ from those of the last start.
 
     Raises:
         RunRefused: the run began with another recipe.
@@ -95,13 +95,13 @@ def changes_since(run_dir: Path, topology: Topology) -> list[str]:
 
 
 def topology_in(run_dir: Path) -> bytes | None:
-    """What the run was started with last, undecoded; None if it never was."""
+    """Return the encoded topology of the last start; None if there was none."""
     path = run_dir / TOPOLOGY_FILE
     return path.read_bytes() if path.exists() else None
 
 
 def put_back(claim: Claim, topology: bytes | None) -> None:
-    """Undo what `prepare` wrote, for a start that was refused after all."""
+    """Undo `prepare`, after a start was refused."""
     path = claim.run_dir / TOPOLOGY_FILE
     if topology is None:
         path.unlink(missing_ok=True)
@@ -110,28 +110,28 @@ def put_back(claim: Claim, topology: bytes | None) -> None:
 
 
 def wants_more_steps(run_dir: Path, topology: Topology) -> bool:
-    """Whether a run that was started before is to be trained for longer now.
+    """Return whether this topology has more train steps than the last start.
 
     Raises:
-        RunRefused: what it was started with cannot be read.
+        RunRefused: the topology of the last start cannot be read.
     """
     path = run_dir / TOPOLOGY_FILE
     return path.exists() and topology.train.num_steps > _stored(path).train.num_steps
 
 
 def stored_result(run_dir: Path) -> StoredResult | None:
-    """How the run ended last; none if it never did."""
+    """Return the stored result; None if the run never ended."""
     path = run_dir / RESULT_FILE
     return msgspec.json.decode(path.read_bytes(), type=StoredResult) if path.exists() else None
 
 
 def store_result(run_dir: Path, result: StoredResult) -> None:
-    """Keep how the run ended."""
+    """Store the result of the run."""
     write_atomically(run_dir / RESULT_FILE, msgspec.json.encode(result) + b"\n")
 
 
 def differences(before: Topology, after: Topology) -> list[tuple[str, Any, Any]]:
-    """Dotted keys whose values differ, with both values."""
+    """Return dotted keys whose values differ, with both values."""
     return list(_differences("", msgspec.to_builtins(before), msgspec.to_builtins(after)))
 
 

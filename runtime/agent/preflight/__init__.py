@@ -1,4 +1,4 @@
-"""What a valid topology still needs from this machine before it is started here.
+"""Pre-start checks of this machine, for a valid topology.
 
 Open check.py first.
 """

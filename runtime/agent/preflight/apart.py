@@ -1,4 +1,4 @@
-"""Runs pre-start checks in a process of their own, with a limit: they read users' files and run users' code."""
+"""Runs pre-start checks in their own process with a time limit, since they read user files and run user code."""
 
 import ctypes
 import gc
@@ -20,22 +20,22 @@ from runtime.settings.reading.config import Problem, TopologyError
 from runtime.wording import show, signal_name
 
 T = TypeVar("T")
-NOTE_AFTER_S: Final = 10.0  # of one activity, before a note says what is waited for
+NOTE_AFTER_S: Final = 10.0  # of one activity, before a note reports the wait
 PR_SET_PDEATHSIG: Final = 1
 LIMIT: Final = "run.check_timeout_s"
 
 
 class Doing(Protocol):
-    """Says what is done next, so that a limit on it can name it."""
+    """Announces the next activity, so that a timeout can name it."""
 
     def __call__(self, key: str, value: object, what: str, *, limit_s: float | None = None) -> None:
         """Begin an activity.
 
         Args:
-            key: the setting that it is about.
-            value: of the setting.
-            what: is done, as the subject of a sentence: "importing it".
-            limit_s: seconds that it may take; none: run.check_timeout_s.
+            key: setting that it checks.
+            value: its value.
+            what: the activity, as the subject of a sentence: "importing it".
+            limit_s: its time limit in seconds; none: run.check_timeout_s.
         """
         ...
 
@@ -45,7 +45,7 @@ def unlimited(key: str, value: object, what: str, *, limit_s: float | None = Non
 
 
 class Activity(msgspec.Struct, frozen=True, tag=True):
-    """What the process does from now on."""
+    """The current activity of the process."""
 
     key: str
     value: str
@@ -54,20 +54,20 @@ class Activity(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """The checks are over."""
+    """The checks ended."""
 
     result: msgspec.Raw
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """They found something that cannot be used at all."""
+    """The checks found input that cannot be used."""
 
     problems: tuple[Problem, ...] = ()
     data_error: str = ""
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
-    """They raised something else: a bug of ours."""
+    """The checks raised another exception: a bug."""
 
     text: str
 
@@ -76,16 +76,16 @@ Said = Activity | Ended | Refused | Broken
 
 
 def apart(loaded: LoadedTopology, work: Callable[[Doing], T], result: type[T], note: Callable[[str], None]) -> T:
-    """What `work` returns in a forked process, which is killed when one of its activities takes too long.
+    """Run `work` in a forked process and return its result. The process is killed if an activity takes too long.
 
     Args:
-        loaded: the topology that is checked.
-        work: the checks; they say what they do.
-        result: their type, which must be plain data.
-        note: is told what is waited for.
+        loaded: the topology to check.
+        work: the checks; they announce each activity.
+        result: type of their result, which must be plain data.
+        note: called with a line about a long wait.
 
     Raises:
-        TopologyError: the checks raised it, hung, or ended their process; names the key and what was done with it.
+        TopologyError: the checks raised it, hung, or ended their process; names the key and the activity.
         DataError: the checks raised it.
     """
     reading, writing = os.pipe()
@@ -116,7 +116,7 @@ def apart(loaded: LoadedTopology, work: Callable[[Doing], T], result: type[T], n
 
 
 class _Watched:
-    """The process with the checks, as its parent sees it."""
+    """The process of the checks, seen by its parent."""
 
     def __init__(self, pid: int, reading: int, note: Callable[[str], None]) -> None:
         self._pid = pid
@@ -126,9 +126,9 @@ class _Watched:
         self._activity = Activity("", "", "beginning", NOTE_AFTER_S)
 
     def last_word(self) -> Said:
-        """What it said last: its result, or what it was doing when it ended or its time was over."""
+        """Return its last message: the result, or the activity in which it ended or timed out."""
         ended, rest = os.pidfd_open(self._pid), b""
-        readable = selectors.DefaultSelector()  # select() takes no descriptor above 1,023
+        readable = selectors.DefaultSelector()  # select() does not accept descriptors above 1,023
         for descriptor in (self._reading, ended):
             readable.register(descriptor, selectors.EVENT_READ)
         try:
@@ -159,7 +159,7 @@ class _Watched:
             os.close(ended)
 
     def ending(self, activity: Activity) -> str:
-        """Why there is no result."""
+        """Describe why there is no result."""
         if self._status is None:
             return f"{activity.what} did not end within {activity.limit_s:g} s ({LIMIT})"
         code = os.waitstatus_to_exitcode(self._status)
@@ -167,7 +167,7 @@ class _Watched:
         return f"{activity.what} ended the process: it {how}"
 
     def end(self) -> None:
-        """Kill it with all that it started."""
+        """Kill the process and its children."""
         with suppress(OSError):
             os.killpg(self._pid, signal.SIGKILL)
         if self._status is None:
@@ -191,11 +191,11 @@ def _be_child(work: Callable[[Doing], T], writing: int, limit_s: float) -> NoRet
         say(Activity(key, show(value), what, limit_s or default_s))
 
     default_s = limit_s
-    gc.freeze()  # what was the parent's is not collected here: its threads, which some destructors wait for, are not
+    gc.freeze()  # do not collect the parent's objects: some destructors wait for threads that do not exist here
     try:
         os.setpgid(0, 0)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and then ends this process
         _take_streams()
         try:
             say(Ended(msgspec.Raw(msgspec.json.encode(work(doing)))))
@@ -210,7 +210,7 @@ def _be_child(work: Callable[[Doing], T], writing: int, limit_s: float) -> NoRet
 
 
 def _take_streams() -> None:
-    """Users' code reads nothing of the terminal, and what it prints is no output of the command."""
+    """Redirect stdin and stdout: user code must not read the terminal or write to the command's output."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)

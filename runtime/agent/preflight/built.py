@@ -1,4 +1,4 @@
-"""What the schema knows and a run would not do yet: refused, rather than something else done."""
+"""Settings in the schema that are not implemented yet. They are refused instead of ignored."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from runtime.settings.topology import Topology, answers_are_recorded
 
 
 def not_built(topology: Topology) -> Iterator[Problem]:
-    """Every key that asks for what is not built."""
+    """Yield every setting that is not implemented yet."""
     if len(topology.nodes) > 1:
         yield Problem.of("nodes", list(topology.nodes), "a run on several nodes is not built yet; one is")
     if topology.algorithm.use_rollout_routing_replay and not answers_are_recorded(topology):

@@ -1,4 +1,4 @@
-"""The bus of a run: the port that ours is to have, and whether a server that is there lets this run in."""
+"""Checks the bus: the port of our own server, or access to an existing server."""
 
 import socket
 from contextlib import closing
@@ -21,15 +21,15 @@ ASKING: Final = BusLimits(connect_timeout_s=3.0, publish_timeout_s=3.0, attempt_
 
 
 class Asker(msgspec.Struct, frozen=True, kw_only=True):
-    """From where a server is asked, and as whom."""
+    """The node and login of a check."""
 
     node: str
-    bus_login: Login | None  # that stood in bus.url
-    fresh: bool = False  # what the server has of this run is to be discarded
+    bus_login: Login | None  # taken from bus.url
+    fresh: bool = False  # the run's streams are to be discarded
 
 
 def check_bus(findings: Findings, asker: Asker) -> None:
-    """Listen where a server of ours is to listen; ask a server that is there with the login that a start would use."""
+    """Try to listen on the port of our server, or connect to an existing server as a start would."""
     bus = findings.topology.bus
     if bus.port is not None:
         _check_port(findings, bus.port)
@@ -53,7 +53,7 @@ def _check_port(findings: Findings, port: int) -> None:
 
 
 def _refused_by(url: str, *, has_login: bool, topology: Topology) -> str | None:
-    """Why a run could not use the server at a URL, by what it says to everybody; None if nothing is against it."""
+    """Return why a run cannot use the server at a URL, by its greeting; None if it can."""
     try:
         greeting = greeting_of(url, GREETING_TIMEOUT_S)
     except (OSError, ValueError) as error:
@@ -72,7 +72,7 @@ def _refused_by(url: str, *, has_login: bool, topology: Topology) -> str | None:
 
 
 def _ask(findings: Findings, url: str, asker: Asker) -> None:
-    import anyio  # like nats-py below: few topologies need it, and a check is quick
+    import anyio  # imported late, like nats-py below: few topologies need it
 
     from runtime.host.logs import silenced
 
@@ -92,13 +92,13 @@ def _ask(findings: Findings, url: str, asker: Asker) -> None:
 
 
 async def _look_at(topology: Topology, url: str, asker: Asker) -> str | None:
-    """Why what the server has of this run does not go with the run directory, if so. Connects as a start does.
+    """Connect as a start does; return why the run's streams do not match the run directory, or None.
 
     Raises:
-        BusRefused: the server does not take the login.
-        BusError: it cannot be reached, or keeps no streams for this login.
+        BusRefused: the server refuses the login.
+        BusError: the server cannot be reached, or offers no streams to this login.
     """
-    from runtime.agent.claims.run_id import RunMismatch, check_run_id  # with nats-py, which few topologies need here
+    from runtime.agent.claims.run_id import RunMismatch, check_run_id  # imports nats-py, which few topologies need here
     from runtime.bus.bus import Bus
 
     run = topology.run

@@ -1,4 +1,4 @@
-"""Whether a start would go on this machine, as far as it can be told without knowing an actor."""
+"""Pre-start checks of this machine that do not depend on actors."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -14,7 +14,7 @@ from runtime.settings.placement import home_node, max_sample_tokens
 from runtime.settings.recipe import max_prompt_len
 from runtime.settings.topology import Topology
 
-ASK_TIMEOUT_S: Final = 120.0  # of servers and interpreters, each of which has a limit of its own
+ASK_TIMEOUT_S: Final = 120.0  # for servers and interpreters, which have their own limits too
 
 
 def check_here(
@@ -25,15 +25,14 @@ def check_here(
     elsewhere: bool = False,
     doing: Doing = unlimited,
 ) -> Checked:
-    """Look for what a topology needs, and for what is not built.
+    """Check what a topology needs on this machine, and what is not implemented yet.
 
     Args:
         loaded: the topology.
-        node: which of its nodes this machine is; none: the one with the bus.
-        fresh: the run that is there is to be discarded.
-        elsewhere: leave out what only the machine can show where the run is to be: GPUs, interpreters with their
-            packages, paths, addresses.
-        doing: is told what is done next.
+        node: the node that this machine is; none: the one with the bus.
+        fresh: the existing run is to be discarded.
+        elsewhere: skip checks that need the machine of the run: GPUs, interpreters and packages, paths, addresses.
+        doing: called before each activity.
     """
     findings = Findings(loaded, doing)
     topology = loaded.topology
@@ -51,7 +50,7 @@ def check_here(
 
 
 def _long_samples(topology: Topology) -> Iterator[str]:
-    """Whether the lengths that the recipe allows are over what the trainer's ranks take."""
+    """Yield a note if samples may be longer than the trainer's ranks accept."""
     rollout, limit = topology.rollout, max_sample_tokens(topology)
     longest = (max_prompt_len(rollout) or 0) + rollout.max_response_len
     longest = min(longest, rollout.max_context_len or longest)

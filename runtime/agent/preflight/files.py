@@ -1,4 +1,4 @@
-"""Files and directories that a topology names: models, data, dumps, and the place of the run."""
+"""Checks the paths of a topology: models, data, dumps, and the run directory."""
 
 import os
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ from runtime.settings.slices import split_slice
 from runtime.settings.topology import EXPORT_DIRECTORY, Topology
 from runtime.wording import show
 
-CHECKED_ROWS: Final = 10_000  # of each data file; the buffer reads them all
+CHECKED_ROWS: Final = 10_000  # per data file; the buffer reads all rows
 TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json")
 WEIGHTS: Final = ("model.safetensors", "model.safetensors.index.json")
 
 
 def check_paths(findings: Findings) -> None:
-    """Look at every path that the topology names."""
+    """Check every path of the topology."""
     topology = findings.topology
     _model(findings, "model.hf_checkpoint", topology.model.hf_checkpoint, weights=not topology.model.random_init)
     if topology.model.ref_load is not None:
@@ -38,7 +38,7 @@ def check_paths(findings: Findings) -> None:
 
 
 def paths_of(topology: Topology) -> Iterator[str]:
-    """The keys of paths that a topology needs to exist."""
+    """Yield the keys of the paths that must exist."""
     named = {"model.hf_checkpoint": topology.model.hf_checkpoint, "model.ref_load": topology.model.ref_load}
     named |= {f"data.{index}.path": item.path for index, item in enumerate(topology.data)}
     named |= {f"eval.{index}.path": item.path for index, item in enumerate(topology.eval)}
@@ -65,7 +65,7 @@ def _model(findings: Findings, key: str, value: str, *, weights: bool) -> None:
 
 
 def _on_hub(findings: Findings, model: HubModel) -> None:
-    """A name of the hub that its cache has not."""
+    """Add a note on the download of a hub model that is not in the cache, or a problem."""
     try:
         findings.notes.append(f"{model.key} = {show(model.name)}: {offer(model)}; a check looks no further into it")
     except NotOnHub as error:
@@ -83,7 +83,7 @@ def _no_directory(findings: Findings, key: str, value: str) -> None:
 
 def _data(findings: Findings, key: str, data: DataConfig) -> None:
     if data.path is None:
-        return  # a function, which is looked for where plug-ins are
+        return  # a function, checked with the plug-ins
     file = Path(split_slice(data.path)[0])
     if not file.exists():
         findings.missing(f"{key}.path", data.path, "no such file")
@@ -100,7 +100,7 @@ def _data(findings: Findings, key: str, data: DataConfig) -> None:
 
 
 def _credentials(findings: Findings) -> None:
-    """The file with the login of a bus that is not ours."""
+    """Check the file with the login of an external bus."""
     key, value = "bus.credentials", findings.topology.bus.credentials
     if value is None:
         return
@@ -114,7 +114,7 @@ def _credentials(findings: Findings) -> None:
 
 
 def _dumps(findings: Findings) -> None:
-    """Where samples are dumped and where a dump is read."""
+    """Check the directories of dumps to write and to read."""
     run = findings.topology.run
     if run.load is not None and not Path(run.load).is_dir():
         findings.missing("run.load", run.load, "no such directory")
@@ -133,7 +133,7 @@ def _run_dir(findings: Findings) -> None:
 
 
 def _writable(findings: Findings, key: str, path: Path) -> Path:
-    """Whether a directory can be made or written; returns the nearest that exists."""
+    """Check that a directory can be created or written; return its nearest existing parent."""
     place = next(path for path in (path, *path.parents) if path.exists())
     if (
         link := next((each for each in (path, *path.parents) if each.is_symlink() and not each.exists()), None)

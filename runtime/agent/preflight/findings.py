@@ -1,4 +1,4 @@
-"""What a look at this machine has found: why a start would be refused, and what is worth knowing."""
+"""Findings of the pre-start checks: problems that refuse a start, and notes."""
 
 from collections.abc import Iterator
 
@@ -11,15 +11,15 @@ from runtime.settings.reading.config import Problem
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found out. Without problems, a start on this machine goes."""
+    """Result of the pre-start checks. Without problems, the run can start on this machine."""
 
     problems: tuple[Problem, ...]
-    notes: tuple[str, ...] = ()  # what is worth knowing
-    left_out: tuple[str, ...] = ()  # what was not looked at, since the run is to be elsewhere
+    notes: tuple[str, ...] = ()  # useful to know
+    left_out: tuple[str, ...] = ()  # skipped checks, if the run is to start elsewhere
 
 
 class Findings:
-    """Collects problems, each with the file that wrote its key."""
+    """Collects problems, each with the file that set its key."""
 
     def __init__(self, loaded: LoadedTopology, doing: Doing = unlimited) -> None:
         self.topology = loaded.topology
@@ -30,25 +30,25 @@ class Findings:
         self.notes: list[str] = []
 
     def add(self, problem: Problem) -> None:
-        """Keep a problem."""
+        """Add a problem."""
         self._problems.append(msgspec.structs.replace(problem, file=self._loaded.origin(problem.key)))
 
     def problem(self, key: str, value: object, message: str) -> None:
-        """Keep what is wrong with the value of a key."""
+        """Add a problem of a key's value."""
         self.add(Problem.of(key, value, message))
 
     def missing(self, key: str, value: str, message: str) -> None:
-        """Keep that a path is not there, and where it was looked for."""
+        """Add a missing path, with the places that were searched."""
         self.problem(key, value, f"{message} (looked in {', '.join(map(str, places(self._loaded, key)))})")
 
     def hub_models(self) -> Iterator[HubModel]:
-        """Models that are named as on the hub, and no directories."""
+        """Yield models with hub names that are not directories."""
         return hub_models(self._whole)
 
     def has(self, key: str) -> bool:
-        """Whether something is wrong with a key already."""
+        """Return whether a key already has a problem."""
         return any(problem.key == key for problem in self._problems)
 
     def checked(self, left_out: tuple[str, ...] = ()) -> Checked:
-        """All of it."""
+        """Return all findings."""
         return Checked(problems=tuple(self._problems), notes=tuple(self.notes), left_out=left_out)

@@ -1,6 +1,6 @@
-"""Models that are named as on the Hugging Face hub: found in its cache on this machine, or downloaded by a start.
+"""Models with Hugging Face hub names: taken from the local cache, or downloaded at a start.
 
-The cache comes first and is enough: a name stands for the same files at each start of a run, with or without a network.
+The cache comes first and is sufficient: a name means the same files at each start, with or without a network.
 """
 
 import json
@@ -25,20 +25,20 @@ T = TypeVar("T")
 
 
 class NotOnHub(Exception):
-    """A name that is neither in the hub's cache nor to be had from the hub."""
+    """A model is neither in the cache nor available from the hub."""
 
 
 class HubModel(msgspec.Struct, frozen=True):
-    """A model that a topology names as the hub does."""
+    """A model that a topology gives by its hub name."""
 
     key: str
     name: str
-    weights: bool  # they are needed, too
-    code: bool  # so is its code
+    weights: bool  # its weights are needed
+    code: bool  # its code is needed
 
 
 def hub_models(loaded: LoadedTopology) -> Iterator[HubModel]:
-    """Those of a topology that are not found as directories."""
+    """Yield the hub models of a topology: names that are not directories."""
     model = loaded.topology.model
     named = (
         ("model.hf_checkpoint", model.hf_checkpoint, not model.random_init),
@@ -50,14 +50,14 @@ def hub_models(loaded: LoadedTopology) -> Iterator[HubModel]:
 
 
 def is_hub_name(loaded: LoadedTopology, key: str, value: str) -> bool:
-    """Whether a value is a name of the hub, and no path with a typing error: what it would stand in is not there."""
+    """Return whether a value is a hub name, not a mistyped path: its parent directory does not exist."""
     parents = [place / Path(value).parent for place in places(loaded.loaded, key)]
     return HUB_NAME.match(value) is not None and not any(parent.is_dir() for parent in parents)
 
 
 def cached(model: HubModel) -> Path | None:
-    """Its directory in the hub's cache; None: it is not there, or not whole."""
-    from huggingface_hub import errors  # a second to import; paths do without
+    """Return the model's directory in the local cache; None if it is missing or incomplete."""
+    from huggingface_hub import errors  # takes a second to import; plain paths do not need it
 
     try:
         found = _snapshot(model.name, local_files_only=True)
@@ -67,10 +67,10 @@ def cached(model: HubModel) -> Path | None:
 
 
 def offer(model: HubModel) -> str:
-    """What a start would download, in words.
+    """Describe what a start would download.
 
     Raises:
-        NotOnHub: nothing, and why.
+        NotOnHub: the model is not available; the message is the reason.
     """
     from huggingface_hub import HfApi, constants
 
@@ -83,10 +83,10 @@ def offer(model: HubModel) -> str:
 
 
 def download(model: HubModel) -> Path:
-    """Bring it into the hub's cache.
+    """Download the model to the local cache and return its directory.
 
     Raises:
-        NotOnHub: it cannot be had.
+        NotOnHub: the model is not available.
     """
     from huggingface_hub import constants
 
@@ -95,15 +95,15 @@ def download(model: HubModel) -> Path:
 
 
 def with_cached(loaded: LoadedTopology, tell: Callable[[str], None]) -> LoadedTopology:
-    """The topology with paths for names that are in the hub's cache; says where each was found."""
+    """Replace hub names in the local cache by paths, and report each path."""
     return _with_paths(loaded, cached, "found in the hub's cache", tell)
 
 
 def with_downloaded(loaded: LoadedTopology, tell: Callable[[str], None]) -> LoadedTopology:
-    """The topology with paths for all names of the hub.
+    """Replace all hub names by paths, downloading if needed.
 
     Raises:
-        NotOnHub: one cannot be had.
+        NotOnHub: a model is not available.
     """
     return _with_paths(loaded, download, "downloaded", tell)
 
@@ -132,7 +132,7 @@ def _snapshot(name: str, **wishes: Any) -> Path:
 
 
 def _asked(ask: Callable[[], T]) -> T:
-    """What the hub answers."""
+    """Call the hub and translate its errors."""
     from huggingface_hub import constants
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -150,7 +150,7 @@ def _asked(ask: Callable[[], T]) -> T:
 
 
 def _is_whole(directory: Path, *, weights: bool) -> bool:
-    """Whether what is needed of a model is there: others may have brought parts of it into the cache."""
+    """Return whether the needed files are there: other programs may have cached parts of the model."""
     if not (directory / "config.json").is_file():
         return False
     if not weights or (directory / "model.safetensors").is_file():

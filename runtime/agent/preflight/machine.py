@@ -1,4 +1,4 @@
-"""GPUs, interpreters, packages and engines that a topology needs of this machine."""
+"""Checks GPUs, interpreters, packages and external engines on this machine."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ TRAINER: Final = ("torch", "megatron.core", "safetensors")
 EMBEDDED: Final = ("torch", "safetensors")
 ROUTER: Final = ("sglang_router",)
 CONNECT_TIMEOUT_S: Final = 3.0
-ASK_TIMEOUT_S: Final = 60.0  # an interpreter that imports torch for the first time
+ASK_TIMEOUT_S: Final = 60.0  # an interpreter may import torch for the first time
 HAS_SGLANG: Final = "import importlib.util as u, sys; sys.exit(u.find_spec('sglang') is None)"
 HAS_GPU: Final = "import torch, sys; sys.exit(not torch.cuda.is_available())"
 
@@ -30,14 +30,14 @@ class Needed(NamedTuple):
     key: str
     value: str
     packages: tuple[str, ...]
-    extra: str  # of ours that brings them
+    extra: str  # our pip extra that installs them
 
 
 def check_machine(findings: Findings, node: str) -> None:
-    """Look for what is installed and reachable.
+    """Check what is installed and reachable.
 
     Args:
-        node: what this machine is.
+        node: the node that this machine is.
     """
     topology = findings.topology
     check_open_files(findings)
@@ -103,12 +103,12 @@ def _check_engine(findings: Findings, key: str, engine: EngineConfig) -> None:
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # what it stands in is not there
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
 def _answers(python: str, code: str, env: Mapping[str, str] | None = None) -> bool:
-    """Whether an interpreter ends such code with 0."""
+    """Return whether an interpreter runs this code with exit code 0."""
     environment = {**os.environ, **(env or {})}
     try:
         asked = subprocess.run(
@@ -120,7 +120,7 @@ def _answers(python: str, code: str, env: Mapping[str, str] | None = None) -> bo
 
 
 def _unreachable(url: str, default_port: int) -> str | None:
-    """Why nothing takes connections at a URL, or None."""
+    """Return why no connection to a URL is possible, or None."""
     parts = urlsplit(url)
     try:
         port = parts.port or {"https": 443, "wss": 443, "ws": 80}.get(parts.scheme, default_port)

@@ -1,4 +1,4 @@
-"""Child processes: started, kept running, stopped, and none left behind.
+"""Supervision of child processes: start, restart, stop, and cleanup.
 
 Open supervisor.py first.
 """

@@ -1,4 +1,4 @@
-"""What happens to a process that is supervised, as those who listen learn of it."""
+"""State changes of a supervised process, for listeners."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from runtime.settings.processes import ProcessSpec
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """A process runs."""
+    """A process started."""
 
     spec: ProcessSpec
     pid: int
@@ -16,7 +16,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """A process serves."""
+    """A process is ready."""
 
     spec: ProcessSpec
     host: str | None
@@ -32,11 +32,11 @@ class Exited(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     exit_code: int  # negative: killed by that signal
     reason: str
-    restart_in_s: float | None  # none: it is not started again
+    restart_in_s: float | None  # none: there is no restart
 
 
 class GivenUp(msgspec.Struct, frozen=True, kw_only=True):
-    """A process ended for good without being asked to."""
+    """A process ended unexpectedly and is not restarted."""
 
     spec: ProcessSpec
     exit_code: int

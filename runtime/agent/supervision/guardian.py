@@ -1,8 +1,8 @@
-"""Leaves no process behind: a small process that outlives the node agent by a moment and kills what it left.
+"""The guardian: a small process that outlives the node daemon briefly and kills the processes that it left.
 
-Direct children die with the agent (PR_SET_PDEATHSIG); what they started themselves does not. The guardian holds the
-read end of a pipe. When the agent is gone, however it went, the pipe ends, and every process that carries the
-agent's mark in its environment or belongs to one of its sessions is killed. Standard library only: it is run by path,
+Direct children die with the daemon (PR_SET_PDEATHSIG); their own children do not. The guardian holds the read end of a
+pipe, which ends when the daemon does, for whatever reason. Then the guardian kills every process that has the daemon's
+mark in its environment or belongs to one of its sessions. It uses only the standard library and is run by path,
 isolated, to stay small.
 """
 
@@ -13,18 +13,18 @@ import time
 from collections.abc import Container
 from pathlib import Path
 
-MARK_VARIABLE = "PHYSARUM_AGENT"  # "<token>@<run directory>" in the environment of every supervised process
-SWEEPS = 200  # at most 2 s of killing: a process may fork while it is looked for
+MARK_VARIABLE = "PHYSARUM_AGENT"  # "<token>@<run directory>", set for every supervised process
+SWEEPS = 200  # at most 2 s: a process may fork during a sweep
 SWEEP_INTERVAL_S = 0.01
 
 
 def mark_of(token: str, run_dir: Path) -> str:
-    """The value that the processes of one agent carry; a token is used by one agent only."""
+    """Return the mark of one daemon's processes. A token is used by one daemon only."""
     return f"{token}@{run_dir.resolve()}"
 
 
 def find(mark: str, sessions: Container[int] = ()) -> list[int]:
-    """Process ids that carry the mark or are in a session; "@<run directory>" is the mark of any agent of that run.
+    """Return the ids of processes with the mark or in a session. "@<run directory>" matches any daemon of that run.
 
     The environment alone is not enough: a process may overwrite it (setproctitle does).
     """
@@ -34,7 +34,7 @@ def find(mark: str, sessions: Container[int] = ()) -> list[int]:
 
 
 def kill(mark: str, sessions: Container[int] = ()) -> int:
-    """Kill all that `find` finds, until it finds nothing more; return how many were killed."""
+    """Kill all processes that `find` returns, until it returns none; return the number of killed processes."""
     killed: set[int] = set()
     for _ in range(SWEEPS):
         found = find(mark, sessions)
@@ -46,12 +46,12 @@ def kill(mark: str, sessions: Container[int] = ()) -> int:
             except (ProcessLookupError, PermissionError):
                 continue
             killed.add(pid)
-        time.sleep(SWEEP_INTERVAL_S)  # the kernel needs a moment; there is nothing to wait on for foreign processes
+        time.sleep(SWEEP_INTERVAL_S)  # the kernel needs a moment; processes of others cannot be waited for
     return len(killed)
 
 
 def kill_session(session: int) -> int:
-    """Kill what is left of one session."""
+    """Kill the remaining processes of one session."""
     return kill("", {session})
 
 
@@ -60,7 +60,7 @@ def _carries(pid: int, mark: str) -> bool:
         return False
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # gone meanwhile, a zombie, or somebody else's
+    except OSError:  # it ended, is a zombie, or belongs to another user
         return False
     name = f"{MARK_VARIABLE}=".encode()
     for item in environment.split(b"\0"):
@@ -71,17 +71,17 @@ def _carries(pid: int, mark: str) -> bool:
 
 
 def _session(pid: int) -> int:
-    """Session of a live process; -1 for a dead one."""
+    """Return the session of a live process; -1 for a dead one."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return -1
-    state, _parent, _group, session = stat.rpartition(")")[2].split()[:4]  # the name before may hold spaces
+    state, _parent, _group, session = stat.rpartition(")")[2].split()[:4]  # the process name may contain spaces
     return -1 if state in "ZX" else int(session)
 
 
 def main(argv: list[str]) -> int:
-    """Follow the agent's sessions on standard input ("+id", "-id" lines) to its end, then kill what is left."""
+    """Read the daemon's sessions from standard input ("+id", "-id" lines) until it ends, then kill what remains."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sessions: set[int] = set()

@@ -1,20 +1,20 @@
-"""Lines out of a stream of bytes, none longer than a bound."""
+"""Splits a byte stream into lines of bounded length."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class CutLine(NamedTuple):
-    """The beginning of a line, whole if nothing is left out."""
+    """A line, cut to the bound if it was longer."""
 
     content: bytes
     left_out_bytes: int
 
 
 class LineCutter:
-    """Takes bytes in pieces of any size, gives lines, and keeps no more of one than its bound.
+    """Splits chunks of any size into lines, and keeps at most `max_bytes` of each.
 
-    A line is not cut within a word that is to be found in it whole: it is cut before that.
+    It never cuts a line inside one of `words`, but before it, so that the word can be found.
     """
 
     def __init__(self, max_bytes: int, *, words: Sequence[bytes] = ()) -> None:
@@ -25,7 +25,7 @@ class LineCutter:
         self._left_out_bytes = 0
 
     def feed(self, data: bytes) -> list[CutLine]:
-        """The lines that end in these bytes."""
+        """Return the lines that end in these bytes."""
         *ends, rest = data.split(b"\n")
         lines = [self._ended(end) for end in ends]
         self._add(rest)
@@ -40,7 +40,7 @@ class LineCutter:
         return line
 
     def _end(self) -> int:
-        """Where the line that ends now is cut."""
+        """Return the length at which to cut the current line."""
         end = self._max_bytes
         while len(self._content) > end:
             places = [

@@ -1,4 +1,4 @@
-"""What a process prints: kept as one JSON object per line in its log, bounded, with its last lines at hand."""
+"""The log of a process's output: one JSON object per line, bounded, with the last lines in memory."""
 
 import re
 import time
@@ -14,20 +14,20 @@ from runtime.agent.supervision.line_cutter import CutLine, LineCutter
 from runtime.secrets import Secret, without
 from runtime.wording import printable, printable_json, shortened
 
-MAX_LINE_BYTES = 1 << 16  # the rest of a longer line is counted, not kept
-MAX_FILE_BYTES = 64 << 20  # then the file is kept as <name>.jsonl.1 and a new one begun
+MAX_LINE_BYTES = 1 << 16  # the rest of a longer line is only counted
+MAX_FILE_BYTES = 64 << 20  # a larger file is renamed to <name>.jsonl.1
 TAIL_LINES = 50
-MAX_SHOWN = 2000  # characters of a line, and of the reason of an end
-RECENT_LINES = 40  # an error before these was survived
+MAX_SHOWN = 2000  # characters of a shown line, or of an exit reason
+RECENT_LINES = 40  # the process survived errors before these lines
 
-_input_error = re.compile(r"^(?:InputError|NoSpace)\((['\"])(.*)\1\)$", re.DOTALL)  # its text was written for people
+_input_error = re.compile(r"^(?:InputError|NoSpace)\((['\"])(.*)\1\)$", re.DOTALL)  # its text is a message for users
 _terminal_codes = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
 class OutputLog:
-    """Takes the bytes that a process prints, whatever they are, and writes its log, cut lines included.
+    """Writes the output of a process to its log.
 
-    A line that is a JSON object goes in as it is; any other is wrapped as the event "output".
+    A line that is a JSON object is written as it is. Any other line, cut or not, is wrapped in the event "output".
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class OutputLog:
         """Open the log.
 
         Args:
-            path: of the file.
-            actor: whose output it is.
-            max_bytes: of the file, before it is put aside.
-            hidden: secrets that the process knows; they are cut out of what it prints.
-            crash_words: a line with one of these tells of a crash; what follows it may be long.
+            path: of the log file.
+            actor: name of the process.
+            max_bytes: size of the file at which it is rotated.
+            hidden: secrets of the process, removed from its output.
+            crash_words: a line with one of these reports a crash, however many lines follow.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
@@ -58,23 +58,23 @@ class OutputLog:
         self._lines = LineCutter(MAX_LINE_BYTES, words=[secret.reveal().encode() for secret in hidden])
         self._tail: deque[bytes] = deque(maxlen=TAIL_LINES)
         self._crash_words = [word.encode() for word in crash_words]
-        self._crash: bytes | None = None  # the newest line that told of one
+        self._crash: bytes | None = None  # newest line that reports a crash
 
     def feed(self, data: bytes) -> None:
-        """Take what was read from the process."""
+        """Log bytes that were read from the process."""
         self._write([self._logged(line) for line in self._lines.feed(data) if line.content.strip()])
 
     def end(self) -> None:
-        """The process has ended: its last line may lack its end."""
+        """Log the last line of a process that ended, which may lack its newline."""
         self.feed(b"\n")
 
     def tail(self, count: int = 20) -> list[str]:
-        """The last lines, for people."""
+        """Return the last lines in readable form."""
         lines = list(self._tail)[-count:]
         return [text for line in lines for text in _shown(line)][-count:]
 
     def why(self) -> str | None:
-        """What the process said last about why it ends: its last error, or else its last words outside its log."""
+        """Return the likely cause of the end: the last logged error, else the last plain output, else None."""
         last_words = None
         for line in list(self._tail)[: -RECENT_LINES - 1 : -1]:
             entry = _entry_of(line) or {}
@@ -85,11 +85,11 @@ class OutputLog:
         return last_words
 
     def crash(self) -> str | None:
-        """The newest line that told of a crash, or None."""
+        """Return the newest line that reports a crash, or None."""
         return None if self._crash is None else shortened(printable(readable(self._crash)), MAX_SHOWN)
 
     def forget(self) -> None:
-        """Begin a new process's tail."""
+        """Clear the last lines, for a new process."""
         self._tail.clear()
         self._crash = None
 
@@ -108,7 +108,7 @@ class OutputLog:
             self._size_bytes += sum(len(line) + 1 for line in lines)
             if self._size_bytes > self._max_bytes:
                 self._rotate()
-        except OSError:  # a full disk costs log lines; those who store data fail by themselves and say so
+        except OSError:  # a full disk costs log lines; processes that store data fail by themselves
             return
 
     def _rotate(self) -> None:
@@ -132,7 +132,7 @@ class OutputLog:
 
 
 def readable(line: bytes) -> str:
-    """One log line as people read it: time, level, event, then its fields."""
+    """Format one log line for users: time, level, event, then its fields."""
     entry = _entry_of(line)
     if not entry:
         return line.decode(errors="replace")
@@ -176,7 +176,7 @@ def _error_of(entry: dict[str, Any]) -> str:
 
 
 def _entry_of(line: bytes) -> dict[str, Any] | None:
-    """The object that a line holds; None for what is none, is nested too deep, or has numbers that are too large."""
+    """Parse the JSON object of a line; None for other lines, too deep nesting, or too large numbers."""
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except (ValueError, RecursionError, OverflowError):  # a DecodeError and a UnicodeDecodeError are ValueErrors
@@ -185,6 +185,6 @@ def _entry_of(line: bytes) -> dict[str, Any] | None:
 
 def _one_line(content: bytes, entry: dict[str, Any]) -> bytes:
     text = content.decode()
-    if "\r" in text or "\t" in text:  # between its parts: some readers take the one for the end of the line
+    if "\r" in text or "\t" in text:  # JSON whitespace that some readers take for the end of a line
         text = msgspec.json.encode(entry).decode()
     return printable_json(text).encode()

@@ -6,13 +6,13 @@ import socket
 from pathlib import Path
 from typing import Final
 
-LOWEST: Final = 20_000  # below it are services that people know by their ports
+LOWEST: Final = 20_000  # well-known services use ports below it
 TRIES: Final = 50
 CONNECTIONS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class PortInUse(Exception):
-    """A port that the topology fixes is taken."""
+    """A port that the topology sets is in use."""
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__(f"port {port} on {host} is in use by another program")
@@ -21,9 +21,9 @@ class PortInUse(Exception):
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
+    """Return whether a server could listen on a port now."""
     with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections in TIME_WAIT do not hinder a server
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections in TIME_WAIT do not block a server
         try:
             probe.bind((host, port))
             probe.listen(1)
@@ -35,9 +35,9 @@ def is_free(host: str, port: int) -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago. Another program may still be faster: be ready to ask again.
+    """Return a port that was free a moment ago. Another program may take it first, so be ready to retry.
 
-    The kernel gives it to no connection: a server that takes long to start would find it taken.
+    It is outside of the kernel's range for outgoing connections, so no connection takes it while a server starts.
     """
     lowest = _lowest_of_connections()
     for _ in range(TRIES if lowest > LOWEST else 0):
@@ -50,7 +50,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def _lowest_of_connections() -> int:
-    """The lowest port that the kernel gives to connections; 0: not known."""
+    """Return the lowest port that the kernel uses for outgoing connections; 0 if unknown."""
     try:
         return int(CONNECTIONS.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -58,10 +58,10 @@ def _lowest_of_connections() -> int:
 
 
 def choose_port(host: str, *, fixed: int | None = None, previous: int | None = None) -> int:
-    """The fixed port, or else the previous one while it is free, or else another.
+    """Choose the fixed port, else the previous one if it is free, else another free port.
 
     Raises:
-        PortInUse: the fixed port is taken.
+        PortInUse: the fixed port is in use.
     """
     if fixed is not None:
         if not is_free(host, fixed):

@@ -1,4 +1,4 @@
-"""Whether a process serves yet, and whether it still does. Its port is asked: nobody else could tell."""
+"""Readiness and liveness checks of a process, through its port."""
 
 import anyio
 
@@ -16,7 +16,7 @@ from runtime.settings.processes import (
 ASK_INTERVAL_S = 0.03
 ANSWER_TIMEOUT_S = 2.0
 PROBE_EVERY_S = 5.0
-PROBES_PER_LIMIT = 4  # at least, before a server is given up
+PROBES_PER_LIMIT = 4  # at least, before a server counts as unresponsive
 
 
 async def wait_until_ready(readiness: Readiness, pid: int, host: str, port: int) -> None:
@@ -27,14 +27,15 @@ async def wait_until_ready(readiness: Readiness, pid: int, host: str, port: int)
         case WhenConfirmed():
             await readiness.check(pid)
         case WhenListening():
-            while not await _listens(host, port):  # noqa: ASYNC110 - a foreign process: there is no event to wait for
+            while not await _listens(host, port):  # noqa: ASYNC110 - an external process: there is no event
                 await anyio.sleep(ASK_INTERVAL_S)
 
 
 async def wait_until_silent(probe: Question, host: str, port: int, limit_s: float) -> None:
-    """Return when a server has not answered for so long.
+    """Return when a server has not answered for `limit_s`.
 
-    An answer that is only slow counts: a probe has half the limit. Time in which we ourselves stood still does not.
+    A slow answer counts as an answer: a probe waits for half of the limit. Time in which this process itself was
+    suspended does not count.
     """
     every_s = min(PROBE_EVERY_S, limit_s / PROBES_PER_LIMIT)
     silent_s = 0.0
@@ -49,7 +50,7 @@ async def wait_until_silent(probe: Question, host: str, port: int, limit_s: floa
 
 
 async def _responds(probe: Question, host: str, port: int, timeout_s: float) -> bool:
-    """Whether a server says anything."""
+    """Return whether a server answers at all."""
     match probe:
         case AnswersHttp(path):
             return await status_of(f"http://{_in_url(host)}:{port}{path}", timeout_s=timeout_s) is not None

@@ -1,17 +1,16 @@
-"""How often and how soon a process is started again."""
+"""Restart budget and backoff of a process."""
 
 from runtime.retrying import Backoff
 
 BACKOFF = Backoff(first_s=0.1, max_s=10.0)
-LASTING_S = 30.0  # a process that ran for so long did not fail at its start
+LASTING_S = 30.0  # a process that ran this long did not fail at its start
 
 
 class RestartBudget:
-    """How often and how soon a process is started again.
+    """Number of restarts left to a process, and the delay before each.
 
     Progress of the run refills the budget. The delay doubles with each early end, whatever the run does meanwhile, and
-    begins anew after a process has lasted. It is drawn anew each time: processes that failed together, as of one cause,
-    are not started again together.
+    is reset after a process lasted. It has jitter, so that processes that failed together do not restart together.
     """
 
     def __init__(self, max_restarts: int) -> None:
@@ -20,7 +19,7 @@ class RestartBudget:
         self._early_ends = 0
 
     def spend(self, lasted_s: float) -> float | None:
-        """Seconds to wait before the next start of a process that lasted so long; none when the budget is used up."""
+        """Use one restart; return the seconds to wait before it, or None if the budget is used up."""
         if self._spent >= self._max_restarts:
             return None
         self._spent += 1

@@ -1,4 +1,4 @@
-"""Starting a child process that cannot outlive the agent."""
+"""Starts child processes that cannot outlive the node daemon."""
 
 import asyncio
 import ctypes
@@ -19,10 +19,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Child:
-    """A process in its own session, with one pipe for all that it prints.
+    """A child process in its own session, with one pipe for its output.
 
-    The session keeps Ctrl-C in the terminal from it. PR_SET_PDEATHSIG follows the thread that forks, so it must be
-    the main one.
+    The session keeps the terminal's Ctrl-C away from it. PR_SET_PDEATHSIG follows the thread that forks, so this must
+    be the main thread.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, output: int) -> None:
@@ -38,11 +38,11 @@ class Child:
 
         Args:
             command: program and arguments.
-            environment: all of it.
-            kept_open: file descriptors of ours that it has too.
+            environment: its whole environment.
+            kept_open: our file descriptors that the child inherits.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the command cannot be started.
         """
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("children are started from the main thread: they die with the thread that forked them")
@@ -68,7 +68,7 @@ class Child:
         return cls(process, read_end)
 
     async def wait(self) -> int:
-        """Wait for its end; return its exit code, negative for a signal."""
+        """Wait until it ends; return its exit code, negative for a signal."""
         return await self._process.wait()
 
     @property
@@ -76,22 +76,22 @@ class Child:
         return self._process.returncode is None
 
     def ask_to_stop(self) -> None:
-        """SIGTERM to the process itself, which stops those that it started."""
+        """Send SIGTERM to the process itself; it stops its own children."""
         if self.running:
             self._process.terminate()
 
     def kill(self) -> None:
-        """SIGKILL to the process and to its group."""
+        """Send SIGKILL to the process and its process group."""
         if self.running:
             self._process.kill()
         try:
             os.killpg(self.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # nobody left in the group
+        except (ProcessLookupError, PermissionError):  # the group is empty
             return
 
 
 class Guard:
-    """The guardian process, told of every session; started again when it dies."""
+    """Runs the guardian process, reports every session to it, and restarts it when it dies."""
 
     def __init__(self, mark: str, interpreter: str) -> None:
         self._mark = mark
@@ -100,7 +100,7 @@ class Guard:
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self) -> None:
-        """Keep a guardian until cancelled; then let it sweep, and wait for it."""
+        """Keep a guardian running until cancelled; then let it clean up, and wait for it."""
         try:
             while True:
                 self._process = await self._start()
@@ -142,18 +142,18 @@ class Guard:
 
 
 async def _shielded(start: Awaitable[asyncio.subprocess.Process]) -> asyncio.subprocess.Process:
-    """Start a process whole: cancelled half-way it would be nobody's."""
+    """Start a process, shielded from cancellation: otherwise a half-started process would have no owner."""
     scope = anyio.CancelScope(shield=True)
     with scope:
         process = await start
         return process
-    raise AssertionError(scope)  # a shielded scope swallows nothing
+    raise AssertionError(scope)  # a shielded scope swallows no exception
 
 
 def _dying_with(agent: int) -> Callable[[], None]:
     def prepare() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != agent:  # it died before the line above
+        if os.getppid() != agent:  # the daemon died before prctl
             os._exit(1)
 
     return prepare

@@ -1,4 +1,4 @@
-"""Keeps the processes of a node running, and ends them together."""
+"""Supervises the processes of a node: restarts them, and stops them together."""
 
 import os
 import signal
@@ -28,10 +28,10 @@ from runtime.settings.devices import with_own_gpus
 from runtime.settings.processes import GivesPulse, NotReady, ProcessSpec, Tier
 from runtime.wording import signal_name
 
-DRAIN_S = 1.0  # for the last lines of a process that ended
-PEERS_HOST = "127.0.0.1"  # where the processes of one server meet
+DRAIN_S = 1.0  # for the last output of a process that ended
+PEERS_HOST = "127.0.0.1"  # rendezvous host of a restart group
 STOP_WITHIN_S = 8.0
-TIER_RESERVE_S = 1.5  # kept for each tier still to be stopped
+TIER_RESERVE_S = 1.5  # reserved for each tier that is still to be stopped
 
 _LASTING = {
     EXIT_INPUT_ERROR: "input error",
@@ -41,7 +41,7 @@ _LASTING = {
 
 
 class Supervisor:
-    """Runs one process until it is stopped or given up."""
+    """Runs one process, with restarts, until it is stopped or given up."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class Supervisor:
     ) -> None:
         self.spec = spec
         self._servers = servers or ReadyServers()
-        self._came_up = True  # its last process, if there was one, became ready
+        self._came_up = True  # the last process became ready, if there was one
         self._together = together
-        self._ended_with = ""  # the other part of the same whole that ended before
+        self._ended_with = ""  # the other process of the restart group that ended first
         if together is not None:
             together.join(spec.name, self._end_with)
         self.restarts = 0
@@ -72,10 +72,10 @@ class Supervisor:
         self._child: Child | None = None
         self._pulse = Pulse() if isinstance(spec.probe, GivesPulse) else None
         self._port: int | None = None
-        self._late = ""  # why it is waited for no longer, if it was not ready
-        self._silent = False  # did not answer probes any more
-        self._killed_for = ""  # why somebody had it killed, so that it is started again
-        self._began = 0.0  # start of the process, on the loop's clock
+        self._late = ""  # why the wait for readiness ended, if it failed
+        self._silent = False  # it stopped answering probes
+        self._killed_for = ""  # reason of a kill request; the process is restarted
+        self._began = 0.0  # start of the process, on the event loop's clock
 
     async def run(self) -> None:
         """Start the process and restart it until it is stopped or given up."""
@@ -94,11 +94,11 @@ class Supervisor:
             self._ended.set()
 
     def progress(self) -> None:
-        """The run goes forward: earlier restarts are forgiven."""
+        """Refill the restart budget, because the run made progress."""
         self._budget.refill()
 
     async def stop(self, within_s: float) -> None:
-        """Ask the process to stop, kill it when it has not by then, and wait for its end."""
+        """Send SIGTERM, kill the process if it is late, and wait for its end."""
         self._stop_asked.set()
         if self._child is not None:
             self._child.ask_to_stop()
@@ -109,13 +109,13 @@ class Supervisor:
             await self._ended.wait()
 
     def kill(self) -> None:
-        """End the process at once."""
+        """Kill the process at once, without a restart."""
         self._stop_asked.set()
         if self._child is not None:
             self._child.kill()
 
     def kill_process(self, pid: int, reason: str) -> bool:
-        """End the process at once if it still is that one, and start it again; whether it was."""
+        """Kill the process and restart it, if it still has this id; return whether it had."""
         if self._child is None or self._child.pid != pid:
             return False
         self._killed_for = reason
@@ -123,7 +123,7 @@ class Supervisor:
         return True
 
     async def _run_once(self) -> float | None:
-        """Run the process once, with the other parts of its whole; return the delay before the next start."""
+        """Run the process once, with its restart group; return the delay before the next start, None for no restart."""
         if self._together is None:
             return await self._run_alone()
         async with anyio.create_task_group() as tasks:
@@ -142,7 +142,7 @@ class Supervisor:
         scope.cancel()
 
     def _end_with(self, other: str) -> None:
-        """Another part of the same whole has ended."""
+        """Kill the process because another one of its restart group ended."""
         if self._child is not None:
             self._ended_with = other
             self._child.kill()
@@ -180,7 +180,7 @@ class Supervisor:
                     beside.start_soon(self._watch_readiness, child)
                     code = await child.wait()
                     beside.cancel_scope.cancel()
-                child.kill()  # what it started and left
+                child.kill()  # its remaining process group
                 guardian.kill_session(child.pid)
                 tasks.cancel_scope.deadline = anyio.current_time() + DRAIN_S
             return code
@@ -227,7 +227,7 @@ class Supervisor:
             case probe:
                 await wait_until_silent(probe, host or "", self._port or 0, self.spec.unresponsive_after_s)
         self._silent = not self._stop_asked.is_set()
-        child.kill()  # a stopped or locked process ends by nothing else
+        child.kill()  # SIGTERM does not end a stopped or blocked process
 
     def _after_end(self, pid: int, code: int) -> float | None:
         if self._stop_asked.is_set():
@@ -263,7 +263,7 @@ class Supervisor:
             return f"{self._ended_with}, another part of {self.spec.part_of.name}, had ended"
         how = describe_exit(code)
         said = self._log.why()
-        if code in (-signal.SIGKILL, -signal.SIGTERM):  # killed: not by what it said, unless it says so
+        if code in (-signal.SIGKILL, -signal.SIGTERM):  # its last error is a cause only if a crash
             said = self._log.crash()
         return f"{said} ({how})" if said else how
 
@@ -296,9 +296,10 @@ class Supervisor:
 
 
 class Supervision:
-    """The processes of one node.
+    """Supervises all processes of one node.
 
-    Leaving its context kills what still runs, also when the agent fails; the guardian covers the agent's own death.
+    Leaving its context kills everything that still runs, also when the node daemon fails. The guardian covers the
+    daemon's own death.
     """
 
     def __init__(self, run_dir: Path, *, environment: Mapping[str, str], listener: Listener) -> None:
@@ -308,9 +309,9 @@ class Supervision:
         self._listener = listener
         self._guard = Guard(self._mark, sys.executable)
         self._supervisors: dict[str, Supervisor] = {}
-        self._wholes: dict[str, Together] = {}  # of several processes
+        self._wholes: dict[str, Together] = {}  # restart groups by name
         self._servers = ReadyServers()
-        guardian.kill(f"@{run_dir.resolve()}")  # what an earlier agent left when its guardian died with it
+        guardian.kill(f"@{run_dir.resolve()}")  # left by an earlier daemon whose guardian died too
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Supervise until cancelled."""
@@ -327,7 +328,7 @@ class Supervision:
         """Start a process and keep it running.
 
         Raises:
-            ValueError: a process of that name exists.
+            ValueError: there is a process of that name.
         """
         if spec.name in self._supervisors:
             raise ValueError(f"two processes are called {spec.name}")
@@ -348,15 +349,15 @@ class Supervision:
         self._tasks.start_soon(supervisor.run)
 
     def progress(self) -> None:
-        """The run goes forward: refill all restart budgets."""
+        """Refill all restart budgets, because the run made progress."""
         for supervisor in self._supervisors.values():
             supervisor.progress()
 
     def kill_process(self, name: str, pid: int, reason: str) -> bool:
-        """End a server that hangs, as long as it is that very process, and start it again; whether it was.
+        """Kill a hanging server and restart it, if it still has this id; return whether it had.
 
         Raises:
-            ValueError: no server has that name.
+            ValueError: there is no server of that name.
         """
         supervisor = self._supervisors.get(name)
         if supervisor is None or supervisor.spec.tier is not Tier.SERVICE:
@@ -365,7 +366,7 @@ class Supervision:
         return supervisor.kill_process(pid, reason)
 
     async def stop(self, *tiers: Tier) -> None:
-        """Stop tiers (all, unless some are named), each after the later ones, within STOP_WITHIN_S."""
+        """Stop tiers, by default all, within STOP_WITHIN_S. Later tiers stop first."""
         ends = anyio.current_time() + STOP_WITHIN_S
         for tier in sorted(tiers or Tier, reverse=True):
             within_s = ends - anyio.current_time() - TIER_RESERVE_S * tier
@@ -375,20 +376,20 @@ class Supervision:
                         tasks.start_soon(supervisor.stop, max(0.1, within_s))
 
     def kill(self) -> None:
-        """End everything at once."""
+        """Kill all processes at once."""
         for supervisor in self._supervisors.values():
             supervisor.kill()
 
 
 def _secrets_of(spec: ProcessSpec) -> list[Secret]:
-    """What a process knows and must not print: SGLang logs all its arguments."""
+    """Return the secrets of a process, to hide them in its output: SGLang logs all its arguments."""
     _, login = split_login(spec.env.get(BUS_URL_VARIABLE, ""))
     key = spec.env.get(ENGINE_KEY_VARIABLE, "")
     return [*([login.password] if login else []), *([Secret(key)] if key else [])]
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words."""
+    """Describe an exit code."""
     if code < 0:
         return f"killed by {signal_name(-code)}"
     return f"exit code {code}, {_LASTING[code]}" if code in _LASTING else f"exit code {code}"

@@ -1,4 +1,4 @@
-"""Processes that are parts of one server or trainer: started together, with an address to meet at, ended together."""
+"""Restart groups: processes of one server or trainer, which start and end together and share a rendezvous address."""
 
 from collections.abc import Callable
 
@@ -8,25 +8,25 @@ from runtime.agent.supervision.ports import free_port
 
 
 class Together:
-    """Where the supervisors of the parts of a whole wait for each other.
+    """Synchronizes the supervisors of one restart group.
 
-    A process that is started again would not find the others as it left them: when one ends, all are killed, and none
-    is started before all have ended.
+    A restarted process could not rejoin the running ones. So when one ends, all are killed, and none starts before all
+    have ended.
     """
 
     def __init__(self, size: int) -> None:
-        self.port = 0  # where they meet; another one each time
+        self.port = 0  # of the rendezvous; a new one for each start
         self._size = size
         self._waiting = 0
         self._meeting = anyio.Event()
         self._kills: dict[str, Callable[[str], None]] = {}
 
     def join(self, name: str, kill: Callable[[str], None]) -> None:
-        """Take a process in; `kill` ends it, if it runs, because of the one that it is told."""
+        """Add a process. `kill` ends it if it runs; its argument is the name of the process that ended first."""
         self._kills[name] = kill
 
     async def meet(self) -> None:
-        """Return when all are about to start."""
+        """Wait until all processes are about to start."""
         meeting = self._meeting
         self._waiting += 1
         try:
@@ -38,7 +38,7 @@ class Together:
             self._waiting -= 1
 
     def ended(self, name: str) -> None:
-        """One has ended: the others are to end."""
+        """Kill all others, because one process ended."""
         for other, kill in self._kills.items():
             if other != name:
                 kill(name)
