@@ -43,7 +43,7 @@ class RewardActor(Actor):
     """Answers score requests with rewards or errors. Stateless.
 
     A crash costs a redelivery after the ack wait: another actor, or the restarted one, grades the request again.
-    Graders run in separate processes, so none can block this actor. If the first graders' calls all fail, the run ends.
+    Graders run in separate processes, so none can block this actor. The run ends if its first grader calls all fail.
     """
 
     reads = (ScoreRequested, PromptStored)
