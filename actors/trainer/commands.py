@@ -201,11 +201,6 @@ class TrainerRank:
         path: Path = self._lead(FinishSave())
         return path, self._sound_checkpoints(thorough=False)
 
-    def save(self, *, step: int, incarnation: int) -> tuple[Path, list[Checkpoint]]:
-        """Write a checkpoint and wait for it: `begin_save`, then `finish_save`."""
-        self.begin_save(step=step, incarnation=incarnation)
-        return self.finish_save()
-
     def publish(self, version: int, *, confirmed: int, whole: bool = False) -> Published:
         """Write a weight version for engines, and delete versions that no engine needs.
 

@@ -44,6 +44,7 @@ def measure(run_dir: Path, num_steps: int, *, profile: bool) -> dict[str, Any]:
 
     from actors.trainer.commands import TrainerRank
     from runtime.settings.load import load_topology
+    from tests.support.checkpoints import save
 
     torch.set_num_threads(1)
     topology = load_topology(TOPOLOGY).topology
@@ -54,7 +55,7 @@ def measure(run_dir: Path, num_steps: int, *, profile: bool) -> dict[str, Any]:
     metrics: list[dict[str, float]] = []
     train_ms = milliseconds(num_steps, lambda step: metrics.append(engine.train(batches[step]).metrics))
     publish_ms = milliseconds(num_steps, lambda step: engine.publish(step + 1, confirmed=step))
-    save_ms = milliseconds(5, lambda step: engine.save(step=step + 1, incarnation=1))
+    save_ms = milliseconds(5, lambda step: save(engine, step=step + 1))
     if profile:
         print_profile(lambda: [engine.train(batch) for batch in batches])
     engine.close()

@@ -23,6 +23,7 @@ from actors.trainer.megatron.groups import Ranks
 from runtime.settings.topology import Topology, decode_topology
 from tests.actors.trainer.tiny import groups_of, random_batch
 from tests.grid import faults
+from tests.support.checkpoints import save
 
 STUCK_S = 40.0
 STEPS = {"first": (0, 1), "second": (2, 3)}
@@ -75,7 +76,7 @@ def train(place: Path, ranks: Ranks, half: str, *, spoilt: bool) -> None:
         return
     if half == "again":
         assert engine.resume() == 2
-        engine.save(step=2, incarnation=2)
+        save(engine, step=2, incarnation=2)
         engine.close()
         return
     steps = STEPS[half]
@@ -89,7 +90,7 @@ def train(place: Path, ranks: Ranks, half: str, *, spoilt: bool) -> None:
     if begun is not None:
         same.append(engine.finish_publish(begun, confirmed=0).checksum)
     assert len(set(same)) <= 1, "training went on, and a copy of the weights changed"
-    engine.save(step=steps[-1] + 1, incarnation=1)
+    save(engine, step=steps[-1] + 1, incarnation=1)
     result: dict[str, Any] = {"metrics": metrics}
     if half == "second":
         published = engine.publish(3, confirmed=0)

@@ -4,7 +4,6 @@ B samples, N tokens of all samples concatenated, R rollouts, M trained tokens of
 number per token: element i describes token i, which the model predicts at position i - 1.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
@@ -233,8 +232,3 @@ def part_of(whole: MicroBatch, lengths: Ints, context: Context) -> MicroBatch:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def num_padded_tokens(micro_batches: Sequence[MicroBatch]) -> int:
-    """Count the positions that a forward pass over micro-batches computes, padding included."""
-    return sum(micro_batch.tokens.size for micro_batch in micro_batches)

@@ -4,7 +4,7 @@ saving.py writes the files in the background.
 """
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,6 @@ def begin_save(
     """
     path = directory_of(root, step=step, incarnation=incarnation)
     return Saving(_state(replica, step=step, loading=False), path, executor, said=said)
-
-
-def save_checkpoint(replica: Replica, root: Path, *, step: int, incarnation: int) -> Path:
-    """Write a checkpoint in the foreground and return its directory. A collective of all ranks."""
-    with ThreadPoolExecutor(max_workers=1) as executor:
-        return begin_save(replica, root, executor, step=step, incarnation=incarnation).finish()
 
 
 def load_checkpoint(replica: Replica, path: Path) -> int:

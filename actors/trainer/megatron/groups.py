@@ -91,11 +91,6 @@ def data_parallel_size() -> int:
     return parallel_state.get_data_parallel_world_size()
 
 
-def is_last_stage() -> bool:
-    """Whether this rank is in the last pipeline stage, which computes logits."""
-    return parallel_state.is_pipeline_last_stage()
-
-
 def sum_over_replicas(values: torch.Tensor) -> torch.Tensor:
     """Sum values of the last pipeline stages over all replicas. Every stage gets the result.
 

@@ -1,7 +1,6 @@
 """Sources of weight tensors, full or one rank's shard: random, or in memory. files.py reads a directory."""
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,12 +56,3 @@ def random_source(model: HfConfig, seed: int) -> WeightSource:
         return torch.randn(shape, generator=generator) * model.initializer_range
 
     return draw
-
-
-def mapping_source(weights: Mapping[str, Tensor]) -> WeightSource:
-    """Weights that are already in memory."""
-
-    def read(name: str, cut: Cut | None = None) -> Tensor:
-        return weights[name] if cut is None else cut.of(weights[name])
-
-    return read

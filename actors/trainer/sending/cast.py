@@ -94,12 +94,6 @@ def quantized(name: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
     return _out_of_blocks(cast, matrix.shape), scales
 
 
-def dequantized(weight: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Dequantize a matrix of 128 x 128 blocks: products in float32, then rounded to `dtype`."""
-    blocks = _in_blocks(weight.to(torch.float32)) * scales[:, None, :, None]
-    return _out_of_blocks(blocks.to(dtype), weight.shape)
-
-
 def _in_blocks(matrix: Tensor) -> Tensor:
     """Reshape float32 [R, C] to [blocks of rows, 128, blocks of columns, 128], padded with zeros."""
     down, across = grid_of(matrix.shape)

@@ -14,6 +14,7 @@ from actors.trainer.commands import TrainerRank
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.tiny import TINY, random_batch
+from tests.support.checkpoints import save
 
 MakeTopology = Callable[..., Topology]
 SCHEDULE = {"lr_decay_style": "linear", "lr_warmup_iters": 3}
@@ -38,7 +39,7 @@ def other(make_topology: MakeTopology, tmp_path: Path) -> TrainerRank:
     topology = make_topology(optimizer=SCHEDULE, train={"num_steps": 4}, algorithm={"entropy_coef": 0.1})
     rank = TrainerRank(topology, tmp_path / "other")
     train(rank, range(2))
-    rank.save(step=2, incarnation=1)
+    save(rank, step=2, incarnation=1)
     return rank
 
 
@@ -53,7 +54,7 @@ def test_a_run_goes_on_exactly_where_another_one_was_saved(
     make_topology: MakeTopology, other: TrainerRank, tmp_path: Path
 ) -> None:
     torch.manual_seed(3)
-    other.save(step=3, incarnation=1)
+    save(other, step=3, incarnation=1)
     expected, drawn = train(other, range(2, 4)), torch.rand(2)
     new = beginning(make_topology, tmp_path, tmp_path / "other")
     torch.manual_seed(4)
@@ -71,7 +72,7 @@ def test_what_a_run_began_from_is_kept_over_its_own_checkpoints(
     new = beginning(make_topology, tmp_path, tmp_path / "other")
     new.resume()
     assert train(new, range(2, 3), first=2) == expected[:1]
-    new.save(step=1, incarnation=1)
+    save(new, step=1, incarnation=1)
     resumed = beginning(make_topology, tmp_path, tmp_path / "other")
     assert resumed.resume() == 1
     assert train(resumed, range(3, 4), first=2) == expected[1:]
@@ -111,7 +112,7 @@ def test_a_checkpoint_is_named_by_its_own_directory_too(
     older = weights_of(other)
     path = checkpoint_at(tmp_path / "other")[0]
     train(other, range(2, 3))
-    other.save(step=3, incarnation=1)
+    save(other, step=3, incarnation=1)
     new = beginning(make_topology, tmp_path, path)
     new.resume()
     assert all(torch.equal(tensor, older[name]) for name, tensor in weights_of(new).items())

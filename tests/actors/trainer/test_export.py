@@ -17,6 +17,7 @@ from actors.trainer.models.shapes import hf_shapes
 from runtime.settings.topology import Topology, encode_topology
 from tests.actors.trainer.hf import write_model
 from tests.actors.trainer.tiny import random_batch
+from tests.support.checkpoints import save
 from tests.support.published import flip
 
 MakeTopology = Callable[..., Topology]
@@ -44,7 +45,7 @@ def test_an_exported_model_computes_in_transformers_what_the_trainer_does(
 ) -> None:
     engine = make_run(tied=tied)
     engine.train(random_batch())
-    engine.save(step=1, incarnation=1)
+    save(engine, step=1, incarnation=1)
     expected = engine.publish(1, confirmed=0).probe
     assert expected is not None
     told = export_run(tmp_path / "run", tmp_path / "out").told
@@ -60,7 +61,7 @@ def test_an_exported_model_computes_in_transformers_what_the_trainer_does(
 def test_an_export_has_the_names_of_the_model_and_the_dtype_that_was_trained(
     make_run: Callable[..., TrainerRank], model_dir: Path, tmp_path: Path
 ) -> None:
-    make_run(dtype="bfloat16").save(step=0, incarnation=1)
+    save(make_run(dtype="bfloat16"), step=0, incarnation=1)
     export_run(tmp_path / "run", tmp_path / "out")
     written, original = (load_file(place / "model.safetensors") for place in (tmp_path / "out", model_dir))
     assert {name: tensor.shape for name, tensor in written.items()} == {
@@ -77,7 +78,7 @@ def test_a_step_is_chosen_and_the_newest_is_taken_else(make_run: Callable[..., T
     engine = make_run()
     for step in range(3):
         engine.train(random_batch(step))
-        engine.save(step=step + 1, incarnation=1)
+        save(engine, step=step + 1, incarnation=1)
         (tmp_path / str(step + 1)).mkdir()
         engine.export(tmp_path / str(step + 1) / "hf")
     export_run(tmp_path / "run", tmp_path / "two", step=2)
@@ -103,7 +104,7 @@ def test_large_weights_are_split_into_shards_with_an_index(
     make_run: Callable[..., TrainerRank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_run()
-    engine.save(step=0, incarnation=1)
+    save(engine, step=0, incarnation=1)
     monkeypatch.setattr(shards_module, "SHARD_BYTES", 8000)
     out = tmp_path / "out"
     export_run(tmp_path / "run", out)
@@ -128,7 +129,7 @@ def test_what_cannot_be_exported_is_refused_with_what_there_is(
     with pytest.raises(CannotExport, match="no checkpoint of step 4, nor of any other"):
         export_run(run, out, step=4)
     for step in (2, 3):
-        engine.save(step=step, incarnation=1)
+        save(engine, step=step, incarnation=1)
     with pytest.raises(CannotExport, match="no checkpoint of step 4: it has those of 2, 3"):
         export_run(run, out, step=4)
     out.mkdir()

@@ -14,6 +14,7 @@ from actors.trainer.export import CannotExport, export_run
 from actors.trainer.file_checksums import CHECKSUMS_FILE
 from runtime.settings.topology import Topology, encode_topology
 from tests.actors.trainer.tiny import TINY, random_batch
+from tests.support.checkpoints import save
 
 MakeTopology = Callable[..., Topology]
 FILES = (".metadata", "__0_0.distcp", "checksums.json", "common.pt", "metadata.json", "run.json")
@@ -48,7 +49,7 @@ def saved(topology: Topology, tmp_path: Path) -> TrainerRank:
     rank = TrainerRank(topology, run)
     for step in range(2):
         rank.train(random_batch(step))
-        rank.save(step=step + 1, incarnation=1)
+        save(rank, step=step + 1, incarnation=1)
     return rank
 
 
@@ -122,10 +123,10 @@ def test_a_damaged_checkpoint_counts_neither_as_kept_nor_as_oldest(
     flip(newest(tmp_path / "run") / "__0_0.distcp")
     again = TrainerRank(topology, tmp_path / "run")
     again.resume()
-    _, kept = again.save(step=3, incarnation=2)
+    _, kept = save(again, step=3, incarnation=2)
     assert [checkpoint.step for checkpoint in kept] == [1, 3]
     cut(newest(tmp_path / "run") / "common.pt")  # while the run goes on
-    _, kept = again.save(step=4, incarnation=2)
+    _, kept = save(again, step=4, incarnation=2)
     assert [checkpoint.step for checkpoint in kept] == [1, 4]
     asides = again.take_set_aside()
     assert [aside.step for aside in asides] == [2, 3]

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from actors.trainer.megatron import groups
-from actors.trainer.megatron.checkpoint import load_checkpoint, save_checkpoint
+from actors.trainer.megatron.checkpoint import load_checkpoint
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.train_step import TrainStep
 from tests.actors.trainer.measured import Peak
 from tests.actors.trainer.tiny import TINY, random_batch, tiny_topology
+from tests.support.checkpoints import save_checkpoint
 
 LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 3, "vocab_size": 7168}
 LARGE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.02}

@@ -10,13 +10,14 @@ import torch
 
 from actors.trainer.checkpoints import checkpoints_in, prune_checkpoints
 from actors.trainer.commands import TrainerRank
-from actors.trainer.megatron.checkpoint import load_checkpoint, save_checkpoint
+from actors.trainer.megatron.checkpoint import load_checkpoint
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.tiny import random_batch
 from tests.support.checkpoint_tensors import tensors_of
+from tests.support.checkpoints import save, save_checkpoint
 
 MakeTopology = Callable[..., Topology]
 
@@ -122,7 +123,7 @@ def test_an_engine_resumes_from_the_newest_and_begins_at_nought_without(
     assert engine.resume() == 0
     for step in range(3):
         engine.train(random_batch(step))
-        _, kept = engine.save(step=step + 1, incarnation=1)
+        _, kept = save(engine, step=step + 1, incarnation=1)
     assert [checkpoint.step for checkpoint in kept] == [2, 3]
     expected = engine.train(random_batch(3)).metrics["train/loss"]
     again = TrainerRank(topology, tmp_path / "run")

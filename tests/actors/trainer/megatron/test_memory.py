@@ -19,6 +19,7 @@ from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.measured import peak_of_tensors
 from tests.actors.trainer.tiny import TINY, random_batch
+from tests.support.checkpoints import save
 
 MakeTopology = Callable[..., Topology]
 LARGE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 16384}
@@ -65,7 +66,7 @@ def test_an_optimizer_that_rests_on_the_host_makes_the_same_steps(
         run.mkdir()
         rank = TrainerRank(topology, run)
         losses = [rank.train(random_batch(step)).metrics["train/loss"] for step in range(2)]
-        rank.save(step=2, incarnation=1)
+        save(rank, step=2, incarnation=1)
         resumed = TrainerRank(topology, run)
         assert resumed.resume() == 2
         losses += [resumed.train(random_batch(step)).metrics["train/loss"] for step in (2, 3)]
@@ -115,7 +116,7 @@ def test_a_trainer_publishes_what_it_has_while_the_rest_is_away(make_topology: M
     assert (away.checksum, away.probe) == (expected.checksum, expected.probe)
     rank.onload()
     rank.train(random_batch(1))
-    rank.save(step=2, incarnation=1)
+    save(rank, step=2, incarnation=1)
 
 
 def test_log_probs_of_the_reference_take_no_third_set_of_weights(

@@ -18,6 +18,7 @@ from actors.trainer.file_checksums import CHECKSUMS_FILE, write_checksums
 from actors.trainer.megatron.checkpoint import load_checkpoint
 from actors.trainer.megatron.reading import UnsafeCheckpoint
 from runtime.settings.topology import Topology, encode_topology
+from tests.support.checkpoints import save
 
 MakeTopology = Callable[..., Topology]
 
@@ -40,7 +41,7 @@ def rank(make_topology: MakeTopology, model_dir: Path, tmp_path: Path) -> Traine
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "topology.json").write_bytes(encode_topology(topology))
     rank = TrainerRank(topology, tmp_path / "run")
-    rank.save(step=1, incarnation=1)
+    save(rank, step=1, incarnation=1)
     return rank
 
 

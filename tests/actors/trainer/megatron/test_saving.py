@@ -19,6 +19,7 @@ from runtime.disk import NoSpace, free_bytes
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.tiny import random_batch
+from tests.support.checkpoints import save
 from tests.support.small_disk import fill, small_disk
 
 MakeTopology = Callable[..., Topology]
@@ -67,7 +68,7 @@ def test_a_start_takes_the_last_complete_checkpoint_and_clears_the_rest_away(
     topology, (executor, _) = make_topology(), busy
     dead = TrainerRank(topology, tmp_path / "run")
     dead.train(random_batch(0))
-    dead.save(step=1, incarnation=1)
+    save(dead, step=1, incarnation=1)
     expected = dead.train(random_batch(1)).metrics["train/loss"]
     if window == "before a file":
         dead._executor = executor

@@ -15,9 +15,10 @@ from actors.trainer.models import files
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.cuts import rank_part
 from actors.trainer.models.files import file_source
-from actors.trainer.models.sources import Cut, mapping_source, random_source
+from actors.trainer.models.sources import Cut, random_source
 from runtime.settings.topology import MegatronConfig
 from tests.actors.trainer.hf import write_model
+from tests.build.model import mapping_source
 
 DIMS = {"linear_proj.weight": 1, "linear_fc2.weight": 1, "layernorm.weight": None}  # of a parameter; others: rows
 DIMS |= {"_down_proj.weight": None, "router.weight": None}

@@ -17,10 +17,11 @@ from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.cuts import load_weights
 from actors.trainer.models.files import file_source
 from actors.trainer.models.shapes import hf_shapes
-from actors.trainer.models.sources import mapping_source, random_source
+from actors.trainer.models.sources import random_source
 from runtime.settings.topology import MegatronConfig
 from tests.actors.trainer.hf import whole_weights, write_model
 from tests.actors.trainer.tiny import TINY, VOCAB, YARN, config_of, random_batch
+from tests.build.model import mapping_source
 from tests.support.tiny_models import LLAMA3_ROPE
 
 KINDS = [(kind, tied) for kind in ("qwen3", "qwen2", "llama", "qwen3_moe") for tied in (False, True)]

@@ -19,7 +19,6 @@ from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.shards import Entry, entry_of, write_weights
 from actors.trainer.sending.cast import (
     FORMS,
-    dequantized,
     entries_in_bfloat16,
     entries_in_fp8,
     quantized,
@@ -32,6 +31,7 @@ from runtime.weights.fp8 import is_quantized, quantization_config, transformers_
 from tests.actors.trainer.hf import whole_weights, write_model
 from tests.actors.trainer.models.test_model_parity import load
 from tests.actors.trainer.tiny import TINY, config_of
+from tests.support.fp8 import dequantized
 
 FP8 = torch.float8_e4m3fn
 MATRIX = "model.layers.0.mlp.up_proj.weight"

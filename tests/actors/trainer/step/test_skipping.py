@@ -13,7 +13,7 @@ from torch import Tensor
 
 from actors.trainer.batches.batch import TrainBatch
 from actors.trainer.batches.untrained import gradients_of
-from actors.trainer.megatron.checkpoint import load_checkpoint, save_checkpoint
+from actors.trainer.megatron.checkpoint import load_checkpoint
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.metrics import DIFF, DIFF_MAX
 from actors.trainer.step.train_step import TrainStep
@@ -21,6 +21,7 @@ from messages import UntrainedSamples
 from runtime.host.actor import InputError
 from runtime.settings.topology import Topology
 from tests.actors.trainer.tiny import random_batch
+from tests.support.checkpoints import save_checkpoint
 
 MakeTopology = Callable[..., Topology]
 

@@ -1,0 +1,13 @@
+"""Reads FP8 matrices in plain torch."""
+
+import torch
+from torch import Tensor
+
+from runtime.weights.fp8 import BLOCK
+
+
+def dequantized(weight: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The matrix [R, C] that a reader of 128 x 128 blocks gets: products in float32, then rounded to `dtype`."""
+    rows, columns = weight.shape
+    by_number = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
+    return (weight.to(torch.float32) * by_number).to(dtype)
