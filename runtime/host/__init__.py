@@ -1,4 +1,4 @@
-"""What an actor is, and the process that hosts one or several.
+"""The actor base class, and the process that hosts actors.
 
 Open actor.py first.
 """

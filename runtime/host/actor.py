@@ -1,4 +1,4 @@
-"""What an actor is to its host, and which of its errors mean wrong input."""
+"""The actor base class, and the errors that mean wrong input."""
 
 from abc import ABC, abstractmethod
 from typing import ClassVar, Final
@@ -11,10 +11,10 @@ from runtime.settings.reading.config import TopologyError
 
 
 class InputError(Exception):
-    """What the user gave cannot be used; starting again would not help (exit code 2)."""
+    """The user's input cannot be used, so a restart would not help (exit code 2)."""
 
 
-# raised by an actor before it says that it has started, these mean wrong input
+# these mean wrong input if an actor raises them before it reports that it started
 INPUT_ERRORS: Final = (
     InputError,
     TopologyError,
@@ -27,7 +27,7 @@ INPUT_ERRORS: Final = (
 
 
 class Actor(ABC):
-    """Reads messages, writes messages: what it declares is its whole surface. Its docstring says what a crash loses."""
+    """Base class of actors. `reads` and `writes` are its whole interface; its docstring says what a crash loses."""
 
     reads: ClassVar[tuple[type[Message], ...]] = ()
     writes: ClassVar[tuple[type[Message], ...]] = ()
@@ -37,9 +37,9 @@ class Actor(ABC):
         """Work until done or cancelled; report task_status.started() once subscribed."""
 
     def stats(self) -> dict[str, float]:
-        """Numbers since the start."""
+        """Return counters since the start."""
         return {}
 
     def waits_for(self) -> str:
-        """What it waits for now, for people who wonder why nothing happens; empty when it is at work."""
+        """Describe what it waits for now, for stall reports; empty when it is working."""
         return ""

@@ -1,4 +1,4 @@
-"""Hosting: one or several actors in a process, under one task group, with their calls and their end."""
+"""Hosts one or several actors in a process: one task group, standard calls, roster, shutdown."""
 
 import os
 import time
@@ -24,7 +24,7 @@ LEAVE_TIMEOUT_S: Final = 2.0
 
 
 class Hosted(msgspec.Struct, frozen=True, kw_only=True):
-    """An actor to be run: its instance name such as "reward.0", its role, its class, and how it is made on a bus."""
+    """An actor to run: instance name such as "reward.0", role, class, and factory."""
 
     name: str
     role: str
@@ -33,13 +33,13 @@ class Hosted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def host(bus: Bus, actors: Sequence[Hosted], *, node: str = "local") -> None:
-    """Run actors until all have ended or one fails; the others are then cancelled.
+    """Run actors until all have ended. If one fails, cancel the others.
 
-    Each is built on a view of the bus that lets it read and write what it declares, answers describe and stats calls,
-    and is on the roster of its role from its start to its end.
+    Each actor gets a view of the bus that allows only its declared messages. It answers describe and stats calls, and
+    is on the roster of its role from its start to its end.
 
     Raises:
-        ExceptionGroup: what actors raised; InputError for wrong input at the start.
+        ExceptionGroup: the actors' exceptions; InputError for wrong input at the start.
     """
     async with anyio.create_task_group() as group:
         for hosted in actors:
@@ -47,7 +47,7 @@ async def host(bus: Bus, actors: Sequence[Hosted], *, node: str = "local") -> No
 
 
 class _Started(TaskStatus[None]):
-    """Runs something when an actor says that it has started."""
+    """Calls a function when an actor reports that it started."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         self.is_set = False
@@ -88,7 +88,7 @@ async def _leave(roster: Roster, role: str, member: Member) -> None:
     with anyio.move_on_after(LEAVE_TIMEOUT_S, shield=True):
         try:
             await roster.leave(role, member)
-        except BusError as error:  # then the next call to the role finds it silent and evicts it
+        except BusError as error:  # the next call to the role gets no answer and evicts it
             log.warning("roster_not_left", role=role, error=str(error))
 
 

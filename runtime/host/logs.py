@@ -1,4 +1,4 @@
-"""Logging of every process of a run: one JSON object per line, colour on a terminal."""
+"""Logging of a run's processes: one JSON object per line, or colour on a terminal."""
 
 import logging
 import os
@@ -22,9 +22,9 @@ def configure_logging(actor: str, run: str, stream: TextIO | None = None) -> Non
     """Set up structlog and the standard library's logging for this process.
 
     Args:
-        actor: bound to every line, unless a context variable names another.
+        actor: bound to every line, unless a context variable sets another.
         run: bound to every line.
-        stream: where lines go, standard error by default; a terminal gets colour instead of JSON.
+        stream: output, by default standard error; a terminal gets colour instead of JSON.
     """
     target: TextIO = sys.stderr if stream is None else stream
     level = logging.getLevelNamesMapping().get(os.environ.get(LEVEL_VARIABLE, "info").upper(), logging.INFO)
@@ -38,14 +38,14 @@ def configure_logging(actor: str, run: str, stream: TextIO | None = None) -> Non
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.WriteLoggerFactory(file=target),
-        cache_logger_on_first_use=False,  # tests and tools may configure again
+        cache_logger_on_first_use=False,  # tests and tools may reconfigure
     )
     logging.basicConfig(level=max(level, logging.WARNING), handlers=[_Forwarded()], force=True)
 
 
 @contextmanager
 def silenced() -> Generator[None]:
-    """Nothing is logged in this process meanwhile: what goes wrong is told by who asks."""
+    """Disable logging in this process for a block, whose caller reports errors itself."""
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     try:
@@ -82,7 +82,7 @@ def _to_json(_logger: Any, _method: str, event: EventDict) -> str:
 
 
 class _Forwarded(logging.Handler):
-    """Sends what third-party packages log through structlog."""
+    """Forwards log records of third-party packages to structlog."""
 
     def emit(self, record: logging.LogRecord) -> None:
         logger = structlog.get_logger()

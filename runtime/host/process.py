@@ -1,4 +1,4 @@
-"""The main work of an actor process: signals, exit codes, and a garbage collector that is spared."""
+"""The main function of an actor process: signals, exit codes, garbage collector settings."""
 
 import atexit
 import gc
@@ -26,12 +26,12 @@ from runtime.settings.reading.config import TopologyError
 log = structlog.get_logger()
 
 RUN_DIR: Final = "PHYSARUM_RUN_DIR"
-STOP_TIMEOUT_S: Final = 8.0  # from the signal to the end of the process, whatever hangs
-COLLECT_AFTER: Final = 20_000  # objects more than before: a few megabytes
+STOP_TIMEOUT_S: Final = 8.0  # from the signal to the forced end of the process
+COLLECT_AFTER: Final = 20_000  # new objects between collections: a few megabytes
 
 
 def exit_code_of(error: BaseException) -> int:
-    """What a process says at its end: fenced, wrong input and a full disk are lasting, else it may be tried again."""
+    """Return the exit code for an error. Fenced, wrong input and a full disk are permanent; else a restart may help."""
     found = leaves(error)
     if any(isinstance(leaf, Fenced) for leaf in found):
         return EXIT_FENCED
@@ -51,10 +51,10 @@ def run_process(
     limits: BusLimits = DEFAULT_LIMITS,
     stop_timeout_s: float = STOP_TIMEOUT_S,
 ) -> int:
-    """Host actors as this process's main work; return its exit code.
+    """Host actors until they end; return the exit code of the process.
 
-    SIGTERM and SIGINT end it in order: the actors are cancelled, the bus is drained, the code is 0. After
-    stop_timeout_s it ends without order.
+    SIGTERM and SIGINT stop it in order: the actors are cancelled, the bus is drained, the code is 0. After
+    stop_timeout_s the process is terminated.
     """
     name = "+".join(hosted.name for hosted in actors)
     stopping = False
@@ -64,7 +64,7 @@ def run_process(
         stopping = True
         signal.signal(signal.SIGALRM, _end_now)
         signal.setitimer(signal.ITIMER_REAL, stop_timeout_s)
-        # covers threads that are joined at exit; later the interpreter takes the handler away and the alarm would kill
+        # covers threads that are joined at exit; later the handler is removed and the alarm would kill
         atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)
 
     async def main() -> None:
@@ -79,7 +79,7 @@ def run_process(
     spare_the_collector()
     try:
         anyio.run(main, backend="asyncio", backend_options={"use_uvloop": True})
-    except Exception as error:  # the end of the process: every error becomes an exit code
+    except Exception as error:  # every error becomes an exit code
         code = EXIT_OK if stopping else exit_code_of(error)
         for leaf in leaves(error):
             told = no_space_of(leaf, os.environ.get(RUN_DIR, os.curdir)) if is_full(leaf) else leaf
@@ -89,9 +89,9 @@ def run_process(
 
 
 def spare_the_collector() -> None:
-    """Have the garbage collector leave out what is loaded by now, and look at the rest less often.
+    """Exclude all loaded objects from garbage collection, and collect the rest less often.
 
-    Messages come and go by reference counting; at the defaults the collector takes a sixth of a busy actor's time.
+    Reference counting frees messages. With default settings the collector takes a sixth of a busy actor's time.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a pure fold of its log into lines, metrics and a summary.
+"""The report of a run: a pure fold of its log into lines, metrics and a summary.
 
 Open report.py first.
 """

@@ -1,4 +1,4 @@
-"""Notices a run whose first scores are all equal: grader and model do not fit, or the task is solved. Pure."""
+"""Detects a run whose first scores are all equal: grader and model do not match, or the task is solved. Pure."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -10,7 +10,7 @@ WATCHED: Final = 64  # graded samples
 
 
 class EqualScores:
-    """Takes the samples of a run from its first on, until two scores differ or WATCHED are equal."""
+    """Checks samples from the start of a run, until two scores differ or WATCHED are equal."""
 
     def __init__(self) -> None:
         self._num = 0
@@ -19,7 +19,7 @@ class EqualScores:
         self._over = False
 
     def take(self, samples: Sequence[SampleSummary]) -> bool:
-        """Whether these complete the first WATCHED samples, all with one score. True at most once."""
+        """Add samples; return whether the first WATCHED ones are complete and all equal. True at most once."""
         for sample in samples:
             if self._over or sample.reward is None or is_ungraded(sample):
                 continue
@@ -34,12 +34,12 @@ class EqualScores:
 
     @property
     def why(self) -> tuple[str, ...]:
-        """What was noticed, in lines."""
+        """The finding, in lines."""
         return (f"all of the first {self._num} graded samples have the same score, {self._score or 0.0:g}",)
 
     @property
     def causes(self) -> tuple[str, ...]:
-        """Likely causes, in lines, the likeliest first."""
+        """Likely causes, in lines, most likely first."""
         cut = f"{self._num_truncated} of {self._num} responses were cut: rollout.max_response_len is too small"
         return (
             "  likely causes, if the score should differ:",

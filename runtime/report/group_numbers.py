@@ -1,4 +1,4 @@
-"""What completed groups add to their step's numbers, kept until the step is trained. Pure."""
+"""Numbers of completed groups, kept until their step is trained. Pure."""
 
 from collections.abc import Iterable, Iterator
 
@@ -13,25 +13,25 @@ class GroupNumbers(msgspec.Struct, frozen=True, kw_only=True):
     rewards: tuple[float, ...]
     response_lens: tuple[int, ...]  # tokens
     num_truncated: int
-    num_ungraded: int  # samples that have a reward in the place of a score that failed
-    round_numbers: tuple[float, ...]  # turns, of those samples that say so
+    num_ungraded: int  # samples with a replacement reward after a failed score
+    round_numbers: tuple[float, ...]  # numbers of turns, of the samples that report one
     rollout_time_s: float
     reward_time_s: float
     engine: EngineNumbers
 
 
 def is_ungraded(sample: SampleSummary) -> bool:
-    """Whether its score failed and it is trained all the same, as `reward.on_failure = "zero"` has it."""
+    """Return whether its score failed and it is trained anyway, as with `reward.on_failure = "zero"`."""
     return sample.reason is not None and sample.reward is not None and not is_left_out(sample)
 
 
 def is_left_out(sample: SampleSummary) -> bool:
-    """Whether it failed in a group that completed, as one of a dump that cannot be true does."""
+    """Return whether it failed in a completed group, such as an invalid sample of a dump."""
     return sample.status is SampleStatus.FAILED
 
 
 def _round_numbers(samples: Iterable[SampleSummary]) -> Iterator[float]:
-    """Each sample speaks for itself: one that says nothing, or nonsense, hides no other's number."""
+    """Yield the number of turns of each sample that has a valid one."""
     for sample in samples:
         number = sample.metadata.get("round_number")
         if isinstance(number, (int, float)):
@@ -39,13 +39,13 @@ def _round_numbers(samples: Iterable[SampleSummary]) -> Iterator[float]:
 
 
 class CompletedNumbers:
-    """Keeps the numbers of groups by the event that completed them, until they are trained or given up."""
+    """Keeps the numbers of groups by their completion event, until the groups are trained or closed."""
 
     def __init__(self) -> None:
         self._completed: dict[int, GroupNumbers] = {}  # by log sequence
 
     def complete(self, event: GroupCompleted, seq: int) -> None:
-        """Note a completed group."""
+        """Record a completed group."""
         samples = event.samples
         self._completed[seq] = GroupNumbers(
             rewards=tuple(sample.reward for sample in samples if sample.reward is not None),
@@ -59,6 +59,6 @@ class CompletedNumbers:
         )
 
     def take(self, seqs: Iterable[int]) -> tuple[GroupNumbers, ...]:
-        """Hand out, and forget, what is known of groups by the sequences of their completions."""
+        """Remove and return the numbers of groups, by the sequences of their completion events."""
         taken = (self._completed.pop(seq, None) for seq in seqs)
         return tuple(numbers for numbers in taken if numbers is not None)

@@ -1,4 +1,4 @@
-"""What a report says in lines, of events and of each step; a failure that repeats is said only so often. Pure."""
+"""Terminal lines for events and steps. Repeated failures are limited. Pure."""
 
 import math
 import statistics
@@ -30,25 +30,25 @@ from messages import (
 from runtime.ledger.books import stall_words
 from runtime.wording import count_of, duration, number
 
-SHOWN_PER_REASON = 3  # a failure that repeats is shown so often
-SHOWN_REASONS = 20  # so many are shown at all
-SHOWN_NOT_FINITE = 5  # metrics of a step that are no numbers
+SHOWN_PER_REASON = 3  # maximum number of lines per failure reason
+SHOWN_REASONS = 20  # maximum number of failure reasons
+SHOWN_NOT_FINITE = 5  # NaN or infinite metrics shown per step
 
 
 class Failures:
-    """Says what failed, the same thing only so often.
+    """Lines for failures, limited per reason.
 
     Args:
-        run: its name, for where to look up the rest.
+        run: its name, for the hint to bin/ledger.
     """
 
     def __init__(self, run: str) -> None:
         self._run = run
-        self._reported: Counter[str] = Counter()  # how often each failure was said
-        self._all_reported = False  # there were more
+        self._reported: Counter[str] = Counter()  # lines per failure text
+        self._all_reported = False  # further reasons are not shown
 
     def lines(self, text: str) -> list[str]:
-        """The line for a failure, or none if it was shown often enough."""
+        """Return the line for a failure, or nothing at the limit."""
         if text not in self._reported and len(self._reported) >= SHOWN_REASONS:
             said, self._all_reported = self._all_reported, True
             return [] if said else [f"failures for yet other reasons are not shown; see bin/ledger {self._run}"]
@@ -59,7 +59,7 @@ class Failures:
 
 
 def failure_in(event: Message) -> str | None:
-    """What an event says that failed, for those that may come in any number."""
+    """Return the failure that an event reports, for events without a bound in number."""
     match event:
         case MessageDeadLettered():
             return f"message on {event.subject} set aside: {event.reason}"
@@ -76,7 +76,7 @@ def failure_in(event: Message) -> str | None:
 
 
 def line_of(event: Message) -> str | None:
-    """The line for an event of which few come."""
+    """Return the line for a rare event."""
     match event:
         case PromptsLoaded():
             return _data_line(event)
@@ -111,7 +111,7 @@ def line_of(event: Message) -> str | None:
 
 def _refusal_line(event: WeightsRefused) -> str:
     times = f", {event.num_refusals} times now" if event.num_refusals > 1 else ""
-    if not event.version:  # none was announced yet
+    if not event.version:  # no weights were announced yet
         return f"{event.engine} cannot be used{times}: {event.reason}"
     return f"{event.engine} does not work with weights v{event.version}{times}: {event.reason}"
 
@@ -133,16 +133,16 @@ def step_line(
     books: str,
     step_times_s: Sequence[float],
 ) -> str:
-    """The line of a trained step.
+    """Format the line of a trained step.
 
     Args:
         row: its metrics so far.
-        num_steps: planned ones.
+        num_steps: planned train steps.
         rewards: mean of each step so far.
-        losses: of steps on demonstrations, which need no engine, so that nobody takes weights.
-        evals: newest mean by set.
-        books: in brief.
-        step_times_s: of recent steps.
+        losses: of steps on demonstrations; without engines there is no weight version to show.
+        evals: newest mean reward by set.
+        books: the brief sum line.
+        step_times_s: durations of recent steps.
     """
     fields = [
         f"step {row['step']:>{len(str(num_steps))}}/{num_steps}",
@@ -160,14 +160,14 @@ def step_line(
 
 
 def _not_finite_field(row: Mapping[str, Any]) -> list[str]:
-    """The metrics of a step that are no numbers; nothing when all are."""
+    """Return a field with the NaN or infinite metrics of a step, if there are any."""
     wrong = [f"{name} {value}" for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
     more = f" and {len(wrong) - SHOWN_NOT_FINITE} more" if len(wrong) > SHOWN_NOT_FINITE else ""
     return [f"not finite: {', '.join(wrong[:SHOWN_NOT_FINITE])}{more}"] if wrong else []
 
 
 def _staleness_field(row: Mapping[str, Any]) -> list[str]:
-    """What a step line says of staleness: nothing when every token was sampled by the weights it trained."""
+    """Return the staleness field, if any token is stale."""
     largest = row.get("rollout/staleness_max", 0.0)
     return [f"staleness {row['rollout/staleness_mean']:.2f} (max {largest:g})"] if largest else []
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl of a run directory: one row per step, however often the run is resumed."""
+"""metrics.jsonl of a run directory: one row per step, even if the run is resumed."""
 
 import math
 from collections.abc import Iterator
@@ -12,17 +12,17 @@ from runtime.report.rows import MetricRow
 
 
 class MetricsFile:
-    """Appends rows; a row of a known step replaces that one if it says more (an evaluation that came late)."""
+    """Appends rows. A row of a known step replaces the old one if it has more keys (a late evaluation)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         rows = {row["step"]: row for row in _rows(path)}
         self._num_keys = {step: len(row) for step, row in rows.items()}
-        if path.exists():  # a line that a crash cut off goes, and what follows it must not continue it
+        if path.exists():  # removes a line that a crash cut off
             self._rewrite(rows)
 
     def put(self, row: MetricRow) -> None:
-        """Write the row of a step; a number that JSON has no word for as a text: "NaN", "Infinity", "-Infinity"."""
+        """Write the row of a step. Numbers that JSON cannot express become "NaN", "Infinity" or "-Infinity"."""
         row = {key: _spelled(value) for key, value in row.items()}
         step, known = row["step"], self._num_keys.get(row["step"])
         if known is not None and known >= len(row):
@@ -50,7 +50,7 @@ def _rows(path: Path) -> Iterator[MetricRow]:
 
 
 def _spelled(value: Any) -> Any:
-    """As protobuf's JSON spells it; Python's float() reads it."""
+    """Convert a float that is not finite to protobuf's JSON spelling, which Python's float() reads."""
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,4 +1,4 @@
-"""What a train step or an evaluation has come to, for the line that shows that a long one lives. Pure."""
+"""Progress of the current train step or evaluation, for the progress line. Pure."""
 
 from messages import (
     BatchReady,
@@ -19,24 +19,24 @@ ROLLOUT, TRAIN, WEIGHTS, EVALUATION = "rollout", "train", "weights", "evaluation
 
 
 class StepProgress:
-    """Takes events and says what the step at hand has come to since the step before.
+    """Folds events into the progress of the current step.
 
     Args:
-        started: Unix time at which the command was given.
+        started: Unix time of the command.
         step_groups: prompt groups of a step; 0: unknown.
     """
 
     def __init__(self, started: float, step_groups: int) -> None:
         self._step_groups = step_groups
         self._started = started
-        self._began = started  # of the step
-        self._running: dict[str, float] = {}  # parts that go on, and since when
-        self._spent_s: dict[str, float] = {}  # of parts that have ended
-        self._tokens = 0  # generated
+        self._began = started  # start of the step
+        self._running: dict[str, float] = {}  # running parts, with their start times
+        self._spent_s: dict[str, float] = {}  # durations of ended parts
+        self._tokens = 0  # generated tokens
         self._any = False
 
     def note(self, event: Message, time: float) -> None:
-        """Take an event."""
+        """Fold an event."""
         match event:
             case GroupsIssued():
                 self._begin(ROLLOUT, time)
@@ -60,7 +60,7 @@ class StepProgress:
                 pass
 
     def line(self, ledger: LedgerState, *, step: int, num_steps: int, now: float) -> str:
-        """The line, as of now."""
+        """Format the line as of `now`."""
         lasted_s = max(0.0, now - self._began)
         if not self._any:
             return f"starting for {duration(max(0.0, now - self._started))}"
@@ -86,7 +86,7 @@ class StepProgress:
         return [f"slowest {part} {duration(spent_s[part])}"]
 
     def _begin(self, part: str, time: float) -> None:
-        if not self._any:  # the start is over; its time is no step's
+        if not self._any:  # the time of the start belongs to no step
             self._any, self._began = True, time
         self._running.setdefault(part, time)
 

@@ -1,6 +1,6 @@
-"""What a person sees of a run: a pure fold of its event log into lines, rows of metrics, a summary and a result.
+"""The report of a run: a pure fold of its event log into lines, metric rows, a summary and a result.
 
-It reads no clock: times are those of the log, and "now" is given.
+It reads no clock: times come from the log, and "now" is an argument.
 """
 
 from collections.abc import Sequence
@@ -31,17 +31,17 @@ from runtime.report.summary import Result, summary_lines
 from runtime.report.times import Times
 from runtime.wording import number
 
-ENDS = 5  # steps whose mean is the first and the last reward
+ENDS = 5  # number of steps averaged for the first and the last reward
 REASONS_UNTRAINED = {
     "not_finite": "their loss, or the gradient of their optimizer step, was not finite",
     "too_long": "they are over train.max_tokens_per_gpu",
     "invalid": "their token ids, log-probs or counts cannot be true (sample_invalid in the trainer's log)",
 }
-SFT_LOSS = "train/sft_loss"  # a metric of steps on demonstrations alone
+SFT_LOSS = "train/sft_loss"  # only steps on demonstrations have this metric
 
 
 class Line(msgspec.Struct, frozen=True):
-    """Something to print."""
+    """A line to print."""
 
     text: str
 
@@ -53,25 +53,25 @@ class RowDone(msgspec.Struct, frozen=True):
 
 
 class SampleShown(msgspec.Struct, frozen=True):
-    """A finished group whose first sample is to be shown in full."""
+    """A completed group whose first sample is to be shown in full."""
 
     which: str  # "first" of this start, "last" of the run, "typical" of equal scores
-    seq: int  # of its GroupCompleted in the log
-    graded: bool = True  # it has a score, and weights sampled it
+    seq: int  # log sequence of its GroupCompleted
+    graded: bool = True  # it was generated and scored
     why: tuple[str, ...] = ()  # lines before it
-    causes: tuple[str, ...] = ()  # and after it
+    causes: tuple[str, ...] = ()  # lines after it
 
 
 Notice = Line | RowDone | SampleShown
 
 
 class Report:
-    """Folds the events of a run, from the first on, into what is shown.
+    """Folds the events of a run, from the first on, into the report.
 
     Args:
         run: its name.
         num_steps: planned train steps.
-        started: Unix time at which the command was given.
+        started: Unix time of the command.
         step_groups: prompt groups of a train step; 0: unknown.
         graded: samples have scores, unlike demonstrations.
     """
@@ -80,8 +80,8 @@ class Report:
         self.run = run
         self.num_steps = num_steps
         self.started = started
-        self.steps = 0  # trained
-        self._earlier_steps = 0  # of them before the command was given
+        self.steps = 0  # trained train steps
+        self._earlier_steps = 0  # of these, trained before the command
         self.finished: str | None = None  # reason
         self.rewards: list[float] = []  # mean per step
         self.losses: list[float] = []  # of steps on demonstrations
@@ -91,30 +91,30 @@ class Report:
         self.version = 0
         self._ledger = LedgerState()
         self._numbers = CompletedNumbers()
-        self._cited: set[int] = set()  # completions that the state to begin from speaks of
+        self._cited: set[int] = set()  # completion events that the initial state cites
         self._times = Times()
         self._progress = StepProgress(started, step_groups)
         self._failures = Failures(run)
         self._graded = graded
         self._scores = EqualScores() if graded else None
         self._first_rollout: float | None = None
-        self._row: MetricRow | None = None  # newest step's; complete when the next one is trained
-        self._evaluated_row: MetricRow | None = None  # an older one, whose evaluation goes on
-        self._dropped: dict[str, int] = {}  # as of the newest row
+        self._row: MetricRow | None = None  # row of the newest step; complete when the next one is trained
+        self._evaluated_row: MetricRow | None = None  # row of an older step whose evaluation still runs
+        self._dropped: dict[str, int] = {}  # counts at the newest row
 
     def begin(self, ledger: LedgerState) -> None:
-        """Begin in the middle: what came before can only be had as the state of the ledger."""
+        """Begin from a ledger state, because earlier events are not available."""
         self._ledger, self.version = ledger, ledger.version
         self._cited = {group.event_seq for group in ledger.groups.values()}
         self.steps = self._earlier_steps = ledger.trained_steps
-        self._scores = None  # the first samples are among those that came before
+        self._scores = None  # the first samples are among the earlier events
 
     def apply(self, event: Message, seq: int, time: float) -> list[Notice]:
-        """Take the next event of the log.
+        """Fold the next event of the log.
 
         Args:
-            seq: its sequence in the log.
-            time: when the log took it, Unix time in seconds.
+            seq: its log sequence.
+            time: Unix time in seconds at which it was logged.
         """
         settled = self._fold(event, seq)
         self._times.note(event, time)
@@ -140,7 +140,7 @@ class Report:
                 return self._lines_of(event)
 
     def _fold(self, event: Message, seq: int) -> list[Settled]:
-        """Let the ledger take an event; return which batches are trained by it."""
+        """Fold an event into the ledger; return the batches that it settles as trained."""
         if isinstance(event, GroupCompleted) and seq in self._cited:
             self._numbers.complete(event, seq)
         if not isinstance(event, LEDGER_EVENTS):
@@ -171,7 +171,7 @@ class Report:
         return [SampleShown("last", max(ref.event_seq for ref in event.groups), graded=self._graded)]
 
     def close(self) -> list[Notice]:
-        """No more events will come: the newest row is as complete as it gets."""
+        """Emit the newest row, since no more events will come."""
         row, self._row = self._row, None
         running = self._ledger.evaluation
         if row is not None and running is not None and running.step == row["step"]:
@@ -179,7 +179,7 @@ class Report:
         return [] if row is None else [RowDone(row)]
 
     def result(self, now: float) -> Result:
-        """The outcome as of now, Unix time in seconds."""
+        """Return the result as of `now`, a Unix time in seconds."""
         return Result(
             run=self.run,
             steps=self.steps,
@@ -195,7 +195,7 @@ class Report:
         )
 
     def summary(self, now: float) -> list[str]:
-        """The outcome as of now for people."""
+        """Return the result as of `now` as lines."""
         lines = summary_lines(
             self.result(now),
             self._ledger,
@@ -207,16 +207,16 @@ class Report:
         return [*lines, *self._times.lines()]
 
     def progress_line(self, now: float) -> str:
-        """What the step at hand, or the evaluation, has come to as of now."""
+        """Return the progress of the current step or evaluation as of `now`."""
         return self._progress.line(self._ledger, step=self.steps + 1, num_steps=self.num_steps, now=now)
 
     def books_line(self, *, brief: bool = False) -> str:
-        """The books as a sum; in brief without its zeros."""
+        """Return the books as a sum; brief: without zeros."""
         return sum_line(self._ledger.books(), brief=brief)
 
     def _train(self, event: BatchTrained, settled: Sequence[Settled], time: float) -> list[Notice]:
         if not settled:
-            return []  # replayed after a crash, or said twice
+            return []  # replayed after a crash, or a duplicate event
         groups = self._numbers.take(ref.event_seq for ref in settled[0].groups)
         notices = self.close()
         self.steps = max(self.steps, event.step + 1)
@@ -252,7 +252,7 @@ class Report:
         )
 
     def _begin_again(self, event: TrainerStarted, settled: Sequence[Settled]) -> list[Notice]:
-        """The loaded checkpoint holds some steps that were trained, though nothing was said of them."""
+        """Settle steps that the loaded checkpoint contains although their batch.trained is missing."""
         for change in settled:
             groups = self._numbers.take(ref.event_seq for ref in change.groups)
             self.rewards.append(mean_of(rewards_of(groups)) or 0.0)
@@ -291,5 +291,5 @@ class Report:
         if event.step == 0:
             before = {"step": 0, "time": time}
         elif before is None or before["step"] != event.step:
-            return [line]  # what is known of it was shown before this start
+            return [line]  # its row was written before this start
         return [line, RowDone(before | metrics)]

@@ -1,4 +1,4 @@
-"""Metrics of one step that follow from its groups and its evaluation. Pure."""
+"""Metrics of one step, computed from its groups and its evaluation. Pure."""
 
 import math
 import statistics
@@ -11,29 +11,29 @@ from messages import EngineNumbers
 from runtime.report.group_numbers import GroupNumbers
 
 MetricRow = dict[str, Any]  # by name
-NOT_MEANS: Final = ("-truncated_ratio", "-newer_weights_ratio")  # what these end with, of an evaluation set
+NOT_MEANS: Final = ("-truncated_ratio", "-newer_weights_ratio")  # suffixes of other metrics of an evaluation set
 
 
 def mean_of(values: Sequence[float]) -> float | None:
-    """Their mean; none of nothing."""
+    """Return the mean; None for no values."""
     if not values:
         return None
     try:
         return math.fsum(values) / len(values)
-    except (ValueError, OverflowError):  # infinities of both signs, or a sum beyond all numbers
+    except (ValueError, OverflowError):  # infinities of both signs, or an overflow
         return sum(values) / len(values)
 
 
 def rewards_of(groups: Sequence[GroupNumbers]) -> list[float]:
-    """All rewards of a batch."""
+    """Return all rewards of a batch."""
     return [reward for group in groups for reward in group.rewards]
 
 
 def group_metrics(groups: Sequence[GroupNumbers], *, graded: bool) -> MetricRow:
-    """What the groups of a batch are like.
+    """Compute the metrics of a batch's groups.
 
     Args:
-        graded: whether rewards mean anything, as they do not for demonstrations.
+        graded: whether samples have scores; demonstrations do not.
     """
     lengths = [length for group in groups for length in group.response_lens]
     mean, ungraded = mean_of(rewards_of(groups)), sum(group.num_ungraded for group in groups)
@@ -55,7 +55,7 @@ def group_metrics(groups: Sequence[GroupNumbers], *, graded: bool) -> MetricRow:
 
 
 def _engine_metrics(groups: Sequence[GroupNumbers], *, num_samples: int) -> MetricRow:
-    """What engines said of the requests; nothing of what they did not say, as of recorded samples."""
+    """Compute metrics from the engines' numbers. Missing numbers give no metric, as for offline samples."""
     of = reduce(EngineNumbers.plus, (group.engine for group in groups))
     row: MetricRow = {"rollout/num_retractions": of.num_retractions} if of.num_requests else {}
     if of.prompt_tokens:
@@ -81,7 +81,7 @@ def _reward_metrics(groups: Sequence[GroupNumbers], mean: float) -> MetricRow:
 
 
 def _round_metrics(turns: Sequence[float]) -> MetricRow:
-    """Of the samples that name their number of turns, as a generate function of several turns does."""
+    """Compute metrics of the numbers of turns that samples of a custom generate function report."""
     if not turns:
         return {}
     named = {"mean": statistics.fmean(turns), "max": max(turns), "min": min(turns)}
@@ -89,17 +89,17 @@ def _round_metrics(turns: Sequence[float]) -> MetricRow:
 
 
 def drop_metrics(now: Mapping[str, int], before: Mapping[str, int]) -> MetricRow:
-    """Groups dropped since the step before, by reason."""
+    """Return the number of groups dropped since the previous step, by reason."""
     new = {reason: count - before.get(reason, 0) for reason, count in now.items()}
     return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in new.items() if count}
 
 
 def eval_means(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The mean reward of each evaluation set."""
+    """Return the mean reward of each evaluation set."""
     return {key.removeprefix("eval/"): value for key, value in metrics.items() if _is_mean(key)}
 
 
 def _is_mean(key: str) -> bool:
-    """Whether a metric is an evaluation set's mean reward: eval/<set>, set names hold neither "-" suffixes nor "/"."""
+    """Return whether a metric is a mean reward: eval/<set>, without "/" or a metric suffix in <set>."""
     name = key.removeprefix("eval/")
     return key != name and "/" not in name and not name.endswith(NOT_MEANS) and "-pass@" not in name

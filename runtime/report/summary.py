@@ -1,4 +1,4 @@
-"""The outcome of a run: one JSON line for programs, a few lines for people. Pure."""
+"""The result of a run: one JSON line for programs, some lines for users. Pure."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,22 +8,22 @@ from runtime.ledger.books import sum_line, untrained_words
 from runtime.ledger.state import LedgerState
 from runtime.wording import duration, number, sparkline
 
-REASONS_SHOWN = 10  # of groups that were dropped, and of those that failed
+REASONS_SHOWN = 10  # for dropped groups, and for failed ones
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The outcome of a run in one JSON line; the losses are left out where there are none."""
+    """The result of a run, for one JSON line. Losses are omitted if there are none."""
 
     run: str
     steps: int
-    reward_first: float | None  # mean over the first 5 steps of their mean rewards
+    reward_first: float | None  # mean over the first 5 steps
     reward_last: float | None
-    loss_first: float | None = None  # the same of the loss where demonstrations are trained, which have no reward
+    loss_first: float | None = None  # the same of the loss, when training on demonstrations
     loss_last: float | None = None
     eval_last: float | None  # newest mean of the first evaluation set
-    seconds: float  # since the command was given
+    seconds: float  # since the command started
     time_to_first_rollout_s: float | None
-    tokens: int  # prompt and response, trained
+    tokens: int  # trained tokens, prompt and response
     groups: dict[str, int]
 
 
@@ -36,13 +36,13 @@ def summary_lines(
     curves: Mapping[str, Sequence[float]],
     evals: Mapping[str, tuple[float, float]],
 ) -> list[str]:
-    """The outcome for people.
+    """Format the result as lines.
 
     Args:
-        num_steps: planned ones.
-        earlier_steps: of the trained ones, those before the command was given.
+        num_steps: planned train steps.
+        earlier_steps: train steps before this command.
         curves: mean reward and loss by step.
-        evals: first and newest mean by set.
+        evals: first and newest mean reward by set.
     """
     first = result.time_to_first_rollout_s
     new = f", {result.steps - earlier_steps} of them" if earlier_steps else ""

@@ -1,4 +1,4 @@
-"""Where the time of a run's steps went, by the times of its log. Pure."""
+"""The step timer: durations of the parts of each step, from the times of the log. Pure."""
 
 import math
 from collections import Counter, deque
@@ -17,38 +17,38 @@ from messages import (
 )
 from runtime.report.rows import MetricRow
 
-RECENT = 20  # steps that the time left is reckoned from
+RECENT = 20  # steps used to estimate the remaining time
 PARTS = {"rollout": "perf/rollout_time", "train": "perf/train_time", "weights": "perf/update_weights_time"}
 
 
 class _Clock(msgspec.Struct):
-    """When things happened, in Unix time."""
+    """Times of recent events, in Unix time."""
 
     issued: dict[int, float] = {}  # first issue, by round
     batched: dict[int, float] = {}  # by step
-    trained: float | None = None  # newest step
-    announced: dict[int, float] = {}  # by weight version; the time its publication began
-    update_s: float | None = None  # duration of the newest weight update, publication to confirmation
-    applied: int = 0  # newest weight version that engines have confirmed
-    applied_s: float | None = None  # seconds until then from its announcement, at the slowest rollout actor
-    pause_s: float | None = None  # that the engine which stood still for longest did so
-    session_s: float = 0.0  # of weight sessions since the newest step
-    sent_bytes: int = 0  # by them, to each engine
+    trained: float | None = None  # end of the newest step
+    announced: dict[int, float] = {}  # start of publication, by weight version
+    update_s: float | None = None  # duration of the newest weight update, from publication to confirmation
+    applied: int = 0  # newest weight version that engines confirmed
+    applied_s: float | None = None  # seconds from its announcement to confirmation, at the slowest rollout actor
+    pause_s: float | None = None  # longest pause of an engine
+    session_s: float = 0.0  # duration of weight syncs since the newest step
+    sent_bytes: int = 0  # sent by them to each engine
     eval_began: float | None = None
-    eval_s: float = 0.0  # evaluation since the newest step
+    eval_s: float = 0.0  # evaluation time since the newest step
 
 
 class Times:
-    """Takes the times of events and says where each step's time went."""
+    """Computes the duration of each step's parts from event times."""
 
     def __init__(self) -> None:
         self.recent_s: deque[float] = deque(maxlen=RECENT)  # step times
         self._clock = _Clock()
         self._spent_s: Counter[str] = Counter()  # by part of a step
-        self._num_steps = 0  # that were timed
+        self._num_steps = 0  # number of timed steps
 
     def note(self, event: Message, time: float) -> None:
-        """Take the time of an event."""
+        """Record the time of an event."""
         clock = self._clock
         match event:
             case GroupsIssued():
@@ -81,17 +81,17 @@ class Times:
                 del clock.announced[version]
 
     def end_evaluation(self, time: float) -> None:
-        """The running evaluation ended."""
+        """Record the end of the running evaluation."""
         if self._clock.eval_began is not None:
             self._clock.eval_s += time - self._clock.eval_began
         self._clock.eval_began = None
 
     def interrupt(self) -> None:
-        """Forget the step that runs: its times would hold a restart."""
+        """Discard the running step: its times would include a restart."""
         self._clock = _Clock()
 
     def metrics(self, event: BatchTrained, time: float) -> MetricRow:
-        """Where the time of a step went. Times overlap when `max_staleness` lets rollout run ahead."""
+        """Return the durations of a step's parts. They overlap when `max_staleness` lets rollout run ahead."""
         clock, step = self._clock, event.step
         began, batched = clock.issued.pop(step, None), clock.batched.pop(step, time)
         before, clock.trained = clock.trained, time
@@ -134,7 +134,7 @@ class Times:
         self._spent_s.update({**parts, "step": step_s})  # pyright: ignore[reportArgumentType] - it adds any numbers
 
     def lines(self) -> list[str]:
-        """The mean step and its parts, for people."""
+        """Format the mean step time and its parts."""
         if not self._num_steps:
             return []
         whole_s = self._spent_s["step"]

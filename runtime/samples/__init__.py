@@ -1,4 +1,4 @@
-"""Rows that come in and samples that go out: data files, and dumps of whole runs.
+"""Data files to read, and dumps of samples.
 
-Open data_files.py for what is read, dumps.py for what is written.
+Open data_files.py for data files, dumps.py for dumps.
 """

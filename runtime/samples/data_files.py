@@ -1,4 +1,4 @@
-"""Records of JSONL and Parquet files, read strictly: what is wrong is said with file and place."""
+"""Reads JSONL and Parquet files strictly. Errors name file and place."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -14,30 +14,30 @@ from runtime.wording import show
 BOM: Final = b"\xef\xbb\xbf"
 PARQUET_SUFFIXES: Final = (".parquet", ".pq")
 BOUNDS: Final = re.compile(r"^@\[\s*(-?\d+)?\s*:\s*(-?\d+)?\s*\]$")
-MAX_LINE_BYTES: Final = 256 << 20  # of a JSONL file; a file without ends of lines is none
-BATCH_ROWS: Final = 1024  # of a Parquet file, in memory at a time
+MAX_LINE_BYTES: Final = 256 << 20  # of JSONL; a file without line ends is not JSONL
+BATCH_ROWS: Final = 1024  # rows of a Parquet file in memory at a time
 
 
 class DataError(Exception):
-    """A data source, or the tokenizer its prompts need, cannot be used. The text names the place and what is wrong."""
+    """A data source, or its tokenizer, cannot be used. The text names place and problem."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of a data file, with all its columns."""
+    """One row of a data file, with all columns."""
 
-    number: int  # from 0, blank lines not counted
+    number: int  # from 0, without blank lines
     place: str  # "rows.jsonl:3", lines from 1; "rows.parquet: row 2", rows from 0
     columns: dict[str, Any]
 
 
 def read_records(path: str) -> Iterator[Record]:
-    """Read a data file, or a slice of its rows, in its order: Parquet if its name ends so, else JSONL.
+    """Read a data file, or a slice of its rows, in order: Parquet by its suffix, else JSONL.
 
     Args:
-        path: a file, or file@[a:b] for the rows that Python's rows[a:b] would give.
+        path: a file, or file@[a:b] for the rows of Python's rows[a:b].
 
     Raises:
-        DataError: the file cannot be read, has no such rows, or one of those up to the slice's end is no object.
+        DataError: the file cannot be read, the slice is empty, or a row up to its end is not an object.
     """
     file, rows = split_slice(path)
     if not rows:
@@ -101,17 +101,17 @@ def _json_object(text: bytes, place: str) -> dict[str, Any]:
 
 def _read_parquet(path: Path) -> Iterator[Record]:
     try:
-        from pyarrow import parquet  # optional, and as large as all of the base together
+        from pyarrow import parquet  # optional, and as large as all base packages together
     except ImportError:
         message = 'Parquet needs pyarrow, which is the extra "parquet": pip install "physarum[parquet]"'
         raise DataError(f"{path}: {message}") from None
     number = 0
-    open_file: Callable[[Path], Any] = cast("Any", parquet).ParquetFile  # it has no types
+    open_file: Callable[[Path], Any] = cast("Any", parquet).ParquetFile  # it is untyped
     try:
         with open_file(path) as file:
             for batch in file.iter_batches(batch_size=BATCH_ROWS):
                 for columns in batch.to_pylist():
                     yield Record(number=number, place=f"{path}: row {number}", columns=columns)
                     number += 1
-    except (ValueError, NotImplementedError) as error:  # what pyarrow raises beside OSError
+    except (ValueError, NotImplementedError) as error:  # pyarrow raises these besides OSError
         raise DataError(f"{path}: not a Parquet file, or a broken one: {error}") from None

@@ -1,15 +1,15 @@
-"""Dumps of samples as files: `rollout_<step>.jsonl`, a line per sample, beside `rollout_<step>.npz`, their tokens.
+"""Dump files: `rollout_<step>.jsonl` with a line per sample, and `rollout_<step>.npz` with their tokens.
 
-The pair of a step holds the groups of its batch and those that were given up since the batch before. Both files come
-whole or not at all, the lines last. Line i and row i of the columns are the same sample. Columns need numpy alone:
+The pair of a step contains the groups of its batch, and those closed since the previous batch. Both files are written
+atomically, the lines last. Line i and row i of the columns are the same sample. Columns need only numpy:
 
-    group_id, attempt, index, part [n]   which sample
+    group_id, attempt, index, part [n]   key of the sample
     sample_offsets [n + 1]               segments of sample i: sample_offsets[i] to sample_offsets[i + 1]
     segment_attempt [s]                  attempt that generated the segment
-    prompt_ids, prompt_offsets [s + 1]   tokens of all segments behind each other, and where each begins
+    prompt_ids, prompt_offsets [s + 1]   tokens of all segments, concatenated, and the start of each
     response_ids, loss_mask, rollout_log_probs, response_offsets [s + 1]
     weight_spans [k, 3], span_offsets [s + 1]   version, start, end within the segment's response
-    routed_experts, routed_offsets [s + 1]      of each token the experts of all layers; not there where none were told
+    routed_experts, routed_offsets [s + 1]      experts of all layers for each token; optional
     told_by [2]                          log sequence and Unix microseconds of the event that closed the pair
 """
 
@@ -32,7 +32,7 @@ from runtime.samples.tokens import sample_problem
 
 RUN_FILE: Final = "run.json"
 TOPOLOGY_FILE: Final = "topology.json"
-TOKENIZER: Final = "tokenizer"  # directory with the files of the tokenizer
+TOKENIZER: Final = "tokenizer"  # directory of the tokenizer's files
 _NAME: Final = re.compile(r"rollout_(\d+)\.jsonl")
 _KEYS: Final = ("group_id", "attempt", "index", "part")
 
@@ -40,24 +40,24 @@ Columns = Mapping[str, NDArray[Any]]
 
 
 class DumpError(ValueError):
-    """A dump that cannot be used: says which file and line, and what is wrong."""
+    """A dump cannot be used. The message names file, line and problem."""
 
 
 class DumpedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """Which run a directory of dumps belongs to."""
+    """The run that a dump directory belongs to."""
 
     run: str
-    began: str  # when its log was made; a run that is started over has another one
+    began: str  # creation time of its log; a run that was started over has another one
 
 
 def write_pair(directory: Path, step: int, groups: Sequence[DumpedGroup], told_by: tuple[int, int]) -> None:
-    """Write the pair of a step, or replace it.
+    """Write or replace the pair of a step.
 
     Args:
-        told_by: log sequence and Unix microseconds of the event that closed it; see `told_by_of`.
+        told_by: log sequence and Unix microseconds of the event that closed the pair; see `told_by_of`.
 
     Raises:
-        OSError: the disk; NoSpace where it is full.
+        OSError: the disk failed; NoSpace if it is full.
     """
     lines = b"".join(msgspec.json.encode(sample) + b"\n" for group in groups for sample in group.samples)
     columns: dict[str, Any] = _columns(groups) | {"told_by": np.array(told_by, dtype=np.int64)}
@@ -71,20 +71,20 @@ def write_pair(directory: Path, step: int, groups: Sequence[DumpedGroup], told_b
 
 
 def lines_path(directory: Path, step: int) -> Path:
-    """The lines of a step."""
+    """Return the path of a step's lines."""
     return directory / f"rollout_{step}.jsonl"
 
 
 def columns_path(directory: Path, step: int) -> Path:
-    """The columns of a step."""
+    """Return the path of a step's columns."""
     return directory / f"rollout_{step}.npz"
 
 
 def steps_in(directory: Path) -> list[int]:
-    """Steps that have their pair, in order.
+    """Return the steps with a pair, in order.
 
     Raises:
-        DumpError: no such directory, or no pair in it.
+        DumpError: there is no such directory, or no pair in it.
     """
     if not directory.is_dir():
         raise DumpError(f"{directory}: no such directory")
@@ -95,7 +95,7 @@ def steps_in(directory: Path) -> list[int]:
 
 
 def told_by_of(directory: Path, step: int) -> tuple[int, int] | None:
-    """Which event closed the pair of a step; none if the pair is not there whole."""
+    """Return log sequence and time of the event that closed a step's pair; None if the pair is incomplete."""
     if not lines_path(directory, step).exists() or not columns_path(directory, step).exists():
         return None
     try:
@@ -106,7 +106,7 @@ def told_by_of(directory: Path, step: int) -> tuple[int, int] | None:
 
 
 def read_lines(directory: Path, step: int) -> list[DumpedSample]:
-    """The lines of a step, without their tokens.
+    """Read the lines of a step, without tokens.
 
     Raises:
         DumpError: the file cannot be read; names the line.
@@ -129,10 +129,10 @@ def read_lines(directory: Path, step: int) -> list[DumpedSample]:
 
 
 def check_columns(directory: Path, step: int, num_samples: int) -> None:
-    """See that the columns of a step are there, and of as many samples as it has lines; without reading them all.
+    """Check that a step's columns exist and match its number of lines, without reading them all.
 
     Raises:
-        DumpError: they are not; names the file.
+        DumpError: they do not; names the file.
     """
     path = columns_path(directory, step)
     found = len(_load(path, ["group_id"])["group_id"])
@@ -142,17 +142,17 @@ def check_columns(directory: Path, step: int, num_samples: int) -> None:
 
 
 def read_pair(directory: Path, step: int, vocab_size: int | None = None) -> tuple[DumpedGroup, ...]:
-    """The groups of a step, in order of their ids.
+    """Read the groups of a step, in order of their ids.
 
-    A sample that cannot be true has failed, with the reason, and has no segments.
+    An invalid sample gets the status failed with the reason, and no segments.
 
     Args:
         directory: of the dump.
         step: of the pair.
-        vocab_size: of the model that it is read for; none: of any.
+        vocab_size: of the model; none: any.
 
     Raises:
-        DumpError: a file cannot be read, or the two do not belong together; names file and line.
+        DumpError: a file cannot be read, or the two do not match; names file and line.
     """
     samples, path = read_lines(directory, step), columns_path(directory, step)
     check_columns(directory, step, len(samples))
@@ -223,7 +223,7 @@ def _load(path: Path, names: Sequence[str], may_lack: Sequence[str] = ()) -> Col
         with (
             path.open("rb") as opened,
             np.load(opened, allow_pickle=False) as file,
-        ):  # np.load forgets to close a torn file
+        ):  # np.load does not close a truncated file
             return {name: file[name] for name in (*names, *(name for name in may_lack if name in file))}
     except FileNotFoundError as error:
         raise DumpError(f"{path}: no such file") from error
@@ -236,7 +236,7 @@ def _load(path: Path, names: Sequence[str], may_lack: Sequence[str] = ()) -> Col
 def _checked_segments(
     sample: DumpedSample, number: int, columns: Columns, vocab_size: int | None
 ) -> tuple[tuple[Segment, ...], str | None]:
-    """The segments of a sample; or none, and what cannot be true of them."""
+    """Return the segments of a sample, or none and the problem if they are invalid."""
     try:
         own = tuple(_segments_of(sample, number, columns))
     except (ValueError, IndexError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""The groups of a whole dump in their order: by step, then by group id. Read pair by pair."""
+"""Reads the groups of a whole dump, ordered by step and group id, pair by pair."""
 
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -15,27 +15,27 @@ from runtime.settings.reading.config import Problem, TopologyError
 from runtime.settings.topology import Topology
 from runtime.wording import show
 
-PAIRS_KEPT: Final = 2  # in memory
+PAIRS_KEPT: Final = 2  # pairs kept in memory
 
 
 class DumpedGroups:
-    """The groups of a dump, by their position in it."""
+    """The groups of a dump, by position."""
 
     def __init__(self, directory: Path, vocab_size: int | None = None) -> None:
-        """Look through all lines.
+        """Scan all lines.
 
         Args:
             directory: of the dump.
-            vocab_size: of the model that it is read for; none: of any.
+            vocab_size: of the model; none: any.
 
         Raises:
-            DumpError: there is no dump, a line that cannot be read, or no tokens of a step's samples.
+            DumpError: there is no dump, a line cannot be read, or the tokens of a step are missing.
         """
         self.directory = directory
         self.steps = steps_in(directory)
         counts: list[int] = []
-        self.sizes: set[int] = set()  # samples of a group
-        self.num_kept = 0  # groups that the filter kept then
+        self.sizes: set[int] = set()  # numbers of samples per group
+        self.num_kept = 0  # groups that the filter kept in the dumped run
         for step in self.steps:
             groups: dict[tuple[int, int], set[int]] = {}
             kept = set[int]()
@@ -59,10 +59,10 @@ class DumpedGroups:
             yield from self._pair(step)
 
     def group(self, position: int) -> DumpedGroup:
-        """The group at a position, from 0.
+        """Return the group at a position, from 0.
 
         Raises:
-            IndexError: the dump has none there.
+            IndexError: there is none at this position.
             DumpError: its pair cannot be read.
         """
         if not 0 <= position < len(self):
@@ -73,10 +73,10 @@ class DumpedGroups:
 
 
 def fitted(topology: Topology) -> Topology:
-    """With no more train steps than the dump that it trains on has groups for.
+    """Limit the train steps to those that the dump has groups for.
 
     Raises:
-        TopologyError: there is no such dump, or its groups are not of the recipe's size.
+        TopologyError: there is no such dump, or its groups have another size than the recipe's.
     """
     if topology.run.load is None:
         return topology

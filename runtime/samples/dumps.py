@@ -1,4 +1,4 @@
-"""What a dump holds of a sample and of a prompt group: one line, and segments."""
+"""The content of a dump: a line per sample, and the segments of each group."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,16 +18,16 @@ from messages import (
 
 
 class Fate(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a completed group."""
+    """The outcome of a completed group."""
 
     verdict: Outcome | None = None
     verdict_reason: str | None = None
-    closed: str | None = None  # why the buffer gave it up
-    step: int | None = None  # train step whose batch it is in
+    closed: str | None = None  # why the buffer closed it
+    step: int | None = None  # train step of its batch
 
 
 class DumpedSample(Fate, frozen=True, kw_only=True):
-    """One line: a sample with what there is to know of its group. Its tokens are in the columns."""
+    """One line: a sample with the data of its group. Its tokens are in the columns."""
 
     group_id: int
     attempt: int
@@ -39,16 +39,16 @@ class DumpedSample(Fate, frozen=True, kw_only=True):
     label: Any = None
     metadata: dict[str, Any] = {}  # of the prompt
     response: str
-    segment_texts: tuple[str, ...] = ()  # when there are several segments
+    segment_texts: tuple[str, ...] = ()  # if there are several segments
     reward: float | None = None
     score: dict[str, Any] | None = None
     status: SampleStatus
     reason: str | None = None  # why it failed
     prompt_len: int = 0  # tokens
     response_len: int = 0
-    first_version: int | None = None  # of the weights, oldest and newest
+    first_version: int | None = None  # oldest and newest weight version
     last_version: int | None = None
-    sample_metadata: dict[str, Any] = {}  # of this sample alone
+    sample_metadata: dict[str, Any] = {}  # of this sample only
     rollout_time_s: float = 0.0
     reward_time_s: float = 0.0
 
@@ -64,7 +64,7 @@ class DumpedGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.samples[0].group_id
 
     def completed(self) -> GroupCompleted:
-        """The event that announced it, as far as the dump knows; it cites no payloads."""
+        """Rebuild its completion event from the dump. It cites no payloads."""
         first = self.samples[0]
         return GroupCompleted(
             group_id=first.group_id,
@@ -83,14 +83,14 @@ class DumpedGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 def group_of(
     completed: GroupCompleted, payloads: Mapping[int, SegmentsPublished], fate: Fate, stored: Prompt | None = None
 ) -> DumpedGroup:
-    """A completed group as a dump holds it.
+    """Make the dump content of a completed group.
 
     Args:
-        payloads: by their sequences, all that the event cites.
-        stored: its prompt, if that is stored by itself.
+        payloads: all payloads that the event cites, by sequence.
+        stored: its prompt, if that is stored separately.
 
     Raises:
-        ValueError: a reference leads to another sample's segment.
+        ValueError: a reference points to another sample's segment.
     """
     segments = tuple(tuple(_segments(completed, sample, payloads)) for sample in completed.samples)
     said = stored or next(iter(payloads.values()), None)
@@ -127,7 +127,7 @@ def group_of(
 
 
 def summary_of(sample: DumpedSample) -> SampleSummary:
-    """What an event says of a sample."""
+    """Return the summary of a sample, as in events."""
     return SampleSummary(
         index=sample.index,
         part=sample.part,

@@ -1,4 +1,4 @@
-"""Rows of data sources: the columns that a recipe names, picked from records and checked."""
+"""Rows of data sources: the recipe's columns of records, validated."""
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -11,32 +11,32 @@ from runtime.samples.data_files import DataError, Record, read_records
 from runtime.settings.recipe import DataConfig
 from runtime.wording import show
 
-PROMPT_IDS: Final = "prompt_ids"  # what a user's function may give instead of a prompt
+PROMPT_IDS: Final = "prompt_ids"  # column that a user function may return instead of a prompt
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1)]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of a data source, its columns picked by a DataConfig."""
+    """One row of a data source, with the columns of its DataConfig."""
 
     number: int  # from 0, in the file
-    place: str  # for messages: file and line or row, or function and number
+    place: str  # for error messages: file and line or row, or function and number
     prompt: str | list[dict[str, Any]]  # text, or chat messages
-    prompt_ids: tuple[int, ...] | None = None  # instead of what the prompt would be tokenised to; of functions alone
+    prompt_ids: tuple[int, ...] | None = None  # used instead of tokenizing the prompt; only from functions
     label: Any = None
-    metadata: dict[str, Any] = {}  # with "tools" if the row has any
+    metadata: dict[str, Any] = {}  # with "tools", if the row has tools
 
 
 def read_rows(data: DataConfig, max_rows: int | None = None) -> Iterator[Row]:
-    """Read the rows of a data file in its order.
+    """Read the rows of a data file in order.
 
     Args:
         data: the file and the names of its columns.
-        max_rows: stop after so many.
+        max_rows: maximum number of rows to read.
 
     Raises:
-        DataError: the file is missing or empty, a row is no object, or a column is missing or of a wrong type.
-        ValueError: the source is no file.
+        DataError: the file is missing or empty, a row is not an object, or a column is missing or has a wrong type.
+        ValueError: the source is not a file.
     """
     if data.path is None:
         raise ValueError(f"data source {data.name} has no file")
@@ -44,10 +44,10 @@ def read_rows(data: DataConfig, max_rows: int | None = None) -> Iterator[Row]:
 
 
 def row_of(record: Record, data: DataConfig) -> Row:
-    """Pick and check the columns of a record.
+    """Select and validate the columns of a record.
 
     Raises:
-        DataError: a column is missing or of a wrong type.
+        DataError: a column is missing or has a wrong type.
     """
     columns = record.columns
     try:
@@ -70,7 +70,7 @@ def row_of(record: Record, data: DataConfig) -> Row:
 
 
 def _check_value(row: Row, data: DataConfig) -> None:
-    """What a row holds travels in messages: what those cannot carry is refused here, where its place is known."""
+    """Refuse values that messages cannot carry, while the row's place is known."""
     check_plain([row.prompt, row.label, row.metadata])
     size = len(msgspec.msgpack.encode((row.prompt, row.label, row.metadata)))
     if size > data.max_row_bytes:
@@ -108,7 +108,7 @@ def _prompt(columns: Mapping[str, Any], data: DataConfig) -> str | list[dict[str
 
 
 def _parsed(value: Any, key: str, expected: Any) -> Any:
-    """A column that holds a value or a string with its JSON; none and "" mean that there is nothing."""
+    """Convert a column with a value or its JSON text; None and "" mean that there is no value."""
     if value is None or value == "":
         return None
     try:

@@ -1,4 +1,4 @@
-"""Prompts that are too large for tasks and events: stored once, in parts, and cited by the sequences of these."""
+"""Large prompts: stored once, in parts, and cited by the parts' sequences in tasks and events."""
 
 from typing import Final, TypeVar
 
@@ -9,16 +9,16 @@ from messages.codec import DecodeError, pack, unpack
 from runtime.bus.bus import Bus
 from runtime.bus.errors import PayloadUnreadable
 
-LARGE_BYTES: Final = 64 << 10  # of a whole prompt: a task and every score request would repeat it
-LARGE_METADATA_BYTES: Final = 1 << 10  # the event of each completed group would repeat it
+LARGE_BYTES: Final = 64 << 10  # of a whole prompt, since a task and every score request would repeat it
+LARGE_METADATA_BYTES: Final = 1 << 10  # since the completion event of each group would repeat it
 PART_BYTES: Final = 4 << 20
-SHOWN_CHARS: Final = 2000  # of a large prompt, with its samples
+SHOWN_CHARS: Final = 2000  # shown characters of a large prompt
 
 Task = TypeVar("Task", RolloutRequested, EvalRequested)
 
 
 def is_large(prompt: Prompt) -> bool:
-    """Whether a prompt is stored by itself."""
+    """Return whether a prompt is stored separately."""
     return len(msgspec.msgpack.encode(prompt.metadata)) > LARGE_METADATA_BYTES or len(pack(prompt)) > LARGE_BYTES
 
 
@@ -26,8 +26,8 @@ async def store_prompt(bus: Bus, prompt: Prompt) -> tuple[int, ...]:
     """Store a prompt; return the sequences that cite it.
 
     Raises:
-        StreamFull: the data stream takes no more.
-        BusUnavailable: the bus.
+        StreamFull: the data stream is full.
+        BusUnavailable: the bus is not reachable.
     """
     content = pack(prompt)
     pieces = [content[at : at + PART_BYTES] for at in range(0, len(content), PART_BYTES)]
@@ -39,16 +39,16 @@ async def store_prompt(bus: Bus, prompt: Prompt) -> tuple[int, ...]:
 
 
 def cited(prompt: Prompt, parts: tuple[int, ...]) -> Prompt:
-    """What a task says of a prompt that is stored by itself."""
+    """Return the reference to a stored prompt, for a task."""
     none = Int32Array([])
     return Prompt(data=prompt.data, row=prompt.row, text="", prompt_ids=none, rm_type=prompt.rm_type, parts=parts)
 
 
 async def fetch_prompt(bus: Bus, parts: tuple[int, ...]) -> Prompt:
-    """The prompt that is cited; it knows its parts.
+    """Fetch a stored prompt. The result includes its parts.
 
     Raises:
-        PayloadLost: a part is gone, or they are not those of one prompt.
+        PayloadLost: a part is lost, or the parts do not form one prompt.
     """
     content = b"".join([(await bus.fetch(PromptStored, seq)).content for seq in parts])
     try:
@@ -58,10 +58,10 @@ async def fetch_prompt(bus: Bus, parts: tuple[int, ...]) -> Prompt:
 
 
 async def with_prompt(bus: Bus, task: Task) -> Task:
-    """A task with all of its prompt.
+    """Return a task with its full prompt.
 
     Raises:
-        PayloadLost: a part of it is gone.
+        PayloadLost: a part of the prompt is lost.
     """
     if not task.prompt.parts:
         return task

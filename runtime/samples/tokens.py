@@ -1,4 +1,4 @@
-"""Which token ids and log-probs of a sample can be true. Pure: the one check of every door by which they enter."""
+"""Validates the token ids and log-probs of samples, wherever they enter the run. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -9,19 +9,19 @@ from numpy.typing import NDArray
 
 from messages import Segment
 
-MAX_LOG_PROB: Final = 1e-3  # above 0 by rounding
+MAX_LOG_PROB: Final = 1e-3  # rounding may exceed 0
 MIN_LOG_PROB: Final = -1000.0  # float64 has no probability below e^-745, so no sampler draws such a token
 
 
 def id_problem(ids: Sequence[int] | NDArray[Any], vocab_size: int | None) -> str | None:
-    """Find the first id that is no token of the model.
+    """Describe the first id that is not a token of the model; None if all are.
 
     Args:
-        ids: of any size, as they come.
-        vocab_size: of the model; none: not known, so that only negative ids are found.
+        ids: integers of any size.
+        vocab_size: of the model; none: unknown, so only negative ids are found.
     """
     if isinstance(ids, list) and (not ids or (min(ids) >= 0 and (vocab_size is None or max(ids) < vocab_size))):
-        return None  # the usual answer of an engine, in a fifth of the time
+        return None  # the usual case; takes a fifth of the time
     try:
         values = np.asarray(ids, dtype=np.int64)
     except OverflowError:
@@ -35,11 +35,11 @@ def id_problem(ids: Sequence[int] | NDArray[Any], vocab_size: int | None) -> str
 
 
 def log_prob_problem(log_probs: Sequence[float | None] | NDArray[Any]) -> str | None:
-    """Find the first log-prob that no model gives to a token that it samples; none, as JSON's null, is one."""
+    """Describe the first log-prob that is impossible for a sampled token, None included; None if there is none."""
     if isinstance(log_probs, list) and None not in log_probs:
         numbers = cast("list[float]", log_probs)
         in_range = not numbers or (min(numbers) >= MIN_LOG_PROB and max(numbers) <= MAX_LOG_PROB)
-        if in_range and math.isfinite(sum(numbers)):  # min and max may overlook NaN, a sum does not
+        if in_range and math.isfinite(sum(numbers)):  # min and max may miss NaN, a sum does not
             return None
     values = np.asarray(log_probs, dtype=np.float64)
     right = (values >= MIN_LOG_PROB) & (values <= MAX_LOG_PROB)
@@ -52,12 +52,12 @@ def log_prob_problem(log_probs: Sequence[float | None] | NDArray[Any]) -> str | 
 
 
 def sample_problem(segments: Sequence[Segment], vocab_size: int | None, *, num_tokens: int | None = None) -> str | None:
-    """Find what cannot be true of a sample.
+    """Describe the first inconsistency of a sample; None if it is valid.
 
     Args:
         segments: in order.
-        vocab_size: of the model; none: not known.
-        num_tokens: that the sample is said to have, prompt and response; none: not said.
+        vocab_size: of the model; none: unknown.
+        num_tokens: expected number of prompt and response tokens; none: unknown.
     """
     for number, segment in enumerate(segments):
         where = f"segment {number}, " if len(segments) > 1 else ""

@@ -1,4 +1,4 @@
-"""Code that a dump names: a stranger's topology.json imports nothing unless the user says so."""
+"""Code named by a dump: another user's topology.json imports nothing unless the user allows it."""
 
 import os
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ WRITABLE_BY_OTHERS: Final = 0o022
 
 
 def untrusted_code(loaded: LoadedTopology, target: Target) -> list[Problem]:
-    """Functions that a replay would import and that the user has not named with --set.
+    """Return problems for functions that a replay would import and the user did not set with --set.
 
     Args:
-        loaded: the topology of a dump that is not the user's own.
-        target: what the dump is fed to.
+        loaded: the topology of another user's dump.
+        target: where the replay sends the dump.
     """
     return [
         Problem(
@@ -38,10 +38,10 @@ def untrusted_code(loaded: LoadedTopology, target: Target) -> list[Problem]:
 
 
 def is_own_dump(dump: Path, runs: Path) -> bool:
-    """Whether this user wrote a dump below a directory of runs, and nobody else can write it.
+    """Return whether this user wrote a dump below a directory of runs, and no other user can write it.
 
     Args:
-        dump: its directory; symbolic links are followed.
+        dump: its directory; symbolic links are resolved.
         runs: the configured run.dir.
     """
     place = Path(os.path.realpath(dump))
@@ -55,7 +55,7 @@ def is_own_dump(dump: Path, runs: Path) -> bool:
 
 
 def _code_of(topology: Topology, target: Target) -> Iterator[tuple[str, str]]:
-    """Keys and values that name code, as far as the target imports it."""
+    """Yield the keys and values that name code which the target imports."""
     rollout = topology.rollout
     named: dict[str, str | None] = {"rollout.dynamic_filter": rollout.dynamic_filter}
     if target != "filter":

@@ -1,4 +1,4 @@
-"""Weights in files without torch: tensors mapped from the disk, and what changed between versions.
+"""Weight files without torch: memory-mapped tensors, and deltas between versions.
 
 Open delta.py.
 """

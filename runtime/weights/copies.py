@@ -1,8 +1,8 @@
-"""A node's own whole copies of versions, made of what is published: whole files, or changes to what the node has.
+"""A node's local copies of weight versions, made from published full files, or from deltas to an existing copy.
 
-A copy is made beside the older ones under a hidden name and gets its own once all of it is there, hashed and on the
-disk. So a death in between leaves those that are there usable. What is damaged, here or there, is found by its
-checksum, and the copy made once more, of whole files.
+A copy is made under a hidden name, and renamed once it is complete, hashed and on disk. So a crash leaves the existing
+copies usable. Checksums find damage in a copy or in the published files; then the copy is made again from full
+files.
 """
 
 import shutil
@@ -19,15 +19,15 @@ from runtime.weights.route import route_to
 from runtime.weights.sums import damage_in
 from runtime.weights.versions import name_of, on_disk, versions_in
 
-KEEP_COPIES: Final = 2  # the newest, and the one that an engine may still be reading
+KEEP_COPIES: Final = 2  # the newest, and one that an engine may still be reading
 
 
 class CopyFailed(Exception):
-    """A version cannot be copied; says why, with file and tensor where that is known."""
+    """A version cannot be copied. The message names file and tensor if they are known."""
 
     def __init__(self, reason: str, *, unusable: bool = False) -> None:
         super().__init__(reason)
-        self.unusable = unusable  # what is published is not what was announced
+        self.unusable = unusable  # the published files differ from their announcement
 
 
 def make_copy(
@@ -38,23 +38,23 @@ def make_copy(
     doubted: bool = False,
     files: Mapping[str, FileSum] = MappingProxyType({}),
 ) -> Path:
-    """Directory with a whole copy of a version, made unless it is there. One call at a time.
+    """Return the directory of a full copy of a version; make the copy if needed. One call at a time.
 
     Args:
-        wanted: which one.
-        published: its directory, beside those of other versions.
-        copies: where this node has its own.
-        doubted: an engine did not hold the version after it had read the copy: the copy is hashed.
-        files: by name, as announced: a copy that is there already is compared with them.
+        wanted: the version.
+        published: its directory, next to those of other versions.
+        copies: directory of this node's copies.
+        doubted: hash an existing copy, because an engine that read it did not verify.
+        files: announced sums by name, to check an existing copy.
 
     Raises:
-        CopyFailed: it cannot be made.
+        CopyFailed: the copy cannot be made.
     """
     place = copies / name_of(wanted.number)
     if held_in(place) == wanted and not (damage_of(place, wanted, files) if files or doubted else ""):
         return place
     copies.mkdir(parents=True, exist_ok=True)
-    for left in (place, *copies.glob(".v*")):  # another's, damaged, or of a death
+    for left in (place, *copies.glob(".v*")):  # of another version, damaged, or left by a crash
         shutil.rmtree(left, ignore_errors=True)
     reasons: list[str] = []
     unusable = False
@@ -71,12 +71,12 @@ def make_copy(
 
 
 def damage_of(place: Path, wanted: Version, files: Mapping[str, FileSum]) -> str:
-    """What of a copy is not as it was announced; empty when it is right.
+    """Describe how a copy differs from the announcement; empty if it does not.
 
     Args:
-        place: of the copy.
-        wanted: which version it is to be.
-        files: by name, as announced. One that differs counts only if the tensors do: their hash is slow and decides.
+        place: directory of the copy.
+        wanted: the expected version.
+        files: announced sums by name. If one differs, the slower hash of the tensors decides.
     """
     damage = damage_in(place, files)
     if files and not damage:
@@ -89,7 +89,7 @@ def damage_of(place: Path, wanted: Version, files: Mapping[str, FileSum]) -> str
 
 
 def _newest_held(copies: Path, wanted: Version) -> Iterator[Version]:
-    """The newest copy that a version may be made of."""
+    """Yield the newest copy that deltas to a version may start from, if there is one."""
     held = [held for _, path in versions_in(copies) if (held := held_in(path)) and held.number < wanted.number]
     yield from held[-1:]
 

@@ -1,14 +1,13 @@
-"""A version of the weights as what changed since another one, and the making of a whole copy from it.
+"""Deltas between weight versions, and their application to a full copy.
 
-A directory with a delta holds `delta.json` and files of payloads, one of each rank that wrote. `delta.json` names the
-base and the target, version and checksum each (`runtime/checksums.py`), and for every tensor the checksums of both and
-how it goes: unchanged, as its changes (`changes.py`), or whole. A payload has a CRC beside it and `delta.json` a hash
-of itself, so that a flipped byte anywhere is found, and found to be the delta's; what then differs is the base.
+A delta directory contains `delta.json` and payload files, one from each rank that wrote. `delta.json` has version and
+checksum of base and target (`runtime/checksums.py`). For every tensor it has both checksums and its form: unchanged,
+changes (`changes.py`), or whole. Payloads have a CRC, and `delta.json` has its own hash. So any flipped byte of a delta
+is found and attributed to the delta; any other difference is in the base.
 
-A copy is applied to by making a new one beside it, under a name that is hidden until all is there, proven and on the
-disk. A death in between leaves the old copy as it was, and an engine that reads it is not disturbed: that is why
-nothing is overwritten in place, which would write 2 % of the bytes instead of all. Tensors are read, changed, hashed
-and written one at a time.
+Applying deltas makes a new copy under a hidden name, and renames it once it is complete, verified and on disk. A crash
+leaves the old copy unchanged, and an engine that reads it is not disturbed. In-place updates would write only 2 % of
+the bytes, but do not have these properties. Tensors are read, changed, hashed and written one at a time.
 """
 
 import hashlib
@@ -27,42 +26,42 @@ from runtime.weights.changes import apply
 from runtime.weights.stored import ITEM_BYTES, StoredFile, StoredTensor, read_files
 
 INDEX: Final = "delta.json"
-_PAYLOADS: Final = "delta-"  # how their files' names begin
-HELD: Final = "version.json"  # in a copy: which version it is
-NOTE: Final = "published.json"  # where a version is published: what lies there
+_PAYLOADS: Final = "delta-"  # prefix of payload files
+HELD: Final = "version.json"  # in a copy: its version
+NOTE: Final = "published.json"  # in a published version: the files that it has
 FORMAT: Final = 1
 Form = Literal["unchanged", "changes", "whole"]
 
 
 class DeltaError(ValueError):
-    """A delta cannot be applied: it is damaged, or not of this base. The message names file and tensor."""
+    """A delta cannot be applied: it is damaged, or has another base. The message names file and tensor."""
 
 
 class Version(NamedTuple):
     """A set of weights."""
 
     number: int
-    checksum: str  # of all its tensors
+    checksum: str  # over all tensors
 
 
 class TensorDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """How a tensor goes."""
+    """The delta of one tensor."""
 
     name: str
     dtype: str  # as safetensors spells it
     shape: tuple[int, ...]
-    base: str  # checksum before
-    target: str  # and after
+    base: str  # checksum in the base
+    target: str  # checksum in the target
     form: Form
-    file: str = ""  # with the payload; none: unchanged
-    begin: int = 0  # of the payload in its file
+    file: str = ""  # payload file; empty: unchanged
+    begin: int = 0  # offset of the payload in its file
     size_bytes: int = 0  # of the payload
     crc32: int = 0  # of the payload
-    count: int = 0  # of changes
+    count: int = 0  # number of changes
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """What `delta.json` says."""
+    """The content of `delta.json`."""
 
     format: int = FORMAT
     base: Version
@@ -76,22 +75,22 @@ class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def payload_file(number: int, total: int) -> str:
-    """How the file of payloads of one of several ranks is called; the first is 1."""
+    """Return the name of the payload file of one of several ranks, counted from 1."""
     return f"{_PAYLOADS}{number:05d}-of-{total:05d}.bin"
 
 
 def write_index(directory: Path, base: Version, number: int, tensors: Iterable[TensorDelta]) -> Delta:
-    """Write `delta.json`, once all payloads are written.
+    """Write `delta.json` after all payloads.
 
     Args:
-        directory: with the payloads.
-        base: what they were made against.
-        number: of the version that they lead to.
+        directory: contains the payloads.
+        base: the version that they were computed against.
+        number: of the target version.
         tensors: every tensor of the model.
 
     Raises:
-        DeltaError: the tensors' checksums before are not those of the base; names no tensor, since it knows the whole
-            alone.
+        DeltaError: the tensors' base checksums do not match the base. It names no tensor, since only the total is
+            known.
     """
     ordered = tuple(sorted(tensors, key=lambda tensor: tensor.name))
     target = Version(number, _total(ordered, "target"))
@@ -105,11 +104,11 @@ def write_index(directory: Path, base: Version, number: int, tensors: Iterable[T
 
 
 def read_index(directory: Path) -> Delta:
-    """What the delta of a directory is of.
+    """Read the `delta.json` of a directory.
 
     Raises:
         FileNotFoundError: there is none.
-        DeltaError: `delta.json` is damaged, or of another format.
+        DeltaError: `delta.json` is damaged, or has another format.
     """
     path = directory / INDEX
     content = path.read_bytes()
@@ -126,18 +125,18 @@ def read_index(directory: Path) -> Delta:
 
 
 def apply_deltas(copy: Path, deltas: Sequence[Path], target: Path) -> Version:
-    """Make a whole copy of the weights from an older one and the deltas since; a death leaves the older one usable.
+    """Make a full copy from an older copy and the deltas since. A crash leaves the older copy usable.
 
     Args:
-        copy: a directory with the base's safetensors files; what else lies there is copied.
-        deltas: directories, each a delta against the one before, at least one.
-        target: where the new copy goes; must not exist. Hidden beside it is what is not complete yet.
+        copy: a directory with the base's safetensors files; its other files are copied too.
+        deltas: at least one directory, each with a delta against the previous one.
+        target: directory of the new copy; must not exist. Until it is complete, a hidden directory next to it is used.
 
     Returns:
-        What the new copy holds; `held_in` reads it again.
+        The version of the new copy; `held_in` reads it again.
 
     Raises:
-        DeltaError: a delta is damaged, is not of what comes before it, or the copy is not its base; says which tensor.
+        DeltaError: a delta is damaged, does not follow the previous one, or the copy is not its base; names the tensor.
         FileNotFoundError: a file is missing.
         FileExistsError: the target exists.
     """
@@ -159,12 +158,12 @@ def apply_deltas(copy: Path, deltas: Sequence[Path], target: Path) -> Version:
 
 
 def write_held(directory: Path, version: Version) -> None:
-    """Note in a copy which version it is."""
+    """Write the version of a copy into it."""
     write_atomically(directory / HELD, msgspec.json.encode(version))
 
 
 def held_in(directory: Path) -> Version | None:
-    """Which version a copy says it is; none: it is not there, or nobody noted it."""
+    """Return the version noted in a copy; None if there is no copy, or no readable note."""
     try:
         return msgspec.json.decode((directory / HELD).read_bytes(), type=Version)
     except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -208,7 +207,7 @@ def _check_names(copy: Path, files: Iterable[StoredFile], chain: Iterable[_Link]
 
 
 def _write_file(file: StoredFile, path: Path, chain: Sequence[_Link]) -> None:
-    """What a file says of its tensors does not change."""
+    """Write a file with its tensors changed. Its header stays the same."""
     with path.open("wb") as written:
         with file.path.open("rb") as old:
             written.write(old.read(file.start))
@@ -217,7 +216,7 @@ def _write_file(file: StoredFile, path: Path, chain: Sequence[_Link]) -> None:
 
 
 def _changed(tensor: StoredTensor, chain: Sequence[_Link]) -> memoryview:
-    """A tensor after all deltas. Looked at is the last checksum; the others where that one is wrong, to say why."""
+    """Apply all deltas to a tensor. Check only the last checksum; if it is wrong, the others tell why."""
     data = tensor.data()
     for link in chain:
         data = _after(tensor, data, link)
@@ -255,7 +254,7 @@ def _payload(own: TensorDelta, link: _Link) -> memoryview:
 
 
 def _why(tensor: StoredTensor, chain: Sequence[_Link]) -> str:
-    """Payloads are as they were written, so the copy is not what the first delta was made against, or a delta lies."""
+    """Find why a tensor has a wrong checksum. Payloads are intact, so the copy is not the base, or a delta is wrong."""
     data = tensor.data()
     for link in chain:
         expected, found = link.tensors[tensor.name].base, _checksum(tensor, data)

@@ -1,19 +1,18 @@
-"""FP8 checkpoints as Hugging Face stores them: which matrices are in blocks, what config.json says, who reads them.
+"""FP8 checkpoints in Hugging Face's format: quantized matrices, config.json, and the shapes that readers support.
 
-The scheme is that of DeepSeek-V3 and Qwen3-FP8. A matrix `X.weight` [R, C] is cut into blocks of 128 x 128; the last
-block of a side may be smaller. It is stored as float8_e4m3fn, and beside it `X.weight_scale_inv`, float32
-[ceil(R / 128), ceil(C / 128)], has what each block is multiplied with to read it. In blocks are the matrices of layers,
-those of experts too. Embeddings, lm_head, norms, biases and routers stay bfloat16, a router's `e_score_correction_bias`
-float32.
+The scheme is that of DeepSeek-V3 and Qwen3-FP8. A matrix `X.weight` [R, C] is divided into blocks of 128 x 128; the
+last block of a side may be smaller. The matrix is stored as float8_e4m3fn. `X.weight_scale_inv`, float32
+[ceil(R / 128), ceil(C / 128)], has the factor of each block. The matrices of layers are quantized, those of experts
+too. Embeddings, lm_head, norms, biases and routers stay bfloat16; a router's `e_score_correction_bias` is float32.
 
-Who reads which shapes (SGLang 0.5.23 `layers/quantization/fp8.py`, transformers 5.23 `Fp8Dequantize`):
+Supported shapes (SGLang 0.5.23 `layers/quantization/fp8.py`, transformers 5.23 `Fp8Dequantize`):
 
-- SGLang on one rank reads blocks of 128 whatever the sides, but for projections that it joins (query, key and value;
-  gate and up; those of experts): the rows of each, and an expert's inner size, must be multiples of 128. Over more
-  ranks this holds for a rank's part, of rows and of columns. `sglang_refuses` says which it does not read.
-- transformers takes no notice of the 128: it divides each side evenly by the scales. That is the same where a side is
-  at most 128 or a multiple of it. Of others it refuses those that do not divide evenly (576 by 5), and reads the rest
-  WRONG without a word (192 by 2: 96 and 96, not 128 and 64). `transformers_reads` says which it reads.
+- SGLang on one rank reads blocks of 128 for any shape, except for projections that it fuses (query, key and value;
+  gate and up; those of experts). Their rows, and an expert's inner size, must be multiples of 128. With several ranks
+  this applies to each rank's shard of rows and columns. `sglang_refuses` finds unsupported shapes.
+- transformers does not use the 128: it divides each side evenly by the number of scales. The result is the same if a
+  side is at most 128, or a multiple of it. Of other sides, it refuses those that do not divide evenly (576 by 5). It
+  reads the rest WRONG without an error (192 by 2: 96 and 96, not 128 and 64). `transformers_reads` checks a shape.
 """
 
 import re
@@ -22,7 +21,7 @@ from typing import Any, Final
 
 BLOCK: Final = 128
 _IN_LAYER: Final = re.compile(r"(?:.+\.)?layers\.\d+\.(?P<module>.+)\.weight")
-_NOT_QUANTIZED: Final = {  # of a layer, by the last part of the name: routers; what is there for further tokens
+_NOT_QUANTIZED: Final = {  # modules of a layer, by the last part of the name: routers, and those of MTP
     "gate",
     "router",
     "shared_expert_gate",
@@ -36,28 +35,28 @@ _HEADS: Final = {
     "v_proj": "num_key_value_heads x head_dim",
 }
 _JOINED: Final = ("gate_proj", "up_proj")
-_BY_ROWS: Final = ("q_b_proj", "kv_b_proj")  # alone, cut by rows
+_BY_ROWS: Final = ("q_b_proj", "kv_b_proj")  # not fused, sharded by rows
 _BY_COLUMNS: Final = ("o_proj", "down_proj")
 
 
 def is_quantized(name: str, shape: Sequence[int]) -> bool:
-    """Whether a tensor is one of those that an FP8 checkpoint has in blocks."""
+    """Return whether an FP8 checkpoint stores this tensor in blocks."""
     match = _IN_LAYER.fullmatch(name)
     return match is not None and len(shape) == 2 and match["module"].rpartition(".")[2] not in _NOT_QUANTIZED
 
 
 def scale_name(name: str) -> str:
-    """Under which name the scales of a matrix are."""
+    """Return the name of a matrix's scales."""
     return f"{name}_scale_inv"
 
 
 def grid_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """How many blocks a matrix has each way."""
+    """Return the number of blocks along each side of a matrix."""
     return tuple(-(-side // BLOCK) for side in shape)
 
 
 def quantization_config(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """What config.json says under `quantization_config`, for readers to know an FP8 checkpoint.
+    """Return the `quantization_config` of config.json, which marks an FP8 checkpoint.
 
     Args:
         shapes: of all tensors of the model by name, before or after the cast.
@@ -67,11 +66,11 @@ def quantization_config(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
         for name, shape in shapes.items()
         if name.endswith(".weight") and len(shape) == 2 and not is_quantized(name, shape)
     }
-    return SERVED | {"modules_to_not_convert": sorted(kept | {"lm_head"})}  # built even where its weight is tied
+    return SERVED | {"modules_to_not_convert": sorted(kept | {"lm_head"})}  # it exists even if its weight is tied
 
 
-# What SGLang is started with for a model whose config.json does not say it: of the families that are trained it makes
-# everything but the matrices of layers without a thought of quantization.
+# The quantization_config for SGLang's start, if the model's config.json has none. For the supported model families
+# SGLang itself quantizes only the matrices of layers.
 SERVED: Final[dict[str, Any]] = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -82,20 +81,20 @@ SERVED: Final[dict[str, Any]] = {
 
 
 def transformers_reads(shape: Sequence[int]) -> bool:
-    """Whether transformers divides a matrix into the blocks that it has."""
+    """Return whether transformers reads the blocks of a matrix correctly."""
     return all(side <= BLOCK or side % BLOCK == 0 for side in shape)
 
 
 def sglang_refuses(
     shapes: Mapping[str, Sequence[int]], head_dim: int, *, tp_size: int = 1, ep_size: int = 1
 ) -> str | None:
-    """Why SGLang cannot read a model in blocks, with the size that is in the way; none: it can.
+    """Return why SGLang cannot read a model in blocks, with the unsupported size; None if it can.
 
     Args:
         shapes: of all tensors of the model by name.
-        head_dim: of a head. Where there are more ranks than key-value heads, each has a whole one.
+        head_dim: of one head. With more ranks than key-value heads, each rank has a whole head.
         tp_size: ranks of an engine.
-        ep_size: ranks that share its experts out whole.
+        ep_size: ranks that the whole experts are distributed over.
     """
     for name, shape in shapes.items():
         if is_quantized(name, shape):
@@ -108,7 +107,7 @@ def sglang_refuses(
 
 
 def _cut(module: str, shape: Sequence[int], head_dim: int, ranks: int) -> tuple[int, int]:
-    """The side of a matrix that must be multiples of a block, and what a rank has of it; 0: neither."""
+    """Return the side of a matrix that must be a multiple of the block, and a rank's shard of it; 0, 0: neither."""
     rows, columns = shape
     if module in _HEADS:
         return rows, max(rows // ranks, head_dim)
@@ -118,7 +117,7 @@ def _cut(module: str, shape: Sequence[int], head_dim: int, ranks: int) -> tuple[
 
 
 def _key(name: str) -> str:
-    """Which of config.json's keys a side comes from."""
+    """Return the config.json key that determines a side, or the tensor's name."""
     module = name.split(".")[-2]
     if ".experts." in name:
         return "moe_intermediate_size"

@@ -1,14 +1,14 @@
-"""Names of tensors in an SGLang engine, which joins some of Hugging Face's, and what each was made of."""
+"""Tensor names in SGLang, which fuses some of Hugging Face's tensors, and the parts of each."""
 
 import re
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-_JOINED: Final[Mapping[str, tuple[str, ...]]] = {  # modules, and what is joined in them, one below the other
+_JOINED: Final[Mapping[str, tuple[str, ...]]] = {  # fused modules, and their parts in row order
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
-_OF_EXPERTS: Final[Mapping[str, tuple[str, ...]]] = {  # of each expert, one expert behind the other
+_OF_EXPERTS: Final[Mapping[str, tuple[str, ...]]] = {  # parts of each expert, expert by expert
     "w13_weight": ("gate_proj.weight", "up_proj.weight"),
     "w2_weight": ("down_proj.weight",),
 }
@@ -19,14 +19,14 @@ _EXPERT: Final = re.compile(r"(?P<mlp>.+\.mlp\.experts\.)(?P<expert>\d+)\.(?P<pr
 
 
 class Place(NamedTuple):
-    """Where a tensor is in an engine."""
+    """The position of a Hugging Face tensor in an engine."""
 
     name: str
-    number: int  # among those that are joined there
+    number: int  # among the parts of the fused tensor
 
 
 def place_of(name: str) -> Place:
-    """Where an engine has a tensor of Hugging Face's."""
+    """Return the position of a Hugging Face tensor in an engine."""
     if match := _EXPERT.fullmatch(name):
         joined = _PROJECTION[match["projection"]]
         own = _OF_EXPERTS[joined]
@@ -39,11 +39,11 @@ def place_of(name: str) -> Place:
 
 
 def made_of(name: str, num_experts: int = 0) -> list[str]:
-    """What a tensor of an engine was made of, in the order in which it lies there: Hugging Face's names.
+    """Return the Hugging Face names of the parts of an engine's tensor, in their order.
 
     Args:
-        name: the engine's.
-        num_experts: that the model has in a layer.
+        name: the engine's tensor name.
+        num_experts: number of experts per layer.
     """
     module, _, last = name.rpartition(".")
     if last in _OF_EXPERTS:

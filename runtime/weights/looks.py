@@ -1,4 +1,4 @@
-"""Looks at files on threads, shared by all who ask for the same at one time."""
+"""File checks on threads, shared by concurrent callers of the same check."""
 
 from collections.abc import Callable, Hashable
 from typing import Final
@@ -6,29 +6,29 @@ from typing import Final
 import anyio
 import anyio.to_thread
 
-MAX_THREADS: Final = 2  # one reads; one may still wait for a disk that does not answer
+MAX_THREADS: Final = 2  # one reads; an abandoned one may still wait for the disk
 
 
 class _Look:
     def __init__(self) -> None:
         self.done = anyio.Event()
-        self.found: str | None = None  # none: it was cut off
+        self.found: str | None = None  # none: it was cancelled
 
 
 class SharedLooks:
-    """One look at a time. Who asks while one is under way shares the next one, which begins after all of them asked."""
+    """Runs one check at a time. Calls during a check share the next one, which starts after all these calls."""
 
     def __init__(self) -> None:
-        self._next: dict[Hashable, _Look] = {}  # looks that have not begun
+        self._next: dict[Hashable, _Look] = {}  # checks that have not started
         self._reading = anyio.Lock()
         self._threads = anyio.CapacityLimiter(MAX_THREADS)
 
     async def look(self, key: Hashable, read: Callable[[], str]) -> str:
-        """What `read` finds on a thread, begun after this call; a caller that gives up leaves the thread to itself.
+        """Run `read` on a thread, started after this call, and return its result. Cancellation abandons the thread.
 
         Args:
-            key: calls of one key may share a look.
-            read: the same for all of them.
+            key: calls with the same key may share a check.
+            read: the same function for all of them.
         """
         while True:
             look = self._next.get(key)

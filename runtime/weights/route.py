@@ -1,4 +1,4 @@
-"""Which files lead from what a copy holds, or from nothing, to a version; reckoned from a list of what there is."""
+"""Finds the full files and deltas that lead from a copy, or from nothing, to a version. Pure."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -7,33 +7,33 @@ from runtime.weights.delta import Version
 
 
 class OnDisk(NamedTuple):
-    """A version of which there are files: whole ones, a delta against another version, or both."""
+    """A version with files on disk: full files, a delta against another version, or both."""
 
     version: Version
-    whole_bytes: int | None = None  # none: there are no whole files
-    base: Version | None = None  # of its delta; none: there is none
+    whole_bytes: int | None = None  # none: there are no full files
+    base: Version | None = None  # base of its delta; none: there is no delta
     delta_bytes: int = 0
 
 
 class Route(NamedTuple):
-    """What to do for a version."""
+    """The steps to get a version."""
 
-    whole: int | None  # take the whole files of this one first; none: begin with what the copy holds
-    deltas: tuple[int, ...]  # then apply the deltas of these, in this order
-    size_bytes: int  # to read from where versions lie
+    whole: int | None  # start from the full files of this version; none: start from the copy
+    deltas: tuple[int, ...]  # then apply the deltas of these versions, in this order
+    size_bytes: int  # bytes to read from the published versions
 
 
 def route_to(wanted: Version, held: Version | None, on_disk: Iterable[OnDisk]) -> Route:
-    """The way that reads the fewest bytes; of equal ones the one with fewer deltas.
+    """Return the route that reads the fewest bytes; if equal, the one with fewer deltas.
 
     Args:
-        wanted: which version.
-        held: by the copy; none: nothing of use.
-        on_disk: all versions of which there are files, in any order. A version of another checksum than wanted, or
-            than a delta names, is another version.
+        wanted: the version.
+        held: version of the copy; none: there is no usable copy.
+        on_disk: all versions with files, in any order. Versions with different checksums are different versions, even
+            if their numbers are equal.
 
     Raises:
-        ValueError: no way leads there; says where the last one ends.
+        ValueError: there is no route; the message says where the chain of deltas breaks.
     """
     known = {stored.version: stored for stored in on_disk}
     found: list[Route] = []
@@ -59,24 +59,24 @@ def route_to(wanted: Version, held: Version | None, on_disk: Iterable[OnDisk]) -
 
 
 def needed_for(wanted: Version, on_disk: Iterable[OnDisk]) -> set[int]:
-    """Which versions have to stay, for who holds nothing to get this one; raises as `route_to` does."""
+    """Return the versions to keep so that a node without a copy can get this one. Raises as `route_to` does."""
     route = route_to(wanted, None, on_disk)
     return {number for number in (route.whole, *route.deltas) if number is not None}
 
 
 def goes_whole(latest: Version | None, on_disk: Iterable[OnDisk], *, every: int) -> bool:
-    """Whether the version after the latest one has to be whole, so that chains stay short.
+    """Return whether the next version must be published in full, so that delta chains stay short.
 
     Args:
-        latest: the version that a delta would be against; none: there is none.
-        on_disk: what there is of it, and before it.
-        every: of so many versions in a row one is whole.
+        latest: the base of the next delta; none: there is none.
+        on_disk: versions with files.
+        every: one of this many consecutive versions is full.
     """
     if latest is None:
         return True
     try:
         return len(route_to(latest, None, on_disk).deltas) + 1 >= every
-    except ValueError:  # who comes late could not get it
+    except ValueError:  # a node without a copy could not get it
         return True
 
 

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint's safetensors files, mapped from the disk one at a time."""
+"""Tensors of safetensors files, memory-mapped one at a time."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import numpy as np
 
 from runtime.checksums import MAX_HEADER_BYTES, safetensors_files
 
-ITEM_BYTES: Final = {  # of a number, by how safetensors spells its type
+ITEM_BYTES: Final = {  # bytes per number, by safetensors dtype
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
@@ -22,11 +22,11 @@ class StoredTensor(NamedTuple):
     dtype: str  # as safetensors spells it
     shape: tuple[int, ...]
     file: Path
-    begin: int  # in the file
+    begin: int  # offset in the file
     size_bytes: int
 
     def data(self) -> memoryview:
-        """Its row-major bytes, read from the disk as they are looked at."""
+        """Return its row-major bytes, memory-mapped."""
         if not self.size_bytes:
             return memoryview(b"")
         return np.memmap(self.file, dtype=np.uint8, mode="r", offset=self.begin, shape=(self.size_bytes,)).data
@@ -36,22 +36,22 @@ class StoredFile(NamedTuple):
     """A file of a checkpoint."""
 
     path: Path
-    start: int  # of the first tensor: so many bytes say what follows
-    tensors: tuple[StoredTensor, ...]  # as they lie
+    start: int  # offset of the first tensor: size of the header
+    tensors: tuple[StoredTensor, ...]  # in file order
 
 
 def read_files(directory: Path) -> list[StoredFile]:
-    """What the files of a checkpoint say of themselves.
+    """Read the headers of a checkpoint's files.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is not in the safetensors format; says which.
+        ValueError: a file is not in the safetensors format; names the file.
     """
     return [_read(file) for file in safetensors_files(directory)]
 
 
 def read_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """All tensors of a checkpoint by name; raises as `read_files` does."""
+    """Return all tensors of a checkpoint by name. Raises as `read_files` does."""
     return {tensor.name: tensor for file in read_files(directory) for tensor in file.tensors}
 
 

@@ -1,7 +1,7 @@
-"""Sizes and CRC-32 of the files of a version: what the trainer wrote, compared with the bytes that lie there now.
+"""File sizes and CRC-32 sums of a weight version: compares the files with the sums that the trainer announced.
 
-A sum is over a file as it lies there, header included. It takes a fraction of the time of the tensors' sha256
-(`runtime/checksums.py`). It finds accidents, not intent: who can write there can also write another sum.
+A sum covers the whole file, header included. It takes a fraction of the time of the tensors' sha256
+(`runtime/checksums.py`). It detects accidents, not attacks: a process that can write the files can write other sums.
 """
 
 import zlib
@@ -12,32 +12,32 @@ from typing import Final
 
 from messages import FileSum
 
-_CHUNK: Final = 1 << 20  # bytes that are read at a time
-_THREADS: Final = 4  # files that are read at a time
+_CHUNK: Final = 1 << 20  # bytes read at a time
+_THREADS: Final = 4  # files read at a time
 
 
 class RunningSum:
-    """The sum of a file that is written piece by piece."""
+    """The sum of a file that is written in pieces."""
 
     def __init__(self) -> None:
         self._size = self._crc = 0
 
     def add(self, data: bytes | memoryview) -> None:
-        """The next bytes of it."""
+        """Add the next bytes."""
         self._size += memoryview(data).nbytes
         self._crc = zlib.crc32(data, self._crc)
 
     @property
     def sum(self) -> FileSum:
-        """Of all bytes so far."""
+        """The sum of all bytes so far."""
         return FileSum(size_bytes=self._size, crc32=self._crc)
 
 
 def sum_of(file: Path) -> FileSum:
-    """The sum of a file as it lies there.
+    """Compute the sum of a file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     running, room = RunningSum(), memoryview(bytearray(_CHUNK))
     with file.open("rb", buffering=0) as opened:
@@ -47,11 +47,11 @@ def sum_of(file: Path) -> FileSum:
 
 
 def damage_in(directory: Path, files: Mapping[str, FileSum]) -> str:
-    """What of a directory is not as it was announced, by the path of the file; empty when all of it is.
+    """Describe the files in a directory that differ from their announced sums; empty if none does.
 
     Args:
-        directory: may hold other files beside.
-        files: by name.
+        directory: may contain other files too.
+        files: announced sums by name.
     """
     with ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="sums") as executor:
         names = sorted(files)

@@ -1,4 +1,4 @@
-"""Versions of weights that lie in one directory, `v000007` each: whole files, or what changed since the one before."""
+"""Weight versions in one directory, named like `v000007`: full files, or deltas."""
 
 import re
 from collections.abc import Iterator
@@ -15,22 +15,22 @@ _NAME: Final = re.compile(r"v(\d{6,})")
 
 
 def name_of(version: int) -> str:
-    """How the directory of a version is called."""
+    """Return the directory name of a version."""
     return f"v{version:06d}"
 
 
 def versions_in(root: Path) -> list[tuple[int, Path]]:
-    """Complete versions with their directories, oldest first."""
+    """Return complete versions with their directories, oldest first."""
     return sorted((int(match[1]), path) for path in root.glob("v*") if (match := _NAME.fullmatch(path.name)))
 
 
 def write_note(directory: Path, stored: OnDisk) -> None:
-    """Say in the directory of a version what lies there."""
+    """Write into a version's directory which files it has."""
     write_atomically(directory / NOTE, msgspec.json.encode(stored))
 
 
 def on_disk(root: Path) -> list[OnDisk]:
-    """What the versions in a directory say of themselves, oldest first; those that say nothing are left out."""
+    """Read the notes of the versions in a directory, oldest first. Versions without a note are left out."""
     return list(_read(root))
 
 
@@ -38,7 +38,7 @@ def _read(root: Path) -> Iterator[OnDisk]:
     for number, path in versions_in(root):
         try:
             stored = msgspec.json.decode((path / NOTE).read_bytes(), type=OnDisk)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # damaged, or going: no way leads over it
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # damaged, or being deleted: not usable for a route
             continue
         if stored.version.number == number:
             yield stored
