@@ -61,7 +61,7 @@ class Checkout:
             cwd="/",
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
             check=False,
         )
 
@@ -132,11 +132,11 @@ def test_first_call_sets_up_and_runs_and_later_calls_only_run(checkout: Checkout
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_ctrl_c_while_downloading_ends_with_130_and_the_next_call_succeeds(checkout: Checkout) -> None:
     checkout.index.hold()
     with checkout.start("bin/start-topology") as process:
-        assert checkout.index.asked.wait(30)
+        assert checkout.index.asked.wait(90)
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 130, errors
@@ -149,11 +149,11 @@ def test_ctrl_c_while_downloading_ends_with_130_and_the_next_call_succeeds(check
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_kill_9_while_downloading_leaves_no_pip_behind_and_the_next_call_succeeds(checkout: Checkout) -> None:
     checkout.index.hold()
     with checkout.start("bin/setup") as process:
-        assert checkout.index.asked.wait(30)
+        assert checkout.index.asked.wait(90)
         pip = descendants(process.pid)
         assert pip
         process.kill()
@@ -165,24 +165,24 @@ def test_kill_9_while_downloading_leaves_no_pip_behind_and_the_next_call_succeed
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_of_two_calls_at_once_the_second_waits_and_says_so(checkout: Checkout) -> None:
     checkout.index.hold()
     with checkout.start("bin/start-topology", "one") as first:
-        assert checkout.index.asked.wait(30)
+        assert checkout.index.asked.wait(90)
         with checkout.start("bin/start-topology", "two") as second:
             assert second.stderr is not None
             assert "another bin/setup is at work here; waiting for it" in second.stderr.readline()
             checkout.index.let_go()
-            assert first.communicate(timeout=60)[0] == "mould 1.0 one\n"
-            output, errors = second.communicate(timeout=60)
+            assert first.communicate(timeout=120)[0] == "mould 1.0 one\n"
+            output, errors = second.communicate(timeout=120)
     assert (first.returncode, second.returncode, output) == (7, 7, "mould 1.0 two\n")
     assert "the other call has made .venv" in errors
     assert set(checkout.index.num_downloads.values()) == {1}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_failed_download_says_why_and_the_next_call_goes_on(checkout: Checkout) -> None:
     with socket.socket() as unused:  # bound, not listening: a connection is refused
         unused.bind(("127.0.0.1", 0))
@@ -199,7 +199,7 @@ def test_failed_download_says_why_and_the_next_call_goes_on(checkout: Checkout) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_changed_lock_updates_what_is_there(checkout: Checkout) -> None:
     assert checkout.call("bin/setup").returncode == 0
     checkout.lock("mould==2.0")
@@ -211,7 +211,7 @@ def test_changed_lock_updates_what_is_there(checkout: Checkout) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_incomplete_lock_is_refused_and_a_moved_checkout_is_repaired_without_the_index(checkout: Checkout) -> None:
     checkout.lock("mould==1.0")
     incomplete = checkout.call("bin/setup")
@@ -232,7 +232,7 @@ def test_incomplete_lock_is_refused_and_a_moved_checkout_is_repaired_without_the
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_sglang_has_an_environment_of_its_own_whose_lock_overrules_what_it_asks_for(checkout: Checkout) -> None:
     checkout.index.add("sglang", "1.0", requires="a-kernel-for-gpus")
     checkout.lock("sglang==1.0", "spore==1.0", name="sglang.lock")
