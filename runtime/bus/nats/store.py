@@ -12,7 +12,7 @@ from runtime.bus.errors import (
     AlreadyQueued,
     BusError,
     BusUnavailable,
-    MessageTooLarge,
+    MessageRefused,
     PublishTimeout,
     SequenceMismatch,
     StreamFull,
@@ -139,7 +139,7 @@ class Store:
             within: subject filter for `expected_last`, if wider than the subject.
 
         Raises:
-            MessageTooLarge: nothing was sent.
+            MessageRefused: the message is too large. Nothing was sent.
             AlreadyQueued: the work stream still holds a message under this subject.
             SequenceMismatch: the last sequence is another.
             StreamFull: the stream stays full until the deadline.
@@ -189,7 +189,7 @@ class Store:
                     return last
             raise AlreadyQueued(subject)
         if error.err_code == MESSAGE_OVER_STREAM_LIMIT:
-            raise MessageTooLarge(subject, 0, 0)
+            raise MessageRefused(f"{subject}: larger than its stream allows: {error.description}")
         if error.code != NOT_READY and error.err_code not in STORAGE_EXHAUSTED:
             raise ApiFailed(subject, error)
         return 0
