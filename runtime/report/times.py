@@ -114,7 +114,7 @@ class Times:
         return times
 
     def _update_metrics(self) -> MetricRow:
-        """Of the newest version that engines had confirmed, and of weight sessions since the step before."""
+        """Return the metrics of the newest confirmed version, and of weight syncs since the last step."""
         clock, row = self._clock, MetricRow()
         if clock.applied_s is not None:
             row["perf/update_weights_applied_time"] = clock.applied_s

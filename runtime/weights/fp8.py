@@ -11,7 +11,7 @@ Supported shapes (SGLang 0.5.23 `layers/quantization/fp8.py`, transformers 5.23 
   gate and up; those of experts). Their rows, and an expert's inner size, must be multiples of 128. With several ranks
   this applies to each rank's shard of rows and columns. `sglang_refuses` finds unsupported shapes.
 - transformers does not use the 128: it divides each side evenly by the number of scales. The result is the same if a
-  side is at most 128, or a multiple of it. Of other sides, it refuses those that do not divide evenly (576 by 5). It
+  side is at most 128, or a multiple of it. It refuses other sides that do not divide evenly (576 by 5). It
   reads the rest WRONG without an error (192 by 2: 96 and 96, not 128 and 64). `transformers_reads` checks a shape.
 """
 

@@ -48,8 +48,8 @@ class History:
     """State after the events folded so far.
 
     Args:
-        ledger: Folded state of the log up to a snapshot. Events after the snapshot are still to be folded. Of the
-            events from `from_seq` up to the snapshot only completed groups count.
+        ledger: Folded state of the log up to a snapshot. Events after the snapshot are still to be folded. From
+            `from_seq` up to the snapshot, only completed groups count.
     """
 
     def __init__(self, ledger: LedgerState | None = None) -> None:

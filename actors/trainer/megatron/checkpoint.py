@@ -107,7 +107,7 @@ def load_model(chunks: Sequence[Any], path: Path) -> None:
 def _state(replica: Replica, *, step: int, loading: bool) -> dict[str, Any]:
     """Build the state dict of a checkpoint: the data when saving, the expected shapes when loading.
 
-    Of the optimizer it holds the tensors and the step count. The optimizer's settings come from the run. Their form
+    The optimizer contributes its tensors and the step count. Its settings come from the run. Their form
     depends on the layout: expert-parallel experts have an optimizer of their own, and Megatron could not read its
     settings in a layout without one.
     """

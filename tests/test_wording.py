@@ -1,0 +1,63 @@
+"""Docstrings, comments and setting descriptions avoid the worst habits of our English."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+REFUSED = {
+    r"\breckon(s|ed)?\b": "compute, predict, estimate",
+    r"\b(whoever|somebody|nobody)\b": "name the process, or say that no process does it",
+    r"(?:^|(?<=\. ))(?-i:Of|So many)\b": "begin with the subject",
+    r"\b(is|are) (told|asked|said)\b": "publish, call, report, request",
+    r"\bwhat is left\b": "a relative clause without a subject",
+    r"\bnode agent\b": "node daemon",
+    r"\bembedded engine\b": "tiny engine",
+    r"\b(prove[sdn]?|proofs?)\b(?!\.py)": "verify, verification",
+    r"\bhappenings?\b": "trigger",
+}
+
+
+def texts_of(source: str) -> Iterator[str]:
+    """Docstrings and comments."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string.lstrip("# ")
+
+
+def habits_in(text: str) -> list[str]:
+    """Refused words of a text, each with what to write instead."""
+    text = re.sub(r"`[^`]*`", "", text)  # names of the code
+    found = ((re.search(pattern, text, re.MULTILINE | re.IGNORECASE), instead) for pattern, instead in REFUSED.items())
+    return [f"{match.group()!r} ({instead})" for match, instead in found if match]
+
+
+@pytest.mark.parametrize("package", ["actors", "bin", "messages", "runtime"])
+def test_no_docstring_or_comment_has_a_refused_word(package: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {' '.join(text.split())[:80]}: {habit}"
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for text in texts_of(path.read_text())
+        for habit in habits_in(text)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Whether the tensors are told.", "Of the optimizer it holds the tensors.", "Reckon the hash.", "Nobody waits."],
+)
+def test_a_refused_word_is_found(text: str) -> None:
+    assert habits_in(text)
+
+
+def test_a_name_of_the_code_may_have_one() -> None:
+    assert habits_in("Call `is_told` of the node daemon. The end of it.") == []
