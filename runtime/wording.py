@@ -86,12 +86,12 @@ def sparkline(values: Sequence[float], columns: int = CURVE_COLUMNS) -> str:
     edges = [len(values) * column // columns for column in range(columns + 1)]
     least, greatest = min(finite, default=0.0), max(finite, default=0.0)
     low, high = (0.0, 1.0) if least >= 0 and greatest <= 1 else (least, greatest)
-    span = (high - low) or 1.0
+    span = (high / 2 - low / 2) or 0.5  # halves, since the difference of two floats may be infinite
 
     def bar(part: Sequence[float]) -> str:
         if not all(map(math.isfinite, part)):
             return "?"
-        share = fmean((value - low) / span for value in part)
+        share = fmean((value / 2 - low / 2) / span for value in part)
         return _BARS[min(len(_BARS) - 1, int(share * len(_BARS)))]
 
     return "".join(bar(values[start:end]) for start, end in itertools.pairwise(edges))

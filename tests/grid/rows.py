@@ -62,11 +62,6 @@ LAYOUTS = {
         2, {"tensor_model_parallel_size": 2, "distribute_saved_activations": True, **RECOMPUTE}
     ),
     "PP2, outputs deallocated": Layout(2, {"pipeline_model_parallel_size": 2, "deallocate_pipeline_outputs": True}),
-    "DP2+DO, small padded buckets": Layout(
-        2,
-        optimizer=DISTRIBUTED,
-        ddp={"overlap_grad_reduce": True, "bucket_size": 1000, "pad_buckets_for_high_nccl_busbw": True},
-    ),
 }
 
 LAYOUTS_OF_EXPERTS = {
