@@ -110,7 +110,8 @@ class World:
             chosen = self.random.sample(offered, min(len(offered), decision.count))
             decision = decide(self.state, self.schedule, Chosen(kind=decision.kind, group_ids=tuple(chosen)))
             assert not isinstance(decision, Selection)
-        if isinstance(decision, BatchReady) and self.schedule.on_surplus == "drop":
+        rebuilt = bool(self.state.taken_back)  # from the groups that it had, of earlier rounds too
+        if isinstance(decision, BatchReady) and self.schedule.on_surplus == "drop" and not rebuilt:
             assert all(self.state.groups[ref.group_id].round >= decision.step for ref in decision.groups)
         if decision is not None:
             self.add(decision)
