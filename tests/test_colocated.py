@@ -19,9 +19,7 @@ COLOCATED: Final = ROOT / "topologies/laptop-colocated.toml"
 MODEL: Final = ROOT / "topologies/demo/models/reverse-digits"
 LARGER: Final = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}  # 44 MB in float32
 MB: Final = 1_000_000
-NUM_STEPS: Final = (
-    40  # it has begun to learn; tests/test_laptop.py shows with 100, as a nightly test, that it ends there
-)
+NUM_STEPS: Final = 80  # the recipe's 200 are for its entropy's slow end; these learn, too
 LIMIT_S: Final = 900  # a loaded machine takes several times the minute of an idle one
 
 
@@ -46,7 +44,7 @@ async def run(directory: Path, *overrides: str, num_steps: int, settings: tuple[
     return Colocated(turns, [row for row in run.rows() if row["step"] > 0])
 
 
-async def test_it_takes_turns_in_order_and_learns(tmp_path: Path) -> None:
+async def test_it_learns_as_with_memory_of_its_own_and_takes_turns_in_order(tmp_path: Path) -> None:
     turns, rows = await run(tmp_path, num_steps=NUM_STEPS, settings=())
     rewards = [row["rollout/raw_reward"] for row in rows]
     order = list(Phase)
@@ -57,7 +55,7 @@ async def test_it_takes_turns_in_order_and_learns(tmp_path: Path) -> None:
     trained = [turn.step for turn in turns if turn.phase is Phase.OFFLOAD]
     assert trained[: NUM_STEPS + 1] == list(range(NUM_STEPS + 1))  # the last checkpoint's own turn comes on top
     assert sum(rewards[:5]) / 5 < 0.2
-    assert sum(rewards[-5:]) / 5 >= sum(rewards[:5]) / 5 + 0.2
+    assert sum(rewards[-5:]) / 5 >= 0.85  # as tests/test_laptop.py asks of the other topology
     for row in rows:
         assert 0 < row["perf/update_weights_pause_time"] < row["perf/update_weights_applied_time"]
         assert row["perf/update_weights_session_time"] > 0

@@ -17,15 +17,9 @@ LIMIT_S = 900  # a loaded machine takes several times the two minutes of an idle
 
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize(
-    ("num_steps", "reward", "held_out"),
-    [
-        pytest.param(FEWER_STEPS, 0.9, 0.7, marks=pytest.mark.slow),
-        pytest.param(200, 0.95, 0.85, marks=pytest.mark.nightly),
-    ],
+    "num_steps", [pytest.param(FEWER_STEPS, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.nightly)]
 )
-def test_the_laptop_run_learns_to_reverse_digits_and_its_books_close(
-    tmp_path: Path, num_steps: int, reward: float, held_out: float
-) -> None:
+def test_the_laptop_run_learns_to_reverse_digits_and_its_books_close(tmp_path: Path, num_steps: int) -> None:
     command = [
         sys.executable,
         str(ROOT / "bin" / "start_topology.py"),
@@ -42,8 +36,8 @@ def test_the_laptop_run_learns_to_reverse_digits_and_its_books_close(
     assert result["run"] == "laptop"
     assert result["steps"] == num_steps
     assert result["reward_first"] < 0.2
-    assert result["reward_last"] >= reward
-    assert result["eval_last"] >= held_out
+    assert result["reward_last"] >= 0.95
+    assert result["eval_last"] >= 0.85
     groups = result["groups"]
     assert groups["issued"] == groups["trained"] == num_steps * 64
     rows = [json.loads(row) for row in (tmp_path / "runs" / "laptop" / "metrics.jsonl").read_text().splitlines()]

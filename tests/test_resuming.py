@@ -61,3 +61,9 @@ def test_a_page_tells_of_what_passed_in_earlier_sessions_too(tmp_path: Path) -> 
     assert "| tests/a.py | 1 | 1 | 2 |" in told
     assert "| tests/b.py | 1 | 0 | 2 |" in told
     assert told.endswith("Failed: `tests/a.py::two`\n")
+
+
+def test_half_a_line_of_a_killed_session_counts_for_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "passed"
+    file.write_text("1\na\t2.0\nb\t\nc")
+    assert left(Passed(file, "1")) == ["b", "c"]

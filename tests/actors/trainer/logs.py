@@ -8,25 +8,20 @@ import numpy as np
 
 from messages import (
     BatchReady,
-    Float32Array,
     GroupCompleted,
     GroupRef,
     GroupsIssued,
-    Int32Array,
     IssuedGroup,
     Outcome,
     SampleKey,
-    SampleStatus,
     SampleSummary,
     Segment,
-    SegmentRef,
     SegmentsPublished,
-    UInt8Array,
     VerdictGiven,
-    WeightSpan,
 )
 from runtime.bus.bus import Bus
 from tests.actors.trainer.tiny import VOCAB
+from tests.build import events, samples
 
 GROUPS = 3  # per published batch
 NO_REWARDS: Mapping[int, float] = MappingProxyType({})
@@ -59,41 +54,26 @@ def segment(
     mask: Any = None,
     log_probs: Any = None,
 ) -> Segment:
-    return Segment(
-        sample=key,
-        prompt_ids=Int32Array(prompt),
-        response_ids=Int32Array(response),
-        loss_mask=UInt8Array([1] * len(response) if mask is None else mask),
-        rollout_log_probs=Float32Array([-1.0] * len(response) if log_probs is None else log_probs),
-        weight_spans=tuple(WeightSpan(version=version, start=start, end=end) for version, start, end in spans),
-    )
+    return samples.segment(response, prompt=prompt, key=key, log_probs=log_probs, mask=mask, spans=spans)
 
 
 def completed(
     group_id: int, seq: int, *, num_samples: int = 4, attempt: int = 0, rewards: Mapping[int, float] = NO_REWARDS
 ) -> GroupCompleted:
     """All samples in one payload at `seq`; rewards rise with the index, but for those that are given by index."""
-    samples = tuple(
+    members = tuple(
         summary(index, [(seq, index)], reward=rewards.get(index, float(index % 3 + group_id % 2)))
         for index in range(num_samples)
     )
-    return group_of(group_id, samples, attempt=attempt)
+    return group_of(group_id, members, attempt=attempt)
 
 
-def group_of(group_id: int, samples: tuple[SampleSummary, ...], *, attempt: int = 0) -> GroupCompleted:
-    return GroupCompleted(
-        group_id=group_id, attempt=attempt, lease="lease", round=0, instance="rollout", data="digits", samples=samples
-    )
+def group_of(group_id: int, members: tuple[SampleSummary, ...], *, attempt: int = 0) -> GroupCompleted:
+    return events.completed(group_id, attempt, data="digits", samples=members)
 
 
 def summary(index: int, refs: list[tuple[int, int]], *, reward: float | None = 1.0, **fields: Any) -> SampleSummary:
-    return SampleSummary(
-        index=index,
-        status=fields.pop("status", SampleStatus.COMPLETED),
-        segments=tuple(SegmentRef(seq=seq, position=position) for seq, position in refs),
-        reward=reward,
-        **fields,
-    )
+    return samples.summary(index, *refs, reward=reward, **fields)
 
 
 async def publish_group(
