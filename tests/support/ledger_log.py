@@ -3,7 +3,7 @@
 from typing import Any
 
 from actors.buffer.deciding.decide import Schedule, decide
-from messages import Message, Outcome
+from messages import GroupsIssued, IssuedGroup, Message, Outcome
 from runtime.ledger.fold import LedgerState, fold
 from tests.build.events import announced, completed, trained, verdict
 
@@ -44,3 +44,13 @@ class Log:
 
 def kinds(events: list[Message]) -> list[type[Message]]:
     return [type(event) for event in events]
+
+
+def stored_log() -> Log:
+    """Two groups whose prompts lie in the data messages 11 to 13."""
+    log = Log()
+    parts = ((11, 12), (13,))
+    groups = tuple(IssuedGroup(group_id=i, attempt=0, prompt=i, prompt_parts=parts[i]) for i in (0, 1))
+    log.announce(0)
+    log.add(GroupsIssued(incarnation=1, round=0, min_version=1, groups=groups))
+    return log

@@ -22,7 +22,7 @@ class Happening(Enum):
     CONTINUED = "continued"
     RELEASED = "released"
     RESUMED = "resumed"
-    STALLED = "stalled"  # it has requests or a weight update of ours, and makes no progress
+    STALLED = "stalled"  # makes no progress on the requests or the weight update of this run
     MOVED = "moved"  # it generates tokens again
     CONDEMNED = "condemned"  # its answers are unusable and no other engine answers well: restart it
     QUARANTINED = "quarantined"  # its answers are unusable, those of other engines are usable

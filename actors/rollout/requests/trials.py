@@ -25,7 +25,7 @@ class Trials:
 
     @asynccontextmanager
     async def alone(self, min_version: int, unless: Callable[[], bool]) -> AsyncGenerator[Engine | None]:
-        """Yield an engine without other requests of ours; None if `unless` became true first."""
+        """Yield an engine that serves no other request of this run; None if `unless` became true first."""
         self._num_waiting += 1
         try:
             await self._turn.acquire()

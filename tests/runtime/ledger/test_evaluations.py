@@ -1,0 +1,90 @@
+"""What the ledger knows of an evaluation: its items, and what is kept for them."""
+
+import msgspec
+
+from actors.buffer.deciding.decide import EvalPlan
+from messages import (
+    EvalCompleted,
+    EvalEnded,
+    EvalIssued,
+    EvalSetSize,
+    GroupsClosed,
+    Message,
+    MessageDeadLettered,
+)
+from messages.subjects import filter_of
+from runtime.ledger.fold import LedgerState, fold
+from runtime.ledger.state import MAX_ENDINGS_LOST
+from tests.build.samples import summary
+from tests.support.ledger_log import Log, kinds, stored_log
+from tests.support.rollout import announcement
+
+
+def test_an_item_beyond_its_evaluation_set_is_not_counted() -> None:
+    log = Log(evals=(EvalPlan(name="test", interval=1, num_items=1),))
+    log.announce(0)
+    log.decide()
+    for item in (3, 0):
+        log.add(EvalCompleted(step=0, set="test", item=item, version=1, instance="r", samples=(summary(0, (1, 0)),)))
+    assert kinds(log.decide()) == [EvalEnded]
+
+
+def test_an_item_whose_task_nobody_can_read_ends_without_samples() -> None:
+    log = Log(evals=(EvalPlan(name="test", interval=1, num_items=2),))
+    log.announce(0)
+    log.decide()
+    log.add(EvalCompleted(step=0, set="test", item=0, version=1, instance="r", samples=(summary(0, (1, 0)),)))
+    for key in ("7.test.1", "0.other.1", "0.test.2", "0.test.x", "0.test"):
+        log.add(MessageDeadLettered(subject=f"phy.r.work.eval.{key}", reason="no such field", dead_seq=1))
+    assert kinds(log.decide()) == []
+    log.add(MessageDeadLettered(subject="phy.r.work.eval.0.test.1", reason="no such field", dead_seq=1))
+    (ended,) = log.decide()
+    assert isinstance(ended, EvalEnded)
+    assert ended.metrics == {"eval/test": 1.0, "eval/test-truncated_ratio": 0.0}
+
+
+def test_an_evaluation_keeps_what_was_stored_since_it_was_issued() -> None:
+    log = stored_log()
+    issued = EvalIssued(incarnation=1, step=0, version=1, sets=(EvalSetSize(set="s", num_items=1),), payload_seq=31)
+    log.add(issued)
+    for group_id in (0, 1):
+        log.add(GroupsClosed(incarnation=1, group_ids=(group_id,), outcome="dropped", reason="r"))
+    assert log.state.low_water() == 31
+    log.state.newest_payload = 99
+    assert log.state.low_water() == 31
+    log.add(EvalEnded(incarnation=1, step=0, version=1, metrics={}))
+    assert log.state.low_water() == 100
+
+
+def test_an_item_whose_ending_stays_unreadable_ends_without_rewards() -> None:
+    sets = (EvalSetSize(set="t", num_items=1),)
+    state, events = LedgerState(), list[Message]([EvalIssued(incarnation=1, step=0, version=1, sets=sets)])
+    subject = filter_of("run", EvalCompleted).replace(">", "0.t.0")
+    events += [
+        MessageDeadLettered(origin=f"event.{number}", subject=subject, reason="malformed", dead_seq=number)
+        for number in range(1, MAX_ENDINGS_LOST + 1)
+    ]
+    done: list[bool] = []
+    for seq, event in enumerate(events, start=1):
+        fold(state, event, seq)
+        assert state.evaluation is not None
+        done.append(state.evaluation.complete)
+    assert done == [False] * MAX_ENDINGS_LOST + [True]
+    assert state.evaluation is not None
+    assert state.evaluation.items["t"][0].rewards == ()
+
+
+def test_samples_of_an_evaluation_s_weights_published_again_are_not_of_newer_ones() -> None:
+    sets = (EvalSetSize(set="t", num_items=3),)
+    events: list[Message] = [EvalIssued(incarnation=1, step=0, version=1, sets=sets)]
+    for version, again_of in ((2, 1), (3, 1), (4, 0)):
+        events.append(announcement(version, again_of=again_of))
+    for item, version in enumerate((1, 3, 4)):
+        sample = msgspec.structs.replace(summary(0, (1, 0)), last_version=version)
+        events.append(EvalCompleted(step=0, set="t", item=item, version=1, instance="r", samples=(sample,)))
+    state = LedgerState()
+    for seq, event in enumerate(events, start=1):
+        fold(state, event, seq)
+    assert state.evaluation is not None
+    items = state.evaluation.items["t"]
+    assert [(item.num_newer, item.newest_version) for item in items.values()] == [(0, 0), (0, 0), (1, 4)]
