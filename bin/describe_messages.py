@@ -1,4 +1,4 @@
-"""Write the message catalogue under docs/, or check that it is current."""
+"""Write the message catalogue under docs/reference/, or check that it is current."""
 
 import sys
 from pathlib import Path
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command. Return 0, or 1 if --check finds a stale file."""
     parser = parser_of("describe-messages", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not current")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder to write to")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs" / "reference", help="folder to write to")
     args = parser.parse_args(argv)
     stale = [path for path, text in catalogue(args.docs).items() if not path.exists() or path.read_text() != text]
     if args.check:

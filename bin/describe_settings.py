@@ -1,4 +1,4 @@
-"""Write the pages under docs/ that are generated from settings, or check that they are current."""
+"""Write the pages of docs/reference/ that are generated from settings, or check that they are current."""
 
 import sys
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from bin.entry import parser_of, run  # noqa: E402 - imported from the checkout
 from runtime.settings.reference.page import settings_page  # noqa: E402 - imported from the checkout
 from runtime.settings.slime.page import from_slime_page  # noqa: E402
 
-PAGES: Final[dict[str, Callable[[], str]]] = {  # path below docs/, and the function that returns its text
+PAGES: Final[dict[str, Callable[[], str]]] = {  # file in docs/reference/, and the function that returns its text
     "from-slime.md": from_slime_page,
     "settings.md": settings_page,
 }
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command. Return 0, or 1 if --check finds a stale page."""
     parser = parser_of("describe-settings", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is not current")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder to write to")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs" / "reference", help="folder to write to")
     args = parser.parse_args(argv)
     texts = {args.docs / name: text() for name, text in PAGES.items()}
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]

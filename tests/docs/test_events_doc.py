@@ -1,4 +1,4 @@
-"""docs/events.md: its script, run as it stands there, shows the life of a group on a real server."""
+"""docs/reference/events.md: its script, run as it stands there, shows the life of a group on a real server."""
 
 import json
 import os
@@ -18,7 +18,8 @@ from runtime.bus.bus import Bus
 from tests.docs.snippets import snippets
 from tests.fixtures.nats import NatsServer
 
-PAGE = Path(__file__).parents[2] / "docs" / "events.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "reference" / "events.md"
 
 
 def completed(group_id: int) -> GroupCompleted:
@@ -83,7 +84,7 @@ async def test_ten_lines_show_the_life_of_a_group(bus: Bus, nats_server: NatsSer
 
 
 def test_no_page_puts_the_password_on_a_command_line() -> None:
-    pages = [PAGE.parents[1] / "README.md", *PAGE.parent.glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     for page in pages:
         for line in page.read_text().splitlines():
             assert "bus.url)" not in line or line.strip().startswith("export "), f"{page.name}: {line}"

@@ -1,4 +1,4 @@
-"""docs/metrics.md has a row for every metric that is written, and none for another."""
+"""docs/reference/metrics.md has a row for every metric that is written, and none for another."""
 
 from tests.support.metric_names import documented, undocumented, written
 

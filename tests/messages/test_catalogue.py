@@ -1,4 +1,4 @@
-"""The catalogue under docs/ is what the structs and the actors say."""
+"""The catalogue under docs/reference/ is what the structs and the actors say."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from bin import describe_messages
 from messages import message_types, tag_of
 from messages.catalogue import json_schemas
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "reference"
 
 
 def test_the_committed_catalogue_is_current() -> None:

@@ -1,4 +1,4 @@
-"""Metric names in the source code, and those with a row in docs/metrics.md."""
+"""Metric names in the source code, and those with a row in docs/reference/metrics.md."""
 
 import ast
 import re
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "metrics.md"
+PAGE = ROOT / "docs" / "reference" / "metrics.md"
 WRITERS = {"trainer": "actors/trainer", "buffer": "actors/buffer", "report": "runtime/report"}
 ROW_KEYS = {"report": ("step", "time")}  # names without a family, which a search of the source cannot find
 READ = {  # metrics that the report reads from the trainer

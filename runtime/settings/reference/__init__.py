@@ -1,4 +1,4 @@
-"""docs/settings.md: every setting with its allowed values, default and description, generated from the schema.
+"""docs/reference/settings.md: every setting with its allowed values, default and description, from the schema.
 
 Open page.py first; meanings.py reads the descriptions from the comments of the fields.
 """

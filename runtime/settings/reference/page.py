@@ -1,4 +1,4 @@
-"""Generates docs/settings.md from the schema: a section per table, a row per key."""
+"""Generates docs/reference/settings.md from the schema: a section per table, a row per key."""
 
 from collections.abc import Iterator
 from typing import Any, Final, get_origin

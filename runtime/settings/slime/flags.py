@@ -1,4 +1,4 @@
-"""slime's flags and their equivalents: the data of docs/from-slime.md and of the hints for unknown keys."""
+"""slime's flags and their equivalents: the data of docs/reference/from-slime.md and of the hints for unknown keys."""
 
 from collections.abc import Iterator
 from functools import cache

@@ -1,10 +1,14 @@
-"""Generates docs/from-slime.md from slime's flags and a hand-written head and end."""
+"""Generates docs/reference/from-slime.md from slime's flags and a hand-written head and end."""
 
+import re
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Final
 
 from runtime.settings.slime.flags import OWN, Flag, FlagAnswer, FromSlime, Grader, Ours, Rule, Section, from_slime
+
+LINK: Final = re.compile(r"\]\(([^):]+\))")  # of a remark: a page below docs/
+FROM_HERE: Final = r"](../\1"
 
 HEAD: Final = """# Coming from slime
 
@@ -106,4 +110,4 @@ def _here(answer: FlagAnswer) -> str:
 
 
 def _row(flags: str, here: str, remark: str) -> str:
-    return f"| {flags} | {here} | {remark}{' ' if remark else ''}|\n"
+    return f"| {flags} | {here} | {LINK.sub(FROM_HERE, remark)}{' ' if remark else ''}|\n"

@@ -1,4 +1,4 @@
-"""A reward worker in another language, with nothing but a URL, a TCP socket and what docs/messages.md says."""
+"""A reward worker in another language, with only a URL, a TCP socket and what docs/reference/messages.md documents."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""docs/settings.md has a row for every key of the schema, and every setting has a description."""
+"""docs/reference/settings.md has a row for every key of the schema, and every setting has a description."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ from runtime.settings.topology import (
     Topology,
 )
 
-PAGE = (Path(__file__).resolve().parents[4] / "docs" / "settings.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[4] / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `([^`]+)` \| (.+?) \| (.+?) \| (.*?) \|$", PAGE, re.MULTILINE)
 TABLES = list(tables_of(Table(config=Topology, place="", heading="")))
 

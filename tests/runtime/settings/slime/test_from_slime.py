@@ -1,4 +1,4 @@
-"""The table of slime's flags is whole, names only keys that exist, and docs/from-slime.md is made of it."""
+"""The table of slime's flags is whole, names only keys that exist, and docs/reference/from-slime.md is made of it."""
 
 import re
 from collections import Counter
@@ -12,7 +12,7 @@ from runtime.settings.reading.schema import keys_of, type_at
 from runtime.settings.slime.flags import OWN, Flag, FlagAnswer, Rule, find_by_rule, find_flag, from_slime
 from runtime.settings.topology import Topology
 
-DOCS = Path(__file__).resolve().parents[4] / "docs"
+DOCS = Path(__file__).resolve().parents[4] / "docs" / "reference"
 PAGE = (DOCS / "from-slime.md").read_text(encoding="utf-8")
 NUM_FLAGS = 223  # which slime/utils/arguments.py adds or gives another default, at commit 624b824a8 of 2026-08-21
 FLAGS = list(from_slime().flags())
