@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 EPILOG = """Reads the run's bus while an agent runs it, else a copy of what the bus stored. Writes nothing to the run.
 
-exit codes: 0 told; 1 there is no such group, the books do not close, or the log cannot be read; 2 no such run"""
+exit codes: 0 printed; 1 there is no such group, the books do not close, or the log cannot be read; 2 no such run"""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -37,7 +37,7 @@ EPILOG = """--to filter   what rollout.dynamic_filter says of every group now, a
 A dump may come from a stranger, and its topology.json may name functions. Imported are those that --set or TOPOLOGY
 names, and those of dumps below run.dir that are yours alone to write. Any other needs --trust.
 
-exit codes: 0 told; 2 the dump or the topology cannot be used; of --to trainer those of bin/start-topology"""
+exit codes: 0 printed; 2 the dump or the topology cannot be used; of --to trainer those of bin/start-topology"""
 
 
 def main(argv: list[str] | None = None) -> int:
