@@ -29,9 +29,9 @@ fmt: setup
     .venv/bin/ruff format
     .venv/bin/ruff check --fix
 
-# measure; figures and commands are in docs/benchmarks.md
+# measure; writes docs/results; what each benchmark measures is in docs/develop/benchmarks.md
 bench *names: setup
-    .venv/bin/python -m tests.bench {{ names }}
+    .venv/bin/python -m tests.bench --results docs/results {{ names }}
 
 # kill -9 every process of a run in turn
 chaos: setup
@@ -41,11 +41,11 @@ chaos: setup
 kills *args="--minutes 30": setup
     .venv/bin/python -m tests.chaos.random_kills {{ args }}
 
-# all that is asked of SGLang's own server; the matrix in docs/engines.md is what this prints
+# all that is asked of SGLang's own server; ends with the matrix of docs/results
 sglang *args: setup setup-sglang
     .venv/bin/python -m pytest -m "sglang or nightly" -n 0 tests/sglang tests/test_sglang_lock.py {{ args }}
 
-# the trainer in every parallel layout and form; writes the table in docs/trainer.md
+# the trainer in every parallel layout and form; writes docs/results
 grid *args: setup
     PHYSARUM_WRITE_GRID=1 .venv/bin/python -m pytest -m "grid or nightly" -n 0 tests/grid tests/chaos/test_ranks.py {{ args }}
 
@@ -53,7 +53,7 @@ grid *args: setup
 nightly *args: setup setup-sglang
     .venv/bin/python -m pytest -m nightly -n 0 tests --resume .nightly-passed --results docs/results {{ args }}
 
-# what needs a GPU: one JSON; PHYSARUM_PYTHON names an interpreter with a CUDA torch, where there is no .venv
+# what needs a GPU: one JSON, and a page in docs/results; PHYSARUM_PYTHON names an interpreter with a CUDA torch, where there is no .venv
 test-gpu *args:
     [ -n "${PHYSARUM_PYTHON:-}" ] || bin/setup
-    "${PHYSARUM_PYTHON:-.venv/bin/python}" -m tests.gpu {{ args }}
+    "${PHYSARUM_PYTHON:-.venv/bin/python}" -m tests.gpu --results docs/results {{ args }}

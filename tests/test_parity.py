@@ -1,4 +1,4 @@
-"""docs/parity-rows.md: every row and trap once, in a state that there is, shown by tests that exist."""
+"""docs/develop/parity-rows.md: every row and trap once, in a state that there is, shown by tests that exist."""
 
 import ast
 import functools
@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-LINES = (ROOT / "docs" / "parity-rows.md").read_text(encoding="utf-8").splitlines()
+LINES = (ROOT / "docs" / "develop" / "parity-rows.md").read_text(encoding="utf-8").splitlines()
 CELLS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES if line.startswith("|")]
 ROWS = [cells for cells in CELLS if re.fullmatch(r"\d+|\([a-z]\)", cells[0])]
 STATES = ("done", "replaced", "narrower", "not yet")

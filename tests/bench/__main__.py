@@ -1,6 +1,6 @@
 """Runs benchmarks one after another, each in a fresh process, and prints all their results as one JSON object.
 
-Run: python -m tests.bench [NAME...]. Figures and what they mean are in docs/benchmarks.md.
+Run: python -m tests.bench [--results DIR] [NAME...]. What each one measures is in docs/develop/benchmarks.md.
 """
 
 import argparse
@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.support.results import write_results
+
 ROOT = Path(__file__).parents[2]
 BENCHES = {file.stem.removeprefix("bench_"): file for file in sorted(Path(__file__).parent.glob("bench_*.py"))}
 TIMEOUT_S = 1200
@@ -21,15 +23,20 @@ TIMEOUT_S = 1200
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHES)}; default: all")
-    names = parser.parse_args(argv).names or list(BENCHES)
+    parser.add_argument("--results", type=Path, metavar="DIR", help="also write a dated page of the results into DIR")
+    args = parser.parse_args(argv)
+    names = args.names or list(BENCHES)
     unknown = [name for name in names if name not in BENCHES]
     if unknown:
         parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHES)}")
-    results: dict[str, Any] = {"machine": machine()}
+    results: dict[str, Any] = {}
     for name in names:
         print(f"{name} ...", file=sys.stderr, flush=True)
         results[name] = run(name)
-    print(json.dumps(results, indent=2))
+    print(json.dumps({"machine": machine(), **results}, indent=2))
+    if args.results is not None:
+        subject = "-".join(["bench", *args.names])
+        print(write_results(args.results, subject, machine(), results), file=sys.stderr)
     return 0 if all("error" not in result for result in results.values()) else 1
 
 

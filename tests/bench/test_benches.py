@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.bench import __main__ as command
 from tests.bench.__main__ import BENCHES
 
 ROOT = Path(__file__).parents[2]
@@ -84,3 +85,16 @@ def test_a_benchmark_that_does_not_exist_is_named() -> None:
     )
     assert done.returncode == 2
     assert "no benchmark nonsense" in done.stderr
+
+
+def test_results_of_the_command_become_a_dated_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "run", lambda name: {"us": 3} if name == "bus" else {"error": ["no room"]})
+    assert command.main(["--results", str(tmp_path), "bus", "ray"]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    [page] = tmp_path.iterdir()
+    assert (printed["bus"], printed["ray"]) == ({"us": 3}, {"error": ["no room"]})
+    assert page.name.endswith("-bench-bus-ray.md")
+    assert "| us | 3 |" in page.read_text()
+    assert "| error | no room |" in page.read_text()

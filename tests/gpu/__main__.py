@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.gpu.single import PYTHON, has_sglang
+from tests.support.results import write_results
 
 ROOT: Final = Path(__file__).parents[2]
 LIMIT_S: Final = 470.0  # of all sections together
@@ -45,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns 0 if all sections passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="the JSON; default: gpu.json")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="also write a dated page of the results into DIR")
     parser.add_argument("--section", action="append", choices=list(SECTIONS), help="of all; default: each")
     parser.add_argument(
         "--alone", type=Path, help=argparse.SUPPRESS
@@ -61,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     answer = {"date": datetime.now(UTC).date().isoformat(), "machine": machine(gpu)}
     answer["sections"] = run_all(args.section or chosen())
     args.out.write_text(json.dumps(answer, indent=2) + "\n")
+    if args.results is not None:
+        print(write_results(args.results, "gpu", answer["machine"], answer["sections"]))
     failed = [name for name, section in answer["sections"].items() if section["problems"]]
     print(f"{args.out}: {len(answer['sections'])} sections, failed: {', '.join(failed) or 'none'}")
     return 1 if failed else 0

@@ -21,7 +21,7 @@ HALVES: Final = tuple(Row("1", packed, tied=True, dtype="bfloat16") for packed i
 
 
 def layouts(device: str, *, tiny: bool = False) -> Measured:
-    """Each row's largest differences, as in docs/trainer.md."""
+    """Each row's largest differences, as in docs/results."""
     rows = (ROWS[4], HALVES[0]) if tiny else (*ROWS, *HALVES)
     baselines = {row.baseline for row in rows}
     with tempfile.TemporaryDirectory() as folder:

@@ -12,6 +12,7 @@ import torch
 
 from actors.trainer.models.config import read_hf_config
 from runtime.settings.devices import HIDDEN
+from tests.gpu import __main__ as sections
 from tests.gpu import single, speed
 from tests.gpu.__main__ import SECTIONS, chosen, function_of
 from tests.gpu.attention import attention, latent_attention
@@ -42,6 +43,17 @@ def test_without_a_gpu_it_fails_and_says_so(tmp_path: Path) -> None:
         "no GPU: torch of this interpreter finds none, and nothing was tested\n",
     )
     assert not (tmp_path / "gpu.json").exists()
+
+
+def test_results_become_a_dated_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sections, "find_gpu", lambda: "a GPU")
+    monkeypatch.setattr(sections, "run_all", lambda names: {"ipc": {"numbers": {"s": 2}, "problems": []}})
+    out, results = tmp_path / "gpu.json", tmp_path / "results"
+    assert sections.main(["--out", str(out), "--results", str(results), "--section", "ipc"]) == 0
+    [page] = results.iterdir()
+    assert json.loads(out.read_text())["sections"]["ipc"]["numbers"] == {"s": 2}
+    assert page.name.endswith("-gpu.md")
+    assert "| numbers.s | 2 |" in page.read_text()
 
 
 def test_every_section_has_its_function() -> None:

@@ -30,7 +30,7 @@ LIMITS = {
 DEEP_LIMIT = 1e-4  # of moments in 8 layers
 HALF_LIMIT = 2e-2  # of loss and entropy in bfloat16 against float32
 HALVES_LIMIT = 2e-2  # the same against a single rank in bfloat16: its own packed and padded losses are 2.3e-2 apart
-WRITES = "PHYSARUM_WRITE_GRID"  # set: the table of this run goes into docs/trainer.md
+WRITES = "PHYSARUM_WRITE_GRID"  # set: the table of this run goes into docs/results/DATE-grid.md
 
 
 def marked(items: Sequence[Any], few: Sequence[Any], names: Sequence[str]) -> list[Any]:
