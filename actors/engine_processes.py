@@ -8,16 +8,16 @@ from typing import Any, Final
 
 import msgspec
 
-from actors.rollout.engines.launching.peer_weights import PEERS_VARIABLE
-from actors.rollout.engines.launching.server_arguments import FOREIGN, LAUNCH
 from actors.rollout.sglang.limits import KEPT_OF_INPUT
+from actors.rollout.sglang.peer_weights import PEERS_VARIABLE
+from actors.rollout.sglang.server_arguments import FOREIGN, LAUNCH
 from runtime.bus.addresses import address_key
-from runtime.import_path import ROOT
+from runtime.models.fp8 import SERVED
 from runtime.settings.devices import HIDDEN, NVIDIA
 from runtime.settings.placement import gpus_of, num_engines, served_dtype
 from runtime.settings.processes import AnswersHttp, PartOf, PortRequest, ProcessSpec, Tier, WhenListening
 from runtime.settings.topology import EngineConfig, Topology, sglang_arguments
-from runtime.weights.fp8 import SERVED
+from runtime.util.import_path import ROOT
 
 OURS: Final = {
     "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),  # for -P
@@ -114,7 +114,7 @@ def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, dev
 
 def _embedded(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, ...]:
     load_format = "dummy" if topology.model.random_init else "auto"
-    command = [sys.executable, "-P", "-m", "actors.rollout.embedded", "--model-path", topology.model.hf_checkpoint]
+    command = [sys.executable, "-P", "-m", "actors.tiny_engine", "--model-path", topology.model.hf_checkpoint]
     return _command(command, _arguments(topology, engine, index) | {"load_format": load_format})
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from actors.buffer.deciding.selection import Kind, find_selection
-from actors.buffer.prompts.made import find_source
+from actors.buffer.prompts.generated import find_source
 from actors.filter.filters import find_filter
 from actors.reward import isolation
 from actors.reward.frames import GraderSpec
@@ -15,13 +15,13 @@ from actors.reward.graders.boxed import BOXED_PREFIX
 from actors.reward.graders.builtin import BUILT_IN_GRADERS
 from actors.reward.graders.calling import resolve_grader
 from actors.rollout.sessions.functions import find_generate_function
-from runtime.agent.preflight.apart import Doing, unlimited
+from runtime.node.checks.apart import Doing, unlimited
 from runtime.settings.load import places
 from runtime.settings.plugins import PluginError, is_plugin
 from runtime.settings.reading.config import Problem
 from runtime.settings.reading.toml import Loaded
 from runtime.settings.topology import Topology
-from runtime.wording import show
+from runtime.util.formatting import show
 
 Find = Callable[[Sequence[Path]], object]  # takes the directories that relative paths are resolved against
 

@@ -9,13 +9,13 @@ from typing import NoReturn
 import msgspec
 
 from actors.registry import ROLES, hosted
-from runtime.agent.claims.rundir import TOPOLOGY_FILE
 from runtime.bus.addresses import BUS_URL_VARIABLE
-from runtime.exit_codes import EXIT_INPUT_ERROR
-from runtime.host.logs import configure_logging
-from runtime.host.process import run_process
-from runtime.import_path import user_folder_last
+from runtime.node.claims.rundir import TOPOLOGY_FILE
+from runtime.process.logs import configure_logging
+from runtime.process.main import run_process
 from runtime.settings.topology import decode_topology
+from runtime.util.exit_codes import EXIT_INPUT_ERROR
+from runtime.util.import_path import user_folder_last
 
 
 def main(argv: list[str] | None = None) -> int:

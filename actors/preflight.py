@@ -9,29 +9,29 @@ import msgspec
 from actors.hooks import check_hooks
 from actors.preflight_prompts import MODEL, Look, context_of, end_of, prompt_problems
 from actors.rollout.engines.external import Wanted
-from actors.rollout.engines.launching.server_arguments import engine_problems
-from actors.rollout.requests.served_model import ServedModel
+from actors.rollout.sglang.served_model import ServedModel
+from actors.rollout.sglang.server_arguments import engine_problems
 from actors.trainer.checkpoints import beginning_of, newest_of_run
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.layout import check_layout
 from actors.trainer.models.shapes import hf_shapes, num_weights
 from actors.trainer.models.weight_files import check_weights
-from runtime.agent.preflight.apart import Doing, unlimited
-from runtime.agent.preflight.check import ASK_TIMEOUT_S, check_here
-from runtime.agent.preflight.findings import Checked
-from runtime.agent.preflight.hub import hub_models
-from runtime.agent.preflight.limits import free_memory_bytes
-from runtime.hf_config import ModelError, read_dense_model
-from runtime.hf_experts import Qwen3MoeKeys
-from runtime.samples.dump_files import RUN_FILE, DumpedRun
+from runtime.data.dump_files import RUN_FILE, DumpedRun
+from runtime.models.config import ModelError, read_dense_model
+from runtime.models.experts import Qwen3MoeKeys
+from runtime.models.fp8 import sglang_refuses
+from runtime.node.checks.apart import Doing, unlimited
+from runtime.node.checks.check import ASK_TIMEOUT_S, check_here
+from runtime.node.checks.findings import Checked
+from runtime.node.checks.hub import hub_models
+from runtime.node.checks.limits import free_memory_bytes
 from runtime.settings.load import LoadedTopology
 from runtime.settings.placement import data_parallel_size
 from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
 from runtime.settings.sizes import show_bytes
 from runtime.settings.topology import Topology, answers_are_recorded, sglang_arguments
-from runtime.weights.fp8 import sglang_refuses
-from runtime.wording import count_of
+from runtime.util.formatting import count_of
 
 WIDEST: Final = 1 << 17  # largest hidden_size; at 2^19, engine and trainer log-probs differed by 0.011 (measured)
 BYTES_TRAINED: Final = 18  # bytes per weight, trained on the CPU: weight, gradient, Adam's moments, weight export
@@ -125,7 +125,7 @@ def _of_urls(topology: Topology, broken: set[str]) -> Iterator[Problem]:
             wanted = Wanted.by(topology, engine)
         except (OSError, ValueError):  # the model's own check reports it
             return
-        from actors.rollout.engines.asking import url_problems  # imports an HTTP client, which most runs do not need
+        from actors.rollout.engines.liveness import url_problems  # imports an HTTP client, which most runs do not need
 
         yield from url_problems(key, engine.urls, wanted)
 

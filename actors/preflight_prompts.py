@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from actors.buffer.prompts.made import MadePrompts, find_source
+from actors.buffer.prompts.generated import MadePrompts, find_source
 from actors.buffer.prompts.prompts import PromptReader, Reader
 from actors.buffer.prompts.source import read_in_parts, training_reader
 from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
@@ -15,8 +15,8 @@ from actors.reward.trial import Trial, trial_notes
 from actors.rollout.sglang.limits import KEPT_OF_INPUT
 from actors.trainer.models.config import HfConfig
 from messages import Prompt
-from runtime.agent.preflight.apart import Doing
-from runtime.samples.data_files import DataError
+from runtime.data.data_files import DataError
+from runtime.node.checks.apart import Doing
 from runtime.settings.plugins import PluginError, is_plugin
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from actors.engine_processes import OURS, engine_specs
-from actors.rollout.engines.launching.server_arguments import LAUNCH
+from actors.rollout.sglang.server_arguments import LAUNCH
 from runtime.bus.addresses import address_key
 from runtime.settings.devices import HIDDEN, NVIDIA
 from runtime.settings.placement import gpus_of, home_node, num_ranks

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from runtime.bus.bus import Bus
-from runtime.host.actor import Actor
-from runtime.host.hosting import Hosted
+from runtime.process.actor import Actor
+from runtime.process.hosting import Hosted
 from runtime.settings.topology import Topology, answers_are_recorded
 
 Role = Literal["buffer", "rollout", "reward", "filter", "trainer"]
@@ -34,7 +34,7 @@ def actor_type(role: Role, topology: Topology | None = None) -> type[Actor]:
         case "buffer":
             from actors.buffer.actor import BufferActor as chosen
         case "rollout" if topology is not None and answers_are_recorded(topology):
-            from actors.rollout.recorded.actor import RecordedRolloutActor as chosen
+            from actors.rollout.offline.actor import RecordedRolloutActor as chosen
         case "rollout":
             from actors.rollout.actor import RolloutActor as chosen
         case "reward":
@@ -42,7 +42,7 @@ def actor_type(role: Role, topology: Topology | None = None) -> type[Actor]:
         case "filter":
             from actors.filter.actor import FilterActor as chosen
         case "trainer" if topology is not None and topology.run.only == "rollout":
-            from actors.trainer.stand_in import TrainerStandIn as chosen
+            from actors.trainer.no_op import TrainerStandIn as chosen
         case "trainer":
             from actors.trainer.actor import TrainerActor as chosen
     return chosen
@@ -55,13 +55,13 @@ def _build(role: Role, topology: Topology, run_dir: Path, bus: Bus) -> Actor:
 
             return BufferActor(topology, bus, run_dir)
         case "rollout" if topology.run.load is not None:
-            from actors.rollout.recorded.actor import RecordedRolloutActor
-            from actors.rollout.recorded.dump import Dumped
+            from actors.rollout.offline.actor import RecordedRolloutActor
+            from actors.rollout.offline.dump import Dumped
 
             return RecordedRolloutActor(bus, Dumped(Path(topology.run.load), _vocab_size(topology)))
         case "rollout" if answers_are_recorded(topology):
-            from actors.rollout.recorded.actor import RecordedRolloutActor
-            from actors.rollout.recorded.demonstrations import Demonstrations
+            from actors.rollout.offline.actor import RecordedRolloutActor
+            from actors.rollout.offline.demonstrations import Demonstrations
 
             return RecordedRolloutActor(bus, Demonstrations(_vocab_size(topology)))
         case "rollout":
@@ -77,7 +77,7 @@ def _build(role: Role, topology: Topology, run_dir: Path, bus: Bus) -> Actor:
 
             return FilterActor(topology, bus)
         case "trainer" if topology.run.only == "rollout":
-            from actors.trainer.stand_in import TrainerStandIn
+            from actors.trainer.no_op import TrainerStandIn
 
             return TrainerStandIn(topology, bus, run_dir=run_dir)
         case "trainer":
@@ -87,6 +87,6 @@ def _build(role: Role, topology: Topology, run_dir: Path, bus: Bus) -> Actor:
 
 
 def _vocab_size(topology: Topology) -> int:
-    from actors.rollout.requests.served_model import ServedModel
+    from actors.rollout.sglang.served_model import ServedModel
 
     return ServedModel.read(Path(topology.model.hf_checkpoint)).vocab_size

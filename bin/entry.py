@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
-from runtime.exit_codes import EXIT_INPUT_ERROR, EXIT_INTERRUPTED
-from runtime.import_path import user_folder_last
-from runtime.wording import printable
+from runtime.util.exit_codes import EXIT_INPUT_ERROR, EXIT_INTERRUPTED
+from runtime.util.formatting import printable
+from runtime.util.import_path import user_folder_last
 
 TAKE_BACK = "\r\x1b[K"  # moves to the start of the line and clears it
 COLUMNS = 80

@@ -13,7 +13,7 @@ if __name__ == "__main__":
     told_in_one_line()
 
 from bin.entry import Screen, ended, parser_of, run  # noqa: E402 - imported from the checkout
-from runtime.exit_codes import EXIT_OK  # noqa: E402
+from runtime.util.exit_codes import EXIT_OK  # noqa: E402
 
 EPILOG = """Reads files of the run only: its agent may be at work or not. A checkpoint of any layout is read by this one
 process, on the CPU. Without a checkpoint, the weights that were published last are taken. Tensors have the names of
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     args = _parser().parse_args(argv)
     from actors.trainer.export import CannotExport
-    from runtime.agent.reopen import NoSuchRun  # imports the bus, which --help does not need
+    from runtime.node.reopen import NoSuchRun  # imports the bus, which --help does not need
 
     return ended(lambda: _export(args), CannotExport, NoSuchRun, OSError, ValueError)
 
@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _export(args: argparse.Namespace) -> int:
     from actors.trainer.export import export_run
-    from runtime.agent.reopen import find_run
+    from runtime.node.reopen import find_run
 
     found = find_run(args.run)
     source = export_run(found.directory, args.out, step=args.step)

@@ -4,7 +4,7 @@ import os
 import sys
 from types import TracebackType
 
-INTERRUPTED = 130  # as in runtime.exit_codes, which is not imported yet
+INTERRUPTED = 130  # as in runtime.util.exit_codes, which is not imported yet
 
 
 def _told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -18,13 +18,13 @@ if __name__ == "__main__":
     told_in_one_line()
 
 from bin.entry import Screen, ended, parser_of, run  # noqa: E402 - imported from the checkout
-from runtime.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_INTERRUPTED, EXIT_OK  # noqa: E402
-from runtime.wording import printable_json  # noqa: E402
+from runtime.util.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_INTERRUPTED, EXIT_OK  # noqa: E402
+from runtime.util.formatting import printable_json  # noqa: E402
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
-    from runtime.agent.reopen import FoundRun
+    from runtime.node.reopen import FoundRun
 
 EPILOG = """Reads the run's bus while an agent runs it, else a copy of what the bus stored. Writes nothing to the run.
 
@@ -50,9 +50,9 @@ def _tell(args: argparse.Namespace) -> int:
     import anyio  # this and the imports below bring in the bus, which --help does not need
     import structlog
 
-    from runtime.agent.reopen import NoLog, NoSuchRun, find_run
     from runtime.bus.errors import BusError
-    from runtime.failures import leaves
+    from runtime.node.reopen import NoLog, NoSuchRun, find_run
+    from runtime.util.errors import leaves
 
     try:
         run = find_run(args.run)
@@ -95,8 +95,8 @@ async def _unless_stopped(tell: Callable[[], Awaitable[int]]) -> int:
 async def _tell_books(run: "FoundRun", as_json: bool) -> int:
     import msgspec
 
-    from runtime.agent.reopen import opened_log
     from runtime.ledger.books import LedgerReport, lines_of
+    from runtime.node.reopen import opened_log
 
     report = LedgerReport()
     async with opened_log(run) as log:
@@ -118,8 +118,8 @@ async def _tell_group(run: "FoundRun", group_id: int) -> int:
     import msgspec
 
     from messages import GroupsIssued
-    from runtime.agent.reopen import opened_log
     from runtime.ledger.group_life import GroupLife
+    from runtime.node.reopen import opened_log
 
     life = GroupLife(group_id)
     lines: list[str] = []

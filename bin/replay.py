@@ -19,11 +19,11 @@ if __name__ == "__main__":
     told_in_one_line()
 
 from bin.entry import Screen, ended, parser_of, run  # noqa: E402 - imported from the checkout
-from runtime.exit_codes import EXIT_OK  # noqa: E402
+from runtime.util.exit_codes import EXIT_OK  # noqa: E402
 
 if TYPE_CHECKING:
     from actors.filter.replayed import ReplayedFilter
-    from runtime.samples.dumped_run import DumpedGroups
+    from runtime.data.dumped_run import DumpedGroups
     from runtime.settings.load import LoadedTopology
     from runtime.settings.topology import Topology
 
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     args, rest = _parser().parse_known_args(argv)
     if rest and args.to != "trainer":
         _parser().error(f"unrecognized arguments: {' '.join(rest)}")
-    from runtime.samples.dump_files import DumpError
+    from runtime.data.dump_files import DumpError
     from runtime.settings.reading.config import TopologyError  # imports NumPy, which --help does not need
 
     return ended(lambda: _train(args, rest) if args.to == "trainer" else _show(args), TopologyError, DumpError)
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _topology_file(args: argparse.Namespace) -> Path:
-    from runtime.samples.dump_files import TOPOLOGY_FILE
+    from runtime.data.dump_files import TOPOLOGY_FILE
 
     return args.topology or args.dump / TOPOLOGY_FILE
 
@@ -77,10 +77,10 @@ def _topology_file(args: argparse.Namespace) -> Path:
 def _opened(args: argparse.Namespace) -> "tuple[Topology, DumpedGroups, ReplayedFilter]":
     """Open the topology, the dump and the filter."""
     from actors.filter.replayed import ReplayedFilter
-    from runtime.samples.dumped_run import DumpedGroups
+    from runtime.data.dumped_run import DumpedGroups
     from runtime.settings.load import load_topology
     from runtime.settings.reading.config import Problem, TopologyError
-    from runtime.wording import show
+    from runtime.util.formatting import show
 
     groups = DumpedGroups(args.dump)
     loaded = load_topology(_topology_file(args), args.set)
@@ -96,7 +96,7 @@ def _opened(args: argparse.Namespace) -> "tuple[Topology, DumpedGroups, Replayed
 
 def _refuse_untrusted(args: argparse.Namespace, loaded: "LoadedTopology") -> None:
     """Raises TopologyError if only an external dump names code that would be imported."""
-    from runtime.samples.trust import is_own_dump, untrusted_code
+    from runtime.data.trust import is_own_dump, untrusted_code
     from runtime.settings.reading.config import TopologyError
     from runtime.settings.reading.toml import SET
     from runtime.settings.topology import RunConfig

@@ -26,9 +26,9 @@ from typing import NamedTuple, TextIO
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK  # noqa: E402 - standard library only
-from runtime.files import write_atomically  # noqa: E402
 from runtime.settings.devices import HIDDEN  # noqa: E402
+from runtime.util.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK  # noqa: E402 - standard library only
+from runtime.util.files import write_atomically  # noqa: E402
 
 CUDA_LOCK = ROOT / "requirements" / "cuda.lock"
 

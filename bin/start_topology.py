@@ -7,7 +7,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 if __name__ == "__main__":
     from bin.interrupt import told_in_one_line
-    from runtime.import_path import refuse_shadows
+    from runtime.util.import_path import refuse_shadows
 
     told_in_one_line()
     refuse_shadows()
@@ -20,19 +20,19 @@ import msgspec  # noqa: E402
 
 from actors.processes import process_specs  # noqa: E402 - imported from the checkout
 from bin.entry import Screen, WrongInput, ended, parser_of, run  # noqa: E402
-from runtime.exit_codes import EXIT_OK  # noqa: E402
-from runtime.samples.data_files import DataError  # noqa: E402
-from runtime.secrets import without_logins  # noqa: E402
+from runtime.data.data_files import DataError  # noqa: E402
 from runtime.settings.load import LoadedTopology, load_topology  # noqa: E402
 from runtime.settings.placement import home_node  # noqa: E402
 from runtime.settings.plan import draw, plan_of  # noqa: E402
 from runtime.settings.reading.config import TopologyError  # noqa: E402
 from runtime.settings.slime.hints import flag_hint  # noqa: E402
 from runtime.settings.topology import Topology  # noqa: E402
+from runtime.util.exit_codes import EXIT_OK  # noqa: E402
+from runtime.util.secrets import without_logins  # noqa: E402
 
 if TYPE_CHECKING:
-    from runtime.agent.preflight.findings import Checked
-    from runtime.agent.start import SpecsOf
+    from runtime.node.checks.findings import Checked
+    from runtime.node.start import SpecsOf
 
 COMMAND = "bin/start-topology"
 
@@ -113,8 +113,8 @@ def _ready(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen) -> 
 
     --check and a start both use it, so they refuse the same topologies.
     """
-    from runtime.agent.claims.rundir import RunRefused, check_start
-    from runtime.agent.preflight.hub import hub_models, with_cached
+    from runtime.node.checks.hub import hub_models, with_cached
+    from runtime.node.claims.rundir import RunRefused, check_start
 
     loaded = with_cached(loaded, lambda found: screen.show(f"note: {found}"))
     checked = _checked(loaded, screen, node=_node_of(loaded.topology, args.node), fresh=args.fresh is not None)
@@ -136,8 +136,8 @@ def _checked(
     loaded: LoadedTopology, screen: Screen, *, node: str | None = None, fresh: bool = False, elsewhere: bool = False
 ) -> "Checked":
     """Run the pre-start checks in a separate process that can be killed, since they run users' code."""
-    from runtime.agent.preflight.apart import Doing, apart
-    from runtime.agent.preflight.findings import Checked
+    from runtime.node.checks.apart import Doing, apart
+    from runtime.node.checks.findings import Checked
 
     def work(doing: Doing) -> Checked:
         from actors.preflight import preflight  # imports NumPy and users' modules, which --help does not need
@@ -187,7 +187,7 @@ def _counted(loaded: LoadedTopology, screen: Screen) -> LoadedTopology:
     """Replace train.num_epoch by train.num_steps. Reads all data if num_epoch is set."""
     if loaded.topology.train.num_epoch is None:
         return loaded
-    from runtime.agent.preflight.apart import Doing, apart
+    from runtime.node.checks.apart import Doing, apart
 
     def work(doing: Doing) -> Topology:
         from actors.buffer.prompts.epochs import count_steps  # imports tokenizers and NumPy; others need neither
@@ -201,7 +201,7 @@ def _fitted(topology: Topology, screen: Screen) -> Topology:
     """Limit train.num_steps to the number of steps that the dump has groups for, if training on a dump."""
     if topology.run.load is None:
         return topology
-    from runtime.samples.dumped_run import fitted  # imports NumPy, which other commands do not need
+    from runtime.data.dumped_run import fitted  # imports NumPy, which other commands do not need
 
     shorter = fitted(topology)
     if shorter.train.num_steps < topology.train.num_steps:
@@ -214,7 +214,7 @@ def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf"
     topology = _ready(loaded, args, screen)
     topology = _downloaded(msgspec.structs.replace(loaded, topology=topology), args, screen)
 
-    from runtime.agent.start import RunRefused, Wish, start  # imports the bus, which other commands do not need
+    from runtime.node.start import RunRefused, Wish, start  # imports the bus, which other commands do not need
 
     if any(without_logins(override) != override for override in args.set):
         screen.show("note: a password on a command line is seen by every user of this machine: use bus.credentials")
@@ -234,7 +234,7 @@ def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf"
 
 def _downloaded(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen) -> Topology:
     """Download missing models, and repeat all checks with them. Return the topology with local model paths."""
-    from runtime.agent.preflight.hub import NotOnHub, hub_models, with_downloaded
+    from runtime.node.checks.hub import NotOnHub, hub_models, with_downloaded
 
     if not any(hub_models(loaded)):
         return loaded.topology

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from runtime.samples.dump_files import read_pair, steps_in
+from runtime.data.dump_files import read_pair, steps_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -10,8 +10,8 @@ import anyio
 import pytest
 
 from messages import GroupCompleted, encode
-from runtime.agent.reopen import find_run, opened_log
 from runtime.ledger.fold import LEDGER_EVENTS
+from runtime.node.reopen import find_run, opened_log
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 600  # of one run, on a loaded machine

@@ -16,7 +16,7 @@ from actors.buffer.deciding.selecting import Selector
 from actors.buffer.deciding.selection import Selection
 from actors.buffer.deciding.tasks import eval_tasks, failed_ending, rollout_task, schedule_of, tasks_in_flight
 from actors.buffer.ledger_log import LedgerLog
-from actors.buffer.prompts.made import MadePrompts
+from actors.buffer.prompts.generated import MadePrompts
 from actors.buffer.prompts.source import PromptSet, load_prompts
 from actors.buffer.prompts.storing import PromptsAtHand, PromptStore
 from actors.buffer.storage.pressure import LOOK_AGAIN_S, Pressure
@@ -60,12 +60,12 @@ from runtime.bus.background import beside
 from runtime.bus.bus import Bus
 from runtime.bus.errors import AlreadyQueued, Fenced, MessageRefused, StreamFull
 from runtime.bus.events import Events
-from runtime.host.actor import Actor, InputError
+from runtime.data.data_files import DataError
 from runtime.ledger.archive import first_archived
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState
 from runtime.ledger.groups import spills_of
 from runtime.ledger.state import Stage
-from runtime.samples.data_files import DataError
+from runtime.process.actor import Actor, InputError
 from runtime.settings.sizes import stream_limits
 from runtime.settings.topology import Topology
 

@@ -13,8 +13,8 @@ from messages import BufferStarted, Message, Plane, SnapshotTaken
 from runtime.bus.bus import Bus
 from runtime.bus.errors import SequenceMismatch, StreamFull
 from runtime.bus.events import Events, Received
-from runtime.host.actor import InputError
 from runtime.ledger.fold import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold
+from runtime.process.actor import InputError
 
 log = structlog.get_logger()
 

@@ -8,7 +8,7 @@ from typing import Final
 from actors.buffer.deciding.decide import Schedule
 from runtime.ledger.fold import Evaluation, LedgerState, Stage
 from runtime.settings.recipe import DataConfig
-from runtime.wording import count_of, duration
+from runtime.util.formatting import count_of, duration
 
 LONG_S: Final = 1.0  # shorter activities are not reported
 IN_WORDS: Final = {

@@ -16,10 +16,10 @@ from messages.events import GroupCompleted, Outcome, VerdictGiven
 from messages.plain import clipped
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
-from runtime.host.actor import Actor
-from runtime.samples.stored_prompts import fetch_prompt
+from runtime.data.stored_prompts import fetch_prompt
+from runtime.process.actor import Actor
 from runtime.settings.topology import Topology
-from runtime.wording import duration
+from runtime.util.formatting import duration
 
 DURABLE = "filter"
 ACK_WAIT_S = 5.0  # redelivery delay for the groups that a killed filter held

@@ -22,11 +22,11 @@ from messages.work import Prompt, ScoreItem, ScoreRequested
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
 from runtime.bus.errors import MessageRefused, PayloadLost
-from runtime.host.actor import Actor
-from runtime.samples.stored_prompts import fetch_prompt
+from runtime.data.stored_prompts import fetch_prompt
+from runtime.process.actor import Actor
 from runtime.settings.plugins import is_plugin
 from runtime.settings.topology import Topology
-from runtime.wording import count_of, duration
+from runtime.util.formatting import count_of, duration
 
 DURABLE = "reward"
 ACK_WAIT_S = 5.0  # redelivery delay for the requests that a killed actor held

@@ -6,7 +6,7 @@ from typing import Final
 from actors.reward.frames import Graded
 from actors.reward.pool import TIMEOUT
 from runtime.bus.bus import Bus
-from runtime.host.actor import InputError
+from runtime.process.actor import InputError
 
 WATCHED: Final = 8  # the run ends when this many first calls of graders all fail
 KEY: Final = "reward.graded"  # exists once any grade of this run succeeded

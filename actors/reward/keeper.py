@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from actors.reward import isolation
-from runtime.exit_codes import EXIT_OK, EXIT_ORPHANED, EXIT_TOO_MANY_PROCESSES
+from runtime.util.exit_codes import EXIT_OK, EXIT_ORPHANED, EXIT_TOO_MANY_PROCESSES
 
 POLL_S: Final = 0.1  # interval between counts of processes
 MIN_HEADROOM: Final = 1024  # processes and threads left for the user outside graders

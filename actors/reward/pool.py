@@ -13,7 +13,7 @@ from actors.reward.frames import FrameError, Grade, Graded, GraderSpec, Hello, e
 from actors.reward.process import GraderDiedError, GraderProcess, GraderProcessError
 from actors.reward.samples import GradedSample
 from actors.reward.sandbox import Sandbox
-from runtime.retrying import Backoff, retried
+from runtime.util.retrying import Backoff, retried
 
 QUEUE_SIZE = 1024  # batches of samples; a full queue makes callers wait
 BATCH_S = 0.002  # expected grading time per frame: cheap graders amortize a frame, expensive ones get one each

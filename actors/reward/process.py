@@ -18,8 +18,8 @@ from actors.reward.frames import FrameBuffer, FrameError, Graded, Hello, WorkerR
 from actors.reward.keeper import children_of
 from actors.reward.sandbox import Sandbox
 from runtime.bus.background import beside
-from runtime.exit_codes import EXIT_TOO_MANY_PROCESSES
-from runtime.wording import signal_name
+from runtime.util.exit_codes import EXIT_TOO_MANY_PROCESSES
+from runtime.util.formatting import signal_name
 
 START_TIMEOUT_S = 30.0  # users' modules may be slow to import
 KILL_TIMEOUT_S = 5.0

@@ -9,8 +9,8 @@ from typing import Final, Literal
 import msgspec
 
 from actors.reward.hiding import dumps_of, files_of, hidden_now, needed_of
-from runtime.secrets import make_private
 from runtime.settings.topology import Topology
+from runtime.util.secrets import make_private
 
 ROOT: Final = Path(__file__).resolve().parents[2]  # import path of `actors`
 PASSED_ON: Final = (  # environment variables that every grader gets

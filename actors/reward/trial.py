@@ -11,8 +11,8 @@ from actors.reward.recipe import graders_of, names_of
 from actors.reward.samples import GradedSample
 from actors.reward.sandbox import sandbox_of
 from messages import Prompt
-from runtime.agent.preflight.apart import Doing
 from runtime.bus.background import beside
+from runtime.node.checks.apart import Doing
 from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
 from runtime.settings.topology import Topology

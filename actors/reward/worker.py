@@ -29,8 +29,8 @@ from actors.reward.frames import (
     write_all,
 )
 from actors.reward.graders.calling import Call, grade_group, grade_sample, resolve_grader
-from runtime.exit_codes import EXIT_NO_HELLO, EXIT_OK
-from runtime.import_path import user_folder_last
+from runtime.util.exit_codes import EXIT_NO_HELLO, EXIT_OK
+from runtime.util.import_path import user_folder_last
 
 if TYPE_CHECKING:
     import asyncio

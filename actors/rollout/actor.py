@@ -16,18 +16,18 @@ from anyio.abc import TaskStatus
 from actors.rollout.engines.discovery import attend_servers, kill_server
 from actors.rollout.engines.external import Wanted
 from actors.rollout.engines.fleet import Fleet
-from actors.rollout.engines.notices import Notices
-from actors.rollout.engines.taking_part import SESSION_CALLS, take_part
+from actors.rollout.engines.memory.follower import Follower
+from actors.rollout.engines.memory.notes import MemoryNotes
+from actors.rollout.engines.memory.share import Tenure
+from actors.rollout.engines.rate_limited_events import Notices
 from actors.rollout.engines.target import TargetWeights
-from actors.rollout.engines.turns.follower import Follower
-from actors.rollout.engines.turns.notes import MemoryNotes
-from actors.rollout.engines.turns.tenure import Tenure
+from actors.rollout.engines.weight_sync_calls import SESSION_CALLS, take_part
 from actors.rollout.engines.weights.copies import AsAnnounced, AtHand, NodeCopies
 from actors.rollout.engines.weights.files import FileChecks
-from actors.rollout.engines.weights.loads import Loads
 from actors.rollout.engines.weights.pauses import Pauses
-from actors.rollout.engines.weights.prover import Prover
 from actors.rollout.engines.weights.updater import Updater
+from actors.rollout.engines.weights.updates import Loads
+from actors.rollout.engines.weights.verifier import Prover
 from actors.rollout.groups.endings import Ending, Endings, publish_eval
 from actors.rollout.groups.inheritance import Inheritance
 from actors.rollout.groups.open_samples import fresh_samples
@@ -38,12 +38,12 @@ from actors.rollout.groups.tasks import eval_task, training_task
 from actors.rollout.groups.tools import Tools
 from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.sending import Generator
-from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.requests.watching import Patience, Watchdog
 from actors.rollout.sessions.conversation import Conversation
 from actors.rollout.sessions.functions import find_generate_function
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EnginesUnwilling, RequestRefused
+from actors.rollout.sglang.served_model import ServedModel
 from messages import (
     ActorExited,
     EngineRequestsFailed,
@@ -85,12 +85,12 @@ from runtime.bus.addresses import Address, engine_key
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Delivery
 from runtime.bus.errors import MessageRefused, PayloadLost
-from runtime.failures import leaves
-from runtime.host.actor import Actor, InputError
-from runtime.samples.stored_prompts import with_prompt
+from runtime.data.stored_prompts import with_prompt
+from runtime.process.actor import Actor, InputError
 from runtime.settings.placement import num_engines
 from runtime.settings.topology import Topology, reads_copies
-from runtime.wording import count_of
+from runtime.util.errors import leaves
+from runtime.util.formatting import count_of
 
 log = structlog.get_logger()
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from anyio.abc import TaskStatus
 
-from actors.trainer.batches.feed import Feed
-from actors.trainer.batches.history import HISTORY
-from actors.trainer.batches.staleness import Masking
-from actors.trainer.batches.too_long import LengthLimit
+from actors.trainer.data.feed import Feed
+from actors.trainer.data.history import HISTORY
+from actors.trainer.data.staleness import Masking
+from actors.trainer.data.too_long import LengthLimit
 from actors.trainer.leader import Leader
-from actors.trainer.phases.turns import Turns
+from actors.trainer.phases.colocation import Turns
 from actors.trainer.rendezvous import meet, own_rank
-from actors.trainer.sending.asking import AskOf, from_threads
+from actors.trainer.sending.calls import AskOf, from_threads
 from actors.trainer.torch_thread import TorchThread, collecting_nothing
 from messages import (
     BatchTrained,
@@ -43,8 +43,8 @@ from messages import (
     WeightsAnnounced,
 )
 from runtime.bus.bus import Bus
-from runtime.hf_config import read_model
-from runtime.host.actor import Actor
+from runtime.models.config import read_model
+from runtime.process.actor import Actor
 from runtime.settings.placement import num_ranks
 from runtime.settings.topology import Topology
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from actors.trainer.batches.batch import ExpertIds, TrainBatch
-from actors.trainer.batches.known import LogProbs
 from actors.trainer.channel import Channel
 from actors.trainer.checkpoints import (
     CHECKPOINTS,
@@ -24,6 +22,8 @@ from actors.trainer.checkpoints import (
     saved_run,
     set_aside_damaged,
 )
+from actors.trainer.data.batch import ExpertIds, TrainBatch
+from actors.trainer.data.precomputed import LogProbs
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.build import nothing
 from actors.trainer.megatron.checkpoint import begin_from, begin_save, load_checkpoint
@@ -35,9 +35,9 @@ from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.megatron.saving import Saving
 from actors.trainer.models.files import copy_small_files, set_dtype
 from actors.trainer.models.gathering import own_parts
-from actors.trainer.models.handover import Against, Handover, copied
 from actors.trainer.models.publish import NOT_WRITTEN, WEIGHTS, Begun, Published, Versions, Written
 from actors.trainer.models.shapes import hf_shapes, num_weights
+from actors.trainer.models.weight_export import Against, Handover, copied
 from actors.trainer.orders import (
     AdvanceExport,
     Begin,
@@ -56,16 +56,16 @@ from actors.trainer.orders import (
     decode_batch,
     encode_batch,
 )
-from actors.trainer.sending.asking import AskOf
+from actors.trainer.sending.calls import AskOf
 from actors.trainer.sending.cast import FORMS
 from actors.trainer.sending.rank import RankSender, SendingOrders
 from actors.trainer.step.probe import probe, probe_tokens
 from actors.trainer.step.profile import profiled
 from actors.trainer.step.train_step import Trained, TrainStep
 from messages import WeightProbe
-from runtime.files import complete_directory
 from runtime.settings.placement import weight_format
 from runtime.settings.topology import Topology, WeightFormat, answers_are_recorded
+from runtime.util.files import complete_directory
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ import msgspec
 
 from actors.trainer.checkpoints import CHECKPOINTS, checkpoints_in, saved_run
 from actors.trainer.file_checksums import damage_of
-from runtime.agent.claims.rundir import TOPOLOGY_FILE
-from runtime.files import complete_directory
-from runtime.secrets import make_private
+from runtime.node.claims.rundir import TOPOLOGY_FILE
 from runtime.settings.devices import HIDDEN
 from runtime.settings.placement import weight_format
 from runtime.settings.topology import MegatronConfig, Topology, decode_topology
+from runtime.util.files import complete_directory
+from runtime.util.secrets import make_private
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +130,7 @@ def _write_weights(path: Path, unfinished: Path, topology: Topology, device: "to
     from actors.trainer.megatron.imports import quiet
     from actors.trainer.models.config import read_hf_config
     from actors.trainer.models.gathering import own_parts
-    from actors.trainer.models.handover import Handover
+    from actors.trainer.models.weight_export import Handover
 
     alone = MegatronConfig(mtp_num_layers=topology.trainer.megatron.mtp_num_layers)
     groups.join(groups.Ranks(), alone, device, seed=topology.run.seed)
@@ -147,8 +147,8 @@ def _write_weights(path: Path, unfinished: Path, topology: Topology, device: "to
 
 def _copy_published(path: Path, unfinished: Path, topology: Topology) -> None:
     from actors.trainer.models.publish import BASE
-    from runtime.checksums import INDEX_FILE, checksums_of, safetensors_files
-    from runtime.weights.versions import name_of, on_disk
+    from runtime.models.checksums import INDEX_FILE, checksums_of, safetensors_files
+    from runtime.models.versions import name_of, on_disk
 
     for file in safetensors_files(path):
         shutil.copyfile(file, unfinished / file.name)

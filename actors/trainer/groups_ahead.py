@@ -8,8 +8,8 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from actors.trainer.batches.feed import FedBatch, Feed
-from actors.trainer.batches.known import KnownLogProbs, LogProbs
+from actors.trainer.data.feed import FedBatch, Feed
+from actors.trainer.data.precomputed import KnownLogProbs, LogProbs
 from actors.trainer.torch_thread import TorchThread
 from runtime.settings.topology import Topology
 

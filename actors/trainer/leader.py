@@ -43,10 +43,10 @@ from typing import TYPE_CHECKING
 import anyio
 import structlog
 
-from actors.trainer.batches.feed import FedBatch, Feed
-from actors.trainer.batches.untrained import NO_GRADIENTS, gradients_of
+from actors.trainer.data.feed import FedBatch, Feed
+from actors.trainer.data.skipped import NO_GRADIENTS, gradients_of
 from actors.trainer.groups_ahead import GroupsAhead
-from actors.trainer.phases.turns import Turns
+from actors.trainer.phases.colocation import Turns
 from actors.trainer.republishing import MAX_TIMES, Republishing, WeightsUnusable
 from actors.trainer.sending.leading import WeightSessions
 from actors.trainer.torch_thread import TorchThread
@@ -60,7 +60,7 @@ from messages import (
 )
 from runtime.bus.background import beside
 from runtime.bus.bus import Bus
-from runtime.host.actor import InputError
+from runtime.process.actor import InputError
 from runtime.settings.topology import EXPORT_DIRECTORY, Topology, answers_are_recorded
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.trainer.batches.batch import TrainBatch
+from actors.trainer.data.batch import TrainBatch
 from messages import EngineLayout
 from runtime.settings.topology import WeightFormat
 

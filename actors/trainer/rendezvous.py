@@ -11,9 +11,9 @@ import anyio.to_thread
 
 from runtime.bus.addresses import BUS_URL_VARIABLE, Address
 from runtime.bus.bus import Bus
-from runtime.retrying import FOR_EVER, retried
 from runtime.settings.placement import num_ranks
 from runtime.settings.topology import Topology
+from runtime.util.retrying import FOR_EVER, retried
 
 KEY: Final = "address.trainer.rendezvous.0"
 CONNECT_TIMEOUT: Final = timedelta(seconds=10)

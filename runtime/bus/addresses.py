@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from runtime.bus.errors import SequenceMismatch
-from runtime.secrets import Secret
+from runtime.util.secrets import Secret
 
 if TYPE_CHECKING:
     from runtime.bus.kv import KeyValues

@@ -23,8 +23,8 @@ from messages.codec import CONTENT_TYPE_HEADER, JSON, TYPE_HEADER
 from messages.plain import clipped, is_plain_json
 from runtime.bus.bus import Bus
 from runtime.bus.events import Events, Received, StoredMessage
-from runtime.files import complete
 from runtime.ledger.fold import FOLD_VERSION, LedgerState
+from runtime.util.files import complete
 
 ARCHIVE: Final = "archive"  # in the run directory
 PARTIAL: Final = ".partial"

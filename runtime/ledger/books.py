@@ -7,7 +7,7 @@ import msgspec
 from messages import Message, RunStalled
 from runtime.ledger.fold import LEDGER_EVENTS, Books, LedgerState, fold
 from runtime.ledger.steps import Settled
-from runtime.wording import count_of, duration
+from runtime.util.formatting import count_of, duration
 
 
 class EvaluationProgress(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ from messages import (
     WeightsRefused,
 )
 from runtime.ledger.books import stall_words
-from runtime.wording import count_of, duration, number
+from runtime.util.formatting import count_of, duration, number
 
 SHOWN_PER_REASON = 3  # maximum number of lines per failure reason
 SHOWN_REASONS = 20  # maximum number of failure reasons

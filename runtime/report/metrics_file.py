@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from runtime.files import append_line, write_atomically
 from runtime.report.rows import MetricRow
+from runtime.util.files import append_line, write_atomically
 
 
 class MetricsFile:

@@ -13,7 +13,7 @@ from messages import (
     WeightsApplied,
 )
 from runtime.ledger.state import Evaluation, LedgerState, Stage
-from runtime.wording import duration
+from runtime.util.formatting import duration
 
 ROLLOUT, TRAIN, WEIGHTS, EVALUATION = "rollout", "train", "weights", "evaluation"
 

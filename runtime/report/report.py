@@ -29,7 +29,7 @@ from runtime.report.progress import StepProgress
 from runtime.report.rows import MetricRow, drop_metrics, eval_means, group_metrics, mean_of, rewards_of
 from runtime.report.summary import Result, summary_lines
 from runtime.report.times import Times
-from runtime.wording import number
+from runtime.util.formatting import number
 
 ENDS = 5  # number of steps averaged for the first and the last reward
 REASONS_UNTRAINED = {

@@ -6,7 +6,7 @@ import msgspec
 
 from runtime.ledger.books import sum_line, untrained_words
 from runtime.ledger.state import LedgerState
-from runtime.wording import duration, number, sparkline
+from runtime.util.formatting import duration, number, sparkline
 
 REASONS_SHOWN = 10  # for dropped groups, and for failed ones
 

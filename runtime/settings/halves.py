@@ -9,7 +9,7 @@ from runtime.settings.placement import bus_node
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import trains_demonstrations
 from runtime.settings.topology import NodeConfig, Topology, TrainerConfig
-from runtime.wording import show
+from runtime.util.formatting import show
 
 
 def half_of(topology: Topology) -> Topology:

@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import msgspec
 
-from runtime.secrets import Login, split_login
 from runtime.settings.dtypes import with_default_dtype
 from runtime.settings.halves import half_of
 from runtime.settings.reading.config import Problem, TopologyError
@@ -16,6 +15,7 @@ from runtime.settings.recipe import RolloutConfig
 from runtime.settings.rules.validate import validate
 from runtime.settings.slices import split_slice
 from runtime.settings.topology import RewardConfig, Topology, TrainerConfig
+from runtime.util.secrets import Login, split_login
 
 IMPORT_PATH: Final = "PYTHONPATH"
 

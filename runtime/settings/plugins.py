@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
-from runtime.import_path import OURS
+from runtime.util.import_path import OURS
 
 OWN: Final = '"module:function" or "path/file.py:function"'  # forms of a user function's name
 

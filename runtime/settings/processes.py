@@ -61,7 +61,7 @@ class Greets(msgspec.Struct, frozen=True):
 
 
 class GivesPulse(msgspec.Struct, frozen=True):
-    """Heartbeat: the process sends one while its event loop runs (runtime/host/pulse.py)."""
+    """Heartbeat: the process sends one while its event loop runs (runtime/process/heartbeat.py)."""
 
 
 Question = AnswersHttp | Greets

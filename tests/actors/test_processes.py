@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from actors.processes import process_specs
-from actors.rollout.engines.launching.peer_weights import PEERS_VARIABLE
-from actors.rollout.engines.launching.server_arguments import LAUNCH
+from actors.rollout.sglang.peer_weights import PEERS_VARIABLE
+from actors.rollout.sglang.server_arguments import LAUNCH
 from runtime.settings.load import load_topology
 from runtime.settings.processes import ProcessSpec
 

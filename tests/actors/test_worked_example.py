@@ -23,8 +23,8 @@ from messages import (
 )
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
-from runtime.host.hosting import host
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, Stage, fold
+from runtime.process.hosting import host
 from runtime.settings.topology import Topology
 from tests.fixtures.nats import eventually
 from tests.support.rollout import announcement, topology_with

@@ -68,7 +68,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def ahead(engine: Any, batch: Any) -> Iterator[tuple[str, float]]:
     """What is computed before a train step, and the step."""
-    from actors.trainer.batches.known import KnownLogProbs
+    from actors.trainer.data.precomputed import KnownLogProbs
 
     known, groups = KnownLogProbs(), list(groups_of(batch))
     begin = time.process_time()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from runtime.agent.supervision.ports import free_port
+from runtime.node.supervisor.ports import free_port
 from tests.bench.rig import rounded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    from actors.trainer.batches.assembly import assemble
+    from actors.trainer.data.assembly import assemble
     from actors.trainer.orders import decode_batch, encode_batch
 
     groups = [collected(number, args) for number in range(args.groups)]
@@ -69,7 +69,7 @@ def collected(group_id: int, args: argparse.Namespace) -> Any:
     """A group of samples, each one segment."""
     import numpy as np
 
-    from actors.trainer.batches.assembly import CollectedGroup
+    from actors.trainer.data.assembly import CollectedGroup
     from messages import (
         Float32Array,
         GroupCompleted,

@@ -38,7 +38,7 @@ from messages.subjects import stream_of, subject_of
 from runtime.bus.bus import Bus
 from runtime.bus.limits import StreamLimits
 from runtime.bus.nats.server import running_server
-from runtime.host.logs import configure_logging
+from runtime.process.logs import configure_logging
 
 RUN = "bench"
 IN_FLIGHT = 64

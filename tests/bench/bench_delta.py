@@ -35,9 +35,9 @@ def measure(place: Path, rows: int, columns: int, num: int, *, num_runs: int) ->
 
     from actors.trainer.models.publish import Versions
     from actors.trainer.models.shards import write_weights
-    from runtime.checksums import checksums_of
-    from runtime.weights.copies import make_copy
-    from runtime.weights.delta import Version, apply_deltas
+    from runtime.models.checksums import checksums_of
+    from runtime.models.copies import make_copy
+    from runtime.models.delta import Version, apply_deltas
     from tests.support.published import publish
 
     torch.set_num_threads(1)

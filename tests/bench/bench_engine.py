@@ -27,8 +27,8 @@ import uvloop
 
 from actors.engine_processes import STREAM_INTERVAL
 from actors.rollout.sglang.streams import Stream
-from runtime.agent.supervision.ports import free_port
-from tests.support.embedded_engine import running_engine, running_router, write_config
+from runtime.node.supervisor.ports import free_port
+from tests.support.tiny_engine import running_engine, running_router, write_config
 
 PROMPT, RESPONSE, IN_FLIGHT, GROUP = 16, 64, 64, 8  # tokens, tokens, samples, samples per prompt
 LONG = 448  # tokens of a response that is streamed
@@ -71,8 +71,8 @@ def slots_alone(directory: Path, seconds: float) -> Measured:
     """Drive the scheduler without a thread or a server, always with IN_FLIGHT requests."""
     import torch
 
-    from actors.rollout.embedded.engine import core, requests
-    from runtime.hf_config import read_model
+    from actors.tiny_engine.engine import core, requests
+    from runtime.models.config import read_model
 
     torch.set_num_threads(1)
     numbers = iter(range(1_000_000_000))

@@ -50,12 +50,12 @@ from messages import (
     VerdictGiven,
     WeightsAnnounced,
 )
-from runtime.agent.claims.rundir import TOPOLOGY_FILE
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Delivery
 from runtime.bus.nats.server import running_server
-from runtime.host.logs import configure_logging
 from runtime.ledger.fold import LedgerState, fold
+from runtime.node.claims.rundir import TOPOLOGY_FILE
+from runtime.process.logs import configure_logging
 from runtime.settings.load import load_topology
 from runtime.settings.topology import Topology, encode_topology
 from tests.bench.rig import (

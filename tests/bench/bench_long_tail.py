@@ -31,13 +31,13 @@ import msgspec
 import psutil
 
 from messages import BatchReady, BatchTrained, GroupAborted, GroupCompleted, Message, RoundHalted
-from runtime.agent.claims.rundir import TOPOLOGY_FILE
-from runtime.agent.supervision.ports import free_port
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
 from runtime.bus.nats.server import running_server
-from runtime.host.logs import configure_logging
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, Stage, fold
+from runtime.node.claims.rundir import TOPOLOGY_FILE
+from runtime.node.supervisor.ports import free_port
+from runtime.process.logs import configure_logging
 from runtime.settings.load import load_topology
 from runtime.settings.processes import Tier
 from runtime.settings.topology import Topology, encode_topology
@@ -55,7 +55,7 @@ from tests.bench.rig import (
     showing_logs,
     specs_of,
 )
-from tests.support.embedded_engine import wait_until_200
+from tests.support.tiny_engine import wait_until_200
 
 RECIPE = ROOT / "topologies" / "laptop.toml"
 TARGET_SHARE = 0.75

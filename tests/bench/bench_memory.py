@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from runtime.agent.supervision.ports import free_port
+from runtime.node.supervisor.ports import free_port
 from tests.bench.bench_transformers import MODEL, TABLES, ragged_batch
 from tests.bench.rig import rounded
 

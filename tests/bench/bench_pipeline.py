@@ -32,12 +32,12 @@ import psutil
 
 from actors.rollout.sglang.client import SglangClient
 from messages import BatchTrained
-from runtime.agent.claims.rundir import TOPOLOGY_FILE
-from runtime.agent.supervision.ports import free_port
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
 from runtime.bus.nats.server import running_server
-from runtime.host.logs import configure_logging
+from runtime.node.claims.rundir import TOPOLOGY_FILE
+from runtime.node.supervisor.ports import free_port
+from runtime.process.logs import configure_logging
 from runtime.settings.load import load_topology
 from runtime.settings.processes import Tier
 from runtime.settings.topology import Topology, encode_topology
@@ -55,7 +55,7 @@ from tests.bench.rig import (
     showing_logs,
     specs_of,
 )
-from tests.support.embedded_engine import wait_until_200
+from tests.support.tiny_engine import wait_until_200
 
 RECIPE = ROOT / "topologies" / "laptop.toml"
 SHARED = 'share=[["buffer", "rollout", "reward", "filter"]]'

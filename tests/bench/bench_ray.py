@@ -31,7 +31,7 @@ from runtime.bus.addresses import BUS_URL_VARIABLE
 from runtime.bus.bus import Bus
 from runtime.bus.limits import StreamLimits
 from runtime.bus.nats.server import running_server
-from runtime.host.logs import configure_logging
+from runtime.process.logs import configure_logging
 from tests.bench.bus_side import RUN
 from tests.bench.rig import ROOT, processes, rounded, showing_logs
 

@@ -16,7 +16,7 @@ from actors.reward.frames import GraderSpec, Hello
 from actors.reward.graders.calling import resolve_grader
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.samples import GradedSample
-from runtime.host.logs import configure_logging
+from runtime.process.logs import configure_logging
 
 USER_CODE = Path(__file__).resolve().parents[1] / "actors" / "reward" / "user_graders.py"
 DEAR = GraderSpec(name=f"{USER_CODE}:burn")  # some 3 ms of arithmetic

@@ -31,20 +31,20 @@ import psutil
 
 from actors.rollout.sglang.body import generate_body
 from messages import GroupCompleted, Int32Array, Prompt, RolloutRequested, SamplingParams, WeightsAnnounced
-from runtime.agent.claims.rundir import TOPOLOGY_FILE
-from runtime.agent.supervision.ports import free_port
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
 from runtime.bus.nats.server import running_server
-from runtime.host.logs import configure_logging
+from runtime.node.claims.rundir import TOPOLOGY_FILE
+from runtime.node.supervisor.ports import free_port
+from runtime.process.logs import configure_logging
 from runtime.settings.load import load_topology
 from runtime.settings.topology import Topology, encode_topology
 from tests.bench.bench_engine import streamed_tokens
 from tests.bench.rig import ROOT, connected, cpu_seconds, difference, processes, rounded, showing_logs, specs_of
 from tests.sglang.recipe import RECIPE, overrides
 from tests.sglang.server import SGLANG_START_S, TP1, Server, wait_until_up
-from tests.support.embedded_engine import wait_until_200
 from tests.support.rollout import grade
+from tests.support.tiny_engine import wait_until_200
 from tests.support.tiny_models import write_model
 
 GOAL: Final = 0.95

@@ -87,7 +87,7 @@ def summary(values: list[float]) -> dict[str, float]:
 def random_batch(step: int, num_groups: int, group_size: int = 8) -> Any:
     import numpy as np
 
-    from actors.trainer.batches.batch import TrainBatch
+    from actors.trainer.data.batch import TrainBatch
 
     generator = np.random.default_rng(step)
     count = num_groups * group_size

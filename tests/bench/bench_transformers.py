@@ -165,7 +165,7 @@ def ragged_batch(
     """Samples of 64 to 192 tokens, 128 on average; the last tokens of each train."""
     import numpy as np
 
-    from actors.trainer.batches.batch import TrainBatch
+    from actors.trainer.data.batch import TrainBatch
 
     generator = np.random.default_rng(step)
     half = generator.integers(shortest, longest + 1, pairs)

@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import numpy as np
 
-from runtime.agent.supervision.ports import free_port
+from runtime.node.supervisor.ports import free_port
 from tests.bench.bench_weights import copy_and_hash
-from tests.support.embedded_engine import post, running_engine, wait_until_200
+from tests.support.tiny_engine import post, running_engine, wait_until_200
 
 if TYPE_CHECKING:
     from messages import FileSum
@@ -153,7 +153,7 @@ class Rig:
     def export(self) -> "Mapping[str, FileSum]":
         """The files of a version, and what is announced of them."""
         from actors.trainer.models.gathering import own_parts
-        from actors.trainer.models.handover import Handover
+        from actors.trainer.models.weight_export import Handover
 
         out = self.place / "out"
         shutil.rmtree(out, ignore_errors=True)
@@ -181,7 +181,7 @@ class Rig:
     def send(self, sink: Any, _tensors: Any) -> Any:
         """All weights into a sink, as a rank sends them."""
         from actors.trainer.models.gathering import own_parts
-        from actors.trainer.models.handover import WeightFlow
+        from actors.trainer.models.weight_export import WeightFlow
 
         parts = own_parts(self.chunks, self.hf)
         return WeightFlow(parts, self.hf, sink, device=self._device, bucket_bytes=BUCKET_BYTES).finish()[0]
@@ -260,7 +260,7 @@ class Least:
         }
 
     def __enter__(self) -> "Least":
-        from actors.rollout.embedded.engine.groups import SENDER, join
+        from actors.tiny_engine.engine.groups import SENDER, join
 
         self._stack = ExitStack()
         sides = [["gloo", str(self._gloo_port), self._name, *self._sizes], ["post", str(self._post_port)]]

@@ -41,7 +41,7 @@ def measure(place: Path, shape: dict[str, Any], num_runs: int) -> dict[str, Any]
     from actors.trainer.megatron.imports import quiet
     from actors.trainer.models.config import read_hf_config
     from actors.trainer.models.gathering import own_parts
-    from actors.trainer.models.handover import Handover
+    from actors.trainer.models.weight_export import Handover
     from runtime.settings.topology import MegatronConfig, TrainerConfig
     from tests.actors.trainer.tiny import TINY
 

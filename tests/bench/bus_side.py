@@ -35,8 +35,8 @@ from messages import (
 from runtime.bus.addresses import BUS_URL_VARIABLE
 from runtime.bus.bus import Bus
 from runtime.bus.events import Events
-from runtime.host.logs import configure_logging
-from runtime.host.process import spare_the_collector
+from runtime.process.logs import configure_logging
+from runtime.process.main import spare_the_collector
 
 RUN = "bench"
 NUM_FETCHERS = 8  # as the trainer's feed has

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from aiohttp import web
 
-from actors.rollout.embedded.engine.groups import SENDER, join
+from actors.tiny_engine.engine.groups import SENDER, join
 
 LIMIT_S = 120.0
 

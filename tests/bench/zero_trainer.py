@@ -12,15 +12,15 @@ import anyio
 from anyio.abc import TaskStatus
 
 from actors.trainer.actor import TrainerActor
-from actors.trainer.batches.feed import Feed
+from actors.trainer.data.feed import Feed
 from messages import BatchTrained, TrainerStarted, WeightsAnnounced
-from runtime.agent.claims.rundir import TOPOLOGY_FILE
 from runtime.bus.addresses import BUS_URL_VARIABLE
 from runtime.bus.bus import Bus
-from runtime.host.actor import Actor
-from runtime.host.hosting import Hosted
-from runtime.host.logs import configure_logging
-from runtime.host.process import run_process
+from runtime.node.claims.rundir import TOPOLOGY_FILE
+from runtime.process.actor import Actor
+from runtime.process.hosting import Hosted
+from runtime.process.logs import configure_logging
+from runtime.process.main import run_process
 from runtime.settings.topology import Topology, decode_topology
 
 CHECKSUM = "sum"  # what the zero engine says of any weights

@@ -1,4 +1,4 @@
-"""bin/start-topology with the small processes of tests/runtime/agent/player.py in place of a run's actors.
+"""bin/start-topology with the small processes of tests/runtime/node/player.py in place of a run's actors.
 
 Their arguments come in the variable PLAYERS: a JSON list of lists. KILL_AT=MODULE:FUNCTION:N ends it by kill -9 when
 a function is called for the Nth time.
@@ -18,7 +18,7 @@ from runtime.settings.processes import ProcessSpec
 from runtime.settings.topology import Topology
 
 ROOT = Path(__file__).parents[2]
-PLAYER = ROOT / "tests" / "runtime" / "agent" / "player.py"
+PLAYER = ROOT / "tests" / "runtime" / "node" / "player.py"
 
 
 def players(topology: Topology, node: str, run_dir: Path) -> list[ProcessSpec]:

@@ -28,13 +28,13 @@ from actors.trainer.checkpoints import RUN_FILE as SAVED_FILE
 from actors.trainer.file_checksums import write_checksums
 from actors.trainer.models.config import read_hf_config
 from bin.start_topology import main
-from runtime.agent.claims.claim import Claim
-from runtime.agent.claims.run_id import KEY, IdOnBus
 from runtime.bus.bus import Bus
 from runtime.bus.nats.server import server_command, wait_ready
-from runtime.samples.dump_files import RUN_FILE
-from runtime.secrets import Login, Secret, with_login, write_private
+from runtime.data.dump_files import RUN_FILE
+from runtime.node.claims.claim import Claim
+from runtime.node.claims.run_id import KEY, IdOnBus
 from runtime.settings.topology import MegatronConfig
+from runtime.util.secrets import Login, Secret, with_login, write_private
 from tests.bin.check_cases import (
     ACCEPTED,
     COLOCATE,
@@ -296,7 +296,7 @@ def test_what_is_not_installed_is_refused(
     if package == "pyarrow":
         monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setattr(
-        "runtime.agent.preflight.machine.find_spec", lambda name: None if name == package else find_spec(name)
+        "runtime.node.checks.machine.find_spec", lambda name: None if name == package else find_spec(name)
     )
     command = arguments(Case(overrides), things, tmp_path / "runs", {})
     for words in ([*command, "--check"], command):
@@ -350,7 +350,7 @@ def test_a_run_that_is_running_is_not_said_to_start(tmp_path: Path, capsys: pyte
 
 
 def test_a_run_of_another_recipe_is_not_said_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from runtime.agent.claims.rundir import prepare
+    from runtime.node.claims.rundir import prepare
     from runtime.settings.load import load_topology
 
     command = arguments(Case(()), tmp_path, tmp_path, {})

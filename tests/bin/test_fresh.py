@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 DRIVER = ROOT / "tests" / "bin" / "driver.py"
 MOMENTS = {
     "between two streams": "runtime.bus.nats.streams:delete_stream:2",  # the bucket is
-    "between streams and directory": "runtime.agent.claims.discarding:_empty:1",
+    "between streams and directory": "runtime.node.claims.discarding:_empty:1",
     "in the directory": "shutil:rmtree:1",
 }
 USUAL = "between streams and directory"

@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from messages import ActorStarted, Message, Plane, RunStalled, SnapshotTaken
-from runtime.agent.claims.claim import Claim
 from runtime.bus.bus import Bus
 from runtime.bus.nats.server import ServerSettings, running_server
 from runtime.ledger.archive import archive
 from runtime.ledger.fold import FOLD_VERSION, LedgerState, fold
+from runtime.node.claims.claim import Claim
 from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS
 from tests.support.cpu import interpreter_starts
 from tests.support.log_of_a_run import LOG, THE_END

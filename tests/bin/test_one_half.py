@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.samples.dump_files import write_pair
+from runtime.data.dump_files import write_pair
 from tests.bin.test_start_topology import TOPOLOGY, run, started
-from tests.runtime.samples.test_dumps import example
+from tests.runtime.data.test_dumps import example
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from runtime.samples.dump_files import write_pair
-from runtime.samples.dumps import DumpedGroup
-from tests.runtime.samples.test_dumps import example
+from runtime.data.dump_files import write_pair
+from runtime.data.dumps import DumpedGroup
+from tests.runtime.data.test_dumps import example
 
 ROOT = Path(__file__).parents[2]
 COMMAND = ROOT / "bin" / "replay.py"

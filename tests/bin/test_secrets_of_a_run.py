@@ -14,7 +14,7 @@ from actors.processes import METRICS_HOST
 from bin.start_topology import main
 from runtime.bus.addresses import engine_key
 from runtime.bus.nats.server import ServerSettings, running_server
-from runtime.secrets import Login, Secret, split_login, with_login
+from runtime.util.secrets import Login, Secret, split_login, with_login
 from tests.bin.test_start_topology import TOPOLOGY, arguments_of, environment, started
 from tests.chaos.harness import Run
 from tests.support.other_user import files_with, listening, open_directory, seen_by_nobody

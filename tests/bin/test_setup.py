@@ -19,8 +19,8 @@ from tests.support.cpu import interpreter_starts
 ROOT = Path(__file__).parent.parent.parent
 LIGHT = (
     "runtime/__init__.py",
-    "runtime/exit_codes.py",
-    "runtime/files.py",
+    "runtime/util/exit_codes.py",
+    "runtime/util/files.py",
     "runtime/settings/__init__.py",
     "runtime/settings/devices.py",
 )

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from bin.start_topology import main
-from runtime.agent.node import STOP_DEADLINE_S
-from runtime.agent.supervision.guardian import MARK_VARIABLE
-from runtime.agent.supervision.supervisor import STOP_WITHIN_S
+from runtime.node.daemon import STOP_DEADLINE_S
+from runtime.node.supervisor.guardian import MARK_VARIABLE
+from runtime.node.supervisor.supervisor import STOP_WITHIN_S
 from tests.support.cpu import interpreter_starts
 
 ROOT = Path(__file__).parents[2]

@@ -20,11 +20,11 @@ import anyio.abc
 import psutil
 
 from messages import ActorStarted, BatchTrained, Message, RunFinished
-from runtime.agent.supervision import guardian
 from runtime.bus.bus import Bus
 from runtime.bus.events import Events, Received
 from runtime.bus.limits import BusLimits
 from runtime.bus.nats.server import ServerSettings, running_server
+from runtime.node.supervisor import guardian
 from runtime.settings.load import load_topology
 from tests.fixtures.nats import eventually
 

@@ -18,8 +18,8 @@ from messages import (
     UInt8Array,
     WeightSpan,
 )
-from runtime.samples.dump_files import write_pair
-from runtime.samples.dumps import DumpedGroup, Fate, group_of
+from runtime.data.dump_files import write_pair
+from runtime.data.dumps import DumpedGroup, Fate, group_of
 
 VOCABULARY = 16
 PROMPT = 4  # tokens

@@ -51,8 +51,8 @@ def install_trainer() -> None:
 
 def install_engine() -> None:
     """Kill points of an engine: before it begins a sync, before it takes a bucket, before it ends the sync."""
-    from actors.rollout.embedded.engine.updating import Updating
-    from actors.rollout.embedded.http.sessions import SessionEndpoints
+    from actors.tiny_engine.engine.updating import Updating
+    from actors.tiny_engine.http.sessions import SessionEndpoints
 
     strike = striker()
 
@@ -111,7 +111,7 @@ def install_rollout() -> None:
 
 def install_agent() -> None:
     """Kill point of a node daemon: while it applies a delta to the node's own copy."""
-    from runtime.weights import delta
+    from runtime.models import delta
 
     strike = striker()
     around(delta, "_write_file", before=lambda _file, _path, chain: strike("applying", chain[-1].delta.target.number))
@@ -119,8 +119,8 @@ def install_agent() -> None:
 
 INSTALLS: Final[dict[str, Callable[[], None]]] = {  # by the module whose import moments/sitecustomize.py waits for
     "actors.trainer.commands": install_trainer,
-    "actors.rollout.embedded.http.sessions": install_engine,
+    "actors.tiny_engine.http.sessions": install_engine,
     "sglang.srt.managers.scheduler_components.weight_updater": install_sglang,
     "actors.rollout.engines.weights.receiving": install_rollout,
-    "runtime.agent.copying": install_agent,
+    "runtime.node.copying": install_agent,
 }

@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from messages import Message, TrainerStarted, WeightsAnnounced, WeightsApplied, WeightsRefused
-from runtime.checksums import checksums_of
-from runtime.weights.delta import Version, held_in
-from runtime.weights.versions import versions_in
+from runtime.models.checksums import checksums_of
+from runtime.models.delta import Version, held_in
+from runtime.models.versions import versions_in
 from tests.chaos.audit import audit, read_all
 from tests.chaos.harness import EVENT_S, ROOT, Run
 from tests.chaos.rank_moments import PROCESS, Moment, planned

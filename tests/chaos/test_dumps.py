@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from messages import BatchReady
-from runtime.samples.dump_files import read_pair, steps_in
+from runtime.data.dump_files import read_pair, steps_in
 from tests.chaos.audit import audit
 from tests.chaos.harness import BATCH_SIZE, EVENTS_PER_STEP, NUM_SAMPLES, Run, moments_of
 

@@ -11,7 +11,7 @@ from aiohttp import web
 from messages import WeightsApplied
 from tests.chaos.audit import audit
 from tests.chaos.harness import Run
-from tests.support.embedded_engine import get, running_engine
+from tests.support.tiny_engine import get, running_engine
 
 pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
 

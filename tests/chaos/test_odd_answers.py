@@ -13,9 +13,9 @@ import pytest
 from messages import EngineRequestsFailed
 from tests.chaos.audit import audit
 from tests.chaos.harness import BATCH_SIZE, Run
-from tests.support.embedded_engine import running_engine
 from tests.support.odd_answers import CASES
 from tests.support.spoiling_proxy import Case, spoiling
+from tests.support.tiny_engine import running_engine
 
 pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
 

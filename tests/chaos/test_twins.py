@@ -14,7 +14,7 @@ import pytest
 
 from messages import ActorExited, BufferStarted, GroupCompleted, WeightsApplied
 from runtime.bus.addresses import BUS_URL_VARIABLE
-from runtime.exit_codes import EXIT_FENCED
+from runtime.util.exit_codes import EXIT_FENCED
 from tests.chaos.audit import audit, read_all
 from tests.chaos.harness import BATCH_SIZE, EVENT_S, EVENTS_PER_STEP, ROOT, Command, Run, moments_of
 

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from actors.buffer.prompts.demonstrations import pieces_of
-from actors.buffer.prompts.made import find_source
+from actors.buffer.prompts.generated import find_source
 from actors.buffer.prompts.source import load_prompts
 from actors.buffer.prompts.tokenizing import load_tokenizing
 from actors.hooks import check_hooks
 from messages import Prompt
-from runtime.samples.rows import read_rows
+from runtime.data.rows import read_rows
 from runtime.settings.load import load_topology
 from runtime.settings.recipe import DataConfig
 from runtime.settings.topology import Topology

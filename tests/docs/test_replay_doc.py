@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from runtime.samples.dump_files import read_lines, write_pair
+from runtime.data.dump_files import read_lines, write_pair
 from tests.docs.snippets import snippets
-from tests.runtime.samples.test_dumps import example
+from tests.runtime.data.test_dumps import example
 
 PAGE = Path(__file__).parents[2] / "docs" / "replay.md"
 

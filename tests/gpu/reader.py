@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from actors.trainer.models.shards import bytes_of, entry_of
-from runtime.checksums import fingerprint
+from runtime.models.checksums import fingerprint
 
 rebuild = reductions.rebuild_cuda_tensor
 

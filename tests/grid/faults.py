@@ -10,13 +10,13 @@ from unittest import mock
 import numpy as np
 
 from actors.trainer.algorithms import log_probs
-from actors.trainer.batches import further
-from actors.trainer.batches.context import Context
+from actors.trainer.data import mtp
+from actors.trainer.data.context import Context
 from actors.trainer.megatron import groups
 from actors.trainer.megatron.groups import data_parallel_rank
 from actors.trainer.megatron.imports import DistributedDataParallel, MLASelfAttention, TopKRouter
-from actors.trainer.megatron.layers import attention, latent, router
-from actors.trainer.models import cuts
+from actors.trainer.megatron.layers import attention, mla, router
+from actors.trainer.models import sharding
 from actors.trainer.step import train_step
 
 
@@ -26,18 +26,18 @@ def _nothing(*_args: Any, **_options: Any) -> None:
 
 def _first_part() -> Any:
     """Every tensor-parallel rank has the first part of a matrix."""
-    right = cuts.cut_of
+    right = sharding.cut_of
 
     def cut(*args: Any) -> Any:
         found = right(*args)
         return None if found is None else replace(found, index=0)
 
-    return mock.patch.object(cuts, "cut_of", cut)
+    return mock.patch.object(sharding, "cut_of", cut)
 
 
 def _first_experts() -> Any:
-    right = cuts.names_of
-    return mock.patch.object(cuts, "names_of", lambda name, model, *_: right(name, model, 0))
+    right = sharding.names_of
+    return mock.patch.object(sharding, "names_of", lambda name, model, *_: right(name, model, 0))
 
 
 def _plain_cut(self: Context, lengths: Any) -> Any:
@@ -66,7 +66,7 @@ def _own_count() -> Any:
 
 def _next_of_part(batch: Any, micro_batch: Any) -> Any:
     """The tokens of a part, which is no stretch of its sequence, moved by one."""
-    right = further.with_further(batch, micro_batch)
+    right = mtp.with_further(batch, micro_batch)
     return replace(right, further=replace(right.further, tokens=np.roll(micro_batch.tokens, -1, axis=1)))
 
 
@@ -92,7 +92,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "each rank's part of the vocabulary is all of it": lambda: mock.patch.object(
         log_probs, "_over_vocabulary", lambda own, _: own
     ),
-    "layers are numbered within their stage": lambda: mock.patch.object(cuts, "global_name", lambda name, _: name),
+    "layers are numbered within their stage": lambda: mock.patch.object(sharding, "global_name", lambda name, _: name),
     "every rank has the first experts": _first_experts,
     "routers choose anew": lambda: mock.patch.object(
         router.Router, "taken", lambda self, scores, chosen: (scores.gather(1, chosen), chosen)
@@ -110,7 +110,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "tokens of a further layer are counted by replica": _own_count,
     "a further layer reads its rank's next token": lambda: mock.patch.object(train_step, "with_further", _next_of_part),
     "projections to latents are cut": lambda: mock.patch.object(
-        latent.LatentAttention, "__init__", MLASelfAttention.__init__
+        mla.LatentAttention, "__init__", MLASelfAttention.__init__
     ),
     "sequences are cut plainly": lambda: mock.patch.object(Context, "kept", _plain_cut),
     "keys take their own rank's gradient": lambda: mock.patch.object(

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from actors.trainer.batches.batch import TrainBatch
-from actors.trainer.batches.known import KnownLogProbs
 from actors.trainer.commands import TrainerRank
+from actors.trainer.data.batch import TrainBatch
+from actors.trainer.data.precomputed import KnownLogProbs
 from actors.trainer.megatron.groups import Ranks
 from runtime.settings.topology import Topology, decode_topology
 from tests.actors.trainer.tiny import groups_of, random_batch

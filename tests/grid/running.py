@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from actors.trainer.checkpoints import checkpoints_in
-from runtime.agent.supervision.ports import free_port
-from runtime.checksums import safetensors_files
+from runtime.models.checksums import safetensors_files
+from runtime.node.supervisor.ports import free_port
 from runtime.settings.devices import HIDDEN
 from runtime.settings.topology import Topology, encode_topology
 from tests.actors.trainer.hf import write_further_model, write_model

@@ -9,8 +9,8 @@ import aiohttp
 import psutil
 import pytest
 
-from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.served_model import ServedModel
 from tests.conftest import END_S, descendants, describe
 from tests.sglang.matrix import Matrix
 from tests.sglang.model import write_contract_model, write_versions

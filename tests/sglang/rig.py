@@ -12,18 +12,18 @@ import aiohttp
 import anyio
 
 from actors.rollout.engines.fleet import Fleet
-from actors.rollout.engines.weights.loads import Loads
-from actors.rollout.engines.weights.prover import Prover
 from actors.rollout.engines.weights.updater import Mode, Updater
+from actors.rollout.engines.weights.updates import Loads
+from actors.rollout.engines.weights.verifier import Prover
 from actors.rollout.requests.request import Generated, GenerateRequest
 from actors.rollout.requests.sending import Generator
-from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.sglang.answers import Answer
 from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.served_model import ServedModel
 from actors.rollout.sglang.streams import Stream
 from actors.rollout.sglang.updates import WeightUpdates
 from messages import SamplingParams, WeightsAnnounced
-from runtime.checksums import checksums_of
+from runtime.models.checksums import checksums_of
 from tests.sglang.server import Server, checksum_of
 from tests.support.rollout import announcement
 

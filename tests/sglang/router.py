@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from actors.processes import process_specs
-from runtime.agent.supervision.ports import free_port
+from runtime.node.supervisor.ports import free_port
 from runtime.settings.topology import SOLE_NODE
-from tests.support.embedded_engine import wait_until_200
 from tests.support.rollout import topology_with
+from tests.support.tiny_engine import wait_until_200
 
 STOP_S = 10.0
 

@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from actors.rollout.embedded.engine.groups import SENDER, join
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import RequestRefused
 from actors.rollout.sglang.updates import BucketLayout, GroupAddress, WeightUpdates
-from runtime.agent.supervision.ports import free_port
+from actors.tiny_engine.engine.groups import SENDER, join
+from runtime.node.supervisor.ports import free_port
 from tests.sglang.server import TWO_PROCESSES, Server
 
 LIMIT_S: Final = 120.0  # timeout of each wait for the other side

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import psutil
 
-from runtime.agent.supervision.ports import free_port
-from tests.support.embedded_engine import get, post
+from runtime.node.supervisor.ports import free_port
+from tests.support.tiny_engine import get, post
 
 ROOT: Final = Path(__file__).parents[2]
 PYTHON_VARIABLE: Final = "PHYSARUM_SGLANG_PYTHON"
@@ -128,7 +128,7 @@ def start(layout: str, model: Path, directory: Path, *flags: str) -> Server:
     for name, value in SIZES.items():
         common += [f"--{name}", str(value)]
     if layout == EMBEDDED:
-        _spawn(server, [sys.executable, "-m", "actors.rollout.embedded", *common], {})
+        _spawn(server, [sys.executable, "-m", "actors.tiny_engine", *common], {})
         return server
     command = [sglang_python(), "-m", "sglang.launch_server", *common, *CPU_FLAGS]
     if layout == TP1:

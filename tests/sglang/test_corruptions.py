@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.rollout.engines.weights.proof import WeightsMismatch
+from actors.rollout.engines.weights.verification import WeightsMismatch
 from actors.rollout.sglang.client import SglangClient
 from tests.sglang.server import Server
 from tests.support.corruptions import Version, cases

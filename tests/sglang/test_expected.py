@@ -12,7 +12,7 @@ from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.sending.expected import Checksums, Layout, engine_checksum, expected_checksums
 from tests.sglang.server import EMBEDDED, TP1, TWO_PROCESSES, Server
 from tests.sglang.test_proof import running
-from tests.support.embedded_engine import post, write_config
+from tests.support.tiny_engine import post, write_config
 from tests.support.tiny_models import QWEN2, write_tokenizer
 
 pytestmark = [pytest.mark.timeout(900)]

@@ -5,8 +5,8 @@ from typing import Any, Final
 
 import pytest
 
-from actors.rollout.engines.asking import check_engine
 from actors.rollout.engines.external import Wanted, WrongEngine
+from actors.rollout.engines.liveness import check_engine
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.limits import KEPT_OF_INPUT
 from tests.sglang.model import CONTEXT

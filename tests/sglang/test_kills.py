@@ -18,7 +18,7 @@ from tests.chaos.harness import EVENTS_PER_STEP, SMALL, Command, Run, moments_of
 from tests.chaos.test_kill import finish
 from tests.fixtures.nats import eventually
 from tests.sglang.recipe import RECIPE, overrides
-from tests.support.embedded_engine import get
+from tests.support.tiny_engine import get
 
 LIMIT_S: Final = 1500
 RESTART_S: Final = 400.0  # of a server, beside other work

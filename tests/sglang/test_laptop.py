@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import pytest
 
-from runtime.weights.delta import held_in
-from runtime.weights.versions import name_of, on_disk
+from runtime.models.delta import held_in
+from runtime.models.versions import name_of, on_disk
 from tests.sglang.recipe import DEMO, RECIPE, overrides
 from tests.sglang.server import ROOT
 

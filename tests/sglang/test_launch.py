@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from actors.processes import process_specs
-from actors.rollout.engines.launching.server_arguments import engine_problems
-from runtime.agent.supervision.ports import free_port
+from actors.rollout.sglang.server_arguments import engine_problems
 from runtime.bus.addresses import ENGINE_KEY_VARIABLE
+from runtime.node.supervisor.ports import free_port
 from runtime.settings.load import load_topology
 from runtime.settings.topology import EngineConfig
 from tests.sglang.server import ROOT, SGLANG_START_S, SHIM, TP1, Server, sglang_python, wait_until_up

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from actors.processes import process_specs
-from actors.rollout.engines.launching.peer_weights import GROUP, PEERS_VARIABLE
-from runtime.agent.supervision.ports import free_port
+from actors.rollout.sglang.peer_weights import GROUP, PEERS_VARIABLE
 from runtime.bus.addresses import ENGINE_KEY_VARIABLE
+from runtime.node.supervisor.ports import free_port
 from runtime.settings.load import load_topology
 from tests.sglang.server import ROOT, SGLANG_START_S, sglang_python
 from tests.sglang.test_launch import CPU, ENV, KEY, TYPED, toml

@@ -9,11 +9,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from actors.rollout.engines.weights.proof import WeightsMismatch
 from actors.rollout.engines.weights.updater import Mode
+from actors.rollout.engines.weights.verification import WeightsMismatch
 from actors.rollout.sglang.client import SglangClient
 from messages import WeightProbe, WeightsAnnounced
-from runtime.checksums import checksums_of
+from runtime.models.checksums import checksums_of
 from tests.sglang.server import EMBEDDED, TP1, Server, start, wait_until_up
 from tests.support.rollout import announcement
 from tests.support.tiny_models import QWEN2, QWEN3, teacher_forced, write_weights

@@ -8,13 +8,13 @@ import pytest
 
 from actors.rollout.groups.open_samples import OpenSample, fresh_samples
 from actors.rollout.requests.request import GenerateRequest
-from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.sessions.conversation import Conversation
 from actors.rollout.sglang.answers import segment_of
 from actors.rollout.sglang.body import generate_body
 from actors.rollout.sglang.errors import RequestRefused
 from actors.rollout.sglang.limits import KEPT_OF_INPUT
 from actors.rollout.sglang.memory import EngineMemory
+from actors.rollout.sglang.served_model import ServedModel
 from actors.rollout.sglang.streams import Stream
 from messages import Int32Array, Prompt, SampleKey, SampleStatus
 from tests.sglang.model import CONTEXT, UNKNOWN, VOCAB_SIZE

@@ -9,15 +9,15 @@ import anyio
 import pytest
 
 from actors.rollout.engines.fleet import Fleet
-from actors.rollout.engines.turns.stages import Stage
-from actors.rollout.engines.turns.tenure import Tenure
-from actors.rollout.engines.weights.loads import Loads
-from actors.rollout.engines.weights.prover import Prover
+from actors.rollout.engines.memory.levels import Stage
+from actors.rollout.engines.memory.share import Tenure
 from actors.rollout.engines.weights.updater import Updater
+from actors.rollout.engines.weights.updates import Loads
+from actors.rollout.engines.weights.verifier import Prover
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.memory import Tag
 from messages import WeightsAnnounced
-from runtime.checksums import checksums_of
+from runtime.models.checksums import checksums_of
 from tests.sglang.rig import READY_S
 from tests.sglang.router import Router
 from tests.sglang.server import Server

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from safetensors.torch import save_file
 
-from actors.rollout.engines.weights.proof import TOLERANCE, probe_difference
 from actors.rollout.engines.weights.updater import Mode
+from actors.rollout.engines.weights.verification import TOLERANCE, probe_difference
 from actors.rollout.sglang.client import SglangClient
 from messages import WeightProbe
-from runtime.checksums import checksums_of
+from runtime.models.checksums import checksums_of
 from tests.sglang.server import EMBEDDED, TP1, TWO_PROCESSES, Server, Servers, checksum_of, kept_servers, wait_until_up
 from tests.sglang.server import start as start_server
-from tests.support.embedded_engine import post, write_config
 from tests.support.rollout import announcement
+from tests.support.tiny_engine import post, write_config
 from tests.support.tiny_models import QWEN2, QWEN3, QWEN3_MOE, teacher_forced, write_tokenizer
 from tests.support.weight_line import ENGINE, Halves, Tensors, Transport, drawn, prover_of
 

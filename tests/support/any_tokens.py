@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from actors.rollout.requests.served_model import ServedModel
+from actors.rollout.sglang.served_model import ServedModel
 
 
 class AnyTokens(ServedModel):

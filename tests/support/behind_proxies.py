@@ -12,17 +12,17 @@ import aiohttp
 import anyio
 
 from actors.rollout.engines.fleet import Fleet
-from actors.rollout.engines.notices import Notices
-from actors.rollout.engines.weights.loads import Loads
-from actors.rollout.engines.weights.prover import Prover
+from actors.rollout.engines.rate_limited_events import Notices
 from actors.rollout.engines.weights.updater import Updater
+from actors.rollout.engines.weights.updates import Loads
+from actors.rollout.engines.weights.verifier import Prover
 from actors.rollout.requests.request import Generated, GenerateRequest
 from actors.rollout.requests.sending import Generator
-from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.requests.watching import Patience, Watchdog
 from actors.rollout.sglang.answers import Answer
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import RequestRefused
+from actors.rollout.sglang.served_model import ServedModel
 from messages import EngineRequestsFailed, EngineStateChanged, Message, SamplingParams, WeightsRefused
 from tests.support.rollout import announcement
 from tests.support.spoiling_proxy import Case, Proxy, spoiling

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from runtime.weights.fp8 import BLOCK
+from runtime.models.fp8 import BLOCK
 
 
 def dequantized(weight: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:

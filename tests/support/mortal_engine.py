@@ -9,10 +9,10 @@ import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
-from actors.rollout.embedded import __main__ as engine
-from actors.rollout.embedded.engine import frontend
-from actors.rollout.embedded.http import serve
-from actors.rollout.embedded.http.api import Job
+from actors.tiny_engine import __main__ as engine
+from actors.tiny_engine.engine import frontend
+from actors.tiny_engine.http import serve
+from actors.tiny_engine.http.api import Job
 
 DIES_AFTER_S = 0.2  # other requests have arrived by then
 EXIT_CODE = 7

@@ -9,8 +9,8 @@ from torch import Tensor
 from actors.trainer.models.publish import Published, Versions, Written
 from actors.trainer.models.shards import bytes_of, entry_of, write_weights
 from actors.trainer.sending.delta import DeltaWriter
-from runtime.checksums import checksums_of, safetensors_files
-from runtime.weights.sums import sum_of
+from runtime.models.checksums import checksums_of, safetensors_files
+from runtime.models.file_sums import sum_of
 
 Weights = Mapping[str, Tensor]
 

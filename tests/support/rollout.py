@@ -26,10 +26,10 @@ from messages import (
     WeightsAnnounced,
     WeightsApplied,
 )
-from runtime.agent.supervision.ports import free_port
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
-from runtime.host.hosting import host
+from runtime.node.supervisor.ports import free_port
+from runtime.process.hosting import host
 from runtime.settings.topology import Topology
 from tests.support.scripted_engine import ScriptedEngine
 

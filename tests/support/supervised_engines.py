@@ -10,17 +10,17 @@ import anyio
 import anyio.abc
 
 from actors.rollout.engines.fleet import Fleet
-from actors.rollout.engines.weights.loads import Loads
-from actors.rollout.engines.weights.prover import Prover
 from actors.rollout.engines.weights.updater import Updater
+from actors.rollout.engines.weights.updates import Loads
+from actors.rollout.engines.weights.verifier import Prover
 from actors.rollout.requests.request import GenerateRequest
 from actors.rollout.requests.sending import Generator
-from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import RequestRefused
+from actors.rollout.sglang.served_model import ServedModel
 from messages import ActorExited
-from runtime.agent.supervision.changes import Change, Exited, Ready
-from runtime.agent.supervision.supervisor import Supervision
+from runtime.node.supervisor.state_changes import Change, Exited, Ready
+from runtime.node.supervisor.supervisor import Supervision
 from runtime.settings.processes import ProcessSpec
 from tests.support.rollout import announcement
 

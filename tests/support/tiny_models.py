@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from actors.rollout.embedded.model.forward import allocate
-from runtime.hf_config import read_model
-from tests.support.embedded_engine import write_config
+from actors.tiny_engine.model.forward import allocate
+from runtime.models.config import read_model
+from tests.support.tiny_engine import write_config
 
 EOS: Final = 1
 CHARACTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"  # tokens 2 to 63

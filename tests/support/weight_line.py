@@ -17,23 +17,23 @@ import torch
 from torch import Tensor
 
 from actors.rollout.engines.target import FleetTarget
-from actors.rollout.engines.weights.loads import Loads
-from actors.rollout.engines.weights.prover import Prover
-from actors.rollout.engines.weights.session import WeightSessions, new_key
+from actors.rollout.engines.weights.sync import WeightSessions, new_key
 from actors.rollout.engines.weights.updater import Mode, Updater
+from actors.rollout.engines.weights.updates import Loads
+from actors.rollout.engines.weights.verifier import Prover
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineUnavailable
 from actors.rollout.sglang.updates import WeightUpdates
 from actors.trainer.models.config import read_hf_config
-from actors.trainer.models.handover import Sink
 from actors.trainer.models.shapes import hf_shapes
-from actors.trainer.sending.asking import Ask
+from actors.trainer.models.weight_export import Sink
+from actors.trainer.sending.calls import Ask
 from actors.trainer.sending.collective import Broadcast
 from actors.trainer.sending.group import StageGroup
 from actors.trainer.sending.ipc import Segments
 from actors.trainer.sending.reckoning import Reckoning
-from actors.trainer.sending.session import Membership
 from actors.trainer.sending.sink import BucketSink, Sent, Way
+from actors.trainer.sending.sync import Membership
 from messages import (
     BucketSent,
     GroupsOffered,

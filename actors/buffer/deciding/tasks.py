@@ -6,9 +6,9 @@ from typing import Protocol
 from actors.buffer.deciding.decide import EvalPlan, Schedule
 from messages import EvalCompleted, EvalRequested, GroupFailed, Prompt, RolloutRequested, SampleSummary, SamplingParams
 from messages.plain import clipped
+from runtime.data.stored_prompts import cited
 from runtime.ledger.fold import Evaluation, Group, LedgerState, Stage
 from runtime.ledger.groups import longest
-from runtime.samples.stored_prompts import cited
 from runtime.settings.recipe import FilledSampling, eval_sampling, over_sampling_batch_size, rollout_sampling
 from runtime.settings.topology import Topology, takes_turns
 

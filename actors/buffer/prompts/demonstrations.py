@@ -8,10 +8,10 @@ import numpy as np
 from actors.buffer.prompts.prompts import encode
 from actors.buffer.prompts.tokenizing import Messages, Tokenizing
 from messages import Int32Array, Prompt, UInt8Array
-from runtime.samples.data_files import DataError
-from runtime.samples.rows import Row
+from runtime.data.data_files import DataError
+from runtime.data.rows import Row
 from runtime.settings.recipe import DataConfig, RolloutConfig, max_prompt_len
-from runtime.wording import show
+from runtime.util.formatting import show
 
 TRAINED: Final = "assistant"  # role whose turns are trained
 LEAVES_OUT: Final = ("step_loss_mask", "weight")  # 0 excludes a message from the loss; slime's key, OpenAI's

@@ -4,8 +4,8 @@ import msgspec
 
 from actors.buffer.prompts.source import read_in_parts, training_reader
 from actors.buffer.prompts.tokenizing import load_tokenizing
-from runtime.agent.preflight.apart import Doing, unlimited
-from runtime.samples.data_files import DataError
+from runtime.data.data_files import DataError
+from runtime.node.checks.apart import Doing, unlimited
 from runtime.settings.reading.config import TopologyError
 from runtime.settings.recipe import Recipe
 from runtime.settings.rules.validate import validate

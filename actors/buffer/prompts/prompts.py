@@ -9,8 +9,8 @@ import numpy as np
 
 from actors.buffer.prompts.tokenizing import Tokenizing
 from messages import Int32Array, Prompt, PromptsLoaded
-from runtime.samples.data_files import DataError
-from runtime.samples.rows import Row
+from runtime.data.data_files import DataError
+from runtime.data.rows import Row
 from runtime.settings.recipe import DataConfig
 
 

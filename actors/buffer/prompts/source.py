@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.buffer.prompts.demonstrations import DemonstrationReader
-from actors.buffer.prompts.made import MadePrompts, find_source
+from actors.buffer.prompts.generated import MadePrompts, find_source
 from actors.buffer.prompts.prompts import LoadedData, PromptReader, Reader
 from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
 from messages import Prompt
-from runtime.samples.data_files import DataError
-from runtime.samples.rows import read_rows
+from runtime.data.data_files import DataError
+from runtime.data.rows import read_rows
 from runtime.settings.recipe import DataConfig, Recipe, eval_data, max_prompt_len, trains_demonstrations
 
 PART_ROWS: Final = 1000  # rows of a data file that are rendered and tokenized at a time

@@ -11,8 +11,8 @@ from messages import EvalIssued, EvalRequested, GroupsIssued, IssuedGroup, Messa
 from messages.codec import pack
 from runtime.bus.bus import Bus
 from runtime.bus.errors import MessageRefused
+from runtime.data.stored_prompts import cited, is_large, store_prompt
 from runtime.ledger.state import LedgerState
-from runtime.samples.stored_prompts import cited, is_large, store_prompt
 
 log = structlog.get_logger()
 

@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from messages.arrays import Int32Array
-from runtime.samples.data_files import DataError
+from runtime.data.data_files import DataError
 
 Messages = list[dict[str, Any]]
 TOOL_TEMPLATES = ("tool_use", "default")  # named templates to try, in order, for rows with tools

@@ -18,14 +18,14 @@ from actors.buffer.storage.records import GroupRecord, Pair, Records, payloads_o
 from messages import Plane, SegmentsPublished
 from runtime.bus.bus import Bus
 from runtime.bus.errors import PayloadLost, PayloadUnreadable
-from runtime.files import whole, write_atomically
-from runtime.host.actor import InputError
+from runtime.data.dump_files import RUN_FILE, TOKENIZER, TOPOLOGY_FILE, DumpedRun, told_by_of, write_pair
+from runtime.data.dumps import DumpedGroup, group_of
+from runtime.data.stored_prompts import fetch_prompt
 from runtime.ledger.fold import LEDGER_EVENTS
-from runtime.samples.dump_files import RUN_FILE, TOKENIZER, TOPOLOGY_FILE, DumpedRun, told_by_of, write_pair
-from runtime.samples.dumps import DumpedGroup, group_of
-from runtime.samples.stored_prompts import fetch_prompt
-from runtime.secrets import make_private
+from runtime.process.actor import InputError
 from runtime.settings.topology import Topology, encode_topology
+from runtime.util.files import whole, write_atomically
+from runtime.util.secrets import make_private
 
 log = structlog.get_logger()
 

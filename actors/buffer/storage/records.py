@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from messages import BatchReady, GroupAborted, GroupCompleted, Message, Outcome, SampleSummary
+from runtime.data.dumps import Fate
 from runtime.ledger.changes import AttemptEnded, Batched, Change, Closed, Issued, Judged
 from runtime.ledger.fold import LedgerState, fold
 from runtime.ledger.state import Group
 from runtime.ledger.steps import Settled, TakenBack
-from runtime.samples.dumps import Fate
 
 
 class GroupRecord(msgspec.Struct, kw_only=True):

@@ -9,7 +9,7 @@ from messages import KillAnswered, KillRequested
 from runtime.bus.addresses import Address, address_filter, server_name
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
-from runtime.retrying import retried
+from runtime.util.retrying import retried
 
 log = structlog.get_logger()
 

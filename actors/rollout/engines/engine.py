@@ -8,27 +8,27 @@ from functools import partial
 import anyio
 import structlog
 
-from actors.rollout.engines.asking import answered, check_engine, makes_tokens
-from actors.rollout.engines.deaths import Deaths
+from actors.rollout.engines.crashes import Deaths
 from actors.rollout.engines.external import Wanted
-from actors.rollout.engines.notices import Notices
+from actors.rollout.engines.liveness import answered, check_engine, makes_tokens
+from actors.rollout.engines.memory.levels import Stage
+from actors.rollout.engines.memory.share import Tenure, TurnLost
+from actors.rollout.engines.memory.switching import Turn
+from actors.rollout.engines.rate_limited_events import Notices
 from actors.rollout.engines.registration import Registration
 from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.engines.states import Happening, is_asked, is_told, may_continue, next_state
 from actors.rollout.engines.target import FleetTarget
-from actors.rollout.engines.turns.stages import Stage
-from actors.rollout.engines.turns.tenure import Tenure, TurnLost
-from actors.rollout.engines.turns.turn import Turn
 from actors.rollout.engines.weights.copies import UNCHECKED, AtHand
 from actors.rollout.engines.weights.files import WeightsDamaged
-from actors.rollout.engines.weights.proof import WeightsMismatch
-from actors.rollout.engines.weights.prover import Prover, nothing
 from actors.rollout.engines.weights.rolling import Rolling
-from actors.rollout.engines.weights.session import Part, WeightSessions, new_key
+from actors.rollout.engines.weights.sync import Part, WeightSessions, new_key
+from actors.rollout.engines.weights.verification import WeightsMismatch
+from actors.rollout.engines.weights.verifier import Prover, nothing
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineSilent, is_away
 from messages import EngineState, WeightsAnnounced
-from runtime.retrying import Backoff
+from runtime.util.retrying import Backoff
 
 log = structlog.get_logger()
 

@@ -9,27 +9,27 @@ import anyio
 import anyio.lowlevel
 import structlog
 
-from actors.rollout.engines.conduct import Conduct
-from actors.rollout.engines.deaths import Deaths, was_killed
+from actors.rollout.engines.crashes import Deaths, was_killed
 from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.external import Wanted
-from actors.rollout.engines.notices import Notices
+from actors.rollout.engines.health import Conduct
+from actors.rollout.engines.memory.levels import Stage
+from actors.rollout.engines.memory.share import Tenure
+from actors.rollout.engines.rate_limited_events import Notices
 from actors.rollout.engines.refusing import RefusedBy, Step
 from actors.rollout.engines.registration import wait_until
 from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.engines.target import FleetTarget
-from actors.rollout.engines.turns.stages import Stage
-from actors.rollout.engines.turns.tenure import Tenure
 from actors.rollout.engines.weights.copies import UNCHECKED, AtHand, CopyRefused
 from actors.rollout.engines.weights.files import WeightsDamaged
-from actors.rollout.engines.weights.loads import Loads
-from actors.rollout.engines.weights.prover import Prover
 from actors.rollout.engines.weights.rolling import Rolling
-from actors.rollout.engines.weights.session import WeightSessions
+from actors.rollout.engines.weights.sync import WeightSessions
+from actors.rollout.engines.weights.updates import Loads
+from actors.rollout.engines.weights.verifier import Prover
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, is_away
 from messages import EngineState, EngineUpdate, WeightsAnnounced
-from runtime.retrying import Backoff
+from runtime.util.retrying import Backoff
 
 log = structlog.get_logger()
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import anyio
 
-from actors.rollout.engines.turns.stages import Stage
+from actors.rollout.engines.memory.levels import Stage
 from messages import EvalEnded, EvalIssued, TrainerStarted, WeightsAnnounced
 
 

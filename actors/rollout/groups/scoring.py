@@ -13,7 +13,7 @@ from actors.rollout.groups.tasks import GroupTask
 from messages import Score, ScoreItem, ScoreRequested, ScoresGiven
 from runtime.bus.bus import Bus
 from runtime.bus.errors import AlreadyQueued, MessageTooLarge
-from runtime.wording import count_of
+from runtime.util.formatting import count_of
 
 log = structlog.get_logger()
 

@@ -8,7 +8,7 @@ import msgspec
 from messages import Prompt, SegmentRef, SegmentsPublished
 from runtime.bus.bus import Bus
 from runtime.bus.errors import MessageTooLarge
-from runtime.samples.stored_prompts import SHOWN_CHARS
+from runtime.data.stored_prompts import SHOWN_CHARS
 
 
 async def store(bus: Bus, message: SegmentsPublished) -> Sequence[SegmentRef]:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from actors.rollout.groups.scoring import Scorer
 from actors.rollout.requests.sending import Generator
-from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.sessions.conversation import Conversation, GenerateFunction
+from actors.rollout.sglang.served_model import ServedModel
 from runtime.bus.bus import Bus
 
 

@@ -13,7 +13,7 @@ from actors.rollout.requests.request import GenerateRequest, OpenRequest
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError
 from actors.rollout.sglang.streams import Stream
-from runtime.wording import count_of
+from runtime.util.formatting import count_of
 
 log = structlog.get_logger()
 

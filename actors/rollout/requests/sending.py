@@ -12,10 +12,9 @@ import structlog
 from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.requests.interrupting import RunningRequests
-from actors.rollout.requests.poison import DeathRecord, Standing
+from actors.rollout.requests.isolation import Trials
+from actors.rollout.requests.quarantine import DeathRecord, Standing
 from actors.rollout.requests.request import Generated, GenerateRequest
-from actors.rollout.requests.served_model import ServedModel
-from actors.rollout.requests.trials import Trials
 from actors.rollout.sglang.answers import NOTHING, Answer, is_aborted, labels_of, oldest_version
 from actors.rollout.sglang.body import generate_body
 from actors.rollout.sglang.client import SglangClient, asked_of
@@ -28,8 +27,9 @@ from actors.rollout.sglang.errors import (
     RequestRefused,
     TokensUnproven,
 )
+from actors.rollout.sglang.served_model import ServedModel
 from actors.rollout.sglang.streams import Stream
-from runtime.retrying import Backoff
+from runtime.util.retrying import Backoff
 
 log = structlog.get_logger()
 

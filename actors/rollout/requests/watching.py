@@ -14,14 +14,14 @@ from typing import NamedTuple
 import anyio
 from anyio.abc import TaskGroup
 
-from actors.rollout.engines.asking import makes_tokens
 from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.fleet import Fleet
+from actors.rollout.engines.liveness import makes_tokens
 from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.request import OpenRequest
 from actors.rollout.sglang.client import SglangClient
 from messages import EngineState
-from runtime.wording import count_of
+from runtime.util.formatting import count_of
 
 LOOK_S = 1.0  # maximum seconds between two checks
 LOOKS_PER_LIMIT = 4

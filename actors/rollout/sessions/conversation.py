@@ -13,9 +13,9 @@ import anyio
 import msgspec
 
 from actors.rollout.groups.open_samples import NUM_TURNS, OpenSample, Turn, tokens_left
-from actors.rollout.requests.served_model import ServedModel
 from actors.rollout.sessions.functions import KEY
 from actors.rollout.sglang.errors import EngineError
+from actors.rollout.sglang.served_model import ServedModel
 from messages import Prompt, SampleStatus
 from runtime.bus.errors import BusError
 

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 from actors.rollout.sglang.answers import Answer, VersionSpan, status_of
 from messages import SampleStatus
-from runtime.samples.tokens import id_problem, log_prob_problem
+from runtime.data.tokens import id_problem, log_prob_problem
 
 _LABEL: Final = re.compile(rb'"weight_version"\s*:\s*"([^"\\]{1,200})"')
 MAX_SHOWN: Final = 80  # characters of an engine's output shown in messages

@@ -22,7 +22,7 @@ from actors.rollout.sglang.errors import (
 )
 from actors.rollout.sglang.events import DONE, EventTooLarge, events_of
 from actors.rollout.sglang.streams import Stream, refusal_in
-from runtime.secrets import Secret
+from runtime.util.secrets import Secret
 
 T = TypeVar("T")
 

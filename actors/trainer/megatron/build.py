@@ -18,13 +18,13 @@ from actors.trainer.megatron.imports import (
 )
 from actors.trainer.megatron.layers.attention import CoreAttention
 from actors.trainer.megatron.layers.experts import GroupedExperts
-from actors.trainer.megatron.layers.further import FurtherLayer
 from actors.trainer.megatron.layers.fused import rms_norm
 from actors.trainer.megatron.layers.head import Model
-from actors.trainer.megatron.layers.latent import LatentAttention
+from actors.trainer.megatron.layers.mla import LatentAttention
+from actors.trainer.megatron.layers.mtp import FurtherLayer
 from actors.trainer.megatron.layers.router import Router
 from actors.trainer.models.config import HfConfig
-from runtime.hf_rope import Rope
+from runtime.models.rope import Rope
 from runtime.settings.topology import TrainerConfig
 
 log = structlog.get_logger()

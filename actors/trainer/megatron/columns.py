@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.trainer.batches.context import Ints
+from actors.trainer.data.context import Ints
 
 
 def on_device(columns: Sequence[Ints], device: torch.device) -> list[Tensor]:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.trainer.algorithms.skips import Skips
-from actors.trainer.batches.batch import MicroBatch, empty_micro_batch
-from actors.trainer.batches.context import Context, Ints
+from actors.trainer.data.batch import MicroBatch, empty_micro_batch
+from actors.trainer.data.context import Context, Ints
 from actors.trainer.megatron.build import build_chunks, expert_biases, nothing, with_gradients
 from actors.trainer.megatron.columns import on_device
 from actors.trainer.megatron.config import DTYPES, optimizer_config, transformer_config
@@ -30,9 +30,9 @@ from actors.trainer.megatron.layers.router import Routers
 from actors.trainer.megatron.layers.rows import own_context, packing
 from actors.trainer.megatron.memory import Offloaded, PeakMemory, host_copy
 from actors.trainer.models.config import HfConfig, read_hf_config
-from actors.trainer.models.cuts import load_weights, tensors_of
 from actors.trainer.models.files import file_source
 from actors.trainer.models.shapes import hf_shapes
+from actors.trainer.models.sharding import load_weights, tensors_of
 from actors.trainer.models.sources import WeightSource, random_source
 from actors.trainer.models.weight_files import check_weights
 from runtime.settings.recipe import replays_experts

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-from runtime.files import path_inside
+from runtime.util.files import path_inside
 
 INDEX: Final = ".metadata"
 COMMON: Final = "common.pt"

@@ -33,8 +33,8 @@ from actors.trainer.megatron.imports import (
     quiet,
     replace_state_dict_keys_with_sharded_keys,
 )
-from runtime.disk import NoSpace, free_bytes, no_space, writing
-from runtime.files import complete_directory
+from runtime.util.disk import NoSpace, free_bytes, no_space, writing
+from runtime.util.files import complete_directory
 
 WRITE_TIMEOUT_S = 3600.0  # for a rank's files, counted from when `finish` is called
 

@@ -1,12 +1,12 @@
-"""Model configuration of the trainer: the part of runtime/hf_config.py's that its layers compute."""
+"""Model configuration of the trainer: the part of runtime/models/config.py's that its layers compute."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.hf_config import ModelError, read_model
-from runtime.hf_experts import Experts
-from runtime.hf_latent import Latent
-from runtime.hf_rope import Rope
+from runtime.models.config import ModelError, read_model
+from runtime.models.experts import Experts
+from runtime.models.mla import Latent
+from runtime.models.rope import Rope
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from actors.trainer.models.shards import write_weights
 from actors.trainer.models.sources import Cut, WeightSource
-from runtime.checksums import INDEX_FILE, SINGLE_FILE, safetensors_files, shards_by_tensor
+from runtime.models.checksums import INDEX_FILE, SINGLE_FILE, safetensors_files, shards_by_tensor
+from runtime.models.fp8 import quantization_config
 from runtime.settings.topology import WeightFormat
-from runtime.weights.fp8 import quantization_config
 
 _COPIED = ("config.json", "generation_config.json")
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from actors.trainer.megatron.imports import parallel_state
 from actors.trainer.models.config import HfConfig
-from actors.trainer.models.cuts import cut_of, global_name, is_of_expert, names_of, tensors_of
 from actors.trainer.models.names import split_for_hf
 from actors.trainer.models.shapes import hf_shapes
+from actors.trainer.models.sharding import cut_of, global_name, is_of_expert, names_of, tensors_of
 from actors.trainer.models.shards import Entry, entry_of
 
 Bucket = list[tuple[str, Tensor]]  # full tensors by Hugging Face name, on this rank's device

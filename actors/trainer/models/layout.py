@@ -1,9 +1,9 @@
 """Checks that a parallel layout can hold a model, before a start."""
 
 from actors.trainer.models.config import HfConfig
-from runtime.hf_experts import Experts
+from runtime.models.experts import Experts
 from runtime.settings.topology import MegatronConfig
-from runtime.wording import count_of
+from runtime.util.formatting import count_of
 
 
 def check_layout(model: HfConfig, layout: MegatronConfig) -> None:

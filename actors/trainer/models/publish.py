@@ -1,7 +1,7 @@
 """Weight versions on disk for engines: `v000007`, either complete or absent.
 
 A version holds full weights (`model.safetensors` and config.json) or a delta to the previous version (`delta.json` and
-payloads, `runtime/weights/delta.py`). The trainer writes full files of every version. If the version is a delta, its
+payloads, `runtime/models/delta.py`). The trainer writes full files of every version. If the version is a delta, its
 full files are for the trainer alone, in `base`: the next version is compared with them. A trainer that starts has no
 such base, so its first version is full.
 """
@@ -17,13 +17,13 @@ import structlog
 
 from actors.trainer.models.files import copy_small_files, set_format
 from messages import FileSum, WeightProbe
-from runtime.checksums import INDEX_FILE, combined, safetensors_files
-from runtime.files import complete_directory
+from runtime.models.checksums import INDEX_FILE, combined, safetensors_files
+from runtime.models.delta import DeltaError, TensorDelta, Version, write_index
+from runtime.models.file_sums import sum_of
+from runtime.models.route import OnDisk, goes_whole, needed_for
+from runtime.models.versions import name_of, on_disk, versions_in, write_note
 from runtime.settings.topology import WeightFormat
-from runtime.weights.delta import DeltaError, TensorDelta, Version, write_index
-from runtime.weights.route import OnDisk, goes_whole, needed_for
-from runtime.weights.sums import sum_of
-from runtime.weights.versions import name_of, on_disk, versions_in, write_note
+from runtime.util.files import complete_directory
 
 log = structlog.get_logger()
 

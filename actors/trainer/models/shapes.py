@@ -3,7 +3,7 @@
 import math
 
 from actors.trainer.models.config import HfConfig
-from runtime.hf_latent import Latent
+from runtime.models.mla import Latent
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 

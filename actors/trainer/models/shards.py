@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from messages import FileSum
-from runtime.checksums import INDEX_FILE, SINGLE_FILE, tensor_checksum
-from runtime.weights.sums import RunningSum
+from runtime.models.checksums import INDEX_FILE, SINGLE_FILE, tensor_checksum
+from runtime.models.file_sums import RunningSum
 
 SHARD_BYTES: Final = 5_000_000_000  # maximum bytes of tensors in a file
 _DTYPES: Final = {

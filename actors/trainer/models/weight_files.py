@@ -8,7 +8,7 @@ import numpy as np
 
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.shapes import copies_of, hf_shapes
-from runtime.checksums import StoredTensor, tensors_in
+from runtime.models.checksums import StoredTensor, tensors_in
 
 FLOATS: Final = ("F64", "F32", "BF16", "F16")  # dtypes of weights, as safetensors spells them
 EMBEDDING: Final = "model.embed_tokens.weight"

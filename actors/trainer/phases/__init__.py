@@ -1,4 +1,4 @@
 """Colocation: the trainer and the engines use the same memory alternately.
 
-Start with turns.py, which runs the phases. states.py defines their order and the recovery from a crash in each.
+Start with colocation.py, which runs the phases. states.py defines their order and the recovery from a crash in each.
 """

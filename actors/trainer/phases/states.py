@@ -1,4 +1,4 @@
-"""Colocation phases and their order. Pure; the calls are in turns.py."""
+"""Colocation phases and their order. Pure; the calls are in colocation.py."""
 
 from typing import Final
 

@@ -1,6 +1,6 @@
 """Conversion of buckets to the engines' dtype: bfloat16, or FP8 in blocks as in Hugging Face's checkpoints.
 
-runtime/weights/fp8.py defines which tensors are quantized, and which programs read the format.
+runtime/models/fp8.py defines which tensors are quantized, and which programs read the format.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from actors.trainer.models.gathering import Bucket
-from actors.trainer.models.handover import AS_TRAINED, Form
 from actors.trainer.models.shards import Entry, entry_of
+from actors.trainer.models.weight_export import AS_TRAINED, Form
+from runtime.models.fp8 import BLOCK, grid_of, is_quantized, scale_name
 from runtime.settings.topology import WeightFormat
-from runtime.weights.fp8 import BLOCK, grid_of, is_quantized, scale_name
 
 _FP8: Final = torch.float8_e4m3fn
 _FP8_MAX: Final = torch.finfo(_FP8).max  # 448

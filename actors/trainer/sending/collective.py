@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from actors.trainer.sending.asking import Ask
+from actors.trainer.sending.calls import Ask
 from actors.trainer.sending.group import StageGroup
 from messages import BucketSent
 

@@ -1,7 +1,7 @@
 """Delta of a rank's tensors to the last published version, written bucket by bucket during the export.
 
-The base is read from the files of that version, one tensor at a time. `runtime/weights/delta.py` defines the file
-format and applies deltas. `runtime/weights/route.py` decides when a version has to be full.
+The base is read from the files of that version, one tensor at a time. `runtime/models/delta.py` defines the file
+format and applies deltas. `runtime/models/route.py` decides when a version has to be full.
 """
 
 import os
@@ -14,10 +14,10 @@ import numpy as np
 
 from actors.trainer.models.gathering import Bucket
 from actors.trainer.models.shards import Entry, bytes_of, entry_of
-from runtime.checksums import tensor_checksum
-from runtime.weights.changes import changed_places, pack
-from runtime.weights.delta import DeltaError, TensorDelta, payload_file
-from runtime.weights.stored import ITEM_BYTES, StoredTensor, read_tensors
+from runtime.models.checksums import tensor_checksum
+from runtime.models.delta import DeltaError, TensorDelta, payload_file
+from runtime.models.safetensors import ITEM_BYTES, StoredTensor, read_tensors
+from runtime.models.tensor_delta import changed_places, pack
 
 WHOLE_ABOVE: Final = 0.3  # share of changed values above which a tensor is written in full
 
@@ -41,8 +41,8 @@ class DeltaWriter:
         Args:
             directory: existing directory.
             base: directory with the safetensors files of the previous version.
-            base_checksums: checksum of each base tensor when it was written (`runtime.checksums.checksums_of` computes
-                them from files).
+            base_checksums: checksum of each base tensor when it was written (see `checksums_of` in
+                `runtime.models.checksums`).
             number: number of this rank among those that write, from 1.
             total: number of ranks that write.
             whole_above: share of changed values above which a tensor is written in full.

@@ -33,7 +33,7 @@ from actors.trainer.models.config import HfConfig
 from actors.trainer.models.gathering import Bucket
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.shards import bytes_of
-from runtime.weights.fused import made_of, place_of
+from runtime.models.fused import made_of, place_of
 
 FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)

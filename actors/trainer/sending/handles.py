@@ -21,8 +21,8 @@ from torch.multiprocessing import reductions
 
 from actors.trainer.megatron.groups import COLLECTIVE_TIMEOUT_S, told
 from actors.trainer.models.gathering import Bucket
-from actors.trainer.models.handover import Form
-from actors.trainer.sending.asking import POOL, Ask
+from actors.trainer.models.weight_export import Form
+from actors.trainer.sending.calls import POOL, Ask
 from actors.trainer.sending.ipc import Made, bucket_payload, places_of
 from actors.trainer.sending.sink import Sent, aligned, described, fingerprints_of, flattened
 from messages import BucketSent

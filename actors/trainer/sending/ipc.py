@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from actors.trainer.sending.asking import Ask
+from actors.trainer.sending.calls import Ask
 from messages import BucketSent
 
 SEGMENTS: Final = Path("/dev/shm")  # where Linux shows shared memory by name

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Final
 import anyio
 import structlog
 
-from actors.trainer.sending.asking import POOL, ROLE, TRIES, ask_all
-from actors.trainer.sending.session import Membership, Outcome, joined, of_all_stages
+from actors.trainer.sending.calls import POOL, ROLE, TRIES, ask_all
+from actors.trainer.sending.sync import Membership, Outcome, joined, of_all_stages
 from actors.trainer.torch_thread import TorchThread
 from messages import (
     GroupsOffered,
@@ -41,9 +41,9 @@ from messages import (
 )
 from runtime.bus.bus import Bus
 from runtime.bus.roster import Roster
-from runtime.checksums import combined
-from runtime.retrying import Backoff
+from runtime.models.checksums import combined
 from runtime.settings.topology import Topology, answers_are_recorded
+from runtime.util.retrying import Backoff
 
 if TYPE_CHECKING:
     from actors.trainer.commands import TrainerRank

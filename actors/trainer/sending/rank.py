@@ -17,7 +17,7 @@ from actors.trainer.megatron.imports import parallel_state
 from actors.trainer.megatron.memory import give_back, host_copy
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.models.gathering import Bucket, Part, buckets, first_rank, own_parts, whole_tensors
-from actors.trainer.models.handover import Sink, WeightFlow, copied
+from actors.trainer.models.weight_export import Sink, WeightFlow, copied
 from actors.trainer.orders import (
     AdvanceCopy,
     CopyWeights,
@@ -32,15 +32,15 @@ from actors.trainer.orders import (
     SendWeights,
 )
 from actors.trainer.rendezvous import own_address
-from actors.trainer.sending.asking import POOL, AskOf
+from actors.trainer.sending.calls import POOL, AskOf
 from actors.trainer.sending.cast import FORMS
 from actors.trainer.sending.collective import Broadcast
 from actors.trainer.sending.group import StageGroup
 from actors.trainer.sending.handles import HandleSender, ranks_at_engines
 from actors.trainer.sending.ipc import Segments, remove_segments, segment_prefix
 from actors.trainer.sending.reckoning import Reckoning
-from actors.trainer.sending.session import Membership
 from actors.trainer.sending.sink import BucketSink, NoSink, Sent
+from actors.trainer.sending.sync import Membership
 from messages import UpdateGroup
 from runtime.settings.placement import weight_format
 from runtime.settings.topology import Topology

@@ -1,4 +1,4 @@
-"""Sinks of the weight export (models/handover.py) that send buckets to engines.
+"""Sinks of the weight export (models/weight_export.py) that send buckets to engines.
 
 A bucket is one buffer that holds its tensors one after another (SGLang's `flattened_bucket`).
 """
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from actors.trainer.models.gathering import Bucket
 from actors.trainer.models.shards import bytes_of, entry_of
-from actors.trainer.sending.asking import Ask
+from actors.trainer.sending.calls import Ask
 from actors.trainer.sending.reckoning import OfLayouts, Reckoning
 from messages import BucketSent
-from runtime.checksums import fingerprint
+from runtime.models.checksums import fingerprint
 
 
 class Way(Protocol):

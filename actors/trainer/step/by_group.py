@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from actors.trainer.batches.batch import Floats32, Ints, MicroBatch, TrainBatch
-from actors.trainer.batches.known import LogProbs, unknown_groups
+from actors.trainer.data.batch import Floats32, Ints, MicroBatch, TrainBatch
+from actors.trainer.data.precomputed import LogProbs, unknown_groups
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.layout import group_by_group

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from actors.trainer.batches.batch import Ints, MicroBatch, TrainBatch, make_micro_batch
-from actors.trainer.batches.plan import attention_cost, micro_batch_cost, plan_micro_batches
-from actors.trainer.batches.staleness import NOT_SAMPLED
+from actors.trainer.data.batch import Ints, MicroBatch, TrainBatch, make_micro_batch
+from actors.trainer.data.plan import attention_cost, micro_batch_cost, plan_micro_batches
+from actors.trainer.data.staleness import NOT_SAMPLED
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.trainer.batches.batch import Floats32, MicroBatch, TrainBatch
-from actors.trainer.batches.staleness import staleness_metrics
+from actors.trainer.data.batch import Floats32, MicroBatch, TrainBatch
+from actors.trainer.data.staleness import staleness_metrics
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.flops import peak_flops, train_flops

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import torch
 
-from actors.trainer.batches.batch import MicroBatch, packed_lengths, part_of
+from actors.trainer.data.batch import MicroBatch, packed_lengths, part_of
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica
 from messages import WeightProbe

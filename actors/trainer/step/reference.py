@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.trainer.batches.batch import Floats32, MicroBatch, TrainBatch
+from actors.trainer.data.batch import Floats32, MicroBatch, TrainBatch
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.models.files import file_source
 from actors.trainer.models.weight_files import check_weights

@@ -1,6 +1,6 @@
 """One train step: trains a batch of scored samples in a few optimizer steps and reports metrics.
 
-A sample with a token whose loss is not finite is masked (batches/masked.py): the gradients of its optimizer step are
+A sample with a token whose loss is not finite is masked (data/masked.py): the gradients of its optimizer step are
 recomputed without it. Each rank sees only part of the losses, so all ranks agree on the masked samples first.
 """
 
@@ -20,15 +20,14 @@ from actors.trainer.algorithms.losses import policy_loss, sft_loss
 from actors.trainer.algorithms.reduction import Reduction, reduction
 from actors.trainer.algorithms.schedules import entropy_coef, learning_rate
 from actors.trainer.algorithms.skips import too_many
-from actors.trainer.batches.batch import ExpertIds, Floats32, Ints, MicroBatch, TrainBatch, only_where
-from actors.trainer.batches.further import num_further, with_further
-from actors.trainer.batches.known import LogProbs
-from actors.trainer.batches.masked import Flags, names_of, samples_with, with_masked, without
-from actors.trainer.batches.plan import split_steps
+from actors.trainer.data.batch import ExpertIds, Floats32, Ints, MicroBatch, TrainBatch, only_where
+from actors.trainer.data.masked import Flags, names_of, samples_with, with_masked, without
+from actors.trainer.data.mtp import num_further, with_further
+from actors.trainer.data.plan import split_steps
+from actors.trainer.data.precomputed import LogProbs
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
 from actors.trainer.step.by_group import GroupLogProbs
-from actors.trainer.step.laps import Laps
 from actors.trainer.step.layout import laid_out, shared
 from actors.trainer.step.metrics import (
     MTP_LOSS,
@@ -42,7 +41,8 @@ from actors.trainer.step.metrics import (
     speed_metrics,
 )
 from actors.trainer.step.reference import ReferenceModel
-from runtime.host.actor import InputError
+from actors.trainer.step.timer import Laps
+from runtime.process.actor import InputError
 from runtime.settings.placement import max_sample_tokens
 from runtime.settings.recipe import computes_old_ahead, measures_all, replays_experts, trains_demonstrations
 from runtime.settings.topology import Topology

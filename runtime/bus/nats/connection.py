@@ -23,8 +23,8 @@ from nats.aio.subscription import Subscription
 from messages.subjects import INBOX
 from runtime.bus.errors import BusError, BusRefused, BusUnavailable, MessageRefused, MessageTooLarge
 from runtime.bus.limits import BusLimits
-from runtime.retrying import Backoff
-from runtime.secrets import Login, split_login, without_logins
+from runtime.util.retrying import Backoff
+from runtime.util.secrets import Login, split_login, without_logins
 
 log = structlog.get_logger()
 

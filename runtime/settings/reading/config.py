@@ -5,8 +5,8 @@ from typing import Self
 
 import msgspec
 
-from runtime.secrets import without_logins
-from runtime.wording import show
+from runtime.util.formatting import show
+from runtime.util.secrets import without_logins
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ import msgspec
 
 from runtime.settings.reading.config import Config
 from runtime.settings.reading.schema import type_at
-from runtime.wording import show
+from runtime.util.formatting import show
 
 
 def apply_override(tables: dict[str, Any], override: str, schema: type[Config]) -> str:

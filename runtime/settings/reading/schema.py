@@ -10,7 +10,7 @@ import msgspec
 from runtime.settings.reading.allowed import describe
 from runtime.settings.reading.config import Config, Problem
 from runtime.settings.slime.hints import flag_hint, hint
-from runtime.wording import show
+from runtime.util.formatting import show
 
 
 def find_problems(value: object, expected: Any, key: str = "", schema: Any = None) -> Iterator[Problem]:

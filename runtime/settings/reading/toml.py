@@ -12,7 +12,7 @@ import msgspec
 from runtime.settings.reading.config import Config, Problem, TopologyError
 from runtime.settings.reading.overrides import apply_override
 from runtime.settings.reading.schema import find_problems
-from runtime.wording import show
+from runtime.util.formatting import show
 
 Table = dict[str, Any]
 BOMS: Final = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)

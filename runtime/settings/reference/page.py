@@ -11,7 +11,7 @@ from runtime.settings.reading.schema import is_config, item_type
 from runtime.settings.recipe import Recipe
 from runtime.settings.reference.meanings import meanings
 from runtime.settings.topology import Topology
-from runtime.wording import show
+from runtime.util.formatting import show
 
 HEAD: Final = """# All settings
 

@@ -44,9 +44,9 @@ from messages.subjects import filter_of, ledger_filter, subject_of
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries
 from runtime.bus.errors import BusError, Fenced, UnknownDecision
-from runtime.host.hosting import host
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
 from runtime.ledger.state import MAX_ENDINGS_LOST
+from runtime.process.hosting import host
 from runtime.settings.recipe import EvalConfig
 from runtime.settings.topology import Topology
 from tests.fixtures.nats import TEST_STREAMS, NatsServer, eventually

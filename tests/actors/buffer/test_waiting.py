@@ -20,8 +20,8 @@ from messages import (
 )
 from runtime.bus.bus import Bus
 from runtime.bus.errors import CallError
-from runtime.host.hosting import host
 from runtime.ledger.fold import LedgerState, fold
+from runtime.process.hosting import host
 from tests.build.events import announced, batch, completed, issued, trained, verdict
 from tests.fixtures.nats import eventually
 from tests.support.rollout import topology_with

@@ -17,7 +17,7 @@ from actors.reward.pool import GraderPool, PoolSettings, open_pool
 from actors.reward.process import GraderProcess, GraderStartError, GraderUnusableError
 from actors.reward.samples import GradedSample
 from actors.reward.sandbox import Sandbox
-from runtime.retrying import Backoff
+from runtime.util.retrying import Backoff
 
 pytestmark = pytest.mark.anyio
 

@@ -23,10 +23,10 @@ from messages.samples import SampleStatus
 from messages.work import ScoreItem, ScoreRequested
 from runtime.bus.bus import Bus
 from runtime.bus.calls import Inbox
-from runtime.failures import leaves
-from runtime.host.actor import InputError
+from runtime.process.actor import InputError
 from runtime.settings.recipe import EvalConfig
 from runtime.settings.topology import Topology
+from runtime.util.errors import leaves
 from tests.fixtures.nats import NatsServer
 
 pytestmark = pytest.mark.anyio

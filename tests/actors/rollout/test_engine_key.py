@@ -11,15 +11,15 @@ import psutil
 import pytest
 
 from actors.processes import process_specs
-from actors.rollout.embedded.http.server import EmbeddedServer
-from runtime.agent.supervision.ports import free_port
+from actors.tiny_engine.http.server import EmbeddedServer
 from runtime.bus.addresses import ENGINE_KEY_VARIABLE, engine_key
 from runtime.bus.bus import Bus
+from runtime.node.supervisor.ports import free_port
 from runtime.settings.load import load_topology
 from runtime.settings.processes import ProcessSpec
 from tests.fixtures.nats import eventually
-from tests.support.embedded_client import EngineClient, generate_body
-from tests.support.embedded_engine import ROOT, wait_until_200, write_config
+from tests.support.tiny_client import EngineClient, generate_body
+from tests.support.tiny_engine import ROOT, wait_until_200, write_config
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(90)]
 

@@ -18,9 +18,9 @@ from messages import (
     WeightsAnnounced,
 )
 from runtime.bus.bus import Bus
-from runtime.failures import leaves
-from runtime.host.hosting import Hosted, host
+from runtime.process.hosting import Hosted, host
 from runtime.settings.topology import Topology
+from runtime.util.errors import leaves
 
 SAID = (TrainerStarted, BatchTrained, PayloadsMissing, CheckpointSaved, CheckpointSetAside, WeightsAnnounced)
 TIMEOUT_S = 20.0

@@ -6,8 +6,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from actors.trainer.batches.assembly import CollectedGroup, assemble
 from actors.trainer.commands import TrainerRank
+from actors.trainer.data.assembly import CollectedGroup, assemble
 from actors.trainer.groups_ahead import GroupsAhead
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.torch_thread import TorchThread

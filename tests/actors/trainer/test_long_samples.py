@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from actors.trainer.megatron import groups as ranks
 from messages import BatchReady, BatchTrained, GroupRef, Outcome, VerdictGiven
 from runtime.bus.bus import Bus
-from runtime.host.actor import InputError
+from runtime.process.actor import InputError
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hosting import errors_of, of, running, said_until
 from tests.actors.trainer.logs import completed, payload, publish_group

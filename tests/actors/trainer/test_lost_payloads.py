@@ -7,7 +7,7 @@ import anyio
 import pytest
 from msgspec.structs import replace
 
-from actors.trainer.batches.feed import FedBatch, Feed
+from actors.trainer.data.feed import FedBatch, Feed
 from actors.trainer.megatron import groups as ranks
 from messages import (
     BatchReady,

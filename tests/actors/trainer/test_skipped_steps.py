@@ -9,8 +9,8 @@ import pytest
 from actors.trainer.megatron import groups as ranks
 from messages import BatchReady, BatchTrained, WeightsAnnounced
 from runtime.bus.bus import Bus
-from runtime.host.actor import InputError
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
+from runtime.process.actor import InputError
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hosting import errors_of, of, running, said_until
 from tests.actors.trainer.logs import GROUPS, publish_group

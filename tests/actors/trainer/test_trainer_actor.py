@@ -7,10 +7,10 @@ from threading import Event
 
 import pytest
 
-from actors.trainer.batches import feed as feed_module
-from actors.trainer.batches.batch import TrainBatch
 from actors.trainer.checkpoints import checkpoints_in
 from actors.trainer.commands import TrainerRank
+from actors.trainer.data import feed as feed_module
+from actors.trainer.data.batch import TrainBatch
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.saving import _WritesLater
 from actors.trainer.models.shards import ShardWriter
@@ -30,8 +30,8 @@ from messages import (
 from messages.subjects import filter_of
 from runtime.bus.bus import Bus
 from runtime.bus.errors import Fenced
-from runtime.checksums import checksums_of
-from runtime.host.actor import InputError
+from runtime.models.checksums import checksums_of
+from runtime.process.actor import InputError
 from runtime.report.lines import line_of
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hosting import errors_of, names, of, running, said_until
@@ -405,7 +405,7 @@ async def test_a_batch_without_any_trainable_sample_counts_as_trained(
 async def test_groups_that_were_forgotten_are_read_from_the_log_again(
     topology: Topology, bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.trainer.batches.history.MAX_WAITING_GROUPS", 1)
+    monkeypatch.setattr("actors.trainer.data.history.MAX_WAITING_GROUPS", 1)
     monkeypatch.setattr(feed_module, "NUM_PREFETCHERS", 1)
     async with running(topology, bus, tmp_path / "run"):
         await publish_batch(bus, 0)

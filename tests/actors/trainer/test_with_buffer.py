@@ -26,8 +26,8 @@ from messages import (
     WeightsAnnounced,
 )
 from runtime.bus.bus import Bus
-from runtime.host.hosting import host
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, Stage, fold
+from runtime.process.hosting import host
 from runtime.settings.recipe import DataConfig
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hosting import TIMEOUT_S, of, running

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.trainer.batches.batch import TrainBatch
+from actors.trainer.data.batch import TrainBatch
 from runtime.settings.topology import Topology
 
 VOCAB = 32

@@ -14,10 +14,10 @@ from types import ModuleType
 
 LAST = {  # module that is imported late, by kind of process; patched modules are imported by then, or with it
     "actors.trainer.commands": "trainer",
-    "actors.rollout.embedded.http.sessions": "engine",
+    "actors.tiny_engine.http.sessions": "engine",
     "sglang.srt.managers.scheduler_components.weight_updater": "engine",
     "actors.rollout.engines.weights.receiving": "rollout",
-    "runtime.agent.copying": "agent",  # if PHYSARUM_PROCESS of the command is "agent"
+    "runtime.node.copying": "agent",  # if PHYSARUM_PROCESS of the command is "agent"
 }
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from actors.processes import process_specs
 from actors.registry import actor_type
-from actors.rollout.recorded.actor import RecordedRolloutActor
+from actors.rollout.offline.actor import RecordedRolloutActor
 from messages import Int32Array, Prompt, RolloutRequested, SamplingParams, UInt8Array, encode
-from runtime.agent.preflight.check import check_here
+from runtime.node.checks.check import check_here
 from runtime.settings.load import load_topology
 from runtime.settings.reading.config import TopologyError
 from runtime.settings.sizes import needed_sizes

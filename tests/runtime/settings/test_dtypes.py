@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.agent.preflight import hub
+from runtime.node.checks import hub
 from runtime.settings.load import load_topology
-from tests.support.embedded_engine import write_config
+from tests.support.tiny_engine import write_config
 
 LAPTOP = Path(__file__).resolve().parents[3] / "topologies/laptop.toml"
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from huggingface_hub import constants
 
-from runtime.agent.preflight.check import check_here
+from runtime.node.checks.check import check_here
 from runtime.settings.load import LoadedTopology, load_topology
 from runtime.settings.placement import data_parallel_size, num_engines, num_ranks
 from runtime.settings.reading.config import TopologyError
@@ -30,7 +30,7 @@ SHIPPED = sorted((ROOT / "topologies").glob("*.toml"))
 
 @pytest.fixture
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.agent.preflight.machine.gpus_here", lambda: 0)
+    monkeypatch.setattr("runtime.node.checks.machine.gpus_here", lambda: 0)
 
 
 def problems(path: Path, *overrides: str) -> dict[str, str]:
@@ -585,7 +585,7 @@ def test_lengths_that_no_rank_takes_are_told(overrides: tuple[str, ...], told: b
 def test_checking_a_topology_is_quick_and_loads_nothing_heavy() -> None:
     code = (
         "import sys; from pathlib import Path; from runtime.settings.load import load_topology; "
-        f"from runtime.agent.preflight.check import check_here; check_here(load_topology(Path({str(LAPTOP)!r}))); "
+        f"from runtime.node.checks.check import check_here; check_here(load_topology(Path({str(LAPTOP)!r}))); "
         "print(sorted({'torch', 'nats', 'transformers', 'anyio'} & set(sys.modules)))"
     )
     environment: dict[str, Any] = {**os.environ, "PYTHONPATH": str(ROOT)}

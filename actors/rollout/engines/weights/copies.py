@@ -16,7 +16,7 @@ from actors.rollout.sglang.errors import EngineError
 from messages import LocalCopyGiven, LocalCopyRequested, WeightsAnnounced
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError, CallRefused
-from runtime.retrying import FOR_EVER, retried
+from runtime.util.retrying import FOR_EVER, retried
 
 log = structlog.get_logger()
 

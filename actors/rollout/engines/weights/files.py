@@ -11,11 +11,11 @@ from pathlib import Path
 import anyio
 import structlog
 
-from actors.rollout.engines.weights.proof import WeightsMismatch
+from actors.rollout.engines.weights.verification import WeightsMismatch
 from actors.rollout.sglang.errors import EngineUnavailable
 from messages import WeightsAnnounced
-from runtime.weights.looks import SharedLooks
-from runtime.weights.sums import damage_in
+from runtime.models.file_sums import damage_in
+from runtime.models.shared_checks import SharedLooks
 
 log = structlog.get_logger()
 

@@ -12,7 +12,7 @@ import structlog
 
 from actors.rollout.engines.weights.collective import UpdateGroups
 from actors.rollout.engines.weights.ipc import read_segments
-from actors.rollout.engines.weights.session import Part
+from actors.rollout.engines.weights.sync import Part
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineFailed, EngineSilent, RequestRefused
 from actors.rollout.sglang.updates import WeightUpdates

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from messages import EngineLayout
-from runtime.weights.fused import made_of, place_of
+from runtime.models.fused import made_of, place_of
 
 MAX_NAMED: Final = 3  # tensors named in a message; the others are counted
 MAX_PARTS: Final = 4

@@ -10,7 +10,7 @@ import structlog
 
 from actors.rollout.engines.weights.pauses import Pauses
 from actors.rollout.engines.weights.receiving import Receiver
-from actors.rollout.engines.weights.session import Part
+from actors.rollout.engines.weights.sync import Part
 from actors.rollout.engines.weights.tensors import Hashes
 from actors.rollout.sglang.client import ADMIN_TIMEOUT_S, Load, SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineSilent, EngineUnavailable

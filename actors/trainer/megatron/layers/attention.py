@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
-from actors.trainer.batches.context import Context
+from actors.trainer.data.context import Context
 from actors.trainer.megatron.columns import on_device
 from actors.trainer.megatron.imports import parallel_state
 from actors.trainer.megatron.layers.rows import PackedRow, Stretch, own_context

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from actors.trainer.batches.batch import MicroBatch
+from actors.trainer.data.batch import MicroBatch
 from actors.trainer.megatron.columns import on_device
 from actors.trainer.megatron.imports import MoEAuxLossAutoScaler, TopKRouter, parallel_state
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.trainer.batches.context import Context, Ints
+from actors.trainer.data.context import Context, Ints
 from actors.trainer.megatron.columns import on_device
 from actors.trainer.megatron.imports import PackedSeqParams, parallel_state
 

@@ -25,7 +25,7 @@ from messages import (
     VerdictGiven,
 )
 from runtime.bus.bus import Bus
-from runtime.host.hosting import host
+from runtime.process.hosting import host
 from tests.support.rollout import announcement, next_event, topology_with
 
 pytestmark = pytest.mark.anyio

@@ -14,7 +14,7 @@ from actors.buffer.prompts.prompts import LoadedData, fingerprint_of
 from actors.buffer.prompts.source import load_data, load_prompts
 from actors.buffer.prompts.tokenizing import FastTokenizing, Tokenizing, TransformersTokenizing
 from messages import Prompt
-from runtime.samples.data_files import DataError
+from runtime.data.data_files import DataError
 from runtime.settings.recipe import DataConfig, RolloutConfig
 from tests.support.rollout import topology_with
 

@@ -10,10 +10,10 @@ import pytest
 from actors.registry import hosted
 from messages import PromptsLoaded
 from runtime.bus.bus import Bus
-from runtime.failures import leaves
-from runtime.host.actor import InputError
-from runtime.host.hosting import host
+from runtime.process.actor import InputError
+from runtime.process.hosting import host
 from runtime.settings.topology import Topology
+from runtime.util.errors import leaves
 from tests.support.rollout import topology_with
 
 pytestmark = pytest.mark.anyio

@@ -19,8 +19,8 @@ from actors.buffer.prompts.source import PromptSet, epoch_order, load_data, load
 from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
 from messages import Prompt
 from messages.arrays import Int32Array
-from runtime.samples.data_files import DataError
-from runtime.samples.rows import read_rows
+from runtime.data.data_files import DataError
+from runtime.data.rows import read_rows
 from runtime.settings.load import load_topology
 from runtime.settings.recipe import DataConfig
 from runtime.settings.topology import Topology

@@ -13,9 +13,9 @@ from messages.subjects import plane_filter
 from runtime.bus.bus import Bus
 from runtime.bus.errors import PublishTimeout, StreamFull
 from runtime.bus.limits import KIB
-from runtime.failures import leaves
-from runtime.host.actor import InputError
-from runtime.host.hosting import host
+from runtime.process.actor import InputError
+from runtime.process.hosting import host
+from runtime.util.errors import leaves
 from tests.actors.buffer.storage.test_pressure import at_work
 from tests.actors.buffer.storage.test_trimming import topology_of
 from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS, NatsServer, group_failed

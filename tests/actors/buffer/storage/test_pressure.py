@@ -35,10 +35,10 @@ from messages import (
 )
 from runtime.bus.bus import Bus
 from runtime.bus.limits import KIB, StreamLimits
-from runtime.host.hosting import host
 from runtime.ledger.archive import history
 from runtime.ledger.books import LedgerReport
 from runtime.ledger.fold import LedgerState, fold
+from runtime.process.hosting import host
 from runtime.settings.topology import Topology
 from tests.actors.buffer.storage.test_trimming import topology_of
 from tests.build.events import announced, batch, completed, issued, trained, verdict

@@ -40,9 +40,9 @@ from messages import (
     WeightSpan,
 )
 from runtime.bus.bus import Bus
-from runtime.host.actor import InputError
+from runtime.data.dump_files import DumpError, read_lines, read_pair, steps_in
 from runtime.ledger.fold import LEDGER_EVENTS
-from runtime.samples.dump_files import DumpError, read_lines, read_pair, steps_in
+from runtime.process.actor import InputError
 from runtime.settings.topology import Topology
 from tests.actors.buffer.test_whole_runs import World
 from tests.fixtures.nats import eventually

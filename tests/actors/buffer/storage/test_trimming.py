@@ -42,14 +42,14 @@ from messages import (
     WeightsAnnounced,
 )
 from runtime.bus.bus import Bus
-from runtime.failures import leaves
-from runtime.host.actor import InputError
-from runtime.host.hosting import host
 from runtime.ledger.archive import RunEvents, archived_events, archived_files
 from runtime.ledger.books import LedgerReport
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, Stage, fold
 from runtime.ledger.group_life import GroupLife
+from runtime.process.actor import InputError
+from runtime.process.hosting import host
 from runtime.settings.topology import Topology
+from runtime.util.errors import leaves
 from tests.actors.buffer.test_whole_runs import World
 from tests.fixtures.nats import eventually
 from tests.support.rollout import announcement, next_event, topology_with

@@ -18,8 +18,8 @@ from messages import (
     WeightsRefused,
 )
 from runtime.bus.bus import Bus
-from runtime.retrying import Backoff
-from runtime.weights.sums import sum_of
+from runtime.models.file_sums import sum_of
+from runtime.util.retrying import Backoff
 from tests.fixtures.nats import eventually
 from tests.support.published import flip
 from tests.support.rollout import announcement, next_event, rollout_actor, topology_with, until_applied

@@ -6,15 +6,15 @@ import anyio
 import pytest
 
 from actors.rollout.engines.engine import Engine
-from actors.rollout.engines.notices import Notices
+from actors.rollout.engines.memory.levels import Stage
+from actors.rollout.engines.memory.share import Tenure
+from actors.rollout.engines.rate_limited_events import Notices
 from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.engines.states import Happening
 from actors.rollout.engines.target import FleetTarget
-from actors.rollout.engines.turns.stages import Stage
-from actors.rollout.engines.turns.tenure import Tenure
-from actors.rollout.engines.weights.proof import WeightsMismatch
-from actors.rollout.engines.weights.prover import Brought, Prover
-from actors.rollout.engines.weights.session import WeightSessions
+from actors.rollout.engines.weights.sync import WeightSessions
+from actors.rollout.engines.weights.verification import WeightsMismatch
+from actors.rollout.engines.weights.verifier import Brought, Prover
 from actors.rollout.sglang.client import RouterWorker, SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineUnavailable
 from messages import EngineState, WeightsAnnounced

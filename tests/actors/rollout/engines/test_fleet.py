@@ -25,8 +25,8 @@ from messages.subjects import stream_of
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
 from runtime.bus.nats.store import api_call
-from runtime.failures import leaves
-from runtime.retrying import Backoff
+from runtime.util.errors import leaves
+from runtime.util.retrying import Backoff
 from tests.fixtures.nats import eventually
 from tests.support.rollout import (
     PROBE,

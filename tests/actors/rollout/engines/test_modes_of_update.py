@@ -21,10 +21,10 @@ from messages import (
     WeightsAnnounced,
 )
 from runtime.bus.bus import Bus
-from runtime.checksums import checksums_of
-from tests.support.embedded_client import EngineClient
-from tests.support.embedded_engine import RunningEngine, running_engine
+from runtime.models.checksums import checksums_of
 from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
+from tests.support.tiny_client import EngineClient
+from tests.support.tiny_engine import RunningEngine, running_engine
 from tests.support.tiny_models import teacher_forced, write_model, write_weights
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(90)]  # transformers takes its time to load

@@ -8,7 +8,7 @@ import pytest
 from actors.rollout.groups.seeds import sampling_seed
 from actors.rollout.sglang.body import generate_body
 from messages import SamplingParams
-from tests.support.embedded_engine import post, running_engine, write_config
+from tests.support.tiny_engine import post, running_engine, write_config
 
 PARAMS = SamplingParams(max_new_tokens=12)
 

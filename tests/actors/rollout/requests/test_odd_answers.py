@@ -10,10 +10,10 @@ from structlog.testing import capture_logs
 
 from actors.rollout.requests.watching import Patience
 from tests.support.behind_proxies import LONG, PATIENCE, SHORT, behind_proxies, outcome, request
-from tests.support.embedded_engine import running_engine
 from tests.support.odd_answers import CASES
 from tests.support.odd_table import check_every_row
 from tests.support.spoiling_proxy import Case
+from tests.support.tiny_engine import running_engine
 from tests.support.tiny_models import write_model
 
 pytestmark = [pytest.mark.anyio]

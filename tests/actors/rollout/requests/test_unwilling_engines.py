@@ -12,11 +12,11 @@ import pytest
 from actors.rollout.sglang.errors import EnginesUnwilling, RequestRefused
 from messages import EngineRequestsFailed, EngineState, EngineStateChanged, Message
 from runtime.report.report import Line, Report
-from runtime.retrying import Backoff
+from runtime.util.retrying import Backoff
 from tests.support.behind_proxies import LONG, SHORT, Behind, Choose, behind_proxies, outcome, request
-from tests.support.embedded_engine import running_engine
 from tests.support.odd_answers import CASES
 from tests.support.spoiling_proxy import Case
+from tests.support.tiny_engine import running_engine
 from tests.support.tiny_models import write_model
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -40,7 +40,7 @@ def engines(model: Path) -> Iterator[list[str]]:
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are sent again soon, and engines judged soon."""
-    monkeypatch.setattr("actors.rollout.engines.conduct.FAILING_FOR_S", 0.2)
+    monkeypatch.setattr("actors.rollout.engines.health.FAILING_FOR_S", 0.2)
     monkeypatch.setattr("actors.rollout.requests.sending.RESEND", Backoff(first_s=0.02, max_s=0.2))
 
 

@@ -12,7 +12,7 @@ from aiohttp import web
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import BadAnswer, EngineFailed, EngineUnavailable
 from actors.rollout.sglang.streams import Stream
-from runtime.secrets import Secret
+from runtime.util.secrets import Secret
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 pytestmark = pytest.mark.anyio

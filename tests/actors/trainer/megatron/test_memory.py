@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from actors.trainer.batches.batch import make_micro_batch
 from actors.trainer.commands import TrainerRank
+from actors.trainer.data.batch import make_micro_batch
 from actors.trainer.megatron.memory import PeakMemory, anonymous_bytes, give_back
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.reference import ReferenceModel

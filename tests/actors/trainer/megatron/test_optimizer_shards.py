@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.trainer.megatron.optimizer_shards import Box, boxes
-from runtime.agent.supervision.ports import free_port
+from runtime.node.supervisor.ports import free_port
 from runtime.settings.devices import HIDDEN
 
 RANKS = 2

@@ -15,8 +15,8 @@ from actors.trainer.commands import TrainerRank
 from actors.trainer.megatron.checkpoint import begin_save, load_checkpoint
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.train_step import TrainStep
-from runtime.disk import NoSpace, free_bytes
 from runtime.settings.topology import Topology
+from runtime.util.disk import NoSpace, free_bytes
 from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.tiny import random_batch
 from tests.support.checkpoints import save

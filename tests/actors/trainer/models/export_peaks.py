@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from actors.trainer.megatron import groups
 from actors.trainer.models.config import HfConfig, read_hf_config
-from actors.trainer.models.cuts import rank_part
 from actors.trainer.models.gathering import Part
-from actors.trainer.models.handover import Handover, copied
 from actors.trainer.models.shapes import hf_shapes
+from actors.trainer.models.sharding import rank_part
 from actors.trainer.models.sources import Cut
+from actors.trainer.models.weight_export import Handover, copied
 from runtime.settings.topology import MegatronConfig
 from tests.actors.trainer.measured import Peak
 from tests.actors.trainer.tiny import TINY

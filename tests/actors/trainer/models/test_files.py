@@ -13,7 +13,7 @@ from actors.trainer.commands import TrainerRank
 from actors.trainer.models.publish import Versions, Written
 from actors.trainer.models.shards import write_weights
 from actors.trainer.models.sources import random_source
-from runtime.checksums import checksums_of
+from runtime.models.checksums import checksums_of
 from runtime.settings.topology import Topology
 from tests.actors.trainer.tiny import TINY, random_batch
 

@@ -8,7 +8,7 @@ import pytest
 
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.flops import peak_flops, train_flops
-from runtime.hf_experts import Experts
+from runtime.models.experts import Experts
 from tests.actors.trainer.tiny import config_of
 
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from actors.trainer.batches.batch import make_micro_batch
+from actors.trainer.data.batch import make_micro_batch
 from actors.trainer.megatron.build import build_chunks
 from actors.trainer.megatron.config import transformer_config
 from actors.trainer.megatron.imports import quiet
 from actors.trainer.megatron.layers.rows import packing
 from actors.trainer.models.config import read_hf_config
-from actors.trainer.models.cuts import load_weights
 from actors.trainer.models.files import file_source
 from actors.trainer.models.shapes import hf_shapes
+from actors.trainer.models.sharding import load_weights
 from actors.trainer.models.sources import random_source
 from runtime.settings.topology import MegatronConfig
 from tests.actors.trainer.hf import whole_weights, write_model

@@ -8,15 +8,15 @@ import torch
 
 from actors.trainer.commands import TrainerRank
 from actors.trainer.models.gathering import own_parts
-from actors.trainer.models.handover import Against, Handover
 from actors.trainer.models.publish import Published, Versions, Written, newest_whole
 from actors.trainer.models.shards import write_weights
-from runtime.checksums import checksums_of
+from actors.trainer.models.weight_export import Against, Handover
+from runtime.models.checksums import checksums_of
+from runtime.models.copies import make_copy
+from runtime.models.delta import Version
+from runtime.models.safetensors import read_tensors
+from runtime.models.versions import versions_in
 from runtime.settings.topology import Topology
-from runtime.weights.copies import make_copy
-from runtime.weights.delta import Version
-from runtime.weights.stored import read_tensors
-from runtime.weights.versions import versions_in
 from tests.actors.trainer.hf import write_model
 from tests.actors.trainer.models.test_model_parity import load
 from tests.actors.trainer.tiny import random_batch

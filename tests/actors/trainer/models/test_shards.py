@@ -17,8 +17,8 @@ from actors.trainer.models.shards import (
     write_index,
     write_weights,
 )
-from runtime.checksums import checksums_of
-from runtime.weights.sums import sum_of
+from runtime.models.checksums import checksums_of
+from runtime.models.file_sums import sum_of
 
 WEIGHTS = {
     "model.b": torch.arange(6.0).reshape(2, 3),

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.gathering import own_parts
-from actors.trainer.models.handover import Handover
 from actors.trainer.models.publish import Versions
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.shards import Entry, entry_of, write_weights
+from actors.trainer.models.weight_export import Handover
 from actors.trainer.sending.cast import (
     FORMS,
     entries_in_bfloat16,
@@ -25,9 +25,9 @@ from actors.trainer.sending.cast import (
     to_bfloat16,
     to_fp8,
 )
-from runtime.checksums import checksums_of
+from runtime.models.checksums import checksums_of
+from runtime.models.fp8 import is_quantized, quantization_config, transformers_reads
 from runtime.settings.topology import WeightFormat
-from runtime.weights.fp8 import is_quantized, quantization_config, transformers_reads
 from tests.actors.trainer.hf import whole_weights, write_model
 from tests.actors.trainer.models.test_model_parity import load
 from tests.actors.trainer.tiny import TINY, config_of

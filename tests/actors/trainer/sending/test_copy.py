@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from actors.trainer.commands import TrainerRank
-from actors.trainer.sending.asking import Ask
+from actors.trainer.sending.calls import Ask
 from actors.trainer.sending.ipc import HEADER_BYTES, SEGMENTS
-from actors.trainer.sending.session import Membership
 from actors.trainer.sending.sink import Sent
+from actors.trainer.sending.sync import Membership
 from messages import BucketSent, MembersGiven, Message, SessionMember
 from runtime.settings.topology import Topology
 from tests.actors.trainer.tiny import random_batch

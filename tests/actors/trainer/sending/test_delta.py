@@ -18,17 +18,9 @@ from torch import Tensor
 from actors.trainer.models.gathering import buckets
 from actors.trainer.models.shards import bytes_of, entry_of, write_weights
 from actors.trainer.sending.delta import DeltaWriter
-from runtime.checksums import checksums_of
-from runtime.weights.delta import (
-    Delta,
-    DeltaError,
-    Version,
-    apply_deltas,
-    held_in,
-    read_index,
-    write_index,
-)
-from runtime.weights.stored import read_tensors
+from runtime.models.checksums import checksums_of
+from runtime.models.delta import Delta, DeltaError, Version, apply_deltas, held_in, read_index, write_index
+from runtime.models.safetensors import read_tensors
 
 ROOT = Path(__file__).parents[4]
 DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn]
@@ -292,7 +284,7 @@ def test_tensors_of_another_base_are_no_delta(small: tuple[Path, Path], tmp_path
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-import runtime.weights.delta as delta
+import runtime.models.delta as delta
 
 moment, base, directory, target = sys.argv[1], *map(Path, sys.argv[2:])
 name = {"tensor": "tensor_checksum", "end": "complete_directory"}[moment]

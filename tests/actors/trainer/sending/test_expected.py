@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from actors.rollout.embedded.model.forward import load
+from actors.tiny_engine.model.forward import load
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.gathering import buckets
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.shards import entry_of
 from actors.trainer.sending.expected import Expected, Layout, expected_checksums, why_not
-from runtime.hf_config import read_model
+from runtime.models.config import read_model
 from tests.actors.trainer.tiny import TINY, config_of
-from tests.support.embedded_engine import write_config
+from tests.support.tiny_engine import write_config
 from tests.support.tiny_models import LLAMA, QWEN2, QWEN3, write_model
 
 EMBEDDED = Layout(is_filled_up=False)

@@ -33,7 +33,7 @@ STEP = BucketSent(
 
 READER = """
 import json, sys
-from actors.rollout.embedded.model.payloads import named_of
+from actors.tiny_engine.model.payloads import named_of
 found = [named_of(payload, "flattened_bucket") for payload in sys.argv[1:]]
 print(json.dumps([{name: tensor.tolist() for name, tensor in named} for named in found]))
 """

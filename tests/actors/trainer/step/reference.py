@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from actors.trainer.batches.batch import TrainBatch
+from actors.trainer.data.batch import TrainBatch
 from runtime.settings.topology import Topology
 
 

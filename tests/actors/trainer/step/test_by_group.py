@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from actors.trainer.batches.batch import TrainBatch
-from actors.trainer.batches.known import KnownLogProbs
+from actors.trainer.data.batch import TrainBatch
+from actors.trainer.data.precomputed import KnownLogProbs
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.layout import group_by_group
 from actors.trainer.step.train_step import TrainStep

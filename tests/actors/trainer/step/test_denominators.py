@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.trainer.batches.batch import TrainBatch
+from actors.trainer.data.batch import TrainBatch
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.rollout.recorded.dump import Dumped
-from actors.trainer.batches.assembly import CollectedGroup, assemble
-from actors.trainer.batches.batch import TrainBatch
+from actors.rollout.offline.dump import Dumped
+from actors.trainer.data.assembly import CollectedGroup, assemble
+from actors.trainer.data.batch import TrainBatch
 from messages import Int32Array, Outcome, Prompt, RolloutRequested, SamplingParams, SegmentRef, SegmentsPublished
-from runtime.samples.dump_files import write_pair
-from runtime.samples.dumps import Fate, group_of
+from runtime.data.dump_files import write_pair
+from runtime.data.dumps import Fate, group_of
 from runtime.settings.topology import Topology
 from tests.actors.trainer import logs
 from tests.actors.trainer.hf import write_model

@@ -11,14 +11,14 @@ import structlog
 import torch
 from torch import Tensor
 
-from actors.trainer.batches.batch import TrainBatch
-from actors.trainer.batches.untrained import gradients_of
+from actors.trainer.data.batch import TrainBatch
+from actors.trainer.data.skipped import gradients_of
 from actors.trainer.megatron.checkpoint import load_checkpoint
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.metrics import DIFF, DIFF_MAX
 from actors.trainer.step.train_step import TrainStep
 from messages import UntrainedSamples
-from runtime.host.actor import InputError
+from runtime.process.actor import InputError
 from runtime.settings.topology import Topology
 from tests.actors.trainer.tiny import random_batch
 from tests.support.checkpoints import save_checkpoint

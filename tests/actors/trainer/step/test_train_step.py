@@ -11,7 +11,7 @@ import structlog
 import torch
 from safetensors.torch import load_file
 
-from actors.trainer.batches.batch import TrainBatch
+from actors.trainer.data.batch import TrainBatch
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.metrics import DIFF, DIFF_MAX
 from actors.trainer.step.train_step import TrainStep

@@ -23,7 +23,7 @@ from runtime.bus.nats.server import (
     wait_ready,
     write_config,
 )
-from runtime.secrets import Login, Secret, with_login
+from runtime.util.secrets import Login, Secret, with_login
 from tests.fixtures.nats import TEST_STREAMS, NatsServer, group_failed
 
 pytestmark = pytest.mark.anyio

@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 from actors.rollout.sglang.client import SglangClient
-from tests.support.embedded_engine import write_config
+from tests.support.tiny_engine import write_config
 from tests.support.tiny_models import write_tokenizer
 
 

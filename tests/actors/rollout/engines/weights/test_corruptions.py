@@ -11,10 +11,10 @@ from typing import Final
 import pytest
 import torch
 
-from actors.rollout.engines.weights.proof import WeightsMismatch
+from actors.rollout.engines.weights.verification import WeightsMismatch
 from actors.rollout.sglang.client import SglangClient
 from tests.support.corruptions import KEY, Case, Version, cases, random_cases
-from tests.support.embedded_engine import running_engine
+from tests.support.tiny_engine import running_engine
 from tests.support.weight_line import ENGINE, Halves, Transport, as_it_is, drawn
 
 pytestmark = pytest.mark.anyio

@@ -15,7 +15,7 @@ from torch import Tensor
 from actors.rollout.sglang.client import SglangClient
 from actors.trainer.sending.group import StageGroup
 from tests.support.corruptions import LAST
-from tests.support.embedded_engine import running_engine
+from tests.support.tiny_engine import running_engine
 from tests.support.weight_line import ENGINE, Corruption, Halves, Sending, Transport, drawn
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]

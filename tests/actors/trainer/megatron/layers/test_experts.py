@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.trainer.batches.batch import make_micro_batch
+from actors.trainer.data.batch import make_micro_batch
 from actors.trainer.megatron.layers import experts
 from actors.trainer.megatron.rank_model import Replica
 from runtime.settings.topology import Topology

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from actors.trainer.algorithms import log_probs
-from actors.trainer.batches.batch import make_micro_batch
+from actors.trainer.data.batch import make_micro_batch
 from actors.trainer.megatron.layers.head import Head
 from actors.trainer.megatron.rank_model import Replica
 from runtime.settings.topology import Topology

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from actors.trainer.batches.batch import MicroBatch, make_micro_batch
-from actors.trainer.batches.context import Context
+from actors.trainer.data.batch import MicroBatch, make_micro_batch
+from actors.trainer.data.context import Context
 from actors.trainer.megatron.layers import attention
 from actors.trainer.megatron.layers.rows import PackedRow
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.trainer.batches.batch import NOT_KNOWN, expert_ids
+from actors.trainer.data.batch import NOT_KNOWN, expert_ids
 from actors.trainer.megatron.layers.router import is_known
 
 

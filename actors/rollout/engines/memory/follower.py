@@ -1,0 +1,120 @@
+"""Follows the colocation phases led by the trainer, and reports the progress of the engines.
+
+The log defines the phase; an RPC only waits until the engines have reached it. So a call may be repeated, arrive late,
+or reach a rollout actor that has just started.
+"""
+
+import anyio
+import structlog
+
+from actors.rollout.engines.engine import Engine
+from actors.rollout.engines.fleet import Fleet
+from actors.rollout.engines.memory.levels import SENDS, STAGE_OF, Stage, is_awaited, is_there
+from actors.rollout.requests.interrupting import RunningRequests
+from messages import EngineTurn, PhaseChanged, PhaseReached, PhaseRequested
+from runtime.ledger.phases import Turn, next_turn
+
+log = structlog.get_logger()
+
+QUIET_LOOK_S = 1.0  # between two checks for running requests
+
+
+class Follower:
+    """Brings a rollout actor's engines to the memory level of each phase.
+
+    Args:
+        fleet: the engines.
+        running: the running requests on the engines.
+        num_engines: number of engines that the run starts; an address may appear later than the phase.
+    """
+
+    def __init__(self, fleet: Fleet, running: RunningRequests, num_engines: int) -> None:
+        self._fleet = fleet
+        self._num_engines = num_engines
+        self._running = running
+        self._turn: Turn | None = None  # the phase at the current position in the log
+        self._followed: Turn | None = None  # the phase that the engines are moving to
+        self._changed = anyio.Event()  # replaced after each wait
+        # set once the engines' memory level is known from the log; no calls to engines before
+        self.known = anyio.Event()
+
+    def fold(self, event: PhaseChanged, seq: int) -> None:
+        """Apply the next event of the log."""
+        self._turn = next_turn(self._turn, event, seq)
+
+    def follow(self) -> None:
+        """Act on the folded events: the end of the log is reached for now."""
+        if self._turn is not self._followed:
+            self._followed = self._turn
+            self._changed.set()
+
+    async def run(self) -> None:
+        """Follow the phases. Never returns."""
+        while True:
+            await self._changed.wait()
+            self._changed = anyio.Event()
+            turn = self._followed
+            if turn is not None:
+                await self._bring(turn)
+
+    async def _bring(self, turn: Turn) -> None:
+        wanted = STAGE_OF[turn.phase]
+        await self._fleet.hold(turn.phase not in SENDS)
+        if wanted is Stage.NOTHING:
+            while self._running.open and not self._changed.is_set():
+                await self._running.any_ended(QUIET_LOOK_S)
+            if self._changed.is_set():
+                return
+        await self._fleet.allow(wanted)
+        self.known.set()
+
+    async def answer(self, request: PhaseRequested) -> PhaseReached:
+        """Wait until the engines have reached a phase, at most for the requested time."""
+        with anyio.move_on_after(request.within_s):
+            await self._fleet.until(lambda: self._is_known(request))
+            if not self._objection(request):
+                await self._fleet.until(lambda: self._is_reached(request))
+        objection = self._objection(request)
+        engines = tuple(turn_of(engine, STAGE_OF[request.phase]) for engine in self._fleet.engines)
+        if objection:
+            return PhaseReached(reached=False, engines=engines, reason=objection)
+        reason = self._reason(request)
+        return PhaseReached(reached=not reason, engines=engines, reason=reason)
+
+    def _is_known(self, request: PhaseRequested) -> bool:
+        turn = self._followed
+        return turn is not None and (turn.seq >= request.seq or turn.incarnation > request.incarnation)
+
+    def _objection(self, request: PhaseRequested) -> str:
+        """Return why the requested phase is not the current one; empty if it is."""
+        turn = self._followed
+        if turn is None or not self._is_known(request):
+            return "the log is not read so far"
+        if turn.incarnation != request.incarnation:
+            return f"trainer incarnation {turn.incarnation} leads, not {request.incarnation}"
+        return "" if turn.phase is request.phase else f"the phase is {turn.phase} by now"
+
+    def _is_reached(self, request: PhaseRequested) -> bool:
+        return bool(self._objection(request)) or not self._reason(request)
+
+    def _reason(self, request: PhaseRequested) -> str:
+        """Return what the phase still waits for; empty if it is complete."""
+        wanted = STAGE_OF[request.phase]
+        if wanted is Stage.NOTHING and self._fleet.allowed is not Stage.NOTHING:
+            return f"{len(self._running.open)} requests are under way"
+        if wanted is Stage.NOTHING and len(self._fleet.engines) < self._num_engines:
+            return f"{len(self._fleet.engines)} of {self._num_engines} engines have told where they are"
+        left = [engine.name for engine in self._fleet.engines if is_missing(engine, wanted)]
+        return f"awaited: {', '.join(left)}" if left else ""
+
+
+def is_missing(engine: Engine, wanted: Stage) -> bool:
+    """Whether a phase still waits for an engine."""
+    return is_awaited(wanted, answers=engine.answers) and not is_there(engine.stage, wanted)
+
+
+def turn_of(engine: Engine, wanted: Stage) -> EngineTurn:
+    """Return an engine's part of the phase report."""
+    if is_there(engine.stage, wanted):
+        return engine.tenure.moved(wanted)
+    return EngineTurn(engine=engine.name, reached=False, reason=engine.reason or f"it is {engine.state}")

@@ -1,0 +1,136 @@
+"""One engine's share of the memory that it has in common with the trainer: release and resume."""
+
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Final
+
+import structlog
+
+from actors.rollout.engines.memory.levels import Stage
+from actors.rollout.engines.memory.occupancy import anonymous_bytes, is_there
+from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.errors import EngineSilent, EngineUnavailable, RequestRefused
+from actors.rollout.sglang.memory import EngineMemory, Notes
+from messages import EngineTurn
+
+log = structlog.get_logger()
+
+IDLE_S: Final = 2.0  # time for an engine to become idle before its requests are aborted
+
+
+class TurnLost(Exception):
+    """The trainer has reclaimed the engine's memory."""
+
+
+class Tenure:
+    """One engine's memory. A new process starts with all of it.
+
+    Args:
+        client: for the engine.
+        name: of the engine.
+        url: where it listens.
+        pid: of its process on this machine; 0: unknown.
+        is_shown: whether released memory is visible in the process's memory statistics.
+        notes: stores earlier calls to it; None: nothing is stored.
+    """
+
+    def __init__(
+        self,
+        client: SglangClient,
+        name: str,
+        url: str,
+        *,
+        pid: int = 0,
+        is_shown: bool = False,
+        notes: Notes | None = None,
+    ) -> None:
+        self._client = client
+        self._name = name
+        self._url = url
+        self._pid = pid
+        self._is_shown = is_shown
+        self._memory = EngineMemory(client, url, notes)
+        self._moved: dict[Stage, EngineTurn] = {}
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the engine's memory state is known. If not, the engine has to be restarted."""
+        return self._memory.is_sure
+
+    @property
+    def room(self) -> Stage:
+        """The memory level that the engine has room for."""
+        if "weights" in self._memory.released:
+            return Stage.NOTHING
+        return Stage.WEIGHTS if self._memory.released else Stage.EVERYTHING
+
+    def moved(self, stage: Stage) -> EngineTurn:
+        """Return the report of the last move to a level."""
+        return self._moved.get(stage, EngineTurn(engine=self._name, reached=True))
+
+    async def inherit(self) -> None:
+        """Take over the memory state left by an earlier rollout actor.
+
+        Raises:
+            EngineUnavailable: the stored state is unreadable.
+        """
+        await self._memory.inherit()
+
+    async def give_back(self) -> None:
+        """Make the engine release all memory. This run has no requests there; those of an earlier actor are aborted.
+
+        Raises:
+            EngineError: it did not.
+        """
+        if self.room is Stage.NOTHING:
+            return
+        await self._until_idle()
+        await self._move(Stage.NOTHING, self._memory.release)
+
+    async def take_weights(self) -> None:
+        """Make the engine resume the memory for weights, which have to be updated after that.
+
+        Raises:
+            EngineError: it did not.
+        """
+        await self._move(Stage.WEIGHTS, partial(self._memory.resume, "weights"))
+
+    async def take_rest(self) -> None:
+        """Make the engine resume all other memory.
+
+        Raises:
+            EngineError: it did not.
+        """
+        if self.room is not Stage.EVERYTHING:
+            await self._move(Stage.EVERYTHING, self._memory.resume)
+
+    async def _until_idle(self) -> None:
+        """Wait until the engine is idle, aborting requests that do not end.
+
+        A scheduler that gets a release while it is not idle crashes; it sends its last answer before it is idle.
+        """
+        while True:
+            try:
+                await self._client.flush_cache(self._url, IDLE_S)
+            except RequestRefused as error:
+                log.warning("engine_not_idle", engine=self._name, reason=str(error))
+                await self._client.abort(self._url, None)
+            except EngineSilent:  # the node daemon kills hung engines
+                log.warning("engine_silent", engine=self._name)
+            else:
+                return
+
+    async def _move(self, stage: Stage, move: Callable[[], Awaitable[None]]) -> None:
+        if self._pid and not is_there(self._pid):
+            raise EngineUnavailable(f"{self._url}: its process has ended, and another one may listen there")
+        begin, before = time.perf_counter(), self._bytes()
+        await move()
+        took_s, after = time.perf_counter() - begin, self._bytes()
+        log.info("engine_memory_moved", engine=self._name, to=stage.name.lower(), took_s=took_s)
+        self._moved[stage] = EngineTurn(
+            engine=self._name, reached=True, took_s=took_s, bytes_before=before, bytes_after=after
+        )
+
+    def _bytes(self) -> int | None:
+        return anonymous_bytes(self._pid) if self._is_shown else None

@@ -1,0 +1,151 @@
+"""Verifies an engine's weights against the published version. Pure: the IO is in verifier.py.
+
+Three properties are compared; each detects errors that the others miss:
+
+- The label shows that the engine considers the update complete.
+- The engine's own checksum is compared with those of all engines with the same layout. Equal files must give equal
+  checksums, different files different ones. This detects an engine that reports success and loads nothing, however
+  small a train step is.
+- The engine's log-probs of the probe are compared with the trainer's. This detects weights that are wrong on all
+  engines, such as a tensor that was never sent, or random weights. It misses a train step that changes less than the
+  tolerance.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from actors.rollout.sglang.errors import EngineError
+from messages import WeightProbe, WeightsAnnounced
+from runtime.settings.topology import Verify, WeightFormat
+
+SMALL_BYTES: Final = 4 << 30  # size of the files: 1e9 parameters in float32, or 2e9 in bfloat16
+TOLERANCE: Final = 1e-3  # in nats, if trainer and engine compute in float32
+ROUGH_TOLERANCE: Final = 2e-2  # in nats, if one of them does not
+FP8_TOLERANCE: Final = 3e-1  # in nats, if the engine computes in FP8; an estimate, not measured yet
+NUM_KNOWN: Final = 256  # weight versions with remembered checksums, per layout
+LAYOUT_KEYS: Final = (
+    *("version", "device", "dtype", "quantization", "tp_size", "pp_size", "dp_size", "ep_size", "nnodes"),
+    *("enable_dp_attention", "attention_backend", "moe_runner_backend", "json_model_override_args"),
+)
+
+Layout = tuple[str, ...]
+
+
+class WeightsMismatch(EngineError):
+    """An engine does not hold the announced weights."""
+
+
+class ServerInfo(NamedTuple):
+    """The part of /server_info that matters for weights."""
+
+    layout: Layout  # engines with equal layouts have equal tensors for equal files
+    dtype: str
+    quantized: bool
+
+
+def server_of(info: Mapping[str, Any]) -> ServerInfo:
+    """Parse a /server_info response."""
+    quantization = info.get("quantization")
+    return ServerInfo(
+        tuple(str(info.get(key)) for key in LAYOUT_KEYS), str(info.get("dtype")), quantization is not None
+    )
+
+
+def is_thorough(verify: Verify | None, announced: WeightsAnnounced, *, first: bool) -> bool:
+    """Whether to verify more than the label; `first`: the first update since the engine was last not ready."""
+    if verify is None:
+        verify = "always" if announced.size_bytes <= SMALL_BYTES else "first"
+    return verify == "always" or (verify == "first" and first)
+
+
+def label_mismatch(label: str, answered: str | None) -> str:
+    """Return why an engine's label shows an incomplete update; empty if it matches."""
+    return "" if answered == label else f"calls its weights {answered!r}, it was to load {label!r}"
+
+
+def probe_mismatch(probe: WeightProbe, answered: Sequence[float | None], *, tolerance: float) -> str:
+    """Return why log-probs differ from those of a probe; empty if they match.
+
+    Compares the mean absolute difference. In bfloat16 two correct implementations may differ in a single token by more
+    than any useful bound; a wrong tensor shifts all tokens.
+
+    Args:
+        probe: as announced.
+        answered: the engine's log-prob of each token; the first is ignored.
+        tolerance: in nats.
+    """
+    difference = probe_difference(probe, answered)
+    if difference <= tolerance:  # NaN does not pass
+        return ""
+    return f"its log-probs of the probe differ from the trainer's by {difference:.2g} in the mean, over {tolerance:g}"
+
+
+def probe_difference(probe: WeightProbe, answered: Sequence[float | None]) -> float:
+    """Return the mean absolute difference in nats; infinite if a token or value is missing."""
+    if len(answered) != len(probe.log_probs):
+        return math.inf
+    pairs = list(zip(probe.log_probs, answered, strict=True))[1:]
+    return sum(math.inf if given is None else abs(expected - given) for expected, given in pairs) / len(pairs)
+
+
+def tolerance_of(server: ServerInfo, trainer_dtype: str, weight_format: WeightFormat = "as_trained") -> float:
+    """Return how far log-probs of the same weights may differ, given the format in which the engine receives them."""
+    if weight_format == "fp8":
+        return FP8_TOLERANCE
+    exact = server.dtype == trainer_dtype == "float32" and not server.quantized and weight_format == "as_trained"
+    return TOLERANCE if exact else ROUGH_TOLERANCE
+
+
+def holds_all_digits(server: ServerInfo, trainer_dtype: str, weight_format: WeightFormat = "as_trained") -> bool:
+    """Whether different files, or different tensors of a weight sync, always become different tensors on the engine.
+
+    That holds if no digits are rounded away. An engine may rescale FP8 weights for its computation.
+    """
+    came_in = trainer_dtype if weight_format == "as_trained" else "bfloat16"
+    return server.dtype in (came_in, "float32") and not server.quantized and weight_format != "fp8"
+
+
+class _Seen(NamedTuple):
+    files: str
+    tensors: str
+    engine: str  # the first engine that verified them
+
+
+class KnownChecksums:
+    """Maps checksums of files to checksums of tensors per layout, from verified engines."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Layout, dict[str, _Seen]] = {}  # by checksum of the files, oldest first
+
+    def mismatch(self, server: ServerInfo, files: str, tensors: str | None, *, all_digits: bool) -> str:
+        """Return why an engine cannot hold these files; empty if there is no contradiction.
+
+        Args:
+            server: the engine's properties.
+            files: the announced checksum.
+            tensors: the engine's own checksum; None: it reports none.
+            all_digits: different files always give different tensors on this engine.
+        """
+        if not tensors:
+            return "does not say the checksum of its weights"
+        seen = self._seen.get(server.layout, {})
+        same = seen.get(files)
+        if same is not None and same.tensors != tensors:
+            return f"its checksum is {tensors[:12]}, that of {same.engine} is {same.tensors[:12]} from the same files"
+        before = next((each for each in seen.values() if each.tensors == tensors and each.files != files), None)
+        if all_digits and before is not None:
+            return f"its checksum is {tensors[:12]}, as that of {before.engine} was from other files: it loaded nothing"
+        return ""
+
+    def tensors(self, server: ServerInfo, files: str) -> str | None:
+        """Return the tensor checksum of verified engines with this layout for these files; None if there is none."""
+        seen = self._seen.get(server.layout, {}).get(files)
+        return None if seen is None else seen.tensors
+
+    def add(self, server: ServerInfo, engine: str, files: str, tensors: str) -> None:
+        """Record the checksums of a verified engine."""
+        seen = self._seen.setdefault(server.layout, {})
+        seen.setdefault(files, _Seen(files, tensors, engine))
+        if len(seen) > NUM_KNOWN:
+            del seen[next(iter(seen))]

@@ -1,0 +1,258 @@
+"""Updates the weights of engines and verifies them."""
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final, NamedTuple
+
+import structlog
+
+from actors.rollout.engines.weights.files import WeightsDamaged
+from actors.rollout.engines.weights.sync import Part, Place
+from actors.rollout.engines.weights.tensors import layout_of, tensors_mismatch
+from actors.rollout.engines.weights.updater import Expected, Updater
+from actors.rollout.engines.weights.updates import Loads
+from actors.rollout.engines.weights.verification import (
+    KnownChecksums,
+    ServerInfo,
+    WeightsMismatch,
+    holds_all_digits,
+    is_thorough,
+    label_mismatch,
+    probe_mismatch,
+    server_of,
+    tolerance_of,
+)
+from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.errors import RequestRefused
+from messages import WeightProbe, WeightsAnnounced
+from runtime.settings.topology import StartWeights, Verify, WeightFormat
+
+log = structlog.get_logger()
+
+FROM_PEER: Final = "remote_instance"  # SGLang's load format for weights from a peer
+UNTOLD: Final = "default"  # SGLang's label for weights that were never labelled
+
+Done = Callable[[], Awaitable[None]]
+
+
+async def nothing() -> None:
+    """Do nothing."""
+
+
+class Sent(NamedTuple):
+    """Weights that at least one engine has verified."""
+
+    version: int
+    checksum: str  # of their files, or of the tensors of a weight sync
+
+
+class Brought(NamedTuple):
+    """Result of a verified weight update."""
+
+    label: str  # label of the verified weights on the engine
+    pause_s: float  # seconds without new requests, see `Updater.update`
+
+
+class Prover:
+    """Updates engines to announced weights and verifies them. The setting `verify` selects the checks beyond the label.
+
+    The checksum is queried while the engine is paused, before it generates from the new weights. The probe follows
+    right after it continues. Tokens sampled before the verification ends wait for it, by their label (updates.py).
+    """
+
+    def __init__(
+        self,
+        client: SglangClient,
+        updater: Updater,
+        loads: Loads,
+        *,
+        verify: Verify | None,
+        trainer_dtype: str,
+        weight_format: WeightFormat = "as_trained",
+        start_weights: StartWeights = "files",
+    ) -> None:
+        self.loads = loads
+        self._start_weights: StartWeights = start_weights
+        self._client = client
+        self._updater = updater
+        self._verify: Verify | None = verify
+        self._trainer_dtype = trainer_dtype
+        self._weight_format: WeightFormat = weight_format
+        self._known = KnownChecksums()
+        self._newest = Sent(0, "")
+
+    async def bring(
+        self,
+        engine: str,
+        url: str,
+        announced: WeightsAnnounced,
+        *,
+        first: bool,
+        loaded: Done = nothing,
+        check_read: Done = nothing,
+        part: Part | None = None,
+    ) -> Brought:
+        """Update an engine's weights and verify them.
+
+        Args:
+            engine: its name.
+            url: where it listens.
+            announced: the weights.
+            first: whether this is its first update since it was last not ready.
+            loaded: called once it holds the weights, before it has to generate.
+            check_read: called after it has read its files, or failed to; raises if they differ from the announcement.
+            part: its membership in the weight sync; None: the weights are in files.
+
+        Raises:
+            WeightsMismatch: it does not hold the weights.
+            EngineError: it refused the update, or does not respond.
+        """
+        label = self.loads.begin(engine, announced.version)
+        try:
+            if is_thorough(self._verify, announced, first=first):
+                pause_s = await self._load_and_prove(engine, url, announced, label, loaded, check_read, part)
+            else:
+                pause_s = await self._updater.update(url, announced, label, part=part)
+                await self._check_label(engine, url, label)
+                if part is not None and announced.transport == "ipc":
+                    part.finish()
+                await loaded()
+                await check_read()
+            self.loads.prove(label)
+        except (RequestRefused, WeightsMismatch) as error:
+            if not isinstance(error, WeightsDamaged):
+                await check_read()  # raises the actual cause if the files are damaged
+            raise
+        finally:
+            self.loads.refuse(label)
+        return Brought(label, pause_s)
+
+    async def adopt(self, engine: str, url: str, announced: WeightsAnnounced) -> str | None:
+        """Verify the weights that a peer gave an engine at its start; None if they are not the announced ones.
+
+        The engine generates nothing yet. Its peer may have been updated while it sent, so the weights may be a mixture.
+        If the verification fails here, the engine gets a normal update.
+
+        Returns:
+            The label of the weights on the engine.
+
+        Raises:
+            EngineError: it does not respond.
+        """
+        if self._start_weights != "peer" or announced.version != self._newest.version:
+            return None
+        info = await self._client.server_info(url)
+        if info.get("load_format") != FROM_PEER or await self._client.weight_version(url) != UNTOLD:
+            return None
+        server = server_of(info)
+        tensors = (await self._client.checksums(url)).per_engine_checksum
+        if not tensors or tensors != self._known.tensors(server, self._newest.checksum):
+            log.info("first_weights_not_proven", engine=engine, weight_version=announced.version)
+            return None
+        label = self.loads.begin(engine, announced.version)
+        try:
+            await self._client.update_version(url, label)
+            await self._check_label(engine, url, label)
+            if announced.probe is not None:
+                await self._check_probe(engine, url, announced.probe, server)
+            self.loads.prove(label)
+        except WeightsMismatch as error:
+            log.warning("first_weights_refused", engine=engine, reason=str(error))
+            return None
+        finally:
+            self.loads.refuse(label)
+        log.info("first_weights_proven", engine=engine, weight_version=announced.version)
+        return label
+
+    def is_paused(self, url: str) -> bool:
+        """Whether this or an earlier rollout actor paused an engine and has not been able to continue it."""
+        return self._updater.is_paused(url)
+
+    async def forget_pause(self, url: str) -> None:
+        """Drop the note of a pause: the engine reports that it generates."""
+        await self._updater.forget_pause(url)
+
+    async def proceed(self, url: str) -> None:
+        """End an engine's pause, if there is one.
+
+        Raises:
+            EngineError: the call failed.
+        """
+        await self._updater.proceed(url)
+
+    async def clear(self, url: str) -> None:
+        """Interrupt the requests of an engine that holds the wrong weights."""
+        await self._updater.clear(url)
+
+    async def place(self, url: str, announced: WeightsAnnounced, *, first: bool) -> Place:
+        """Return an engine's parameters for a weight sync; `first` as for `bring`.
+
+        Raises:
+            EngineError: it does not report its configuration.
+        """
+        info = await self._client.server_info(url)
+        num_ranks = int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
+        is_compared = is_thorough(self._verify, announced, first=first)
+        return Place(num_ranks, is_compared, layout_of(info) if is_compared else None)
+
+    async def _load_and_prove(
+        self,
+        engine: str,
+        url: str,
+        announced: WeightsAnnounced,
+        label: str,
+        loaded: Done,
+        check_read: Done,
+        part: Part | None,
+    ) -> float:
+        server = server_of(await self._client.server_info(url))
+        sent, tensors, by_tensor = "", None, False
+        took_s = 0.0
+
+        async def look(checksum: str, expected: Expected) -> None:
+            nonlocal sent, tensors, by_tensor, took_s
+            begin = time.perf_counter()
+            await self._check_label(engine, url, label)
+            said = await self._client.checksums(url)
+            if part is not None and part.place.wants is not None and part.place.wants.key in expected:
+                by_tensor = True
+                ranks = [rank.checksums for rank in said.ranks]
+                self._refuse_if(engine, tensors_mismatch(expected[part.place.wants.key], ranks, part.came))
+            sent, tensors = checksum, said.per_engine_checksum
+            self._refuse_if(engine, self._checksum_mismatch(server, sent, tensors))
+            took_s += time.perf_counter() - begin
+
+        pause_s = await self._updater.update(url, announced, label, look, part)
+        if part is not None and announced.transport == "ipc":
+            part.finish()  # the probe needs memory that a colocated engine gets only after this
+        await loaded()
+        begin = time.perf_counter()
+        if announced.probe is not None:
+            await self._check_probe(engine, url, announced.probe, server)
+        await check_read()  # before its checksum becomes the reference for other engines
+        # other engines may have been verified meanwhile
+        self._refuse_if(engine, self._checksum_mismatch(server, sent, tensors))
+        assert tensors is not None
+        self._known.add(server, engine, sent, tensors)
+        self._newest = Sent(announced.version, sent)
+        took_s += time.perf_counter() - begin
+        version = announced.version
+        log.info("weights_proven", engine=engine, weight_version=version, by_tensor=by_tensor, took_s=took_s)
+        return pause_s
+
+    async def _check_probe(self, engine: str, url: str, probe: WeightProbe, server: ServerInfo) -> None:
+        log_probs = await self._client.prompt_log_probs(url, probe.token_ids)
+        tolerance = tolerance_of(server, self._trainer_dtype, self._weight_format)
+        self._refuse_if(engine, probe_mismatch(probe, log_probs, tolerance=tolerance))
+
+    async def _check_label(self, engine: str, url: str, label: str) -> None:
+        self._refuse_if(engine, label_mismatch(label, await self._client.weight_version(url)))
+
+    def _checksum_mismatch(self, server: ServerInfo, sent: str, tensors: str | None) -> str:
+        all_digits = holds_all_digits(server, self._trainer_dtype, self._weight_format)
+        return self._known.mismatch(server, sent, tensors, all_digits=all_digits)
+
+    @staticmethod
+    def _refuse_if(engine: str, reason: str) -> None:
+        if reason:
+            raise WeightsMismatch(f"{engine}: {reason}")

@@ -1,0 +1,229 @@
+"""KV cache: one contiguous slot per running request, filled by prefill and extended by decode.
+
+Running requests occupy the first slots, so a decode works on plain slices. When requests end, the last ones move
+into the holes.
+
+Shapes: S slots, n running, L layers, H heads, K KV heads, D head size, C capacity in tokens, B x Q prefill.
+"""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.tiny_engine.engine.requests import Request, Sampling
+from actors.tiny_engine.model import sampling
+from actors.tiny_engine.model.forward import Weights, hidden_states, rope_table
+
+MIN_CAPACITY: Final = 64  # tokens per slot; doubles as sequences grow
+NEVER: Final = float("-inf")
+_TOKEN, _POSITION, _SEED, _TOP_K = range(4)
+_TEMPERATURE, _TOP_P, _MIN_P, _KIND = range(4)
+_PLAIN, _TRUNCATING, _GREEDY = 0.0, 1.0, 2.0  # kinds of sampling
+
+
+class Drawn(NamedTuple):
+    """Sampled tokens of consecutive slots, and their log-probs."""
+
+    first: int  # slot
+    tokens: list[int]
+    log_probs: list[float]
+
+
+class KvSlots:
+    """Running requests and their KV cache. Runs on one thread, in inference mode."""
+
+    def __init__(self, weights: Weights, *, num_slots: int, context_length: int) -> None:
+        self.requests: list[Request] = []  # running, by slot
+        self.weights = weights
+        self.num_slots = num_slots
+        self.context_length = context_length
+        self._capacity = 0
+        self._ints = torch.zeros(num_slots, 4, dtype=torch.int64)
+        self._floats = torch.zeros(num_slots, 4)
+        self._num_greedy = 0
+        self._num_truncating = 0
+        self._num_floored = 0
+        self._cache = torch.empty(0)
+        self._allocate(0)
+
+    @property
+    def num_free(self) -> int:
+        """Number of free slots."""
+        return self.num_slots - len(self.requests)
+
+    @property
+    def num_used_tokens(self) -> int:
+        """Number of tokens in the KV cache."""
+        return int(self._ints[: len(self.requests), _POSITION].sum())
+
+    def prefill(self, requests: Sequence[Request]) -> Drawn:
+        """Put requests into the next free slots: compute their tokens so far and sample one more for each."""
+        first, size = len(self.requests), len(requests)
+        lengths = [request.num_tokens for request in requests]
+        longest = max(lengths)
+        self._reserve(longest + 1)
+        ids = [request.prompt_ids + request.output_ids for request in requests]
+        padded = torch.tensor([row + [0] * (longest - len(row)) for row in ids])
+        self._seat(requests, lengths)
+        states = self._prefill_states(padded, first)
+        self._score_prompts(requests, states)
+        last = states[torch.arange(size), torch.tensor(lengths) - 1]
+        return self._draw(last, first)
+
+    def decode(self) -> Drawn:
+        """Advance every running request by one token."""
+        num = len(self.requests)
+        positions = self._ints[:num, _POSITION]
+        longest = int(positions.max()) + 1
+        self._reserve(longest)
+        states = self._decode_states(positions, longest)
+        positions += 1
+        return self._draw(states, 0)
+
+    def leave(self, slots: Sequence[int]) -> None:
+        """Free some slots, given in ascending order, and move the last requests into the holes."""
+        remaining = len(self.requests) - len(slots)
+        gone = set(slots)
+        for slot in slots:
+            self._count(self.requests[slot], -1)
+        movers = [slot for slot in range(remaining, len(self.requests)) if slot not in gone]
+        holes = [slot for slot in slots if slot < remaining]
+        if movers:
+            self._ints[holes] = self._ints[movers]
+            self._floats[holes] = self._floats[movers]
+            used = int(self._ints[holes, _POSITION].max())
+            self._cache[:, holes, :, :used] = self._cache[:, movers, :, :used]
+            for hole, mover in zip(holes, movers, strict=True):
+                self.requests[hole] = self.requests[mover]
+        del self.requests[remaining:]
+
+    def clear(self) -> list[Request]:
+        """Free all slots and return their requests, in slot order."""
+        requests, self.requests = self.requests, []
+        self._num_greedy = self._num_truncating = self._num_floored = 0
+        return requests
+
+    def free(self) -> None:
+        """Release the memory of the slots, all of which must be free; it is allocated again on demand."""
+        assert not self.requests, "slots in use are not freed"
+        self._allocate(0)
+
+    def _allocate(self, capacity: int) -> None:
+        config = self.weights.config
+        heads = 2 * config.num_kv_heads
+        old, used, self._capacity = self._cache, self._capacity, capacity
+        # Zeros, not empty: attention multiplies masked positions by 0, and 0 * NaN is NaN.
+        self._cache = torch.zeros(config.num_layers, self.num_slots, heads, capacity, config.head_dim)
+        if self.requests:
+            self._cache[:, :, :, :used] = old
+        self._rows = [layer.view(-1, config.head_dim) for layer in self._cache]  # a row per slot, head and position
+        self._row_of = (torch.arange(self.num_slots * heads) * capacity).view(self.num_slots, heads)
+        self._rope = rope_table(config.rope, config.head_dim, capacity)
+        self._range = torch.arange(capacity)
+
+    def _reserve(self, length: int) -> None:
+        """Make every slot at least `length` tokens long."""
+        if length > self._capacity:
+            self._allocate(min(self.context_length, max(length, 2 * self._capacity, MIN_CAPACITY)))
+
+    def _seat(self, requests: Sequence[Request], lengths: Sequence[int]) -> None:
+        rows = slice(len(self.requests), len(self.requests) + len(requests))
+        vocabulary = self.weights.config.vocab_size
+        ints = [
+            (0, length, request.seed, request.sampling.top_k or vocabulary)
+            for request, length in zip(requests, lengths, strict=True)
+        ]
+        wanted = [request.sampling for request in requests]
+        floats = [(one.temperature, one.top_p, one.min_p, _kind(one)) for one in wanted]
+        self._ints[rows] = torch.tensor(ints)
+        self._floats[rows] = torch.tensor(floats)
+        for request in requests:
+            self._count(request, 1)
+        self.requests.extend(requests)
+
+    def _count(self, request: Request, sign: int) -> None:
+        self._num_greedy += sign * request.sampling.greedy
+        self._num_truncating += sign * request.sampling.truncates
+        self._num_floored += sign * (request.stopping.floor > 0)
+
+    def _prefill_states(self, ids: Tensor, first: int) -> Tensor:
+        """Hidden states [B, Q, E] of padded prompts [B, Q]; those after a prompt's end are never used."""
+        config = self.weights.config
+        size, longest = ids.shape
+        kv_heads = config.num_kv_heads
+        repeats = config.num_heads // kv_heads
+
+        def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
+            cached = keys_values.transpose(1, 2)  # [B, 2K, Q, D]
+            self._cache[layer, first : first + size, :, :longest] = cached
+            keys, values = cached.repeat_interleave(repeats, 1).chunk(2, 1) if repeats > 1 else cached.chunk(2, 1)
+            mixed = F.scaled_dot_product_attention(queries.transpose(1, 2), keys, values, is_causal=True)
+            return mixed.transpose(1, 2).reshape(size, longest, -1)
+
+        rope = self._rope[:longest]
+        return hidden_states(self.weights, F.embedding(ids, self.weights.embedding), rope[:, 0], rope[:, 1], attend)
+
+    def _decode_states(self, positions: Tensor, longest: int) -> Tensor:
+        """Hidden states [n, E] of the running requests' last tokens."""
+        config = self.weights.config
+        num, kv_heads, size = len(self.requests), config.num_kv_heads, config.head_dim
+        rows = (self._row_of[:num] + positions.unsqueeze(1)).view(-1)
+        mask = torch.zeros(num, longest).masked_fill_(self._range[:longest] > positions.unsqueeze(1), NEVER)
+        mask = mask[:, None, None]
+
+        def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
+            self._rows[layer].index_copy_(0, rows, keys_values.reshape(-1, size))
+            cached = self._cache[layer, :num, :, :longest]
+            grouped = queries.reshape(num, kv_heads, -1, size)  # heads that share keys become query positions
+            keys, values = cached[:, :kv_heads], cached[:, kv_heads:]
+            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).reshape(num, -1)
+
+        rope = self._rope[positions]
+        x = F.embedding(self._ints[:num, _TOKEN], self.weights.embedding)
+        return hidden_states(self.weights, x, rope[:, 0], rope[:, 1], attend)
+
+    def _draw(self, states: Tensor, first: int) -> Drawn:
+        """Sample the next tokens of the slots from `first` on; `states` are their last hidden states, [n, E]."""
+        ints, floats = self._ints[first : len(self.requests)], self._floats[first : len(self.requests)]
+        logits = F.linear(states, self.weights.head)
+        if self._num_floored:
+            self._forbid_stops(logits, first)
+        log_probs = (logits / floats[:, _TEMPERATURE, None]).log_softmax(-1)
+        uniform = sampling.uniforms(ints[:, _SEED], ints[:, _POSITION])
+        tokens = sampling.draw(log_probs, uniform)
+        kinds = floats[:, _KIND]
+        if self._num_truncating:
+            truncated = sampling.draw_truncated(
+                log_probs, uniform, top_k=ints[:, _TOP_K], top_p=floats[:, _TOP_P], min_p=floats[:, _MIN_P]
+            )
+            tokens = torch.where(kinds == _TRUNCATING, truncated, tokens)
+        if self._num_greedy:
+            tokens = torch.where(kinds == _GREEDY, log_probs.argmax(-1), tokens)
+        tokens = tokens.clamp_(max=log_probs.shape[-1] - 1)  # NaNs yield an index past the last token
+        ints[:, _TOKEN] = tokens
+        drawn = log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        return Drawn(first, tokens.tolist(), drawn.tolist())
+
+    def _forbid_stops(self, logits: Tensor, first: int) -> None:
+        for row, request in enumerate(self.requests[first:]):
+            if len(request.output_ids) < request.stopping.floor and request.stopping.token_ids:
+                logits[row, list(request.stopping.token_ids)] = NEVER
+
+    def _score_prompts(self, requests: Sequence[Request], states: Tensor) -> None:
+        """Fill `input_log_probs` where requested, without temperature, as SGLang does."""
+        for row, request in enumerate(requests):
+            start, end = request.logprob_start, len(request.prompt_ids) - 1
+            if start < 0 or request.input_log_probs is not None:
+                continue
+            log_probs = F.linear(states[row, start:end], self.weights.head).log_softmax(-1)
+            following = torch.tensor(request.prompt_ids[start + 1 :]).unsqueeze(1)
+            request.input_log_probs = log_probs.gather(1, following).squeeze(1).tolist() if len(following) else []
+
+
+def _kind(wanted: Sampling) -> float:
+    if wanted.greedy:
+        return _GREEDY
+    return _TRUNCATING if wanted.truncates else _PLAIN

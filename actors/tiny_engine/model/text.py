@@ -1,0 +1,46 @@
+"""Tokenizer, for model directories with a tokenizer.json."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from runtime.models.config import ModelError
+
+
+class Text:
+    """A fast tokenizer. Safe to share between threads."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, directory: Path) -> "Text | None":
+        """Load tokenizer.json if the directory has one.
+
+        Raises:
+            ModelError: the file cannot be parsed.
+        """
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            return None
+        try:
+            return cls(Tokenizer.from_file(str(file)))
+        except Exception as error:  # the binding raises bare Exception for any fault of the file
+            raise ModelError(f"{file}: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Tokenize a text, with the special tokens that its post-processor adds."""
+        return list(self._tokenizer.encode(text).ids)
+
+    def width(self, text: str) -> int:
+        """Number of tokens of a text, without added special tokens.
+
+        Raises:
+            Exception: the text cannot be tokenized; the binding has no narrower type.
+        """
+        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Detokenize."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)

@@ -1,0 +1,229 @@
+"""Assembly of completed prompt groups and their payloads into a batch of ragged columns."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.trainer.data.batch import NOT_KNOWN, ExpertIds, LeftOut, TrainBatch, expert_ids
+from actors.trainer.data.staleness import NOT_SAMPLED, Masking, loss_masks, staleness_of
+from actors.trainer.data.too_long import SamplePlace
+from messages import GroupCompleted, SampleStatus, SampleSummary, Segment, SegmentsPublished
+from runtime.data.tokens import sample_problem
+
+
+@dataclass(frozen=True)
+class CollectedGroup:
+    """A prompt group with everything that training needs of it."""
+
+    completed: GroupCompleted
+    payloads: Mapping[int, SegmentsPublished]  # by sequence in the data stream
+    too_long: frozenset[SamplePlace] = frozenset()  # samples over the length limit; their payloads are not fetched
+    problems: Mapping[SamplePlace, str] = field(default_factory=dict[SamplePlace, str])  # invalid samples with reasons
+
+    def left_out(self, sample: SampleSummary) -> LeftOut:
+        """Whether the tokens of a sample are left out, and why."""
+        place = sample.index, sample.part
+        if place in self.too_long:
+            return LeftOut.TOO_LONG
+        return LeftOut.INVALID if place in self.problems else LeftOut.NO
+
+
+def payload_seqs(completed: GroupCompleted, too_long: Collection[SamplePlace] = ()) -> list[int]:
+    """Data stream sequences of a group's segments, without duplicates and without samples that are too long."""
+    wanted = (sample for sample in completed.samples if (sample.index, sample.part) not in too_long)
+    return sorted({ref.seq for sample in wanted for ref in sample.segments})
+
+
+def trainable(sample: SampleSummary) -> bool:
+    """Whether a sample enters the batch: it has tokens and a reward, and did not fail."""
+    return sample.reward is not None and bool(sample.segments) and sample.status is not SampleStatus.FAILED
+
+
+NO_MASKING = Masking()
+
+
+def assemble(
+    step: int,
+    groups: Sequence[CollectedGroup],
+    steps_of_versions: Mapping[int, int],
+    masking: Masking = NO_MASKING,
+) -> TrainBatch | None:
+    """Concatenate the samples of a train step.
+
+    Args:
+        step: Number of the train step; the weights that it starts from contain that many train steps.
+        groups: Groups in order of issue.
+        steps_of_versions: Train steps that each published weight version contains.
+        masking: Masks tokens by the weights that sampled them.
+
+    Returns:
+        The batch, or None when no sample can be trained.
+
+    Raises:
+        ValueError: A payload holds another sample than the event names, and the sample is not marked invalid.
+    """
+    builder = _Builder(step, steps_of_versions, masking)
+    for group in groups:
+        rollouts: dict[int, int] = {}
+        for sample in sorted(group.completed.samples, key=lambda sample: (sample.index, sample.part)):
+            if trainable(sample):
+                rollout = rollouts.setdefault(sample.index, builder.num_rollouts + len(rollouts))
+                left_out = group.left_out(sample)
+                segments = [] if left_out else list(segments_of(group.completed, group.payloads, sample))
+                builder.add(group.completed.group_id, rollout, sample, segments, left_out)
+        builder.num_rollouts += len(rollouts)
+    return builder.build()
+
+
+def segments_of(
+    completed: GroupCompleted, payloads: Mapping[int, SegmentsPublished], sample: SampleSummary
+) -> Iterator[Segment]:
+    """Yield the segments of a sample in order.
+
+    Raises:
+        ValueError: A reference points to another sample's segment, or to none.
+    """
+    for ref in sample.segments:
+        segments = payloads[ref.seq].segments
+        if not 0 <= ref.position < len(segments):
+            raise ValueError(f"message {ref.seq} has no segment {ref.position}")
+        key = segments[ref.position].sample
+        if (key.group_id, key.index, key.part) != (completed.group_id, sample.index, sample.part):
+            raise ValueError(f"segment {ref.position} of message {ref.seq} belongs to {key}")
+        yield segments[ref.position]
+
+
+def problems_of(
+    completed: GroupCompleted,
+    payloads: Mapping[int, SegmentsPublished],
+    vocab_size: int | None,
+    too_long: Collection[SamplePlace] = (),
+) -> dict[SamplePlace, str]:
+    """Find the invalid samples of a group and describe the problem of each.
+
+    Args:
+        completed: The group.
+        payloads: Payloads by sequence in the data stream.
+        vocab_size: Vocabulary size of the model. None: unknown.
+        too_long: Samples whose payloads are not fetched.
+    """
+    problems: dict[SamplePlace, str] = {}
+    for sample in completed.samples:
+        place = sample.index, sample.part
+        if place in too_long or not trainable(sample):
+            continue
+        try:
+            segments = list(segments_of(completed, payloads, sample))
+        except ValueError as error:
+            problems[place] = str(error)
+            continue
+        said = sample.prompt_len + sample.response_len or None
+        if (problem := sample_problem(segments, vocab_size, num_tokens=said)) is not None:
+            problems[place] = problem
+    return problems
+
+
+def raw_reward(sample: SampleSummary) -> float:
+    """Return a sample's reward before its grader shaped it, if its metadata has one; else its reward."""
+    assert sample.reward is not None
+    raw = sample.metadata.get("raw_reward", sample.reward)
+    return float(raw) if isinstance(raw, (int, float)) else sample.reward
+
+
+class _Builder:
+    def __init__(self, step: int, steps_of_versions: Mapping[int, int], masking: Masking) -> None:
+        self.num_rollouts = 0
+        self._step = step
+        self._steps_of_versions = steps_of_versions
+        self._masking = masking
+        self._samples: list[tuple[int, int, int, int, float, float, bool, LeftOut, int]] = []  # in the order of `build`
+        self._tokens: list[NDArray[np.int32]] = []
+        self._mask: list[NDArray[np.uint8]] = []
+        self._log_probs: list[NDArray[np.float32]] = []
+        self._staleness: list[NDArray[np.int32]] = []
+        self._experts: list[
+            tuple[int, NDArray[np.int32] | None]
+        ] = []  # token count, and the experts of each token if they are recorded
+
+    def add(
+        self, group: int, rollout: int, sample: SampleSummary, segments: Sequence[Segment], left_out: LeftOut
+    ) -> None:
+        stalenesses = [staleness_of(segment, self._step, self._steps_of_versions) for segment in segments]
+        masks = loss_masks(segments, stalenesses, self._masking)
+        length = 0 if segments else self._add_nothing()
+        for segment, staleness, mask in zip(segments, stalenesses, masks, strict=True):
+            num_prompt = len(segment.prompt_ids)
+            length += num_prompt + len(segment.response_ids)
+            self._tokens += [segment.prompt_ids, segment.response_ids]
+            self._mask += [np.zeros(num_prompt, dtype=np.uint8), mask]
+            self._log_probs += [np.zeros(num_prompt, dtype=np.float32), segment.rollout_log_probs]
+            self._staleness += [np.full(num_prompt, NOT_SAMPLED, dtype=np.int32), staleness]
+            self._experts.append((num_prompt + len(segment.response_ids), segment.routed_experts))
+        truncated = sample.status is SampleStatus.TRUNCATED
+        assert sample.reward is not None
+        names = group, rollout, sample.index, sample.part
+        self._samples.append((*names, sample.reward, raw_reward(sample), truncated, left_out, length))
+
+    def _add_nothing(self) -> int:
+        """Add one token without loss for a sample that is left out, so that its rollout counts."""
+        self._tokens.append(np.zeros(1, dtype=np.int32))
+        self._mask.append(np.zeros(1, dtype=np.uint8))
+        self._log_probs.append(np.zeros(1, dtype=np.float32))
+        self._staleness.append(np.full(1, NOT_SAMPLED, dtype=np.int32))
+        self._experts.append((1, None))
+        return 1
+
+    def build(self) -> TrainBatch | None:
+        if not self._samples:
+            return None
+        groups, rollouts, indices, parts, rewards, raw_rewards, truncated, left_out, lengths = zip(
+            *self._samples, strict=True
+        )
+        mask = np.concatenate(self._mask).astype(np.uint8)
+        return TrainBatch(
+            step=self._step,
+            groups_B=np.array(groups, dtype=np.int64),
+            rollouts_B=np.array(rollouts, dtype=np.int64),
+            indices_B=np.array(indices, dtype=np.int64),
+            parts_B=np.array(parts, dtype=np.int64),
+            rewards_B=np.array(rewards, dtype=np.float64),
+            raw_rewards_B=np.array(raw_rewards, dtype=np.float64),
+            truncated_B=np.array(truncated, dtype=np.uint8),
+            left_out_B=np.array(left_out, dtype=np.uint8),
+            lengths_B=np.array(lengths, dtype=np.int64),
+            tokens_N=np.concatenate(self._tokens).astype(np.int32),
+            loss_mask_N=mask,
+            rollout_log_probs_N=np.concatenate(self._log_probs).astype(np.float32) * mask,
+            staleness_N=np.concatenate(self._staleness),
+            routed_experts_N=self._routed_experts(),
+        )
+
+    def _routed_experts(self) -> ExpertIds | None:
+        """Return the routed experts of all tokens, if any sample has some.
+
+        Raises:
+            ValueError: The number of experts per token differs, or an expert number is out of range.
+        """
+        told = [routed.reshape(num_tokens, -1) for num_tokens, routed in self._experts if routed is not None]
+        if not told:
+            return None
+        widths = {routed.shape[1] for routed in told}
+        if len(widths) > 1:
+            raise ValueError(
+                f"step {self._step}: tokens have {sorted(widths)} routed experts: of one model all have as many"
+            )
+        (width,) = widths
+        lowest, highest = min(int(routed.min()) for routed in told), max(int(routed.max()) for routed in told)
+        if lowest < NOT_KNOWN or highest > np.iinfo(np.int16).max:
+            raise ValueError(f"step {self._step}: routed experts are numbered {lowest} to {highest}")
+        return np.concatenate(
+            [
+                expert_ids(
+                    np.full((num_tokens, width), NOT_KNOWN) if routed is None else routed.reshape(num_tokens, -1),
+                    highest,
+                )
+                for num_tokens, routed in self._experts
+            ]
+        )

@@ -1,0 +1,282 @@
+"""Trainer's log reader: follows the log and prefetches the payloads of the next batch."""
+
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Final
+
+import anyio
+import structlog
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from actors.trainer.data.assembly import NO_MASKING, CollectedGroup, assemble, payload_seqs, problems_of
+from actors.trainer.data.batch import TrainBatch
+from actors.trainer.data.history import HISTORY, History
+from actors.trainer.data.staleness import Masking
+from actors.trainer.data.too_long import LengthLimit
+from messages import (
+    BatchReady,
+    CheckpointRequested,
+    GroupCompleted,
+    GroupRef,
+    Message,
+    Plane,
+    SegmentsPublished,
+    SnapshotTaken,
+    TrainerStarted,
+    WeightsRefused,
+)
+from runtime.bus.bus import Bus
+from runtime.bus.errors import Fenced, PayloadLost
+from runtime.bus.events import Events
+from runtime.ledger.archive import newest_snapshot
+from runtime.ledger.completions import kept_by
+from runtime.ledger.fold import FOLD_VERSION
+from runtime.process.actor import InputError
+
+log = structlog.get_logger()
+
+NO_LIMIT: Final = LengthLimit()
+NUM_PREFETCHERS: Final = 8
+MAX_PREFETCHES: Final = 1024  # groups queued for prefetching; further groups are fetched with their batch
+EVENT_TIMEOUT_S: Final = 30.0  # for reading an event that is known to be in the log
+SNAPSHOT_TIMEOUT_S: Final = 120.0  # for the buffer to fold the archive and take a snapshot
+
+
+@dataclass(frozen=True)
+class FedBatch:
+    """A batch, and the groups of it whose payloads are lost."""
+
+    step: int
+    refs: tuple[GroupRef, ...]
+    batch: TrainBatch | None  # None: nothing in it can be trained
+    lost: tuple[GroupRef, ...] = ()  # groups that are not in it, since their payloads are lost
+    reason: str = ""  # of the first lost group
+
+
+class Feed:
+    """Batches by step. Fetches the payloads of groups as the groups complete, before a batch names them."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        masking: Masking = NO_MASKING,
+        limit: LengthLimit = NO_LIMIT,
+        vocab_size: int | None = None,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            bus: Bus to read from.
+            masking: Masks tokens by the weights that sampled them.
+            limit: Length limit of samples.
+            vocab_size: Vocabulary size of the model. None: unknown.
+        """
+        self.history = History()
+        self.caught_up = anyio.Event()  # set once everything in the log at the start is folded
+        self._bus = bus
+        self._masking = masking
+        self._limit = limit
+        self._vocab_size = vocab_size
+        self._changed = anyio.Condition()
+        self._payloads: dict[int, dict[int, SegmentsPublished]] = {}  # by log sequence of the group
+        self._prefetch: MemoryObjectSendStream[int] | None = None
+        self._own_start: TrainerStarted | None = None
+        self._own_start_seq = 0
+        self._starts: dict[tuple[int, str], int] = {}  # first log sequence of each start; it may be stored again later
+
+    async def run(self) -> None:
+        """Follow the log until cancelled.
+
+        Raises:
+            Fenced: Another trainer started after this one.
+            InputError: The beginning of the log is trimmed, and no usable snapshot covers it.
+        """
+        send, receive = anyio.create_memory_object_stream[int](MAX_PREFETCHES)
+        self._prefetch = send
+        async with anyio.create_task_group() as group:
+            with send, receive:
+                for _ in range(NUM_PREFETCHERS):
+                    group.start_soon(self._prefetch_groups, receive.clone())
+                while not self.caught_up.is_set():
+                    await self._follow()
+
+    async def _follow(self) -> None:
+        """Start with the newest snapshot and follow later events. Return if the log was trimmed meanwhile."""
+        self.history = History(await newest_snapshot(self._bus))
+        async with self._bus.read(*HISTORY, from_seq=self.history.from_seq) as events:
+            async for received in events.so_far():
+                self.history.fold(received.message, received.seq)
+            if await is_trimmed(self._bus, self.history.covered):
+                return
+            self.caught_up.set()
+            await self._keep_following(events)
+
+    async def _keep_following(self, events: Events[Message]) -> None:
+        async for received in events:
+            changes = self.history.fold(received.message, received.seq)
+            await self._react(received.message, received.seq, changed=bool(changes))
+
+    async def _react(self, event: Message, seq: int, *, changed: bool) -> None:
+        if changed or isinstance(event, BatchReady | CheckpointRequested | WeightsRefused) or kept_by(event):
+            await self.tell()
+        match event:
+            case GroupCompleted() if self._prefetch is not None:
+                with suppress(anyio.WouldBlock):
+                    self._prefetch.send_nowait(seq)
+            case TrainerStarted():
+                self._starts.setdefault((event.incarnation, event.start), seq)
+                self._check_fence()
+            case _:
+                pass
+
+    async def tell(self) -> None:
+        """Wake the waiters in `until`."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    def started(self, event: TrainerStarted, seq: int) -> None:
+        """Record which event announced this trainer.
+
+        Raises:
+            Fenced: Another trainer started after this one.
+        """
+        self._own_start, self._own_start_seq = event, seq
+        self._check_fence()
+
+    def _check_fence(self) -> None:
+        own, own_seq = self._own_start, self._own_start_seq
+        if own is None:
+            return
+        for (incarnation, start), seq in self._starts.items():
+            if seq > own_seq and incarnation >= own.incarnation and start != own.start:
+                raise Fenced(f"another trainer started at {seq}, after {own_seq}")
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait without a timeout for a condition on batches, groups, losses, refusals or checkpoint requests."""
+        async with self._changed:
+            while not condition():
+                await self._changed.wait()
+
+    async def batch(self, step: int) -> FedBatch:
+        """Wait without a timeout for the batch of a step, and assemble it from the available payloads.
+
+        Invalid samples are left out of it.
+
+        Raises:
+            InputError: A sample is too long, and the setting ends the run.
+        """
+        await self.until(lambda: step in self.history.batches)
+        refs = self.history.batches[step].groups
+        groups, lost = await self._collect(refs)
+        for group in groups:
+            self._limit.check(group.completed)
+            for (index, part), problem in group.problems.items():
+                names = {"group_id": group.completed.group_id, "index": index, "part": part}
+                log.warning("sample_invalid", **names, written_by=group.completed.instance, reason=problem)
+        batch = assemble(step, groups, self.history.steps_of_versions, self._masking)
+        missing = tuple(ref for ref in refs if ref in lost)
+        return FedBatch(step, refs, batch, missing, next(iter(lost.values()), ""))
+
+    def kept(self) -> Iterator[int]:
+        """Log sequences of groups that a verdict kept and whose payloads are here, in order of verdicts."""
+        return (seq for seq in self.history.kept if seq in self._payloads)
+
+    def group(self, seq: int) -> TrainBatch | None:
+        """Lay a group out as in its batch, except for tokens that its step masks. None: it has no samples."""
+        completed = self.history.completed[seq]
+        collected = self._checked(completed, self._payloads[seq])
+        return assemble(self.history.frontier, [collected], self.history.steps_of_versions)
+
+    async def prefetch(self, step: int) -> None:
+        """Fetch the payloads of a step if its batch exists. `batch` reports lost payloads later."""
+        batch = self.history.batches.get(step)
+        if batch is not None:
+            await self._collect(batch.groups)
+
+    def settle(self, step: int) -> None:
+        """Drop batches below a step, and fetched payloads of closed groups."""
+        self.history.settle(step)
+        for seq in [seq for seq in self._payloads if seq not in self.history.completed]:
+            del self._payloads[seq]
+
+    async def _collect(self, refs: Sequence[GroupRef]) -> tuple[list[CollectedGroup], dict[GroupRef, str]]:
+        """Collect the groups of a batch in order, and the reasons why others are lost."""
+        collected: dict[int, CollectedGroup] = {}
+        lost: dict[GroupRef, str] = {}
+
+        async def collect(ref: GroupRef) -> None:
+            try:
+                completed = await self._completed(ref)
+                payloads = await self._fetch(ref.event_seq, completed)
+                collected[ref.event_seq] = self._checked(completed, payloads)
+            except PayloadLost as error:
+                lost[ref] = str(error)
+
+        async with anyio.create_task_group() as group:
+            for ref in refs:
+                group.start_soon(collect, ref)
+        return [collected[ref.event_seq] for ref in refs if ref not in lost], lost
+
+    def _checked(self, completed: GroupCompleted, payloads: dict[int, SegmentsPublished]) -> CollectedGroup:
+        too_long = self._limit.too_long(completed)
+        problems = problems_of(completed, payloads, self._vocab_size, too_long)
+        return CollectedGroup(completed, payloads, too_long, problems)
+
+    async def _completed(self, ref: GroupRef) -> GroupCompleted:
+        if ref.event_seq in self.history.completed:
+            return self.history.completed[ref.event_seq]
+        async with self._bus.read(GroupCompleted, from_seq=ref.event_seq) as events:
+            received = await events.next(EVENT_TIMEOUT_S)
+            while received is None and (await self._bus.state(Plane.EVENT)).first_seq <= ref.event_seq:
+                received = await events.next(EVENT_TIMEOUT_S)  # a slow bus is no loss
+        if received is None or received.seq != ref.event_seq:
+            raise PayloadLost(f"the log has no completed group at {ref.event_seq}")
+        self.history.completed[ref.event_seq] = received.message
+        return received.message
+
+    async def _fetch(self, seq: int, completed: GroupCompleted) -> dict[int, SegmentsPublished]:
+        if seq not in self._payloads:
+            payloads: dict[int, SegmentsPublished] = {}
+            for payload_seq in payload_seqs(completed, self._limit.too_long(completed)):
+                payloads[payload_seq] = await self._bus.fetch(SegmentsPublished, payload_seq)
+            self._payloads[seq] = payloads
+        return self._payloads[seq]
+
+    async def _prefetch_groups(self, seqs: MemoryObjectReceiveStream[int]) -> None:
+        async with seqs:
+            async for seq in seqs:
+                completed = self.history.completed.get(seq)
+                if completed is None:
+                    continue
+                try:
+                    await self._fetch(seq, completed)
+                    await self.tell()
+                except PayloadLost as error:  # matters only if a batch names the group; `batch` then reports it
+                    log.warning("payload_not_prefetched", group_id=completed.group_id, error=str(error))
+
+    @asynccontextmanager
+    async def prefetching(self, step: int) -> AsyncGenerator[None, None]:
+        """Fetch the payloads of a step in the background while the block runs."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self.prefetch, step)
+            yield
+
+
+async def is_trimmed(bus: Bus, covered: int) -> bool:
+    """Whether the log was trimmed past a snapshot before it could be read. A later snapshot then covers the events.
+
+    Waits for such a snapshot: after a change of the fold, the buffer takes one when it starts.
+
+    Raises:
+        InputError: No snapshot covers the events.
+    """
+    first_seq = (await bus.state(Plane.EVENT)).first_seq
+    if first_seq <= covered + 1:
+        return False
+    with anyio.move_on_after(SNAPSHOT_TIMEOUT_S):
+        async with bus.read(SnapshotTaken, buries=False) as snapshots:
+            async for received in snapshots:
+                if received.message.fold_version == FOLD_VERSION and received.message.covers > covered:
+                    return True
+    raise InputError(f"the log begins at event {first_seq}, and no snapshot that can be used says what was before")

@@ -1,0 +1,92 @@
+"""Calls to rollout actors about their engines, from the event loop and from threads."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Final
+
+import anyio
+
+from messages import EnginesAnswered, Message
+from runtime.bus.background import beside
+from runtime.bus.bus import Bus
+from runtime.bus.errors import BusError, CallTimeout
+from runtime.bus.roster import Roster
+from runtime.util.retrying import retried
+
+ROLE: Final = "rollout"
+POOL: Final = "policy"  # the engines that receive weights
+TRIES: Final = 3
+LOOK_EVERY_S: Final = 1.0  # seconds between checks whether a rollout actor was restarted
+BEYOND_S: Final = 5.0  # beyond the engines' timeout, for the answer that names the failed engines
+Ask = Callable[[Message, float], "Future[dict[str, str]]"]  # a step, and seconds for it; reasons of failures by engine
+AskOf = Callable[[Sequence[str]], Ask]  # by the rollout actors of a weight sync
+
+
+async def ask_all(
+    bus: Bus, instances: Sequence[str], request: Message, timeout_s: float, *, times: int = 1
+) -> dict[str, str]:
+    """Call several rollout actors about their engines. Returns the reasons of failures by engine.
+
+    An actor that does not answer appears under its own name. An actor that restarts during the call fails at once: the
+    new process does not know the request.
+
+    Args:
+        bus: bus to call on.
+        instances: the rollout actors.
+        request: a step of a weight sync.
+        timeout_s: seconds for the engines.
+        times: attempts if answers are lost; above 1 only for idempotent steps.
+    """
+    failed: dict[str, str] = {}
+
+    async def ask(instance: str) -> None:
+        try:
+            answer = await retried(
+                lambda: bus.call(instance, request, EnginesAnswered, timeout_s=timeout_s + BEYOND_S),
+                on=CallTimeout,
+                times=times,
+            )
+        except BusError as error:
+            failed[instance] = str(error)
+        else:
+            failed.update(answer.failed)
+
+    async def ask_while_it_lives(instance: str) -> None:
+        with anyio.CancelScope() as scope:
+            async with beside(partial(_cut_when_another, bus, instance, scope)):
+                await ask(instance)
+        if scope.cancelled_caught:
+            failed[instance] = f"{instance} was started again"
+
+    async with anyio.create_task_group() as group:
+        for instance in instances:
+            group.start_soon(ask_while_it_lives, instance)
+    return failed
+
+
+async def _cut_when_another(bus: Bus, instance: str, scope: anyio.CancelScope) -> None:
+    """Cancel a call to a rollout actor once a new process has replaced it."""
+    first = None
+    while True:
+        found = await _incarnation(bus, instance)
+        first = found if first is None else first
+        if found is not None and found != first:
+            scope.cancel()
+        await anyio.sleep(LOOK_EVERY_S)
+
+
+async def _incarnation(bus: Bus, instance: str) -> int | None:
+    try:
+        members = (await Roster(bus).members(ROLE)).members
+    except BusError:
+        return None
+    return next((member.incarnation for member in members if member.instance == instance), None)
+
+
+def from_threads(bus: Bus, loop: asyncio.AbstractEventLoop, instances: Sequence[str]) -> Ask:
+    """Return `ask_all` for threads other than the event loop's."""
+    return lambda request, timeout_s: asyncio.run_coroutine_threadsafe(
+        ask_all(bus, instances, request, timeout_s), loop
+    )

@@ -1,0 +1,277 @@
+"""Dump files: `rollout_<step>.jsonl` with a line per sample, and `rollout_<step>.npz` with their tokens.
+
+The pair of a step contains the groups of its batch, and those closed since the previous batch. Both files are written
+atomically, the lines last. Line i and row i of the columns are the same sample. Columns need only numpy:
+
+    group_id, attempt, index, part [n]   key of the sample
+    sample_offsets [n + 1]               segments of sample i: sample_offsets[i] to sample_offsets[i + 1]
+    segment_attempt [s]                  attempt that generated the segment
+    prompt_ids, prompt_offsets [s + 1]   tokens of all segments, concatenated, and the start of each
+    response_ids, loss_mask, rollout_log_probs, response_offsets [s + 1]
+    weight_spans [k, 3], span_offsets [s + 1]   version, start, end within the segment's response
+    routed_experts, routed_offsets [s + 1]      experts of all layers for each token; optional
+    told_by [2]                          log sequence and Unix microseconds of the event that closed the pair
+"""
+
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from messages import Float32Array, Int32Array, SampleKey, SampleStatus, Segment, UInt8Array, WeightSpan
+from runtime.data.dumps import DumpedGroup, DumpedSample
+from runtime.data.tokens import sample_problem
+from runtime.util.disk import writing
+from runtime.util.files import whole
+
+RUN_FILE: Final = "run.json"
+TOPOLOGY_FILE: Final = "topology.json"
+TOKENIZER: Final = "tokenizer"  # directory of the tokenizer's files
+_NAME: Final = re.compile(r"rollout_(\d+)\.jsonl")
+_KEYS: Final = ("group_id", "attempt", "index", "part")
+
+Columns = Mapping[str, NDArray[Any]]
+
+
+class DumpError(ValueError):
+    """A dump cannot be used. The message names file, line and problem."""
+
+
+class DumpedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """The run that a dump directory belongs to."""
+
+    run: str
+    began: str  # creation time of its log; a run that was started over has another one
+
+
+def write_pair(directory: Path, step: int, groups: Sequence[DumpedGroup], told_by: tuple[int, int]) -> None:
+    """Write or replace the pair of a step.
+
+    Args:
+        told_by: log sequence and Unix microseconds of the event that closed the pair; see `told_by_of`.
+
+    Raises:
+        OSError: the disk failed; NoSpace if it is full.
+    """
+    lines = b"".join(msgspec.json.encode(sample) + b"\n" for group in groups for sample in group.samples)
+    columns: dict[str, Any] = _columns(groups) | {"told_by": np.array(told_by, dtype=np.int64)}
+    needed_bytes = len(lines) + sum(column.nbytes for column in columns.values())
+    for path in (columns_path(directory, step), lines_path(directory, step)):
+        with writing(path, needed_bytes), whole(path) as file:
+            if path.suffix == ".npz":
+                np.savez(file, **columns)
+            else:
+                file.write(lines)
+
+
+def lines_path(directory: Path, step: int) -> Path:
+    """Return the path of a step's lines."""
+    return directory / f"rollout_{step}.jsonl"
+
+
+def columns_path(directory: Path, step: int) -> Path:
+    """Return the path of a step's columns."""
+    return directory / f"rollout_{step}.npz"
+
+
+def steps_in(directory: Path) -> list[int]:
+    """Return the steps with a pair, in order.
+
+    Raises:
+        DumpError: there is no such directory, or no pair in it.
+    """
+    if not directory.is_dir():
+        raise DumpError(f"{directory}: no such directory")
+    steps = sorted(int(match[1]) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name)))
+    if not steps:
+        raise DumpError(f"{directory}: no rollout_<step>.jsonl in this directory")
+    return steps
+
+
+def told_by_of(directory: Path, step: int) -> tuple[int, int] | None:
+    """Return log sequence and time of the event that closed a step's pair; None if the pair is incomplete."""
+    if not lines_path(directory, step).exists() or not columns_path(directory, step).exists():
+        return None
+    try:
+        seq, time_us = _load(columns_path(directory, step), ["told_by"])["told_by"]
+    except (DumpError, ValueError):
+        return None
+    return int(seq), int(time_us)
+
+
+def read_lines(directory: Path, step: int) -> list[DumpedSample]:
+    """Read the lines of a step, without tokens.
+
+    Raises:
+        DumpError: the file cannot be read; names the line.
+    """
+    path = lines_path(directory, step)
+    samples: list[DumpedSample] = []
+    decoder = msgspec.json.Decoder(DumpedSample)
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    samples.append(decoder.decode(line))
+                except msgspec.DecodeError as error:
+                    raise DumpError(f"{path}:{number}: {error}") from error
+    except OSError as error:
+        raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if not samples:
+        raise DumpError(f"{path}: is empty")
+    return samples
+
+
+def check_columns(directory: Path, step: int, num_samples: int) -> None:
+    """Check that a step's columns exist and match its number of lines, without reading them all.
+
+    Raises:
+        DumpError: they do not; names the file.
+    """
+    path = columns_path(directory, step)
+    found = len(_load(path, ["group_id"])["group_id"])
+    if found != num_samples:
+        lines = lines_path(directory, step)
+        raise DumpError(f"{path}: has {found} samples, {lines.name} has {num_samples} lines")
+
+
+def read_pair(directory: Path, step: int, vocab_size: int | None = None) -> tuple[DumpedGroup, ...]:
+    """Read the groups of a step, in order of their ids.
+
+    An invalid sample gets the status failed with the reason, and no segments.
+
+    Args:
+        directory: of the dump.
+        step: of the pair.
+        vocab_size: of the model; none: any.
+
+    Raises:
+        DumpError: a file cannot be read, or the two do not match; names file and line.
+    """
+    samples, path = read_lines(directory, step), columns_path(directory, step)
+    check_columns(directory, step, len(samples))
+    columns = _load(path, [*_KEYS, "sample_offsets", "segment_attempt", *_ARRAYS, *_OFFSETS], may_lack=_ROUTED)
+    for number, sample in enumerate(samples):
+        key = tuple(int(columns[name][number]) for name in _KEYS)
+        if key != (sample.group_id, sample.attempt, sample.index, sample.part):
+            raise DumpError(f"{lines_path(directory, step)}:{number + 1}: is another sample than in {path.name}")
+    segments: list[tuple[Segment, ...]] = []
+    for number, sample in enumerate(samples):
+        own, problem = _checked_segments(sample, number, columns, vocab_size)
+        if problem is not None:
+            reason = f"{path}: sample {sample.index} of group {sample.group_id}: {problem}"
+            samples[number] = msgspec.structs.replace(sample, status=SampleStatus.FAILED, reason=reason)
+        segments.append(own)
+    found: list[DumpedGroup] = []
+    for _, numbers in groupby(
+        range(len(samples)), key=lambda number: (samples[number].group_id, samples[number].attempt)
+    ):
+        own = list(numbers)
+        found.append(DumpedGroup(samples=tuple(samples[i] for i in own), segments=tuple(segments[i] for i in own)))
+    return tuple(sorted(found, key=lambda group: group.group_id))
+
+
+_ARRAYS: Final = ("prompt_ids", "response_ids", "loss_mask", "rollout_log_probs", "weight_spans")
+_OFFSETS: Final = ("prompt_offsets", "response_offsets", "span_offsets")
+_ROUTED: Final = ("routed_experts", "routed_offsets")
+
+
+def _columns(groups: Sequence[DumpedGroup]) -> dict[str, NDArray[Any]]:
+    samples = [sample for group in groups for sample in group.samples]
+    per_sample = [own for group in groups for own in group.segments]
+    segments = [segment for own in per_sample for segment in own]
+    keys = {name: np.array([getattr(sample, name) for sample in samples], dtype=np.int64) for name in _KEYS}
+    spans = [(span.version, span.start, span.end) for segment in segments for span in segment.weight_spans]
+    return keys | {
+        "sample_offsets": _offsets([len(own) for own in per_sample]),
+        "segment_attempt": np.array([segment.sample.attempt for segment in segments], dtype=np.int64),
+        "prompt_offsets": _offsets([len(segment.prompt_ids) for segment in segments]),
+        "prompt_ids": _joined([segment.prompt_ids for segment in segments], np.int32),
+        "response_offsets": _offsets([len(segment.response_ids) for segment in segments]),
+        "response_ids": _joined([segment.response_ids for segment in segments], np.int32),
+        "loss_mask": _joined([segment.loss_mask for segment in segments], np.uint8),
+        "rollout_log_probs": _joined([segment.rollout_log_probs for segment in segments], np.float32),
+        "span_offsets": _offsets([len(segment.weight_spans) for segment in segments]),
+        "weight_spans": np.array(spans, dtype=np.int64).reshape(-1, 3),
+        **_routed(segments),
+    }
+
+
+def _routed(segments: Sequence[Segment]) -> dict[str, NDArray[Any]]:
+    told = [() if segment.routed_experts is None else segment.routed_experts for segment in segments]
+    if not any(map(len, told)):
+        return {}
+    return {"routed_experts": _joined(told, np.int32), "routed_offsets": _offsets([len(routed) for routed in told])}
+
+
+def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+
+
+def _joined(arrays: Sequence[Any], dtype: Any) -> NDArray[Any]:
+    return np.concatenate([np.asarray(array) for array in arrays]).astype(dtype) if arrays else np.zeros(0, dtype)
+
+
+def _load(path: Path, names: Sequence[str], may_lack: Sequence[str] = ()) -> Columns:
+    try:
+        with (
+            path.open("rb") as opened,
+            np.load(opened, allow_pickle=False) as file,
+        ):  # np.load does not close a truncated file
+            return {name: file[name] for name in (*names, *(name for name in may_lack if name in file))}
+    except FileNotFoundError as error:
+        raise DumpError(f"{path}: no such file") from error
+    except KeyError as error:
+        raise DumpError(f"{path}: has no column {error}") from error
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise DumpError(f"{path}: cannot be read: {error}") from error
+
+
+def _checked_segments(
+    sample: DumpedSample, number: int, columns: Columns, vocab_size: int | None
+) -> tuple[tuple[Segment, ...], str | None]:
+    """Return the segments of a sample, or none and the problem if they are invalid."""
+    try:
+        own = tuple(_segments_of(sample, number, columns))
+    except (ValueError, IndexError, OverflowError) as error:
+        return (), str(error)
+    problem = sample_problem(own, vocab_size, num_tokens=sample.prompt_len + sample.response_len or None)
+    return ((), problem) if own and problem is not None else (own, None)
+
+
+def _segments_of(sample: DumpedSample, number: int, columns: Columns) -> Iterator[Segment]:
+    begin, end = columns["sample_offsets"][number : number + 2]
+    texts = sample.segment_texts or (sample.response,) * int(end - begin)
+    for at, text in zip(range(int(begin), int(end)), texts, strict=True):
+        prompt, response, spans = (slice(*(int(bound) for bound in columns[name][at : at + 2])) for name in _OFFSETS)
+        yield Segment(
+            sample=SampleKey(
+                group_id=sample.group_id,
+                attempt=int(columns["segment_attempt"][at]),
+                index=sample.index,
+                part=sample.part,
+            ),
+            prompt_ids=Int32Array(columns["prompt_ids"][prompt]),
+            response_ids=Int32Array(columns["response_ids"][response]),
+            loss_mask=UInt8Array(columns["loss_mask"][response]),
+            rollout_log_probs=Float32Array(columns["rollout_log_probs"][response]),
+            weight_spans=tuple(
+                WeightSpan(version=int(version), start=int(start), end=int(end))
+                for version, start, end in columns["weight_spans"][spans]
+            ),
+            text=text,
+            routed_experts=_routed_of(at, columns),
+        )
+
+
+def _routed_of(segment: int, columns: Columns) -> Int32Array | None:
+    if "routed_offsets" not in columns:
+        return None
+    begin, end = (int(bound) for bound in columns["routed_offsets"][segment : segment + 2])
+    return Int32Array(columns["routed_experts"][begin:end]) if end > begin else None

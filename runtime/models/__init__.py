@@ -1,0 +1,4 @@
+"""Model configs and weight files without torch: checksums, memory-mapped tensors, deltas between versions.
+
+Open config.py for configs, delta.py for weights.
+"""

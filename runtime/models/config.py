@@ -1,0 +1,272 @@
+"""A model's shape, read from its Hugging Face config.json without torch, for the trainer and the tiny engine.
+
+A key that changes the computation and is not supported is an error that names the key. So trainer and engine compute
+the same model, which is the checkpoint's.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from runtime.models.experts import EXPERT_KEYS, DeepseekV3Keys, ExpertKeys, Experts, Glm4MoeKeys
+from runtime.models.mla import LATENT_KEYS, DeepseekV3Attention, Latent
+from runtime.models.rope import Rope, RopeKeys, read_rope
+
+MAX_CONTEXT: Final = 1 << 20  # tokens; a larger value is taken for a mistake in the config
+
+
+DTYPES: Final = ("float64", "float32", "bfloat16", "float16")  # of weights, Hugging Face names
+
+
+ARCHITECTURES: Final = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+WITH_QK_NORM: Final = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+WITHOUT_EFFECT: Final = frozenset(  # on a decoder's forward pass: names, tokens, sampling and runtime options
+    (
+        "add_cross_attention attention_dropout attn_implementation bad_words_ids begin_suppress_tokens bos_token_id "
+        "chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample early_stopping embd_pdrop "
+        "exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label is_decoder "
+        "is_encoder_decoder label2id length_penalty max_length max_window_layers min_length model_max_length "
+        "no_repeat_ngram_size num_beams num_return_sequences output_attentions output_hidden_states "
+        "output_router_logits output_scores pad_token_id prefix problem_type repetition_penalty "
+        "resid_pdrop return_dict return_dict_in_generate "
+        "sep_token_id sliding_window suppress_tokens task_specific_params temperature tie_encoder_decoder "
+        "tokenizer_class top_k top_p torchscript transformers_version typical_p use_cache"
+    ).split()
+)
+NOTES: Final = ("_", "unsloth_")  # prefixes of keys that tools add
+
+
+class ModelError(ValueError):
+    """A model directory cannot be used. The text names the file and the error."""
+
+
+class ConfigKeys(RopeKeys, frozen=True, kw_only=True):
+    """The keys of config.json that change the computation of all supported models, with the classes' defaults."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    architectures: tuple[str, ...] | None = None
+    model_type: str = ""
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: float | None = None  # default 1e-6, or 1e-5 for GLM-4-MoE
+    max_position_embeddings: int = 2048
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+    use_sliding_window: bool = False
+    layer_types: tuple[str, ...] | None = None
+    pretraining_tp: int = 1
+    eos_token_id: int | tuple[int, ...] | None = None
+    initializer_range: float = 0.02
+    dtype: str | None = None  # transformers 5
+    torch_dtype: str | None = None  # transformers 4
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape of one decoder-only model. Two models with equal shapes can exchange weights."""
+
+    architecture: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: Rope
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool  # on the attention's output projection
+    mlp_bias: bool
+    qk_norm: bool
+    experts: Experts | None = None  # None: every layer has one dense MLP
+    latent: Latent | None = None  # MLA; None: queries, keys and values are projected directly
+
+
+class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """A model directory: its shape and other values of config.json and generation_config.json."""
+
+    shape: ModelShape
+    max_context: int  # tokens, prompt plus response
+    eos_token_ids: frozenset[int]
+    dtype: str  # Hugging Face name; for randomly initialized weights
+    initializer_range: float
+    num_mtp_layers: int = 0  # MTP layers; a forward pass skips them
+
+
+class _Kind(msgspec.Struct, frozen=True):
+    """The keys that identify the kind of model. Read first, because other kinds have other keys."""
+
+    architectures: tuple[str, ...] | None = None
+    model_type: str = ""
+
+
+class _Eos(msgspec.Struct, frozen=True):
+    eos_token_id: int | tuple[int, ...] | None = None
+
+
+def read_model(directory: Path) -> ModelDescription:
+    """Read config.json and, if it exists, generation_config.json.
+
+    Raises:
+        ModelError: no directory, no config, or an unsupported model. The text names the key.
+    """
+    if not directory.is_dir():
+        raise ModelError(f"{directory}: no such directory")
+    kind = _decode(directory / "config.json", _Kind)
+    keys = _decode(directory / "config.json", dict[str, Any])
+    generation = directory / "generation_config.json"
+    eos = _decode(generation, _Eos).eos_token_id if generation.is_file() else None
+    try:
+        architecture = _architecture(kind)
+        _refuse_unknown(keys, architecture)
+        raw = _decode(directory / "config.json", ConfigKeys)
+        of_experts, of_latent = EXPERT_KEYS.get(architecture), LATENT_KEYS.get(architecture)
+        experts = None if of_experts is None else _decode(directory / "config.json", of_experts)
+        latent = None if of_latent is None else _decode(directory / "config.json", of_latent)
+        return ModelDescription(
+            shape=_shape(raw, architecture, experts, latent),
+            max_context=raw.max_position_embeddings,
+            eos_token_ids=_ids(raw.eos_token_id) | _ids(eos),
+            dtype=raw.dtype or raw.torch_dtype or "float32",
+            initializer_range=raw.initializer_range,
+            num_mtp_layers=experts.num_further_layers if isinstance(experts, Glm4MoeKeys | DeepseekV3Keys) else 0,
+        )
+    except ModelError:
+        raise
+    except ValueError as error:
+        raise ModelError(f"{directory / 'config.json'}: {error}") from error
+
+
+def read_dense_model(directory: Path) -> ModelDescription:
+    """Read a model that the tiny engine can compute.
+
+    Raises:
+        ModelError: as `read_model`, or the model has experts or MLA.
+    """
+    model = read_model(directory)
+    if model.shape.latent is not None:
+        raise ModelError(
+            f"{directory / 'config.json'}: the embedded engine has no multi-latent attention "
+            f"({model.shape.architecture}): SGLang has"
+        )
+    if model.shape.experts is not None:
+        raise ModelError(
+            f"{directory / 'config.json'}: the embedded engine has no mixture of experts "
+            f"({model.shape.architecture} with {model.shape.experts.num_experts} experts): SGLang has"
+        )
+    return model
+
+
+T = TypeVar("T")
+
+
+def _decode(file: Path, struct: type[T]) -> T:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=struct)
+    except OSError as error:
+        raise ModelError(f"{file}: {error.strerror or error}") from error
+    except msgspec.DecodeError as error:
+        raise ModelError(f"{file}: {error}") from error
+
+
+def _ids(value: int | tuple[int, ...] | None) -> frozenset[int]:
+    if value is None:
+        return frozenset()
+    return frozenset((value,) if isinstance(value, int) else value)
+
+
+def _shape(
+    raw: ConfigKeys, architecture: str, of_experts: ExpertKeys | None, of_latent: DeepseekV3Attention | None
+) -> ModelShape:
+    _refuse_unsupported(raw)
+    latent = None if of_latent is None else of_latent.read()
+    glm = isinstance(of_experts, Glm4MoeKeys)
+    qwen2 = architecture == "Qwen2ForCausalLM"
+    return ModelShape(
+        architecture=architecture,
+        model_type=next(kind for kind, name in ARCHITECTURES.items() if name == architecture),
+        vocab_size=raw.vocab_size,
+        hidden_size=raw.hidden_size,
+        intermediate_size=raw.intermediate_size,
+        num_layers=raw.num_hidden_layers,
+        num_heads=raw.num_attention_heads,
+        num_kv_heads=raw.num_key_value_heads or raw.num_attention_heads,
+        head_dim=_head_dim(raw, architecture) if latent is None else latent.head_dim,
+        rms_norm_eps=(1e-5 if glm else 1e-6) if raw.rms_norm_eps is None else raw.rms_norm_eps,
+        rope=read_rope(raw, share=0.5 if glm else 1.0, stretching="llama3" if latent is None else "yarn"),
+        tie_word_embeddings=raw.tie_word_embeddings,
+        qkv_bias=qwen2 or raw.attention_bias,
+        output_bias=not (qwen2 or glm) and raw.attention_bias,
+        mlp_bias=architecture == "LlamaForCausalLM" and raw.mlp_bias,
+        qk_norm=of_experts.use_qk_norm if isinstance(of_experts, Glm4MoeKeys) else architecture in WITH_QK_NORM,
+        experts=None if of_experts is None else of_experts.read(),
+        latent=latent,
+    )
+
+
+def _architecture(raw: _Kind) -> str:
+    if raw.architectures is None:
+        if raw.model_type not in ARCHITECTURES:
+            raise ValueError(f"model_type {raw.model_type!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        return ARCHITECTURES[raw.model_type]
+    architecture = raw.architectures[0] if raw.architectures else "missing"
+    if architecture not in ARCHITECTURES.values():
+        known = ", ".join(sorted(ARCHITECTURES.values()))
+        raise ValueError(f"architecture {architecture!r} is not supported; supported: {known}")
+    if raw.model_type and ARCHITECTURES.get(raw.model_type) != architecture:
+        raise ValueError(f"model_type {raw.model_type!r} is not that of {architecture}")
+    return architecture
+
+
+def _refuse_unknown(keys: Mapping[str, Any], architecture: str) -> None:
+    """Refuse keys that have a value and that no reader here knows."""
+    further = (EXPERT_KEYS.get(architecture), LATENT_KEYS.get(architecture))
+    read = {*ConfigKeys.__struct_fields__, *(key for keys in further if keys for key in keys.__struct_fields__)}
+    for key, value in keys.items():
+        known = key in read or key in WITHOUT_EFFECT or key.startswith(NOTES)
+        if not known and value is not None and value is not False:
+            raise ValueError(f"{key} is not understood, and may change what the model computes")
+
+
+def _head_dim(raw: ConfigKeys, architecture: str) -> int:
+    if raw.head_dim or architecture == "Qwen3ForCausalLM":
+        return raw.head_dim or 128
+    if raw.hidden_size % raw.num_attention_heads:
+        raise ValueError(f"hidden_size {raw.hidden_size} does not split into {raw.num_attention_heads} heads")
+    return raw.hidden_size // raw.num_attention_heads
+
+
+def _refuse_unsupported(raw: ConfigKeys) -> None:
+    sizes = (raw.vocab_size, raw.hidden_size, raw.intermediate_size, raw.num_hidden_layers, raw.num_attention_heads)
+    if min(sizes) < 1 or raw.num_attention_heads % (raw.num_key_value_heads or 1):
+        raise ValueError("sizes must be positive, and num_key_value_heads must divide num_attention_heads")
+    if not 1 < raw.max_position_embeddings <= MAX_CONTEXT:
+        raise ValueError(f"max_position_embeddings {raw.max_position_embeddings} is not in 2..{MAX_CONTEXT}")
+    if raw.hidden_act != "silu":
+        raise ValueError(f"hidden_act {raw.hidden_act!r} is not supported; supported: 'silu'")
+    dtype = raw.dtype or raw.torch_dtype or "float32"
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+    if raw.use_sliding_window:
+        raise ValueError("use_sliding_window is not supported")
+    if other := set(raw.layer_types or ()) - {"full_attention"}:
+        raise ValueError(f"layer_types {min(other)!r} is not supported; supported: 'full_attention'")
+    if raw.pretraining_tp != 1:
+        raise ValueError(f"pretraining_tp {raw.pretraining_tp} is not supported; supported: 1")

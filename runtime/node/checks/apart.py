@@ -1,0 +1,218 @@
+"""Runs pre-start checks in their own process with a time limit, since they read user files and run user code."""
+
+import ctypes
+import gc
+import os
+import selectors
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final, NoReturn, Protocol, TypeVar
+
+import msgspec
+
+from runtime.data.data_files import DataError
+from runtime.settings.load import LoadedTopology
+from runtime.settings.reading.config import Problem, TopologyError
+from runtime.util.formatting import show, signal_name
+
+T = TypeVar("T")
+NOTE_AFTER_S: Final = 10.0  # of one activity, before a note reports the wait
+PR_SET_PDEATHSIG: Final = 1
+LIMIT: Final = "run.check_timeout_s"
+
+
+class Doing(Protocol):
+    """Announces the next activity, so that a timeout can name it."""
+
+    def __call__(self, key: str, value: object, what: str, *, limit_s: float | None = None) -> None:
+        """Begin an activity.
+
+        Args:
+            key: setting that it checks.
+            value: its value.
+            what: the activity, as the subject of a sentence: "importing it".
+            limit_s: its time limit in seconds; none: run.check_timeout_s.
+        """
+        ...
+
+
+def unlimited(key: str, value: object, what: str, *, limit_s: float | None = None) -> None:
+    """A `Doing` for checks that run in this process."""
+
+
+class Activity(msgspec.Struct, frozen=True, tag=True):
+    """The current activity of the process."""
+
+    key: str
+    value: str
+    what: str
+    limit_s: float
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """The checks ended."""
+
+    result: msgspec.Raw
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The checks found input that cannot be used."""
+
+    problems: tuple[Problem, ...] = ()
+    data_error: str = ""
+
+
+class Broken(msgspec.Struct, frozen=True, tag=True):
+    """The checks raised another exception: a bug."""
+
+    text: str
+
+
+Said = Activity | Ended | Refused | Broken
+
+
+def apart(loaded: LoadedTopology, work: Callable[[Doing], T], result: type[T], note: Callable[[str], None]) -> T:
+    """Run `work` in a forked process and return its result. The process is killed if an activity takes too long.
+
+    Args:
+        loaded: the topology to check.
+        work: the checks; they announce each activity.
+        result: type of their result, which must be plain data.
+        note: called with a line about a long wait.
+
+    Raises:
+        TopologyError: the checks raised it, hung, or ended their process; names the key and the activity.
+        DataError: the checks raised it.
+    """
+    reading, writing = os.pipe()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _be_child(work, writing, loaded.topology.run.check_timeout_s)
+    os.close(writing)
+    watched = _Watched(child, reading, note)
+    try:
+        said = watched.last_word()
+    finally:
+        watched.end()
+    match said:
+        case Ended():
+            return msgspec.json.decode(said.result, type=result)
+        case Refused(data_error=str(text)) if text:
+            raise DataError(text)
+        case Refused(problems=problems):
+            raise TopologyError(problems)
+        case Broken(text=text):
+            raise RuntimeError(f"the checks before the start failed:\n{text}")
+        case Activity():
+            problem = Problem(key=said.key, value=said.value, message=watched.ending(said))
+            raise TopologyError([msgspec.structs.replace(problem, file=loaded.loaded.origin(said.key))])
+
+
+class _Watched:
+    """The process of the checks, seen by its parent."""
+
+    def __init__(self, pid: int, reading: int, note: Callable[[str], None]) -> None:
+        self._pid = pid
+        self._reading = reading
+        self._note = note
+        self._status: int | None = None
+        self._activity = Activity("", "", "beginning", NOTE_AFTER_S)
+
+    def last_word(self) -> Said:
+        """Return its last message: the result, or the activity in which it ended or timed out."""
+        ended, rest = os.pidfd_open(self._pid), b""
+        readable = selectors.DefaultSelector()  # select() does not accept descriptors above 1,023
+        for descriptor in (self._reading, ended):
+            readable.register(descriptor, selectors.EVENT_READ)
+        try:
+            began, noted = time.monotonic(), False
+            while True:
+                spent_s = time.monotonic() - began
+                if spent_s > self._activity.limit_s:
+                    return self._activity
+                if spent_s > NOTE_AFTER_S and not noted:
+                    noted = True
+                    self._note(f"note: waiting for {_subject(self._activity)}")
+                wait_s = min(self._activity.limit_s, self._activity.limit_s if noted else NOTE_AFTER_S) - spent_s
+                ready = {key.fd for key, _ in readable.select(max(0.01, wait_s))}
+                if self._reading in ready:
+                    *lines, rest = (rest + os.read(self._reading, 1 << 16)).split(b"\n")
+                    for line in lines:
+                        said = msgspec.json.decode(line, type=Said)
+                        if not isinstance(said, Activity):
+                            return said
+                        self._activity, began, noted = said, time.monotonic(), False
+                    if lines:
+                        continue
+                if ended in ready:
+                    _, self._status = os.waitpid(self._pid, 0)
+                    return self._activity
+        finally:
+            readable.close()
+            os.close(ended)
+
+    def ending(self, activity: Activity) -> str:
+        """Describe why there is no result."""
+        if self._status is None:
+            return f"{activity.what} did not end within {activity.limit_s:g} s ({LIMIT})"
+        code = os.waitstatus_to_exitcode(self._status)
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        return f"{activity.what} ended the process: it {how}"
+
+    def end(self) -> None:
+        """Kill the process and its children."""
+        with suppress(OSError):
+            os.killpg(self._pid, signal.SIGKILL)
+        if self._status is None:
+            with suppress(OSError):
+                os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+        os.close(self._reading)
+
+
+def _subject(activity: Activity) -> str:
+    return f"{activity.key} = {activity.value}: {activity.what} may take {activity.limit_s:g} s"
+
+
+def _be_child(work: Callable[[Doing], T], writing: int, limit_s: float) -> NoReturn:
+    def say(said: Said) -> None:
+        data = msgspec.json.encode(said) + b"\n"
+        while data:
+            data = data[os.write(writing, data) :]
+
+    def doing(key: str, value: object, what: str, *, limit_s: float | None = None) -> None:
+        say(Activity(key, show(value), what, limit_s or default_s))
+
+    default_s = limit_s
+    gc.freeze()  # do not collect the parent's objects: some destructors wait for threads that do not exist here
+    try:
+        os.setpgid(0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and then ends this process
+        _take_streams()
+        try:
+            say(Ended(msgspec.Raw(msgspec.json.encode(work(doing)))))
+        except TopologyError as error:
+            say(Refused(problems=error.problems))
+        except DataError as error:
+            say(Refused(data_error=str(error)))
+        except Exception:  # noqa: BLE001 - the parent raises it
+            say(Broken(traceback.format_exc()))
+    finally:
+        os._exit(0)
+
+
+def _take_streams() -> None:
+    """Redirect stdin and stdout: user code must not read the terminal or write to the command's output."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    os.close(null)
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), sys.stderr

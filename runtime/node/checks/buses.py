@@ -1,0 +1,112 @@
+"""Checks the bus: the port of our own server, or access to an existing server."""
+
+import socket
+from contextlib import closing
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from runtime.bus.errors import BusError, BusRefused
+from runtime.bus.limits import BusLimits
+from runtime.bus.nats.greeting import greeting_of
+from runtime.node.checks.findings import Findings
+from runtime.settings.placement import home_node
+from runtime.settings.sizes import needed_sizes, show_bytes
+from runtime.settings.topology import Topology
+from runtime.util.secrets import Login, read_login, with_login
+
+GREETING_TIMEOUT_S: Final = 3.0
+ASKING: Final = BusLimits(connect_timeout_s=3.0, publish_timeout_s=3.0, attempt_timeout_s=2.0, drain_timeout_s=1.0)
+
+
+class Asker(msgspec.Struct, frozen=True, kw_only=True):
+    """The node and login of a check."""
+
+    node: str
+    bus_login: Login | None  # taken from bus.url
+    fresh: bool = False  # the run's streams are to be discarded
+
+
+def check_bus(findings: Findings, asker: Asker) -> None:
+    """Try to listen on the port of our server, or connect to an existing server as a start would."""
+    bus = findings.topology.bus
+    if bus.port is not None:
+        _check_port(findings, bus.port)
+    if bus.url is None:
+        return
+    has_login = asker.bus_login is not None or bus.credentials is not None
+    refusals = [_refused_by(url, has_login=has_login, topology=findings.topology) for url in bus.url.split(",")]
+    if all(refusals):
+        findings.problem("bus.url", bus.url, refusals[0] or "")
+    elif not findings.has("bus.credentials"):
+        _ask(findings, bus.url, asker)
+
+
+def _check_port(findings: Findings, port: int) -> None:
+    with closing(socket.socket()) as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            taken.bind(("127.0.0.1", port))
+        except OSError as error:
+            findings.problem("bus.port", port, f"cannot be listened on: {error.strerror or error}")
+
+
+def _refused_by(url: str, *, has_login: bool, topology: Topology) -> str | None:
+    """Return why a run cannot use the server at a URL, by its greeting; None if it can."""
+    try:
+        greeting = greeting_of(url, GREETING_TIMEOUT_S)
+    except (OSError, ValueError) as error:
+        return f"no server answers there: {error}"
+    needed = needed_sizes(topology).max_payload_bytes
+    if greeting is None:
+        return None
+    if not greeting.jetstream:
+        return "this server runs without JetStream, which keeps the log"
+    if greeting.max_payload < needed:
+        carried = show_bytes(greeting.max_payload)
+        return f"this server carries messages of {carried}; this run can need {show_bytes(needed)}"
+    if greeting.auth_required and not has_login:
+        return "this server asks for a login: name a file that has it with bus.credentials"
+    return None
+
+
+def _ask(findings: Findings, url: str, asker: Asker) -> None:
+    import anyio  # imported late, like nats-py below: few topologies need it
+
+    from runtime.process.logs import silenced
+
+    credentials = findings.topology.bus.credentials
+    login = asker.bus_login if credentials is None else read_login(Path(credentials))
+    try:
+        with silenced():
+            refusal = anyio.run(_look_at, findings.topology, with_login(url, login), asker)
+    except BusRefused as error:
+        key, value = ("bus.url", url) if credentials is None else ("bus.credentials", credentials)
+        findings.problem(key, value, f"the server does not take this login: {error}")
+    except BusError as error:
+        findings.problem("bus.url", url, str(error))
+    else:
+        if refusal is not None:
+            findings.problem("bus.url", url, refusal)
+
+
+async def _look_at(topology: Topology, url: str, asker: Asker) -> str | None:
+    """Connect as a start does; return why the run's streams do not match the run directory, or None.
+
+    Raises:
+        BusRefused: the server refuses the login.
+        BusError: the server cannot be reached, or offers no streams to this login.
+    """
+    from runtime.bus.bus import Bus
+    from runtime.node.claims.run_id import RunMismatch, check_run_id  # imports nats-py, which few topologies need here
+
+    run = topology.run
+    async with Bus.connect(url, run.name, name="check", limits=ASKING) as bus:
+        await bus.holdings()
+        if not asker.fresh:
+            try:
+                await check_run_id(bus, Path(run.dir) / run.name, owns=asker.node == home_node(topology))
+            except RunMismatch as error:
+                return str(error)
+    return None

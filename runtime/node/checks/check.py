@@ -1,0 +1,75 @@
+"""Pre-start checks of this machine that do not depend on actors."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from runtime.node.checks.apart import Doing, unlimited
+from runtime.node.checks.built import not_built
+from runtime.node.checks.buses import Asker, check_bus
+from runtime.node.checks.files import check_paths, paths_of
+from runtime.node.checks.findings import Checked, Findings
+from runtime.node.checks.machine import check_machine
+from runtime.settings.load import LoadedTopology
+from runtime.settings.placement import home_node, max_sample_tokens
+from runtime.settings.recipe import max_prompt_len
+from runtime.settings.topology import Topology
+
+ASK_TIMEOUT_S: Final = 120.0  # for servers and interpreters, which have their own limits too
+
+
+def check_here(
+    loaded: LoadedTopology,
+    node: str | None = None,
+    *,
+    fresh: bool = False,
+    elsewhere: bool = False,
+    doing: Doing = unlimited,
+) -> Checked:
+    """Check what a topology needs on this machine, and what is not implemented yet.
+
+    Args:
+        loaded: the topology.
+        node: the node that this machine is; none: the one with the bus.
+        fresh: the existing run is to be discarded.
+        elsewhere: skip checks that need the machine of the run: GPUs, interpreters and packages, paths, addresses.
+        doing: called before each activity.
+    """
+    findings = Findings(loaded, doing)
+    topology = loaded.topology
+    for problem in not_built(topology):
+        findings.add(problem)
+    findings.notes.extend(_long_samples(topology))
+    if elsewhere:
+        return findings.checked(left_out=tuple(_left_out(topology)))
+    here = node or home_node(topology)
+    check_machine(findings, here)
+    check_paths(findings)
+    doing("bus.url", topology.bus.url, "asking it", limit_s=ASK_TIMEOUT_S)
+    check_bus(findings, Asker(node=here, bus_login=loaded.bus_login, fresh=fresh))
+    return findings.checked()
+
+
+def _long_samples(topology: Topology) -> Iterator[str]:
+    """Yield a note if samples may be longer than the trainer's ranks accept."""
+    rollout, limit = topology.rollout, max_sample_tokens(topology)
+    longest = (max_prompt_len(rollout) or 0) + rollout.max_response_len
+    longest = min(longest, rollout.max_context_len or longest)
+    if topology.run.only == "rollout" or longest <= limit:
+        return
+    becomes = "trains nothing" if topology.train.on_too_long == "mask" else "ends the run"
+    yield (
+        f"samples may have {longest} tokens (rollout.max_prompt_len, max_response_len, max_context_len), and {limit} "
+        "fit on the trainer's ranks (train.max_tokens_per_gpu x trainer.megatron.context_parallel_size): "
+        f'what is longer {becomes} (train.on_too_long = "{topology.train.on_too_long}")'
+    )
+
+
+def _left_out(topology: Topology) -> Iterator[str]:
+    gpus = [f"{name}: {node.gpus}" for name, node in topology.nodes.items() if node.gpus]
+    yield f"GPUs ({', '.join(gpus) or 'none asked for'})"
+    yield "interpreters and what is installed in them"
+    yield f"paths ({', '.join(paths_of(topology))})"
+    yield "addresses and ports"
+    urls = [url for engine in topology.engines.values() for url in engine.urls]
+    if urls:
+        yield f"what the engines that run already serve ({', '.join(urls)})"

@@ -1,0 +1,162 @@
+"""Models with Hugging Face hub names: taken from the local cache, or downloaded at a start.
+
+The cache comes first and is sufficient: a name means the same files at each start, with or without a network.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+import msgspec
+
+from runtime.settings.load import LoadedTopology, places, with_topology
+from runtime.settings.sizes import show_bytes
+from runtime.util.formatting import show
+
+HUB_NAME: Final = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")  # organisation/model
+PLAIN: Final = ("*.json", "*.jinja", "*.model", "*.txt")  # config, tokenizer, chat template
+WEIGHTS: Final = "*.safetensors"
+CODE: Final = "*.py"
+INDEX: Final = "model.safetensors.index.json"
+ASK_TIMEOUT_S: Final = 10.0
+T = TypeVar("T")
+
+
+class NotOnHub(Exception):
+    """A model is neither in the cache nor available from the hub."""
+
+
+class HubModel(msgspec.Struct, frozen=True):
+    """A model that a topology gives by its hub name."""
+
+    key: str
+    name: str
+    weights: bool  # its weights are needed
+    code: bool  # its code is needed
+
+
+def hub_models(loaded: LoadedTopology) -> Iterator[HubModel]:
+    """Yield the hub models of a topology: names that are not directories."""
+    model = loaded.topology.model
+    named = (
+        ("model.hf_checkpoint", model.hf_checkpoint, not model.random_init),
+        ("model.ref_load", model.ref_load, True),
+    )
+    for key, value, weights in named:
+        if value is not None and not Path(value).is_dir() and is_hub_name(loaded, key, value):
+            yield HubModel(key, value, weights, model.trust_remote_code)
+
+
+def is_hub_name(loaded: LoadedTopology, key: str, value: str) -> bool:
+    """Return whether a value is a hub name, not a mistyped path: its parent directory does not exist."""
+    parents = [place / Path(value).parent for place in places(loaded.loaded, key)]
+    return HUB_NAME.match(value) is not None and not any(parent.is_dir() for parent in parents)
+
+
+def cached(model: HubModel) -> Path | None:
+    """Return the model's directory in the local cache; None if it is missing or incomplete."""
+    from huggingface_hub import errors  # takes a second to import; plain paths do not need it
+
+    try:
+        found = _snapshot(model.name, local_files_only=True)
+    except (errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError):
+        return None
+    return found if _is_whole(found, weights=model.weights) else None
+
+
+def offer(model: HubModel) -> str:
+    """Describe what a start would download.
+
+    Raises:
+        NotOnHub: the model is not available; the message is the reason.
+    """
+    from huggingface_hub import HfApi, constants
+
+    about = _asked(
+        lambda: HfApi(endpoint=constants.ENDPOINT).model_info(model.name, files_metadata=True, timeout=ASK_TIMEOUT_S)
+    )
+    files = [file for file in about.siblings or [] if any(Path(file.rfilename).match(p) for p in _patterns(model))]
+    size = show_bytes(sum(file.size or 0 for file in files))
+    return f"a start downloads {len(files)} files of {size} from {constants.ENDPOINT} to {constants.HF_HUB_CACHE}"
+
+
+def download(model: HubModel) -> Path:
+    """Download the model to the local cache and return its directory.
+
+    Raises:
+        NotOnHub: the model is not available.
+    """
+    from huggingface_hub import constants
+
+    wishes = {"endpoint": constants.ENDPOINT, "allow_patterns": _patterns(model)}
+    return _asked(lambda: _snapshot(model.name, **wishes))
+
+
+def with_cached(loaded: LoadedTopology, tell: Callable[[str], None]) -> LoadedTopology:
+    """Replace hub names in the local cache by paths, and report each path."""
+    return _with_paths(loaded, cached, "found in the hub's cache", tell)
+
+
+def with_downloaded(loaded: LoadedTopology, tell: Callable[[str], None]) -> LoadedTopology:
+    """Replace all hub names by paths, downloading if needed.
+
+    Raises:
+        NotOnHub: a model is not available.
+    """
+    return _with_paths(loaded, download, "downloaded", tell)
+
+
+def _with_paths(
+    loaded: LoadedTopology, find: Callable[[HubModel], Path | None], how: str, tell: Callable[[str], None]
+) -> LoadedTopology:
+    paths: dict[str, str] = {}
+    for model in hub_models(loaded):
+        if (path := find(model)) is not None:
+            paths[model.key.partition(".")[2]] = str(path)
+            tell(f"{model.key} = {show(model.name)}: {how}, {path}")
+    whole = msgspec.structs.replace(loaded.topology.model, **paths)
+    return with_topology(loaded, msgspec.structs.replace(loaded.topology, model=whole))
+
+
+def _patterns(model: HubModel) -> list[str]:
+    return [*PLAIN, *([WEIGHTS] if model.weights else []), *([CODE] if model.code else [])]
+
+
+def _snapshot(name: str, **wishes: Any) -> Path:
+    from huggingface_hub import constants, snapshot_download  # pyright: ignore[reportUnknownVariableType]
+
+    fetch = cast("Callable[..., str]", snapshot_download)
+    return Path(fetch(name, cache_dir=constants.HF_HUB_CACHE, **wishes))
+
+
+def _asked(ask: Callable[[], T]) -> T:
+    """Call the hub and translate its errors."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    absent = f"not in the hub's cache ({constants.HF_HUB_CACHE})"
+    if constants.HF_HUB_OFFLINE:
+        raise NotOnHub(f"no such directory, {absent}, and HF_HUB_OFFLINE forbids a download")
+    try:
+        return ask()
+    except RepositoryNotFoundError as error:
+        message = f"no such directory, {absent}, and {constants.ENDPOINT} shows no such model"
+        raise NotOnHub(f"{message}; a private one needs HF_TOKEN") from error
+    except Exception as error:
+        said = str(error).partition("\n")[0]
+        raise NotOnHub(f"no such directory, {absent}, and {constants.ENDPOINT} cannot be asked: {said}") from error
+
+
+def _is_whole(directory: Path, *, weights: bool) -> bool:
+    """Return whether the needed files are there: other programs may have cached parts of the model."""
+    if not (directory / "config.json").is_file():
+        return False
+    if not weights or (directory / "model.safetensors").is_file():
+        return True
+    try:
+        index = json.loads((directory / INDEX).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return all((directory / name).is_file() for name in set(index["weight_map"].values()))

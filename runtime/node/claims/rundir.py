@@ -1,0 +1,179 @@
+"""The run directory: create, resume, start over, or refuse."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from runtime.node.claims.claim import Claim, RunClaimed, refuse_claimed
+from runtime.report.summary import Result
+from runtime.settings.topology import Topology, decode_topology, encode_topology
+from runtime.util.files import write_atomically
+
+TOPOLOGY_FILE = "topology.json"
+RESULT_FILE = "result.json"
+METRICS_FILE = "metrics.jsonl"
+BUS_FILE = "bus.url"  # URL of the run's bus, for users and tools
+
+# Settings that a resumed run may change, in addition to those of where it runs.
+HARMLESS = frozenset(
+    {
+        "train.num_steps",
+        "train.save_interval",
+        "train.keep_checkpoints",
+        "train.max_tokens_per_gpu",
+        "train.max_skipped",
+        "train.skip_window",
+        "train.max_skipped_share",
+    }
+)
+LASTING = ("model", "data", "rollout", "algorithm", "optimizer", "train", "eval", "run.seed", "run.only", "run.load")
+LASTING_OF_REWARD = ("reward.on_failure", "reward.reward_key", "reward.group_rm")
+LASTING_OF_TRAINER = ("trainer.load", "trainer.finetune")
+
+
+class RunRefused(Exception):
+    """The run cannot be started. The text says why and what to do."""
+
+
+class StoredResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of the run when its daemon last ended."""
+
+    finished: bool
+    result: Result
+
+
+def check_start(topology: Topology, fresh: str | None, node: str) -> None:
+    """Check the run directory as a start would, without writing.
+
+    Args:
+        topology: of the run.
+        fresh: name of the run to discard, "" for none; None: resume the run.
+        node: the node to start.
+
+    Raises:
+        RunRefused: a start would be refused.
+    """
+    run, run_dir = topology.run.name, Path(topology.run.dir) / topology.run.name
+    if fresh and fresh != run:
+        raise RunRefused(f"--fresh {fresh}: this topology's run is {run}; nothing was discarded")
+    if fresh == "" and (run_dir / TOPOLOGY_FILE).exists():
+        raise RunRefused(f"{run_dir} exists; to discard that run and start over, name it: --fresh {run}")
+    try:
+        refuse_claimed(run_dir, claimed_node(topology, node))
+    except RunClaimed as error:
+        raise RunRefused(str(error)) from error
+    if fresh is None:
+        changes_since(run_dir, topology)
+
+
+def claimed_node(topology: Topology, node: str) -> str | None:
+    """Return the node whose part of the run directory is claimed; None: the whole directory, for a single node."""
+    return node if len(topology.nodes) > 1 else None
+
+
+def prepare(claim: Claim, topology: Topology) -> list[str]:
+    """Prepare a claimed directory for a start of this topology; return the changes since the last start.
+
+    Raises:
+        RunRefused: the run began with another recipe.
+    """
+    changes = changes_since(claim.run_dir, topology)
+    write_atomically(claim.run_dir / TOPOLOGY_FILE, encode_topology(topology))
+    return changes
+
+
+def changes_since(run_dir: Path, topology: Topology) -> list[str]:
+    """Return the settings that differ from those of the last start.
+
+    Raises:
+        RunRefused: the run began with another recipe.
+    """
+    path = run_dir / TOPOLOGY_FILE
+    return _accepted_changes(run_dir, _stored(path), topology) if path.exists() else []
+
+
+def topology_in(run_dir: Path) -> bytes | None:
+    """Return the encoded topology of the last start; None if there was none."""
+    path = run_dir / TOPOLOGY_FILE
+    return path.read_bytes() if path.exists() else None
+
+
+def put_back(claim: Claim, topology: bytes | None) -> None:
+    """Undo `prepare`, after a start was refused."""
+    path = claim.run_dir / TOPOLOGY_FILE
+    if topology is None:
+        path.unlink(missing_ok=True)
+    else:
+        write_atomically(path, topology)
+
+
+def wants_more_steps(run_dir: Path, topology: Topology) -> bool:
+    """Return whether this topology has more train steps than the last start.
+
+    Raises:
+        RunRefused: the topology of the last start cannot be read.
+    """
+    path = run_dir / TOPOLOGY_FILE
+    return path.exists() and topology.train.num_steps > _stored(path).train.num_steps
+
+
+def stored_result(run_dir: Path) -> StoredResult | None:
+    """Return the stored result; None if the run never ended."""
+    path = run_dir / RESULT_FILE
+    return msgspec.json.decode(path.read_bytes(), type=StoredResult) if path.exists() else None
+
+
+def store_result(run_dir: Path, result: StoredResult) -> None:
+    """Store the result of the run."""
+    write_atomically(run_dir / RESULT_FILE, msgspec.json.encode(result) + b"\n")
+
+
+def differences(before: Topology, after: Topology) -> list[tuple[str, Any, Any]]:
+    """Return dotted keys whose values differ, with both values."""
+    return list(_differences("", msgspec.to_builtins(before), msgspec.to_builtins(after)))
+
+
+def _stored(path: Path) -> Topology:
+    try:
+        return decode_topology(path.read_bytes())
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise RunRefused(f"{path} cannot be read ({error}): it was edited, or written by another version") from error
+
+
+def _accepted_changes(run_dir: Path, before: Topology, after: Topology) -> list[str]:
+    changed = differences(before, after)
+    told = {key: f"{key}: {_shown(old)} → {_shown(new)}" for key, old, new in changed if not key.startswith("run.dir")}
+    refused = [line for key, line in told.items() if _lasts(key)]
+    if refused:
+        listed = "\n".join(f"  {line}" for line in refused)
+        raise RunRefused(
+            f"{run_dir} holds a run with another recipe:\n{listed}\n"
+            f"resume it unchanged, choose another run.name, or start over with --fresh {run_dir.name}"
+        )
+    return list(told.values())
+
+
+def _lasts(key: str) -> bool:
+    if key in HARMLESS:
+        return False
+    return key.startswith((*LASTING_OF_REWARD, *LASTING_OF_TRAINER)) or any(
+        key == table or key.startswith(f"{table}.") for table in LASTING
+    )
+
+
+def _differences(key: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        names: list[str] = list(dict.fromkeys([*before, *after]))  # pyright: ignore[reportUnknownArgumentType]
+        for name in names:
+            yield from _differences(f"{key}.{name}" if key else name, before.get(name), after.get(name))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+    elif isinstance(before, list | tuple) and isinstance(after, list | tuple) and len(before) == len(after):  # pyright: ignore[reportUnknownArgumentType]
+        for index, (old, new) in enumerate(zip(before, after, strict=True)):  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+            yield from _differences(f"{key}.{index}", old, new)
+    elif before != after:
+        yield key, before, after
+
+
+def _shown(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,289 @@
+"""The node daemon: runs the processes of one node, and stops everything together."""
+
+import signal
+import sys
+from contextlib import suppress
+
+import anyio
+import anyio.abc
+import msgspec
+import structlog
+
+from messages import KillAnswered, KillRequested, LocalCopyRequested, Message
+from runtime.bus.addresses import BUS_URL_VARIABLE, ENGINE_KEY_VARIABLE, engine_key
+from runtime.bus.bus import Bus
+from runtime.bus.calls import Handler
+from runtime.bus.errors import BusError
+from runtime.bus.limits import BusLimits
+from runtime.node.bus_process import BUS_PROCESS, bus_process
+from runtime.node.claims.node_claim import NodeClaim, NodeClaimed
+from runtime.node.claims.run_id import RunMismatch, check_run_id, settle_run_id
+from runtime.node.claims.rundir import BUS_FILE
+from runtime.node.copying import COPIES, LocalCopies
+from runtime.node.display import Show
+from runtime.node.follow import Follower
+from runtime.node.node_plan import NodePlan, RunEnd
+from runtime.node.publishing import forget_addresses, publish_changes
+from runtime.node.reporting import Reporting
+from runtime.node.stalls import StallWatch
+from runtime.node.supervisor.state_changes import Change, GivenUp, Ready
+from runtime.node.supervisor.supervisor import Supervision
+from runtime.settings.processes import ProcessSpec, Tier
+from runtime.util.disk import free_bytes, is_full, no_space, no_space_of, stored_bytes
+from runtime.util.errors import leaves
+from runtime.util.exit_codes import EXIT_FENCED
+from runtime.util.secrets import Secret, with_login, write_private
+
+log = structlog.get_logger()
+
+CHANGES_BOUND = 1000  # process changes waiting to be published
+LOOK_AT_DISK_S = 1.0
+DISK_ANSWERS_S = 5.0  # after that its free bytes count as unknown
+STORE = "nats"  # store of the bus in the run directory
+STOP_DEADLINE_S = 9.5  # from the stop signal until everything is killed
+TELL_TIMEOUT_S = 1.0  # for publishing the last process changes
+RELEASE_TIMEOUT_S = 1.0
+BUS_LIMITS = BusLimits(drain_timeout_s=1.0)  # at the end the server may already be gone
+
+
+class NodeAgent:
+    """Runs a node until the run is finished, a process is given up, or a signal stops it.
+
+    Args:
+        show: prints a line for the user.
+        rewrite: replaces the last printed line, on a terminal.
+    """
+
+    def __init__(self, plan: NodePlan, *, show: Show, rewrite: Show | None = None) -> None:
+        self._plan = plan
+        self.reporting = Reporting(plan, show=show, rewrite=rewrite)
+        self._show = self.reporting.display.show
+        self._supervision = Supervision(plan.run_dir, environment=self._environment(), listener=self._on_change)
+        self._follower = Follower(plan, self.reporting, progress=self._supervision.progress, end=self._end)
+        send, receive = anyio.create_memory_object_stream[Change](CHANGES_BOUND)
+        self._changes, self._changes_to_tell = send, receive
+        self._told = anyio.Event()
+        self._ending = anyio.Event()
+        self._disk_asked = anyio.CapacityLimiter(1)  # an abandoned thread may still wait for the disk
+        self._outcome: RunEnd | None = None
+        self._bus_url = None if plan.bus_url is None else Secret(with_login(plan.bus_url, plan.bus_login))
+        self._bus_ready = anyio.Event()
+
+    async def run(self) -> RunEnd:
+        """Run the node until everything has ended."""
+        async with anyio.create_task_group() as showing:
+            showing.start_soon(self.reporting.display.run)
+            await self._run()
+            self.reporting.close()
+            await self.reporting.display.close()
+            showing.cancel_scope.cancel()
+        return self._outcome or RunEnd(finished=False, error="ended without a reason")
+
+    async def _run(self) -> None:
+        with self._changes, self._changes_to_tell:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._obey_signals, tasks.cancel_scope)
+                tasks.start_soon(self._watch_disk)
+                await tasks.start(self._supervision.run)
+                try:
+                    await self._work()
+                except* BusError as errors:
+                    self._end(RunEnd(finished=False, error=f"the bus failed: {leaves(errors)[0]}"))
+                except* OSError as errors:  # such as a full disk
+                    self._end(RunEnd(finished=False, error=self._failure_of(leaves(errors)[0])))
+                await self._supervision.stop()
+                tasks.cancel_scope.cancel()
+
+    def _failure_of(self, error: BaseException) -> str:
+        return str(no_space_of(error, self._plan.run_dir)) if is_full(error) else f"the agent failed: {error}"
+
+    async def _watch_disk(self) -> None:
+        """End the run when disk space is low, while processes and the bus can still store pending data."""
+        plan = self._plan
+        while (free := await self._free_bytes()) >= plan.min_free_bytes:
+            with anyio.move_on_after(LOOK_AT_DISK_S):
+                await self._ending.wait()
+                return
+        stored = stored_bytes(plan.run_dir / STORE)
+        needed = plan.min_free_bytes + max(0, plan.stream_bytes - stored)
+        log.error("no_space", free_bytes=free, needed_bytes=needed)
+        self._end(RunEnd(finished=False, error=str(no_space(plan.run_dir, needed))))
+
+    async def _free_bytes(self) -> int:
+        """Return the free bytes of the run directory's disk; sys.maxsize while the disk does not answer."""
+        try:
+            with anyio.fail_after(DISK_ANSWERS_S):  # a network disk may hang, the event loop must not
+                return await anyio.to_thread.run_sync(
+                    free_bytes, self._plan.run_dir, abandon_on_cancel=True, limiter=self._disk_asked
+                )
+        except OSError as error:  # a TimeoutError is one
+            log.warning("disk_unknown", path=str(self._plan.run_dir), reason=str(error) or "no answer")
+            return sys.maxsize
+
+    async def _work(self) -> None:
+        """Start the bus and all processes; return after the run ended and the processes are stopped."""
+        if self._plan.server is not None:
+            self._supervision.start(bus_process(self._plan, self._plan.server))
+        elif self._bus_url is not None:
+            self._found_bus(self._bus_url)
+        await _first_of(self._bus_ready, self._ending)
+        if self._ending.is_set() or self._bus_url is None:
+            return
+        name = f"agent-{self._plan.node}"
+        async with Bus.connect(self._bus_url.reveal(), self._plan.run, name=name, limits=BUS_LIMITS) as bus:
+            try:
+                claim = await self._claimed(bus)
+            except NodeClaimed as error:
+                self._end(RunEnd(finished=False, error=str(error)))
+                return
+            except RunMismatch as error:
+                self._end(RunEnd(finished=False, refused=str(error)))
+                return
+            try:
+                await self._run_processes(bus, claim)
+            finally:
+                with anyio.move_on_after(RELEASE_TIMEOUT_S, shield=True), suppress(BusError):
+                    await claim.release()
+
+    async def _claimed(self, bus: Bus) -> NodeClaim:
+        """Claim this node, after checking that run directory and streams belong together."""
+        plan = self._plan
+        await check_run_id(bus, plan.run_dir, owns=plan.owns_streams)
+        await bus.ensure_streams(plan.limits)
+        claim = await NodeClaim.take(bus, plan.node, plan.run_dir, incarnation=plan.incarnation)
+        try:
+            await settle_run_id(bus, plan.run_dir, owns=plan.owns_streams)
+        except RunMismatch:
+            await claim.release()
+            raise
+        return claim
+
+    async def _run_processes(self, bus: Bus, claim: NodeClaim) -> None:
+        incarnation = claim.holder.incarnation
+        if incarnation > 1:
+            await forget_addresses(bus, self._plan.processes)
+        key = await engine_key(bus.kv)
+        for spec in self._plan.processes:
+            self._supervision.start(self._with_secrets(spec, incarnation, key))
+        copies = LocalCopies(self._plan.run_dir / COPIES / self._plan.node)
+        handlers: dict[type[Message], Handler] = {KillRequested: self._kill, LocalCopyRequested: copies.answer}
+        async with bus.serve(handlers), anyio.create_task_group() as tasks:
+            tasks.start_soon(self._keep_claim, claim)
+            tasks.start_soon(self._tell_changes, bus)
+            tasks.start_soon(self.reporting.run, bus)
+            tasks.start_soon(self._follower.follow, bus, self._watch(bus, tasks))
+            await self._ending.wait()
+            await self._supervision.stop(Tier.ACTOR, Tier.SERVICE)
+            self._changes.close()
+            with anyio.move_on_after(TELL_TIMEOUT_S):
+                await self._told.wait()
+            await self.reporting.finish()
+            tasks.cancel_scope.cancel()
+
+    async def _tell_changes(self, bus: Bus) -> None:
+        await publish_changes(bus, self._plan.node, self._changes_to_tell)
+        self._told.set()
+
+    async def _kill(self, request: KillRequested) -> KillAnswered:
+        """Kill a server on request: a rollout actor detects that it generates nothing, which no probe shows."""
+        killed = self._supervision.kill_process(request.process, request.pid, request.reason)
+        log.warning("kill_requested", process=request.process, pid=request.pid, reason=request.reason, killed=killed)
+        return KillAnswered(killed=killed)
+
+    async def _keep_claim(self, claim: NodeClaim) -> None:
+        try:
+            await claim.keep()
+        except NodeClaimed as error:
+            self._end(RunEnd(finished=False, error=str(error)))
+
+    async def _obey_signals(self, everything: anyio.CancelScope) -> None:
+        """Stop in order at the first signal; cancel everything at the second one or after a deadline."""
+        wanted = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup keeps running
+            wanted.append(signal.SIGHUP)
+        with anyio.open_signal_receiver(*wanted) as received:
+            async for number in received:
+                if self._ending.is_set() and self._outcome is not None and self._outcome.stopped_by is not None:
+                    everything.cancel()
+                    return
+                self._show(f"{number.name}: stopping; once more to stop at once")
+                self._end(RunEnd(finished=False, stopped_by=number))
+                everything.deadline = anyio.current_time() + STOP_DEADLINE_S
+
+    def _end(self, outcome: RunEnd) -> None:
+        """End the run. The first reason counts, except that a stop by the user overrides a failure."""
+        if self._outcome is None or (outcome.stopped_by is not None and not self._outcome.finished):
+            self._outcome = outcome
+        self._ending.set()
+
+    def _on_change(self, change: Change) -> None:
+        self._log_change(change)
+        match change:
+            case GivenUp():
+                if change.exit_code == EXIT_FENCED:
+                    self._show(f"{change.spec.name} is not started again: another process does its work")
+                elif change.spec.critical and not self._ending.is_set():
+                    self._end(RunEnd(finished=False, failure=change))
+                return
+            case Ready() if change.spec.name == BUS_PROCESS and not self._bus_ready.is_set():
+                login = None if self._plan.server is None else self._plan.server.login
+                self._found_bus(Secret(with_login(f"nats://{change.host}:{change.port}", login)))
+            case _:
+                pass
+        try:
+            self._changes.send_nowait(change)
+        except anyio.ClosedResourceError:  # the bus itself ends, so nothing can be published
+            return
+        except (anyio.WouldBlock, anyio.BrokenResourceError):
+            log.warning("change_not_told", process=change.spec.name)
+
+    def _found_bus(self, url: Secret) -> None:
+        """Store the URL of the bus, which is up, in the run directory, readable by its owner only."""
+        self._bus_url = url
+        try:
+            write_private(self._plan.run_dir / BUS_FILE, f"{url.reveal()}\n")
+        except OSError as error:
+            self._end(RunEnd(finished=False, error=self._failure_of(error)))
+            return
+        self._bus_ready.set()
+
+    def _log_change(self, change: Change) -> None:
+        fields = {key: value for key, value in msgspec.structs.asdict(change).items() if key not in ("spec", "tail")}
+        log.info("process_changed", process=change.spec.name, change=type(change).__name__.lower(), **fields)
+
+    def _watch(self, bus: Bus, tasks: anyio.abc.TaskGroup) -> StallWatch | None:
+        plan = self._plan
+        if plan.stall_after_s is None:
+            return None
+        actors = [name for spec in plan.processes if spec.tier is Tier.ACTOR for name in spec.name.split("+")]
+        watch = StallWatch(bus, plan.stall_after_s, actors)
+        tasks.start_soon(watch.run)
+        return watch
+
+    def _environment(self) -> dict[str, str]:
+        plan = self._plan
+        return {
+            "PHYSARUM_RUN": plan.run,
+            "PHYSARUM_RUN_DIR": str(plan.run_dir),
+            "PHYSARUM_NODE": plan.node,
+        }
+
+    def _with_secrets(self, spec: ProcessSpec, incarnation: int, key: Secret) -> ProcessSpec:
+        """Add secrets to a process's environment. Only its owner can read it; engines and routers get no bus login."""
+        env = {"PHYSARUM_PROCESS": spec.name, **spec.env, "PHYSARUM_INCARNATION": str(incarnation)}
+        if spec.tier is Tier.ACTOR and self._bus_url is not None:
+            env[BUS_URL_VARIABLE] = self._bus_url.reveal()
+        if spec.tier is Tier.SERVICE:
+            env[ENGINE_KEY_VARIABLE] = key.reveal()
+        return msgspec.structs.replace(spec, env=env)
+
+
+async def _first_of(*events: anyio.Event) -> None:
+    async with anyio.create_task_group() as tasks:
+
+        async def wait(event: anyio.Event) -> None:
+            await event.wait()
+            tasks.cancel_scope.cancel()
+
+        for event in events:
+            tasks.start_soon(wait, event)

@@ -1,0 +1,59 @@
+"""The plan of one node daemon, and the outcome of its run."""
+
+from pathlib import Path
+
+import msgspec
+
+from runtime.bus.limits import StreamLimits
+from runtime.bus.nats.server import ServerSettings
+from runtime.node.supervisor.state_changes import GivenUp
+from runtime.settings.processes import ProcessSpec
+from runtime.util.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_OK
+from runtime.util.secrets import Login
+
+
+class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The plan of one node daemon."""
+
+    run: str
+    node: str
+    run_dir: Path
+    incarnation: int  # of this daemon, counted in the run directory
+    num_steps: int
+    step_groups: int = 0  # prompt groups of a train step; 0: unknown
+    graded: bool = True  # samples have scores; demonstrations have none
+    started: float  # Unix time of the command
+    processes: tuple[ProcessSpec, ...]
+    server: ServerSettings | None = None  # NATS server settings, if this node runs it
+    bus_url: str | None = None  # otherwise the URL of the bus, without its login
+    bus_login: Login | None = None  # login of that bus
+    limits: StreamLimits = StreamLimits()
+    owns_streams: bool = True  # the streams belong with this node's directory; true for one node of a run
+    keeps_metrics: bool = True  # true for one node of a run
+    stall_after_s: float | None = None  # without any event, before run.stalled; none: another node reports it
+    bus_unresponsive_after_s: float = 60.0
+    stream_bytes: int = 0  # maximum size of the streams in the run directory
+    min_free_bytes: int = 0  # of the run directory's disk; below it the run stops in order
+
+
+class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """Outcome of a node daemon's run."""
+
+    finished: bool
+    stopped_by: int | None = None  # signal
+    failure: GivenUp | None = None
+    refused: str | None = None  # why no process was started
+    error: str | None = None  # of the bus or the daemon, if no process failed
+
+
+def exit_code_of(outcome: RunEnd) -> int:
+    """Return the exit code: 0 finished, 1 failed, 2 wrong input, 128 + signal when stopped."""
+    if outcome.finished:
+        return EXIT_OK
+    if outcome.stopped_by is not None:
+        return 128 + outcome.stopped_by
+    if outcome.refused is not None:
+        return EXIT_INPUT_ERROR
+    if outcome.failure is not None and outcome.failure.exit_code == EXIT_INPUT_ERROR:
+        return EXIT_INPUT_ERROR
+    return EXIT_FAILED

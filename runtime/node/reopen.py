@@ -1,0 +1,190 @@
+"""Opens a run's log read-only: from its bus while a daemon runs it, else from a copy of the stored events."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from messages import Plane
+from messages.subjects import RUN_NAME, stream_of
+from runtime.bus.bus import Bus
+from runtime.bus.errors import BusError
+from runtime.bus.limits import BusLimits
+from runtime.bus.nats.server import STORED_STREAMS, ServerSettings, server_command, wait_ready, write_config
+from runtime.ledger.archive import RunEvents, history, start_state
+from runtime.ledger.fold import LedgerState
+from runtime.node.claims.claim import kept_unclaimed
+from runtime.node.claims.rundir import BUS_FILE, TOPOLOGY_FILE
+from runtime.node.supervisor import guardian
+from runtime.node.supervisor.spawn import Child
+from runtime.util.secrets import Login, Secret, with_login
+
+RUNS = Path("runs")
+STREAMS = Path("nats") / STORED_STREAMS  # in the run directory
+LIMITS = BusLimits(connect_timeout_s=2.0, publish_timeout_s=10.0)
+SERVER_STOP_S = 5.0
+OPEN_TIMEOUT_S = 15.0  # a daemon that starts or ends has briefly neither a bus nor a store to copy
+LOOK_AGAIN_S = 0.1
+
+
+class NoSuchRun(Exception):
+    """There is no run with this name or in this directory."""
+
+
+class NoLog(Exception):
+    """The run's log cannot be read; the text says why."""
+
+
+class _RunTable(msgspec.Struct, frozen=True):
+    name: str
+
+
+class _BusTable(msgspec.Struct, frozen=True):
+    url: str | None = None
+
+
+class _StoredTopology(msgspec.Struct, frozen=True):
+    """The needed part of topology.json, whichever version wrote it."""
+
+    run: _RunTable
+    bus: _BusTable = _BusTable()
+
+
+class FoundRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run on disk."""
+
+    name: str
+    directory: Path
+    bus_url: str | None = None  # of an external server
+
+
+class OpenedLog(msgspec.Struct, frozen=True, kw_only=True):
+    """An opened log."""
+
+    events: RunEvents
+    begins: LedgerState | None  # state before the first event, if earlier events are lost
+    live: bool  # read from the run's bus: it may still grow
+
+
+def find_run(word: str, runs: Path = RUNS) -> FoundRun:
+    """Find a run by its name under `runs`, else by its directory.
+
+    Raises:
+        NoSuchRun: neither exists.
+    """
+    directory = next((path for path in (runs / word, Path(word)) if _holds_a_run(path)), None)
+    if directory is None:
+        raise NoSuchRun(f"no run {word!r}: neither {runs / word} nor {word} is the directory of a run")
+    stored = directory / TOPOLOGY_FILE
+    if not stored.exists():
+        name = directory.resolve().name
+        if RUN_NAME.fullmatch(name) is None:
+            raise NoSuchRun(f"{directory} has no {TOPOLOGY_FILE}, and its own name cannot be that of a run")
+        return FoundRun(name=name, directory=directory)
+    try:
+        topology = msgspec.json.decode(stored.read_bytes(), type=_StoredTopology)
+    except msgspec.DecodeError as error:  # a ValidationError is one
+        raise NoSuchRun(f"{stored} cannot be read: {error}") from error
+    return FoundRun(name=topology.run.name, directory=directory, bus_url=topology.bus.url)
+
+
+def _holds_a_run(path: Path) -> bool:
+    return any((path / part).exists() for part in (TOPOLOGY_FILE, BUS_FILE, STREAMS))
+
+
+@asynccontextmanager
+async def opened_log(run: FoundRun) -> AsyncGenerator[OpenedLog, None]:
+    """Open a run's events, archived ones included, for the duration of a block. Write nothing to the run.
+
+    While a daemon holds the run directory, events come from its bus. Otherwise this process runs a server on a copy of
+    the event stream, which affects neither the store nor a daemon that starts meanwhile. A daemon cannot start only
+    while the files are copied.
+
+    Raises:
+        NoLog: no bus answers and there is no store to copy.
+        BusUnavailable: the server went away during the block.
+    """
+    async with AsyncExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="physarum-log-")))
+        url = await _live_url(run, scratch)
+        live = url is not None
+        if url is None:
+            url = await stack.enter_async_context(_server_on(scratch))
+        bus = await stack.enter_async_context(Bus.connect(url, run.name, name="spectator", limits=LIMITS))
+        events = await stack.enter_async_context(history(bus, run.directory))
+        yield OpenedLog(events=events, begins=await start_state(bus, run.directory), live=live)
+
+
+async def _live_url(run: FoundRun, scratch: Path) -> str | None:
+    """Return the URL of the run's bus, or None after its events were copied.
+
+    Raises:
+        NoLog: neither was possible in time.
+    """
+    problem = "its bus was never up"
+    with anyio.move_on_after(OPEN_TIMEOUT_S):
+        while True:
+            if run.bus_url is None and await anyio.to_thread.run_sync(_copy_events, run, scratch):
+                return None
+            url = _url_in(run.directory) or run.bus_url  # the stored URL contains the login
+            if url is not None:
+                try:
+                    await _look(url, run.name)
+                except BusError as error:
+                    problem = str(error)
+                else:
+                    return url
+            await anyio.sleep(LOOK_AGAIN_S)  # another process starts or ends; there is no event to wait for
+    raise NoLog(f"the log of run {run.name} cannot be reached: {problem}")
+
+
+def _copy_events(run: FoundRun, scratch: Path) -> bool:
+    """Copy the stored events; return False if a daemon or its processes still run.
+
+    Raises:
+        NoLog: nothing runs, and nothing is stored.
+    """
+    stream = STREAMS / stream_of(run.name, Plane.EVENT)
+    with kept_unclaimed(run.directory) as unclaimed:
+        if not unclaimed or guardian.find(f"@{run.directory.resolve()}"):  # processes of a killed daemon remain briefly
+            return False
+        if not (run.directory / stream).exists():
+            raise NoLog(f"run {run.name} has no log: nothing runs it, and {run.directory} stores no events")
+        shutil.copytree(run.directory / stream, scratch / stream, ignore=shutil.ignore_patterns("obs"))  # consumers
+        return True
+
+
+def _url_in(directory: Path) -> str | None:
+    path = directory / BUS_FILE
+    return path.read_text().strip() or None if path.exists() else None
+
+
+async def _look(url: str, name: str) -> None:
+    """Check the bus. Raises BusError if no server answers, or it has no such log."""
+    async with Bus.connect(url, name, name="spectator", limits=LIMITS) as bus:
+        await bus.state(Plane.EVENT)
+
+
+@asynccontextmanager
+async def _server_on(directory: Path) -> AsyncGenerator[str, None]:
+    """Run a NATS server for the duration of a block and yield its URL. It dies with this process."""
+    login = Login(user="spectator", password=Secret.random())
+    config = write_config(directory / "nats.conf", ServerSettings(store_dir=directory / "nats", login=login))
+    command = [*server_command(config, directory), "--log", str(directory / "nats.log")]
+    server = await Child.start(command, os.environ)
+    try:
+        os.close(server.output)  # it writes to its log
+        ports = await wait_ready(directory, server.pid, login=login)
+        yield with_login(ports.url, login)
+    finally:
+        server.ask_to_stop()
+        with anyio.move_on_after(SERVER_STOP_S, shield=True):
+            await server.wait()
+        server.kill()
+        with anyio.CancelScope(shield=True):
+            await server.wait()

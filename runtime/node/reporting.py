@@ -1,0 +1,150 @@
+"""Reports on the run: lines, metrics, samples. An error here affects only the report, never the run."""
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+import structlog
+
+from messages import Message
+from runtime.bus.bus import Bus
+from runtime.bus.events import Received
+from runtime.ledger.archive import ArchiveDamaged, ArchivedBefore, newest_snapshot, start_state
+from runtime.node.claims.rundir import METRICS_FILE
+from runtime.node.display import Display, Show
+from runtime.node.node_plan import NodePlan
+from runtime.node.sample import sample_lines
+from runtime.report.metrics_file import MetricsFile
+from runtime.report.report import Line, Notice, Report, RowDone, SampleShown
+
+log = structlog.get_logger()
+
+EVENTS_BOUND = 1024  # waiting to be reported; at the bound their reader waits
+SAMPLE_TIMEOUT_S = 10.0
+FINISH_TIMEOUT_S = 2.0
+
+Event = Received[Message]
+
+
+class Reporting:
+    """Folds the archived events and those of the log into terminal lines and metrics.
+
+    Args:
+        show: prints a line for the user.
+        rewrite: replaces the last printed line, on a terminal.
+    """
+
+    def __init__(self, plan: NodePlan, *, show: Show, rewrite: Show | None) -> None:
+        self.report = self._new_report(plan)
+        self.display = Display(show, rewrite, self._progress_line)
+        self._plan = plan
+        self._metrics = MetricsFile(plan.run_dir / METRICS_FILE) if plan.keeps_metrics else None
+        self._failed = False
+        send, receive = anyio.create_memory_object_stream[Event](EVENTS_BOUND)
+        self._send, self._events = send, receive
+        self._ended = anyio.Event()
+
+    async def take(self, event: Event) -> None:
+        """Queue an event of the log for the report."""
+        try:
+            await self._send.send(event)
+        except (anyio.ClosedResourceError, anyio.BrokenResourceError):  # at the very end
+            return
+
+    async def run(self, bus: Bus) -> None:
+        """Report until finished or cancelled."""
+        async with self._events, anyio.create_task_group() as samples:
+            try:
+                await self._report_all(bus, samples)
+            except Exception as error:  # noqa: BLE001 - an error in the report must not end the run
+                self._fail("what follows is not shown", error)
+                async for _ in self._events:
+                    continue
+            samples.cancel_scope.cancel()
+        self._ended.set()
+
+    async def finish(self) -> None:
+        """Report the queued events, and accept no more."""
+        self._send.close()
+        with anyio.move_on_after(FINISH_TIMEOUT_S):
+            await self._ended.wait()
+
+    def close(self) -> None:
+        """Write the last metrics row, after all events and tasks ended."""
+        self._send.close()
+        self._events.close()
+        try:
+            for notice in self.report.close():
+                if isinstance(notice, RowDone) and self._metrics is not None:
+                    self._metrics.put(notice.row)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fail("the last row of metrics.jsonl is not there", error)
+
+    async def _report_all(self, bus: Bus, samples: anyio.abc.TaskGroup) -> None:
+        begins = await start_state(bus, self._plan.run_dir)
+        if begins is not None:
+            self.report.begin(begins)
+        past = ArchivedBefore(self._plan.run_dir)
+        async for event in self._events:
+            try:
+                async for archived in past.events(event.seq):
+                    await self._report(bus, archived, samples)
+            except ArchiveDamaged as error:
+                await self._begin_again(bus, error)
+            await self._report(bus, event, samples)
+
+    async def _begin_again(self, bus: Bus, error: ArchiveDamaged) -> None:
+        log.error("archive_damaged", error=str(error))
+        self.display.show(f"{error}: what was before the newest snapshot is known from that alone")
+        self.report = self._new_report(self._plan)
+        state = await newest_snapshot(bus)
+        if state is not None:
+            self.report.begin(state)
+
+    async def _report(self, bus: Bus, event: Event, samples: anyio.abc.TaskGroup) -> None:
+        moment = event.time.timestamp()
+        try:
+            notices = self.report.apply(event.message, event.seq, moment)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fail(f"event {event.seq} cannot be shown", error)
+            return
+        for notice in notices:
+            await self._show(bus, notice, samples, live=moment >= self._plan.started)
+
+    async def _show(self, bus: Bus, notice: Notice, samples: anyio.abc.TaskGroup, *, live: bool) -> None:
+        match notice:
+            case SampleShown():
+                samples.start_soon(self._show_sample, bus, notice)
+            case Line(text) if live:
+                self.display.show(text)
+            case RowDone(row) if self._metrics is not None:
+                try:
+                    await anyio.to_thread.run_sync(self._metrics.put, row)
+                except OSError as error:
+                    self._fail("metrics.jsonl cannot be written; the next start makes it again from the log", error)
+            case _:
+                pass
+
+    async def _show_sample(self, bus: Bus, shown: SampleShown) -> None:
+        try:
+            with anyio.move_on_after(SAMPLE_TIMEOUT_S):
+                for line in await sample_lines(bus, shown):
+                    self.display.show(line)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fail(f"the {shown.which} sample cannot be shown", error)
+
+    def _progress_line(self, now: float) -> str:
+        try:
+            return self.report.progress_line(now)
+        except Exception as error:  # noqa: BLE001 - as above
+            return f"how far the step is cannot be shown: {error!r}"
+
+    def _fail(self, what: str, error: Exception) -> None:
+        """Log every error; show only the first."""
+        log.error("reporting_failed", what=what, exc_info=error)
+        if not self._failed:
+            self._failed = True
+            self.display.show(f"{what}: {error!r}; the run goes on (logs/agent.jsonl has more)")
+
+    @staticmethod
+    def _new_report(plan: NodePlan) -> Report:
+        return Report(plan.run, plan.num_steps, plan.started, step_groups=plan.step_groups, graded=plan.graded)

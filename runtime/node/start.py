@@ -1,0 +1,258 @@
+"""Starts or resumes a run on this node and follows it to its end."""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TextIO, cast
+
+import anyio
+import msgspec
+import structlog
+
+from runtime.bus.nats.server import ServerSettings
+from runtime.node.checks.limits import raise_open_files
+from runtime.node.claims.claim import Claim, RunClaimed, refuse_claimed
+from runtime.node.claims.discarding import NotDiscarded, discard
+from runtime.node.claims.incarnation import raise_incarnation
+from runtime.node.claims.rundir import (
+    METRICS_FILE,
+    RunRefused,
+    StoredResult,
+    check_start,
+    claimed_node,
+    prepare,
+    put_back,
+    store_result,
+    stored_result,
+    topology_in,
+    wants_more_steps,
+)
+from runtime.node.daemon import NodeAgent
+from runtime.node.display import Show
+from runtime.node.node_plan import NodePlan, RunEnd, exit_code_of
+from runtime.node.supervisor.state_changes import GivenUp
+from runtime.process.logs import configure_logging
+from runtime.settings.placement import bus_node, home_node
+from runtime.settings.plan import stream_limits
+from runtime.settings.processes import ProcessSpec
+from runtime.settings.recipe import trains_demonstrations
+from runtime.settings.sizes import min_free_bytes, stream_sizes
+from runtime.settings.topology import Topology
+from runtime.util.disk import LinesWhileRoom, is_full, no_space_of
+from runtime.util.exit_codes import EXIT_INPUT_ERROR, EXIT_NO_SPACE
+from runtime.util.formatting import printable_json
+from runtime.util.secrets import Login, Secret, kept_secret, read_login, with_login
+
+__all__ = ["End", "RunRefused", "SpecsOf", "Wish", "start"]
+
+BUS_USER = "physarum"
+BUS_PASSWORD_FILE = Path("bus", "password")  # in the run directory, readable by its owner only
+STORE_BOUND = 1 << 50  # above the streams' own limits, which may have been larger at an earlier start
+
+SpecsOf = Callable[[Topology, str, Path], Sequence[ProcessSpec]]
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """Start options from the command line."""
+
+    node: str
+    command: str  # command that resumes the run, for messages
+    bus_login: Login | None = None  # taken from bus.url
+    fresh: str | None = None  # start over: name of the run to discard, "" for none
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True):
+    """Exit code and result of the command."""
+
+    exit_code: int
+    result_json: str
+
+
+def start(topology: Topology, wish: Wish, *, specs_of: SpecsOf, show: Show, rewrite: Show | None = None) -> End:
+    """Start or resume a run and follow it to its end.
+
+    Args:
+        specs_of: returns the processes of a topology on a node.
+        show: prints a line for the user.
+        rewrite: replaces the last printed line, on a terminal.
+
+    Raises:
+        RunRefused: the run cannot be started.
+    """
+    check_start(topology, wish.fresh, wish.node)
+    raise_open_files(topology)
+    run_dir = Path(topology.run.dir) / topology.run.name
+    with _claim(run_dir, claimed_node(topology, wish.node)) as claim:
+        _refuse_beside(claim)
+        if wish.fresh is not None:
+            _start_over(claim, topology, wish)
+        stored = stored_result(run_dir)
+        if stored is not None and stored.finished and not wants_more_steps(run_dir, topology):
+            _show_all(show, _lines_of_a_finished_run(stored, topology.run.name, run_dir, wish))
+            return End(exit_code=0, result_json=_json_of(stored))
+        before = topology_in(run_dir)
+        for change in prepare(claim, topology):
+            show(f"changed since the last start: {change}")
+        try:
+            return _run(_plan(topology, wish, claim, specs_of), wish, show, rewrite)
+        except RunRefused:
+            put_back(claim, before)
+            raise
+        except OSError as error:
+            if not is_full(error):
+                raise
+            raise RunRefused(str(no_space_of(error, run_dir))) from error
+
+
+def _claim(run_dir: Path, node: str | None) -> Claim:
+    try:
+        return Claim.take(run_dir, node=node)
+    except RunClaimed as error:
+        raise RunRefused(str(error)) from error
+    except OSError as error:
+        told = no_space_of(error, run_dir) if is_full(error) else f"{run_dir} cannot be used: {error}"
+        raise RunRefused(str(told)) from error
+
+
+def _refuse_beside(claim: Claim) -> None:
+    """Refuse to run if another daemon claimed a part of the directory since `check_start`."""
+    try:
+        refuse_claimed(claim.run_dir, claim.node, held=claim)
+    except RunClaimed as error:
+        raise RunRefused(str(error)) from error
+
+
+def _start_over(claim: Claim, topology: Topology, wish: Wish) -> None:
+    """Discard the run. Its streams are discarded on the home node only, and only if the user named the run."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # the log goes too
+    url = topology.bus.url if wish.fresh and wish.node == home_node(topology) else None
+    bus_url = None if url is None else Secret(with_login(url, _login(topology, wish)))
+    try:
+        discard(claim, topology.run.name, topology.nodes, bus_url)
+    except NotDiscarded as error:
+        raise RunRefused(str(error)) from error
+
+
+def _plan(topology: Topology, wish: Wish, claim: Claim, specs_of: SpecsOf) -> NodePlan:
+    is_home, sizes = wish.node == home_node(topology), stream_sizes(topology)
+    return NodePlan(
+        run=topology.run.name,
+        node=wish.node,
+        run_dir=claim.run_dir,
+        incarnation=raise_incarnation(claim.run_dir),
+        num_steps=topology.train.num_steps,
+        step_groups=topology.rollout.rollout_batch_size,
+        graded=not trains_demonstrations(topology),
+        started=_command_started(),
+        processes=tuple(specs_of(topology, wish.node, claim.run_dir)),
+        server=_server(topology, claim.run_dir) if bus_node(topology) == wish.node else None,
+        bus_url=topology.bus.url,
+        bus_login=_login(topology, wish),
+        limits=stream_limits(topology),
+        owns_streams=is_home,
+        keeps_metrics=wish.node == next(iter(topology.nodes)),
+        stall_after_s=topology.run.stall_after_s if is_home else None,
+        stream_bytes=sizes.event_bytes + sizes.work_bytes + sizes.data_bytes if is_home else 0,
+        min_free_bytes=min_free_bytes(topology),
+        bus_unresponsive_after_s=max((pool.unresponsive_after_s for pool in topology.engines.values()), default=60.0),
+    )
+
+
+def _server(topology: Topology, run_dir: Path) -> ServerSettings:
+    return ServerSettings(
+        store_dir=run_dir / "nats",
+        port=topology.bus.port or -1,
+        max_payload=stream_sizes(topology).max_payload_bytes,
+        max_file_store=STORE_BOUND,
+        login=Login(user=BUS_USER, password=kept_secret(run_dir / BUS_PASSWORD_FILE)),
+    )
+
+
+def _login(topology: Topology, wish: Wish) -> Login | None:
+    """Return the login for an external bus."""
+    if topology.bus.credentials is None:
+        return wish.bus_login
+    try:
+        return read_login(Path(topology.bus.credentials))
+    except (OSError, ValueError) as error:
+        raise RunRefused(f"bus.credentials: {error}") from error
+
+
+def _run(plan: NodePlan, wish: Wish, show: Show, rewrite: Show | None) -> End:
+    log_path = plan.run_dir / "logs" / "agent.jsonl"
+    log_path.parent.mkdir(exist_ok=True)
+    with closing(LinesWhileRoom(log_path.open("a", encoding="utf-8"))) as log_file:
+        configure_logging("agent", plan.run, cast("TextIO", log_file))
+        show(f"{'resuming' if plan.incarnation > 1 else 'starting'} run {plan.run} in {plan.run_dir}")
+        agent = NodeAgent(plan, show=show, rewrite=rewrite)
+        outcome = anyio.run(agent.run, backend="asyncio")  # plain loop: children are forked from the main thread
+    if outcome.refused is not None:
+        raise RunRefused(outcome.refused)
+    report, now = agent.reporting.report, time.time()
+    stored = StoredResult(finished=outcome.finished, result=report.result(now))
+    try:
+        store_result(plan.run_dir, stored)
+    except OSError as error:
+        show(f"how the run ended is not kept: {error}")
+    _show_all(show, ["", _headline(plan.run, outcome), *report.summary(now)])
+    _show_all(show, _what_next(plan.run, plan.run_dir, wish, finished=outcome.finished))
+    if outcome.failure is not None:
+        _show_all(show, _lines_of_a_failure(plan.run, outcome.failure))
+    return End(exit_code=exit_code_of(outcome), result_json=_json_of(stored))
+
+
+def _command_started() -> float:
+    """Return the Unix time at which this process started, including any program that exec replaced."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
+
+
+def _headline(run: str, outcome: RunEnd) -> str:
+    if outcome.finished:
+        return f"run {run} finished"
+    if outcome.stopped_by is not None:
+        return f"run {run} stopped"
+    return f"run {run} failed" if outcome.error is None else f"run {run} failed: {outcome.error}"
+
+
+def _what_next(run: str, run_dir: Path, wish: Wish, *, finished: bool) -> Iterator[str]:
+    yield f"run dir   {run_dir}"
+    yield f"inspect   {run_dir / METRICS_FILE}, {run_dir / 'logs'}/<process>.jsonl"
+    if finished:
+        yield f"again     {wish.command} --fresh {run}"
+    else:
+        yield f"continue  {wish.command}"
+
+
+def _lines_of_a_finished_run(stored: StoredResult, run: str, run_dir: Path, wish: Wish) -> Iterator[str]:
+    result = stored.result
+    reward = "" if result.reward_last is None else f", reward {result.reward_last:.3f}"
+    yield f"run {run} is finished: {result.steps} steps{reward}"
+    yield f"to start over and discard it: {wish.command} --fresh {run}"
+    yield from _what_next(run, run_dir, wish, finished=True)
+
+
+def _lines_of_a_failure(run: str, failure: GivenUp) -> Iterator[str]:
+    """Yield where the run failed, and as the last line why."""
+    yield f"log       {failure.log}"
+    if failure.tail and failure.exit_code not in (
+        EXIT_INPUT_ERROR,
+        EXIT_NO_SPACE,
+    ):  # one sentence is enough for wrong input
+        yield f"its last {len(failure.tail)} lines:"
+        yield from (f"  {line}" for line in failure.tail)
+    name = failure.spec.name
+    yield f"run {run} failed: {name}: {failure.reason.removeprefix(f'{name}: ')}"  # actors include their own name
+
+
+def _json_of(stored: StoredResult) -> str:
+    return printable_json(msgspec.json.encode(stored.result).decode())
+
+
+def _show_all(show: Show, lines: Iterator[str] | Sequence[str]) -> None:
+    for line in lines:
+        show(line)

@@ -1,0 +1,190 @@
+"""The log of a process's output: one JSON object per line, bounded, with the last lines in memory."""
+
+import re
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from runtime.node.supervisor.line_cutter import CutLine, LineCutter
+from runtime.util.formatting import printable, printable_json, shortened
+from runtime.util.secrets import Secret, without
+
+MAX_LINE_BYTES = 1 << 16  # the rest of a longer line is only counted
+MAX_FILE_BYTES = 64 << 20  # a larger file is renamed to <name>.jsonl.1
+TAIL_LINES = 50
+MAX_SHOWN = 2000  # characters of a shown line, or of an exit reason
+RECENT_LINES = 40  # the process survived errors before these lines
+
+_input_error = re.compile(r"^(?:InputError|NoSpace)\((['\"])(.*)\1\)$", re.DOTALL)  # its text is a message for users
+_terminal_codes = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
+
+
+class OutputLog:
+    """Writes the output of a process to its log.
+
+    A line that is a JSON object is written as it is. Any other line, cut or not, is wrapped in the event "output".
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        actor: str,
+        *,
+        max_bytes: int = MAX_FILE_BYTES,
+        hidden: Sequence[Secret] = (),
+        crash_words: Sequence[str] = (),
+    ) -> None:
+        """Open the log.
+
+        Args:
+            path: of the log file.
+            actor: name of the process.
+            max_bytes: size of the file at which it is rotated.
+            hidden: secrets of the process, removed from its output.
+            crash_words: a line with one of these reports a crash, however many lines follow.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._actor = actor
+        self._hidden = hidden
+        self._max_bytes = max_bytes
+        self._file = path.open("ab", buffering=0)
+        self._size_bytes = self._file.tell()
+        self._lines = LineCutter(MAX_LINE_BYTES, words=[secret.reveal().encode() for secret in hidden])
+        self._tail: deque[bytes] = deque(maxlen=TAIL_LINES)
+        self._crash_words = [word.encode() for word in crash_words]
+        self._crash: bytes | None = None  # newest line that reports a crash
+
+    def feed(self, data: bytes) -> None:
+        """Log bytes that were read from the process."""
+        self._write([self._logged(line) for line in self._lines.feed(data) if line.content.strip()])
+
+    def end(self) -> None:
+        """Log the last line of a process that ended, which may lack its newline."""
+        self.feed(b"\n")
+
+    def tail(self, count: int = 20) -> list[str]:
+        """Return the last lines in readable form."""
+        lines = list(self._tail)[-count:]
+        return [text for line in lines for text in _shown(line)][-count:]
+
+    def why(self) -> str | None:
+        """Return the likely cause of the end: the last logged error, else the last plain output, else None."""
+        last_words = None
+        for line in list(self._tail)[: -RECENT_LINES - 1 : -1]:
+            entry = _entry_of(line) or {}
+            if entry.get("level") in ("error", "critical"):
+                return shortened(printable(_error_of(entry)), MAX_SHOWN)
+            if last_words is None and entry.get("event") == "output":
+                last_words = shortened(printable(_word(entry.get("text"))), MAX_SHOWN)
+        return last_words
+
+    def crash(self) -> str | None:
+        """Return the newest line that reports a crash, or None."""
+        return None if self._crash is None else shortened(printable(readable(self._crash)), MAX_SHOWN)
+
+    def forget(self) -> None:
+        """Clear the last lines, for a new process."""
+        self._tail.clear()
+        self._crash = None
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        self._tail.extend(lines)
+        for line in lines:
+            if any(word in line for word in self._crash_words):
+                self._crash = line
+        try:
+            self._file.write(b"".join(line + b"\n" for line in lines))
+            self._size_bytes += sum(len(line) + 1 for line in lines)
+            if self._size_bytes > self._max_bytes:
+                self._rotate()
+        except OSError:  # a full disk costs log lines; processes that store data fail by themselves
+            return
+
+    def _rotate(self) -> None:
+        self._size_bytes = 0
+        self.path.replace(self.path.with_name(self.path.name + ".1"))
+        file = self.path.open("ab", buffering=0)
+        self._file.close()
+        self._file = file
+
+    def _logged(self, line: CutLine) -> bytes:
+        content = without(line.content.rstrip(b"\r"), self._hidden)
+        entry = _entry_of(content) if content.startswith(b"{") and not line.left_out_bytes else None
+        if entry is not None:
+            return _one_line(content, entry)
+        text = _terminal_codes.sub(b"", content).decode(errors="replace")
+        moment = datetime.fromtimestamp(time.time(), UTC).isoformat().replace("+00:00", "Z")
+        entry = dict[str, Any]({"time": moment, "level": "info", "event": "output", "actor": self._actor, "text": text})
+        if line.left_out_bytes:
+            entry["left_out_bytes"] = line.left_out_bytes
+        return printable_json(msgspec.json.encode(entry).decode()).encode()
+
+
+def readable(line: bytes) -> str:
+    """Format one log line for users: time, level, event, then its fields."""
+    entry = _entry_of(line)
+    if not entry:
+        return line.decode(errors="replace")
+    if entry.get("event") == "output":
+        left_out = entry.get("left_out_bytes")
+        cut = f"(the first {MAX_LINE_BYTES} bytes of a line, {left_out} more are left out) " if left_out else ""
+        return cut + _word(entry.get("text", ""))
+    return " ".join(_words(entry))
+
+
+def _shown(line: bytes) -> list[str]:
+    return [shortened(printable(text), MAX_SHOWN) for text in readable(line).split("\n")]
+
+
+def _words(entry: dict[str, Any]) -> Iterator[str]:
+    moment = _word(entry.pop("time", ""))
+    yield from (word for word in (moment[11:19], _word(entry.pop("level", "")), _word(entry.pop("event", ""))) if word)
+    exception = entry.pop("exception", None)
+    yield from (f"{key}={_word(value)}" for key, value in entry.items() if key not in ("run", "actor"))
+    if exception:
+        yield f"\n{_word(exception)}"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.encode(value).decode()
+    except RecursionError:
+        return "(nested too deep)"
+
+
+def _error_of(entry: dict[str, Any]) -> str:
+    said = [] if entry.get("event") == "actor_failed" else [_word(entry.get("event", ""))]
+    lines = _word(entry.get("exception") or "").strip().splitlines()
+    if entry.get("error"):
+        said.append(_input_error.sub(r"\2", _word(entry["error"])))
+    elif lines:
+        said.append(lines[-1])
+    return ": ".join(part for part in said if part)
+
+
+def _entry_of(line: bytes) -> dict[str, Any] | None:
+    """Parse the JSON object of a line; None for other lines, too deep nesting, or too large numbers."""
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except (ValueError, RecursionError, OverflowError):  # a DecodeError and a UnicodeDecodeError are ValueErrors
+        return None
+
+
+def _one_line(content: bytes, entry: dict[str, Any]) -> bytes:
+    text = content.decode()
+    if "\r" in text or "\t" in text:  # JSON whitespace that some readers take for the end of a line
+        text = msgspec.json.encode(entry).decode()
+    return printable_json(text).encode()

@@ -1,0 +1,395 @@
+"""Supervises the processes of a node: restarts them, and stops them together."""
+
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+import anyio
+import anyio.abc
+
+from runtime.bus.addresses import BUS_URL_VARIABLE, ENGINE_KEY_VARIABLE
+from runtime.node.supervisor import guardian
+from runtime.node.supervisor.heartbeats import Pulse, wait_until_still
+from runtime.node.supervisor.output import OutputLog
+from runtime.node.supervisor.peers import ReadyServers
+from runtime.node.supervisor.ports import PortInUse, choose_port
+from runtime.node.supervisor.readiness import wait_until_ready, wait_until_silent
+from runtime.node.supervisor.restart_group import Together
+from runtime.node.supervisor.restarts import RestartBudget
+from runtime.node.supervisor.spawn import Child, Guard
+from runtime.node.supervisor.state_changes import Exited, GivenUp, Listener, Ready, Started
+from runtime.process.heartbeat import PULSE_VARIABLE
+from runtime.settings.devices import with_own_gpus
+from runtime.settings.processes import GivesPulse, NotReady, ProcessSpec, Tier
+from runtime.util.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_NO_SPACE, EXIT_NOT_STARTED
+from runtime.util.formatting import signal_name
+from runtime.util.secrets import Secret, split_login
+
+DRAIN_S = 1.0  # for the last output of a process that ended
+PEERS_HOST = "127.0.0.1"  # rendezvous host of a restart group
+STOP_WITHIN_S = 8.0
+TIER_RESERVE_S = 1.5  # reserved for each tier that is still to be stopped
+
+_LASTING = {
+    EXIT_INPUT_ERROR: "input error",
+    EXIT_FENCED: "fenced: another process took over",
+    EXIT_NO_SPACE: "no space left",
+}
+
+
+class Supervisor:
+    """Runs one process, with restarts, until it is stopped or given up."""
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        *,
+        log: OutputLog,
+        environment: Mapping[str, str],
+        guard: Guard,
+        listener: Listener,
+        together: Together | None = None,
+        servers: ReadyServers | None = None,
+    ) -> None:
+        self.spec = spec
+        self._servers = servers or ReadyServers()
+        self._came_up = True  # the last process became ready, if there was one
+        self._together = together
+        self._ended_with = ""  # the other process of the restart group that ended first
+        if together is not None:
+            together.join(spec.name, self._end_with)
+        self.restarts = 0
+        self._log = log
+        self._base_environment = environment
+        self._guard = guard
+        self._announce = listener
+        self._budget = RestartBudget(spec.max_restarts)
+        self._stop_asked = anyio.Event()
+        self._ended = anyio.Event()
+        self._child: Child | None = None
+        self._pulse = Pulse() if isinstance(spec.probe, GivesPulse) else None
+        self._port: int | None = None
+        self._late = ""  # why the wait for readiness ended, if it failed
+        self._silent = False  # it stopped answering probes
+        self._killed_for = ""  # reason of a kill request; the process is restarted
+        self._began = 0.0  # start of the process, on the event loop's clock
+
+    async def run(self) -> None:
+        """Start the process and restart it until it is stopped or given up."""
+        try:
+            delay_s: float | None = 0.0
+            while delay_s is not None and not self._stop_asked.is_set():
+                delay_s = await self._run_once()
+                if delay_s is not None:
+                    self.restarts += 1
+                    with anyio.move_on_after(delay_s):
+                        await self._stop_asked.wait()
+        finally:
+            if self._pulse is not None:
+                self._pulse.close()
+            self._log.close()
+            self._ended.set()
+
+    def progress(self) -> None:
+        """Refill the restart budget, because the run made progress."""
+        self._budget.refill()
+
+    async def stop(self, within_s: float) -> None:
+        """Send SIGTERM, kill the process if it is late, and wait for its end."""
+        self._stop_asked.set()
+        if self._child is not None:
+            self._child.ask_to_stop()
+        with anyio.move_on_after(min(within_s, self.spec.stop_timeout_s)):
+            await self._ended.wait()
+        self.kill()
+        with anyio.move_on_after(DRAIN_S + 1):
+            await self._ended.wait()
+
+    def kill(self) -> None:
+        """Kill the process at once, without a restart."""
+        self._stop_asked.set()
+        if self._child is not None:
+            self._child.kill()
+
+    def kill_process(self, pid: int, reason: str) -> bool:
+        """Kill the process and restart it, if it still has this id; return whether it had."""
+        if self._child is None or self._child.pid != pid:
+            return False
+        self._killed_for = reason
+        self._child.kill()
+        return True
+
+    async def _run_once(self) -> float | None:
+        """Run the process once, with its restart group; return the delay before the next start, None for no restart."""
+        if self._together is None:
+            return await self._run_alone()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._leave_when_stopped, tasks.cancel_scope)
+            await self._together.meet()
+            tasks.cancel_scope.cancel()
+        if self._stop_asked.is_set():
+            return None
+        try:
+            return await self._run_alone()
+        finally:
+            self._together.ended(self.spec.name)
+
+    async def _leave_when_stopped(self, scope: anyio.CancelScope) -> None:
+        await self._stop_asked.wait()
+        scope.cancel()
+
+    def _end_with(self, other: str) -> None:
+        """Kill the process because another one of its restart group ended."""
+        if self._child is not None:
+            self._ended_with = other
+            self._child.kill()
+
+    async def _run_alone(self) -> float | None:
+        self._began = anyio.current_time()
+        try:
+            self._port = self._choose_port()
+            kept_open = () if self._pulse is None else (self._pulse.given,)
+            child = await Child.start(self._command(), self._environment(), kept_open=kept_open)
+        except PortInUse as error:
+            if self.restarts == 0:
+                return self._give_up(EXIT_INPUT_ERROR, str(error))
+            return self._after_failure(0, EXIT_NOT_STARTED, str(error))
+        except OSError as error:
+            return self._give_up(EXIT_NOT_STARTED, f"cannot be started: {error}")
+        code = await self._attend(child)
+        if self._port_was_taken() and self.spec.port is not None and not self.spec.port.kept:
+            self._port = None
+        return self._after_end(child.pid, code)
+
+    async def _attend(self, child: Child) -> int:
+        self._child, self._late, self._silent, self._ended_with, self._killed_for = child, "", False, "", ""
+        self._came_up = False
+        self._guard.watch(child.pid)
+        self._log.forget()
+        self._announce(Started(spec=self.spec, pid=child.pid, restarts=self.restarts))
+        if self._stop_asked.is_set():
+            child.ask_to_stop()
+        code = 0
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._collect, child.output)
+                async with anyio.create_task_group() as beside:
+                    beside.start_soon(self._watch_readiness, child)
+                    code = await child.wait()
+                    beside.cancel_scope.cancel()
+                child.kill()  # its remaining process group
+                guardian.kill_session(child.pid)
+                tasks.cancel_scope.deadline = anyio.current_time() + DRAIN_S
+            return code
+        finally:
+            if child.running:
+                child.kill()
+                with anyio.CancelScope(shield=True):
+                    await child.wait()
+            guardian.kill_session(child.pid)
+            self._guard.forget(child.pid)
+            self._servers.remove(self.spec)
+            self._child = None
+
+    async def _collect(self, output: int) -> None:
+        try:
+            while True:
+                await anyio.wait_readable(output)
+                data = os.read(output, 1 << 16)
+                if not data:
+                    return
+                self._log.feed(data)
+        finally:
+            self._log.end()
+            os.close(output)
+
+    async def _watch_readiness(self, child: Child) -> None:
+        host = self.spec.port.host if self.spec.port else None
+        try:
+            with anyio.fail_after(self.spec.ready_timeout_s):
+                await wait_until_ready(self.spec.ready, child.pid, host or "", self._port or 0)
+        except (TimeoutError, NotReady) as error:
+            self._late = str(error) or f"not ready within {self.spec.ready_timeout_s:g} s"
+            child.kill()
+            return
+        self._came_up = True
+        self._servers.add(self.spec, host or "", self._port or 0)
+        self._announce(Ready(spec=self.spec, host=host, port=self._port, pid=child.pid, restarts=self.restarts))
+        match self.spec.probe:
+            case None:
+                return
+            case GivesPulse():
+                assert self._pulse is not None
+                await wait_until_still(self._pulse, self.spec.unresponsive_after_s)
+            case probe:
+                await wait_until_silent(probe, host or "", self._port or 0, self.spec.unresponsive_after_s)
+        self._silent = not self._stop_asked.is_set()
+        child.kill()  # SIGTERM does not end a stopped or blocked process
+
+    def _after_end(self, pid: int, code: int) -> float | None:
+        if self._stop_asked.is_set():
+            self._announce(Exited(spec=self.spec, pid=pid, exit_code=code, reason="stopped", restart_in_s=None))
+            return None
+        reason = self._reason(code)
+        if code in _LASTING:
+            self._announce(Exited(spec=self.spec, pid=pid, exit_code=code, reason=reason, restart_in_s=None))
+            return self._give_up(code, reason)
+        return self._after_failure(pid, code, reason)
+
+    def _after_failure(self, pid: int, code: int, reason: str) -> float | None:
+        delay_s = self._budget.spend(anyio.current_time() - self._began)
+        self._announce(Exited(spec=self.spec, pid=pid, exit_code=code, reason=reason, restart_in_s=delay_s))
+        if delay_s is None:
+            return self._give_up(code, f"{reason}; restarted {self.spec.max_restarts} times without progress")
+        return delay_s
+
+    def _give_up(self, code: int, reason: str) -> None:
+        tail = tuple(self._log.tail())
+        path = str(self._log.path)
+        self._announce(GivenUp(spec=self.spec, exit_code=code, reason=reason, log=path, tail=tail))
+
+    def _reason(self, code: int) -> str:
+        if self._killed_for:
+            return self._killed_for
+        if self._late:
+            return self._late
+        if self._silent:
+            what = "event loop stood still" if self._pulse is not None else "did not answer"
+            return f"{what} for {self.spec.unresponsive_after_s:g} s"
+        if self._ended_with and self.spec.part_of is not None:
+            return f"{self._ended_with}, another part of {self.spec.part_of.name}, had ended"
+        how = describe_exit(code)
+        said = self._log.why()
+        if code in (-signal.SIGKILL, -signal.SIGTERM):  # its last error is a cause only if a crash
+            said = self._log.crash()
+        return f"{said} ({how})" if said else how
+
+    def _choose_port(self) -> int | None:
+        request = self.spec.port
+        if request is None:
+            return None
+        fixed = request.fixed if not request.kept or self._port is None else self._port
+        return choose_port(request.host, fixed=fixed, previous=self._port or request.preferred)
+
+    def _port_was_taken(self) -> bool:
+        return any("address already in use" in line.lower() for line in self._log.tail(50))
+
+    def _command(self) -> list[str]:
+        return [self._filled_in(item) for item in self.spec.command]
+
+    def _environment(self) -> dict[str, str]:
+        own = {key: self._filled_in(value) for key, value in self.spec.env.items()}
+        if self._pulse is not None:
+            own[PULSE_VARIABLE] = str(self._pulse.given)
+        return {**self._base_environment, **with_own_gpus(own, self._base_environment)}
+
+    def _filled_in(self, text: str) -> str:
+        if self._together is not None:
+            text = text.replace("{peers}", f"{PEERS_HOST}:{self._together.port}")
+        text = text.replace("{others}", self._servers.others(self.spec) if self._came_up else "")
+        if self.spec.port is None:
+            return text
+        return text.replace("{port}", str(self._port)).replace("{host}", self.spec.port.host)
+
+
+class Supervision:
+    """Supervises all processes of one node.
+
+    Leaving its context kills everything that still runs, also when the node daemon fails. The guardian covers the
+    daemon's own death.
+    """
+
+    def __init__(self, run_dir: Path, *, environment: Mapping[str, str], listener: Listener) -> None:
+        self._log_dir = run_dir / "logs"
+        self._mark = guardian.mark_of(uuid.uuid4().hex, run_dir)
+        self._environment = {**os.environ, **environment, guardian.MARK_VARIABLE: self._mark, "PYTHONUNBUFFERED": "1"}
+        self._listener = listener
+        self._guard = Guard(self._mark, sys.executable)
+        self._supervisors: dict[str, Supervisor] = {}
+        self._wholes: dict[str, Together] = {}  # restart groups by name
+        self._servers = ReadyServers()
+        guardian.kill(f"@{run_dir.resolve()}")  # left by an earlier daemon whose guardian died too
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Supervise until cancelled."""
+        async with anyio.create_task_group() as guard_tasks:
+            guard_tasks.start_soon(self._guard.run)
+            try:
+                async with anyio.create_task_group() as self._tasks:
+                    task_status.started()
+                    await anyio.sleep_forever()
+            finally:
+                guard_tasks.cancel_scope.cancel()
+
+    def start(self, spec: ProcessSpec) -> None:
+        """Start a process and keep it running.
+
+        Raises:
+            ValueError: there is a process of that name.
+        """
+        if spec.name in self._supervisors:
+            raise ValueError(f"two processes are called {spec.name}")
+        whole = spec.part_of
+        together = None if whole is None else self._wholes.setdefault(whole.name, Together(whole.num_processes))
+        path = self._log_dir / f"{spec.name}.jsonl"
+        log = OutputLog(path, spec.name, hidden=_secrets_of(spec), crash_words=spec.crash_words)
+        supervisor = Supervisor(
+            spec,
+            log=log,
+            environment=self._environment,
+            guard=self._guard,
+            listener=self._listener,
+            together=together,
+            servers=self._servers,
+        )
+        self._supervisors[spec.name] = supervisor
+        self._tasks.start_soon(supervisor.run)
+
+    def progress(self) -> None:
+        """Refill all restart budgets, because the run made progress."""
+        for supervisor in self._supervisors.values():
+            supervisor.progress()
+
+    def kill_process(self, name: str, pid: int, reason: str) -> bool:
+        """Kill a hanging server and restart it, if it still has this id; return whether it had.
+
+        Raises:
+            ValueError: there is no server of that name.
+        """
+        supervisor = self._supervisors.get(name)
+        if supervisor is None or supervisor.spec.tier is not Tier.SERVICE:
+            servers = [each for each, one in self._supervisors.items() if one.spec.tier is Tier.SERVICE]
+            raise ValueError(f"{name!r} is no server of this node; allowed: {', '.join(servers)}")
+        return supervisor.kill_process(pid, reason)
+
+    async def stop(self, *tiers: Tier) -> None:
+        """Stop tiers, by default all, within STOP_WITHIN_S. Later tiers stop first."""
+        ends = anyio.current_time() + STOP_WITHIN_S
+        for tier in sorted(tiers or Tier, reverse=True):
+            within_s = ends - anyio.current_time() - TIER_RESERVE_S * tier
+            async with anyio.create_task_group() as tasks:
+                for supervisor in self._supervisors.values():
+                    if supervisor.spec.tier == tier:
+                        tasks.start_soon(supervisor.stop, max(0.1, within_s))
+
+    def kill(self) -> None:
+        """Kill all processes at once."""
+        for supervisor in self._supervisors.values():
+            supervisor.kill()
+
+
+def _secrets_of(spec: ProcessSpec) -> list[Secret]:
+    """Return the secrets of a process, to hide them in its output: SGLang logs all its arguments."""
+    _, login = split_login(spec.env.get(BUS_URL_VARIABLE, ""))
+    key = spec.env.get(ENGINE_KEY_VARIABLE, "")
+    return [*([login.password] if login else []), *([Secret(key)] if key else [])]
+
+
+def describe_exit(code: int) -> str:
+    """Describe an exit code."""
+    if code < 0:
+        return f"killed by {signal_name(-code)}"
+    return f"exit code {code}, {_LASTING[code]}" if code in _LASTING else f"exit code {code}"

@@ -1,4 +1,0 @@
-"""Weight files without torch: memory-mapped tensors, and deltas between versions.
-
-Open delta.py.
-"""

@@ -1,0 +1,199 @@
+"""Sessions on a rollout actor's side: calls of the trainer meet tasks of engines."""
+
+from collections.abc import Callable
+
+import anyio
+import msgspec
+import pytest
+
+from actors.rollout.engines.target import FleetTarget
+from actors.rollout.engines.weights import sync as sessions_module
+from actors.rollout.engines.weights.sync import Part, Place, SessionOver, WeightSessions
+from messages import BucketSent, SessionClosed, SessionFinished, SessionOffered, SessionPrepared
+from tests.support.rollout import announcement
+
+pytestmark = pytest.mark.anyio
+
+BUCKET = BucketSent(session="1.1", stage=0, index=0, names=("a",), dtypes=("float32",), shapes=((1,),))
+STEPS = (SessionPrepared(session="1.1"), BUCKET, SessionFinished(session="1.1", checksum="c", num_buckets=1))
+
+
+def offer(session: str = "1.1", *, incarnation: int = 1, version: int = 1, deadline_s: float = 5.0) -> SessionOffered:
+    return SessionOffered(session=session, incarnation=incarnation, version=version, deadline_s=deadline_s)
+
+
+def sessions(*lacking: str) -> WeightSessions:
+    """Engines are to take version 1; those named may be asked, and lack it."""
+    target = FleetTarget()
+    target.weights = announcement(1)
+    return WeightSessions(target, lambda: lacking)
+
+
+PLACE = Place(num_ranks=2, is_compared=False, wants=None)
+
+
+class Engine:
+    """Takes part once, and does what it is asked."""
+
+    def __init__(self, of: WeightSessions, name: str, *, fails_at: type | None = None, version: int = 1) -> None:
+        self._of = of
+        self._name = name
+        self._fails_at = fails_at
+        self._version = version
+        self.did: list[type] = []
+        self.error = ""
+
+    async def run(self) -> None:
+        try:
+            async with self._of.part(self._name, f"{self._name}.x", PLACE, self._version) as part:
+                await self._take(part)
+        except (SessionOver, RuntimeError) as error:
+            self.error = str(error)
+
+    async def _take(self, part: Part) -> None:
+        while not part.session:  # noqa: ASYNC110 - as the engine's target tells it
+            await anyio.sleep(0.001)
+        while not self.did or self.did[-1] is not SessionFinished:
+            step = type(await part.next())
+            if step is self._fails_at:
+                raise RuntimeError(f"{self._name} cannot")
+            self.did.append(step)
+
+
+async def test_each_step_is_answered_when_all_members_did_it() -> None:
+    of = sessions("a", "b")
+    a, b = Engine(of, "a"), Engine(of, "b")
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as group:
+            group.start_soon(a.run)
+            group.start_soon(b.run)
+            members = (await of.offered(offer())).members
+            assert [(each.engine, each.key, each.num_ranks) for each in members] == [("a", "a.x", 2), ("b", "b.x", 2)]
+            for step in STEPS:
+                assert (await of.step(step)).failed == {}
+            again = await of.step(STEPS[-1])  # its answer was lost
+            assert again.failed == {}
+    assert a.did == b.did == [SessionPrepared, BucketSent, SessionFinished]
+
+
+@pytest.mark.parametrize("fails_at", [SessionPrepared, BucketSent, SessionFinished])
+async def test_one_that_fails_says_why_and_goes_on_saying_so(fails_at: type) -> None:
+    of = sessions("a", "b")
+    a, b = Engine(of, "a", fails_at=fails_at), Engine(of, "b")
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as group:
+            group.start_soon(a.run)
+            group.start_soon(b.run)
+            await of.offered(offer())
+            said = [(await of.step(step)).failed for step in STEPS]
+    failed = [SessionPrepared, BucketSent, SessionFinished].index(fails_at)
+    assert said == [{}] * failed + [{"a": "a cannot"}] * (3 - failed)
+    assert b.error == ""
+
+
+async def test_engines_that_may_be_asked_and_are_not_ready_yet_are_waited_for() -> None:
+    of, found = sessions("a"), []
+
+    async def ask() -> None:
+        found.extend((await of.offered(offer())).members)
+
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask)
+            await anyio.wait_all_tasks_blocked()
+            assert not found
+            group.start_soon(Engine(of, "a").run)
+            with anyio.fail_after(5):
+                while not found:  # noqa: ASYNC110 - by the task above
+                    await anyio.sleep(0.001)
+            await of.closed(SessionClosed(session="1.1", reason="enough"))
+
+
+async def test_an_offer_to_a_part_of_the_engines_takes_and_waits_for_those_alone() -> None:
+    target = FleetTarget()
+    target.weights = announcement(1)
+    of = WeightSessions(target, lambda: ("a", "b"), lambda engine, _num_parts: "ab".index(engine))
+    a, b = Engine(of, "a"), Engine(of, "b")
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as group:
+            group.start_soon(b.run)
+            for part, engine in ((1, b), (0, a)):
+                if part == 0:
+                    group.start_soon(a.run)
+                session = f"1.{part + 1}"
+                asked = SessionOffered(
+                    session=session, incarnation=1, version=1, deadline_s=5.0, part=part, num_parts=2
+                )
+                members = (await of.offered(asked)).members
+                assert [member.engine for member in members] == [engine._name]
+                for step in STEPS:
+                    assert (await of.step(msgspec.structs.replace(step, session=session))).failed == {}
+    assert a.did == b.did == [SessionPrepared, BucketSent, SessionFinished]
+
+
+async def test_without_them_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "GATHER_S", 0.05)
+    with anyio.fail_after(5):
+        assert (await sessions("a").offered(offer())).members == ()
+
+
+async def test_while_an_evaluation_holds_engines_back_nobody_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "GATHER_S", 0.05)
+    answer = await sessions().offered(offer(version=2))
+    assert (answer.members, answer.held_back) == ((), "engines are to hold weights 1 now")
+
+
+async def close_by_call(of: WeightSessions) -> None:
+    await of.closed(SessionClosed(session="1.1", reason="the trainer leaves"))
+
+
+async def close_by_another(of: WeightSessions) -> None:
+    assert (await of.offered(offer("2.1", incarnation=2))).members == ()
+
+
+async def close_for_the_trainer_s_turn(of: WeightSessions) -> None:
+    of.end("the trainer has its memory back")
+
+
+@pytest.mark.parametrize(
+    ("close", "reason"),
+    [
+        (close_for_the_trainer_s_turn, "a: session 1.1 was closed: the trainer has its memory back"),
+        (close_by_call, "a: session 1.1 was closed: the trainer leaves"),
+        (close_by_another, "a: session 1.1 was closed: another session began"),
+    ],
+)
+async def test_a_session_that_is_closed_ends_for_its_members(
+    close: Callable[..., object], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions_module, "GATHER_S", 0.05)
+    of = sessions()
+    engine = Engine(of, "a")
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as group:
+            group.start_soon(engine.run)
+            await anyio.wait_all_tasks_blocked()
+            await of.offered(offer())
+            await of.step(SessionPrepared(session="1.1"))
+            await close(of)  # type: ignore[misc]
+    assert engine.error == reason
+    with pytest.raises(ValueError, match=r"session 1\.1 is not open here"):
+        await of.step(BUCKET)
+
+
+async def test_a_trainer_that_died_leaves_nobody_waiting() -> None:
+    of = sessions()
+    engine = Engine(of, "a")
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as group:
+            group.start_soon(engine.run)
+            await anyio.wait_all_tasks_blocked()
+            await of.offered(offer(deadline_s=0.05))
+    assert engine.error == "a: nothing came in session 1.1 within 0.05 s"
+
+
+async def test_an_older_trainer_leads_nobody() -> None:
+    of = sessions()
+    await of.offered(offer("2.1", incarnation=2))
+    with pytest.raises(ValueError, match="trainer 1 is not the last one: 2 is"):
+        await of.offered(offer("1.9", incarnation=1))

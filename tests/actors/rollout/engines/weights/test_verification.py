@@ -1,0 +1,142 @@
+"""What speaks against an engine: its label, its checksum beside those of others, its log-probs of the probe."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.rollout.engines.weights.verification import (
+    NUM_KNOWN,
+    SMALL_BYTES,
+    KnownChecksums,
+    ServerInfo,
+    holds_all_digits,
+    is_thorough,
+    label_mismatch,
+    probe_difference,
+    probe_mismatch,
+    server_of,
+    tolerance_of,
+)
+from messages import WeightProbe
+from runtime.settings.topology import WeightFormat
+from tests.support.rollout import announcement
+
+PROBE = WeightProbe(token_ids=(5, 6, 7), log_probs=(0.0, -1.0, -2.0))
+TP1 = server_of({"version": "0.5.23", "tp_size": 1, "dtype": "float32"})
+TP2 = server_of({"version": "0.5.23", "tp_size": 2, "dtype": "float32"})
+
+
+def test_the_difference_is_the_mean_over_all_tokens_but_the_first() -> None:
+    assert probe_difference(PROBE, [None, -1.5, -2.1]) == pytest.approx(0.3)
+    assert probe_difference(PROBE, [-9.0, -1.0, -2.0]) == 0.0
+
+
+@pytest.mark.parametrize("answered", [[], [None, -1.0], [None, -1.0, -2.0, -3.0], [None, None, -2.0]])
+def test_a_missing_token_or_number_is_no_proof(answered: list[float | None]) -> None:
+    assert probe_difference(PROBE, answered) == math.inf
+    assert "differ from the trainer's by inf" in probe_mismatch(PROBE, answered, tolerance=1e-3)
+
+
+def test_what_is_not_a_number_is_no_proof() -> None:
+    assert probe_mismatch(PROBE, [None, math.nan, -2.0], tolerance=1e-3)
+
+
+@given(st.lists(st.floats(-0.02, 0.02), min_size=1, max_size=63), st.sampled_from([1e-3, 2e-2]))
+def test_a_probe_is_refused_exactly_above_the_tolerance(shifts: list[float], tolerance: float) -> None:
+    ids = tuple(range(len(shifts) + 1))
+    probe = WeightProbe(token_ids=ids, log_probs=(0.0, *[-1.0] * len(shifts)))
+    answered: list[float | None] = [None, *(-1.0 + shift for shift in shifts)]
+    refused = bool(probe_mismatch(probe, answered, tolerance=tolerance))
+    mean = sum(abs(shift) for shift in shifts) / len(shifts)
+    assert refused == (mean > tolerance) or mean == pytest.approx(tolerance)
+
+
+def test_a_label_is_taken_or_it_is_not() -> None:
+    assert label_mismatch("7@e.1", "7@e.1") == ""
+    assert label_mismatch("7@e.1", "6@e.1") == "calls its weights '6@e.1', it was to load '7@e.1'"
+    assert label_mismatch("7@e.1", None)
+
+
+def test_the_same_files_give_the_same_checksum_in_one_layout() -> None:
+    known = KnownChecksums()
+    assert known.mismatch(TP1, "files", "a", all_digits=True) == ""
+    known.add(TP1, "first", "files", "a")
+    assert known.mismatch(TP1, "files", "a", all_digits=True) == ""
+    assert known.mismatch(TP1, "files", "b", all_digits=True) == (
+        "its checksum is b, that of first is a from the same files"
+    )
+    assert known.mismatch(TP2, "files", "b", all_digits=True) == ""
+
+
+def test_other_files_give_another_checksum() -> None:
+    known = KnownChecksums()
+    known.add(TP1, "first", "old", "a")
+    assert known.mismatch(TP1, "new", "a", all_digits=True) == (
+        "its checksum is a, as that of first was from other files: it loaded nothing"
+    )
+    assert known.mismatch(TP1, "new", "a", all_digits=False) == ""  # a small step may be rounded away
+    assert known.mismatch(TP2, "new", "a", all_digits=True) == ""
+
+
+@pytest.mark.parametrize("tensors", [None, ""])
+def test_an_engine_that_says_no_checksum_is_refused(tensors: str | None) -> None:
+    assert KnownChecksums().mismatch(TP1, "files", tensors, all_digits=True)
+
+
+@given(st.lists(st.tuples(st.sampled_from([TP1, TP2]), st.integers(0, 9), st.integers(0, 9)), max_size=60))
+def test_of_engines_that_say_nothing_against_each_other_files_and_checksums_pair_off(
+    loads: list[tuple[ServerInfo, int, int]],
+) -> None:
+    known, kept = KnownChecksums(), set[tuple[ServerInfo, int, int]]()
+    for server, files, tensors in loads:
+        if not known.mismatch(server, str(files), str(tensors), all_digits=True):
+            known.add(server, "e", str(files), str(tensors))
+            kept.add((server, files, tensors))
+    for server in (TP1, TP2):
+        pairs = {(files, tensors) for layout, files, tensors in kept if layout == server}
+        assert len(pairs) == len({files for files, _ in pairs}) == len({tensors for _, tensors in pairs})
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    known = KnownChecksums()
+    for number in range(NUM_KNOWN + 1):
+        known.add(TP1, "e", f"files {number}", f"tensors {number}")
+    assert known.mismatch(TP1, "new", "tensors 0", all_digits=True) == ""
+    assert known.mismatch(TP1, "new", "tensors 1", all_digits=True)
+
+
+@pytest.mark.parametrize(
+    ("info", "trainer", "weight_format", "tolerance", "all_digits"),
+    [
+        ({"dtype": "float32"}, "float32", "as_trained", 1e-3, True),
+        ({"dtype": "bfloat16"}, "bfloat16", "as_trained", 2e-2, True),
+        ({"dtype": "float32"}, "bfloat16", "as_trained", 2e-2, True),
+        ({"dtype": "bfloat16"}, "float32", "as_trained", 2e-2, False),
+        ({"dtype": "auto"}, "float32", "as_trained", 2e-2, False),  # SGLang makes float16 of it
+        ({"dtype": "float32", "quantization": "fp8"}, "float32", "as_trained", 2e-2, False),
+        ({}, "float32", "as_trained", 2e-2, False),
+        ({"dtype": "float32"}, "float32", "bfloat16", 2e-2, True),  # holds what came, which is not what was trained
+        ({"dtype": "bfloat16"}, "float32", "bfloat16", 2e-2, True),
+        ({"dtype": "float16"}, "bfloat16", "bfloat16", 2e-2, False),
+        ({"dtype": "bfloat16", "quantization": "fp8"}, "bfloat16", "fp8", 3e-1, False),
+        ({"dtype": "bfloat16"}, "float32", "fp8", 3e-1, False),  # a server that does not say it
+    ],
+)
+def test_how_exact_an_engine_must_be_is_said_by_its_dtype_and_the_trainers(
+    info: dict[str, Any], trainer: str, weight_format: WeightFormat, tolerance: float, all_digits: bool
+) -> None:
+    server = server_of(info)
+    assert tolerance_of(server, trainer, weight_format) == tolerance
+    assert holds_all_digits(server, trainer, weight_format) == all_digits
+
+
+def test_who_is_asked_how_much() -> None:
+    small, large = announcement(1, size_bytes=SMALL_BYTES), announcement(1, size_bytes=SMALL_BYTES + 1)
+    for first in (False, True):
+        assert is_thorough(None, small, first=first)
+        assert is_thorough("always", large, first=first)
+        assert not is_thorough("never", small, first=first)
+        assert is_thorough(None, large, first=first) == is_thorough("first", small, first=first) == first

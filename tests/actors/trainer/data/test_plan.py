@@ -1,0 +1,128 @@
+"""The cut of a batch into steps, replicas and micro-batches: nothing lost, nothing twice, limits kept."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.trainer.data.batch import TrainBatch, make_micro_batch
+from actors.trainer.data.plan import micro_batch_cost, plan_micro_batches, split_steps
+from tests.actors.trainer.tiny import random_batch
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40).map(lambda values: np.array(values, dtype=np.int64))
+
+
+@given(LENGTHS, st.integers(1, 100), st.integers(1, 4), st.booleans())
+def test_every_sample_is_in_one_micro_batch_within_the_limit_and_replicas_have_equally_many(
+    lengths: np.ndarray, max_tokens: int, num_replicas: int, packed: bool
+) -> None:
+    samples = np.arange(len(lengths))
+    plan = plan_micro_batches(lengths, samples, max_tokens=max_tokens, num_replicas=num_replicas, packed=packed)
+    assert len(plan) == num_replicas
+    assert len({len(own) for own in plan}) == 1
+    micro_batches = [members for own in plan for members in own]
+    assert sorted(np.concatenate(micro_batches).tolist()) == samples.tolist()
+    for members in micro_batches:
+        if len(members) > 1:
+            size = lengths[members].sum() if packed else lengths[members].max() * len(members)
+            assert size <= max_tokens
+
+
+def test_packing_fills_the_limit() -> None:
+    """The example of slime's manual: lengths 100, 200, 300 under a limit of 300."""
+    lengths = np.array([100, 200, 300])
+    (plan,) = plan_micro_batches(lengths, np.arange(3), max_tokens=300, num_replicas=1, packed=True)
+    assert sorted(sorted(lengths[members].tolist()) for members in plan) == [[100, 200], [300]]
+
+
+@given(LENGTHS, st.integers(60, 400), st.integers(0, 100))
+def test_padding_and_micro_batches_together_cost_least(lengths: np.ndarray, max_tokens: int, cost: int) -> None:
+    """Against all cuts of the sorted samples into stretches, where a stretch of equal lengths may be cut too."""
+    ordered = np.sort(lengths)[::-1].tolist()
+    best = [0.0]
+    for end in range(1, len(ordered) + 1):
+        sizes = [(begin, (end - begin) * ordered[begin]) for begin in range(end)]
+        best.append(min(best[begin] + cost + size for begin, size in sizes if size <= max_tokens))
+    (plan,) = plan_micro_batches(
+        lengths, np.arange(len(lengths)), max_tokens=max_tokens, num_replicas=1, packed=False, cost=cost
+    )
+    found = sum(cost + int(lengths[members].max()) * len(members) for members in plan)
+    assert found <= best[-1] + cost * len(set(ordered))  # limits also cut between stretches of equal lengths
+    if max_tokens >= sum(ordered[:1]) * len(ordered):
+        assert found == best[-1]
+
+
+def test_a_micro_batch_costs_more_tokens_the_smaller_the_layers_are() -> None:
+    lengths = np.array([100, 100, 90, 90])
+    arguments = {"max_tokens": 1000, "num_replicas": 1, "packed": False}
+    assert len(plan_micro_batches(lengths, np.arange(4), **arguments, cost=micro_batch_cost(1 << 12))[0]) == 1
+    assert len(plan_micro_batches(lengths, np.arange(4), **arguments, cost=micro_batch_cost(1 << 22))[0]) == 2
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_replicas_have_about_equally_much_to_compute(packed: bool) -> None:
+    """Dealt in turn by their tokens, the first replica would have the longer one of each two micro-batches."""
+    lengths = np.array([400, 300, 200, 100])
+    plan = plan_micro_batches(lengths, np.arange(4), max_tokens=400, num_replicas=2, packed=False)
+    assert sorted(sum(int(lengths[members].sum()) for members in own) for own in plan) == [500, 500]
+    rows = np.array([1000, *[100] * 10, *[500] * 2])  # a thousand positions see more than ten times a hundred
+    plan = plan_micro_batches(rows, np.arange(13), max_tokens=1000, num_replicas=1, packed=packed, attention=1e-3)
+    assert sum(len(members) for members in plan[0]) == 13
+    two = plan_micro_batches(rows, np.arange(13), max_tokens=1000, num_replicas=2, packed=packed, attention=1e-3)
+    costs = [sum(float((rows[members] + 1e-3 * rows[members] ** 2).sum()) for members in own) for own in two]
+    assert max(costs) - min(costs) <= 1000  # 2,000 for the long row, 1,500 for two, 1,100 for ten
+
+
+def test_steps_have_equally_many_rollouts_and_keep_parts_together() -> None:
+    batch = random_batch()
+    steps = split_steps(batch, 2)
+    assert np.concatenate(steps).tolist() == list(range(len(batch.lengths_B)))
+    assert [len(set(batch.rollouts_B[step].tolist())) for step in steps] == [8, 8]
+    assert not set(batch.rollouts_B[steps[0]].tolist()) & set(batch.rollouts_B[steps[1]].tolist())
+
+
+def test_fewer_rollouts_than_steps_make_fewer_steps() -> None:
+    assert len(split_steps(random_batch(num_groups=1, group_size=2), 5)) == 2
+
+
+def predictions(batch: TrainBatch, samples: np.ndarray, *, packed: bool, multiple: int) -> set[tuple]:
+    """What a micro-batch asks of the model, told by contents: (tokens read before, token predicted, its column)."""
+    micro_batch = make_micro_batch(batch, samples, packed=packed, multiple=multiple)
+    assert micro_batch.tokens.shape[1] % multiple == 0
+    flat, row_length = micro_batch.tokens.reshape(-1), micro_batch.tokens.shape[1]
+    found = set()
+    for row, target, column in zip(micro_batch.rows_M, micro_batch.targets_M, micro_batch.columns_M, strict=True):
+        if packed:
+            assert micro_batch.bounds is not None
+            begin = micro_batch.bounds[np.searchsorted(micro_batch.bounds, row, side="right") - 1]
+        else:
+            begin = row // row_length * row_length
+        found.add((tuple(flat[begin : row + 1].tolist()), int(target), int(column)))
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_each_trained_token_is_predicted_from_exactly_the_tokens_before_it(packed: bool, multiple: int) -> None:
+    batch = random_batch()
+    expected = set()
+    for sample, (start, length) in enumerate(zip(batch.starts_B.tolist(), batch.lengths_B.tolist(), strict=True)):
+        tokens = batch.tokens_N[start : start + length].tolist()
+        trained = np.flatnonzero(batch.loss_mask_N[start : start + length]).tolist()
+        expected |= {(tuple(tokens[:place]), tokens[place], start + place) for place in trained}
+        assert batch.mask_sums_B[sample] == len(trained)
+    assert predictions(batch, np.arange(len(batch.lengths_B)), packed=packed, multiple=multiple) == expected
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_empty_micro_batch_has_a_position_and_no_loss(packed: bool) -> None:
+    micro_batch = make_micro_batch(random_batch(), np.empty(0, dtype=np.int64), packed=packed, multiple=2)
+    assert micro_batch.tokens.shape == (1, 2)
+    assert len(micro_batch.rows_M) == 0
+
+
+def test_columns_that_do_not_fit_are_refused() -> None:
+    batch = random_batch()
+    fields = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
+    with pytest.raises(ValueError, match="rewards_B"):
+        TrainBatch(**(fields | {"rewards_B": batch.rewards_B[:-1]}))

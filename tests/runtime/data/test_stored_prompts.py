@@ -1,0 +1,54 @@
+"""Large prompts are stored by themselves and come back whole, or not at all."""
+
+from typing import Any
+
+import pytest
+
+from messages import Int32Array, Plane, Prompt
+from runtime.bus.bus import Bus
+from runtime.bus.errors import PayloadLost
+from runtime.data import stored_prompts
+from runtime.data.stored_prompts import cited, fetch_prompt, is_large, store_prompt
+
+
+def prompt(**fields: Any) -> Prompt:
+    return Prompt(**{"data": "d", "row": 7, "text": "say", "prompt_ids": Int32Array([1, 2]), "rm_type": "f1", **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "large"),
+    [
+        ({}, False),
+        ({"metadata": {"k": "x" * 500}}, False),
+        ({"metadata": {"k": "x" * 1500}}, True),  # each completed group's event would repeat it
+        ({"label": "x" * 50_000}, False),
+        ({"label": "x" * 70_000}, True),
+        ({"text": "x" * 70_000}, True),
+    ],
+)
+def test_what_events_or_score_requests_would_repeat_is_stored_once(fields: dict[str, Any], large: bool) -> None:
+    assert is_large(prompt(**fields)) is large
+
+
+@pytest.mark.anyio
+async def test_a_prompt_of_several_parts_comes_back_whole(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_prompts, "PART_BYTES", 1000)
+    whole = prompt(text="ä" * 1234, label={"a": [1, None]}, metadata={"k": "x" * 999})
+    parts = await store_prompt(bus, whole)
+    assert len(parts) == 4
+    back = await fetch_prompt(bus, parts)
+    assert (back.text, back.label, back.metadata, back.parts) == (whole.text, whole.label, whole.metadata, parts)
+    assert back.prompt_ids.tolist() == [1, 2]
+    task = cited(whole, parts)
+    assert (task.data, task.row, task.rm_type, task.text, task.label) == ("d", 7, "f1", "", None)
+
+
+@pytest.mark.anyio
+async def test_a_prompt_that_lacks_a_part_is_lost(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_prompts, "PART_BYTES", 1000)
+    parts = await store_prompt(bus, prompt(text="x" * 3000))
+    with pytest.raises(PayloadLost):
+        await fetch_prompt(bus, parts[1:])
+    await bus.purge(Plane.DATA, below_seq=parts[1])
+    with pytest.raises(PayloadLost):
+        await fetch_prompt(bus, parts)

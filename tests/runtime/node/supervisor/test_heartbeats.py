@@ -1,0 +1,102 @@
+"""Actors that give no sign any more: the decision by hand-made looks, and real processes."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import anyio
+import pytest
+
+from runtime.node.supervisor.heartbeats import Pulse, stillness, wait_until_still
+from runtime.node.supervisor.state_changes import Exited, Started
+from runtime.settings.processes import GivesPulse, ProcessSpec
+from tests.runtime.node.supervisor.test_supervisor import Changes, said, supervising
+
+pytestmark = pytest.mark.anyio
+
+LIMIT_S = 1.0
+ACTOR = """
+import anyio, os
+from runtime.process.heartbeat import PULSE_VARIABLE, give_pulse
+
+async def main():
+    async with anyio.create_task_group() as group:
+        group.start_soon(give_pulse, 0.05)
+        await anyio.sleep(0.2)
+        print("up", PULSE_VARIABLE in os.environ, flush=True)
+
+anyio.run(main)
+"""
+
+
+def actor(code: str = ACTOR) -> ProcessSpec:
+    return ProcessSpec(
+        name="reward", command=(sys.executable, "-c", code), probe=GivesPulse(), unresponsive_after_s=LIMIT_S
+    )
+
+
+def test_only_looks_that_came_in_time_and_saw_nothing_add_up() -> None:
+    looks = [  # seconds waited of 5 that were planned, whether there was a sign, seconds of silence after it
+        (5.0, False, 5.0),
+        (6.0, False, 11.0),
+        (5.0, True, 0.0),
+        (10.0, False, 10.0),  # twice as long as planned is still in time
+        (10.1, False, 0.0),  # the agent stood still: the process may have had no time either
+        (5.0, False, 5.0),
+        (3600.0, False, 0.0),  # the whole machine slept
+        (5.0, False, 5.0),
+    ]
+    still_s = 0.0
+    for waited_s, sign, expected in looks:
+        still_s = stillness(still_s, waited_s=waited_s, planned_s=5.0, sign=sign)
+        assert still_s == expected
+
+
+async def test_before_its_first_sign_a_process_has_more_time() -> None:
+    """And what its former life has left in the pipe is no sign of this one."""
+    pulse = Pulse()
+    os.write(pulse.given, b".")
+    with anyio.move_on_after(3 * LIMIT_S) as scope:
+        await wait_until_still(pulse, LIMIT_S)
+    assert scope.cancelled_caught
+    pulse.close()
+
+
+async def test_an_actor_that_is_stopped_is_killed_and_started_again(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as (supervision, changes):
+        supervision.start(actor())
+        await said(tmp_path / "logs" / "reward.jsonl", b"up False")  # not handed on to what it starts
+        os.kill(changes.of(Started)[0].pid, signal.SIGSTOP)
+        await changes.until(lambda: len(changes.of(Started)) == 2)
+        (exited,) = changes.of(Exited)
+        assert isinstance(exited, Exited)
+        assert (exited.exit_code, exited.reason) == (-signal.SIGKILL, "event loop stood still for 1 s")
+        assert exited.restart_in_s is not None
+
+
+async def test_an_actor_whose_event_loop_is_blocked_is_killed(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as (supervision, changes):
+        supervision.start(actor(ACTOR.replace("print(", "import time; time.sleep(60); print(")))
+        await changes.until(lambda: bool(changes.of(Exited)))
+        assert [exited.reason for exited in changes.of(Exited)] == ["event loop stood still for 1 s"]
+
+
+async def test_nobody_is_judged_after_the_agent_itself_stood_still(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as (supervision, changes):
+        supervision.start(actor())
+        await said(tmp_path / "logs" / "reward.jsonl", b"up")
+        pid = changes.of(Started)[0].pid
+        await _nothing_ends(changes, LIMIT_S)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(3 * LIMIT_S)  # noqa: ASYNC251 - this loop is the agent's
+        await _nothing_ends(changes, LIMIT_S / 2)
+        os.kill(pid, signal.SIGCONT)
+        await _nothing_ends(changes, 2 * LIMIT_S)
+
+
+async def _nothing_ends(changes: Changes, seconds: float) -> None:
+    with anyio.move_on_after(seconds):
+        await changes.until(lambda: bool(changes.of(Exited)))
+    assert not changes.of(Exited)

@@ -1,0 +1,342 @@
+"""The node agent with a real nats-server and small real processes."""
+
+import errno
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from messages import ActorExited, ActorStarted, BatchReady, KillAnswered, KillRequested, Message
+from runtime.bus.addresses import Address
+from runtime.bus.bus import Bus
+from runtime.bus.errors import CallRefused
+from runtime.bus.limits import MIB, StreamLimits
+from runtime.bus.nats.server import ServerSettings
+from runtime.node.daemon import NodeAgent
+from runtime.node.node_plan import NodePlan, RunEnd, exit_code_of
+from runtime.report.report import Notice, Report
+from runtime.settings.processes import PortRequest, ProcessSpec, Tier, WhenListening
+
+pytestmark = pytest.mark.anyio
+
+ROOT = Path(__file__).parents[3]
+PLAYER = Path(__file__).parent / "player.py"
+LIMITS = StreamLimits(
+    event_bytes=16 * MIB, work_bytes=4 * MIB, data_bytes=16 * MIB, dead_bytes=4 * MIB, kv_bytes=4 * MIB
+)
+LISTENER = "import socket, sys, time; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(60)"
+
+
+def player(*arguments: str, name: str = "player", max_restarts: int = 10) -> ProcessSpec:
+    command = (sys.executable, str(PLAYER), *arguments)
+    return ProcessSpec(name=name, command=command, env={"PYTHONPATH": str(ROOT)}, max_restarts=max_restarts)
+
+
+def plan(run_dir: Path, *processes: ProcessSpec, incarnation: int = 1) -> NodePlan:
+    run_dir.mkdir(exist_ok=True)
+    return NodePlan(
+        run="r",
+        node="local",
+        run_dir=run_dir,
+        incarnation=incarnation,
+        num_steps=3,
+        started=time.time(),
+        processes=processes,
+        server=ServerSettings(store_dir=run_dir / "nats"),
+        limits=LIMITS,
+    )
+
+
+class Running:
+    """An agent in this process, its lines, and what it ended with."""
+
+    def __init__(self, node_plan: NodePlan) -> None:
+        self.lines: list[str] = []
+        self.agent = NodeAgent(node_plan, show=self._show)
+        self.outcome: RunEnd | None = None
+        self._more = anyio.Event()
+
+    def _show(self, text: str) -> None:
+        self.lines.append(text)
+        self._more.set()
+        self._more = anyio.Event()
+
+    async def run(self) -> RunEnd:
+        with anyio.fail_after(20):
+            self.outcome = await self.agent.run()
+        return self.outcome
+
+    async def shown(self, part: str) -> str:
+        """Wait for a line that holds a text."""
+        with anyio.fail_after(15):
+            while True:
+                for line in self.lines:
+                    if part in line:
+                        return line
+                await self._more.wait()
+
+
+async def events_of(run_dir: Path) -> list[Message]:
+    """The log of a run that has ended, read from its store."""
+    from runtime.bus.nats.server import running_server
+
+    settings = ServerSettings(store_dir=run_dir / "nats")
+    async with (
+        running_server(run_dir / "bus", settings) as server,
+        Bus.connect(server.url, "r", name="test") as bus,
+        bus.read() as events,
+    ):
+        found: list[Message] = []
+        while events.pending:
+            received = await events.next(5)
+            assert received is not None
+            found.append(received.message)
+        return found
+
+
+async def test_a_run_ends_when_the_log_says_that_it_is_finished(tmp_path: Path) -> None:
+    running = Running(plan(tmp_path / "r", player("3")))
+    outcome = await running.run()
+    assert outcome.finished
+    assert exit_code_of(outcome) == 0
+    steps = [line for line in running.lines if line.startswith("step ")]
+    assert len(steps) == 3
+    rows = [msgspec.json.decode(line) for line in (tmp_path / "r" / "metrics.jsonl").read_bytes().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert running.agent.reporting.report.result(time.time()).groups["trained"] == 3
+    events = await events_of(tmp_path / "r")
+    started = [event.actor for event in events if isinstance(event, ActorStarted)]
+    assert sorted(started) == ["nats-server", "player"]
+    assert "player" in [event.actor for event in events if isinstance(event, ActorExited)]
+
+
+async def test_the_last_exits_are_told_on_a_slow_bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent ended before it had told what it had stopped: one of many runs lacked its last event."""
+    publish = Bus.publish
+
+    async def slowly(bus: Bus, message: Message, **options: Any) -> Any:
+        if isinstance(message, ActorExited):
+            await anyio.sleep(0.3)
+        return await publish(bus, message, **options)
+
+    monkeypatch.setattr(Bus, "publish", slowly)
+    assert (await Running(plan(tmp_path / "r", player("3"))).run()).finished
+    exits = [event for event in await events_of(tmp_path / "r") if isinstance(event, ActorExited)]
+    assert [(event.actor, event.reason) for event in exits] == [("player", "stopped")]
+
+
+async def test_what_cannot_be_shown_does_not_end_a_run(tmp_path: Path) -> None:
+    """A group without samples and a batch without groups ended the agent, as an error in a line would."""
+    running = Running(plan(tmp_path / "r", player("3", "--odd")))
+    outcome = await running.run()
+    assert outcome.finished
+    assert any(line.startswith("first sample: group 99 has none") for line in running.lines)
+
+
+async def test_an_error_in_the_report_costs_what_is_shown_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply = Report.apply
+
+    def failing(report: Report, event: Message, seq: int, time: float) -> list[Notice]:
+        if isinstance(event, BatchReady):
+            raise LookupError("a report that nobody foresaw")
+        return apply(report, event, seq, time)
+
+    monkeypatch.setattr(Report, "apply", failing)
+    running = Running(plan(tmp_path / "r", player("3")))
+    outcome = await running.run()
+    assert outcome.finished
+    (line,) = [line for line in running.lines if "a report that nobody foresaw" in line]
+    assert "cannot be shown: LookupError" in line
+    assert line.endswith("the run goes on (logs/agent.jsonl has more)")
+
+
+async def test_a_terminal_that_fails_or_stands_still_holds_nobody_up(tmp_path: Path) -> None:
+    go_on = threading.Event()
+
+    def stuck(text: str) -> None:
+        if text.startswith("step 1/"):
+            raise RuntimeError("no such terminal")
+        if text.startswith("step 2/"):
+            go_on.wait(30)
+
+    try:
+        with anyio.fail_after(20):
+            outcome = await NodeAgent(plan(tmp_path / "r", player("3")), show=stuck).run()
+    finally:
+        go_on.set()
+    assert outcome.finished
+
+
+async def test_a_given_up_process_fails_the_run_with_its_reason(tmp_path: Path) -> None:
+    running = Running(plan(tmp_path / "r", player("1", "--then", "crash", max_restarts=1)))
+    outcome = await running.run()
+    assert exit_code_of(outcome) == 1
+    assert outcome.failure is not None
+    assert outcome.failure.spec.name == "player"
+    assert "RuntimeError: the player stumbled" in outcome.failure.reason
+    assert any("the player stumbled" in line for line in outcome.failure.tail)
+    assert "player ended: RuntimeError: the player stumbled (exit code 1); restarting in 0.1 s" in running.lines
+
+
+async def test_wrong_input_of_a_process_ends_the_run(tmp_path: Path) -> None:
+    outcome = await Running(plan(tmp_path / "r", player("0", "--then", "input_error"))).run()
+    assert exit_code_of(outcome) == 2
+
+
+async def test_a_fenced_process_is_not_restarted_and_the_run_goes_on_with_the_other(tmp_path: Path) -> None:
+    go_on = tmp_path / "go_on"
+    fenced = player("0", "--then", "fenced", name="fenced")
+    running = Running(plan(tmp_path / "r", fenced, player("1", "--wait", str(go_on))))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(running.run)
+        await running.shown("fenced is not started again")
+        go_on.touch()
+    assert running.outcome is not None
+    assert running.outcome.finished
+
+
+async def test_a_killed_nats_server_comes_back_on_its_port_and_the_run_goes_on(tmp_path: Path) -> None:
+    go_on = tmp_path / "go_on"
+    running = Running(plan(tmp_path / "r", player("2", "--wait", str(go_on))))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(running.run)
+        await running.shown("step 2/3")
+        url = (tmp_path / "r" / "bus.url").read_text()
+        os.kill(pid_of(tmp_path / "r", "nats-server"), signal.SIGKILL)
+        await running.shown("nats-server restarted")
+        go_on.touch()
+    assert running.outcome is not None
+    assert running.outcome.finished
+    assert (tmp_path / "r" / "bus.url").read_text() == url
+
+
+def listening_server() -> ProcessSpec:
+    """A server whose address is on the bus."""
+    return ProcessSpec(
+        name="engine.policy.0",
+        command=(sys.executable, "-c", LISTENER, "{port}"),
+        port=PortRequest(),
+        ready=WhenListening(),
+        address_key="address.engine.policy.0",
+        tier=Tier.SERVICE,
+    )
+
+
+async def test_servers_are_found_in_the_kv_where_they_listen_now(tmp_path: Path) -> None:
+    go_on = tmp_path / "go_on"
+    running = Running(plan(tmp_path / "r", listening_server(), player("1", "--wait", str(go_on))))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(running.run)
+        await running.shown("step 1/3")
+        url = (tmp_path / "r" / "bus.url").read_text().strip()
+        async with (
+            Bus.connect(url, "r", name="test") as bus,
+            bus.kv.watch("address.engine.policy.*", Address) as addresses,
+        ):
+            first = await addresses.next(10)
+            os.kill(pid_of(tmp_path / "r", "engine.policy.0"), signal.SIGKILL)
+            second = await addresses.next(10)
+        go_on.touch()
+    assert first is not None
+    assert first.value is not None
+    assert second is not None
+    assert first.value.url == second.value.url  # the same port, another process
+    assert first.value.pid != second.value.pid
+    assert second.revision > first.revision
+
+
+async def test_a_server_is_killed_and_started_again_when_that_is_asked_for_once_for_each_process(
+    tmp_path: Path,
+) -> None:
+    go_on = tmp_path / "go_on"
+    running = Running(plan(tmp_path / "r", listening_server(), player("1", "--wait", str(go_on))))
+
+    async def kill(bus: Bus, address: Address, **fields: Any) -> KillAnswered:
+        asked = {"process": "engine.policy.0", "pid": address.pid, "reason": "no token for 3 s", **fields}
+        return await bus.call(address.agent, KillRequested(**asked), KillAnswered, timeout_s=5)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(running.run)
+        await running.shown("step 1/3")
+        url = (tmp_path / "r" / "bus.url").read_text().strip()
+        async with (
+            Bus.connect(url, "r", name="test") as bus,
+            bus.kv.watch("address.engine.policy.*", Address) as addresses,
+        ):
+            first = await addresses.next(10)
+            assert first is not None
+            assert first.value is not None
+            os.kill(first.value.pid, signal.SIGSTOP)  # nothing but SIGKILL ends it now
+            assert (await kill(bus, first.value)).killed
+            second = await addresses.next(10)
+            assert second is not None
+            assert second.value is not None
+            assert not (await kill(bus, first.value)).killed  # the one that was meant is gone
+            with pytest.raises(CallRefused, match=r"is no server of this node; allowed: engine\.policy\.0"):
+                await kill(bus, second.value, process="player")
+            os.kill(second.value.pid, 0)
+        go_on.touch()
+    assert "engine.policy.0 ended: no token for 3 s; restarting in 0." in "\n".join(running.lines)
+
+
+async def test_a_resumed_run_counts_what_went_before_and_shows_only_what_is_new(tmp_path: Path) -> None:
+    failed = Running(plan(tmp_path / "r", player("2", "--then", "input_error")))
+    await failed.run()
+    resumed = Running(plan(tmp_path / "r", player("0"), incarnation=2))
+    outcome = await resumed.run()
+    assert outcome.finished
+    result = resumed.agent.reporting.report.result(time.time())
+    assert (result.steps, result.groups["trained"]) == (2, 2)
+    assert not [line for line in resumed.lines if line.startswith("step ")]
+    rows = [msgspec.json.decode(line)["step"] for line in (tmp_path / "r" / "metrics.jsonl").read_bytes().splitlines()]
+    assert rows == [1, 2]
+
+
+async def test_the_first_signal_stops_in_order(tmp_path: Path) -> None:
+    running = Running(plan(tmp_path / "r", player("1", "--then", "sleep")))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(running.run)
+        await running.shown("step 1/3")
+        os.kill(os.getpid(), signal.SIGINT)
+    assert running.outcome is not None
+    assert exit_code_of(running.outcome) == 130
+
+
+def pid_of(run_dir: Path, process: str) -> int:
+    """The running process of this name; the session has a nats-server of its own beside it."""
+    import psutil
+
+    children = psutil.Process().children(recursive=True)
+    words = {"nats-server": str(run_dir / "bus" / "nats.conf"), "engine.policy.0": "create_server"}
+    (found,) = [child.pid for child in children if any(words[process] in part for part in child.cmdline())]
+    return found
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["an error", "silence"])
+async def test_a_disk_that_does_not_tell_its_free_bytes_ends_no_run(
+    answers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over, asked = threading.Event(), threading.Event()
+
+    def stale(path: Path) -> int:
+        asked.set()
+        assert answers or over.wait(30)
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr("runtime.node.daemon.free_bytes", stale)
+    monkeypatch.setattr("runtime.node.daemon.DISK_ANSWERS_S", 0.1)
+    try:
+        outcome = await Running(plan(tmp_path / "r", player("3"))).run()
+    finally:
+        over.set()
+    assert asked.is_set()
+    assert outcome.finished, outcome
