@@ -1,4 +1,4 @@
-"""docs/data.md: its files, slices and functions do what it says."""
+"""docs/train/data.md and sft.md: their files, slices, functions and demonstrations do what they say."""
 
 from pathlib import Path
 
@@ -18,7 +18,8 @@ from runtime.settings.topology import Topology
 from tests.docs.snippets import snippets
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "data.md"
+PAGE = ROOT / "docs" / "train" / "data.md"
+SFT = PAGE.with_name("sft.md")
 MODEL = ROOT / "topologies/demo/models/reverse-digits"
 START = f"""include = "laptop.toml"
 rollout.shuffle = false
@@ -73,9 +74,9 @@ def test_the_functions_of_the_page_make_prompts(folder: Path) -> None:
 
 
 def test_the_demonstrations_of_the_page_train_the_turns_it_says(folder: Path) -> None:
-    (folder / "talks.jsonl").write_text(snippets(PAGE, "json")[1])
+    (folder / "talks.jsonl").write_text(snippets(SFT, "json")[0])
     file = folder / "sft.toml"
-    file.write_text('include = "boxed-copy-sft.toml"\n' + snippets(PAGE, "toml")[3])
+    file.write_text('include = "boxed-copy-sft.toml"\n' + snippets(SFT, "toml")[0])
     topology = load_topology(file).topology
     tokenizing = load_tokenizing(str(MODEL))
     trained = [

@@ -1,4 +1,4 @@
-"""docs/own-recipe.md: its files, written as they stand there, are accepted and train."""
+"""docs/start/own-recipe.md: its files, written as they stand there, are accepted and train."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from tests.docs.snippets import snippets
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "own-recipe.md"
+PAGE = ROOT / "docs" / "start" / "own-recipe.md"
 LIMIT_S = 300
 
 

@@ -1,4 +1,4 @@
-"""docs/plugins.md: its functions are found as its settings name them, and do what it says."""
+"""docs/train/{rewards,filters,multi-turn}.md: functions are found as settings name them, and do what the pages say."""
 
 import tomllib
 from collections.abc import Sequence
@@ -22,13 +22,19 @@ from messages.events import Outcome
 from tests.docs.snippets import snippets
 from tests.support.any_tokens import AnyTokens
 
-PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
+TRAIN = Path(__file__).parents[2] / "docs" / "train"
+PAGES = [TRAIN / f"{name}.md" for name in ("rewards", "filters", "multi-turn")]
+
+
+def blocks(language: str) -> list[str]:
+    """The blocks of one language on all pages, in order."""
+    return [block for page in PAGES for block in snippets(page, language)]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The page's files; each block names its own in the first line."""
-    for block in snippets(PAGE, "python"):
+    """The pages' files; each block names its own in the first line."""
+    for block in blocks("python"):
         (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)
     return tmp_path
 
@@ -43,7 +49,7 @@ async def rewards_of(folder: Path, name: str, *samples: GradedSample, group: boo
 
 
 @pytest.mark.anyio
-async def test_the_reward_functions_of_the_page_work(folder: Path) -> None:
+async def test_the_reward_functions_of_the_pages_work(folder: Path) -> None:
     right, wrong = GradedSample(response="it is 74", label=74), GradedSample(response="it is 47", label=74)
     assert await rewards_of(folder, "my_rewards.py:mentions_label", right, wrong) == [1.0, 0.0]
     brief = GradedSample(response="two words", metadata={"max_words": 2})
@@ -66,7 +72,7 @@ def summary(*rewards: float, response_len: int = 10) -> GroupSummary:
     )
 
 
-def test_the_filter_of_the_page_works(folder: Path) -> None:
+def test_the_filter_of_the_pages_works(folder: Path) -> None:
     judge = find_filter("my_filters.py:one_is_right", [folder])
     assert verdict_of(judge(summary(0.0, 1.0)), "one_is_right") == KEEP
     dropped = [judge(summary(0.0, 0.5)), judge(summary(0.0, 1.0, response_len=3000))]
@@ -74,7 +80,7 @@ def test_the_filter_of_the_page_works(folder: Path) -> None:
     assert verdict_of(dropped[0], "one_is_right").outcome is Outcome.DROP
 
 
-def test_the_selections_of_the_page_work(folder: Path) -> None:
+def test_the_selections_of_the_pages_work(folder: Path) -> None:
     groups = [kept(0, 1.0, response_len=9), kept(1, 0.5, response_len=3), kept(2, 1.0, response_len=5)]
     choose = find_selection("over_sampling_filter", "my_choice.py:right_and_short", [folder])
     assert choose is not None
@@ -87,7 +93,7 @@ def test_the_selections_of_the_page_work(folder: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_the_generate_function_of_the_page_works(folder: Path) -> None:
+async def test_the_generate_function_of_the_pages_works(folder: Path) -> None:
     turns, asked = ["<add>3 4</add>", "it is 7"], list[list[int]]()
     sample = OpenSample(index=0, prompt_len=1)
 
@@ -132,8 +138,8 @@ def kept(group_id: int, reward: float, *, response_len: int) -> selection.Select
     )
 
 
-def test_the_settings_of_the_page_name_its_functions(folder: Path) -> None:
-    tables = [tomllib.loads(block) for block in snippets(PAGE, "toml")]
+def test_the_settings_of_the_pages_name_its_functions(folder: Path) -> None:
+    tables = [tomllib.loads(block) for block in blocks("toml")]
     names = [source["rm_type"] for table in tables for source in table.get("data", [])]
     names += [name for table in tables for name in table.get("rollout", {}).values()]
     assert names == [
@@ -146,5 +152,6 @@ def test_the_settings_of_the_page_name_its_functions(folder: Path) -> None:
 
 
 def test_the_page_lists_the_built_in_graders() -> None:
-    listed = [line.split("`")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    table = PAGES[0].read_text().partition("\n## ")[0]
+    listed = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
     assert listed == list(BUILT_IN_GRADERS)

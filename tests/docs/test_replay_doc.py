@@ -1,4 +1,4 @@
-"""docs/replay.md: its notebook cell, run as it stands there; every field of a line is named."""
+"""docs/run/dumps-and-replay.md: its notebook cell, run as it stands there; every field of a line is named."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from runtime.data.dump_files import read_lines, write_pair
 from tests.docs.snippets import snippets
 from tests.runtime.data.test_dumps import example
 
-PAGE = Path(__file__).parents[2] / "docs" / "replay.md"
+PAGE = Path(__file__).parents[2] / "docs" / "run" / "dumps-and-replay.md"
 
 
 def test_the_notebook_cell_reads_a_dump(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(90)]
 
 KEY = "sw0rdf1sh"
 ENGINE_OPEN = {"/health", "/health_generate"}  # as at SGLang's own server
-ROUTER_OPEN = {  # known gaps of sglang-router 0.3.2, see docs/security.md: numbers and names, no prompt and no token
+ROUTER_OPEN = {  # sglang-router 0.3.2, docs/run/security.md: numbers and names, no prompt and no token
     "/liveness",
     "/readiness",
     "/health",
