@@ -1,10 +1,17 @@
-"""docs/develop/parity-rows.md: every row and trap once, in a state that there is, shown by tests that exist."""
+"""docs/develop/parity-rows.md: every row and trap once, in a state that agrees with the tree and its tests."""
 
 import ast
 import functools
 import re
 from collections import Counter
 from pathlib import Path
+
+import pytest
+
+from actors.reward.graders.builtin import BUILT_IN_GRADERS
+from runtime.settings.reading.schema import keys_of
+from runtime.settings.slime.flags import find_flag
+from runtime.settings.topology import Topology
 
 ROOT = Path(__file__).parent.parent
 LINES = (ROOT / "docs" / "develop" / "parity-rows.md").read_text(encoding="utf-8").splitlines()
@@ -37,13 +44,21 @@ def test_the_counts_at_the_top_are_right() -> None:
     assert ["", "197", "17", ""] in CELLS
 
 
+def test_the_page_for_users_has_the_same_counts() -> None:
+    said = (ROOT / "docs" / "develop" / "parity.md").read_text(encoding="utf-8")
+    counted = Counter(row[2] for row in ROWS if row[0].isdigit())
+    done, replaced, narrower, missing = (counted[state] for state in STATES)
+    line = f"{done} are done, {replaced} replaced, {narrower} narrower, {missing} not implemented yet"
+    assert line in " ".join(said.split())
+
+
 def test_every_row_says_what_its_state_asks_for() -> None:
     """Done is shown by a test, a replacement says what and why, a narrower one what is lost; what is open says so."""
     forms = {
         "done": "`tests/",
         "replaced": r"(?!`tests/).",
         "narrower": r"(?!`tests/).*Lost: .*`tests/",
-        "not yet": r"later($|[:;])",
+        "not yet": r"later: .*; (absent|refused): `",
     }
     wrong = [row for row in ROWS if not (row[1] and row[2] in forms and re.match(forms[row[2]], row[3]))]
     assert wrong == []
@@ -56,3 +71,88 @@ def test_every_test_that_is_cited_exists() -> None:
 def test_no_citation_is_overlooked() -> None:
     mentioned = sum(row[3].count(".py::") for row in ROWS)
     assert mentioned == sum(len(CITED.findall(row[3])) for row in ROWS) > 150
+
+
+@functools.cache
+def marks_of(path: str) -> dict[str, frozenset[str]]:
+    """Marks of each test function of a file, those of the file included."""
+    body = ast.parse((ROOT / path).read_bytes()).body
+    functions = [node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    all_of_file = "".join(
+        ast.unparse(node.value)
+        for node in body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    )
+    decorated = {node.name: all_of_file + "".join(map(ast.unparse, node.decorator_list)) for node in functions}
+    return {name: frozenset(re.findall(r"mark\.(\w+)", text)) for name, text in decorated.items()}
+
+
+def test_what_is_there_is_shown_by_a_test_of_ci() -> None:
+    """A test that only `just nightly` or a GPU runs shows nothing of today's tree."""
+    elsewhere = {"nightly", "gpu", "bench"}
+    wrong = [
+        row[0]
+        for row in ROWS
+        if row[2] in ("done", "narrower")
+        and all(marks_of(path)[name] & elsewhere for path, name in CITED.findall(row[3]))
+    ]
+    assert wrong == []
+
+
+def test_what_concerns_gpus_is_not_called_done() -> None:
+    assert [row[0] for row in ROWS if row[2] == "done" and re.search(r"GPU|NCCL|CUDA", row[3])] == []
+
+
+def test_every_setting_that_a_row_names_exists() -> None:
+    keys = frozenset(keys_of(Topology))
+    tables = {key.partition(".")[0] for key in keys}
+    named = {
+        (row[0], re.sub(r"<\w+>", "<name>", key))
+        for row in ROWS
+        for key in re.findall(r"`([a-z_]+(?:\.(?:[a-z_]+|<\w+>))+)(?: = [^`]*)?`", row[3])
+        if key.partition(".")[0] in tables
+    }
+    assert len(named) > 15
+    assert sorted((row, key) for row, key in named if key not in keys) == []
+
+
+def missing_items() -> list[tuple[str, str]]:
+    """Row and item of everything that `not yet` rows call absent."""
+    lists = [(row[0], re.search(r"; absent: ((?:`[^`]+`(?:, )?)+)", row[3])) for row in ROWS if row[2] == "not yet"]
+    return [(row, item) for row, found in lists if found for item in re.findall(r"`([^`]+)`", found[1])]
+
+
+def is_absent(item: str) -> bool:
+    """Whether the tree lacks an item: a flag's key, a grader, an import, a file, or a text of the product."""
+    kind, _, name = item.partition(" ")
+    if item.startswith("--"):
+        found = find_flag(item)
+        assert found is not None, f"slime has no {item}"
+        return found.answer.key is None
+    if item.startswith("rm_type="):
+        return item.removeprefix("rm_type=") not in BUILT_IN_GRADERS
+    if kind == "file":
+        return not list(ROOT.glob(name))
+    assert kind in ("import", "text"), item
+    wanted = re.compile(rf"^\s*(?:import|from) {name}\b" if kind == "import" else re.escape(name), re.MULTILINE)
+    files = (file for package in ("actors", "bin", "messages", "runtime") for file in (ROOT / package).rglob("*"))
+    texts = (file.read_text() for file in files if file.is_file() and file.suffix in ("", ".py", ".toml"))
+    return not any(wanted.search(text) for text in texts)
+
+
+@pytest.mark.parametrize(("row", "item"), missing_items())
+def test_what_is_called_absent_is_absent(row: str, item: str) -> None:
+    assert is_absent(item), f"row {row} says that the tree lacks {item}, which it has"
+
+
+@pytest.mark.parametrize(
+    "item", ["--hf-checkpoint", "rm_type=f1", "import msgspec", "text nats-server", "file README.md"]
+)
+def test_what_is_there_is_not_absent(item: str) -> None:
+    assert not is_absent(item)
+
+
+def test_a_row_that_is_refused_names_a_test_of_a_refusal() -> None:
+    refused = [found for row in ROWS for found in re.findall(r"refused: `[^`]+::(\w+)`", row[3])]
+    assert len(refused) > 3
+    assert {name for name in refused if not re.search("refuse|fails", name)} == set()
