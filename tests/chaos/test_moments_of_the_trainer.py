@@ -10,7 +10,7 @@ from tests.chaos.audit import audit
 from tests.chaos.harness import EVENT_S, Command, Run
 from tests.fixtures.nats import eventually
 
-pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
 
 EVERY_STEPS = 3
 SAVE_INTERVAL = 3  # as often as it is killed: each time there may be a checkpoint that was told, or was not
@@ -51,7 +51,9 @@ MOMENTS: dict[str, Moment] = {
 }
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize(
+    "max_staleness", [pytest.param(0, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.chaos)]
+)
 async def test_the_trainer_is_killed_at_each_moment_of_a_step(tmp_path: Path, max_staleness: int) -> None:
     settings = (f"rollout.max_staleness={max_staleness}", f"train.save_interval={SAVE_INTERVAL}")
     num_steps = EVERY_STEPS * (len(MOMENTS) + 6)  # what is seen may be steps behind

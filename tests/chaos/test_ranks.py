@@ -55,6 +55,7 @@ FEW = {
     "TP2": (Moment("forward", 1, "trainer.1"), Moment("before its report", 4, "trainer.1")),
     "DP2+DO": (Moment("backward", 3, "trainer.1", STOPPED), Moment("optimizer", 5, "trainer.0")),
 }
+MARKS = {"TP2": pytest.mark.nightly, "DP2+DO": pytest.mark.chaos}
 ALL = {
     f"{layout}, rank {rank}, {signal}": (layout, everywhere(rank, signal))
     for layout in LAYOUTS
@@ -62,7 +63,7 @@ ALL = {
     for signal in ("SIGKILL", STOPPED)
 }
 CASES = [
-    *(pytest.param(layout, moments, id=layout, marks=pytest.mark.chaos) for layout, moments in FEW.items()),
+    *(pytest.param(layout, FEW[layout], id=layout, marks=mark) for layout, mark in MARKS.items()),
     *(pytest.param(*case, id=name, marks=pytest.mark.nightly) for name, case in ALL.items()),
 ]
 
