@@ -5,12 +5,12 @@ from pathlib import Path
 
 import msgspec
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from actors.registry import ROLES, actor_type  # noqa: E402 - imported from the checkout
-from bin.entry import parser_of, run  # noqa: E402
-from messages.catalogue import Surface, asyncapi, json_schemas, table  # noqa: E402
+from actors.registry import ROLES, actor_type
+from bin.entry import docs_folder, parser_of, run
+from messages.catalogue import Surface, asyncapi, json_schemas, table
 
 INTRODUCTION = """# Messages
 
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command. Return 0, or 1 if --check finds a stale file."""
     parser = parser_of("describe-messages", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not current")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs" / "reference", help="folder to write to")
+    parser.add_argument("--docs", type=Path, default=docs_folder(), help="folder to write to")
     args = parser.parse_args(argv)
     stale = [path for path, text in catalogue(args.docs).items() if not path.exists() or path.read_text() != text]
     if args.check:

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bin.entry import parser_of, run  # noqa: E402 - imported from the checkout
-from runtime.settings.reference.page import settings_page  # noqa: E402 - imported from the checkout
-from runtime.settings.slime.page import from_slime_page  # noqa: E402
+from bin.entry import docs_folder, parser_of, run
+from runtime.settings.reference.page import settings_page
+from runtime.settings.slime.page import from_slime_page
 
 PAGES: Final[dict[str, Callable[[], str]]] = {  # file in docs/reference/, and the function that returns its text
     "from-slime.md": from_slime_page,
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command. Return 0, or 1 if --check finds a stale page."""
     parser = parser_of("describe-settings", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is not current")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs" / "reference", help="folder to write to")
+    parser.add_argument("--docs", type=Path, default=docs_folder(), help="folder to write to")
     args = parser.parse_args(argv)
     texts = {args.docs / name: text() for name, text in PAGES.items()}
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]

@@ -4,12 +4,14 @@ import argparse
 import io
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TextIO
 
 from runtime.util.exit_codes import EXIT_INPUT_ERROR, EXIT_INTERRUPTED
 from runtime.util.formatting import printable
-from runtime.util.import_path import user_folder_last
+from runtime.util.import_path import IS_CHECKOUT, ROOT, command_name, user_folder_last
 
 TAKE_BACK = "\r\x1b[K"  # moves to the start of the line and clears it
 COLUMNS = 80
@@ -100,12 +102,24 @@ def send_nowhere(stream: TextIO) -> None:
 def parser_of(command: str, description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
     """Build a command's argument parser: keeps line breaks of texts, and does not allow abbreviated options."""
     return argparse.ArgumentParser(
-        prog=f"bin/{command}",
+        prog=command_name(command),
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def command_path(command: str, folder: Path) -> str:
+    """Return the path that starts a command: absolute, or relative to the root of a checkout if that is `folder`."""
+    if not IS_CHECKOUT:
+        return str(Path(sysconfig.get_path("scripts")) / command)
+    return command_name(command) if folder == ROOT else str(ROOT / command_name(command))
+
+
+def docs_folder() -> Path:
+    """Return the default folder of generated pages: docs/reference/ of the checkout, or of the current folder."""
+    return (ROOT if IS_CHECKOUT else Path()) / "docs" / "reference"
 
 
 def ended(work: Callable[[], int], *wrong_input: type[Exception]) -> int:

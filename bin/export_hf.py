@@ -4,16 +4,14 @@ import argparse
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from bin.interrupt import told_in_one_line
 
     told_in_one_line()
 
-from bin.entry import Screen, ended, parser_of, run  # noqa: E402 - imported from the checkout
-from runtime.util.exit_codes import EXIT_OK  # noqa: E402
+from bin.entry import Screen, ended, parser_of, run
+from runtime.util.exit_codes import EXIT_OK
 
 EPILOG = """Reads files of the run only: its agent may be at work or not. A checkpoint of any layout is read by this one
 process, on the CPU. Without a checkpoint, the weights that were published last are taken. Tensors have the names of

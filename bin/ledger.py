@@ -9,17 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from bin.interrupt import told_in_one_line
 
     told_in_one_line()
 
-from bin.entry import Screen, ended, parser_of, run  # noqa: E402 - imported from the checkout
-from runtime.util.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_INTERRUPTED, EXIT_OK  # noqa: E402
-from runtime.util.formatting import printable_json  # noqa: E402
+from bin.entry import Screen, ended, parser_of, run
+from runtime.util.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_INTERRUPTED, EXIT_OK
+from runtime.util.formatting import printable_json
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus

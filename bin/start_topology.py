@@ -3,38 +3,37 @@
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from bin.interrupt import told_in_one_line
     from runtime.util.import_path import refuse_shadows
 
     told_in_one_line()
     refuse_shadows()
 
-import argparse  # noqa: E402 - refuse_shadows() must run first
-import shlex  # noqa: E402
-from typing import TYPE_CHECKING  # noqa: E402
+import argparse
+import shlex
+from textwrap import fill
+from typing import TYPE_CHECKING
 
-import msgspec  # noqa: E402
+import msgspec
 
-from actors.processes import process_specs  # noqa: E402 - imported from the checkout
-from bin.entry import Screen, WrongInput, ended, parser_of, run  # noqa: E402
-from runtime.data.data_files import DataError  # noqa: E402
-from runtime.settings.load import LoadedTopology, load_topology  # noqa: E402
-from runtime.settings.placement import home_node  # noqa: E402
-from runtime.settings.plan import draw, plan_of  # noqa: E402
-from runtime.settings.reading.config import TopologyError  # noqa: E402
-from runtime.settings.slime.hints import flag_hint  # noqa: E402
-from runtime.settings.topology import Topology  # noqa: E402
-from runtime.util.exit_codes import EXIT_OK  # noqa: E402
-from runtime.util.secrets import without_logins  # noqa: E402
+from actors.processes import process_specs
+from bin.entry import Screen, WrongInput, command_path, ended, parser_of, run
+from runtime.data.data_files import DataError
+from runtime.settings.load import LoadedTopology, load_topology
+from runtime.settings.placement import home_node
+from runtime.settings.plan import draw, plan_of
+from runtime.settings.reading.config import TopologyError
+from runtime.settings.reading.toml import shipped_topologies
+from runtime.settings.slime.hints import flag_hint
+from runtime.settings.topology import Topology
+from runtime.util.exit_codes import EXIT_OK
+from runtime.util.secrets import without_logins
 
 if TYPE_CHECKING:
     from runtime.node.checks.findings import Checked
     from runtime.node.start import SpecsOf
-
-COMMAND = "bin/start-topology"
 
 DESCRIPTION = """Start the run that a topology file describes, or resume it, and follow it to its end.
 
@@ -74,9 +73,10 @@ def _parsed(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("start-topology", DESCRIPTION, EPILOG)
+    shipped = f"shipped topologies: {', '.join(shipped_topologies())}"
+    parser = parser_of("start-topology", DESCRIPTION, f"{fill(shipped, 110, break_on_hyphens=False)}\n\n{EPILOG}")
     add = parser.add_argument
-    add("topology", type=Path, help="a file from topologies/")
+    add("topology", type=Path, help="a topology file, or the name of a shipped one, such as laptop")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key, as in train.num_steps=5")
     add("--check", action="store_true", help="tell whether a start would go on this machine, and stop")
     add("--elsewhere", action="store_true", help="with --check: leave out what only the machine of the run can show")
@@ -247,7 +247,7 @@ def _downloaded(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen
 def _command_of(args: argparse.Namespace) -> str:
     """The command that resumes this run, from any directory. Logins are masked: the user must enter them again."""
     here = Path.cwd()
-    words = [COMMAND if here == ROOT else str(ROOT / COMMAND), str(args.topology)]
+    words = [command_path("start-topology", here), str(args.topology)]
     for override in args.set:
         words += ["--set", without_logins(override)]
     for option in ("node", "only", "load"):

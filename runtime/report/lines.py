@@ -29,6 +29,7 @@ from messages import (
 )
 from runtime.ledger.books import stall_words
 from runtime.util.formatting import count_of, duration, number
+from runtime.util.import_path import command_name
 
 SHOWN_PER_REASON = 3  # maximum number of lines per failure reason
 SHOWN_REASONS = 20  # maximum number of failure reasons
@@ -39,7 +40,7 @@ class Failures:
     """Lines for failures, limited per reason.
 
     Args:
-        run: its name, for the hint to bin/ledger.
+        run: its name, for the hint to the command `ledger`.
     """
 
     def __init__(self, run: str) -> None:
@@ -51,7 +52,8 @@ class Failures:
         """Return the line for a failure, or nothing at the limit."""
         if text not in self._reported and len(self._reported) >= SHOWN_REASONS:
             said, self._all_reported = self._all_reported, True
-            return [] if said else [f"failures for yet other reasons are not shown; see bin/ledger {self._run}"]
+            ledger = f"{command_name('ledger')} {self._run}"
+            return [] if said else [f"failures for yet other reasons are not shown; see {ledger}"]
         self._reported[text] += 1
         if self._reported[text] > SHOWN_PER_REASON:
             return []

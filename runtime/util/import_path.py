@@ -5,9 +5,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OURS = ("actors", "bin", "messages", "runtime")  # packages; no user module may have one of these names
+IS_CHECKOUT = (ROOT / "bin" / "setup").is_file()  # otherwise installed from a wheel, whose commands are on PATH
 SLOPPY = frozenset({"docs", "examples", "scripts", "test", "tests"})  # some distributions install these by mistake
+
+
+def command_name(command: str) -> str:
+    """Return the name that starts a command, for help texts and hints: "bin/ledger", or "ledger" if installed."""
+    return f"bin/{command}" if IS_CHECKOUT else command
 
 
 def user_folder_last() -> None:

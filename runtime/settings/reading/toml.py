@@ -38,16 +38,38 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
         return str(self.files[-1])
 
 
+def shipped_topologies() -> list[str]:
+    """Return the names of the shipped topologies, such as "laptop" and "examples/sft"."""
+    found = [*SHIPPED_TOPOLOGIES.glob("*.toml"), *SHIPPED_TOPOLOGIES.glob("examples/*.toml")]
+    return sorted(str(path.relative_to(SHIPPED_TOPOLOGIES).with_suffix("")) for path in found)
+
+
+def find_topology(path: Path) -> Path:
+    """Return the file of a topology. A path that is no file may be the name of a shipped topology.
+
+    Raises:
+        TopologyError: there is neither a file nor a shipped topology of this name.
+    """
+    shipped = shipped_topologies()
+    if path.is_file() or str(name := path.with_suffix("")) not in shipped:
+        if path.suffix or path.exists():
+            return path
+        message = f"is neither a file nor a shipped topology ({', '.join(shipped)})"
+        raise TopologyError([Problem(key="", message=message, file=str(path))])
+    return SHIPPED_TOPOLOGIES / name.with_suffix(".toml")
+
+
 def load_tables(path: Path, overrides: Sequence[str], schema: type[Config]) -> Loaded:
     """Read a TOML file with its includes, or the JSON of a run directory, then apply `key=value` overrides in order.
 
-    `include` names one file or a list. Each is looked up next to the including file, then next to `path`, then among
-    the shipped topologies. Later text wins: includes in order, the file itself, overrides. Tables merge key by key;
-    anything else, including arrays, is replaced as a whole.
+    `path` may be the name of a shipped topology, such as `laptop`. `include` names one file or a list. Each is looked
+    up next to the including file, then next to `path`, then among the shipped topologies. Later text wins: includes in
+    order, the file itself, overrides. Tables merge key by key; anything else, including arrays, is replaced as a whole.
 
     Raises:
         TopologyError: a file cannot be read or parsed, an include loops, or an override fits no key.
     """
+    path = find_topology(path)
     reader = _Reader(path.parent)
     tables = reader.read(path, ())
     problems: list[Problem] = []

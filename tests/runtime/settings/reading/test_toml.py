@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from runtime.settings.reading.allowed import describe
 from runtime.settings.reading.config import Config, TopologyError
 from runtime.settings.reading.overrides import apply_override
-from runtime.settings.reading.toml import SET, convert, load_tables
+from runtime.settings.reading.toml import SET, SHIPPED_TOPOLOGIES, convert, load_tables
 
 
 class Leaf(Config, frozen=True, kw_only=True):
@@ -84,6 +84,17 @@ def test_include_is_found_beside_the_including_file_then_beside_the_named_one(tm
 def test_include_falls_back_to_the_shipped_topologies(tmp_path: Path) -> None:
     path = write(tmp_path, "top.toml", 'include = "recipes/reverse-digits.toml"')
     assert load_tables(path, (), Tree).tables["rollout"]["rollout_batch_size"] == 64
+
+
+def test_a_name_that_is_no_file_is_that_of_a_shipped_topology(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "laptop").mkdir()
+    for name in ("laptop", "laptop.toml"):
+        assert load_tables(Path(name), (), Tree).files[-1] == SHIPPED_TOPOLOGIES / "laptop.toml"
+    own = write(tmp_path, "laptop.toml", 'name = "mine"')
+    assert load_tables(Path("laptop.toml"), (), Tree).tables == load_tables(own, (), Tree).tables == {"name": "mine"}
+    (line,) = errors(Path("lptop"))
+    assert line.startswith("lptop: is neither a file nor a shipped topology (boxed-copy, ")
 
 
 def test_include_that_loops_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+"""Entry points of the commands of an installed package, as [project.scripts] in pyproject.toml names them.
+
+They use the environment that they are installed in. The scripts of a checkout, such as bin/ledger, set up .venv first.
+"""
+
+from importlib import import_module
+
+from bin.interrupt import told_in_one_line
+
+
+def start_topology() -> None:
+    """Start a run, or resume it."""
+    _run("start_topology")
+
+
+def ledger() -> None:
+    """Print a run's ledger."""
+    _run("ledger")
+
+
+def export_hf() -> None:
+    """Export a run's trained model."""
+    _run("export_hf")
+
+
+def replay() -> None:
+    """Replay the samples of a dump."""
+    _run("replay")
+
+
+def describe_settings() -> None:
+    """Write the reference pages of the settings."""
+    _run("describe_settings")
+
+
+def describe_messages() -> None:
+    """Write the message catalogue."""
+    _run("describe_messages")
+
+
+def _run(module: str) -> None:
+    told_in_one_line()
+    from runtime.util.import_path import refuse_shadows
+
+    refuse_shadows()
+    from bin.entry import run  # after the check, since it imports modules that may be shadowed
+
+    run(import_module(f"bin.{module}").main)

@@ -1,0 +1,89 @@
+"""The wheel has all code, data and commands: installed outside the repository, it trains a shipped topology."""
+
+import json
+import os
+import shutil
+import site
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SHIPPED = ("actors", "bin", "messages", "runtime", "topologies")
+GENERATORS = "topologies/demo/*.py"  # they write the demo data, which is shipped itself
+SCRIPTS = ("describe-messages", "describe-settings", "export-hf", "ledger", "replay", "setup", "start-topology", "test")
+LIMIT_S = 300
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S)]
+
+
+def call(*command: str | Path, cwd: Path) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def tracked() -> list[str]:
+    """The files of the shipped packages that are in git."""
+    return call("git", "ls-files", *SHIPPED, cwd=ROOT).splitlines()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel, built without a network from a copy of the tracked files."""
+    place = tmp_path_factory.mktemp("wheel")
+    for name in ["pyproject.toml", "README.md", "LICENSE", *tracked()]:
+        target = place / "source" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, target)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(place)]
+    call(sys.executable, "-m", "pip", "wheel", *options, str(place / "source"), cwd=place)
+    (built,) = place.glob("physarum-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The commands of an environment with the wheel; other packages come from the environment of the tests."""
+    place = tmp_path_factory.mktemp("installed") / "venv"
+    venv.create(place, symlinks=True)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    options = ["--quiet", "--no-deps", "--no-index", "--no-warn-script-location"]
+    pip = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), "install"]
+    call(*pip, *options, str(wheel), cwd=place)
+    paths = "".join(f"{path}\n" for path in site.getsitepackages())
+    (place / "lib" / version / "site-packages" / "packages_of_the_tests.pth").write_text(paths)
+    return place / "bin"
+
+
+def test_the_wheel_has_every_tracked_file_of_its_packages(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    expected = {name for name in tracked() if not Path(name).match(GENERATORS)}
+    assert packed == expected - {f"bin/{name}" for name in SCRIPTS}
+
+
+def test_an_installed_command_trains_a_shipped_topology(commands: Path, tmp_path: Path) -> None:
+    shown = call(commands / "start-topology", "laptop", "--set", "train.num_steps=3", cwd=tmp_path)
+    assert f"{commands / 'start-topology'} laptop" in shown, shown  # the command that starts it again
+    run_dir = tmp_path / "runs" / "laptop"
+    result = json.loads((run_dir / "result.json").read_text())["result"]
+    topology = json.loads((run_dir / "topology.json").read_text())
+    assert result["steps"] == 3
+    assert result["groups"]["issued"] == result["groups"]["trained"] == 3 * 64
+    assert topology["model"]["hf_checkpoint"].startswith(str(commands.parent))
+    assert "trained" in call(commands / "ledger", "laptop", cwd=tmp_path)  # exit code 0: the books close
+    call(commands / "export-hf", "laptop", "--out", "model", cwd=tmp_path)
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_every_installed_command_answers_help_with_its_name(commands: Path, tmp_path: Path) -> None:
+    for name in sorted({*SCRIPTS} - {"setup", "test"}):
+        assert call(commands / name, "--help", cwd=tmp_path).startswith(f"usage: {name} ")
+    call(commands / "describe-settings", cwd=tmp_path)
+    assert (tmp_path / "docs" / "reference" / "settings.md").exists()
