@@ -9,7 +9,7 @@ VERSION: Final = 1  # of the message set; raised when the ledger gains an event 
 
 
 class Plane(StrEnum):
-    """The four planes of the bus, and the dead-letter stream. Each has one delivery rule (docs/design.md, 3)."""
+    """The four planes of the bus, and the dead-letter stream. Each has one delivery rule (docs/understand/bus.md)."""
 
     EVENT = "event"
     WORK = "work"

@@ -1,4 +1,4 @@
-"""Colocation phases of a run whose trainer and engines share GPU memory (docs/design.md, 6)."""
+"""Colocation phases of a run whose trainer and engines share GPU memory (docs/understand/colocation.md)."""
 
 from enum import StrEnum
 

@@ -59,7 +59,7 @@ from tests.support.tiny_engine import wait_until_200
 
 RECIPE = ROOT / "topologies" / "laptop.toml"
 SHARED = 'share=[["buffer", "rollout", "reward", "filter"]]'
-TARGETS_US = {  # per sample, docs/design.md section 9
+TARGETS_US = {  # per sample, docs/develop/benchmarks.md, goals
     "batched": {"bus": 150, "engine_http": 100},
     "single": {"bus": 250, "engine_http": 250},
 }

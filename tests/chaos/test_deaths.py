@@ -1,4 +1,4 @@
-"""What happens when ... dies: each line of that table in docs/design.md, at several random moments of one run."""
+"""What happens when ... dies: each row of the table in docs/understand/failure-model.md, at random moments."""
 
 import re
 import signal
@@ -28,14 +28,19 @@ TOGETHER = (  # with each of them, who suffers most from it
     ("rollout actor", "engine"),
     ("trainer rank", "nats-server"),
 )
-STARTS = ("node agent", "everything")  # after these, the same command again
+STARTS = ("node daemon", "everything")  # after these, the same command again
 AFTER_STEPS = (2, 6, 10)  # the first kill comes before any checkpoint
 NUM_STEPS = 13
 SAVE_INTERVAL = 5
 
 
 def test_each_line_of_the_table_is_tested() -> None:
-    section = (ROOT / "docs" / "design.md").read_text().partition("\n## 8.")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "docs" / "understand" / "failure-model.md")
+        .read_text()
+        .partition("\n## What happens")[2]
+        .partition("\n## ")[0]
+    )
     lines = re.findall(r"^\| ([a-z][a-z -]*) \|", section, re.MULTILINE)
     assert sorted(lines) == sorted([*PROCESSES, *STARTS])
     assert sorted(line for lines in TOGETHER for line in lines) == sorted(PROCESSES)

@@ -1,5 +1,7 @@
 """Messages survive the wire, old bytes still decode, and what does not decode says why."""
 
+import inspect
+
 import msgspec
 import numpy as np
 import pytest
@@ -229,6 +231,17 @@ def test_golden_bytes_are_written_and_read(content_type: str, payload: bytes, me
 def test_bytes_of_an_older_version_are_read(tag: str, old: bytes) -> None:
     (message,) = [message for _, payload, message in GOLDEN if f'"{tag}"'.encode() in payload]
     assert decode(old, {TYPE_HEADER: tag, CONTENT_TYPE_HEADER: JSON}) == message
+
+
+@pytest.mark.parametrize("tag", sorted(message_types()))
+def test_a_message_is_frozen_and_takes_its_fields_by_name(tag: str) -> None:
+    config = message_types()[tag].__struct_config__
+    positional = [
+        field
+        for field in inspect.signature(message_types()[tag]).parameters.values()
+        if field.kind is not field.KEYWORD_ONLY
+    ]
+    assert (config.frozen, positional) == (True, [])
 
 
 def test_golden_bytes_of_packed_segments() -> None:

@@ -1,9 +1,19 @@
 """What users' functions say of a group is cut and cleaned, so that the event about it can be sent."""
 
 import pytest
+from msgspec.structs import replace
 
-from actors.rollout.groups.endings import Ending, Endings
-from messages import GroupFailed, RolloutRequested, SampleStatus, SampleSummary, decode, encode
+from actors.rollout.groups.endings import Ending, Endings, publish_eval
+from messages import (
+    EvalCompleted,
+    EvalRequested,
+    GroupFailed,
+    RolloutRequested,
+    SampleStatus,
+    SampleSummary,
+    decode,
+    encode,
+)
 from runtime.bus.bus import Bus
 from tests.messages.mutations import example
 
@@ -33,3 +43,16 @@ async def test_a_group_with_notes_that_no_event_can_carry_fails(bus: Bus, noted:
     await endings().publish(bus, ending)
     async with bus.read(GroupFailed) as events:
         assert len([received async for received in events.so_far()]) == 1
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("notes", "num_samples", "kept"), [("x", 3, 3), ("y" * 9_000_000, 3, 3), ("x", 120_000, 0)])
+async def test_an_evaluation_item_leaves_out_details_and_then_samples(
+    bus: Bus, notes: str, num_samples: int, kept: int
+) -> None:
+    sample = SampleSummary(index=0, status=SampleStatus.COMPLETED, reward=0.5, metadata={"noted": notes})
+    await publish_eval(bus, replace(example(EvalRequested), set="held-out"), (sample,) * num_samples)
+    async with bus.read(EvalCompleted) as events:
+        (event,) = [received.message async for received in events.so_far()]
+    assert [each.reward for each in event.samples] == [0.5] * kept
+    assert all(each.metadata == ({"noted": "x"} if notes == "x" else {}) for each in event.samples)

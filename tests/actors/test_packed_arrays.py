@@ -1,0 +1,36 @@
+"""Arrays of samples stay packed: they become lists only where a request to an engine is JSON."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PATH_OF_A_SAMPLE = (  # from an engine's answer to a micro-batch
+    "messages",
+    "actors/rollout/groups",
+    "actors/rollout/offline",
+    "actors/rollout/requests",
+    "actors/rollout/sessions",
+    "actors/rollout/sglang",
+    "actors/buffer",
+    "actors/trainer/data/assembly.py",
+    "actors/trainer/data/batch.py",
+    "actors/trainer/data/feed.py",
+)
+ALLOWED = {
+    "messages/arrays.py": 1,  # an array in a JSON message is a list
+    "actors/rollout/groups/generating.py": 1,  # prompts of one batched request
+    "actors/rollout/groups/open_samples.py": 2,  # the tokens so far, which the next request begins with
+}
+
+
+def test_only_requests_to_engines_and_json_make_lists_of_arrays() -> None:
+    files = [file for each in PATH_OF_A_SAMPLE for file in (ROOT / each).rglob("*.py")]
+    files += [ROOT / each for each in PATH_OF_A_SAMPLE if each.endswith(".py")]
+    assert len(files) > 50
+    found: dict[str, int] = {}
+    for file in files:
+        calls = [node for node in ast.walk(ast.parse(file.read_bytes())) if isinstance(node, ast.Call)]
+        lists = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "tolist"]
+        if lists:
+            found[str(file.relative_to(ROOT))] = len(lists)
+    assert found == ALLOWED

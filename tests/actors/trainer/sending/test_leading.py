@@ -1,0 +1,90 @@
+"""Rank 0's weight syncs against a rollout actor on a real bus."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.trainer.sending.leading import WeightSessions
+from actors.trainer.torch_thread import TorchThread
+from messages import (
+    EnginesAnswered,
+    MembersGiven,
+    SessionClosed,
+    SessionEnded,
+    SessionMember,
+    SessionOffered,
+    SessionPrepared,
+    SessionRequested,
+)
+from runtime.bus.bus import Bus
+from runtime.bus.roster import Member, Roster
+from runtime.settings.load import load_topology
+
+ROOT = Path(__file__).parents[4]
+ENGINE = "engine.policy.0"
+
+
+@dataclass
+class Orders:
+    """Orders to the ranks; a sync that fails before its first bucket gives only this one."""
+
+    left: int = 0
+
+    def leave_groups(self, _part: int) -> None:
+        self.left += 1
+
+
+@dataclass
+class Rank:
+    """Rank 0 without a model."""
+
+    sending: Orders = field(default_factory=Orders)
+
+
+@dataclass
+class RolloutActor:
+    """A rollout actor whose only engine takes part and refuses to be prepared."""
+
+    offered: list[SessionOffered] = field(default_factory=list[SessionOffered])
+    closed: list[str] = field(default_factory=list[str])
+
+    async def offer(self, request: SessionOffered) -> MembersGiven:
+        self.offered.append(request)
+        return MembersGiven(members=(SessionMember(engine=ENGINE, key="1", num_ranks=1),))
+
+    async def prepare(self, _request: SessionPrepared) -> EnginesAnswered:
+        return EnginesAnswered(failed={ENGINE: "no pause"})
+
+    async def close(self, request: SessionClosed) -> EnginesAnswered:
+        self.closed.append(request.reason)
+        return EnginesAnswered(failed={})
+
+
+async def wake() -> None:
+    """The leader has nothing to do meanwhile."""
+
+
+@pytest.mark.anyio
+async def test_a_sync_that_keeps_failing_is_tried_five_times_and_again_when_an_engine_requests_one(bus: Bus) -> None:
+    topology = load_topology(ROOT / "topologies" / "laptop-colocated.toml").topology
+    actor, rank = RolloutActor(), Rank()
+    handlers: Any = {SessionOffered: actor.offer, SessionPrepared: actor.prepare, SessionClosed: actor.close}
+    with TorchThread("cpu") as torch_thread:
+        syncs = WeightSessions(topology, bus, torch_thread, rank, incarnation=2, wake=wake)  # pyright: ignore[reportArgumentType]
+        syncs.weights_are(7)
+        await Roster(bus).join("rollout", Member(instance="rollout.0", incarnation=1, node="n0"))
+        async with bus.serve(handlers, instance="rollout.0"):
+            await syncs.bring()
+    assert [offer.version for offer in actor.offered] == [7] * 5
+    assert len({offer.session for offer in actor.offered}) == 5
+    assert actor.closed == ["no pause"] * 5
+    assert rank.sending.left == 5
+    async with bus.read(SessionEnded) as events:
+        ended = [event.message async for event in events.so_far()]
+    assert [each.out for each in ended] == [{ENGINE: "no pause"}] * 5
+    assert not syncs.is_requested
+    assert (await syncs.requested(SessionRequested(version=7, engines=(ENGINE,)))).granted
+    assert syncs.is_requested
+    assert not (await syncs.requested(SessionRequested(version=6, engines=(ENGINE,)))).granted
