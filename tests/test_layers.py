@@ -1,9 +1,10 @@
-"""Who may import whom, read from the sources, and what the light commands may load, seen in a fresh interpreter."""
+"""Rules of the tree: import contracts, import cycles, sizes, and what light commands load in a fresh interpreter."""
 
 import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -12,38 +13,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LAYERS = {  # a top-level package, and which of ours it may import
-    "messages": {"messages"},
-    "runtime": {"runtime", "messages"},
-    "actors": {"actors", "runtime", "messages"},
-    "bin": {"bin", "actors", "runtime", "messages"},
-}
-OURS = {*LAYERS, "tests"}
-FLOORS = {  # a room of runtime/, and its floor: it imports itself and lower floors; files of no room are the ground
-    "util": 1,
-    "bus": 2,
-    "models": 2,
-    "settings": 3,
-    "ledger": 3,
-    "data": 4,
-    "report": 4,
-    "process": 4,
-    "node": 5,
-}
-CELLARS = ("runtime.node.supervisor", "runtime.node.claims")  # below their room: they import none of its modules
-MESSAGES_MAY_USE = {"msgspec", "numpy"}
-CONFINED = {  # an outside package, and the only places that may import it
-    "torch": ("actors.trainer", "actors.tiny_engine"),
-    "megatron": ("actors.trainer", "actors.tiny_engine"),
-    "transformers": ("actors.trainer", "actors.tiny_engine", "actors.buffer"),
-    "nats": ("runtime.bus.nats",),
-    "sglang": ("actors.rollout.sglang.launch",),  # runs in the interpreter that has it; else reached over HTTP
-}
+PACKAGES = ("messages", "runtime", "actors", "bin")
+MESSAGES_MAY_USE = {"messages", "msgspec", "numpy"}
 WORDS_OF_NATS = re.compile(  # of JetStream's API and of what it stores, in any text but a docstring
     r"\$(JS|KV|G)\b|\bNats-[A-Z]|\bKV_|^[+-](ACK|NAK|TERM|WPI|NXT)\b|\b(STREAM|CONSUMER|DIRECT)\.[A-Z]|\bjetstream\b"
     r"|^(ack_policy|deliver_policy|durable_name|filter_subjects?|opt_start_(seq|time)|replay_policy|inactive_threshold)$"
 )
-SHARED = {"tiny_engine": "actors.rollout.sglang"}  # an actor, and what it may import of another: it serves SGLang's API
 MAX_FUNCTION_LINES = 60
 MAX_FUNCTION_LINES_P90 = 20
 MAX_LINES = 1000
@@ -78,7 +53,7 @@ class Import:
 
 def sources_of(root: Path) -> dict[str, Source]:
     sources: dict[str, Source] = {}
-    for path in sorted(path for layer in LAYERS for path in (root / layer).rglob("*.py")):
+    for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         is_package = parts[-1] == "__init__"
         module = ".".join(parts[:-1] if is_package else parts)
@@ -123,57 +98,6 @@ def is_within(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
-def actor_of(module: str, sources: dict[str, Source]) -> str | None:
-    """The actor folder that a module is in; None for the light modules directly under actors/ and for the others."""
-    parts = module.split(".")
-    if len(parts) < 2 or parts[0] != "actors":
-        return None
-    source = sources.get(".".join(parts[:2]))
-    return parts[1] if source is None or source.is_package else None
-
-
-def room_of(module: str, sources: dict[str, Source]) -> str | None:
-    """The room of runtime/ that a module is in; None for the ground, which is every file of no room."""
-    parts = module.split(".")
-    is_file = len(parts) == 2 and (source := sources.get(module)) is not None and not source.is_package
-    return None if len(parts) < 2 or is_file or parts[1] not in FLOORS else parts[1]
-
-
-def climbs(source: Source, target: str, sources: dict[str, Source]) -> str | None:
-    """Why an import within runtime/ goes up, or None."""
-    mine, theirs = room_of(source.module, sources), room_of(target, sources)
-    if theirs is not None and mine != theirs and FLOORS.get(mine or "", 0) <= FLOORS[theirs]:
-        return (
-            f"{f'runtime.{mine}' if mine else 'the ground of runtime'} may not import runtime.{theirs}: imports go down"
-        )
-    for cellar in CELLARS:
-        room, _, own = cellar.rpartition(".")
-        if is_within(source.module, cellar) and is_within(target, room):
-            module = target if target in sources else target.rpartition(".")[0]
-            if module.count(".") == cellar.count(".") and not sources[module].is_package:
-                return f"{own} may not import {module}: it lies below its room"
-    return None
-
-
-def forbidden(source: Source, found: Import, sources: dict[str, Source]) -> str | None:
-    """Why an import is not allowed, or None."""
-    layer, target = source.module.split(".")[0], found.target.split(".")[0]
-    if target in OURS:
-        if target not in LAYERS[layer]:
-            return f"{layer} may not import {target}"
-        mine, theirs = actor_of(source.module, sources), actor_of(found.target, sources)
-        may_share = mine in SHARED and is_within(found.target, SHARED[mine])
-        if mine is not None and theirs is not None and mine != theirs and not may_share:
-            return f"actor {mine} may not import actor {theirs}: they share messages"
-        if layer == target == "runtime":
-            return climbs(source, found.target, sources)
-    elif layer == "messages" and target not in sys.stdlib_module_names | MESSAGES_MAY_USE:
-        return f"messages may not import {target}"
-    elif target in CONFINED and not any(is_within(source.module, place) for place in CONFINED[target]):
-        return f"{target} is for {' and '.join(CONFINED[target]) or 'nobody'}"
-    return None
-
-
 def words_of_nats(source: Source) -> Iterator[tuple[int, str]]:
     """Line and text of each string of a module that speaks JetStream's language."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -207,8 +131,12 @@ def violations(root: Path) -> list[str]:
     found: list[str] = []
     for source in sources.values():
         where = source.path.relative_to(root)
-        refused = ((item.line, forbidden(source, item, sources)) for item in imports_of(source))
-        found.extend(f"{where}:{line}: {why}" for line, why in refused if why)
+        if is_within(source.module, "messages"):
+            used = ((item.target.partition(".")[0], item.line) for item in imports_of(source))
+            allowed = sys.stdlib_module_names | MESSAGES_MAY_USE
+            found.extend(
+                f"{where}:{line}: messages may not import {name}" for name, line in used if name not in allowed
+            )
         if not is_within(source.module, "runtime.bus.nats"):
             spoken = words_of_nats(source)
             found.extend(f"{where}:{line}: {text!r} is a word of NATS, for runtime.bus.nats" for line, text in spoken)
@@ -245,47 +173,24 @@ def direct_targets(source: Source, sources: dict[str, Source]) -> set[str]:
     return {module for module in modules if module in sources and module != source.module}
 
 
-def test_every_import_follows_the_layers() -> None:
+def test_the_tree_keeps_its_rules() -> None:
     assert violations(ROOT) == []
 
 
 BAD_TREE = {
     "messages/base.py": "import torch\n",
     "messages/late.py": "def f():\n    from runtime import bus\n",
-    "runtime/bus/__init__.py": "import nats\nfrom actors.reward import actor\n",
     "runtime/bus/kv.py": '"""Of $JS."""\nWORD = b"$JS.API"\n\n\ndef f():\n    "Nats-Msg-Id"\n    return f"KV_{f}"\n',
-    "runtime/bus/nats/store.py": "import nats\nAPI = '$JS.API'\nfrom runtime import ground\n",
-    "runtime/roster.py": "import nats.js\n",
-    "runtime/ground.py": "from runtime import roster\nfrom runtime.bus import kv\n",
-    "runtime/settings/load.py": "from runtime.bus import kv\nfrom runtime.ledger import fold\n",
-    "runtime/settings/reading/toml.py": "import runtime.settings.load, runtime.node\nx = {'ack_policy': '+ACK'}\n",
-    "runtime/ledger/fold.py": "def later():\n    from runtime.data.rows import x\n",
-    "runtime/data/rows.py": "from runtime.ledger import fold\nfrom runtime.report import lines\n",
-    "runtime/report/lines.py": "from runtime import process\n",
-    "runtime/process/__init__.py": "from runtime.node.claims import claim\n",
-    "runtime/node/__init__.py": "",
-    "runtime/node/daemon.py": "from runtime.settings import recipe\n",
-    "runtime/node/claims/__init__.py": "",
-    "runtime/node/claims/claim.py": "from runtime.node.daemon import agent\nfrom runtime.settings.load import x\n",
-    "runtime/node/supervisor/spawn.py": "from runtime.node import stalls\nfrom runtime.node.claims import claim\n",
-    "runtime/node/stalls.py": "from runtime.report import lines\n",
+    "runtime/bus/nats/store.py": "API = '$JS.API'\n",
+    "runtime/settings/toml.py": "x = {'ack_policy': '+ACK'}\n",
     "actors/filter/lengths.py": "def longest():\n"
     + "    x = 1\n" * 60
     + "\n\ndef rather_long():\n"
     + "    x = 1\n" * 20,
     "runtime/__init__.py": "",
     "actors/__init__.py": "",
-    "actors/registry.py": "from actors.reward import actor\nfrom actors.filter import actor as other\n",
-    "actors/reward/__init__.py": "",
-    "actors/reward/actor.py": "from actors.filter import rules\nfrom actors import filter\nimport transformers\n",
-    "actors/filter/__init__.py": "",
-    "actors/filter/actor.py": "from ..reward import actor\nfrom actors import registry\n",
-    "actors/trainer/__init__.py": "import torch, transformers\nfrom megatron.core import x\n",
-    "actors/rollout/__init__.py": "import importlib\nimportlib.import_module('sglang.srt')\n",
-    "actors/rollout/actor.py": "import torch\n",
-    "actors/tiny_engine/engine/thread.py": "import torch\n",
-    "actors/buffer/prompts/source.py": "import transformers\nfrom bin import start_topology\n",
-    "bin/start_topology.py": "import actors.registry, runtime.bus\nimport tests.conftest\n",
+    "actors/registry.py": "from actors.filter import actor\n",
+    "actors/filter/actor.py": "from actors import registry\n",
     "runtime/one.py": "from runtime.two import y\n",
     "runtime/two.py": "import runtime.one\n",
     "runtime/three.py": "def later():\n    import runtime.four\n",
@@ -296,46 +201,77 @@ BAD_TREE = {
 EXPECTED = {
     "messages/base.py:1: messages may not import torch",
     "messages/late.py:2: messages may not import runtime",
-    "runtime/bus/__init__.py:1: nats is for runtime.bus.nats",
-    "runtime/bus/__init__.py:2: runtime may not import actors",
-    "runtime/roster.py:1: nats is for runtime.bus.nats",
     "runtime/bus/kv.py:2: '$JS.API' is a word of NATS, for runtime.bus.nats",
     "runtime/bus/kv.py:7: 'KV_' is a word of NATS, for runtime.bus.nats",
-    "runtime/ground.py:2: the ground of runtime may not import runtime.bus: imports go down",
-    "runtime/settings/load.py:2: runtime.settings may not import runtime.ledger: imports go down",
-    "runtime/settings/reading/toml.py:1: runtime.settings may not import runtime.node: imports go down",
-    "runtime/settings/reading/toml.py:2: 'ack_policy' is a word of NATS, for runtime.bus.nats",
-    "runtime/settings/reading/toml.py:2: '+ACK' is a word of NATS, for runtime.bus.nats",
-    "runtime/ledger/fold.py:2: runtime.ledger may not import runtime.data: imports go down",
-    "runtime/data/rows.py:2: runtime.data may not import runtime.report: imports go down",
-    "runtime/report/lines.py:1: runtime.report may not import runtime.process: imports go down",
-    "runtime/process/__init__.py:1: runtime.process may not import runtime.node: imports go down",
-    "runtime/node/claims/claim.py:1: claims may not import runtime.node.daemon: it lies below its room",
-    "runtime/node/supervisor/spawn.py:1: supervisor may not import runtime.node.stalls: it lies below its room",
+    "runtime/settings/toml.py:1: 'ack_policy' is a word of NATS, for runtime.bus.nats",
+    "runtime/settings/toml.py:1: '+ACK' is a word of NATS, for runtime.bus.nats",
     "actors.filter.lengths.longest: 61 lines; a function has at most 60",
     "one function of ten has 61 lines or more; at most 20",
-    "actors/reward/actor.py:1: actor reward may not import actor filter: they share messages",
-    "actors/reward/actor.py:2: actor reward may not import actor filter: they share messages",
-    "actors/reward/actor.py:3: transformers is for actors.trainer and actors.tiny_engine and actors.buffer",
-    "actors/filter/actor.py:1: actor filter may not import actor reward: they share messages",
-    "actors/rollout/__init__.py:2: sglang is for actors.rollout.sglang.launch",
-    "actors/rollout/actor.py:1: torch is for actors.trainer and actors.tiny_engine",
-    "actors/buffer/prompts/source.py:2: actors may not import bin",
-    "bin/start_topology.py:2: bin may not import tests",
     "runtime/long.py:1: 1001 lines; over 1000 a docstring says 'Why one file: ...'",
     "import cycle: actors.registry -> actors.filter.actor -> actors.registry",
     "import cycle: runtime.one -> runtime.two -> runtime.one",
 }
 
 
-def test_every_rule_is_seen_broken_in_a_bad_tree(tmp_path: Path) -> None:
-    for name, text in BAD_TREE.items():
-        path = tmp_path / name
+def write_tree(root: Path, tree: dict[str, str]) -> None:
+    for name, text in tree.items():
+        path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+
+
+def test_every_rule_is_seen_broken_in_a_bad_tree(tmp_path: Path) -> None:
+    write_tree(tmp_path, BAD_TREE)
     found = violations(tmp_path)
     assert len(found) == len(set(found))
     assert set(found) == EXPECTED
+
+
+BREAKS = {  # a contract of pyproject.toml, and a file that breaks it
+    "Imports go downwards: bin, actors, runtime, messages": ("runtime/bus/late.py", "import actors.filter"),
+    "Imports within runtime go downwards": ("runtime/settings/late.py", "import runtime.ledger.late"),
+    "The supervisor and the claims do not know the node daemon": (
+        "runtime/node/supervisor/late.py",
+        "import runtime.node.stalls",
+    ),
+    "Actors share messages, not code": ("actors/reward/late.py", "import actors.filter.late"),
+    "NATS is used in runtime.bus.nats alone": ("runtime/bus/late.py", "import nats.js"),
+    "torch is used in the trainer and the tiny engine alone": ("actors/rollout/late.py", "import torch"),
+    "transformers is used in the trainer, the tiny engine and the buffer alone": (
+        "actors/reward/late.py",
+        "import transformers",
+    ),
+    "SGLang is imported by the script that runs in its interpreter alone": (
+        "actors/rollout/sglang/late.py",
+        "import sglang.srt",
+    ),
+}
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+
+
+def linted(root: Path) -> tuple[int, str]:
+    """Exit code and output of import-linter on a tree, by the contracts of our pyproject.toml."""
+    command = [Path(sys.executable).parent / "lint-imports", "--config", ROOT / "pyproject.toml", "--no-cache"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=50, check=False)
+    return done.returncode, done.stdout
+
+
+def test_imports_follow_the_contracts() -> None:
+    code, output = linted(ROOT)
+    assert code == 0, output
+
+
+def test_every_contract_is_seen_broken(tmp_path: Path) -> None:
+    assert set(BREAKS) == {contract["name"] for contract in CONTRACTS}
+    stubs = [path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    write_tree(tmp_path, {str(path): "" for path in stubs})
+    write_tree(tmp_path, {"runtime/ledger/late.py": "", "actors/filter/late.py": ""})
+    for place, text in BREAKS.values():
+        path = tmp_path / place
+        path.write_text((path.read_text() if path.exists() else "") + text + "\n")
+    code, output = linted(tmp_path)
+    assert code == 1, output
+    assert [name for name in BREAKS if f"{name} BROKEN" not in output] == [], output
 
 
 def run_python(code: str) -> str:

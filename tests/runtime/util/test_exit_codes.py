@@ -5,7 +5,7 @@ from pathlib import Path
 
 from runtime.util import exit_codes
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TABLE = ROOT / "runtime/util/exit_codes.py"
 
 

@@ -10,7 +10,7 @@ import pytest
 from runtime.util import files
 from runtime.util.files import append_line, complete, complete_directory, whole, write_atomically
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_file_is_replaced_at_once_and_nothing_else_stays(tmp_path: Path) -> None:

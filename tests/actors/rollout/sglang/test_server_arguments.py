@@ -16,7 +16,7 @@ from runtime.settings.load import load_topology
 from runtime.settings.topology import EngineConfig
 from tests.support.fake_sglang import times_imported, write_fake_sglang
 
-ROOT = Path(__file__).resolve().parents[5]
+ROOT = Path(__file__).resolve().parents[4]
 LAPTOP = ROOT / "topologies" / "laptop.toml"
 
 TYPED: dict[str, Any] = {
