@@ -208,7 +208,7 @@ EXPECTED = {
     "actors.filter.lengths.longest: 61 lines; a function has at most 60",
     "one function of ten has 61 lines or more; at most 20",
     "runtime/long.py:1: 1001 lines; over 1000 a docstring says 'Why one file: ...'",
-    "import cycle: actors.registry -> actors.filter.actor -> actors.registry",
+    "import cycle: actors.filter.actor -> actors.registry -> actors.filter.actor",
     "import cycle: runtime.one -> runtime.two -> runtime.one",
 }
 
@@ -265,7 +265,8 @@ def test_every_contract_is_seen_broken(tmp_path: Path) -> None:
     assert set(BREAKS) == {contract["name"] for contract in CONTRACTS}
     stubs = [path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     write_tree(tmp_path, {str(path): "" for path in stubs})
-    write_tree(tmp_path, {"runtime/ledger/late.py": "", "actors/filter/late.py": ""})
+    allowed = {"actors/tiny_engine/late.py": "import actors.rollout.sglang.late\n"}
+    write_tree(tmp_path, allowed | {"runtime/ledger/late.py": "", "actors/filter/late.py": ""})
     for place, text in BREAKS.values():
         path = tmp_path / place
         path.write_text((path.read_text() if path.exists() else "") + text + "\n")
