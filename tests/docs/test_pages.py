@@ -19,7 +19,7 @@ TO_MOVE: Final = (
     "trainer.md",
     "history/benchmarks.md",
 )
-TO_COME: Final = ("verified.md",)
+TO_COME: Final = ()
 FOR_A_TASK: Final = ("start", "train", "run", "understand")  # folders whose pages begin with what the reader can do
 BEGINNINGS: Final = ("README.md", "docs/README.md", "llms.txt")
 
