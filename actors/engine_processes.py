@@ -28,7 +28,7 @@ NO_DIAGNOSTICS: Final = {  # a crashing SGLang server waits 65 s for its dumps a
     "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
 }
-READY_TIMEOUT_S: Final = {"embedded": 120.0, "sglang": 1800.0}  # a slow disk needs that long for a large model
+READY_TIMEOUT_S: Final = {"tiny": 120.0, "sglang": 1800.0}  # a slow disk needs that long for a large model
 CRASH_WORDS: Final = ("hit an exception",)  # logged by SGLang's scheduler before its server sends itself SIGKILL
 OVERRIDES: Final = "json_model_override_args"  # SGLang argument: keys that replace those of config.json
 STREAM_INTERVAL: Final = 64  # tokens per streamed chunk; an engine crash loses at most this many tokens of a sample
@@ -91,12 +91,12 @@ def _peers(engine: EngineConfig) -> dict[str, str]:
 
 
 def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, devices: tuple[int, ...]) -> ProcessSpec:
-    embedded = engine.kind == "embedded"
+    tiny = engine.kind == "tiny"
     return ProcessSpec(
         name=f"engine.{pool}.{index}",
-        command=_embedded(topology, engine, index) if embedded else _sglang(topology, engine, index),
+        command=_tiny_engine(topology, engine, index) if tiny else _sglang(topology, engine, index),
         env={
-            **(OURS | HIDDEN if embedded else FOREIGN | NO_DIAGNOSTICS),
+            **(OURS | HIDDEN if tiny else FOREIGN | NO_DIAGNOSTICS),
             **engine.env,
             **_visible(devices),
             **_peers(engine),
@@ -112,7 +112,7 @@ def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, dev
     )
 
 
-def _embedded(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, ...]:
+def _tiny_engine(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, ...]:
     load_format = "dummy" if topology.model.random_init else "auto"
     command = [sys.executable, "-P", "-m", "actors.tiny_engine", "--model-path", topology.model.hf_checkpoint]
     return _command(command, _arguments(topology, engine, index) | {"load_format": load_format})

@@ -139,7 +139,7 @@ def _of_model(topology: Topology, broken: set[str], look: Look, *, fresh: bool) 
             yield from _layout(topology, shape)
             yield from _replay(topology, shape)
             yield from block_problems(topology, shape)
-        _ = [read_dense_model(Path(model.hf_checkpoint)) for _ in _embedded(topology)]
+        _ = [read_dense_model(Path(model.hf_checkpoint)) for _ in _tiny_pools(topology)]
         yield from _of_sglang(topology, shape)
     except (OSError, ValueError, ModelError) as error:
         yield Problem.of(MODEL, model.hf_checkpoint, str(error))
@@ -167,7 +167,7 @@ def _memory(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
     weights, replicas = num_weights(shape), data_parallel_size(topology.trainer)
     trains = topology.run.only != "rollout" and topology.trainer.device == "cpu"
     needed = weights * replicas * BYTES_TRAINED if trains else 0
-    engines = sum(topology.engines[name].num_engines for name in _embedded(topology))
+    engines = sum(topology.engines[name].num_engines for name in _tiny_pools(topology))
     needed += weights * engines * BYTES_SERVED
     free = free_memory_bytes()
     if needed > free:
@@ -178,9 +178,9 @@ def _memory(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
         yield Problem.of(MODEL, topology.model.hf_checkpoint, message)
 
 
-def _embedded(topology: Topology) -> Iterator[str]:
+def _tiny_pools(topology: Topology) -> Iterator[str]:
     if not answers_are_recorded(topology):
-        yield from (name for name, pool in topology.engines.items() if pool.kind == "embedded" and not pool.urls)
+        yield from (name for name, pool in topology.engines.items() if pool.kind == "tiny" and not pool.urls)
 
 
 def _of_sglang(topology: Topology, shape: HfConfig) -> Iterator[Problem]:

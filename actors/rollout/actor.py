@@ -264,7 +264,7 @@ class RolloutActor(Actor):
         pool = self._topology.engines[self._pool]
         if pool.colocate is None:
             return None
-        shown = pool.kind == "embedded"  # SGLang frees no memory on a CPU
+        shown = pool.kind == "tiny"  # SGLang frees no memory on a CPU
         notes = MemoryNotes(self._bus.kv, name, address.pid)
         return Tenure(client, name, address.url, pid=address.pid, is_shown=shown, notes=notes)
 

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _refused(error: Exception) -> int:
-    print(f"embedded engine: {error}", file=sys.stderr)  # noqa: T201 - a command's one line of error
+    print(f"tiny engine: {error}", file=sys.stderr)  # noqa: T201 - a command's one line of error
     return EXIT_INPUT_ERROR
 
 

@@ -163,12 +163,12 @@ def read_dense_model(directory: Path) -> ModelDescription:
     model = read_model(directory)
     if model.shape.latent is not None:
         raise ModelError(
-            f"{directory / 'config.json'}: the embedded engine has no multi-latent attention "
+            f"{directory / 'config.json'}: the tiny engine has no multi-latent attention "
             f"({model.shape.architecture}): SGLang has"
         )
     if model.shape.experts is not None:
         raise ModelError(
-            f"{directory / 'config.json'}: the embedded engine has no mixture of experts "
+            f"{directory / 'config.json'}: the tiny engine has no mixture of experts "
             f"({model.shape.architecture} with {model.shape.experts.num_experts} experts): SGLang has"
         )
     return model

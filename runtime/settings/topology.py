@@ -199,8 +199,8 @@ Verify = Literal["always", "first", "never"]
 class EngineConfig(Config, frozen=True, kw_only=True):
     """One pool of engines that serve the same model."""
 
-    # Inference server: SGLang, or the tiny engine ("embedded"), which runs on the CPU.
-    kind: Literal["sglang", "embedded"] = "sglang"
+    # Inference server: SGLang, or the tiny engine, which runs on the CPU.
+    kind: Literal["sglang", "tiny"] = "sglang"
     # GPUs of the pool, such as "n0:0-7". By default the pool has `num_engines` engines on the CPU.
     gpus: Text | None = None
     # Share memory with the trainer: engines and trainer use it alternately. Needs `rollout.max_staleness = 0`.

@@ -96,7 +96,7 @@ def topology(tmp_path: Path) -> Topology:
         data=[{"name": "d", "path": str(tmp_path / "prompts.jsonl"), "label_key": "label", "rm_type": "exact_match"}],
         rollout=rollout,
         reward={"processes": 1},
-        engines={"policy": {"kind": "embedded", "concurrency": 64}},
+        engines={"policy": {"kind": "tiny", "concurrency": 64}},
     )
 
 

@@ -1,4 +1,4 @@
-"""Tokens per second of the embedded engine: alone, over HTTP one request per sample or per group, behind the router.
+"""Tokens per second of the tiny engine: alone, over HTTP one request per sample or per group, behind the router.
 
 One tiny Qwen3 with drawn weights, 16-token prompts, 64-token responses, 64 samples in flight, everything in one run.
 `router_long` and `router_streamed`: responses of 448 tokens, whole, and in chunks of 64 as a rollout actor wants them.

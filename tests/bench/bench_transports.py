@@ -1,6 +1,6 @@
 """Weights from a trainer's rank to an engine by each transport, against the least that moves the same bytes. JSON.
 
-A model of Megatron-core on one rank, and the embedded engine, both on the CPU, with nothing else to do. Each
+A model of Megatron-core on one rank, and the tiny engine, both on the CPU, with nothing else to do. Each
 transport is measured from the export of the first bucket until the engine holds all and goes on; its label alone is
 asked (what proofs take is told apart). Everything is done once before, then in turns; medians, smallest and largest.
 

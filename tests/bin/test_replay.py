@@ -54,7 +54,7 @@ def _topology() -> dict[str, Any]:
         "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_response_len": 8},
         "train": {"num_steps": 3},
         "trainer": {"device": "cpu"},
-        "engines": {"policy": {"kind": "embedded"}},
+        "engines": {"policy": {"kind": "tiny"}},
     }
 
 

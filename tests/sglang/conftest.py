@@ -16,10 +16,10 @@ from tests.sglang.matrix import Matrix
 from tests.sglang.model import write_contract_model, write_versions
 from tests.sglang.rig import Rig, learn_checksums, left_as_found, rig_of
 from tests.sglang.router import Router, running_router
-from tests.sglang.server import EMBEDDED, TP1, TWO_PROCESSES, Server, Servers, kept_servers
+from tests.sglang.server import TINY, TP1, TWO_PROCESSES, Server, Servers, kept_servers
 
 LAYOUTS = [
-    pytest.param(EMBEDDED, marks=pytest.mark.sglang, id="embedded"),
+    pytest.param(TINY, marks=pytest.mark.sglang, id="tiny"),
     pytest.param(TP1, marks=pytest.mark.sglang, id="sglang"),
     pytest.param(TWO_PROCESSES, marks=pytest.mark.nightly, id="two-processes"),
 ]

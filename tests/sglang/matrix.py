@@ -4,9 +4,9 @@ import datetime
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from tests.sglang.server import EMBEDDED, TP1, TWO_PROCESSES
+from tests.sglang.server import TINY, TP1, TWO_PROCESSES
 
-COLUMNS: Final = (EMBEDDED, TP1, TWO_PROCESSES)
+COLUMNS: Final = (TINY, TP1, TWO_PROCESSES)
 UNRUN: Final = "–"
 PASSED: Final = "passed"
 

@@ -22,12 +22,12 @@ ROOT: Final = Path(__file__).parents[2]
 PYTHON_VARIABLE: Final = "PHYSARUM_SGLANG_PYTHON"
 SHIM: Final = Path(__file__).parent / "shim"
 SGLANG_START_S: Final = 600.0  # 22 s on an idle machine; imports took 240 s on one with six busy processes
-EMBEDDED_START_S: Final = 30.0
+TINY_START_S: Final = 30.0
 STOP_S: Final = 15.0
 POLL_S: Final = 0.2  # a server does not report when it is up
 MAX_KEPT: Final = 2  # SGLang servers kept at once, 3 GB each
 
-EMBEDDED: Final = "embedded"
+TINY: Final = "tiny"
 TP1: Final = "sglang"
 TWO_PROCESSES: Final = "sglang, two processes"
 
@@ -63,7 +63,7 @@ class Server:
 
     @property
     def is_sglang(self) -> bool:
-        return self.layout != EMBEDDED
+        return self.layout != TINY
 
     @property
     def alive(self) -> bool:
@@ -127,7 +127,7 @@ def start(layout: str, model: Path, directory: Path, *flags: str) -> Server:
     common += ["--incremental-streaming-output", *flags]
     for name, value in SIZES.items():
         common += [f"--{name}", str(value)]
-    if layout == EMBEDDED:
+    if layout == TINY:
         _spawn(server, [sys.executable, "-m", "actors.tiny_engine", *common], {})
         return server
     command = [sglang_python(), "-m", "sglang.launch_server", *common, *CPU_FLAGS]
@@ -155,7 +155,7 @@ def wait_until_up(server: Server) -> None:
     Raises:
         AssertionError: The server ended, or was not up in time. The text has the end of its log.
     """
-    limit_s = SGLANG_START_S if server.is_sglang else EMBEDDED_START_S
+    limit_s = SGLANG_START_S if server.is_sglang else TINY_START_S
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline and server.alive:
         with contextlib.suppress(OSError):
@@ -198,7 +198,7 @@ class Servers:
 
     def _make_room(self, layout: str) -> None:
         running = [name for name, server in self._kept.items() if server.is_sglang and name != layout]
-        if layout != EMBEDDED and len(running) >= MAX_KEPT:
+        if layout != TINY and len(running) >= MAX_KEPT:
             self.stop(running[0])
 
 

@@ -10,14 +10,14 @@ from safetensors.torch import load_file, save_file
 from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.sending.expected import Checksums, Layout, engine_checksum, expected_checksums
-from tests.sglang.server import EMBEDDED, TP1, TWO_PROCESSES, Server
+from tests.sglang.server import TINY, TP1, TWO_PROCESSES, Server
 from tests.sglang.test_proof import running
 from tests.support.tiny_engine import post, write_config
 from tests.support.tiny_models import QWEN2, write_tokenizer
 
 pytestmark = [pytest.mark.timeout(900)]
 
-LAYOUTS = {EMBEDDED: Layout(is_filled_up=False), TP1: Layout(), TWO_PROCESSES: Layout(tp_size=2)}
+LAYOUTS = {TINY: Layout(is_filled_up=False), TP1: Layout(), TWO_PROCESSES: Layout(tp_size=2)}
 ODD: dict[str, Any] = {"vocab_size": 70, "intermediate_size": 40, "num_key_value_heads": 1}
 TIED = QWEN2 | ODD | {"tie_word_embeddings": True}
 EXPERTS: dict[str, Any] = ODD | {

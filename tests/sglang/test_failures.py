@@ -13,7 +13,7 @@ from actors.rollout.sglang.errors import EngineFailed, EngineUnavailable
 from actors.rollout.sglang.streams import Stream
 from tests.sglang.rig import Rig, request, until
 from tests.sglang.router import Router, running_router
-from tests.sglang.server import EMBEDDED, Server, Servers
+from tests.sglang.server import TINY, Server, Servers
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
 
@@ -90,8 +90,8 @@ async def test_scheduler_stopped(rig: Rig) -> None:
 
 
 def hold(server: Server, stopped: bool) -> None:
-    """Stop what holds the model, or let it go on. The embedded engine's torch thread is kept in a long step instead."""
-    if server.layout == EMBEDDED:
+    """Stop what holds the model, or let it go on. The tiny engine's torch thread is kept in a long step instead."""
+    if server.layout == TINY:
         server.slow_down(5.0 if stopped else SLOW_S)
         return
     for process in server.schedulers():

@@ -14,7 +14,7 @@ from actors.rollout.engines.weights.verification import WeightsMismatch
 from actors.rollout.sglang.client import SglangClient
 from messages import WeightProbe, WeightsAnnounced
 from runtime.models.checksums import checksums_of
-from tests.sglang.server import EMBEDDED, TP1, Server, start, wait_until_up
+from tests.sglang.server import TINY, TP1, Server, start, wait_until_up
 from tests.support.rollout import announcement
 from tests.support.tiny_models import QWEN2, QWEN3, teacher_forced, write_weights
 from tests.support.weight_line import prover_of
@@ -30,7 +30,7 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
     "norms of queries and keys": QWEN3,
 }
 CASES = [
-    *(pytest.param(EMBEDDED, model, True, marks=pytest.mark.sglang, id=f"embedded, {model}") for model in MODELS),
+    *(pytest.param(TINY, model, True, marks=pytest.mark.sglang, id=f"tiny, {model}") for model in MODELS),
     pytest.param(TP1, "biases, tied head", False, marks=pytest.mark.nightly, id="sglang"),
     *(pytest.param(TP1, model, True, marks=pytest.mark.nightly, id=f"sglang, fresh, {model}") for model in MODELS),
 ]

@@ -15,7 +15,7 @@ from actors.rollout.engines.weights.verification import TOLERANCE, probe_differe
 from actors.rollout.sglang.client import SglangClient
 from messages import WeightProbe
 from runtime.models.checksums import checksums_of
-from tests.sglang.server import EMBEDDED, TP1, TWO_PROCESSES, Server, Servers, checksum_of, kept_servers, wait_until_up
+from tests.sglang.server import TINY, TP1, TWO_PROCESSES, Server, Servers, checksum_of, kept_servers, wait_until_up
 from tests.sglang.server import start as start_server
 from tests.support.rollout import announcement
 from tests.support.tiny_engine import post, write_config
@@ -35,7 +35,7 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
     "qwen3-moe": QWEN3_MOE,
 }
 CASES: Final = [
-    *(pytest.param((EMBEDDED, name), marks=pytest.mark.sglang, id=f"embedded, {name}") for name in list(MODELS)[:2]),
+    *(pytest.param((TINY, name), marks=pytest.mark.sglang, id=f"tiny, {name}") for name in list(MODELS)[:2]),
     *(
         pytest.param((layout, name), marks=pytest.mark.nightly, id=f"{layout}, {name}")
         for layout in (TP1, TWO_PROCESSES)

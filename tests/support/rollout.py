@@ -40,7 +40,7 @@ RECIPE: dict[str, Any] = {
     "data": [{"name": "d", "path": "none", "rm_type": "exact_match"}],
     "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_response_len": 8},
     "train": {"num_steps": 3},
-    "engines": {"policy": {"kind": "embedded", "concurrency": 8}},
+    "engines": {"policy": {"kind": "tiny", "concurrency": 8}},
 }
 
 

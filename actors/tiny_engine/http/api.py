@@ -84,7 +84,7 @@ class CallReader:
         body = decode_body(data, GenerateBody)
         for name in UNSUPPORTED_FIELDS:
             if getattr(body, name):
-                raise ValueError(f"{name} is not supported by the embedded engine")
+                raise ValueError(f"{name} is not supported by the tiny engine")
         prompts, single = self._prompts(body)
         params = _params(body.sampling_params, len(prompts))
         num_samples = params[0].n
@@ -233,7 +233,7 @@ def _checked(params: SamplingParams) -> SamplingParams:
     for name in UNSUPPORTED_SAMPLING:
         value = getattr(params, name)
         if value != getattr(NEUTRAL, name) and value not in ([], {}, ""):
-            raise ValueError(f"sampling_params: {name} is not supported by the embedded engine")
+            raise ValueError(f"sampling_params: {name} is not supported by the tiny engine")
     if params.top_k < 1 and params.top_k != -1:
         raise ValueError(f"top_k must be -1 (disable) or at least 1, got {params.top_k}.")
     limit = DEFAULT_NEW_TOKENS if params.max_new_tokens is None else params.max_new_tokens

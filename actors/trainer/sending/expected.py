@@ -77,7 +77,7 @@ def why_not(model: HfConfig, layout: Layout) -> str | None:
     if layout.dtype not in _DTYPES:
         return f"an engine in {layout.dtype}: checksums are reckoned in {', '.join(map(str, _DTYPES))}"
     if layout.tp_size > 1 and not layout.is_filled_up:
-        return "an embedded engine over several ranks"
+        return "a tiny engine over several ranks"
     return None
 
 

@@ -16,7 +16,7 @@ from runtime.settings.devices import gpus_here, handed_out
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
 
 TRAINER: Final = ("torch", "megatron.core", "safetensors")
-EMBEDDED: Final = ("torch", "safetensors")
+TINY_ENGINE: Final = ("torch", "safetensors")
 ROUTER: Final = ("sglang_router",)
 CONNECT_TIMEOUT_S: Final = 3.0
 ASK_TIMEOUT_S: Final = 60.0  # an interpreter may import torch for the first time
@@ -77,8 +77,8 @@ def _needed(topology: Topology) -> Iterator[Needed]:
     for name, engine in topology.engines.items():
         key = f"engines.{name}.kind"
         yield Needed(key, engine.kind, ROUTER, "router")
-        if engine.kind == "embedded" and not engine.urls:
-            yield Needed(key, engine.kind, EMBEDDED, "engine")
+        if engine.kind == "tiny" and not engine.urls:
+            yield Needed(key, engine.kind, TINY_ENGINE, "engine")
 
 
 def _check_engine(findings: Findings, key: str, engine: EngineConfig) -> None:
@@ -93,7 +93,7 @@ def _check_engine(findings: Findings, key: str, engine: EngineConfig) -> None:
     if engine.python is None:
         if not _is_installed("sglang"):
             message = f"SGLang is not installed beside us: name an interpreter that has it with {key}.python"
-            findings.problem(f"{key}.kind", engine.kind, f'{message}; or kind = "embedded", for tiny models')
+            findings.problem(f"{key}.kind", engine.kind, f'{message}; or kind = "tiny", for tiny models')
     elif shutil.which(engine.python) is None:
         findings.missing(f"{key}.python", engine.python, "no such interpreter")
     elif not _answers(engine.python, HAS_SGLANG, engine.env):

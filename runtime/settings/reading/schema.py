@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
 from functools import cache
-from typing import Any, TypeGuard, cast, get_args, get_origin
+from typing import Any, Final, TypeGuard, cast, get_args, get_origin
 
 import msgspec
 
@@ -11,6 +12,14 @@ from runtime.settings.reading.allowed import describe
 from runtime.settings.reading.config import Config, Problem
 from runtime.settings.slime.hints import flag_hint, hint
 from runtime.util.formatting import show
+
+# Renamed keys and values of settings, for the errors about the old ones. "*" is any name.
+RENAMED_KEYS: Final = {
+    "algorithm.use_kl_loss": "removed: algorithm.kl_loss_coef above 0 turns the KL loss on",
+    "trainer.finetune": "renamed to trainer.load_weights_only",
+    "trainer.handover": 'renamed to trainer.weight_export: "live" (was "stream") or "async" (was "copy")',
+}
+RENAMED_VALUES: Final = {("engines.*.kind", "embedded"): 'renamed to "tiny"'}
 
 
 def find_problems(value: object, expected: Any, key: str = "", schema: Any = None) -> Iterator[Problem]:
@@ -39,8 +48,12 @@ def find_problems(value: object, expected: Any, key: str = "", schema: Any = Non
         try:
             msgspec.convert(value, expected)
         except msgspec.ValidationError as error:
-            shown = show(cast("object", value))
-            yield Problem(key=key, value=shown, message=f"{_readable(error)}; allowed: {describe(expected)}")
+            found = _renamed_value(key, value) or f"{_readable(error)}; allowed: {describe(expected)}"
+            yield Problem(key=key, value=show(cast("object", value)), message=found)
+
+
+def _renamed_value(key: str, value: object) -> str | None:
+    return next((new for (old, was), new in RENAMED_VALUES.items() if fnmatch(key, old) and value == was), None)
 
 
 def _key_problem(problem: Problem, name: str) -> Problem:
@@ -66,7 +79,7 @@ def _table_problems(value: object, expected: type[Config], key: str, schema: Any
 
 def unknown_key(key: str, allowed: Sequence[str], schema: Any) -> str:
     """Format the message for an unknown key: what was probably meant, or else the keys of its table."""
-    meant = hint(key, allowed, keys_of(schema))
+    meant = RENAMED_KEYS.get(key) or hint(key, allowed, keys_of(schema))
     return f"unknown key, {meant}" if meant else f"unknown key; allowed: {', '.join(allowed) or 'none'}"
 
 

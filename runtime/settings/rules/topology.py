@@ -26,7 +26,7 @@ SET_ELSEWHERE = {  # SGLang arguments that the run sets itself, and their source
 DETERMINISTIC = ("enable_deterministic_inference", "rl_on_policy_target")  # arguments that make SGLang follow seeds
 SET_BY_US = ("CUDA_VISIBLE_DEVICES", "PHYSARUM_")  # variables or their prefixes
 POLICY = "policy"  # the pool that generates training samples
-EMBEDDED_CONCURRENCY = 4096  # the maximum that the tiny engine accepts
+TINY_ENGINE_CONCURRENCY = 4096  # the maximum that the tiny engine accepts
 
 
 def topology_problems(topology: Topology) -> Iterator[Problem]:
@@ -101,17 +101,17 @@ def _engines(topology: Topology) -> Iterator[Problem]:
 def _engine(engine: EngineConfig, key: str) -> Iterator[Problem]:
     if engine.urls and engine.gpus is not None:
         yield Problem.of(f"{key}.gpus", engine.gpus, f"engines that run already ({key}.urls) bring their own")
-    if engine.kind == "embedded" and engine.gpus is not None:
-        yield Problem.of(f"{key}.gpus", engine.gpus, 'kind = "embedded" runs on the CPU')
-    if engine.kind == "embedded" and engine.sglang:
-        yield Problem.of(f"{key}.sglang", engine.sglang, 'has no meaning with kind = "embedded"')
+    if engine.kind == "tiny" and engine.gpus is not None:
+        yield Problem.of(f"{key}.gpus", engine.gpus, 'kind = "tiny" runs on the CPU')
+    if engine.kind == "tiny" and engine.sglang:
+        yield Problem.of(f"{key}.sglang", engine.sglang, 'has no meaning with kind = "tiny"')
     for name, spelled, _ in sorted(sglang_arguments(engine), key=lambda argument: argument.spelled):
         if (why := SET_ELSEWHERE.get(name)) is not None:  # without its value, which may be secret
             yield Problem(key=f"{key}.sglang.{spelled}", message=f"not allowed here: {why}")
-    if engine.kind == "embedded" and engine.python is not None:
-        yield Problem.of(f"{key}.python", engine.python, 'has no meaning with kind = "embedded"')
-    if engine.kind == "embedded" and engine.concurrency > EMBEDDED_CONCURRENCY:
-        message = f'kind = "embedded" takes at most {EMBEDDED_CONCURRENCY} at once'
+    if engine.kind == "tiny" and engine.python is not None:
+        yield Problem.of(f"{key}.python", engine.python, 'has no meaning with kind = "tiny"')
+    if engine.kind == "tiny" and engine.concurrency > TINY_ENGINE_CONCURRENCY:
+        message = f'kind = "tiny" takes at most {TINY_ENGINE_CONCURRENCY} at once'
         yield Problem.of(f"{key}.concurrency", engine.concurrency, message)
     if engine.gpus is not None and engine.num_engines > 1:
         yield Problem.of(f"{key}.num_engines", engine.num_engines, "follows from gpus and num_gpus_per_engine")
@@ -119,7 +119,7 @@ def _engine(engine: EngineConfig, key: str) -> Iterator[Problem]:
 
 def _processes(engine: EngineConfig, key: str) -> Iterator[Problem]:
     number, gpus = engine.num_processes, engine.num_gpus_per_engine
-    if number > 1 and (engine.kind == "embedded" or engine.urls):
+    if number > 1 and (engine.kind == "tiny" or engine.urls):
         yield Problem.of(f"{key}.num_processes", number, 'is for engines of kind = "sglang" that a run starts')
     elif number > 1 and engine.gpus is not None and gpus % number:
         yield Problem.of(f"{key}.num_processes", number, f"does not divide the {gpus} GPUs of an engine")

@@ -49,7 +49,7 @@ def _in_place(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Pr
     labelled with the new ones. The tiny engine has no prefix cache; external servers are queried at run time.
     """
     mode = topology.rollout.on_weight_update
-    if mode != "in_place" or engine.kind == "embedded" or engine.urls or answers_are_recorded(topology):
+    if mode != "in_place" or engine.kind == "tiny" or engine.urls or answers_are_recorded(topology):
         return
     if not any(name == "disable_radix_cache" and value is True for name, _, value in sglang_arguments(engine)):
         message = (
@@ -110,7 +110,7 @@ def _from_peers(engine: EngineConfig, key: str) -> Iterator[Problem]:
     def refused(message: str) -> Problem:
         return Problem.of(f"{key}.start_weights", "peer", f'{message}; allowed otherwise: "files"')
 
-    if engine.kind == "embedded" or engine.gpus is None or engine.urls:
+    if engine.kind == "tiny" or engine.gpus is None or engine.urls:
         yield refused("needs engines of SGLang on GPUs that the run starts")
         return
     if engine.colocate is not None:
@@ -175,7 +175,7 @@ def _in_format(engine: EngineConfig, key: str) -> Iterator[Problem]:
     """Yield problems of FP8: it needs SGLang on GPUs, and its quantization_config must have one source."""
     if engine.weight_format != "fp8":
         return
-    if engine.kind == "embedded" or (engine.gpus is None and not engine.urls):
+    if engine.kind == "tiny" or (engine.gpus is None and not engine.urls):
         message = "needs engines of SGLang on GPUs; allowed otherwise: as_trained, bfloat16"
         yield Problem.of(f"{key}.weight_format", "fp8", message)
     for name, spelled, value in sglang_arguments(engine):

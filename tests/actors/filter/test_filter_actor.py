@@ -28,7 +28,7 @@ async def running(bus: Bus, dynamic_filter: str | None, **rollout: bool) -> Asyn
             "model": {"hf_checkpoint": "m"},
             "data": [{"name": "d", "path": "p", "rm_type": "numeric"}],
             "rollout": {"rollout_batch_size": 1, "max_response_len": 8, "dynamic_filter": dynamic_filter, **rollout},
-            "engines": {"policy": {"kind": "embedded"}},
+            "engines": {"policy": {"kind": "tiny"}},
             "train": {"num_steps": 1},
         },
         Topology,

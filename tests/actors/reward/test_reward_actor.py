@@ -43,7 +43,7 @@ def topology_of(*graders: str, **reward: Any) -> Topology:
             "model": {"hf_checkpoint": "m"},
             "data": [{"name": f"d{place}", "path": "p", "rm_type": name} for place, name in enumerate(graders)],
             "rollout": {"rollout_batch_size": 1, "max_response_len": 8},
-            "engines": {"policy": {"kind": "embedded"}},
+            "engines": {"policy": {"kind": "tiny"}},
             "train": {"num_steps": 1},
             "reward": {"processes": 1, "timeout_s": 2.0, **reward},
         },

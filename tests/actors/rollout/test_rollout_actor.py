@@ -107,7 +107,7 @@ async def test_a_halt_gives_the_group_back_with_its_tokens_and_resume_continues_
     bus: Bus, router_url: str, batch_requests: bool
 ) -> None:
     engine = ScriptedEngine(hold=True)
-    pool = {"policy": {"kind": "embedded", "concurrency": 8, "batch_requests": batch_requests}}
+    pool = {"policy": {"kind": "tiny", "concurrency": 8, "batch_requests": batch_requests}}
     async with serving(engine), anyio.create_task_group() as group:
         group.start_soon(grade, bus)
         async with rollout_actor(bus, router_url, [engine], topology_with(engines=pool)):
@@ -134,7 +134,7 @@ async def test_a_halt_gives_the_group_back_with_its_tokens_and_resume_continues_
 
 async def test_a_task_that_does_not_fit_its_slots_is_left_to_others(bus: Bus, router_url: str) -> None:
     engine = ScriptedEngine(hold=True)
-    pool = {"policy": {"kind": "embedded", "concurrency": 5}}  # two groups of two samples
+    pool = {"policy": {"kind": "tiny", "concurrency": 5}}  # two groups of two samples
     async with serving(engine), rollout_actor(bus, router_url, [engine], topology_with(engines=pool)):
         await bus.publish(announcement(1))
         for group_id in range(3):

@@ -62,7 +62,7 @@ def test_a_model_with_experts_is_refused(tmp_path: Path) -> None:
         tmp_path, architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2
     )
     line = refused("--model-path", str(tmp_path), "--port", "0")
-    assert "the embedded engine has no mixture of experts (Qwen3MoeForCausalLM with 4 experts)" in line
+    assert "the tiny engine has no mixture of experts (Qwen3MoeForCausalLM with 4 experts)" in line
 
 
 def test_a_model_with_latents_is_refused(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_model_with_latents_is_refused(tmp_path: Path) -> None:
         num_key_value_heads=None, first_k_dense_replace=0, n_group=1, topk_group=1,
     )  # fmt: skip
     line = refused("--model-path", str(tmp_path), "--port", "0")
-    assert "the embedded engine has no multi-latent attention (DeepseekV3ForCausalLM)" in line
+    assert "the tiny engine has no multi-latent attention (DeepseekV3ForCausalLM)" in line
 
 
 def test_missing_weights_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Orders to a real embedded engine: abort, pause, weights, memory, information, disconnects."""
+"""Orders to a real tiny engine: abort, pause, weights, memory, information, disconnects."""
 
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -51,8 +51,8 @@ async def slow(client: EngineClient, seconds: float = 0.005) -> AsyncIterator[Ta
 
 
 @pytest.fixture
-def model_path(embedded_engine: RunningEngine) -> Path:
-    flags = embedded_engine.process.args
+def model_path(tiny_engine: RunningEngine) -> Path:
+    flags = tiny_engine.process.args
     assert isinstance(flags, list)
     return Path(str(flags[flags.index("--model-path") + 1]))
 
@@ -393,18 +393,18 @@ async def test_loads_count_requests_and_tokens(client: EngineClient) -> None:
         await pending.answer()
 
 
-async def test_a_client_that_disconnects_aborts_its_requests(client: EngineClient, embedded_engine: Any) -> None:
+async def test_a_client_that_disconnects_aborts_its_requests(client: EngineClient, tiny_engine: Any) -> None:
     await client.post("/slow_down", {"forward_sleep_time": 0.005})
-    async with EngineClient(embedded_engine.url) as leaving, anyio.create_task_group() as group:
+    async with EngineClient(tiny_engine.url) as leaving, anyio.create_task_group() as group:
         Pending(leaving, group, input_ids=[[3]] * 70, max_new_tokens=LONG)
         await client.until(running=64, waiting=6)
         group.cancel_scope.cancel()
     await client.until(running=0, waiting=0)
 
 
-async def test_a_client_that_leaves_a_stream_aborts_its_request(client: EngineClient, embedded_engine: Any) -> None:
+async def test_a_client_that_leaves_a_stream_aborts_its_request(client: EngineClient, tiny_engine: Any) -> None:
     await client.post("/slow_down", {"forward_sleep_time": 0.005})
-    async with EngineClient(embedded_engine.url) as leaving:
+    async with EngineClient(tiny_engine.url) as leaving:
         stream = leaving.stream(max_new_tokens=LONG)
         first = await anext(aiter(stream))
         assert first["meta_info"]["finish_reason"] is None

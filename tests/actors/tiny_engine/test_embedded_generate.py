@@ -1,4 +1,4 @@
-"""POST /generate of a real embedded engine: fields, batches, text, stops, streams, bad requests."""
+"""POST /generate of a real tiny engine: fields, batches, text, stops, streams, bad requests."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Memory that an embedded engine gives back to the system and takes again: of its process what no file backs."""
+"""Memory that a tiny engine gives back to the system and takes again: of its process what no file backs."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The embedded engine behind the real sglang-router: registration, generation, streams, aborts at the worker."""
+"""The tiny engine behind the real sglang-router: registration, generation, streams, aborts at the worker."""
 
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path

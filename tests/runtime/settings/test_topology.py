@@ -63,7 +63,7 @@ def test_the_check_says_everything_that_is_not_here() -> None:
     assert [line.partition(" (looked in")[0] for line in found] == [
         "nodes.n0.gpus = 8: this machine has 0 GPUs for us: none, by its environment",
         'engines.policy.kind = "sglang": SGLang is not installed beside us: name an interpreter that has it with '
-        'engines.policy.python; or kind = "embedded", for tiny models',
+        'engines.policy.python; or kind = "tiny", for tiny models',
         'model.hf_checkpoint = "Qwen/Qwen3-4B": no such directory, '
         f"not in the hub's cache ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE forbids a download",
         'data.0.path = "data/gsm8k/train.jsonl": no such file',
@@ -256,8 +256,9 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
             "engines.policy.colocate",
             "engines that others run are not told to give memory back",
         ),
-        (("engines.a b.kind=embedded",), "engines.a b", "the name does not fit"),
-        (("engines.judge.kind=embedded",), "engines.judge", "no actor uses this pool; allowed: policy"),
+        (("engines.policy.kind=embedded",), "engines.policy.kind", 'renamed to "tiny"'),
+        (("engines.a b.kind=tiny",), "engines.a b", "the name does not fit"),
+        (("engines.judge.kind=tiny",), "engines.judge", "no actor uses this pool; allowed: policy"),
         (("engines.policy.env.PHYSARUM_RUN='r'",), "engines.policy.env.PHYSARUM_RUN", "a run sets this variable"),
         (("engines.policy.env.A=b", "engines.policy.urls=['http://x']"), "engines.policy.env", "have their own"),
         (("engines.policy.env={\"A B\" = \"c\"}",), "engines.policy.env", "allowed: a table"),
@@ -298,7 +299,7 @@ def test_rules_of_the_laptop_topology(overrides: tuple[str, ...], key: str, mess
         ),
         (("engines.policy.num_processes=2",), "engines.policy.num_processes", "does not divide the 1 GPUs"),
         (("engines.policy.colocate=trainer",), "engines.policy.gpus", "colocated engines use the trainer's GPUs"),
-        (("engines.policy.kind=embedded",), "engines.policy.gpus", "runs on the CPU"),
+        (("engines.policy.kind=tiny",), "engines.policy.gpus", "runs on the CPU"),
         (("trainer.megatron.pipeline_model_parallel_size=3",), "trainer.megatron", "= 6 does not divide"),
         (("trainer.megatron.expert_model_parallel_size=8",), "trainer.megatron.expert_model_parallel_size", "= 16"),
         (
@@ -460,7 +461,7 @@ def test_a_topology_of_ones_own_may_include_a_shipped_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.toml").write_text(
-        f'include = "{name}"\nrun.name = "mine"\ntrainer.device = "cpu"\nengines.policy = {{ kind = "embedded" }}\n'
+        f'include = "{name}"\nrun.name = "mine"\ntrainer.device = "cpu"\nengines.policy = {{ kind = "tiny" }}\n'
         if "recipes" in name
         else f'include = "{name}"\nrun.name = "mine"\n'
     )
@@ -605,7 +606,7 @@ def test_the_schema_has_no_mutable_table() -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("engines.policy.kind=embedded",),  # which keeps no prefixes
+        ("engines.policy.kind=tiny",),  # which keeps no prefixes
         ("engines.policy.kind=sglang", "engines.policy.sglang.disable-radix-cache=true"),
         ("engines.policy.kind=sglang", 'engines.policy.urls=["http://127.0.0.1:30000"]'),  # asked at the start
     ],

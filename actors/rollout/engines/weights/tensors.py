@@ -11,7 +11,7 @@ from runtime.models.fused import made_of, place_of
 
 MAX_NAMED: Final = 3  # tensors named in a message; the others are counted
 MAX_PARTS: Final = 4
-EMBEDDED: Final = "physarum-embedded"  # the version that the tiny engine reports
+TINY_ENGINE: Final = "physarum-embedded"  # the version that the tiny engine reports
 _NUMBERS_OF_PARTS: Final = ("pp_size", "dp_size", "ep_size")
 
 Hashes = Mapping[str, str]
@@ -26,7 +26,7 @@ def layout_of(info: Mapping[str, Any]) -> EngineLayout | None:
     if not plain or any(int(info.get(key) or 1) > 1 for key in _NUMBERS_OF_PARTS):
         return None
     tp_size, version = int(info.get("tp_size") or 1), info.get("version")
-    return EngineLayout(tp_size=tp_size, dtype="float32", is_filled_up=version != EMBEDDED)
+    return EngineLayout(tp_size=tp_size, dtype="float32", is_filled_up=version != TINY_ENGINE)
 
 
 def tensors_mismatch(expected: Sequence[Hashes], said: Sequence[Hashes], came: Mapping[str, str]) -> str:

@@ -161,7 +161,7 @@ async def test_an_evaluation_of_weights_that_no_engine_can_read_goes_on_with_new
 async def test_nothing_is_compared_where_engines_are_to_prove_nothing(
     bus: Bus, router_url: str, tmp_path: Path
 ) -> None:
-    topology = topology_with(engines={"policy": {"kind": "embedded", "concurrency": 8, "verify": "never"}})
+    topology = topology_with(engines={"policy": {"kind": "tiny", "concurrency": 8, "verify": "never"}})
     first = version(tmp_path, 1)
     damage(first)
     async with serving(ScriptedEngine()) as engine, rollout_actor(bus, router_url, [engine], topology):

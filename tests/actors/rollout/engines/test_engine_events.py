@@ -67,7 +67,7 @@ async def test_an_engine_of_ours_that_an_earlier_actor_paused_goes_on(bus: Bus, 
 
 async def test_an_engine_of_others_that_is_paused_is_left_so_until_they_continue_it(bus: Bus, router_url: str) -> None:
     async with serving(ScriptedEngine(paused=True)) as engine:
-        pool = {"policy": {"kind": "embedded", "concurrency": 8, "urls": [engine.url]}}
+        pool = {"policy": {"kind": "tiny", "concurrency": 8, "urls": [engine.url]}}
         async with rollout_actor(bus, router_url, [], topology_with(engines=pool)):
             await bus.publish(announcement(1))
             async with bus.read(WeightsApplied) as events:
@@ -82,7 +82,7 @@ async def test_an_engine_that_could_not_be_told_to_go_on_is_paused_until_it_can(
     """Even one of others: the pause is ours."""
     topology = topology_with(rollout={"on_weight_update": "in_place", "max_staleness": 1})
     async with serving(ScriptedEngine()) as engine:
-        pool = {"policy": {"kind": "embedded", "concurrency": 8, "urls": [engine.url]}}
+        pool = {"policy": {"kind": "tiny", "concurrency": 8, "urls": [engine.url]}}
         topology = topology_with(rollout={"on_weight_update": "in_place", "max_staleness": 1}, engines=pool)
         async with rollout_actor(bus, router_url, [], topology):
             await bus.publish(announcement(1))

@@ -53,7 +53,7 @@ def test_a_wrong_one_is_named_by_key_value_and_what_is_allowed(wrong: dict[str, 
 
 
 def external(engine: ScriptedEngine) -> dict[str, Any]:
-    return {"policy": {"kind": "embedded", "concurrency": 8, "urls": [engine.url]}}
+    return {"policy": {"kind": "tiny", "concurrency": 8, "urls": [engine.url]}}
 
 
 def test_one_with_a_prefix_cache_is_wrong_for_updates_in_place() -> None:

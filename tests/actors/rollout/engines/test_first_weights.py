@@ -15,7 +15,7 @@ from tests.support.scripted_engine import ScriptedEngine, serving
 pytestmark = pytest.mark.anyio
 
 FROM_PEER = {"load_format": "remote_instance"}
-POOL = {"policy": {"kind": "embedded", "concurrency": 8, "verify": "always", "start_weights": "peer"}}
+POOL = {"policy": {"kind": "tiny", "concurrency": 8, "verify": "always", "start_weights": "peer"}}
 
 
 def told(version: int) -> WeightsAnnounced:

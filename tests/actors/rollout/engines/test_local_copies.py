@@ -42,7 +42,7 @@ class Agent:
 
 
 def with_changes(**pool: object) -> Topology:
-    policy = {"kind": "embedded", "concurrency": 8, **pool}
+    policy = {"kind": "tiny", "concurrency": 8, **pool}
     return topology_with(trainer={"full_export_interval": 4}, engines={"policy": policy})
 
 
@@ -78,7 +78,7 @@ async def test_an_engine_generates_while_its_node_copies_and_then_reads_the_copy
 async def test_whole_versions_are_copied_only_where_that_is_asked_for(bus: Bus, router_url: str) -> None:
     agent = Agent()
     for local_copy, path in ((False, "/weights/v1"), (True, "/copies/v1")):
-        topology = topology_with(engines={"policy": {"kind": "embedded", "concurrency": 8, "local_copy": local_copy}})
+        topology = topology_with(engines={"policy": {"kind": "tiny", "concurrency": 8, "local_copy": local_copy}})
         async with bus.serve({LocalCopyRequested: agent.copy}), serving(ScriptedEngine()) as engine:
             async with rollout_actor(bus, router_url, [engine], topology, agent=bus.name):
                 await bus.publish(announcement(1))

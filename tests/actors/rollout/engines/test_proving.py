@@ -54,7 +54,7 @@ def loading(**knobs: Any) -> ScriptedEngine:
 
 
 def pool_with(verify: str | None) -> dict[str, Any]:
-    return {"policy": {"kind": "embedded", "concurrency": 8, "verify": verify}}
+    return {"policy": {"kind": "tiny", "concurrency": 8, "verify": verify}}
 
 
 @pytest.mark.parametrize("mode", ["drain", "abort", "retract", "in_place"])

@@ -31,7 +31,7 @@ NUM_ENGINES = 3
 @asynccontextmanager
 async def engines_at_work(bus: Bus, router_url: str, **rollout: Any) -> AsyncGenerator[list[ScriptedEngine]]:
     """Engines that hold the first weights and may be asked; each waits in its next update until it is let go on."""
-    pool = {"kind": "embedded", "concurrency": 8, "num_engines": NUM_ENGINES, "update_groups": NUM_ENGINES}
+    pool = {"kind": "tiny", "concurrency": 8, "num_engines": NUM_ENGINES, "update_groups": NUM_ENGINES}
     topology = topology_with(engines={"policy": pool}, rollout={"max_staleness": 1, **rollout})
     async with AsyncExitStack() as stack, anyio.create_task_group() as group:
         engines = [await stack.enter_async_context(serving(ScriptedEngine())) for _ in range(NUM_ENGINES)]

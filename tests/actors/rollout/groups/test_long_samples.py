@@ -100,7 +100,7 @@ async def test_only_long_training_requests_of_one_sample_are_streamed(bus: Bus, 
         num_samples=1,
         sampling=SamplingParams(max_new_tokens=LONG),
     )
-    pool = {"policy": {"kind": "embedded", "concurrency": 8, "batch_requests": True}}
+    pool = {"policy": {"kind": "tiny", "concurrency": 8, "batch_requests": True}}
     async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
         group.start_soon(grade, bus)
         async with rollout_actor(bus, router_url, [engine], topology_with(engines=pool)):
@@ -139,7 +139,7 @@ async def test_interrupted_for_new_weights_the_same_attempt_goes_on_from_its_tok
 
 
 async def test_a_batched_group_that_is_interrupted_goes_on_sample_by_sample(bus: Bus, router_url: str) -> None:
-    pool = {"policy": {"kind": "embedded", "concurrency": 8, "batch_requests": True}}
+    pool = {"policy": {"kind": "tiny", "concurrency": 8, "batch_requests": True}}
     topology = topology_with(engines=pool, rollout={"on_weight_update": "abort", "max_staleness": 1})
     async with serving(ScriptedEngine(script=goes_on, hold=True)) as engine, anyio.create_task_group() as group:
         group.start_soon(grade, bus)

@@ -114,7 +114,7 @@ async def one_is_stored(bus: Bus) -> bool:
 async def test_a_halt_reaches_groups_that_run_and_groups_that_wait_and_scores_neither(
     bus: Bus, router_url: str, group_rm: bool
 ) -> None:
-    pool = {"policy": {"kind": "embedded", "concurrency": 2}}  # room for one group
+    pool = {"policy": {"kind": "tiny", "concurrency": 2}}  # room for one group
     async with (
         serving(ScriptedEngine(hold=True)) as engine,
         rollout_actor(bus, router_url, [engine], topology_with(engines=pool, reward={"group_rm": group_rm})),
@@ -242,7 +242,7 @@ async def nothing_is_queued(bus: Bus) -> bool:
 
 
 async def test_samples_that_fit_no_message_together_are_stored_and_scored_in_several(bus: Bus, router_url: str) -> None:
-    pool = {"policy": {"kind": "embedded", "concurrency": 8, "batch_requests": True}}
+    pool = {"policy": {"kind": "tiny", "concurrency": 8, "batch_requests": True}}
     engine = ScriptedEngine(text=lambda ids: "x" * 5_000_000)
     async with serving(engine), anyio.create_task_group() as group:
         group.start_soon(grade, bus)
@@ -316,6 +316,6 @@ async def test_a_request_carries_token_ids_and_every_sampling_setting(bus: Bus, 
 
 async def test_rollout_actors_of_one_process_share_no_state(bus: Bus) -> None:
     """The slots of each are its own engines' concurrency, whatever was built before it."""
-    pools = [{"kind": "embedded", "concurrency": 8}, {"kind": "embedded", "concurrency": 3, "num_engines": 4}]
+    pools = [{"kind": "tiny", "concurrency": 8}, {"kind": "tiny", "concurrency": 3, "num_engines": 4}]
     actors = [RolloutActor(topology_with(engines={"policy": pool}), bus) for pool in pools]
     assert [actor.stats()["slots"] for actor in actors] == [8, 12]

@@ -49,7 +49,7 @@ def test_when_an_engine_is_asked_for_a_sign_of_life(case: str) -> None:
 
 def pool(**settings: Any) -> dict[str, Any]:
     limits = {"first_token_after_s": 1, "next_token_after_s": 1}
-    return {"policy": {"kind": "embedded", "concurrency": 8, **limits, **settings}}
+    return {"policy": {"kind": "tiny", "concurrency": 8, **limits, **settings}}
 
 
 async def states(bus: Bus, number: int) -> list[EngineState]:

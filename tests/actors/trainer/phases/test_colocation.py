@@ -88,7 +88,7 @@ async def present(bus: Bus, rollout: Rollout, instance: str = "rollout") -> Asyn
 
 def turns_of(bus: Bus, rank: Rank, *, incarnation: int = 0, colocate: str | None = "trainer", **rollout: Any) -> Turns:
     topology: Topology = topology_with(
-        engines={"policy": {"kind": "embedded", "colocate": colocate, "update_timeout_s": 5.0}}, rollout=rollout
+        engines={"policy": {"kind": "tiny", "colocate": colocate, "update_timeout_s": 5.0}}, rollout=rollout
     )
     history = History()
     if incarnation:

@@ -1,4 +1,4 @@
-"""Checksums that an engine will say: of tensors joined and cut by hand, in any order, and of the embedded engine."""
+"""Checksums that an engine will say: of tensors joined and cut by hand, in any order, and of the tiny engine."""
 
 import hashlib
 import random
@@ -143,7 +143,7 @@ def test_what_is_missing_unknown_or_there_twice_is_named(tmp_path: Path) -> None
         (config_of("qwen3_moe", tie_word_embeddings=True), Layout(), "tie_word_embeddings"),
         (config_of("qwen3_moe", mlp_only_layers=[1]), Layout(), "layers without experts"),
         ({}, Layout(dtype=torch.float8_e4m3fn), "an engine in torch.float8_e4m3fn"),
-        ({}, Layout(tp_size=2, is_filled_up=False), "an embedded engine over several ranks"),
+        ({}, Layout(tp_size=2, is_filled_up=False), "a tiny engine over several ranks"),
     ],
 )
 def test_what_is_not_reckoned_says_why(config: dict[str, Any], layout: Layout, reason: str, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_special_tokens_are_read_from_the_tokenizer(tmp_path: Path) -> None:
         ({}, 64),
         ({"rollout": {"max_context_len": 40}}, 20),
         ({"rollout": {"max_context_len": 3}}, 2),
-        ({"engines": {"policy": {"kind": "embedded", "max_total_tokens": 50}}}, 25),
+        ({"engines": {"policy": {"kind": "tiny", "max_total_tokens": 50}}}, 25),
     ],
 )
 def test_a_probe_takes_at_most_half_of_the_context(

@@ -46,7 +46,7 @@ CALL_S = 20.0
 
 
 def colocated() -> Topology:
-    return topology_with(engines={"policy": {"kind": "embedded", "colocate": "trainer", "concurrency": 8}})
+    return topology_with(engines={"policy": {"kind": "tiny", "colocate": "trainer", "concurrency": 8}})
 
 
 class Trainer:

@@ -1,4 +1,4 @@
-"""What tests of weights to one embedded engine share."""
+"""What tests of weights to one tiny engine share."""
 
 from collections.abc import AsyncGenerator
 from pathlib import Path
