@@ -16,23 +16,23 @@ INTRODUCTION = """# Messages
 
 Written by `bin/describe-messages` from the structs in `messages/` and from what each actor declares that it reads and
 writes; do not edit. `<run>` is the run's name. The same as JSON Schema: [schema.json](messages/schema.json), and as
-AsyncAPI 3.0: [asyncapi.json](messages/asyncapi.json).
+AsyncAPI 3.0: [asyncapi.json](messages/asyncapi.json). How the planes deliver is in [the bus](../understand/bus.md).
 
-Headers of every message: `Physarum-Type` names the message, `Content-Type` is `application/json` or
-`application/msgpack`. Events are JSON; `work` and `data` are msgpack, and JSON is accepted there too. Numbers have
-at most 64 bits, lists and objects are at most 128 deep, an event has at most 8 MiB. What cannot be used is set aside on
-the stream of dead letters.
+Every message has two headers: `Physarum-Type` names the message, `Content-Type` is `application/json` or
+`application/msgpack`. Events are JSON. `work` and `data` are msgpack, and JSON is accepted there too. Numbers have at
+most 64 bits, lists and objects are at most 128 deep, an event has at most 8 MiB. Unusable messages go to the stream of
+dead letters.
 
-Answers go to subjects under `_INBOX.<run>.`, where the clients of a run take them, and nowhere else: a call or a score
-request that names another one to answer to is set aside. A client in another language subscribes to one of its own
-there, such as `_INBOX.<run>.my-worker.1`; with the nats command line, `--inbox-prefix _INBOX.<run>.me`. A reward worker
-of a hundred lines of JavaScript is `tests/support/reward_worker.js`.
+Answers go to subjects under `_INBOX.<run>.`, which the clients of a run subscribe to, and nowhere else. A call or score
+request that names another subject for its answer is a dead letter. A client in another language subscribes to a subject
+of its own there, such as `_INBOX.<run>.my-worker.1`; the nats command line takes `--inbox-prefix _INBOX.<run>.me`.
+`tests/support/reward_worker.js` is a reward worker in a hundred lines of JavaScript.
 
-An event under a subject that is not in this table is yours: nobody here reads it. The exception is
-`phy.<run>.event.ledger.>`, which the buffer alone writes, with a `Physarum-Version`: a type in there that a reader does
-not know ends it.
+Events under subjects that are not in this table are yours: no actor reads them. The exception is
+`phy.<run>.event.ledger.>`, which the buffer alone writes, with a `Physarum-Version` header. An unknown type there ends
+its reader.
 
-| message | subject | written by | read by | |
+| message | subject | written by | read by | means |
 |---|---|---|---|---|
 """
 

@@ -17,20 +17,20 @@ HEAD: Final = """# All settings
 
 Written by `bin/describe-settings` from `runtime/settings/recipe.py` and `topology.py`; do not edit.
 
-A topology is a TOML file: what runs where. It includes a recipe: what is trained. Both are one set of tables: any key
-may stand in either file, and be set for one start with `--set`:
+A topology is a TOML file that says what runs where. It includes a recipe, which says what is trained. Both are one
+set of tables: any key may be in either file, and can be set for one start with `--set`:
 
     bin/start-topology topologies/laptop.toml --set train.num_steps=3 --set data.0.path=other.jsonl
 
 Keys are written as `--set` takes them. In a file `data.0` is the first `[[data]]`, `data.1` the second, and
-`engines.<name>` is `[engines.policy]`. Later text wins: files that are included, the file itself, `--set`. Tables are
-merged key by key; lists are replaced whole. A default of none is a key left out; `--set key=none` leaves it out for one
-start.
+`engines.<name>` is `[engines.policy]`. Later values win, in this order: included files, the file itself, `--set`.
+Tables are merged key by key; lists are replaced whole. A default of none means that the key is left out; `--set
+key=none` leaves it out for one start.
 
-At the top of a file, `include = "recipes/demo.toml"` (or a list) names files whose text comes first; they are looked up
-beside the file and among the shipped topologies.
+`include = "recipes/demo.toml"` at the top of a file (or a list) names files that are read first. They are looked up
+in the folder of the file and among the shipped topologies.
 
-Rules between keys are told by `bin/start-topology FILE --check`, all of them at once.
+`bin/start-topology FILE --check` reports all violated rules between keys at once.
 """
 RECIPE: Final = "\n# Recipe: what is trained\n"
 TOPOLOGY: Final = "\n# Topology: what runs where\n"

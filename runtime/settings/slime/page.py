@@ -14,23 +14,23 @@ HEAD: Final = """# Coming from slime
 
 Written by `bin/describe-settings` from `runtime/settings/slime/flags.toml`; do not edit.
 
-slime takes {count} command-line flags of its own and hands on those of Megatron, SGLang and its router. Here a run is a
-TOML file: a *topology* (what runs where) that includes a *recipe* (what is trained). Any key can be set for one start
-with `--set rollout.temperature=0.8`. Unknown keys are refused with the closest one that exists; a flag of slime's that
-is written as a key, in any table and with dashes or underscores, is answered with what this page says of it.
+slime has {count} command-line flags of its own and passes on those of Megatron, SGLang and its router. Here a run
+is a TOML file: a *topology* (what runs where) that includes a *recipe* (what is trained). Any key can be set for
+one start with `--set rollout.temperature=0.8`. An unknown key is refused with the closest existing one. If it is a
+flag of slime, in any table and with dashes or underscores, the error has the answer of this page.
 
-A recipe key that exists in slime keeps slime's name, without a prefix that its table already says:
+A recipe key that exists in slime keeps slime's name, without a prefix that the table's name has already:
 `--rollout-temperature` is `rollout.temperature`.
 
-How to read the tables: the middle column is our key; **not yet** means that it fits the design and is not built, with
-what is missing or holds meanwhile; **no** means that it will not come, with the reason or what to do instead. Defaults
-are slime's; ours is named where it differs.
+The middle column of each table is our key. **not yet** means: fits the design and is not implemented; the last
+column says what is missing, or what applies until then. **no** means: not planned, with the reason or an
+alternative. Defaults are slime's; ours is named if it differs.
 """
 
 RULES_HEAD: Final = """
-## Flags that slime hands on
+## Flags that slime passes on
 
-By rule, for every flag that no table above names.
+Rules for all flags that no table above names.
 
 | flags | here | |
 |---|---|---|
@@ -39,7 +39,7 @@ By rule, for every flag that no table above names.
 GRADERS_HEAD: Final = """
 ## Graders
 
-The values of `--rm-type`, here of a data source's `rm_type`. `boxed_` before one grades the content of the last box.
+The values of `--rm-type`; here of a data source's `rm_type`. The prefix `boxed_` grades the content of the last box.
 
 | slime | here | |
 |---|---|---|
@@ -56,8 +56,8 @@ END: Final = """
 | `tokens`, `response_length` | segments: `prompt_ids` and `response_ids`, one segment per turn or spill |
 | `response` | the segments' `text` |
 | `loss_mask`, `rollout_log_probs` | the same, per segment |
-| `weight_versions` | `weight_spans`: which version sampled which tokens |
-| `reward` | `reward`, and `score` with all that the grader answered |
+| `weight_versions` | `weight_spans`: the version of each token |
+| `reward` | `reward`, and `score` with the grader's whole answer |
 | `status` | the same five values |
 | `teacher_log_probs` | a column, a data message of its own |
 | `rollout_routed_experts` | `routed_experts` of its segments |
