@@ -19,7 +19,6 @@ TO_MOVE: Final = (
     "trainer.md",
     "history/benchmarks.md",
 )
-TO_COME: Final = ()
 FOR_A_TASK: Final = ("start", "train", "run", "understand")  # folders whose pages begin with what the reader can do
 BEGINNINGS: Final = ("README.md", "docs/README.md", "llms.txt")
 
@@ -56,9 +55,9 @@ def broken(path: Path) -> Iterator[str]:
     for target in links(path):
         name, _, anchor = target.partition("#")
         file = (path.parent / name).resolve() if name else path
-        if not file.exists() and file.name not in TO_COME:
+        if not file.exists():
             yield f"{path.relative_to(ROOT)}: {target}: no such file"
-        elif anchor and file.exists() and file.suffix == ".md" and anchor not in anchors(file):
+        elif anchor and file.suffix == ".md" and anchor not in anchors(file):
             yield f"{path.relative_to(ROOT)}: {target}: no such heading"
 
 
