@@ -1,7 +1,7 @@
 """What only a GPU can show, in one command: `python -m tests.gpu`. Prints what it does and writes one JSON.
 
-It needs one GPU, a CUDA torch (2.11 to 2.13), Python 3.11 or 3.12 and the small packages that docs/gpu.md lists. Each
-section is a process of its own, so that one that fails costs itself alone.
+It needs one GPU, a CUDA torch (2.11 to 2.13), Python 3.11 or 3.12, and the small packages of requirements/laptop.lock
+(docs/develop/gpu.md). Each section is a process of its own, so that one that fails costs itself alone.
 """
 
 import argparse
