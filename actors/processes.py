@@ -12,7 +12,7 @@ from runtime.bus.addresses import address_key
 from runtime.settings.devices import HIDDEN, NVIDIA
 from runtime.settings.placement import gpus_of, home_node, num_ranks
 from runtime.settings.processes import AnswersHttp, GivesPulse, PartOf, PortRequest, ProcessSpec, Tier, WhenListening
-from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
+from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded, has_filter
 
 METRICS_HOST = "127.0.0.2"  # the router needs a free metrics port: its own port on another loopback address
 STAND_IN = "stand-in"  # name of the no-op trainer, which runs when run.only = "rollout"
@@ -39,7 +39,7 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
     if home:
         shared = {role for roles in topology.share for role in roles}
         alone = [(role,) for role in LIGHT_ACTORS if role not in shared]
-        idle = {"reward"} if recorded else set[str]()
+        idle = {role for role, runs in (("reward", not recorded), ("filter", has_filter(topology))) if not runs}
         together = ([role for role in roles if role not in idle] for roles in (*topology.share, *alone))
         specs += [_host(topology, run_dir, "+".join(roles), roles, OURS) for roles in together if roles]
     return specs

@@ -128,7 +128,8 @@ async def _tell_group(run: "FoundRun", group_id: int) -> int:
                 newest = max([newest, *(group.group_id for group in received.message.groups)])
             event = life.take(received.message, received.seq)
             if event is not None:
-                told = {"seq": received.seq, "time": received.time, **msgspec.to_builtins(event)}
+                kept = {"kept_without_verdict": True} if life.kept_without_verdict else {}
+                told = {"seq": received.seq, "time": received.time, **msgspec.to_builtins(event), **kept}
                 lines.append(printable_json(msgspec.json.encode(told).decode()))
     if not lines:
         issued = "no group yet" if newest < 0 else f"groups 0 to {newest}"

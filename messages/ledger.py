@@ -15,6 +15,7 @@ class BufferStarted(Message, kw_only=True, tag="buffer_started"):
     plane = Plane.EVENT
     topic = "ledger.buffer_started"
     incarnation: int
+    verdicts: bool = True  # whether completed groups wait for a filter's verdict; False: they are kept at once
 
 
 class IssuedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +38,7 @@ class GroupsIssued(Message, kw_only=True, tag="groups_issued"):
     min_version: int
     groups: tuple[IssuedGroup, ...]
     num_samples: int = 0  # of each group; 0: unknown
+    verdicts: bool = True  # as in the buffer's BufferStarted, for readers that start in the middle of the log
 
 
 @register

@@ -67,7 +67,7 @@ from runtime.ledger.groups import spills_of
 from runtime.ledger.state import Stage
 from runtime.process.actor import Actor, InputError
 from runtime.settings.sizes import stream_limits
-from runtime.settings.topology import Topology
+from runtime.settings.topology import Topology, has_filter
 
 log = structlog.get_logger()
 
@@ -115,7 +115,7 @@ class BufferActor(Actor):
         self._topology = topology
         self._bus = bus
         self._run_dir = run_dir
-        self._log = LedgerLog(bus, run_dir, stream_limits(topology).event_bytes)
+        self._log = LedgerLog(bus, run_dir, stream_limits(topology).event_bytes, verdicts=has_filter(topology))
         self._left_out_step = 0  # newest checkpoint step whose snapshot does not fit into an event
         self._selector = Selector(topology, bus.publish)
         self._trimmer = Trimmer(bus, run_dir, topology.buffer.trim_min_events)

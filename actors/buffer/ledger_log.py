@@ -30,13 +30,15 @@ class LedgerLog:
         bus: the bus.
         run_dir: run directory, with the archive.
         planned_bytes: size of the log according to the run's topology.
+        verdicts: whether a filter judges completed groups.
     """
 
-    def __init__(self, bus: Bus, run_dir: Path, planned_bytes: int) -> None:
+    def __init__(self, bus: Bus, run_dir: Path, planned_bytes: int, *, verdicts: bool = True) -> None:
         self.state = LedgerState()
         self._bus = bus
         self._run_dir = run_dir
         self._planned_bytes = planned_bytes
+        self._verdicts = verdicts
         self._own_seq = 0  # log sequence of the newest ledger event that was read or skipped
 
     async def load(self) -> None:
@@ -86,7 +88,7 @@ class LedgerLog:
             if (first_seq := (await self._bus.state(Plane.EVENT)).first_seq) > known + 1:
                 raise RuntimeError(f"an older buffer trimmed the log to {first_seq} while it was read from {known + 1}")
             incarnation = state.incarnation + 1
-            seq = await self._enter(BufferStarted(incarnation=incarnation))
+            seq = await self._enter(BufferStarted(incarnation=incarnation, verdicts=self._verdicts))
             if not seq:  # an older buffer appended first; fold its event
                 await fold_next()
                 continue

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class GroupsAhead:
-    """Precomputes log-probs group by group, as verdicts keep groups. A batch therefore waits for at most one group."""
+    """Precomputes log-probs group by group, as groups are kept. A batch therefore waits for at most one group."""
 
     def __init__(self, topology: Topology, feed: Feed, torch_thread: TorchThread, rank: "TrainerRank") -> None:
         """Start without precomputed log-probs."""

@@ -21,7 +21,7 @@ class AttemptEnded(msgspec.Struct, frozen=True):
 
 
 class Judged(msgspec.Struct, frozen=True):
-    """The first verdict on a completed group."""
+    """The first verdict on a completed group. Without a filter, completed groups are kept without a verdict."""
 
     group: Group
     outcome: Outcome

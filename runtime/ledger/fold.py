@@ -37,7 +37,7 @@ from messages.subjects import key_of
 from runtime.ledger.batches import take_batch, take_step
 from runtime.ledger.changes import Change
 from runtime.ledger.evaluations import evaluate, lose_ending_of_item, lose_item, note_same_weights
-from runtime.ledger.groups import close, end_attempt, issue, judge, oldest_version, spill
+from runtime.ledger.groups import close, end_attempt, issue, judge, oldest_version, set_verdicts, spill
 from runtime.ledger.state import MAX_ENDINGS_LOST, Books, EvalItem, Evaluation, Group, LedgerState, Stage
 
 __all__ = [
@@ -53,7 +53,7 @@ __all__ = [
     "fold",
 ]
 
-FOLD_VERSION: Final = 12  # raised when the same log folds to another state; older snapshots are then ignored
+FOLD_VERSION: Final = 13  # raised when the same log folds to another state; older snapshots are then ignored
 
 LedgerEvent = (
     BufferStarted
@@ -113,6 +113,8 @@ def _apply(state: LedgerState, event: LedgerEvent, seq: int) -> tuple[Change, ..
             return judge(state, event)
         case GroupsIssued():
             return issue(state, event)
+        case BufferStarted():
+            return _start(state, event)
         case SegmentsSpilled():
             spill(state, event)
         case BatchReady():
@@ -131,9 +133,18 @@ def _apply(state: LedgerState, event: LedgerEvent, seq: int) -> tuple[Change, ..
     return ()
 
 
+def _start(state: LedgerState, event: BufferStarted) -> tuple[Change, ...]:
+    """Begin a buffer's incarnation. Its recipe may have a filter that the one before had not, or the reverse."""
+    state.incarnation = max(state.incarnation, event.incarnation)
+    if state.gave_up is not None:  # after a restart, only spare groups still count as barren
+        state.barren = len(state.in_stage(Stage.SPARE))
+    state.finished, state.gave_up = None, None
+    return set_verdicts(state, needed=event.verdicts)
+
+
 def _note(
     state: LedgerState,
-    event: RoundHalted | WeightsAnnounced | BufferStarted | SnapshotTaken | RunFinished | RunFailed,
+    event: RoundHalted | WeightsAnnounced | SnapshotTaken | RunFinished | RunFailed,
 ) -> None:
     """Apply an event that concerns no group."""
     match event:
@@ -141,11 +152,6 @@ def _note(
             state.halted_round = max(state.halted_round, event.round)
         case WeightsAnnounced():
             _announce(state, event)
-        case BufferStarted():
-            state.incarnation = max(state.incarnation, event.incarnation)
-            if state.gave_up is not None:  # after a restart, only spare groups still count as barren
-                state.barren = len(state.in_stage(Stage.SPARE))
-            state.finished, state.gave_up = None, None
         case SnapshotTaken():
             if event.fold_version == FOLD_VERSION:  # else unusable: the buffer takes a new snapshot
                 state.snapshot_step = state.checkpoint_step

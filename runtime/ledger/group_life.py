@@ -21,7 +21,7 @@ from messages import (
     VerdictGiven,
 )
 from messages.subjects import key_of
-from runtime.ledger.changes import Change
+from runtime.ledger.changes import Change, Judged
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
 from runtime.ledger.steps import Settled, TakenBack
 
@@ -31,6 +31,7 @@ class GroupLife:
 
     def __init__(self, group_id: int) -> None:
         self.group_id = group_id
+        self.kept_without_verdict = False  # whether the newest event kept it, in a run without a filter
         self._ledger = LedgerState()
         self._steps: set[int] = set()  # steps that trained it; a replay trains them again
 
@@ -46,6 +47,7 @@ class GroupLife:
         """
         changes = fold(self._ledger, event, seq) if isinstance(event, LEDGER_EVENTS) else ()
         implied = any(self._is_settled_by(change) for change in changes)
+        self.kept_without_verdict = not isinstance(event, VerdictGiven) and any(map(self._is_kept_by, changes))
         match event:
             case GroupCompleted() | GroupAborted() | GroupFailed() | SegmentsSpilled() | VerdictGiven():
                 return event if event.group_id == self.group_id else None
@@ -70,7 +72,7 @@ class GroupLife:
             case BatchTrained():
                 return self._own_of(event) if event.step in self._steps else None
             case _:
-                return event if implied else None
+                return event if implied or self.kept_without_verdict else None
 
     def _own_of(self, event: BatchTrained) -> BatchTrained:
         untrained = tuple(item for item in event.untrained if item.group_id == self.group_id)
@@ -85,6 +87,9 @@ class GroupLife:
 
     def _is_taken_back_by(self, change: Change) -> bool:
         return isinstance(change, TakenBack) and self._is_in(change.groups)
+
+    def _is_kept_by(self, change: Change) -> bool:
+        return isinstance(change, Judged) and change.group.group_id == self.group_id
 
     def _is_in(self, groups: Iterable[GroupRef]) -> bool:
         return any(ref.group_id == self.group_id for ref in groups)

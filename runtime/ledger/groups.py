@@ -39,8 +39,21 @@ def longest(*summaries: Iterable[SampleSummary]) -> tuple[SampleSummary, ...]:
     return tuple(best[key] for key in sorted(best))
 
 
+def set_verdicts(state: LedgerState, *, needed: bool) -> tuple[Change, ...]:
+    """Set whether completed groups wait for a verdict. Without a filter, those that wait are kept."""
+    state.verdicts = needed
+    waiting = () if needed else tuple(state.in_stage(Stage.COMPLETED).values())
+    return tuple(_keep(state, group) for group in waiting)
+
+
+def _keep(state: LedgerState, group: Group) -> Judged:
+    state.move(group, Stage.READY)
+    return Judged(group, Outcome.KEEP, None)
+
+
 def issue(state: LedgerState, event: GroupsIssued) -> tuple[Change, ...]:
     """Add new groups, and issue pooled groups again."""
+    kept = set_verdicts(state, needed=event.verdicts)
     groups: list[Group] = []
     for issued in event.groups:
         group = state.groups.get(issued.group_id)
@@ -71,7 +84,7 @@ def issue(state: LedgerState, event: GroupsIssued) -> tuple[Change, ...]:
             state.newest_payload = max((state.newest_payload, *issued.prompt_parts))
             state.index.enter(group)
             groups.append(group)
-    return (Issued(tuple(groups)),)
+    return *kept, Issued(tuple(groups))
 
 
 def spill(state: LedgerState, event: SegmentsSpilled) -> None:
@@ -84,7 +97,10 @@ def spill(state: LedgerState, event: SegmentsSpilled) -> None:
 
 
 def end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | GroupFailed, seq: int) -> tuple[Change, ...]:
-    """End an attempt. Only its first end counts; later ones change nothing."""
+    """End an attempt. Only its first end counts; later ones change nothing.
+
+    A completed group waits for a verdict. If the run has no filter, it is kept at once.
+    """
     group = state.groups.get(event.group_id)
     if group is None or group.attempt != event.attempt or group.stage is not Stage.IN_FLIGHT:
         return ()  # late result of a replaced worker, or a duplicate
@@ -102,7 +118,7 @@ def end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | Group
     group.data = event.data if completed else group.data
     describe(group, samples)
     state.move(group, Stage.COMPLETED if completed else Stage.POOLED)
-    return (ended,)
+    return (ended, _keep(state, group)) if completed and not state.verdicts else (ended,)
 
 
 def _goes_on(before: Iterable[SampleSummary], after: Iterable[SampleSummary]) -> bool:

@@ -18,7 +18,7 @@ class Stage(StrEnum):
 
     IN_FLIGHT = "in_flight"  # issued, not ended
     COMPLETED = "completed"  # ended, waiting for a verdict
-    READY = "ready"  # kept, waiting for a batch
+    READY = "ready"  # kept by a verdict or without a filter, waiting for a batch
     BATCHED = "batched"  # in a batch that is not trained
     PASSED_OVER = "passed_over"  # not chosen for a batch; to be closed
     SPARE = "spare"  # dropped, unless a batch cannot be filled without it
@@ -136,6 +136,7 @@ class LedgerState(Steps, kw_only=True, dict=True):
 
     last_seq: int = 0  # log sequence of the last folded event
     incarnation: int = 0  # of the buffer that owns the ledger
+    verdicts: bool = True  # whether completed groups wait for a verdict; False: they are kept at once
     first_group: int = 0  # lowest known group id, if the log's beginning is lost; earlier groups are unknown
     next_group: int = 0
     next_prompt: int = 0

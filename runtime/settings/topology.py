@@ -340,6 +340,11 @@ def sglang_arguments(engine: EngineConfig) -> list[SglangArgument]:
     return [SglangArgument(spelled.replace("-", "_"), spelled, value) for spelled, value in engine.sglang.items()]
 
 
+def has_filter(topology: Topology) -> bool:
+    """Return whether a filter judges completed groups. Without one, the run has no filter actor and keeps them all."""
+    return topology.rollout.dynamic_filter not in (None, "none")
+
+
 def takes_turns(topology: Topology) -> bool:
     """Return whether trainer and engines are colocated: they use the same memory alternately."""
     return not answers_are_recorded(topology) and any(engine.colocate for engine in topology.engines.values())

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from actors.processes import process_specs
 from actors.rollout.sglang.peer_weights import PEERS_VARIABLE
 from actors.rollout.sglang.server_arguments import LAUNCH
@@ -144,10 +146,30 @@ def test_an_engine_has_as_long_to_start_as_its_pool_says() -> None:
 
 
 def test_actors_that_share_a_process_are_started_together() -> None:
-    found = specs("laptop.toml", "local", 'share=[["reward", "filter"]]')
+    filtered = "rollout.dynamic_filter=nonzero_std"
+    found = specs("laptop.toml", "local", 'share=[["reward", "filter"]]', filtered)
     assert found["reward+filter"].command[-2:] == ("reward", "filter")
     assert not {"reward", "filter"} & set(found)
     assert {"rollout", "buffer"} <= set(found)
+
+
+@pytest.mark.parametrize("name", [None, "none"])
+def test_a_recipe_that_keeps_every_group_has_no_filter_process(name: str | None) -> None:
+    overrides = () if name is None else (f"rollout.dynamic_filter={name}",)
+    assert "filter" not in specs("laptop.toml", "local", *overrides)
+    shared = specs("laptop.toml", "local", 'share=[["reward", "filter"], ["buffer"]]', *overrides)
+    assert shared["reward"].command[-1] == "reward"
+    assert not [spec for spec in shared.values() if "filter" in spec.command]
+    alone = specs("laptop.toml", "local", 'share=[["filter"]]', *overrides)
+    assert {*alone} == {*specs("laptop.toml", "local")}
+
+
+@pytest.mark.parametrize("name", ["nonzero_std", "filters.py:mine"])
+def test_a_recipe_with_a_filter_has_a_filter_process(name: str, tmp_path: Path) -> None:
+    (tmp_path / "filters.py").write_text("def mine(group):\n    return True\n")
+    name = name.replace("filters.py", str(tmp_path / "filters.py"))
+    found = specs("laptop.toml", "local", f"rollout.dynamic_filter={name}")
+    assert found["filter"].command[-1] == "filter"
 
 
 def test_what_computes_on_the_cpu_sees_no_gpu_whatever_the_machine_has() -> None:

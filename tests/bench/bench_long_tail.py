@@ -1,6 +1,6 @@
 """What partial rollout and asynchrony gain on long-tailed responses, against what a simulation predicts. Prints JSON.
 
-Real: nats-server, sglang-router, and buffer, rollout, reward and filter as a run starts them, each in its process.
+Real: nats-server, sglang-router, and buffer, rollout and reward as a run starts them, each in its process.
 Stand-ins: an engine with a token clock (see clock_engine) and a trainer whose steps take a fixed time. Each mode is a
 run of its own with the same prompts and lengths. The simulation (see long_tail) is given the same clock and lengths,
 and plays the same rules without anything else that takes time. Useful tokens are response tokens of trained groups.

@@ -1,6 +1,6 @@
 """What the whole pipeline costs per sample when engine and trainer take no time. Prints JSON.
 
-Real: nats-server, sglang-router, and buffer, rollout, reward and filter as a run starts them, each in its process, with
+Real: nats-server, sglang-router, and buffer, rollout and reward as a run starts them, each in its process, with
 the prompts, tokenizer and grader of the laptop recipe. Stand-ins, in processes of their own: an engine that answers at
 once, and a trainer that reads its batches and says at once that they are trained. Each mode then sends the same
 requests to the engine through the router alone, so that the share of HTTP is of the same run:

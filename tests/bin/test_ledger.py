@@ -15,12 +15,13 @@ import msgspec
 import psutil
 import pytest
 
-from messages import ActorStarted, Message, Plane, RunStalled, SnapshotTaken
+from messages import ActorStarted, BufferStarted, Message, Plane, RunStalled, SnapshotTaken
 from runtime.bus.bus import Bus
 from runtime.bus.nats.server import ServerSettings, running_server
 from runtime.ledger.archive import archive
 from runtime.ledger.fold import FOLD_VERSION, LedgerState, fold
 from runtime.node.claims.claim import Claim
+from tests.build.events import announced, completed, issued
 from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS
 from tests.support.cpu import interpreter_starts
 from tests.support.log_of_a_run import LOG, THE_END
@@ -109,6 +110,24 @@ def test_a_group_is_told_from_its_first_event_to_its_last(ended: Path) -> None:
     ]
     assert events[0]["groups"] == [{"group_id": 1, "attempt": 0, "prompt": 1, "prompt_parts": []}]
     assert events[0]["time"] <= events[-1]["time"]
+
+
+@pytest.mark.anyio
+async def test_a_group_of_a_run_without_a_filter_is_told_as_kept_without_a_verdict(tmp_path: Path) -> None:
+    """Group 0 is kept when it completes, group 1, which waited for a verdict, by the buffer that has no filter."""
+    later = msgspec.structs.replace(issued(0, 1), verdicts=True)
+    without = BufferStarted(incarnation=2, verdicts=False)
+    again = msgspec.structs.replace(issued(2), verdicts=False)
+    log = (BufferStarted(incarnation=1), announced(1, 0), later, completed(1), without, completed(0), again)
+    run_dir = await make(tmp_path / RUN, log)
+    expected = {
+        0: [("groups_issued", False), ("group_completed", True)],
+        1: [("groups_issued", False), ("group_completed", False), ("buffer_started", True)],
+    }
+    for group_id, life in expected.items():
+        done = await anyio.to_thread.run_sync(ledger, str(run_dir), "--group", str(group_id))
+        told = [json.loads(line) for line in done.stdout.splitlines()]
+        assert [(event["type"], event.get("kept_without_verdict", False)) for event in told] == life
 
 
 def test_a_group_that_never_was_is_an_error_that_says_which_there_are(ended: Path) -> None:

@@ -10,7 +10,7 @@ from tests.chaos.harness import ROOT, Run, moments_of
 pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
 
 BATCH_SIZE = 16
-EVENTS_PER_STEP = 2 * BATCH_SIZE + 4  # completed and judged groups; issued, batch ready and trained, weights
+EVENTS_PER_STEP = BATCH_SIZE + 4  # completed groups; issued, batch ready and trained, weights
 SETTINGS = (f"rollout.rollout_batch_size={BATCH_SIZE}", "rollout.max_staleness=0", "train.save_interval=5")
 
 
@@ -22,7 +22,7 @@ async def test_every_process_of_a_run_on_demonstrations_is_killed(tmp_path: Path
         settings=SETTINGS,
         topology=ROOT / "topologies" / "boxed-copy-sft.toml",
     )
-    names = ["rollout", "buffer", "trainer", "nats-server", "filter", "rollout"]
+    names = ["rollout", "buffer", "trainer", "nats-server", "buffer", "rollout"]
     moments = moments_of("demonstrations")
     async with run.started() as command:
         for number, name in enumerate(names):

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from messages import (
+    BufferStarted,
     DeadLetter,
     DecodeError,
     EvalEnded,
@@ -138,6 +139,12 @@ def test_unknown_fields_are_ignored_so_that_fields_can_be_added() -> None:
 
 # Bytes as they were once written. They never change: a new form of a message is a new line.
 OLD = [
+    ("buffer_started", b'{"type":"buffer_started","incarnation":1}'),
+    (
+        "groups_issued",
+        b'{"type":"groups_issued","incarnation":1,"round":0,"min_version":1,'
+        b'"groups":[{"group_id":0,"attempt":0,"prompt":0,"prompt_parts":[]}],"num_samples":0}',
+    ),
     (
         "groups_issued",
         b'{"type":"groups_issued","incarnation":1,"round":0,"min_version":1,'
@@ -173,10 +180,11 @@ OLD = [
     ),
 ]
 GOLDEN = [
+    (JSON, b'{"type":"buffer_started","incarnation":1,"verdicts":true}', BufferStarted(incarnation=1)),
     (
         JSON,
         b'{"type":"groups_issued","incarnation":1,"round":0,"min_version":1,'
-        b'"groups":[{"group_id":0,"attempt":0,"prompt":0,"prompt_parts":[]}],"num_samples":0}',
+        b'"groups":[{"group_id":0,"attempt":0,"prompt":0,"prompt_parts":[]}],"num_samples":0,"verdicts":true}',
         GroupsIssued(incarnation=1, round=0, min_version=1, groups=(IssuedGroup(group_id=0, attempt=0, prompt=0),)),
     ),
     (

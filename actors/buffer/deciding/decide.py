@@ -261,6 +261,7 @@ def _refill(state: LedgerState, schedule: Schedule, chosen: Chosen | None) -> Me
         min_version=state.version,
         groups=tuple(issued),
         num_samples=schedule.num_samples,
+        verdicts=state.verdicts,
     )
 
 

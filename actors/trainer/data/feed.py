@@ -16,6 +16,7 @@ from actors.trainer.data.staleness import Masking
 from actors.trainer.data.too_long import LengthLimit
 from messages import (
     BatchReady,
+    BufferStarted,
     CheckpointRequested,
     GroupCompleted,
     GroupRef,
@@ -118,7 +119,8 @@ class Feed:
             await self._react(received.message, received.seq, changed=bool(changes))
 
     async def _react(self, event: Message, seq: int, *, changed: bool) -> None:
-        if changed or isinstance(event, BatchReady | CheckpointRequested | WeightsRefused) or kept_by(event):
+        wakes = BatchReady | BufferStarted | CheckpointRequested | WeightsRefused
+        if changed or isinstance(event, wakes) or kept_by(event):
             await self.tell()
         match event:
             case GroupCompleted() if self._prefetch is not None:
@@ -179,7 +181,7 @@ class Feed:
         return FedBatch(step, refs, batch, missing, next(iter(lost.values()), ""))
 
     def kept(self) -> Iterator[int]:
-        """Log sequences of groups that a verdict kept and whose payloads are here, in order of verdicts."""
+        """Log sequences of kept groups whose payloads are here, in order of their verdicts."""
         return (seq for seq in self.history.kept if seq in self._payloads)
 
     def group(self, seq: int) -> TrainBatch | None:

@@ -8,6 +8,7 @@ import msgspec
 from messages import (
     BatchReady,
     BatchTrained,
+    BufferStarted,
     CheckpointRequested,
     CheckpointSaved,
     GroupCompleted,
@@ -29,6 +30,7 @@ from runtime.ledger.steps import STEP_EVENTS, Batch, StepChange, Steps, advance
 HISTORY: Final[tuple[type[Message], ...]] = (
     BatchReady,
     BatchTrained,
+    BufferStarted,
     CheckpointRequested,
     CheckpointSaved,
     GroupCompleted,
@@ -77,7 +79,8 @@ class History:
         self._cited |= {ref.event_seq for batch in ledger.batches.values() for ref in batch.groups}
         self._cited.discard(0)
         self.completed: dict[int, GroupCompleted] = {}  # by log sequence: no trained batch has them yet
-        self.kept: dict[int, None] = {}  # completed groups that a verdict kept, in order of verdicts
+        self.kept: dict[int, None] = {}  # completed groups that are kept, in order of their verdicts
+        self._verdicts = ledger.verdicts  # whether completed groups wait for a verdict
         self._seqs_of_groups: dict[int, list[int]] = {}
 
     @property
@@ -126,9 +129,10 @@ class History:
             return self._advance(event)
         match event:
             case GroupCompleted():
-                self.completed[seq] = event
-                self._seqs_of_groups.setdefault(event.group_id, []).append(seq)
-                self._bound()
+                self._complete(event, seq)
+            case BufferStarted():
+                self._verdicts = event.verdicts
+                self.kept |= dict.fromkeys(() if event.verdicts else self.completed)
             case BatchReady():
                 if self._steps.takes_batch(event.step):
                     self._steps.make(event.step, Batch(groups=event.groups))
@@ -162,6 +166,13 @@ class History:
                 self._forget(ref.group_id for ref in before[step].groups)
         return changes
 
+    def _complete(self, event: GroupCompleted, seq: int) -> None:
+        self.completed[seq] = event
+        self._seqs_of_groups.setdefault(event.group_id, []).append(seq)
+        if not self._verdicts:
+            self.kept[seq] = None
+        self._bound()
+
     def _refuse(self, event: WeightsRefused) -> None:
         self.refused = max(self.refused, event.version)
         if event.num_refusals > 1:
@@ -177,7 +188,7 @@ class History:
             self._forget(ref.group_id for ref in self.batches.pop(number).groups)
 
     def _end(self, over: Over) -> None:
-        """Drop groups that no batch can take. If an earlier verdict kept one, it is read again."""
+        """Drop groups that no batch can take. If one was kept before this verdict, it is read again."""
         self._forget(over.group_ids)
         for seq in over.event_seqs:
             self._forget_one(seq)

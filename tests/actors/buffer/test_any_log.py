@@ -157,10 +157,12 @@ class AnyLog(RuleBasedStateMachine):
             if isinstance(decision, GroupsIssued):
                 self.attempts += [(group.group_id, group.attempt) for group in decision.groups]
 
-    @rule()
-    def restart_buffer(self) -> None:
+    @rule(verdicts=st.booleans())
+    def restart_buffer(self, verdicts: bool) -> None:
+        """Also with a recipe that has a filter where it had none, or none where it had one."""
         self.state = self.refolded()
-        self.add(BufferStarted(incarnation=self.state.incarnation + 1))
+        self.add(BufferStarted(incarnation=self.state.incarnation + 1, verdicts=verdicts))
+        assert verdicts or not self.state.in_stage(Stage.COMPLETED)
 
     def refolded(self) -> LedgerState:
         """From the newest snapshot, after it was seen to be the same as from the beginning."""

@@ -63,7 +63,8 @@ def topology(tmp_path: Path) -> Topology:
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"input": str(number), "label": "1"}) + "\n" for number in range(10)))
     data = [{"name": "d", "path": str(path), "rm_type": "exact_match"}]
-    return topology_with(model={"hf_checkpoint": str(MODEL)}, data=data)
+    rollout = {"dynamic_filter": "nonzero_std"}  # `complete` gives its verdicts
+    return topology_with(model={"hf_checkpoint": str(MODEL)}, data=data, rollout=rollout)
 
 
 @asynccontextmanager

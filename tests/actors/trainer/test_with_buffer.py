@@ -56,6 +56,7 @@ def make(make_topology: Callable[..., Topology], model_dir: Path, tmp_path: Path
 
     def with_staleness(max_staleness: int, asked: int = GROUPS) -> Topology:
         rollout = {"rollout_batch_size": GROUPS, "over_sampling_batch_size": asked, "max_staleness": max_staleness}
+        rollout["dynamic_filter"] = "nonzero_std"  # `answer_tasks` gives its verdicts
         return replace(make_topology(rollout=rollout, train={"num_steps": 3, "save_interval": 1}), data=(data,))
 
     return with_staleness

@@ -101,11 +101,10 @@ def test_policy_loss_needs_engines() -> None:
 
 def test_neither_engines_nor_graders_are_started_for_demonstrations() -> None:
     alone = process_specs(load_topology(SFT).topology, "local", Path("runs/r"))
-    assert [spec.name for spec in alone] == ["trainer", "rollout", "filter", "buffer"]
+    assert [spec.name for spec in alone] == ["trainer", "rollout", "buffer"]
     shared = load_topology(SFT, ('share=[["reward", "filter"], ["buffer"]]',)).topology
     assert [spec.name for spec in process_specs(shared, "local", Path("runs/r"))] == [
         "trainer",
-        "filter",
         "buffer",
         "rollout",
     ]

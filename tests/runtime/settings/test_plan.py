@@ -51,11 +51,21 @@ def test_every_process_of_the_laptop_run_is_drawn() -> None:
     (node,) = planned(load(LAPTOP)).nodes
     names = [process.name for process in node.processes]
     assert names[0] == "nats-server"
-    assert {"engine.policy.0", "router.policy", "trainer", "rollout", "reward", "filter", "buffer"} < set(names)
+    assert {"engine.policy.0", "router.policy", "trainer", "rollout", "reward", "buffer"} < set(names)
     text = drawn(LAPTOP, "bus.port=4333")
     assert all(name in text for name in names)
     assert "nats-server        127.0.0.1, port 4333" in text
     assert "node local (127.0.0.1, 0 GPUs)" in text
+
+
+def test_a_filter_is_drawn_only_where_the_recipe_has_one() -> None:
+    (node,) = planned(load(LAPTOP)).nodes
+    (filtered,) = planned(load(LAPTOP, "rollout.dynamic_filter=nonzero_std")).nodes
+    names = [process.name for process in filtered.processes]
+    names.remove("filter")
+    assert names == [process.name for process in node.processes]
+    assert "filter" not in drawn(LAPTOP)
+    assert "filter" in drawn(LAPTOP, "rollout.dynamic_filter=nonzero_std")
 
 
 def test_a_plan_is_also_json() -> None:

@@ -49,7 +49,7 @@ async def buffer(bus: Bus, folder: Path, **rollout: Any) -> AsyncGenerator[None]
     topology = topology_with(
         model={"hf_checkpoint": str(MODEL)},
         data=[{"name": "d", "path": str(folder / "prompts.jsonl"), "rm_type": "exact_match"}],
-        rollout={"over_sampling_batch_size": 4, **named},
+        rollout={"over_sampling_batch_size": 4, "dynamic_filter": "nonzero_std", **named},
     )
     async with anyio.create_task_group() as group:
         group.start_soon(host, bus, [hosted("buffer", topology, folder)])

@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from actors.buffer.storage.recorder import Recorder
 from actors.buffer.storage.records import Pair, Records
 from messages import (
     BatchReady,
+    BufferStarted,
     Float32Array,
     GroupAborted,
     GroupCompleted,
@@ -115,6 +117,25 @@ def test_a_pair_holds_the_batch_and_what_was_given_up_since_the_one_before() -> 
     records, pairs = told(log)
     assert pairs == [{0: "dull", 1: 0}, {2: 1, 3: "stale"}]
     assert records.rest().records == []
+
+
+def test_without_a_filter_groups_are_dumped_as_kept() -> None:
+    """Wherever the log starts, as long as it has the issue of the groups."""
+    log: list[Message] = [
+        BufferStarted(incarnation=1, verdicts=False),
+        msgspec.structs.replace(issued(0, 1, 2), verdicts=False),
+        completed(0, 1),
+        completed(1, 2),
+        completed(2, 3),
+        GroupsClosed(incarnation=1, group_ids=(2,), outcome="dropped", reason="stale"),
+        batch(0, g0=3, g1=4),
+    ]
+    for start in (0, 1):
+        records = Records()
+        pairs = [records.fold(event, seq) for seq, event in enumerate(log, start=1) if seq > start]
+        (pair,) = [pair for pair in pairs if pair is not None]
+        assert fates(pair) == {0: 0, 1: 0, 2: "stale"}
+        assert [(record.fate.verdict, record.fate.verdict_reason) for record in pair.records] == [("keep", None)] * 3
 
 
 def test_groups_that_lose_the_selection_belong_to_its_batch() -> None:

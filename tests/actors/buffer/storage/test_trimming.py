@@ -152,6 +152,7 @@ def topology_of(tmp_path: Path, *, trim_min_events: int, event_bytes: int | None
     return topology_with(
         model={"hf_checkpoint": str(MODEL)},
         data=[{"name": "d", "path": str(path), "rm_type": "exact_match"}],
+        rollout={"dynamic_filter": "nonzero_std"},  # `complete` gives its verdicts
         train={"num_steps": NUM_STEPS},
         buffer={"trim_min_events": trim_min_events},
         bus={"event_bytes": event_bytes},

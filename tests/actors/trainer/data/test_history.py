@@ -10,6 +10,7 @@ from actors.trainer.data.history import History
 from messages import (
     BatchReady,
     BatchTrained,
+    BufferStarted,
     CheckpointRequested,
     CheckpointSaved,
     GroupRef,
@@ -210,4 +211,20 @@ def test_groups_that_a_verdict_kept_are_known_until_they_are_over() -> None:
     ]
     history = folded(*kept, ready(0, (1, 1)), trained(0))
     history.settle(1)
+    assert [*history.kept] == [2]
+
+
+def test_without_a_filter_groups_are_kept_as_they_complete() -> None:
+    two = completed(1, 90), completed(2, 91)
+    assert [*folded(BufferStarted(incarnation=1, verdicts=False), *two).kept] == [2, 3]
+    resumed = folded(BufferStarted(incarnation=1), *two, BufferStarted(incarnation=2, verdicts=False))
+    assert [*resumed.kept] == [2, 3]
+    filtered = folded(BufferStarted(incarnation=1, verdicts=False), two[0], BufferStarted(incarnation=2), two[1])
+    assert [*filtered.kept] == [2]
+    assert [*folded(BufferStarted(incarnation=1), *two).kept] == []
+
+
+def test_a_snapshot_of_a_run_without_a_filter_says_so() -> None:
+    history = History(ledger_of(BufferStarted(incarnation=1, verdicts=False)))
+    history.fold(completed(1, 90), 2)
     assert [*history.kept] == [2]
