@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[SESSION_MARK] = uuid.uuid4().hex
     os.environ["HF_HUB_OFFLINE"] = "1"  # no test depends on a network
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; two threads are slower on small cores
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background: the started commands would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)

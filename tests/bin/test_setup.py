@@ -73,13 +73,7 @@ class Checkout:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=hear_ctrl_c,
         )
-
-
-def hear_ctrl_c() -> None:
-    """Tests that a shell runs in the background were told to ignore it, and so would what they start."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture
