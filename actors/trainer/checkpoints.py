@@ -167,7 +167,7 @@ class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
         if dtype not in (None, self.dtype):
             raise ValueError(
                 f"{path} was trained in {self.dtype}, and its optimizer's state does not fit model.dtype = {dtype}: "
-                f"set that, or take the weights alone with trainer.finetune = true"
+                f"set that, or take the weights alone with trainer.load_weights_only = true"
             )
 
 
@@ -210,16 +210,16 @@ def beginning_of(topology: Topology, shape: HfConfig, *, thorough: bool = False)
     if trainer.load is None:
         return None
     if (path := megatron_lm_checkpoint_at(Path(trainer.load))) is not None:
-        if not trainer.finetune and not trainer.optimizer.use_distributed_optimizer:
+        if not trainer.load_weights_only and not trainer.optimizer.use_distributed_optimizer:
             raise ValueError(
                 f"{path} is Megatron-LM's, whose optimizer is read with trainer.optimizer.use_distributed_optimizer = "
-                f"true; its weights alone with trainer.finetune = true"
+                f"true; its weights alone with trainer.load_weights_only = true"
             )
         return Beginning(path, of_megatron_lm=True)
     path, saved = checkpoint_at(Path(trainer.load))
     if (damage := _damage_of(path, thorough=thorough)) is not None:
         raise ValueError(f"{path} is damaged: {damage}")
-    saved.check(path, shape, dtype=None if trainer.finetune else topology.model.dtype)
+    saved.check(path, shape, dtype=None if trainer.load_weights_only else topology.model.dtype)
     return Beginning(path)
 
 

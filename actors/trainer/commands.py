@@ -329,7 +329,9 @@ class TrainerRank:
             case Begin():
                 begin = begin_from_megatron_lm if command.of_megatron_lm else begin_from
                 with self._replica.optimizer_at_hand():
-                    return begin(self._replica, Path(command.path), finetune=self._topology.trainer.finetune)
+                    return begin(
+                        self._replica, Path(command.path), weights_only=self._topology.trainer.load_weights_only
+                    )
             case Train():
                 batch = decode_batch(self._channel.broadcast(payload, command.size_bytes))
                 routed, self._routed_experts = self._routed_experts, None

@@ -12,7 +12,7 @@ weights.announced. If a checkpoint is due, it saves one and publishes checkpoint
 - With the reverse order, a crash in between would leave engines that sample with weights of a step unknown to the log.
   The buffer would count their staleness wrongly until the step is trained again. The chosen order delays the engines by
   one publish, about 0.5 ms. The slow work (export, checksum) is done before both.
-- With async export (trainer.handover = "copy"), the leader copies the weights and training continues. The copy is
+- With async export (trainer.weight_export = "async"), the leader copies the weights and training continues. The copy is
   written and announced while later steps train. The next version waits for that. A crash in between has the same effect
   as above.
 - With a `weight_transport` other than files, the announcement carries only the version's probe. A weight sync then
@@ -99,7 +99,7 @@ class Leader:
             InputError: the log no longer holds a batch that has to be trained again.
         """
         self._train = topology.train
-        self._copies = topology.trainer.handover == "copy" and not answers_are_recorded(topology)
+        self._copies = topology.trainer.weight_export == "async" and not answers_are_recorded(topology)
         self._run_directory = rank.run_directory
         self._bus = bus
         self._feed = feed

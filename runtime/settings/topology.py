@@ -174,10 +174,10 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     # from `model.hf_checkpoint`.
     load: Text | None = None
     # Load only the weights from `load`. By default optimizer, schedule and random state are loaded too.
-    finetune: bool = False
-    # How new weights are exported: "stream" blocks training until they are written; "copy" copies them to the host
+    load_weights_only: bool = False
+    # How new weights are exported: "live" blocks training until they are written; "async" copies them to the host
     # first and exports that copy while training continues.
-    handover: Literal["stream", "copy"] = "stream"
+    weight_export: Literal["live", "async"] = "live"
     # Compute reference and old log-probs of finished groups while the trainer waits for a batch.
     log_probs_ahead: bool = False
     # Size of one weight export bucket in bytes. A rank gathers one bucket at a time.

@@ -128,7 +128,7 @@ class CpuTimes:
         if process.pid == self._command.pid:
             return "agent"
         words = " ".join(process.cmdline())
-        names = ("nats-server", "router", "reward.worker", "embedded", "guardian")
+        names = ("nats-server", "router", "reward.worker", "tiny_engine", "guardian")
         return next((name for name in names if name in words), words.rpartition(" ")[2] or process.name())
 
 

@@ -21,7 +21,7 @@ TINY = {
     "delta": "--small --runs 1",
     "demo": "--steps 3 --starts 0",
     "engine": "--seconds 0.2 --no-router",
-    "handover": "--small --transport collective --runs 1 --steps 3 --groups 2",
+    "weight_export": "--small --transport collective --runs 1 --steps 3 --groups 2",
     "ledger": "--events 2000 --big-events 0 --groups 4 --samples 2 --steps 4",
     "long_tail": f"--mode partial {SMALL_TAIL}",
     "memory": "--small --case DP2+DO",
@@ -35,7 +35,7 @@ TINY = {
     "transports": "--small --runs 1",
     "weights": "--small --runs 1",
 }
-TOO_LONG = ("ahead", "demo", "engine", "handover", "memory", "sglang", "transformers", "transports")
+TOO_LONG = ("ahead", "demo", "engine", "weight_export", "memory", "sglang", "transformers", "transports")
 MARKS = {name: (pytest.mark.nightly, pytest.mark.timeout(900)) for name in TOO_LONG}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]

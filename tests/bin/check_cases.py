@@ -66,7 +66,7 @@ ACCEPTED = {
         )
     ),
     "a copy by broadcast": Case(
-        ("engines.policy.weight_transport=collective", "trainer.handover=copy", "rollout.max_staleness=1")
+        ("engines.policy.weight_transport=collective", "trainer.weight_export=async", "rollout.max_staleness=1")
     ),
     "Parquet, an epoch, a response cut by the context": Case(
         (
@@ -153,12 +153,16 @@ REFUSED = {
     "no run to begin from": Case(("trainer.load=TMP/none",), "trainer.load", "no such directory"),
     "nothing saved": Case(("trainer.load=TMP/dumped",), "trainer.load", "neither a run with a complete checkpoint"),
     "a checkpoint of another model": Case(
-        ("trainer.load=TMP/saved", "trainer.finetune=true"), "trainer.load", "vocab_size is 8 there, and 16 here"
+        ("trainer.load=TMP/saved", "trainer.load_weights_only=true"),
+        "trainer.load",
+        "vocab_size is 8 there, and 16 here",
     ),
     "its own checkpoint, of another model": Case(
         ("run.dir=TMP", "run.name=saved"), "model.hf_checkpoint", "vocab_size is 8 there, and 16 here"
     ),
-    "weights of nobody": Case(("trainer.finetune=true",), "trainer.finetune", "no effect without trainer.load"),
+    "weights of nobody": Case(
+        ("trainer.load_weights_only=true",), "trainer.load_weights_only", "no effect without trainer.load"
+    ),
     # layouts
     "a layer in halves": Case(
         ("trainer.num_processes=2", "trainer.megatron.pipeline_model_parallel_size=2"),
@@ -218,8 +222,8 @@ REFUSED = {
     ),
     # engines
     "weights by shared memory of a copy": Case(
-        ("engines.policy.weight_transport=ipc", "engines.policy.colocate=trainer", "trainer.handover=copy"),
-        "trainer.handover",
+        ("engines.policy.weight_transport=ipc", "engines.policy.colocate=trainer", "trainer.weight_export=async"),
+        "trainer.weight_export",
         "nothing trains beside the copy while colocated engines have their turn",
     ),
     "handles of several stages": Case(

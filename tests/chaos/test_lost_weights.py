@@ -71,13 +71,13 @@ def check_result(log: Log) -> None:
 
 
 @pytest.mark.parametrize(
-    "handover",
-    [pytest.param("stream", marks=pytest.mark.chaos), pytest.param("copy", marks=pytest.mark.nightly)],
+    "export",
+    [pytest.param("live", marks=pytest.mark.chaos), pytest.param("async", marks=pytest.mark.nightly)],
 )
 async def test_both_engines_are_killed_when_the_trainer_is_ahead_of_the_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handover: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, export: str
 ) -> None:
-    overrides = "rollout.max_staleness=1", f"trainer.handover={handover}"
+    overrides = "rollout.max_staleness=1", f"trainer.weight_export={export}"
     run, gate = gated_run(tmp_path, monkeypatch, SPLIT, *overrides)
     async with run.started() as command:
         await command.log.until(half_done(newest=2))

@@ -46,7 +46,7 @@ def moments_of(places: Sequence[tuple[str, str]], signal: str) -> tuple[Moment, 
     return tuple(Moment(what, 2, process, signal) for process, what in places)
 
 
-COPIED: Final = ("trainer.handover=copy", "rollout.max_staleness=1")  # sent beside later train steps
+COPIED: Final = ("trainer.weight_export=async", "rollout.max_staleness=1")  # sent beside later train steps
 
 ALL: Final = {
     f"{process}, {signal}": moments_of([(process, what) for what in places], signal)
@@ -68,9 +68,9 @@ CASES: Final = [
 ]
 
 
-@pytest.mark.parametrize(("moments", "handover"), CASES)
+@pytest.mark.parametrize(("moments", "settings"), CASES)
 async def test_all_engines_get_the_newest_weights_whoever_dies_in_a_session(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: tuple[Moment, ...], handover: Sequence[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: tuple[Moment, ...], settings: Sequence[str]
 ) -> None:
     marks, grader = prepare(tmp_path, monkeypatch, moments)
     run = Run(
@@ -78,12 +78,12 @@ async def test_all_engines_get_the_newest_weights_whoever_dies_in_a_session(
         num_steps=STEPS * (1 + len(moments)),
         eval_interval=1000,  # none at the gate: while one runs, nobody is given weights
         topology=SPLIT,
-        settings=(*SETTINGS, *handover, grader),
+        settings=(*SETTINGS, *settings, grader),
     )
     async with run.started() as command:
         for moment in moments:
             await until_whole(command, moment, marks, BOTH)
             (marks / GATE).unlink()
         await finish(run, command)
-    await audit(run, killed=died(moments), ordered=not handover)
+    await audit(run, killed=died(moments), ordered=not settings)
     await check_the_last_session(run)

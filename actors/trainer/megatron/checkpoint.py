@@ -74,14 +74,14 @@ def load_checkpoint(replica: Replica, path: Path) -> int:
     return state["step"]
 
 
-def begin_from(replica: Replica, path: Path, *, finetune: bool) -> None:
+def begin_from(replica: Replica, path: Path, *, weights_only: bool) -> None:
     """Start a run from the checkpoint of another run, or from its weights alone. A collective of all ranks.
 
     Raises:
         ValueError: An earlier version of the trainer saved the checkpoint.
         Whatever Megatron raises when files are damaged or belong to another model.
     """
-    if finetune:
+    if weights_only:
         load_model(replica.complete_chunks(), path)
         replica.optimizer.reload_model_params()
         return

@@ -29,10 +29,10 @@ ALIKE: Final = {  # norm names: TransformerEngine's layers to Megatron's local l
 EMBEDDING: Final = "embedding.word_embeddings.weight"
 OF_OPTIMIZER: Final = "optimizer."
 READABLE: Final = "fully_reshardable"
-FINETUNE: Final = "take the weights alone with trainer.finetune = true"
+WEIGHTS_ONLY: Final = "take the weights alone with trainer.load_weights_only = true"
 
 
-def begin_from_megatron_lm(replica: Replica, path: Path, *, finetune: bool) -> None:
+def begin_from_megatron_lm(replica: Replica, path: Path, *, weights_only: bool) -> None:
     """Start a run from a Megatron-LM checkpoint, or from its weights alone. A collective of all ranks.
 
     The run's train steps start at 0: Megatron-LM's iterations do not count as train steps.
@@ -49,7 +49,7 @@ def begin_from_megatron_lm(replica: Replica, path: Path, *, finetune: bool) -> N
     }
     _take_names(model, saved)
     _check(model, saved, path)
-    if finetune:
+    if weights_only:
         with quiet(), reading(path):
             state = dist_checkpointing.load(model, str(path), common_strategy=_Nothing())
         _set_model(replica, state)
@@ -119,23 +119,23 @@ def _check_optimizer(replica: Replica, saved: Mapping[str, Any], path: Path) -> 
         ValueError: The optimizer state cannot be read here; the text says why.
     """
     if len(getattr(replica.optimizer, "chained_optimizers", [None])) > 1:
-        raise ValueError(f"{path}: the optimizer of a model with experts is not read from Megatron-LM; {FINETUNE}")
+        raise ValueError(f"{path}: the optimizer of a model with experts is not read from Megatron-LM; {WEIGHTS_ONLY}")
     if saved[EMBEDDING].dtype != replica.dtype:
-        raise ValueError(f"{path} was trained in {saved[EMBEDDING].dtype}, and here is {replica.dtype}; {FINETUNE}")
+        raise ValueError(f"{path} was trained in {saved[EMBEDDING].dtype}, and here is {replica.dtype}; {WEIGHTS_ONLY}")
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
     except UnsafeCheckpoint as error:
-        raise ValueError(f"{path / 'common.pt'} holds objects of a program that is not here; {FINETUNE}") from error
+        raise ValueError(f"{path / 'common.pt'} holds objects of a program that is not here; {WEIGHTS_ONLY}") from error
     if "optimizer" not in common:
-        raise ValueError(f"{path} was saved without its optimizer; {FINETUNE}")
+        raise ValueError(f"{path} was saved without its optimizer; {WEIGHTS_ONLY}")
     kind = common["optimizer"].get("param_state_sharding_type")
     if kind != READABLE:
         told = "by another optimizer than the distributed one" if kind is None else f"as {kind}"
         raise ValueError(
             f"{path} has its optimizer's state {told}, which other layouts cannot read, only {READABLE} "
-            f"(Megatron-LM's --use-distributed-optimizer and --dist-ckpt-optim-fully-reshardable); {FINETUNE}"
+            f"(Megatron-LM's --use-distributed-optimizer and --dist-ckpt-optim-fully-reshardable); {WEIGHTS_ONLY}"
         )
     steps = {group.get("step") for group in common["optimizer"]["optimizer"]["param_groups"]}
     if len(steps) != 1 or None in steps:
-        raise ValueError(f"{path} does not say how many steps its optimizer has made; {FINETUNE}")
+        raise ValueError(f"{path} does not say how many steps its optimizer has made; {WEIGHTS_ONLY}")
     return int(steps.pop())

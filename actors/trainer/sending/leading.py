@@ -10,8 +10,8 @@ again after a crash, the weights do not match the newest version. Then there is 
 With several update groups (`update_groups`), each has its own weight sync, one after another. A failure in one update
 group does not affect the others.
 
-With async export (trainer.handover = "copy"), each stage's first rank keeps a gathered copy of the newest version on
-its host. The next version's copy replaces it. Weight syncs send this copy. On the CPU they run concurrently with
+With async export (trainer.weight_export = "async"), each stage's first rank keeps a gathered copy of the newest version
+on its host. The next version's copy replaces it. Weight syncs send this copy. On the CPU they run concurrently with
 training: the engines' process groups use gloo, with its own threads and connections. On GPUs they run between train
 steps. Kernels of two NCCL communicators deadlock if they wait for each other in another order on each rank.
 """
@@ -87,7 +87,7 @@ class WeightSessions:
         self._roster = Roster(bus)
         self._torch_thread = torch_thread
         self._orders = rank.sending
-        copies = topology.trainer.handover == "copy" and not answers_are_recorded(topology)
+        copies = topology.trainer.weight_export == "async" and not answers_are_recorded(topology)
         self.keeps = copies and self.are_needed  # keeps a copy of the weights, and sends that
         self.sends_beside = self.keeps and topology.trainer.device == "cpu"  # not known to be safe with NCCL
         self._incarnation = incarnation

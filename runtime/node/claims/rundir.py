@@ -30,7 +30,7 @@ HARMLESS = frozenset(
 )
 LASTING = ("model", "data", "rollout", "algorithm", "optimizer", "train", "eval", "run.seed", "run.only", "run.load")
 LASTING_OF_REWARD = ("reward.on_failure", "reward.reward_key", "reward.group_rm")
-LASTING_OF_TRAINER = ("trainer.load", "trainer.finetune")
+LASTING_OF_TRAINER = ("trainer.load", "trainer.load_weights_only")
 
 
 class RunRefused(Exception):

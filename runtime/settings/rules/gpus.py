@@ -199,9 +199,9 @@ def _colocation(topology: Topology) -> Iterator[Problem]:
     if topology.trainer.log_probs_ahead:
         message = "colocated engines have the GPUs while groups are generated: allowed: false"
         yield Problem.of("trainer.log_probs_ahead", True, message)
-    if topology.trainer.handover == "copy":
-        message = 'nothing trains beside the copy while colocated engines have their turn: allowed: "stream"'
-        yield Problem.of("trainer.handover", "copy", message)
+    if topology.trainer.weight_export == "async":
+        message = 'nothing trains beside the copy while colocated engines have their turn: allowed: "live"'
+        yield Problem.of("trainer.weight_export", "async", message)
     for name, engine in pools.items():
         if engine.urls:
             message = "engines that others run are not told to give memory back: allowed: those that the run starts"

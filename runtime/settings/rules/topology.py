@@ -150,8 +150,8 @@ def _shares(topology: Topology) -> Iterator[Problem]:
 
 
 def _load(topology: Topology) -> Iterator[Problem]:
-    if topology.trainer.finetune and topology.trainer.load is None:
-        yield Problem.of("trainer.finetune", True, "has no effect without trainer.load")
+    if topology.trainer.load_weights_only and topology.trainer.load is None:
+        yield Problem.of("trainer.load_weights_only", True, "has no effect without trainer.load")
 
 
 def _ahead(topology: Topology) -> Iterator[Problem]:

@@ -87,7 +87,9 @@ def test_fine_tuning_takes_the_weights_and_nothing_else(
     make_topology: MakeTopology, other: TrainerRank, tmp_path: Path, dtype: str, trainer: dict[str, Any]
 ) -> None:
     model = {"dtype": dtype}
-    new = beginning(make_topology, tmp_path, tmp_path / "other", trainer={"finetune": True, **trainer}, model=model)
+    new = beginning(
+        make_topology, tmp_path, tmp_path / "other", trainer={"load_weights_only": True, **trainer}, model=model
+    )
     torch.manual_seed(4)
     drawn = torch.rand(2)
     torch.manual_seed(4)
@@ -132,7 +134,7 @@ def test_what_no_run_can_begin_from_is_refused(
     (model_dir / "config.json").write_bytes(msgspec.json.encode(TINY | {"hidden_size": 24}))
     says = "of another model: hidden_size is 16 there, and 24 here"
     refused(tmp_path / "other", says)
-    refused(tmp_path / "other", says, trainer={"finetune": True})
+    refused(tmp_path / "other", says, trainer={"load_weights_only": True})
     path, saved = checkpoint_at(tmp_path / "other")
     assert isinstance(saved, SavedRun)
     (path / RUN_FILE).write_bytes(b"{")

@@ -146,7 +146,7 @@ async def test_training_goes_on_while_a_copy_of_the_weights_is_written(
         write(writer, name, data)
 
     monkeypatch.setattr(TrainerRank, "train", train_and_say)
-    topology = make_topology(train={"num_steps": 3}, trainer={"handover": "copy", "export_bucket_bytes": 2000})
+    topology = make_topology(train={"num_steps": 3}, trainer={"weight_export": "async", "export_bucket_bytes": 2000})
     async with running(topology, bus, tmp_path / "run"):
         await said_until(bus, WeightsAnnounced)
         monkeypatch.setattr(ShardWriter, "write", write_late)
@@ -161,11 +161,11 @@ async def test_training_goes_on_while_a_copy_of_the_weights_is_written(
     assert names(events)[-2:] == ["WeightsAnnounced", "CheckpointSaved"]
 
 
-@pytest.mark.parametrize("handover", ["stream", "copy"])
+@pytest.mark.parametrize("export", ["live", "async"])
 async def test_changes_that_an_engine_cannot_take_are_followed_by_a_whole_version_while_nothing_is_trained(
-    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path, handover: str
+    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path, export: str
 ) -> None:
-    trainer = {"full_export_interval": 10, "handover": handover}
+    trainer = {"full_export_interval": 10, "weight_export": export}
     async with running(make_topology(train={"num_steps": 4}, trainer=trainer), bus, tmp_path / "run"):
         await said_until(bus, WeightsAnnounced, 1)
         await bus.publish(

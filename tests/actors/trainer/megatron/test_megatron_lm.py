@@ -125,7 +125,7 @@ def test_weights_are_those_of_the_directory(
 ) -> None:
     weights = {name: value.detach() for name, value in write_model(model_dir, tied=tied).state_dict().items()}
     save(tmp_path / "lm", {"model": described(stock_model(model_dir, weights), local=local, stacked=stacked)})
-    trainer = {"load": str(tmp_path / "lm"), "finetune": True}
+    trainer = {"load": str(tmp_path / "lm"), "load_weights_only": True}
     rank = TrainerRank(make_topology(trainer=trainer), tmp_path / "run")
     assert rank.resume() == 0
     found = whole_weights(rank._replica.complete_chunks(), rank._replica.hf)
@@ -186,12 +186,12 @@ def test_what_cannot_be_read_is_refused_with_the_reason(
     rewritten(lambda common: common["optimizer"].pop("param_state_sharding_type"))
     refused("state by another optimizer than the distributed one")
     rewritten(lambda common: common.pop("optimizer"))
-    refused("was saved without its optimizer; take the weights alone with trainer.finetune = true")
+    refused("was saved without its optimizer; take the weights alone with trainer.load_weights_only = true")
     rewritten(lambda common: common.update(args=Strange()))
     refused("holds objects of a program that is not here; take the weights alone")
-    own, finetune = (model_dir / "config.json").read_bytes(), {"finetune": True}
+    own, weights_only = (model_dir / "config.json").read_bytes(), {"load_weights_only": True}
     TrainerRank(
-        make_topology(trainer={"load": str(path)} | finetune), tmp_path / "run"
+        make_topology(trainer={"load": str(path)} | weights_only), tmp_path / "run"
     ).resume()  # weights alone are read
     for change, says in {
         ("num_hidden_layers", 3): r"linear_qkv\.layer_norm_weight is \[2, 16\] there, and \[3, 16\] here",
@@ -200,7 +200,7 @@ def test_what_cannot_be_read_is_refused_with_the_reason(
         ("tie_word_embeddings", True): r"it has output_layer\.weight, and this model has not",
     }.items():
         (model_dir / "config.json").write_bytes(msgspec.json.encode(TINY | dict([change])))
-        refused(says, trainer=finetune)
+        refused(says, trainer=weights_only)
     (model_dir / "config.json").write_bytes(own)
     (path / "metadata.json").unlink()
     refused("iter_0000010 is no complete checkpoint of Megatron-LM", load=tmp_path / "lm")

@@ -1,14 +1,15 @@
-"""Whole runs whose trainer waits for its weights, or goes on beside a copy of them (trainer.handover). JSON.
+"""Whole runs whose trainer waits for its weights, or goes on beside a copy of them (trainer.weight_export). JSON.
 
 The disaggregated layout of laptop-split.toml with a larger model: a trainer of two ranks, two engines, one train step
-apart. By files and by broadcast, each with both handovers, in turns. Medians of train steps, the first ones left out:
+apart. By files and by broadcast, each with live and async weight export, in turns. Medians of train
+steps, the first ones left out:
 
 - step_s: from one train step's end to the next one's.
 - training_stands_still_s: for a version: its export, or its copy; and its weight session, where none is sent beside.
 - engines_stand_still_s: in which they begin no request.
 - applied_s: from a version's announcement until engines have proven it.
 
-Run: python -m tests.bench.bench_handover
+Run: python -m tests.bench.bench_weight_export
 """
 
 import argparse
@@ -30,7 +31,7 @@ LARGE: Final = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layer
 LARGE_HEADS: Final = {"num_key_value_heads": 4, "head_dim": 64}  # 76 MB with the other sizes
 WARM_UP: Final = 2  # train steps
 TRANSPORTS: Final = ("disk", "collective")
-HANDOVERS: Final = ("stream", "copy")
+EXPORTS: Final = ("live", "async")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,9 +48,9 @@ def main(argv: list[str] | None = None) -> int:
         write_model(model, small=args.small)
         for number in range(args.runs):
             for transport in args.transport or TRANSPORTS:
-                for handover in HANDOVERS:
-                    found = run(Path(folder), f"{transport}-{handover}-{number}", model, transport, handover, args)
-                    rows.setdefault(f"{transport}, {handover}", []).extend(found)
+                for export in EXPORTS:
+                    found = run(Path(folder), f"{transport}-{export}-{number}", model, transport, export, args)
+                    rows.setdefault(f"{transport}, {export}", []).extend(found)
     report = {way: {name: median(steps, name) for name in steps[0]} for way, steps in rows.items()}
     print(json.dumps(report, indent=2))
     return 0
@@ -63,7 +64,7 @@ def write_model(directory: Path, *, small: bool) -> None:
 
 
 def run(
-    folder: Path, name: str, model: Path, transport: str, handover: str, args: argparse.Namespace
+    folder: Path, name: str, model: Path, transport: str, export: str, args: argparse.Namespace
 ) -> list[dict[str, float]]:
     """What each train step of a run took."""
     settings = {
@@ -74,7 +75,7 @@ def run(
         "rollout.rollout_batch_size": args.groups,
         "rollout.n_samples_per_prompt": 4,
         "rollout.max_staleness": 1,
-        "trainer.handover": handover,
+        "trainer.weight_export": export,
         "engines.policy.weight_transport": transport,
     }
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
@@ -84,12 +85,12 @@ def run(
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "perf/train_time" in row]
     shutil.rmtree(folder / name)
-    return [taken(before, after, transport, handover) for before, after in pairwise(steps[WARM_UP - 1 :])]
+    return [taken(before, after, transport, export) for before, after in pairwise(steps[WARM_UP - 1 :])]
 
 
-def taken(before: dict[str, Any], after: dict[str, Any], transport: str, handover: str) -> dict[str, float]:
+def taken(before: dict[str, Any], after: dict[str, Any], transport: str, export: str) -> dict[str, float]:
     """Seconds of the step that a row of metrics tells of, after the row before it."""
-    is_sent_beside = transport == "disk" or handover == "copy"
+    is_sent_beside = transport == "disk" or export == "async"
     session_s = 0.0 if is_sent_beside else after["perf/update_weights_session_time"]
     return {
         "step_s": after["time"] - before["time"],
