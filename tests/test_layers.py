@@ -51,6 +51,7 @@ class Import:
     now: bool
 
 
+@cache
 def sources_of(root: Path) -> dict[str, Source]:
     sources: dict[str, Source] = {}
     for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):

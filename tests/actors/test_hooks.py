@@ -6,7 +6,7 @@ import pytest
 
 from actors.hooks import check_hooks
 from runtime.settings.load import load_topology
-from tests.support.rollout import topology_with
+from tests.build.topology import topology_with
 
 GOOD = "def good(sample):\n    return 1.0\n\ndef wrong(a, b):\n    return 1.0\n\nvalue = 3\n"
 

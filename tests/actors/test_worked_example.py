@@ -26,8 +26,9 @@ from runtime.bus.bus import Bus
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, Stage, fold
 from runtime.process.hosting import host
 from runtime.settings.topology import Topology
+from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
-from tests.support.rollout import announcement, topology_with
+from tests.support.rollout import announcement
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 pytestmark = pytest.mark.anyio

@@ -12,7 +12,8 @@ from actors.trainer.models.files import set_format, write_model
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sources import random_source
 from runtime.settings.topology import encode_topology
-from tests.actors.trainer.tiny import TINY, tiny_topology
+from tests.actors.trainer.tiny import TINY
+from tests.build.topology import trainer_topology
 
 COMMAND = Path(__file__).parents[2] / "bin" / "export_hf.py"
 
@@ -30,7 +31,9 @@ def folder(tmp_path: Path) -> Path:
     (model / "config.json").write_text(json.dumps(TINY))
     run = tmp_path / "runs" / "mine"
     run.mkdir(parents=True)
-    (run / "topology.json").write_bytes(encode_topology(tiny_topology(model, tmp_path / "runs", run={"name": "mine"})))
+    (run / "topology.json").write_bytes(
+        encode_topology(trainer_topology(model, tmp_path / "runs", run={"name": "mine"}))
+    )
     shape = read_hf_config(model)
     draw = random_source(shape, 0)
     weights = {name: draw(name) for name in hf_shapes(shape)}

@@ -19,7 +19,7 @@ from runtime.node.supervisor.ports import free_port
 from runtime.settings.devices import HIDDEN
 from runtime.settings.topology import Topology, encode_topology
 from tests.actors.trainer.hf import write_further_model, write_model
-from tests.actors.trainer.tiny import tiny_topology
+from tests.build.topology import trainer_topology
 from tests.grid.rows import Row
 from tests.support.checkpoint_tensors import tensors_of
 
@@ -119,7 +119,7 @@ def _topology(place: Path, row: Row, device: str) -> Topology:
         "train": {"max_tokens_per_gpu": row.max_tokens, "num_steps": 4},
         "trainer": {"device": device, "export_bucket_bytes": 20_000, **row.trainer()},
     }
-    return tiny_topology(_model(place, row), place, **tables)
+    return trainer_topology(_model(place, row), place, **tables)
 
 
 def _run(place: Path, jobs: Sequence[Job], half: str, timeout_s: float, device: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from actors.processes import process_specs
 from runtime.node.supervisor.ports import free_port
 from runtime.settings.topology import SOLE_NODE
-from tests.support.rollout import topology_with
+from tests.build.topology import topology_with
 from tests.support.tiny_engine import wait_until_200
 
 STOP_S = 10.0

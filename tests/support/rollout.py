@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import msgspec
 
 from actors.registry import hosted
 from messages import (
@@ -32,25 +31,6 @@ from runtime.node.supervisor.ports import free_port
 from runtime.process.hosting import host
 from runtime.settings.topology import Topology
 from tests.support.scripted_engine import ScriptedEngine
-
-MODEL = Path(__file__).parent / "scripted_model"  # only a config, with a vocabulary for all tokens of the scripts
-RECIPE: dict[str, Any] = {
-    "run": {"name": "t"},
-    "model": {"hf_checkpoint": str(MODEL)},
-    "data": [{"name": "d", "path": "none", "rm_type": "exact_match"}],
-    "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_response_len": 8},
-    "train": {"num_steps": 3},
-    "engines": {"policy": {"kind": "tiny", "concurrency": 8}},
-}
-
-
-def topology_with(**tables: Any) -> Topology:
-    """Make a small topology. Each argument replaces or extends a table."""
-    merged: dict[str, Any] = {**RECIPE, **tables}
-    for name, table in RECIPE.items():
-        if isinstance(table, dict) and name != "engines":
-            merged[name] = {**table, **tables.get(name, {})}
-    return msgspec.convert(merged, Topology)
 
 
 @contextmanager

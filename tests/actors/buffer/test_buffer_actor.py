@@ -49,8 +49,9 @@ from runtime.ledger.state import MAX_ENDINGS_LOST
 from runtime.process.hosting import host
 from runtime.settings.recipe import EvalConfig
 from runtime.settings.topology import Topology
+from tests.build.topology import topology_with
 from tests.fixtures.nats import TEST_STREAMS, NatsServer, eventually
-from tests.support.rollout import announcement, next_event, topology_with
+from tests.support.rollout import announcement, next_event
 
 pytestmark = pytest.mark.anyio
 

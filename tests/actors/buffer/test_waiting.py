@@ -23,8 +23,8 @@ from runtime.bus.errors import CallError
 from runtime.ledger.fold import LedgerState, fold
 from runtime.process.hosting import host
 from tests.build.events import announced, batch, completed, issued, trained, verdict
+from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
-from tests.support.rollout import topology_with
 
 MODEL = Path(__file__).resolve().parents[3] / "topologies/demo/models/reverse-digits"
 SCHEDULE = Schedule(num_steps=2, rollout_batch_size=3, over_sampling_batch_size=3)

@@ -10,7 +10,7 @@ from actors.reward.sandbox import sandbox_of
 from runtime.settings.recipe import DataConfig, EvalConfig
 from runtime.settings.topology import RunConfig, Topology
 from tests.actors.reward.test_sandbox import REFUSAL, details_of, graded_by, refused
-from tests.actors.trainer.tiny import tiny_topology
+from tests.build.topology import trainer_topology
 
 pytestmark = pytest.mark.anyio
 
@@ -28,7 +28,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def isolated_topology(place: Path, runs: str = "runs", **reward: Any) -> Topology:
-    topology = tiny_topology(place, place / runs, reward={"sandbox": "isolated", **reward})
+    topology = trainer_topology(place, place / runs, reward={"sandbox": "isolated", **reward})
     data = DataConfig(name="d", path=f"{place}/train.jsonl@[0:1]", rm_type="exact_match")
     return msgspec.structs.replace(
         topology,

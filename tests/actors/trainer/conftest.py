@@ -10,7 +10,8 @@ import torch
 
 from actors.trainer.megatron import groups as ranks
 from runtime.settings.topology import MegatronConfig, Topology
-from tests.actors.trainer.tiny import TINY, tiny_topology
+from tests.actors.trainer.tiny import TINY
+from tests.build.topology import trainer_topology
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +35,6 @@ def make_topology(model_dir: Path, tmp_path: Path) -> Callable[..., Topology]:
     """A topology of the tiny model; keyword arguments are tables that change the defaults."""
 
     def make(**tables: dict[str, Any]) -> Topology:
-        return tiny_topology(model_dir, tmp_path, **tables)
+        return trainer_topology(model_dir, tmp_path, **tables)
 
     return make

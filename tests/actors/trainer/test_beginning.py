@@ -1,6 +1,5 @@
 """A run that begins from another run's checkpoint: from all of it, or from its weights."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,11 @@ import torch
 
 from actors.trainer.checkpoints import CHECKPOINTS, RUN_FILE, SavedRun, checkpoint_at
 from actors.trainer.commands import TrainerRank
-from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.tiny import TINY, random_batch
+from tests.build.topology import MakeTopology
 from tests.support.checkpoints import save
 
-MakeTopology = Callable[..., Topology]
 SCHEDULE = {"lr_decay_style": "linear", "lr_warmup_iters": 3}
 DISTRIBUTED = {"optimizer": {"use_distributed_optimizer": True}}
 

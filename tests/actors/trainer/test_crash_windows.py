@@ -29,6 +29,7 @@ from runtime.bus.bus import Bus
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hosting import TIMEOUT_S, errors_of, of, running
 from tests.actors.trainer.logs import GROUPS, completed, payload, publish_batch
+from tests.build.topology import MakeTopology
 
 pytestmark = pytest.mark.anyio
 
@@ -121,7 +122,7 @@ def no_ranks_yet(one_rank: None) -> None:
 
 
 @pytest.fixture
-def topology(make_topology: Callable[..., Topology]) -> Topology:
+def topology(make_topology: MakeTopology) -> Topology:
     return make_topology(train={"num_steps": NUM_STEPS, "save_interval": SAVE_INTERVAL})
 
 

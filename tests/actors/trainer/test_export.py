@@ -14,13 +14,12 @@ from actors.trainer.export import CannotExport, export_run
 from actors.trainer.models import shards as shards_module
 from actors.trainer.models.files import file_source
 from actors.trainer.models.shapes import hf_shapes
-from runtime.settings.topology import Topology, encode_topology
+from runtime.settings.topology import encode_topology
 from tests.actors.trainer.hf import write_model
 from tests.actors.trainer.tiny import random_batch
+from tests.build.topology import MakeTopology
 from tests.support.checkpoints import save
 from tests.support.published import flip
-
-MakeTopology = Callable[..., Topology]
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """What a trainer computes while it waits for a batch, on a real bus, and that nothing of it is missed after a crash."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -17,6 +16,7 @@ from runtime.settings.topology import Topology
 from tests.actors.trainer.hosting import TIMEOUT_S, errors_of, of, running, said_until
 from tests.actors.trainer.logs import GROUPS, completed, payload, publish_groups
 from tests.actors.trainer.test_crash_windows import Died, dying
+from tests.build.topology import MakeTopology
 
 pytestmark = pytest.mark.anyio
 
@@ -30,7 +30,7 @@ def no_ranks_yet(one_rank: None) -> None:
 
 
 @pytest.fixture
-def topology(make_topology: Callable[..., Topology]) -> Topology:
+def topology(make_topology: MakeTopology) -> Topology:
     return make_topology(
         train={"num_steps": NUM_STEPS},
         algorithm={"use_kl_loss": True, "kl_loss_coef": 0.3, "num_steps_per_rollout": 2},

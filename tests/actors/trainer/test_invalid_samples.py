@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from actors.trainer.megatron import groups as ranks
 from messages import BatchReady, BatchTrained, Float32Array, GroupRef, Int32Array, Outcome, Segment, VerdictGiven
 from runtime.bus.bus import Bus
-from runtime.settings.topology import Topology
 from tests.actors.trainer.hosting import of, running, said_until
 from tests.actors.trainer.logs import completed, payload, publish_group
 from tests.actors.trainer.tiny import VOCAB
+from tests.build.topology import MakeTopology
 
 pytestmark = pytest.mark.anyio
 
@@ -48,7 +48,7 @@ async def publish(bus: Bus, group_id: int, change: Callable[[int, Segment], Segm
 
 
 async def test_a_sample_that_cannot_be_true_is_left_out_and_named_and_the_others_train(
-    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+    make_topology: MakeTopology, bus: Bus, tmp_path: Path
 ) -> None:
     topology = make_topology(train={"num_steps": 1}, algorithm={"use_rollout_logprobs": True})
 

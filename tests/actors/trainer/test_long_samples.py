@@ -1,6 +1,5 @@
 """Samples that are longer than the trainer's ranks take, on a real bus."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,9 @@ from actors.trainer.megatron import groups as ranks
 from messages import BatchReady, BatchTrained, GroupRef, Outcome, VerdictGiven
 from runtime.bus.bus import Bus
 from runtime.process.actor import InputError
-from runtime.settings.topology import Topology
 from tests.actors.trainer.hosting import errors_of, of, running, said_until
 from tests.actors.trainer.logs import completed, payload, publish_group
+from tests.build.topology import MakeTopology
 
 pytestmark = pytest.mark.anyio
 
@@ -41,7 +40,7 @@ async def publish_long(bus: Bus, group_id: int, *long: int) -> GroupRef:
 
 
 async def test_a_sample_over_the_limit_is_told_by_its_length_and_never_fetched(
-    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+    make_topology: MakeTopology, bus: Bus, tmp_path: Path
 ) -> None:
     topology = make_topology(train={"num_steps": 1, "max_tokens_per_gpu": LIMIT})
     refs = (await publish_long(bus, 0, 1, 3), await publish_long(bus, 1, 0, 1, 2, 3), await publish_group(bus, 2))
@@ -58,7 +57,7 @@ async def test_a_sample_over_the_limit_is_told_by_its_length_and_never_fetched(
 
 
 async def test_on_too_long_fail_ends_with_the_sample_and_the_settings(
-    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+    make_topology: MakeTopology, bus: Bus, tmp_path: Path
 ) -> None:
     topology = make_topology(train={"num_steps": 1, "max_tokens_per_gpu": LIMIT, "on_too_long": "fail"})
     await bus.publish(BatchReady(incarnation=1, step=0, groups=(await publish_long(bus, 0, 3),)))

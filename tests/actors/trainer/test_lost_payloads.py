@@ -1,6 +1,5 @@
 """Payloads that are gone, and checkpoints that are asked for, on a real bus."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -26,6 +25,7 @@ from runtime.bus.bus import Bus
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hosting import errors_of, names, of, running, said_until
 from tests.actors.trainer.logs import publish_batch, publish_group, publish_groups
+from tests.build.topology import MakeTopology
 
 pytestmark = pytest.mark.anyio
 
@@ -37,7 +37,7 @@ def no_ranks_yet(one_rank: None) -> None:
 
 
 @pytest.fixture
-def topology(make_topology: Callable[..., Topology]) -> Topology:
+def topology(make_topology: MakeTopology) -> Topology:
     return make_topology(train={"num_steps": 3})
 
 

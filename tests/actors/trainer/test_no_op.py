@@ -25,7 +25,7 @@ from runtime.process.hosting import host
 from runtime.settings.topology import Topology
 from tests.actors.buffer.storage.test_recorder import completed
 from tests.actors.trainer.data.test_feed import take_snapshot, trim
-from tests.support.rollout import topology_with
+from tests.build.topology import topology_with
 from tests.support.tiny_models import write_model
 
 pytestmark = pytest.mark.anyio

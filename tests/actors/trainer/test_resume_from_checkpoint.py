@@ -14,9 +14,9 @@ from actors.trainer.export import CannotExport, export_run
 from actors.trainer.file_checksums import CHECKSUMS_FILE
 from runtime.settings.topology import Topology, encode_topology
 from tests.actors.trainer.tiny import TINY, random_batch
+from tests.build.topology import MakeTopology
 from tests.support.checkpoints import save
 
-MakeTopology = Callable[..., Topology]
 FILES = (".metadata", "__0_0.distcp", "checksums.json", "common.pt", "metadata.json", "run.json")
 
 

@@ -1,6 +1,5 @@
 """Batches with losses that are not finite, on a real bus: what the log and the books say of them, and replays."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from runtime.process.actor import InputError
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hosting import errors_of, of, running, said_until
 from tests.actors.trainer.logs import GROUPS, publish_group
+from tests.build.topology import MakeTopology
 
 pytestmark = pytest.mark.anyio
 
@@ -26,7 +26,7 @@ def no_ranks_yet(one_rank: None) -> None:
     ranks.leave()
 
 
-def topology_of(make_topology: Callable[..., Topology], **train: object) -> Topology:
+def topology_of(make_topology: MakeTopology, **train: object) -> Topology:
     algorithm = {"disable_rewards_normalization": True, "num_steps_per_rollout": 3}  # an optimizer step for each group
     return make_topology(algorithm=algorithm, train={"num_steps": 3} | train)
 
@@ -48,7 +48,7 @@ async def books_of(bus: Bus) -> LedgerState:
 
 
 async def test_samples_without_a_gradient_are_named_and_their_groups_are_skipped_in_the_books(
-    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+    make_topology: MakeTopology, bus: Bus, tmp_path: Path
 ) -> None:
     async with running(topology_of(make_topology), bus, tmp_path / "run"):
         await publish_poisoned(bus, 0, 1)
@@ -65,9 +65,7 @@ async def test_samples_without_a_gradient_are_named_and_their_groups_are_skipped
     assert state.untrained == {"not_finite": 4}
 
 
-async def test_a_replay_skips_what_was_skipped_before(
-    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
-) -> None:
+async def test_a_replay_skips_what_was_skipped_before(make_topology: MakeTopology, bus: Bus, tmp_path: Path) -> None:
     topology = topology_of(make_topology)
     async with running(topology, bus, tmp_path / "run"):
         await publish_poisoned(bus, 0, 1)
@@ -89,7 +87,7 @@ async def test_a_replay_skips_what_was_skipped_before(
 
 
 async def test_one_skipped_step_too_many_ends_the_trainer_and_says_so(
-    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+    make_topology: MakeTopology, bus: Bus, tmp_path: Path
 ) -> None:
     await publish_poisoned(bus, 0, 1, 2)
     (error,) = await errors_of(topology_of(make_topology, max_skipped=1), bus, tmp_path / "run")
@@ -98,7 +96,7 @@ async def test_one_skipped_step_too_many_ends_the_trainer_and_says_so(
 
 
 async def test_one_sample_without_a_finite_loss_is_named_and_costs_no_other(
-    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+    make_topology: MakeTopology, bus: Bus, tmp_path: Path
 ) -> None:
     """In every batch."""
     algorithm = {"disable_rewards_normalization": True, "num_steps_per_rollout": 1}

@@ -1,7 +1,6 @@
 """The trainer on a real bus: what it says, in which order, and what a restarted one does."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 
@@ -37,6 +36,7 @@ from runtime.settings.topology import Topology
 from tests.actors.trainer.hosting import errors_of, names, of, running, said_until
 from tests.actors.trainer.logs import GROUPS, completed, publish_batch
 from tests.actors.trainer.tiny import TINY
+from tests.build.topology import MakeTopology
 
 pytestmark = pytest.mark.anyio
 
@@ -48,7 +48,7 @@ def no_ranks_yet(one_rank: None) -> None:
 
 
 @pytest.fixture
-def topology(make_topology: Callable[..., Topology]) -> Topology:
+def topology(make_topology: MakeTopology) -> Topology:
     return make_topology(train={"num_steps": 4, "save_interval": 2})
 
 
@@ -114,7 +114,7 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_told_whe
 
 
 async def test_the_parts_of_a_step_sum_to_it(
-    make_topology: Callable[..., Topology], model_dir: Path, bus: Bus, tmp_path: Path
+    make_topology: MakeTopology, model_dir: Path, bus: Bus, tmp_path: Path
 ) -> None:
     large = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 8192}
     (model_dir / "config.json").write_text(json.dumps(TINY | large))
@@ -131,7 +131,7 @@ async def test_the_parts_of_a_step_sum_to_it(
 
 
 async def test_training_goes_on_while_a_copy_of_the_weights_is_written(
-    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_topology: MakeTopology, bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second, train, write = Event(), TrainerRank.train, ShardWriter.write
 
@@ -163,7 +163,7 @@ async def test_training_goes_on_while_a_copy_of_the_weights_is_written(
 
 @pytest.mark.parametrize("export", ["live", "async"])
 async def test_changes_that_an_engine_cannot_take_are_followed_by_a_whole_version_while_nothing_is_trained(
-    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path, export: str
+    make_topology: MakeTopology, bus: Bus, tmp_path: Path, handover: str
 ) -> None:
     trainer = {"full_export_interval": 10, "weight_export": export}
     async with running(make_topology(train={"num_steps": 4}, trainer=trainer), bus, tmp_path / "run"):
@@ -222,7 +222,7 @@ async def test_weights_whose_files_are_unusable_are_written_again_and_not_for_ev
 
 
 async def test_a_trainer_that_starts_again_publishes_a_whole_version_whatever_was_refused(
-    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+    make_topology: MakeTopology, bus: Bus, tmp_path: Path
 ) -> None:
     topology = make_topology(train={"num_steps": 4, "save_interval": 1}, trainer={"full_export_interval": 10})
     async with running(topology, bus, tmp_path / "run"):
@@ -271,7 +271,7 @@ async def test_after_a_crash_the_lost_step_is_trained_again_and_announces_once_a
 
 
 async def test_a_damaged_checkpoint_is_told_of_and_the_batches_since_the_older_one_are_trained_again(
-    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+    make_topology: MakeTopology, bus: Bus, tmp_path: Path
 ) -> None:
     topology = make_topology(train={"num_steps": 5, "save_interval": 2})
     async with running(topology, bus, tmp_path / "run"):
@@ -302,7 +302,7 @@ async def test_a_damaged_checkpoint_is_told_of_and_the_batches_since_the_older_o
 
 
 async def test_a_damaged_checkpoint_without_an_older_one_ends_the_run_by_name(
-    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+    make_topology: MakeTopology, bus: Bus, tmp_path: Path
 ) -> None:
     topology = make_topology(train={"num_steps": 4, "save_interval": 2, "keep_checkpoints": 1})
     async with running(topology, bus, tmp_path / "run"):
@@ -317,7 +317,7 @@ async def test_a_damaged_checkpoint_without_an_older_one_ends_the_run_by_name(
 
 
 async def test_without_a_checkpoint_the_whole_log_is_replayed(
-    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+    make_topology: MakeTopology, bus: Bus, tmp_path: Path
 ) -> None:
     topology = make_topology(train={"num_steps": 8})
     async with running(topology, bus, tmp_path / "run"):
@@ -334,7 +334,7 @@ async def test_without_a_checkpoint_the_whole_log_is_replayed(
 
 
 async def test_a_run_that_is_done_is_announced_and_saved_again_and_trains_nothing(
-    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+    make_topology: MakeTopology, bus: Bus, tmp_path: Path
 ) -> None:
     """Without its checkpoint.saved, which a crash may have cost, the buffer would wait for ever."""
     topology = make_topology(train={"num_steps": 1})
@@ -350,7 +350,7 @@ async def test_a_run_that_is_done_is_announced_and_saved_again_and_trains_nothin
 
 
 async def test_the_run_is_told_to_be_saved_after_its_model_is_exported(
-    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+    make_topology: MakeTopology, bus: Bus, tmp_path: Path
 ) -> None:
     """The last checkpoint.saved lets the run end, and with it this process."""
     async with running(make_topology(train={"num_steps": 1, "save_hf": True}), bus, tmp_path / "run"):
@@ -390,7 +390,7 @@ async def test_the_start_of_a_trainer_may_be_told_twice(topology: Topology, bus:
 
 
 async def test_a_batch_without_any_trainable_sample_counts_as_trained(
-    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+    make_topology: MakeTopology, bus: Bus, tmp_path: Path
 ) -> None:
     async with running(make_topology(train={"num_steps": 1}), bus, tmp_path / "run"):
         failed = completed(0, 1, num_samples=0)
@@ -414,7 +414,7 @@ async def test_groups_that_were_forgotten_are_read_from_the_log_again(
 
 
 async def test_a_model_that_cannot_be_built_is_wrong_input(
-    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+    make_topology: MakeTopology, bus: Bus, tmp_path: Path
 ) -> None:
     (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')
     (error,) = await errors_of(make_topology(), bus, tmp_path / "run")
@@ -423,7 +423,7 @@ async def test_a_model_that_cannot_be_built_is_wrong_input(
 
 
 async def test_weights_that_no_engine_takes_are_announced_but_not_written(
-    make_topology: Callable[..., Topology], bus: Bus, tmp_path: Path
+    make_topology: MakeTopology, bus: Bus, tmp_path: Path
 ) -> None:
     rollout = {"n_samples_per_prompt": 1}
     algorithm = {"loss_type": "sft_loss"}

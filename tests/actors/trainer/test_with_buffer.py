@@ -32,6 +32,7 @@ from runtime.settings.recipe import DataConfig
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hosting import TIMEOUT_S, of, running
 from tests.actors.trainer.logs import GROUPS, completed, payload
+from tests.build.topology import MakeTopology
 
 pytestmark = pytest.mark.anyio
 
@@ -46,7 +47,7 @@ def no_ranks_yet(one_rank: None) -> None:
 
 
 @pytest.fixture
-def make(make_topology: Callable[..., Topology], model_dir: Path, tmp_path: Path) -> Callable[..., Topology]:
+def make(make_topology: MakeTopology, model_dir: Path, tmp_path: Path) -> Callable[..., Topology]:
     """Three steps of three groups, with a max_staleness and so many groups asked for at a time."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / name, model_dir / name)

@@ -2,14 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from actors.trainer.data.batch import TrainBatch
-from runtime.settings.topology import Topology
 
 VOCAB = 32
 TINY = {
@@ -71,23 +68,6 @@ YARN: dict[str, Any] = {
 def config_of(kind: str, **changes: Any) -> dict[str, Any]:
     """A tiny model's config.json, of a model with experts."""
     return TINY | {"model_type": kind} | EXPERTS[kind] | changes
-
-
-def tiny_topology(model_dir: Path, run_root: Path, **tables: dict[str, Any]) -> Topology:
-    base: dict[str, Any] = {
-        "run": {"name": "test", "dir": str(run_root)},
-        "engines": {},
-        "data": [],
-        "trainer": {"device": "cpu"},
-        "model": {"hf_checkpoint": str(model_dir), "random_init": True},
-        "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "max_response_len": 8},
-        "algorithm": {"num_steps_per_rollout": 2},
-        "optimizer": {"lr": 1e-2, "weight_decay": 0.1},
-        "train": {"num_steps": 8},
-    }
-    for name, table in tables.items():
-        base[name] = base.get(name, {}) | table
-    return msgspec.convert(base, Topology)
 
 
 def random_batch(step: int = 0, *, num_groups: int = 4, group_size: int = 4, seed: int = 0) -> TrainBatch:

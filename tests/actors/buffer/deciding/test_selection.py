@@ -25,7 +25,7 @@ from actors.buffer.deciding.selection import (
 )
 from messages import SelectionFailed
 from runtime.ledger.fold import Group, Stage
-from tests.support.rollout import topology_with
+from tests.build.topology import topology_with
 
 
 def group(group_id: int, *rewards: float | None, indices: tuple[int, ...] = ()) -> Group:

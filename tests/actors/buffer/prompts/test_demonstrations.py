@@ -16,7 +16,7 @@ from actors.buffer.prompts.tokenizing import FastTokenizing, Tokenizing, Transfo
 from messages import Prompt
 from runtime.data.data_files import DataError
 from runtime.settings.recipe import DataConfig, RolloutConfig
-from tests.support.rollout import topology_with
+from tests.build.topology import topology_with
 
 MODEL = (
     Path(__file__).resolve().parents[4] / "topologies/demo/models/reverse-digits"

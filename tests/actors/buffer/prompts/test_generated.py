@@ -21,7 +21,8 @@ from runtime.process.hosting import host
 from runtime.settings.recipe import DataConfig
 from runtime.settings.topology import Topology
 from runtime.util.errors import leaves
-from tests.support.rollout import announcement, topology_with
+from tests.build.topology import topology_with
+from tests.support.rollout import announcement
 
 MODEL = Path(__file__).resolve().parents[4] / "topologies/demo/models/reverse-digits"
 TOOLS = [{"name": "add"}]

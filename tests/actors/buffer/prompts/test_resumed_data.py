@@ -14,7 +14,7 @@ from runtime.process.actor import InputError
 from runtime.process.hosting import host
 from runtime.settings.topology import Topology
 from runtime.util.errors import leaves
-from tests.support.rollout import topology_with
+from tests.build.topology import topology_with
 
 pytestmark = pytest.mark.anyio
 

@@ -47,8 +47,8 @@ from runtime.ledger.fold import LEDGER_EVENTS
 from runtime.process.actor import InputError
 from runtime.settings.topology import Topology
 from tests.actors.buffer.test_whole_runs import World
+from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
-from tests.support.rollout import topology_with
 
 MODEL = Path(__file__).resolve().parents[4] / "topologies/demo/models/reverse-digits"
 

@@ -51,8 +51,9 @@ from runtime.process.hosting import host
 from runtime.settings.topology import Topology
 from runtime.util.errors import leaves
 from tests.actors.buffer.test_whole_runs import World
+from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
-from tests.support.rollout import announcement, next_event, topology_with
+from tests.support.rollout import announcement, next_event
 
 pytestmark = pytest.mark.anyio
 

@@ -20,9 +20,10 @@ from messages import (
 from runtime.bus.bus import Bus
 from runtime.models.file_sums import sum_of
 from runtime.util.retrying import Backoff
+from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
 from tests.support.published import flip
-from tests.support.rollout import announcement, next_event, rollout_actor, topology_with, until_applied
+from tests.support.rollout import announcement, next_event, rollout_actor, until_applied
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 pytestmark = pytest.mark.anyio

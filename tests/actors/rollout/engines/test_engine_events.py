@@ -6,8 +6,9 @@ import pytest
 from messages import EngineState, EngineStateChanged, WeightsApplied, WeightsRefused
 from runtime.bus.bus import Bus
 from runtime.report.report import Line, Report
+from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
-from tests.support.rollout import PROBE, announcement, next_event, rollout_actor, topology_with, until_applied
+from tests.support.rollout import PROBE, announcement, next_event, rollout_actor, until_applied
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 pytestmark = pytest.mark.anyio

@@ -13,8 +13,9 @@ from runtime.bus.bus import Bus
 from runtime.bus.errors import BusUnavailable
 from runtime.bus.kv import Entry, KeyValues
 from runtime.settings.topology import Topology
+from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
-from tests.support.rollout import announcement, grade, next_event, rollout_actor, task, topology_with, until_applied
+from tests.support.rollout import announcement, grade, next_event, rollout_actor, task, until_applied
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 WANTED = Wanted(architectures=("Qwen3ForCausalLM",), dtype="float32", context=512)

@@ -8,8 +8,9 @@ import pytest
 from messages import WeightsAnnounced
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
+from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
-from tests.support.rollout import PROBE, announcement, rollout_actor, topology_with, until_applied
+from tests.support.rollout import PROBE, announcement, rollout_actor, until_applied
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 pytestmark = pytest.mark.anyio

@@ -27,6 +27,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.nats.store import api_call
 from runtime.util.errors import leaves
 from runtime.util.retrying import Backoff
+from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
 from tests.support.rollout import (
     PROBE,
@@ -38,7 +39,6 @@ from tests.support.rollout import (
     rollout_actor,
     running_router,
     task,
-    topology_with,
     until_applied,
 )
 from tests.support.scripted_engine import ScriptedEngine, serving

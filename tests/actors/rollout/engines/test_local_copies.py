@@ -8,17 +8,9 @@ import pytest
 from messages import FileSum, LocalCopyGiven, LocalCopyRequested, WeightsRefused
 from runtime.bus.bus import Bus
 from runtime.settings.topology import Topology
+from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
-from tests.support.rollout import (
-    announcement,
-    completed,
-    grade,
-    next_event,
-    rollout_actor,
-    task,
-    topology_with,
-    until_applied,
-)
+from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, until_applied
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 pytestmark = pytest.mark.anyio

@@ -5,7 +5,8 @@ import pytest
 
 from messages import EvalEnded, EvalIssued, EvalSetSize, MembersGiven, SessionOffered, WeightsAnnounced, WeightsLost
 from runtime.bus.bus import Bus
-from tests.support.rollout import announcement, next_event, rollout_actor, topology_with
+from tests.build.topology import topology_with
+from tests.support.rollout import announcement, next_event, rollout_actor
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 pytestmark = pytest.mark.anyio

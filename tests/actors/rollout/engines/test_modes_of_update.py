@@ -22,7 +22,8 @@ from messages import (
 )
 from runtime.bus.bus import Bus
 from runtime.models.checksums import checksums_of
-from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
+from tests.build.topology import topology_with
+from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task
 from tests.support.tiny_client import EngineClient
 from tests.support.tiny_engine import RunningEngine, running_engine
 from tests.support.tiny_models import teacher_forced, write_model, write_weights

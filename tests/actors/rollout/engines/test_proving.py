@@ -18,18 +18,9 @@ from messages import (
     WeightsApplied,
 )
 from runtime.bus.bus import Bus
+from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
-from tests.support.rollout import (
-    PROBE,
-    announcement,
-    completed,
-    grade,
-    next_event,
-    rollout_actor,
-    task,
-    topology_with,
-    until_applied,
-)
+from tests.support.rollout import PROBE, announcement, completed, grade, next_event, rollout_actor, task, until_applied
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 pytestmark = pytest.mark.anyio

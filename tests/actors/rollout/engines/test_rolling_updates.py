@@ -11,16 +11,9 @@ import pytest
 from actors.rollout.sglang.client import SglangClient
 from messages import EngineState, EngineStateChanged
 from runtime.bus.bus import Bus
+from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
-from tests.support.rollout import (
-    announcement,
-    completed_groups,
-    grade,
-    rollout_actor,
-    task,
-    topology_with,
-    until_applied,
-)
+from tests.support.rollout import announcement, completed_groups, grade, rollout_actor, task, until_applied
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 pytestmark = pytest.mark.anyio

@@ -26,8 +26,9 @@ from messages import (
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
 from runtime.bus.roster import Member, Roster
+from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
-from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
+from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 pytestmark = pytest.mark.anyio

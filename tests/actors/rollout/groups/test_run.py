@@ -38,8 +38,9 @@ from messages import (
 )
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Delivery
+from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
-from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
+from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task
 from tests.support.scripted_engine import ScriptedEngine, four_tokens, serving
 
 pytestmark = pytest.mark.anyio

@@ -16,8 +16,8 @@ from runtime.data.dump_files import DumpError, columns_path, lines_path, write_p
 from runtime.data.dumped_run import DumpedGroups, fitted
 from runtime.settings.reading.config import TopologyError
 from runtime.settings.topology import Topology
+from tests.build.topology import topology_with
 from tests.runtime.data.test_dumps import example
-from tests.support.rollout import topology_with
 
 
 @pytest.fixture

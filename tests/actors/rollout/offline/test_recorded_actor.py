@@ -26,7 +26,8 @@ from messages import (
 )
 from runtime.bus.bus import Bus
 from runtime.process.hosting import Hosted, host
-from tests.support.rollout import next_event, topology_with
+from tests.build.topology import topology_with
+from tests.support.rollout import next_event
 
 pytestmark = pytest.mark.anyio
 

@@ -10,8 +10,9 @@ from actors.rollout.requests.watching import Patience, silence
 from messages import EngineState, EngineStateChanged, KillAnswered, KillRequested
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
+from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
-from tests.support.rollout import announcement, completed, grade, rollout_actor, task, topology_with, until_applied
+from tests.support.rollout import announcement, completed, grade, rollout_actor, task, until_applied
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 LIMITS = Patience(first_s=10.0, next_s=3.0)

@@ -30,8 +30,9 @@ from messages import (
 from runtime.bus.bus import Bus
 from runtime.settings.topology import Topology
 from tests.actors.rollout.sessions.generate_functions import RUNS
+from tests.build.topology import topology_with
 from tests.support.any_tokens import AnyTokens
-from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task, topology_with
+from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 pytestmark = pytest.mark.anyio

@@ -1,6 +1,5 @@
 """Where a trainer begins in a log whose older part was archived."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -19,6 +18,7 @@ from runtime.settings.topology import Topology
 from runtime.util.errors import leaves
 from tests.actors.trainer.hosting import names, of, running, said_until
 from tests.actors.trainer.logs import publish_batch, publish_groups
+from tests.build.topology import MakeTopology
 
 pytestmark = pytest.mark.anyio
 
@@ -30,7 +30,7 @@ def no_ranks_yet(one_rank: None) -> None:
 
 
 @pytest.fixture
-def topology(make_topology: Callable[..., Topology]) -> Topology:
+def topology(make_topology: MakeTopology) -> Topology:
     return make_topology(train={"num_steps": 5, "save_interval": 2})
 
 

@@ -17,7 +17,8 @@ from actors.trainer.megatron.checkpoint import load_checkpoint
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.train_step import TrainStep
 from tests.actors.trainer.measured import Peak
-from tests.actors.trainer.tiny import TINY, random_batch, tiny_topology
+from tests.actors.trainer.tiny import TINY, random_batch
+from tests.build.topology import trainer_topology
 from tests.support.checkpoints import save_checkpoint
 
 LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 3, "vocab_size": 7168}
@@ -31,7 +32,7 @@ def main(place: Path, rank: int, world: int, port: int) -> None:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(TINY | LARGE))
     trainer = {"num_processes": world, "optimizer": {"use_distributed_optimizer": True}}
-    topology = tiny_topology(directory, place, trainer=trainer)
+    topology = trainer_topology(directory, place, trainer=trainer)
     store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
     groups.join(
         groups.Ranks(rank=rank, world_size=world, store=store), topology.trainer.megatron, torch.device("cpu"), seed=1

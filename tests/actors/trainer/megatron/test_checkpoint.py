@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,9 @@ from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.tiny import random_batch
+from tests.build.topology import MakeTopology
 from tests.support.checkpoint_tensors import tensors_of
 from tests.support.checkpoints import save, save_checkpoint
-
-MakeTopology = Callable[..., Topology]
 
 
 def trainer(topology: Topology) -> tuple[Replica, TrainStep]:

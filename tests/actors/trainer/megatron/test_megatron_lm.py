@@ -24,13 +24,13 @@ from actors.trainer.megatron.imports import GPTModel, dist_checkpointing, quiet
 from actors.trainer.megatron.megatron_lm import ALIKE
 from actors.trainer.megatron.saving import _SaveInProcess
 from actors.trainer.models.config import read_hf_config
-from runtime.settings.topology import MegatronConfig, Topology
+from runtime.settings.topology import MegatronConfig
 from tests.actors.trainer.hf import whole_weights, write_model
 from tests.actors.trainer.tiny import TINY, VOCAB, random_batch
+from tests.build.topology import MakeTopology
 
 # of Megatron's distributed optimizer
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-MakeTopology = Callable[..., Topology]
 ITERATION = 10
 PADDED = 128  # rows of the vocabulary: Megatron-LM's --make-vocab-size-divisible-by
 FORMAT = {

@@ -1,7 +1,6 @@
 """What only training needs goes to the host and comes back: what is free then, and that no step notices."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 
@@ -15,13 +14,12 @@ from actors.trainer.megatron.memory import PeakMemory, anonymous_bytes, give_bac
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.reference import ReferenceModel
 from actors.trainer.step.train_step import TrainStep
-from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.measured import peak_of_tensors
 from tests.actors.trainer.tiny import TINY, random_batch
+from tests.build.topology import MakeTopology
 from tests.support.checkpoints import save
 
-MakeTopology = Callable[..., Topology]
 LARGE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 16384}
 FORMS = [(dtype, distributed) for dtype in ("float32", "bfloat16") for distributed in (False, True)]
 

@@ -3,7 +3,7 @@
 What does something on several ranks alone is in the rows of tests/grid.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -15,12 +15,11 @@ from actors.trainer.megatron.imports import quiet
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.megatron.fields import FIELDS, megatron_fields
-from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.tiny import random_batch
+from tests.build.topology import MakeTopology
 from tests.support.megatron_fields import found, page
 
-MakeTopology = Callable[..., Topology]
 HOW = {
     "recompute_modules": {
         "megatron": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}

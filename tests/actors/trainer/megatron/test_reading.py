@@ -17,10 +17,9 @@ from actors.trainer.export import export_run
 from actors.trainer.file_checksums import CHECKSUMS_FILE, write_checksums
 from actors.trainer.megatron.checkpoint import load_checkpoint
 from actors.trainer.megatron.reading import UnsafeCheckpoint
-from runtime.settings.topology import Topology, encode_topology
+from runtime.settings.topology import encode_topology
+from tests.build.topology import MakeTopology
 from tests.support.checkpoints import save
-
-MakeTopology = Callable[..., Topology]
 
 
 class Evil:

@@ -1,6 +1,6 @@
 """A checkpoint is written beside training, and one that death cut off is not there."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -15,14 +15,13 @@ from actors.trainer.commands import TrainerRank
 from actors.trainer.megatron.checkpoint import begin_save, load_checkpoint
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.train_step import TrainStep
-from runtime.settings.topology import Topology
 from runtime.util.disk import NoSpace, free_bytes
 from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.tiny import random_batch
+from tests.build.topology import MakeTopology
 from tests.support.checkpoints import save
 from tests.support.small_disk import fill, small_disk
 
-MakeTopology = Callable[..., Topology]
 TIMEOUT_S = 20.0
 
 

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -11,8 +10,9 @@ import pytest
 from messages import BatchTrained, CheckpointSaved
 from runtime.bus.addresses import BUS_URL_VARIABLE
 from runtime.bus.bus import Bus
-from runtime.settings.topology import Topology, encode_topology
+from runtime.settings.topology import encode_topology
 from tests.actors.trainer.logs import publish_batch
+from tests.build.topology import MakeTopology
 from tests.fixtures.nats import NatsServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[4]
 
 @pytest.mark.anyio
 async def test_two_processes_of_the_actor_meet_over_the_bus(
-    make_topology: Callable[..., Topology], bus: Bus, nats_server: NatsServer, run_name: str, tmp_path: Path
+    make_topology: MakeTopology, bus: Bus, nats_server: NatsServer, run_name: str, tmp_path: Path
 ) -> None:
     topology = make_topology(run={"name": run_name}, trainer={"num_processes": 2}, train={"num_steps": 2})
     (tmp_path / "topology.json").write_bytes(encode_topology(topology))

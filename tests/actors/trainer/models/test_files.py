@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ from actors.trainer.models.publish import Versions, Written
 from actors.trainer.models.shards import write_weights
 from actors.trainer.models.sources import random_source
 from runtime.models.checksums import checksums_of
-from runtime.settings.topology import Topology
 from tests.actors.trainer.tiny import TINY, random_batch
+from tests.build.topology import MakeTopology
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2)}
 
@@ -70,7 +69,7 @@ def test_old_versions_go_once_an_engine_holds_a_newer_one(root: Path, confirmed:
     assert sorted(int(path.name[1:]) for path in root.iterdir()) == left
 
 
-def test_an_engine_publishes_what_it_trains(make_topology: Callable[..., Topology], tmp_path: Path) -> None:
+def test_an_engine_publishes_what_it_trains(make_topology: MakeTopology, tmp_path: Path) -> None:
     topology = make_topology()
     engine = TrainerRank(topology, tmp_path)
     first = load_file(engine.publish(1, confirmed=0).path / "model.safetensors")
@@ -81,9 +80,7 @@ def test_an_engine_publishes_what_it_trains(make_topology: Callable[..., Topolog
     assert not any(torch.equal(weight, second[name]) for name, weight in first.items())
 
 
-def test_an_exported_model_stands_on_its_own(
-    make_topology: Callable[..., Topology], model_dir: Path, tmp_path: Path
-) -> None:
+def test_an_exported_model_stands_on_its_own(make_topology: MakeTopology, model_dir: Path, tmp_path: Path) -> None:
     (model_dir / "tokenizer.json").write_text("{}")
     (model_dir / "model-00001-of-00002.safetensors").write_bytes(b"old")
     (tmp_path / "hf").mkdir()

@@ -1,6 +1,5 @@
 """Which versions go whole and which as changes, what stays on the disk, and what a trainer's death leaves."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,10 @@ from runtime.models.copies import make_copy
 from runtime.models.delta import Version
 from runtime.models.safetensors import read_tensors
 from runtime.models.versions import versions_in
-from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import write_model
 from tests.actors.trainer.models.test_model_parity import load
 from tests.actors.trainer.tiny import random_batch
+from tests.build.topology import MakeTopology
 from tests.support.published import changed, drawn, flip, publish
 
 
@@ -142,9 +141,7 @@ def test_a_damaged_base_or_other_tensors_make_a_version_go_whole(tmp_path: Path)
 
 
 @pytest.mark.parametrize("copies", [False, True])
-def test_trained_versions_come_out_of_their_changes(
-    make_topology: Callable[..., Topology], tmp_path: Path, copies: bool
-) -> None:
+def test_trained_versions_come_out_of_their_changes(make_topology: MakeTopology, tmp_path: Path, copies: bool) -> None:
     rank = TrainerRank(make_topology(trainer={"full_export_interval": 3}), tmp_path / "run")
     for number in range(1, 5):
         if copies:

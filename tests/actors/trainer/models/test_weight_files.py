@@ -12,8 +12,8 @@ from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.weight_files import check_weights
 from runtime.models.checksums import SINGLE_FILE
-from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import write_further_model, write_model
+from tests.build.topology import MakeTopology
 
 PROJECTION = "model.layers.1.self_attn.q_proj.weight"
 State = dict[str, torch.Tensor]
@@ -48,7 +48,7 @@ def cast(dtype: torch.dtype) -> Callable[[State], object]:
     ],
 )
 def test_what_is_not_the_models_weights_is_refused(
-    make_topology: Callable[..., Topology], model_dir: Path, change: Callable[[State], object], words: str
+    make_topology: MakeTopology, model_dir: Path, change: Callable[[State], object], words: str
 ) -> None:
     changed(model_dir, change)
     with pytest.raises(ValueError, match=words):

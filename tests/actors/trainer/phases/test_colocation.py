@@ -16,8 +16,8 @@ from messages import EngineTurn, Phase, PhaseChanged, PhaseReached, PhaseRequest
 from runtime.bus.bus import Bus
 from runtime.bus.roster import Member, Roster
 from runtime.settings.topology import Topology
+from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
-from tests.support.rollout import topology_with
 
 pytestmark = pytest.mark.anyio
 

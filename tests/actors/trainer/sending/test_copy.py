@@ -1,6 +1,6 @@
 """A copy of the weights: what is sent of it while the model moves on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Event
@@ -17,8 +17,8 @@ from actors.trainer.sending.ipc import HEADER_BYTES, SEGMENTS
 from actors.trainer.sending.sink import Sent
 from actors.trainer.sending.sync import Membership
 from messages import BucketSent, MembersGiven, Message, SessionMember
-from runtime.settings.topology import Topology
 from tests.actors.trainer.tiny import random_batch
+from tests.build.topology import MakeTopology
 
 ENGINE: Final = SessionMember(engine="e", key="e.1", num_ranks=1)
 MEMBERS: Final = Membership.of({"rollout": MembersGiven(members=(ENGINE,))})
@@ -67,7 +67,7 @@ def taken(rank: TrainerRank, reader: Reader, session: str, *, version: int, besi
 
 @pytest.mark.parametrize("beside", [True, False])
 def test_what_is_sent_is_the_copy_though_the_model_has_moved_on(
-    make_topology: Callable[..., Topology], tmp_path: Path, beside: bool
+    make_topology: MakeTopology, tmp_path: Path, beside: bool
 ) -> None:
     reader = Reader()
     rank = TrainerRank(make_topology(trainer={"export_bucket_bytes": 4096}), tmp_path / "run", ask_of=reader.ask_of)
@@ -88,7 +88,7 @@ def test_what_is_sent_is_the_copy_though_the_model_has_moved_on(
     assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
 
 
-def test_training_goes_on_while_a_copy_is_sent(make_topology: Callable[..., Topology], tmp_path: Path) -> None:
+def test_training_goes_on_while_a_copy_is_sent(make_topology: MakeTopology, tmp_path: Path) -> None:
     reader = Reader()
     rank = TrainerRank(make_topology(), tmp_path / "run", ask_of=reader.ask_of)
     rank.copy_unwritten(1)
@@ -104,7 +104,7 @@ def test_training_goes_on_while_a_copy_is_sent(make_topology: Callable[..., Topo
 
 
 def test_a_copy_is_sent_until_the_next_one_is_gathered_and_never_as_another_version(
-    make_topology: Callable[..., Topology], tmp_path: Path
+    make_topology: MakeTopology, tmp_path: Path
 ) -> None:
     reader = Reader()
     rank = TrainerRank(make_topology(trainer={"export_bucket_bytes": 4096}), tmp_path / "run", ask_of=reader.ask_of)

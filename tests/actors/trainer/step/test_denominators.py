@@ -1,7 +1,6 @@
 """Losses that Megatron adds by itself keep their scale, whatever the policy loss is divided by."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
 from tests.actors.trainer.tiny import config_of, random_batch
+from tests.build.topology import MakeTopology
 
-MakeTopology = Callable[..., Topology]
 AUXILIARY = {"moe_aux_loss_coeff": 0.5}
 Z_LOSS = {"moe_z_loss_coeff": 0.5}
 

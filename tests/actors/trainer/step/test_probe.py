@@ -1,6 +1,5 @@
 """The probe of an announcement: which tokens are asked about, and that its log-probs are those of the files."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ from actors.trainer.commands import TrainerRank
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.step.probe import drawn_tokens, probe_tokens, special_tokens
 from messages import WeightProbe
-from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import write_model
-from tests.actors.trainer.tiny import random_batch, tiny_topology
+from tests.actors.trainer.tiny import random_batch
+from tests.build.topology import MakeTopology, trainer_topology
 
 DEMO = Path(__file__).parents[4] / "topologies/demo/models/boxed-copy"
 
@@ -50,7 +49,7 @@ def test_special_tokens_are_read_from_the_tokenizer(tmp_path: Path) -> None:
     ],
 )
 def test_a_probe_takes_at_most_half_of_the_context(
-    make_topology: Callable[..., Topology], tables: dict[str, Any], length: int
+    make_topology: MakeTopology, tables: dict[str, Any], length: int
 ) -> None:
     assert len(probe_tokens(make_topology(**tables), 1000, 4096)) == length
 
@@ -68,7 +67,7 @@ def test_log_probs_are_those_of_the_files_at_temperature_1(kind: str, tmp_path: 
     """By transformers; before and after a train step, whatever temperature rollout samples at."""
     ranks.leave()
     write_model(tmp_path / "model", kind)
-    topology = tiny_topology(
+    topology = trainer_topology(
         tmp_path / "model", tmp_path, model={"random_init": False}, rollout={"temperature": 0.7}, optimizer={"lr": 1.0}
     )
     engine = TrainerRank(topology, tmp_path / "run")

@@ -1,15 +1,14 @@
 """A profile is written of the steps that are named, and training does not change by it."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from actors.trainer.commands import TrainerRank
-from runtime.settings.topology import Topology
 from tests.actors.trainer.tiny import random_batch
+from tests.build.topology import MakeTopology
 
 
-def test_named_steps_are_profiled(make_topology: Callable[..., Topology], tmp_path: Path) -> None:
+def test_named_steps_are_profiled(make_topology: MakeTopology, tmp_path: Path) -> None:
     topology = make_topology(trainer={"profile": {"steps": [1], "memory_snapshot": True}})
     losses = [
         [TrainerRank(chosen, folder).train(random_batch(step)).metrics["train/loss"] for step in range(2)]

@@ -1,6 +1,5 @@
 """Tokens train with the experts that they had before, against a transformers model whose routers are told them."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from tests.actors.trainer.hf import write_model
 from tests.actors.trainer.step.reference import ReferenceTrainer
 from tests.actors.trainer.step.test_train_step import trainer
 from tests.actors.trainer.tiny import random_batch
+from tests.build.topology import MakeTopology
 
-MakeTopology = Callable[..., Topology]
 LAYERS, EXPERTS, CHOSEN = 2, 4, 2
 TASK = RolloutRequested(
     group_id=0,

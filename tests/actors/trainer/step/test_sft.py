@@ -1,6 +1,5 @@
 """Training on demonstrations: against plain torch, and without anything of a policy."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import whole_weights, write_model
 from tests.actors.trainer.tiny import random_batch
+from tests.build.topology import MakeTopology
 
-MakeTopology = Callable[..., Topology]
 CPU = torch.device("cpu")
 IGNORED = -100
 ADAM_EPS = 1e-4  # at 1e-8 a gradient that is rounding alone moves its weight by all of the learning rate

@@ -21,9 +21,8 @@ from messages import UntrainedSamples
 from runtime.process.actor import InputError
 from runtime.settings.topology import Topology
 from tests.actors.trainer.tiny import random_batch
+from tests.build.topology import MakeTopology
 from tests.support.checkpoints import save_checkpoint
-
-MakeTopology = Callable[..., Topology]
 
 
 def trainer(topology: Topology) -> tuple[TrainStep, Replica]:

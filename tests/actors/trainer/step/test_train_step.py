@@ -1,6 +1,5 @@
 """Whole train steps: against an independent trainer, and invariant to how a batch is cut."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import state_of, whole_weights, write_model
 from tests.actors.trainer.step.reference import ReferenceTrainer
 from tests.actors.trainer.tiny import random_batch
+from tests.build.topology import MakeTopology
 
-MakeTopology = Callable[..., Topology]
 CPU = torch.device("cpu")
 
 
@@ -259,7 +258,7 @@ def test_bfloat16_trains(make_topology: MakeTopology) -> None:
     )
 
 
-def test_the_parts_of_training_sum_to_it(make_topology: Callable[..., Topology]) -> None:
+def test_the_parts_of_training_sum_to_it(make_topology: MakeTopology) -> None:
     topology = make_topology(algorithm={"use_kl_loss": True})
     metrics = TrainStep(topology, Replica(topology, torch.device("cpu")))(random_batch()).metrics
     parts = ("plan", "log_probs", "ref_log_probs", "forward_backward", "optimizer", "metrics")

@@ -1,7 +1,6 @@
 """Experts in one product are experts one after the other, forward and backward, whatever tokens each has."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,8 +16,8 @@ from actors.trainer.megatron.layers import experts
 from actors.trainer.megatron.rank_model import Replica
 from runtime.settings.topology import Topology
 from tests.actors.trainer.tiny import config_of, random_batch
+from tests.build.topology import MakeTopology
 
-MakeTopology = Callable[..., Topology]
 COUNTS = [3, 0, 5, 1, 0]
 
 

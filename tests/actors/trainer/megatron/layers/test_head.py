@@ -1,7 +1,6 @@
 """The head adds its weight's gradient to Megatron's gradient buffer, and makes no other one of that size."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,8 +16,7 @@ from actors.trainer.megatron.layers.head import Head
 from actors.trainer.megatron.rank_model import Replica
 from runtime.settings.topology import Topology
 from tests.actors.trainer.tiny import TINY, VOCAB, random_batch
-
-MakeTopology = Callable[..., Topology]
+from tests.build.topology import MakeTopology
 
 
 def gradients(topology: Topology) -> tuple[dict[str, Tensor], int]:

@@ -1,6 +1,5 @@
 """The layer for the token after the next one, against one that is put together of transformers' parts."""
 
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ from runtime.models.checksums import SINGLE_FILE
 from runtime.settings.topology import MegatronConfig, Topology
 from tests.actors.trainer.hf import state_of, whole_weights, write_further_model
 from tests.actors.trainer.tiny import random_batch
+from tests.build.topology import MakeTopology
 
-MakeTopology = Callable[..., Topology]
 CPU = torch.device("cpu")
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OWN = "model.layers.2."  # the decoder has two layers
