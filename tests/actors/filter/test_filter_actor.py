@@ -5,7 +5,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
-import msgspec
 import pytest
 
 import actors.filter.actor
@@ -14,7 +13,7 @@ from messages.events import GroupCompleted, Outcome, VerdictGiven
 from messages.samples import SampleStatus, SampleSummary
 from runtime.bus.bus import Bus
 from runtime.bus.events import Events
-from runtime.settings.topology import Topology
+from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
 
 pytestmark = pytest.mark.anyio
@@ -22,17 +21,7 @@ pytestmark = pytest.mark.anyio
 
 @asynccontextmanager
 async def running(bus: Bus, dynamic_filter: str | None, **rollout: bool) -> AsyncGenerator[FilterActor]:
-    topology = msgspec.convert(
-        {
-            "run": {"name": "t"},
-            "model": {"hf_checkpoint": "m"},
-            "data": [{"name": "d", "path": "p", "rm_type": "numeric"}],
-            "rollout": {"rollout_batch_size": 1, "max_response_len": 8, "dynamic_filter": dynamic_filter, **rollout},
-            "engines": {"policy": {"kind": "tiny"}},
-            "train": {"num_steps": 1},
-        },
-        Topology,
-    )
+    topology = topology_with(rollout={"dynamic_filter": dynamic_filter, **rollout})
     actor = FilterActor(topology, bus)
     async with anyio.create_task_group() as group:
         await group.start(actor.run)

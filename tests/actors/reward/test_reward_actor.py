@@ -27,6 +27,7 @@ from runtime.process.actor import InputError
 from runtime.settings.recipe import EvalConfig
 from runtime.settings.topology import Topology
 from runtime.util.errors import leaves
+from tests.build.topology import topology_with
 from tests.fixtures.nats import NatsServer
 
 pytestmark = pytest.mark.anyio
@@ -37,18 +38,8 @@ OWN = ("everything", "as_told", "length", "slowly")
 
 
 def topology_of(*graders: str, **reward: Any) -> Topology:
-    return msgspec.convert(
-        {
-            "run": {"name": "t"},
-            "model": {"hf_checkpoint": "m"},
-            "data": [{"name": f"d{place}", "path": "p", "rm_type": name} for place, name in enumerate(graders)],
-            "rollout": {"rollout_batch_size": 1, "max_response_len": 8},
-            "engines": {"policy": {"kind": "tiny"}},
-            "train": {"num_steps": 1},
-            "reward": {"processes": 1, "timeout_s": 2.0, **reward},
-        },
-        Topology,
-    )
+    data = [{"name": f"d{place}", "path": "p", "rm_type": name} for place, name in enumerate(graders)]
+    return topology_with(data=data, reward={"processes": 1, "timeout_s": 2.0, **reward})
 
 
 @asynccontextmanager
