@@ -4,6 +4,7 @@ import ast
 import functools
 import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -75,28 +76,36 @@ def test_no_citation_is_overlooked() -> None:
 
 @functools.cache
 def marks_of(path: str) -> dict[str, frozenset[str]]:
-    """Marks of each test function of a file, those of the file included."""
+    """Marks of each test function of a file: its own and those of its parameters, else those of the file."""
     body = ast.parse((ROOT / path).read_bytes()).body
     functions = [node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    all_of_file = "".join(
-        ast.unparse(node.value)
-        for node in body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
-    )
-    decorated = {node.name: all_of_file + "".join(map(ast.unparse, node.decorator_list)) for node in functions}
-    return {name: frozenset(re.findall(r"mark\.(\w+)", text)) for name, text in decorated.items()}
+    all_of_file = [
+        node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    ]
+    return {node.name: named_marks(node.decorator_list) | named_marks(all_of_file) for node in functions}
+
+
+def named_marks(nodes: Iterable[ast.AST]) -> frozenset[str]:
+    return frozenset(name for node in nodes for name in re.findall(r"\bmark\.(\w+)", ast.unparse(node)))
+
+
+def runs_in_ci(marks: frozenset[str]) -> bool:
+    """Whether a test, or one of its parameters, runs in CI."""
+    return not marks & {"nightly", "gpu", "bench"} or bool(marks & {"chaos", "grid", "sglang", "slow"})
 
 
 def test_what_is_there_is_shown_by_a_test_of_ci() -> None:
     """A test that only `just nightly` or a GPU runs shows nothing of today's tree."""
-    elsewhere = {"nightly", "gpu", "bench"}
-    wrong = [
-        row[0]
-        for row in ROWS
-        if row[2] in ("done", "narrower")
-        and all(marks_of(path)[name] & elsewhere for path, name in CITED.findall(row[3]))
-    ]
-    assert wrong == []
+    cited = {row[0]: CITED.findall(row[3]) for row in ROWS if row[2] in ("done", "narrower")}
+    assert [
+        row for row, tests in cited.items() if not any(runs_in_ci(marks_of(path)[name]) for path, name in tests)
+    ] == []
+
+
+def test_marks_of_functions_and_parameters_are_seen() -> None:
+    assert "nightly" in marks_of("tests/sglang/test_poison.py")["test_a_request_that_kills_the_server_fails_alone"]
+    assert not runs_in_ci(frozenset({"nightly", "timeout"}))
+    assert runs_in_ci(frozenset({"nightly", "chaos"}))
 
 
 def test_what_concerns_gpus_is_not_called_done() -> None:
