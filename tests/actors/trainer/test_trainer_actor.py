@@ -163,7 +163,7 @@ async def test_training_goes_on_while_a_copy_of_the_weights_is_written(
 
 @pytest.mark.parametrize("export", ["live", "async"])
 async def test_changes_that_an_engine_cannot_take_are_followed_by_a_whole_version_while_nothing_is_trained(
-    make_topology: MakeTopology, bus: Bus, tmp_path: Path, handover: str
+    make_topology: MakeTopology, bus: Bus, tmp_path: Path, export: str
 ) -> None:
     trainer = {"full_export_interval": 10, "weight_export": export}
     async with running(make_topology(train={"num_steps": 4}, trainer=trainer), bus, tmp_path / "run"):
