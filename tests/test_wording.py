@@ -1,4 +1,4 @@
-"""Docstrings, comments and setting descriptions avoid the worst habits of our English."""
+"""Docstrings, comments, setting descriptions and pages avoid the worst habits of our English."""
 
 import ast
 import io
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+OLD_PAGES = ("docs", "history", "results")  # folders: records of runs, and pages that are about to go
 REFUSED = {
     r"\breckon(s|ed)?\b": "compute, predict, estimate",
     r"\b(whoever|somebody|nobody)\b": "name the process, or say that no process does it",
@@ -33,6 +34,13 @@ def texts_of(source: str) -> Iterator[str]:
             yield token.string.lstrip("# ")
 
 
+def paragraphs_of(page: str) -> Iterator[str]:
+    """Paragraphs, list items and table rows of a page, without code blocks and the targets of links."""
+    page = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+    for text in re.split(r"\n(?=- |\| |\d+\. )|\n\n", re.sub(r"\]\([^)]*\)", "]", page)):
+        yield re.sub(r"^(- |\| |\d+\. |#+ )", "", " ".join(text.split()))
+
+
 def habits_in(text: str) -> list[str]:
     """Refused words of a text, each with what to write instead."""
     text = re.sub(r"`[^`]*`", "", text)  # names of the code
@@ -49,6 +57,23 @@ def test_no_docstring_or_comment_has_a_refused_word(package: str) -> None:
         for habit in habits_in(text)
     ]
     assert found == []
+
+
+def test_no_page_has_a_refused_word() -> None:
+    pages = [ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "llms.txt")]
+    pages += [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name not in OLD_PAGES]
+    found = [
+        f"{page.relative_to(ROOT)}: {text[:80]}: {habit}"
+        for page in pages
+        for text in paragraphs_of(page.read_text(encoding="utf-8"))
+        for habit in habits_in(text)
+    ]
+    assert found == []
+
+
+def test_a_refused_word_of_a_page_is_found() -> None:
+    page = "# A page\n\nText [of](is-told.md).\n- Of two one\n- two\n\n| nobody | `whoever` |\n\n```\nreckon\n```\n"
+    assert [text for text in paragraphs_of(page) if habits_in(text)] == ["Of two one", "nobody | `whoever` |"]
 
 
 @pytest.mark.parametrize(
