@@ -18,8 +18,6 @@ KEYS: Final = frozenset(ROW.findall((DOCS / "reference" / "settings.md").read_te
 TABLES: Final = frozenset(key.partition(".")[0] for key in KEYS if "." in key)
 NAMED: Final = re.compile(rf"[`=\s]((?:{'|'.join(sorted(TABLES))})\.[a-z_][a-z_0-9.<>]*)(?![\w*])")
 LOGIN: Final = frozenset({"user", "password", "token"})  # of bus.credentials, a file of its own
-RENAMED_SOON: Final = frozenset(
-    {"trainer.weight_export", "trainer.load_weights_only"}
 )  # the pages are ahead of the settings
 EVENTS: Final = frozenset(message_type.topic for message_type in message_types().values())
 
@@ -56,7 +54,7 @@ def test_a_page_names_settings_that_exist(page: Path) -> None:
     unknown = {
         name
         for name in named
-        if not exists(name) and name not in RENAMED_SOON and not name.endswith((".toml", ".md", ".jsonl", ".json"))
+        if not exists(name) and not name.endswith((".toml", ".md", ".jsonl", ".json"))
     }
     for block in snippets(page, "toml"):
         unknown |= {key for key in keys_of(tomllib.loads(block)) if not exists(key) and key not in LOGIN | {"include"}}
