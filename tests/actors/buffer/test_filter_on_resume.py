@@ -27,8 +27,10 @@ from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
 from runtime.ledger.state import Stage
 from runtime.process.hosting import host
 from runtime.settings.topology import Topology
+from tests.build.topology import SCRIPTED_MODEL as MODEL
+from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
-from tests.support.rollout import MODEL, announcement, topology_with
+from tests.support.rollout import announcement
 
 pytestmark = pytest.mark.anyio
 
