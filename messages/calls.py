@@ -157,16 +157,11 @@ class LocalCopyGiven(Message, kw_only=True, tag="local_copy_given"):
 
 
 class EngineLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """How a CPU engine shards and stores its weights: all that its tensor checksums depend on."""
+    """How a CPU engine shards and stores its weights. Not sent any more; older messages have it."""
 
     tp_size: int
     dtype: str  # as torch names it
     is_filled_up: bool  # whether uneven dimensions are padded, as SGLang does
-
-    @property
-    def key(self) -> str:
-        """Identifies the layout."""
-        return f"{self.dtype}.tp{self.tp_size}.{'filled' if self.is_filled_up else 'bare'}"
 
 
 class SessionMember(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,7 +170,7 @@ class SessionMember(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     key: str  # identifies this engine process to its rollout actor; a restart of either changes it
     num_ranks: int  # ranks that receive tensors: the engine's tensor-parallel ranks
-    wants: EngineLayout | None = None  # layout for which the trainer predicts its tensor checksums
+    wants: EngineLayout | None = None  # unused: the trainer does not predict an engine's tensor checksums
     is_compared: bool = True  # its tensor checksums are compared with those of other engines with equal weights
 
 
@@ -263,7 +258,7 @@ class SessionFinished(Message, kw_only=True, tag="weight_session_finished"):
     session: str
     checksum: str  # identity of all tensors sent: equal weights have equal checksums; "": not compared
     num_buckets: int
-    expected: dict[str, list[dict[str, str]]] = {}  # by EngineLayout.key, per rank: hash by engine tensor name
+    expected: dict[str, list[dict[str, str]]] = {}  # unused: engines of one version are compared with each other
 
 
 @register

@@ -7,7 +7,6 @@ import msgspec
 import numpy as np
 
 from actors.trainer.data.batch import TrainBatch
-from messages import EngineLayout
 from runtime.settings.topology import WeightFormat
 
 
@@ -94,7 +93,6 @@ class SendWeights(msgspec.Struct, tag=True):
     instances: tuple[str, ...]  # rollout actors of the engines
     readers: dict[str, int]  # ranks by engine
     timeout_s: float  # seconds, for a bucket
-    layouts: tuple[EngineLayout, ...]  # engine layouts to compute checksums for
     part: int  # index of the engines' update group
     fingerprints: bool  # compute fingerprints of the tensors
 

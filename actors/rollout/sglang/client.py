@@ -35,18 +35,11 @@ REFUSALS = (400, 413, 422)
 PASSING = (408, 425, 429, 502, 503, 504)
 
 
-class RankChecksums(msgspec.Struct, frozen=True):
-    """The weights of one rank of an engine: a hash of each tensor, by the engine's tensor name."""
-
-    checksums: dict[str, str] = {}
-
-
 class ChecksumAnswer(msgspec.Struct, frozen=True):
     """Response of /weights_checker."""
 
     success: bool
     per_engine_checksum: str | None = None
-    ranks: tuple[RankChecksums, ...] = ()
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -262,12 +255,9 @@ class SglangClient:
 
     async def checksum(self, engine: str) -> str | None:
         """Return the checksum of an engine's weights."""
-        return (await self.checksums(engine)).per_engine_checksum
-
-    async def checksums(self, engine: str) -> ChecksumAnswer:
-        """Return the checksum of an engine's weights, and the hashes of its tensors per rank."""
         url = engine + "/weights_checker"
-        return _decode(url, await self._post(url, {"action": "checksum"}, self._update_timeout_s), ChecksumAnswer)
+        answer = await self._post(url, {"action": "checksum"}, self._update_timeout_s)
+        return _decode(url, answer, ChecksumAnswer).per_engine_checksum
 
     async def prompt_log_probs(self, engine: str, token_ids: Sequence[int]) -> list[float | None]:
         """Return the log-probs of a prompt's tokens at temperature 1, recomputed without the cache.

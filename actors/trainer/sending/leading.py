@@ -25,7 +25,7 @@ import anyio
 import structlog
 
 from actors.trainer.sending.calls import POOL, ROLE, TRIES, ask_all
-from actors.trainer.sending.sync import Membership, Outcome, joined, of_all_stages
+from actors.trainer.sending.sync import Membership, Outcome, joined
 from actors.trainer.torch_thread import TorchThread
 from messages import (
     GroupsOffered,
@@ -191,8 +191,7 @@ class WeightSessions:
             return
         fingerprints = {name: each for share in sent for name, each in share.fingerprints.items()}
         identity = combined(fingerprints).total if membership.is_compared else ""
-        expected = of_all_stages([share.expected for share in sent])
-        finish = SessionFinished(session=session, checksum=identity, num_buckets=outcome.num_buckets, expected=expected)
+        finish = SessionFinished(session=session, checksum=identity, num_buckets=outcome.num_buckets)
         outcome.is_finished = True
         await self._all_do(outcome, finish, times=TRIES)
 

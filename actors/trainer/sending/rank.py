@@ -38,7 +38,6 @@ from actors.trainer.sending.collective import Broadcast
 from actors.trainer.sending.group import StageGroup
 from actors.trainer.sending.handles import HandleSender, ranks_at_engines
 from actors.trainer.sending.ipc import Segments, remove_segments, segment_prefix
-from actors.trainer.sending.reckoning import Reckoning
 from actors.trainer.sending.sink import BucketSink, NoSink, Sent
 from actors.trainer.sending.sync import Membership
 from messages import UpdateGroup
@@ -215,12 +214,8 @@ class RankSender:
         prefix = f"{self._prefix}-{order.session}"
         group = self._groups.get(order.part)
         way = Segments(prefix, order.readers) if group is None else Broadcast(group)
-        can_reckon = self._replica.device.type == "cpu" and weight_format(self._topology) != "fp8"
-        reckoning = Reckoning(self._replica.hf, order.layouts if can_reckon else ())
         ask = self._ask_of(order.instances)
-        return BucketSink(
-            order.session, stage, way, ask, reckoning, fingerprints=order.fingerprints, timeout_s=order.timeout_s
-        )
+        return BucketSink(order.session, stage, way, ask, fingerprints=order.fingerprints, timeout_s=order.timeout_s)
 
 
 class SendingOrders:
@@ -243,11 +238,9 @@ class SendingOrders:
         self._lead(LeaveGroups(part))
 
     def send(self, session: str, membership: Membership, timeout_s: float) -> list[Sent]:
-        """Send the weights to prepared engines. Returns each rank's result, with the predicted checksums."""
+        """Send the weights to prepared engines. Returns each rank's result."""
         to = membership
-        return self._lead(
-            SendWeights(session, to.instances, to.readers, timeout_s, to.layouts, to.part, to.is_compared)
-        )
+        return self._lead(SendWeights(session, to.instances, to.readers, timeout_s, to.part, to.is_compared))
 
     def copy(self, version: int) -> None:
         """Copy the weights to the host while training pauses."""
@@ -278,7 +271,7 @@ class SendingOrders:
         """
         to = membership
         return self._lead(
-            SendCopy(session, to.instances, to.readers, timeout_s, to.layouts, to.part, to.is_compared, version, beside)
+            SendCopy(session, to.instances, to.readers, timeout_s, to.part, to.is_compared, version, beside)
         )
 
     def finish_send(self) -> list[Sent]:

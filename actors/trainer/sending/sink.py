@@ -13,7 +13,6 @@ from torch import Tensor
 from actors.trainer.models.gathering import Bucket
 from actors.trainer.models.shards import bytes_of, entry_of
 from actors.trainer.sending.calls import Ask
-from actors.trainer.sending.reckoning import OfLayouts, Reckoning
 from messages import BucketSent
 from runtime.models.checksums import fingerprint
 
@@ -43,7 +42,6 @@ class Sent(NamedTuple):
     size_bytes: int = 0
     fingerprints: dict[str, str] = {}  # by tensor; empty: not requested
     failed: dict[str, str] = {}  # reason by engine; the rank's own failure under ""
-    expected: OfLayouts = {}  # predicted checksums of the stage's tensors
 
 
 class NoSink:
@@ -69,7 +67,6 @@ class BucketSink:
         stage: int,
         way: Way,
         ask: Ask,
-        reckoning: Reckoning,
         *,
         fingerprints: bool,
         timeout_s: float,
@@ -81,18 +78,16 @@ class BucketSink:
             stage: pipeline stage of this rank.
             way: transport to the engines.
             ask: calls the member engines.
-            reckoning: predicts checksums of the sent tensors in the background.
-            fingerprints: compute fingerprints of the tensors.
+            fingerprints: compute fingerprints of the tensors in the background.
             timeout_s: seconds for a bucket.
         """
         self._session = session
         self._stage = stage
         self._way = way
         self._ask = ask
-        self._reckoning = reckoning
         self._timeout_s = timeout_s
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="send")
-        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reckon")
+        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fingerprints")
         self._sending: Future[None] | None = None
         self._rooms: list[Tensor] = []  # buffers of the bucket being sent and of the one being filled
         self._num_buckets = self._size_bytes = 0
@@ -121,8 +116,7 @@ class BucketSink:
         self._rooms.clear()  # colocated engines need the memory next
         self._executor.shutdown()
         self._beside.shutdown()
-        expected = {} if self._failed else self._reckoning.result()
-        return Sent(self._num_buckets, self._size_bytes, self._fingerprints, self._failed, expected)
+        return Sent(self._num_buckets, self._size_bytes, self._fingerprints, self._failed)
 
     def _flattened(self, bucket: Bucket) -> Tensor:
         """Copy the bytes of a bucket to a reused buffer: new memory pages take longer than the copy."""
@@ -152,7 +146,6 @@ class BucketSink:
 
     def _note(self, bucket: Bucket) -> None:
         self._fingerprints |= fingerprints_of(bucket) if self._are_noted else {}
-        self._reckoning.add(bucket)
 
 
 def described(session: str, stage: int, index: int, bucket: Bucket) -> BucketSent:

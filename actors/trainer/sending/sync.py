@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from messages import EngineLayout, MembersGiven, SessionMember
+from messages import MembersGiven, SessionMember
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,6 @@ class Membership:
     def epoch(self) -> tuple[str, ...]:
         """Identity of process groups with exactly these members. It changes when any of them restarts."""
         return tuple(f"{member.key}:{member.num_ranks}" for _, member in self.members)
-
-    @property
-    def layouts(self) -> tuple[EngineLayout, ...]:
-        """Layouts of members that request checksums."""
-        return tuple(dict.fromkeys(member.wants for _, member in self.members if member.wants is not None))
 
     @property
     def is_compared(self) -> bool:
@@ -100,14 +95,3 @@ def joined(failures: Sequence[Mapping[str, str]]) -> dict[str, str]:
         for name, reason in each.items():
             found.setdefault(name, reason)
     return found
-
-
-def of_all_stages(stages: Sequence[Mapping[str, list[dict[str, str]]]]) -> dict[str, list[dict[str, str]]]:
-    """Merge the predicted checksums of all stages. No tensor belongs to two stages."""
-    whole: dict[str, list[dict[str, str]]] = {}
-    for stage in stages:
-        for key, ranks in stage.items():
-            known = whole.setdefault(key, [{} for _ in ranks])
-            for all_of_rank, of_rank in zip(known, ranks, strict=True):
-                all_of_rank.update(of_rank)
-    return whole

@@ -87,7 +87,9 @@ def _check_engine(findings: Findings, key: str, engine: EngineConfig) -> None:
             findings.problem(f"{key}.urls", url, f"no engine answers there: {failure}")
     if engine.kind != "sglang":
         return
-    findings.notes.append(f'{key}.kind = "sglang": tested on the CPU alone; docs/develop/verified.md says what was verified')
+    findings.notes.append(
+        f'{key}.kind = "sglang": tested on the CPU alone; docs/develop/verified.md says what was verified'
+    )
     if engine.urls:
         return
     if engine.python is None:

@@ -55,7 +55,7 @@ class Receiver:
             while not isinstance(step := await part.next(), SessionFinished):
                 await self._take(url, part, step)
                 if isinstance(step, BucketSent):  # only after success: the trainer takes part in the same broadcast
-                    _note(part, came, step)
+                    _count(part, came, step)
             if sum(came.values()) != step.num_buckets:
                 raise EngineFailed(
                     f"{part.engine}: got {sum(came.values())} of {step.num_buckets} buckets of session {part.session}"
@@ -107,7 +107,7 @@ class Receiver:
                 raise EngineFailed(f"{url}: session {part.session} was prepared twice")
 
 
-def _note(part: Part, came: dict[int, int], step: BucketSent) -> None:
+def _count(part: Part, came: dict[int, int], step: BucketSent) -> None:
     """Count a received bucket.
 
     Raises:
@@ -117,7 +117,6 @@ def _note(part: Part, came: dict[int, int], step: BucketSent) -> None:
     if step.index != due:
         raise EngineFailed(f"{part.engine}: bucket {step.index} of stage {step.stage} came, bucket {due} was due")
     came[step.stage] = due + 1
-    part.came |= dict.fromkeys(step.names, f"bucket {step.index} of stage {step.stage}")
 
 
 async def _cut_when_over(part: Part, scope: anyio.CancelScope) -> None:

@@ -15,7 +15,6 @@ import structlog
 from actors.rollout.sglang.errors import EngineUnavailable
 from messages import (
     BucketSent,
-    EngineLayout,
     EnginesAnswered,
     GroupsOffered,
     MembersGiven,
@@ -58,7 +57,6 @@ class Place(NamedTuple):
 
     num_ranks: int  # ranks that receive weights, each its shard
     is_compared: bool  # its checksums will be verified
-    wants: EngineLayout | None  # the layout for which the trainer computes the expected checksums; None: it cannot
 
 
 class _Asked:
@@ -82,7 +80,6 @@ class Part:
         self.key = key
         self.place = place
         self.version = version
-        self.came: dict[str, str] = {}  # received tensors: name -> bucket
         self.session = ""  # id of the weight sync, once the engine is a member
         self.holds = False  # the engine holds the weights of the weight sync
         self.over = anyio.Event()  # the weight sync was closed

@@ -1,7 +1,7 @@
 """Weight updates of an engine, and the handling of its running requests meanwhile."""
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Final, Literal
 
@@ -11,7 +11,6 @@ import structlog
 from actors.rollout.engines.weights.pauses import Pauses
 from actors.rollout.engines.weights.receiving import Receiver
 from actors.rollout.engines.weights.sync import Part
-from actors.rollout.engines.weights.tensors import Hashes
 from actors.rollout.sglang.client import ADMIN_TIMEOUT_S, Load, SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineSilent, EngineUnavailable
 from messages import WeightsAnnounced
@@ -28,8 +27,7 @@ CLEAR_S: Final = 2.5  # time to interrupt requests on wrong weights; repeats onc
 
 IDLE_POLL_S: Final = 0.05
 
-Expected = Mapping[str, Sequence[Hashes]]  # expected checksums per rank, by layout key
-Look = Callable[[str, Expected], Awaitable[None]]  # receives the checksum of the loaded weights
+Look = Callable[[str], Awaitable[None]]  # receives the checksum of the loaded weights
 
 
 class Updater:
@@ -102,12 +100,12 @@ class Updater:
                 # the KV cache of paused requests is in use and cannot be flushed
                 await self._client.update_weights(url, announced.path, label, flush_cache=self._mode == "retract")
                 if look is not None:
-                    await look(checksum, {})
+                    await look(checksum)
             return
         await self._load_unpaused(url, announced, label)
         if look is not None:
             async with self._paused(url, "in_place"):
-                await look(checksum, {})
+                await look(checksum)
 
     async def _update_in_session(self, url: str, part: Part, label: str, look: Look | None) -> None:
         async with self._stopped(url):
@@ -116,7 +114,7 @@ class Updater:
                 if self._mode != "in_place":
                     await self._client.flush_cache(url, 0.0)
                 if look is not None:
-                    await look(finished.checksum, finished.expected)
+                    await look(finished.checksum)
             except EngineError as error:
                 # report at once: the trainer waits, and ending the pause of a hung engine takes long
                 part.fail(str(error))

@@ -8,8 +8,7 @@ import structlog
 
 from actors.rollout.engines.weights.files import WeightsDamaged
 from actors.rollout.engines.weights.sync import Part, Place
-from actors.rollout.engines.weights.tensors import layout_of, tensors_mismatch
-from actors.rollout.engines.weights.updater import Expected, Updater
+from actors.rollout.engines.weights.updater import Updater
 from actors.rollout.engines.weights.updates import Loads
 from actors.rollout.engines.weights.verification import (
     KnownChecksums,
@@ -145,7 +144,7 @@ class Prover:
         if info.get("load_format") != FROM_PEER or await self._client.weight_version(url) != UNTOLD:
             return None
         server = server_of(info)
-        tensors = (await self._client.checksums(url)).per_engine_checksum
+        tensors = await self._client.checksum(url)
         if not tensors or tensors != self._known.tensors(server, self._newest.checksum):
             log.info("first_weights_not_proven", engine=engine, weight_version=announced.version)
             return None
@@ -192,8 +191,7 @@ class Prover:
         """
         info = await self._client.server_info(url)
         num_ranks = int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
-        is_compared = is_thorough(self._verify, announced, first=first)
-        return Place(num_ranks, is_compared, layout_of(info) if is_compared else None)
+        return Place(num_ranks, is_compared=is_thorough(self._verify, announced, first=first))
 
     async def _load_and_prove(
         self,
@@ -206,19 +204,14 @@ class Prover:
         part: Part | None,
     ) -> float:
         server = server_of(await self._client.server_info(url))
-        sent, tensors, by_tensor = "", None, False
+        sent, tensors = "", None
         took_s = 0.0
 
-        async def look(checksum: str, expected: Expected) -> None:
-            nonlocal sent, tensors, by_tensor, took_s
+        async def look(checksum: str) -> None:
+            nonlocal sent, tensors, took_s
             begin = time.perf_counter()
             await self._check_label(engine, url, label)
-            said = await self._client.checksums(url)
-            if part is not None and part.place.wants is not None and part.place.wants.key in expected:
-                by_tensor = True
-                ranks = [rank.checksums for rank in said.ranks]
-                self._refuse_if(engine, tensors_mismatch(expected[part.place.wants.key], ranks, part.came))
-            sent, tensors = checksum, said.per_engine_checksum
+            sent, tensors = checksum, await self._client.checksum(url)
             self._refuse_if(engine, self._checksum_mismatch(server, sent, tensors))
             took_s += time.perf_counter() - begin
 
@@ -236,8 +229,7 @@ class Prover:
         self._known.add(server, engine, sent, tensors)
         self._newest = Sent(announced.version, sent)
         took_s += time.perf_counter() - begin
-        version = announced.version
-        log.info("weights_proven", engine=engine, weight_version=version, by_tensor=by_tensor, took_s=took_s)
+        log.info("weights_proven", engine=engine, weight_version=announced.version, took_s=took_s)
         return pause_s
 
     async def _check_probe(self, engine: str, url: str, probe: WeightProbe, server: ServerInfo) -> None:

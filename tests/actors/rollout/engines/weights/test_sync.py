@@ -29,7 +29,7 @@ def sessions(*lacking: str) -> WeightSessions:
     return WeightSessions(target, lambda: lacking)
 
 
-PLACE = Place(num_ranks=2, is_compared=False, wants=None)
+PLACE = Place(num_ranks=2, is_compared=False)
 
 
 class Engine:

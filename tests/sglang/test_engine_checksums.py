@@ -1,4 +1,4 @@
-"""Checksums that the trainer reckons, against those of engines: of the kept servers, and of other models."""
+"""The oracle of engine checksums, against engines: the kept servers, and other models."""
 
 from pathlib import Path
 from typing import Any
@@ -9,15 +9,15 @@ from safetensors.torch import load_file, save_file
 
 from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.shapes import hf_shapes
-from actors.trainer.sending.expected import Checksums, Layout, engine_checksum, expected_checksums
 from tests.sglang.server import TINY, TP1, TWO_PROCESSES, Server
 from tests.sglang.test_proof import running
+from tests.support.engine_checksums import Checksums, Layout, engine_checksum, expected_checksums
 from tests.support.tiny_engine import post, write_config
 from tests.support.tiny_models import QWEN2, write_tokenizer
 
 pytestmark = [pytest.mark.timeout(900)]
 
-LAYOUTS = {TINY: Layout(is_filled_up=False), TP1: Layout(), TWO_PROCESSES: Layout(tp_size=2)}
+LAYOUTS = {TINY: Layout(is_padded=False), TP1: Layout(), TWO_PROCESSES: Layout(tp_size=2)}
 ODD: dict[str, Any] = {"vocab_size": 70, "intermediate_size": 40, "num_key_value_heads": 1}
 TIED = QWEN2 | ODD | {"tie_word_embeddings": True}
 EXPERTS: dict[str, Any] = ODD | {
@@ -57,7 +57,7 @@ def expected(config: Path, directory: Path, layout: Layout) -> list[Checksums]:
     return expected_checksums([list(weights.items())], read_hf_config(config), layout)
 
 
-@pytest.mark.behaviour("the checksum of each tensor of each rank is the one that the trainer reckoned before")
+@pytest.mark.behaviour("the checksum of each tensor of each rank is the one that the oracle of the tests predicts")
 def test_a_kept_server_says_what_was_expected(server: Server, contract_model: Path, weights: dict[int, Path]) -> None:
     for version in (2, 1):
         load(server, weights[version])

@@ -1,4 +1,4 @@
-"""Prediction of the weight checksums that an engine on the CPU reports.
+"""Oracle: predicts the weight checksums that an engine on the CPU reports, from the tensors of a model.
 
 SGLang 0.5.23 answers `/weights_checker` with a hash of each tensor that a rank holds: the first 16 hex digits of the
 sha256 of its bytes, in the engine's dtype (`managers/mm_utils.py`, `tensor_hash`). The model's layers define which
@@ -23,6 +23,7 @@ GPUs hash differently, and SGLang packs matrices on CPUs with AMX. In these case
 """
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -33,7 +34,6 @@ from actors.trainer.models.config import HfConfig
 from actors.trainer.models.gathering import Bucket
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.shards import bytes_of
-from runtime.models.fused import made_of, place_of
 
 FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,6 +42,18 @@ _VOCAB_MULTIPLE: Final = 64
 _INNER_MULTIPLE: Final = 32
 _BY_VOCAB: Final = ("embed_tokens", "lm_head")
 _BY_COLUMNS: Final = ("o_proj", "down_proj")
+_JOINED: Final[Mapping[str, tuple[str, ...]]] = {  # fused modules, and their parts in row order
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+_OF_EXPERTS: Final[Mapping[str, tuple[str, ...]]] = {  # parts of each expert, expert by expert
+    "w13_weight": ("gate_proj.weight", "up_proj.weight"),
+    "w2_weight": ("down_proj.weight",),
+}
+_MODULE: Final = {module: joined for joined, modules in _JOINED.items() for module in modules}
+_PROJECTION: Final = {projection: joined for joined, own in _OF_EXPERTS.items() for projection in own}
+_LAYER: Final = re.compile(r"(?P<layer>model\.layers\.\d+\.)(?P<module>.+)\.(?P<kind>weight|bias)")
+_EXPERT: Final = re.compile(r"(?P<mlp>.+\.mlp\.experts\.)(?P<expert>\d+)\.(?P<projection>\w+\.weight)")
 
 Checksums = dict[str, str]  # of a rank's tensors, by the engine's names
 
@@ -51,11 +63,11 @@ class Layout(NamedTuple):
 
     tp_size: int = 1
     dtype: torch.dtype = torch.float32
-    is_filled_up: bool = True  # pads as SGLang does; the tiny engine does not
+    is_padded: bool = True  # pads as SGLang does; the tiny engine does not
 
 
-class _Cut(NamedTuple):
-    """Sharding of a tensor."""
+class _Sharding(NamedTuple):
+    """How a tensor is sharded over the ranks."""
 
     dim: int  # -1: replicated on every rank
     size: int  # of that dimension, with padding
@@ -65,23 +77,23 @@ def why_not(model: HfConfig, layout: Layout) -> str | None:
     """Explain why checksums of a model in a layout cannot be predicted. None: they can."""
     experts = model.experts
     if model.model_type not in FAMILIES:
-        return f"model_type {model.model_type}: checksums are reckoned of {', '.join(FAMILIES)}"
+        return f"model_type {model.model_type}: checksums are predicted of {', '.join(FAMILIES)}"
     if model.latent is not None or (experts is not None and experts.shared_intermediate_size):
-        return f"model_type {model.model_type} with latent attention or shared experts"
+        return f"model_type {model.model_type} with MLA or shared experts"
     if model.num_mtp_layers:
-        return "layers for further tokens, which the engine does not load"
+        return "MTP layers, which the engine does not load"
     if experts is not None and model.tie_word_embeddings:
         return "tie_word_embeddings of a model with experts: SGLang has a head of its own there, and does not fill it"
     if experts is not None and not all(experts.layers):
         return "layers without experts in a model with experts: SGLang has experts in each, and does not fill those"
     if layout.dtype not in _DTYPES:
-        return f"an engine in {layout.dtype}: checksums are reckoned in {', '.join(map(str, _DTYPES))}"
-    if layout.tp_size > 1 and not layout.is_filled_up:
+        return f"an engine in {layout.dtype}: checksums are predicted in {', '.join(map(str, _DTYPES))}"
+    if layout.tp_size > 1 and not layout.is_padded:
         return "a tiny engine over several ranks"
     return None
 
 
-class Expected:
+class ExpectedChecksums:
     """Predicts the checksums of each engine rank from all tensors of a model, added once in any order.
 
     A fused tensor is hashed as its parts arrive. A part that arrives too early is copied and kept.
@@ -94,17 +106,12 @@ class Expected:
             ValueError: checksums of this model cannot be predicted. The message says why.
         """
         if reason := why_not(model, layout):
-            raise ValueError(f"checksums of an engine are not reckoned: {reason}")
+            raise ValueError(f"checksums of an engine cannot be predicted: {reason}")
         self._layout = layout
         self._num_experts = 0 if model.experts is None else model.experts.num_experts
-        self._cuts = {name: _cut(name, shape, model, layout) for name, shape in hf_shapes(model).items()}
-        names = {place_of(name).name for name in self._cuts}
-        self._joined = {name: _Joined(made_of(name, self._num_experts), layout) for name in sorted(names)}
-
-    @property
-    def num_hashes(self) -> int:
-        """Number of hashes that it predicts."""
-        return len(self._joined) * self._layout.tp_size
+        self._shardings = {name: _sharding(name, shape, model, layout) for name, shape in hf_shapes(model).items()}
+        names = {place_of(name).name for name in self._shardings}
+        self._fused = {name: _Fused(made_of(name, self._num_experts), layout) for name in sorted(names)}
 
     def add(self, bucket: Bucket) -> None:
         """Add full tensors.
@@ -113,9 +120,9 @@ class Expected:
             ValueError: the model has no such tensor, or it was added before.
         """
         for name, tensor in bucket:
-            if name not in self._cuts:
+            if name not in self._shardings:
                 raise ValueError(f"{name} is no tensor of this model")
-            self._joined[place_of(name).name].take(name, tensor, self._cuts[name])
+            self._fused[place_of(name).name].take(name, tensor, self._shardings[name])
 
     def checksums(self) -> list[Checksums]:
         """Return the predicted checksums of each rank, by its number.
@@ -123,20 +130,16 @@ class Expected:
         Raises:
             ValueError: tensors are missing. The message names the first.
         """
-        missing = [name for joined in self._joined.values() for name in joined.missing]
+        missing = [name for fused in self._fused.values() for name in fused.missing]
         if missing:
             raise ValueError(f"{len(missing)} tensors have not come, the first is {missing[0]}")
-        return self.so_far()
-
-    def so_far(self) -> list[Checksums]:
-        """Return the same for tensors whose parts have all arrived, such as those of one pipeline stage."""
-        hashes = {name: joined.hashes() for name, joined in self._joined.items() if not joined.missing}
+        hashes = {name: fused.hashes() for name, fused in self._fused.items()}
         return [{name: own[rank] for name, own in hashes.items()} for rank in range(self._layout.tp_size)]
 
 
 def expected_checksums(tensors: Iterable[Bucket], model: HfConfig, layout: Layout) -> list[Checksums]:
-    """Predict each engine rank's checksums of weights in buckets. Raises the errors of `Expected`."""
-    expected = Expected(model, layout)
+    """Predict each engine rank's checksums of weights in buckets. Raises the errors of `ExpectedChecksums`."""
+    expected = ExpectedChecksums(model, layout)
     for bucket in tensors:
         expected.add(bucket)
     return expected.checksums()
@@ -152,7 +155,7 @@ def engine_checksum(ranks: Iterable[Mapping[str, str]]) -> str:
     return hashlib.sha256("".join(map(rank_checksum, ranks)).encode()).hexdigest()
 
 
-class _Joined:
+class _Fused:
     """A tensor of the engine, fused from Hugging Face's tensors."""
 
     def __init__(self, names: Sequence[str], layout: Layout) -> None:
@@ -166,11 +169,11 @@ class _Joined:
     def missing(self) -> list[str]:
         return [name for name in self._names[self._next :] if name not in self._early]
 
-    def take(self, name: str, tensor: Tensor, cut: _Cut) -> None:
+    def take(self, name: str, tensor: Tensor, sharding: _Sharding) -> None:
         """Hash a tensor if it is next, and then those that waited for it."""
         if name in self._early or name in self._names[: self._next]:
             raise ValueError(f"{name} came twice")
-        parts = [_part(tensor, cut, rank, self._layout) for rank in range(self._layout.tp_size)]
+        parts = [_part(tensor, sharding, rank, self._layout) for rank in range(self._layout.tp_size)]
         if name != self._names[self._next]:
             self._early[name] = [part.to("cpu", copy=True) for part in parts]  # the caller may change it
             return
@@ -187,21 +190,21 @@ class _Joined:
         self._next += 1
 
 
-def _part(tensor: Tensor, cut: _Cut, rank: int, layout: Layout) -> Tensor:
+def _part(tensor: Tensor, sharding: _Sharding, rank: int, layout: Layout) -> Tensor:
     """Return a rank's shard of a tensor, padded with zeros."""
-    if cut.dim < 0:
+    if sharding.dim < 0:
         return tensor.detach().to(layout.dtype)
-    share = cut.size // layout.tp_size
-    start = min(rank * share, tensor.shape[cut.dim])
-    own = tensor.detach().narrow(cut.dim, start, min(share, tensor.shape[cut.dim] - start)).to(layout.dtype)
-    missing = share - own.shape[cut.dim]
+    share = sharding.size // layout.tp_size
+    start = min(rank * share, tensor.shape[sharding.dim])
+    own = tensor.detach().narrow(sharding.dim, start, min(share, tensor.shape[sharding.dim] - start)).to(layout.dtype)
+    missing = share - own.shape[sharding.dim]
     if not missing:
         return own
-    zeros = own.new_zeros(*own.shape[: cut.dim], missing, *own.shape[cut.dim + 1 :])
-    return torch.cat([own, zeros], dim=cut.dim)
+    zeros = own.new_zeros(*own.shape[: sharding.dim], missing, *own.shape[sharding.dim + 1 :])
+    return torch.cat([own, zeros], dim=sharding.dim)
 
 
-def _cut(name: str, shape: Sequence[int], model: HfConfig, layout: Layout) -> _Cut:
+def _sharding(name: str, shape: Sequence[int], model: HfConfig, layout: Layout) -> _Sharding:
     module = name.split(".")[-2]
     heads, kv_heads = _heads(model, layout)
     sizes = {
@@ -213,10 +216,10 @@ def _cut(name: str, shape: Sequence[int], model: HfConfig, layout: Layout) -> _C
     }
     if module in ("gate_proj", "up_proj", "down_proj"):
         dim = int(module == "down_proj")
-        return _Cut(dim, _up_to(shape[dim], _INNER_MULTIPLE * layout.tp_size) if layout.is_filled_up else shape[dim])
+        return _Sharding(dim, _up_to(shape[dim], _INNER_MULTIPLE * layout.tp_size) if layout.is_padded else shape[dim])
     if module not in sizes:
-        return _Cut(-1, 0)
-    return _Cut(int(module in _BY_COLUMNS), sizes[module])
+        return _Sharding(-1, 0)
+    return _Sharding(int(module in _BY_COLUMNS), sizes[module])
 
 
 def _heads(model: HfConfig, layout: Layout) -> tuple[int, int]:
@@ -224,12 +227,12 @@ def _heads(model: HfConfig, layout: Layout) -> tuple[int, int]:
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     if heads % layout.tp_size == 0 and kv_heads % layout.tp_size == 0:
         return heads, kv_heads
-    filled = _up_to(kv_heads, layout.tp_size)
-    return filled * (heads // kv_heads), filled
+    padded = _up_to(kv_heads, layout.tp_size)
+    return padded * (heads // kv_heads), padded
 
 
 def _vocab_size(model: HfConfig, layout: Layout) -> int:
-    if not layout.is_filled_up:
+    if not layout.is_padded:
         return model.vocab_size
     size = _up_to(model.vocab_size, _VOCAB_MULTIPLE)
     return size if size % layout.tp_size == 0 else _up_to(model.vocab_size, _VOCAB_MULTIPLE * layout.tp_size)
@@ -237,3 +240,39 @@ def _vocab_size(model: HfConfig, layout: Layout) -> int:
 
 def _up_to(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
+
+
+class Place(NamedTuple):
+    """The position of a Hugging Face tensor in an engine."""
+
+    name: str
+    number: int  # among the parts of the fused tensor
+
+
+def place_of(name: str) -> Place:
+    """Return the position of a Hugging Face tensor in an engine."""
+    if match := _EXPERT.fullmatch(name):
+        joined = _PROJECTION[match["projection"]]
+        own = _OF_EXPERTS[joined]
+        return Place(match["mlp"] + joined, int(match["expert"]) * len(own) + own.index(match["projection"]))
+    match = _LAYER.fullmatch(name)
+    if match is None or match["module"] not in _MODULE:
+        return Place(name, 0)
+    joined = _MODULE[match["module"]]
+    return Place(f"{match['layer']}{joined}.{match['kind']}", _JOINED[joined].index(match["module"]))
+
+
+def made_of(name: str, num_experts: int = 0) -> list[str]:
+    """Return the Hugging Face names of the parts of an engine's tensor, in their order.
+
+    Args:
+        name: the engine's tensor name.
+        num_experts: number of experts per layer.
+    """
+    module, _, last = name.rpartition(".")
+    if last in _OF_EXPERTS:
+        return [f"{module}.{expert}.{own}" for expert in range(num_experts) for own in _OF_EXPERTS[last]]
+    for joined, modules in _JOINED.items():
+        if module.endswith(f".{joined}"):
+            return [f"{module.removesuffix(joined)}{own}.{last}" for own in modules]
+    return [name]

@@ -1,4 +1,4 @@
-"""Checksums that an engine will say: of tensors joined and cut by hand, in any order, and of the tiny engine."""
+"""The oracle of engine checksums: tensors fused and sharded by hand, in any order, and the tiny engine."""
 
 import hashlib
 import random
@@ -15,13 +15,14 @@ from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.gathering import buckets
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.shards import entry_of
-from actors.trainer.sending.expected import Expected, Layout, expected_checksums, why_not
 from runtime.models.config import read_model
 from tests.actors.trainer.tiny import TINY, config_of
+from tests.support.engine_checksums import ExpectedChecksums, Layout, expected_checksums, made_of, place_of, why_not
 from tests.support.tiny_engine import write_config
 from tests.support.tiny_models import LLAMA, QWEN2, QWEN3, write_model
 
-EMBEDDED = Layout(is_filled_up=False)
+TINY_ENGINE = Layout(is_padded=False)
+LAYER = "model.layers.12."
 ODD = {  # nothing that two ranks divide evenly
     "vocab_size": 70, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 6,
 }  # fmt: skip
@@ -41,7 +42,7 @@ def hashed(*parts: Tensor) -> str:
     return hashlib.sha256(torch.cat(parts).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-def filled(tensor: Tensor, dim: int, size: int) -> Tensor:
+def padded(tensor: Tensor, dim: int, size: int) -> Tensor:
     rest = list(tensor.shape)
     rest[dim] = size - rest[dim]
     return torch.cat([tensor, torch.zeros(rest)], dim=dim)
@@ -53,13 +54,13 @@ def test_two_ranks_by_hand(tmp_path: Path) -> None:
     found = expected_checksums([list(weights.items())], model, Layout(tp_size=2))
     layer = "model.layers.0."
     # Two key-value heads in the place of one, so eight query heads in the place of four: the second rank has zeros.
-    query = filled(weights[f"{layer}self_attn.q_proj.weight"], 0, 48).chunk(2)
-    key, value = (filled(weights[f"{layer}self_attn.{part}_proj.weight"], 0, 12).chunk(2) for part in "kv")
-    gate, up = (filled(weights[f"{layer}mlp.{part}_proj.weight"], 0, 64).chunk(2) for part in ("gate", "up"))
-    back = filled(weights[f"{layer}self_attn.o_proj.weight"], 1, 48).chunk(2, dim=1)
-    down = filled(weights[f"{layer}mlp.down_proj.weight"], 1, 64).chunk(2, dim=1)
+    query = padded(weights[f"{layer}self_attn.q_proj.weight"], 0, 48).chunk(2)
+    key, value = (padded(weights[f"{layer}self_attn.{part}_proj.weight"], 0, 12).chunk(2) for part in "kv")
+    gate, up = (padded(weights[f"{layer}mlp.{part}_proj.weight"], 0, 64).chunk(2) for part in ("gate", "up"))
+    back = padded(weights[f"{layer}self_attn.o_proj.weight"], 1, 48).chunk(2, dim=1)
+    down = padded(weights[f"{layer}mlp.down_proj.weight"], 1, 64).chunk(2, dim=1)
     embedding, head = (
-        filled(weights[name], 0, 128).chunk(2) for name in ("model.embed_tokens.weight", "lm_head.weight")
+        padded(weights[name], 0, 128).chunk(2) for name in ("model.embed_tokens.weight", "lm_head.weight")
     )
     whole = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
     for rank in (0, 1):
@@ -82,12 +83,12 @@ def test_experts_by_hand(tmp_path: Path) -> None:
     experts = "model.layers.1.mlp.experts."
     for rank in (0, 1):
         rows = [
-            filled(weights[f"{experts}{expert}.{part}_proj.weight"], 0, 64).chunk(2)[rank]
+            padded(weights[f"{experts}{expert}.{part}_proj.weight"], 0, 64).chunk(2)[rank]
             for expert in range(4)
             for part in ("gate", "up")
         ]
         columns = [
-            filled(weights[f"{experts}{expert}.down_proj.weight"], 1, 64).chunk(2, dim=1)[rank] for expert in range(4)
+            padded(weights[f"{experts}{expert}.down_proj.weight"], 1, 64).chunk(2, dim=1)[rank] for expert in range(4)
         ]
         assert found[rank][f"{experts}w13_weight"] == hashed(*(part.bfloat16() for part in rows))
         assert found[rank][f"{experts}w2_weight"] == hashed(*(part.bfloat16() for part in columns))
@@ -104,7 +105,7 @@ def test_tensors_may_come_in_any_order_and_change_afterwards(seed: int, tmp_path
     expected = expected_checksums([list(weights.items())], model, layout)
     shuffled = list(weights.items())
     random.Random(seed).shuffle(shuffled)
-    taking = Expected(model, layout)
+    taking = ExpectedChecksums(model, layout)
     for bucket in buckets(((entry_of(name, tensor), tensor.clone()) for name, tensor in shuffled), 5000):
         taking.add(bucket)
         for _, tensor in bucket:
@@ -114,17 +115,17 @@ def test_tensors_may_come_in_any_order_and_change_afterwards(seed: int, tmp_path
 
 def test_of_what_comes_in_turn_nothing_is_kept(tmp_path: Path) -> None:
     model = model_of(tmp_path, config_of("qwen3_moe"))
-    taking = Expected(model, Layout())
+    taking = ExpectedChecksums(model, Layout())
     for name, tensor in drawn(model).items():
         taking.add([(name, tensor)])
-        assert not any(joined._early for joined in taking._joined.values())
+        assert not any(fused._early for fused in taking._fused.values())
 
 
 def test_what_is_missing_unknown_or_there_twice_is_named(tmp_path: Path) -> None:
     model = model_of(tmp_path, {})
     weights = drawn(model)
     name = "model.layers.1.self_attn.k_proj.weight"
-    taking = Expected(model, Layout())
+    taking = ExpectedChecksums(model, Layout())
     taking.add([pair for pair in weights.items() if pair[0] != name])
     with pytest.raises(ValueError, match=rf"1 tensors have not come, the first is {name}"):
         taking.checksums()
@@ -143,14 +144,14 @@ def test_what_is_missing_unknown_or_there_twice_is_named(tmp_path: Path) -> None
         (config_of("qwen3_moe", tie_word_embeddings=True), Layout(), "tie_word_embeddings"),
         (config_of("qwen3_moe", mlp_only_layers=[1]), Layout(), "layers without experts"),
         ({}, Layout(dtype=torch.float8_e4m3fn), "an engine in torch.float8_e4m3fn"),
-        ({}, Layout(tp_size=2, is_filled_up=False), "a tiny engine over several ranks"),
+        ({}, Layout(tp_size=2, is_padded=False), "a tiny engine over several ranks"),
     ],
 )
-def test_what_is_not_reckoned_says_why(config: dict[str, Any], layout: Layout, reason: str, tmp_path: Path) -> None:
+def test_what_cannot_be_predicted_says_why(config: dict[str, Any], layout: Layout, reason: str, tmp_path: Path) -> None:
     model = model_of(tmp_path, config)
     assert reason in (why_not(model, layout) or "")
     with pytest.raises(ValueError, match=reason):
-        Expected(model, layout)
+        ExpectedChecksums(model, layout)
 
 
 @pytest.mark.parametrize(
@@ -158,11 +159,33 @@ def test_what_is_not_reckoned_says_why(config: dict[str, Any], layout: Layout, r
     [QWEN3, QWEN3 | ODD, QWEN2 | {"tie_word_embeddings": True}, LLAMA],
     ids=["qwen3", "odd sizes", "biases and a tied head", "llama"],
 )
-def test_the_embedded_engine_says_the_same(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_the_tiny_engine_reports_the_same(changes: dict[str, Any], tmp_path: Path) -> None:
     write_model(tmp_path, **changes)
     weights = load_file(tmp_path / "model.safetensors")
     model = read_hf_config(tmp_path)
     if model.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
     held = load(read_model(tmp_path).shape, tmp_path)
-    assert expected_checksums([list(weights.items())], model, EMBEDDED) == [held.checksums()]
+    assert expected_checksums([list(weights.items())], model, TINY_ENGINE) == [held.checksums()]
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("model.embed_tokens.weight", ["model.embed_tokens.weight"]),
+        (f"{LAYER}self_attn.qkv_proj.bias", [f"{LAYER}self_attn.{part}_proj.bias" for part in "qkv"]),
+        (f"{LAYER}self_attn.q_norm.weight", [f"{LAYER}self_attn.q_norm.weight"]),
+        (f"{LAYER}self_attn.o_proj.weight", [f"{LAYER}self_attn.o_proj.weight"]),
+        (f"{LAYER}mlp.gate_up_proj.weight", [f"{LAYER}mlp.gate_proj.weight", f"{LAYER}mlp.up_proj.weight"]),
+        (f"{LAYER}mlp.down_proj.weight", [f"{LAYER}mlp.down_proj.weight"]),
+        (f"{LAYER}mlp.gate.weight", [f"{LAYER}mlp.gate.weight"]),
+        (
+            f"{LAYER}mlp.experts.w13_weight",
+            [f"{LAYER}mlp.experts.{expert}.{part}_proj.weight" for expert in (0, 1) for part in ("gate", "up")],
+        ),
+        (f"{LAYER}mlp.experts.w2_weight", [f"{LAYER}mlp.experts.{expert}.down_proj.weight" for expert in (0, 1)]),
+    ],
+)
+def test_what_is_joined_and_back(name: str, parts: list[str]) -> None:
+    assert made_of(name, num_experts=2) == parts
+    assert [place_of(part) for part in parts] == [(name, number) for number in range(len(parts))]
