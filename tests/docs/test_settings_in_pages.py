@@ -18,7 +18,6 @@ KEYS: Final = frozenset(ROW.findall((DOCS / "reference" / "settings.md").read_te
 TABLES: Final = frozenset(key.partition(".")[0] for key in KEYS if "." in key)
 NAMED: Final = re.compile(rf"[`=\s]((?:{'|'.join(sorted(TABLES))})\.[a-z_][a-z_0-9.<>]*)(?![\w*])")
 LOGIN: Final = frozenset({"user", "password", "token"})  # of bus.credentials, a file of its own
-)  # the pages are ahead of the settings
 EVENTS: Final = frozenset(message_type.topic for message_type in message_types().values())
 
 
@@ -51,11 +50,7 @@ def keys_of(value: Any, key: str = "") -> Iterator[str]:
 def test_a_page_names_settings_that_exist(page: Path) -> None:
     text = re.sub(r"^```(?!toml|sh).*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     named = {name.rstrip(".") for name in NAMED.findall(text)} - EVENTS
-    unknown = {
-        name
-        for name in named
-        if not exists(name) and not name.endswith((".toml", ".md", ".jsonl", ".json"))
-    }
+    unknown = {name for name in named if not exists(name) and not name.endswith((".toml", ".md", ".jsonl", ".json"))}
     for block in snippets(page, "toml"):
         unknown |= {key for key in keys_of(tomllib.loads(block)) if not exists(key) and key not in LOGIN | {"include"}}
     assert sorted(unknown) == []
