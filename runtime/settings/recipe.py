@@ -159,9 +159,7 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     eps_clip_high: Annotated[float, msgspec.Meta(gt=0)] | None = None
     # Dual clip: bound of the ratio for negative advantages. By default it is off.
     eps_clip_c: Annotated[float, msgspec.Meta(gt=1)] | None = None
-    # Add the KL divergence from the reference model to the loss.
-    use_kl_loss: bool = False
-    # Weight of the KL loss.
+    # Weight of the KL divergence from the reference model in the loss. 0 turns it off: no reference model is loaded.
     kl_loss_coef: NonNegative = 0.0
     # Estimator of the KL divergence. "low_var_kl" is k3 clipped at 10 nats.
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"

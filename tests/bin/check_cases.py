@@ -48,7 +48,6 @@ ACCEPTED = {
     ),
     "reference, few slots, shared processes": Case(
         (
-            "algorithm.use_kl_loss=true",
             "algorithm.kl_loss_coef=0.1",
             "engines.policy.concurrency=1",
             'share=[["rollout", "reward"], ["buffer", "filter"]]',
@@ -137,7 +136,7 @@ REFUSED = {
     "a config of texts": Case(("model.hf_checkpoint=TMP/texts",), "model.hf_checkpoint", "Expected `int`, got `str`"),
     "too small a vocabulary": Case(("model.hf_checkpoint=TMP/few",), "model.hf_checkpoint", "the model has 8"),
     "another reference": Case(
-        ("algorithm.use_kl_loss=true", f"model.ref_load={BOXED}"), "model.ref_load", "no weights in this directory"
+        ("algorithm.kl_loss_coef=0.1", f"model.ref_load={BOXED}"), "model.ref_load", "no weights in this directory"
     ),
     "beyond the model": Case(("rollout.max_context_len=999",), "rollout.max_context_len", "the model ends at 64"),
     "no room": Case(("rollout.max_response_len=64",), "rollout.max_response_len", "the model ends at 64"),

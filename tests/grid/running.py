@@ -109,7 +109,6 @@ def _topology(place: Path, row: Row, device: str) -> Topology:
         "model": {"random_init": False, "dtype": row.dtype},
         "algorithm": {
             "entropy_coef": 0.05,
-            "use_kl_loss": True,
             "kl_loss_coef": 0.1,
             "num_steps_per_rollout": 2,
             "use_routing_replay": row.replay,

@@ -151,7 +151,7 @@ class TrainStep:
         self._sums = (SFT_SUMS if self._demonstrations else SUMS) + ((MTP_LOSS,) if self._has_further_layer else ())
         self._normalize = _normalizes_rewards(topology)
         ref_load = topology.model.ref_load
-        self._reference = ReferenceModel(replica, ref_load) if self._algorithm.use_kl_loss else None
+        self._reference = ReferenceModel(replica, ref_load) if self._algorithm.kl_loss_coef > 0 else None
         self._max_tokens = max_sample_tokens(topology)
         self._by_group: GroupLogProbs | None = None
         if topology.trainer.log_probs_ahead:
@@ -461,7 +461,7 @@ class TrainStep:
     def _reduced(self, sums: Sequence[Tensor]) -> dict[str, float]:
         """Average the sums over the completed optimizer steps. NaN if there are none."""
         metrics = reduced_sums(self._sums, sums) if sums else dict.fromkeys(self._sums, math.nan)
-        if not self._algorithm.use_kl_loss:
+        if self._algorithm.kl_loss_coef == 0:
             metrics.pop("train/kl_loss", None)
         return metrics
 

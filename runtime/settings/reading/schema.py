@@ -48,12 +48,13 @@ def find_problems(value: object, expected: Any, key: str = "", schema: Any = Non
         try:
             msgspec.convert(value, expected)
         except msgspec.ValidationError as error:
-            found = _renamed_value(key, value) or f"{_readable(error)}; allowed: {describe(expected)}"
-            yield Problem(key=key, value=show(cast("object", value)), message=found)
+            shown = show(cast("object", value))
+            found = _renamed_value(key, shown) or f"{_readable(error)}; allowed: {describe(expected)}"
+            yield Problem(key=key, value=shown, message=found)
 
 
-def _renamed_value(key: str, value: object) -> str | None:
-    return next((new for (old, was), new in RENAMED_VALUES.items() if fnmatch(key, old) and value == was), None)
+def _renamed_value(key: str, value: str) -> str | None:
+    return next((new for (old, was), new in RENAMED_VALUES.items() if fnmatch(key, old) and value == show(was)), None)
 
 
 def _key_problem(problem: Problem, name: str) -> Problem:

@@ -110,11 +110,8 @@ def _algorithm(recipe: Recipe) -> Iterator[Problem]:
             "a group of one minus its own mean is always 0: use at least 2, "
             "or set algorithm.disable_rewards_normalization = true",
         )
-    if algorithm.kl_loss_coef > 0 and not algorithm.use_kl_loss:
-        message = "has no effect unless algorithm.use_kl_loss = true"
-        yield Problem.of("algorithm.kl_loss_coef", algorithm.kl_loss_coef, message)
-    if recipe.model.ref_load is not None and not algorithm.use_kl_loss:
-        message = "no reference model is needed unless algorithm.use_kl_loss = true"
+    if recipe.model.ref_load is not None and algorithm.kl_loss_coef == 0:
+        message = "no reference model is needed unless algorithm.kl_loss_coef is above 0"
         yield Problem.of("model.ref_load", recipe.model.ref_load, message)
     if algorithm.eps_clip >= 1:
         message = "must be below 1: ratios are clipped at 1 - eps_clip"
@@ -140,7 +137,7 @@ def _demonstrations(recipe: Recipe) -> Iterator[Problem]:
     if rollout.on_surplus != "train":
         message = f"would leave demonstrations out {why}, which no weights have sampled"
         yield Problem.of("rollout.on_surplus", rollout.on_surplus, message)
-    without_effect = ("use_kl_loss", "entropy_coef", "use_routing_replay", "use_rollout_routing_replay")
+    without_effect = ("kl_loss_coef", "entropy_coef", "use_routing_replay", "use_rollout_routing_replay")
     for key in without_effect:
         if value := getattr(algorithm, key):
             yield Problem.of(f"algorithm.{key}", value, f"has no effect {why}")

@@ -155,10 +155,10 @@ def _load(topology: Topology) -> Iterator[Problem]:
 
 
 def _ahead(topology: Topology) -> Iterator[Problem]:
-    if not topology.trainer.log_probs_ahead or topology.algorithm.use_kl_loss or computes_old_ahead(topology):
+    if not topology.trainer.log_probs_ahead or topology.algorithm.kl_loss_coef > 0 or computes_old_ahead(topology):
         return
     message = (
-        "has nothing to compute: it is for algorithm.use_kl_loss, and for the old policy's log-probs with "
+        "has nothing to compute: it is for algorithm.kl_loss_coef above 0, and for the old policy's log-probs with "
         "algorithm.num_steps_per_rollout above 1, without algorithm.use_rollout_logprobs or replayed experts, at "
         "rollout.max_staleness = 0"
     )

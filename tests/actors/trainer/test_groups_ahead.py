@@ -33,7 +33,7 @@ def no_ranks_yet(one_rank: None) -> None:
 def topology(make_topology: MakeTopology) -> Topology:
     return make_topology(
         train={"num_steps": NUM_STEPS},
-        algorithm={"use_kl_loss": True, "kl_loss_coef": 0.3, "num_steps_per_rollout": 2},
+        algorithm={"kl_loss_coef": 0.3, "num_steps_per_rollout": 2},
         trainer={"log_probs_ahead": True},
     )
 

@@ -82,7 +82,7 @@ def problems(path: Path, *overrides: str) -> dict[str, str]:
         ("rollout.over_sampling_filter=sort_by_reward_std", "rollout.over_sampling_filter", "nothing to compare"),
         ("rollout.on_surplus=drop", "rollout.on_surplus", "would leave demonstrations out"),
         ("algorithm.entropy_coef=0.1", "algorithm.entropy_coef", "has no effect"),
-        ("algorithm.use_kl_loss=true", "algorithm.use_kl_loss", "has no effect"),
+        ("algorithm.kl_loss_coef=0.1", "algorithm.kl_loss_coef", "has no effect"),
         ("algorithm.loss_type=policy_loss", "engines.policy", "only demonstrations"),
         ('engines.policy={kind = "tiny"}', "engines.policy", "nobody uses this pool with algorithm.loss_type"),
     ],

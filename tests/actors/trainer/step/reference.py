@@ -37,7 +37,7 @@ class ReferenceTrainer:
                 before = self._outputs(self.model, sample)[0]
                 sample["before"] = before
                 sample["old"] = sample["engine"] if algorithm.use_rollout_logprobs else before
-                if algorithm.use_kl_loss:
+                if algorithm.kl_loss_coef:
                     sample["ref"] = self._outputs(self._reference_model, sample)[0]
         num_rollouts = samples[-1]["rollout"] + 1
         size = num_rollouts // algorithm.num_steps_per_rollout
@@ -83,7 +83,7 @@ class ReferenceTrainer:
         pg_loss = torch.max(-ratio * sample["advantage"], -clipped * sample["advantage"])
         loss = pg_loss - algorithm.entropy_coef * entropy
         terms = {"pg_loss": pg_loss, "entropy_loss": entropy}
-        if algorithm.use_kl_loss:
+        if algorithm.kl_loss_coef:
             x = log_probs - sample["ref"]
             terms["kl_loss"] = (-x).exp() - 1 + x  # k3
             loss = loss + algorithm.kl_loss_coef * terms["kl_loss"]

@@ -88,13 +88,13 @@ def test_the_divergence_from_a_reference_model_equals_that_of_an_independent_loo
     reference_model = write_model(directories[1], initializer_range=0.1)
     topology = make_topology(
         model={"hf_checkpoint": str(directories[0]), "random_init": False, "ref_load": str(directories[1])},
-        algorithm={"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k3"},
+        algorithm={"kl_loss_coef": 0.2, "kl_loss_type": "k3"},
     )
     compared(topology, model, [random_batch(step) for step in range(2)], reference_model=reference_model)
 
 
 def test_the_reference_is_the_first_weights_unless_another_is_named(make_topology: MakeTopology) -> None:
-    algorithm = {"use_kl_loss": True, "num_steps_per_rollout": 1, "kl_loss_type": "k2"}
+    algorithm = {"kl_loss_coef": 0.1, "num_steps_per_rollout": 1, "kl_loss_type": "k2"}
     step, _ = trainer(make_topology(algorithm=algorithm))
     assert step(random_batch(0)).metrics["train/kl_loss"] == 0.0
     assert step(random_batch(1)).metrics["train/kl_loss"] > 0.0
@@ -259,7 +259,7 @@ def test_bfloat16_trains(make_topology: MakeTopology) -> None:
 
 
 def test_the_parts_of_training_sum_to_it(make_topology: MakeTopology) -> None:
-    topology = make_topology(algorithm={"use_kl_loss": True})
+    topology = make_topology(algorithm={"kl_loss_coef": 0.1})
     metrics = TrainStep(topology, Replica(topology, torch.device("cpu")))(random_batch()).metrics
     parts = ("plan", "log_probs", "ref_log_probs", "forward_backward", "optimizer", "metrics")
     times = [metrics[f"perf/{part}_time"] for part in parts]
