@@ -1,4 +1,4 @@
-"""Advantages, losses, reductions and schedules. Every function is pure and names its source.
+"""Losses, advantages, log-probs and schedules. Every function is pure and names its source.
 
 Open losses.py first.
 """

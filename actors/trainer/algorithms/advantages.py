@@ -16,6 +16,8 @@ def grpo_advantages(
 ) -> Floats:
     """Centre and scale rewards within each prompt group. Every token of a sample gets the sample's advantage.
 
+    (reward - mean) / (std + 1e-6), with mean and standard deviation over the group's rollouts.
+
     Args:
         rewards: [B], reward units. Rewards that are not finite in float32 are excluded.
         groups: [B], the prompt group of each sample, in any order.

@@ -25,6 +25,8 @@ def log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Compute natural log-probs of targets and entropies, differentiable in hidden states and weight.
 
+    With logits z = hidden weight^T / temperature and p = softmax(z): log p of the target, and -sum p log p.
+
     Args:
         hidden_MH: Hidden states, any float dtype.
         weight_VH: This rank's slice of the output weight.
@@ -36,6 +38,9 @@ def log_probs_and_entropy(
 
     Returns:
         Log-probs [M] and entropies [M], nats, float32.
+
+    Source:
+        The vocabulary-parallel softmax is that of Megatron-LM, arXiv 1909.08053. Its chunks are ours.
     """
     keeps = torch.is_grad_enabled()
     given = hidden_MH, weight_VH, targets_M, temperature, group, into_VH, keeps

@@ -8,10 +8,16 @@ from runtime.settings.recipe import AlgorithmConfig, OptimizerConfig
 def learning_rate(config: OptimizerConfig, step: int, *, num_steps: int) -> float:
     """Learning rate: linear warm-up, then constant, or linear or cosine decay to min_lr.
 
+    With warm-up w, decay over n steps and x = (step - w) / (n - w): lr (step + 1) / w, then
+    min_lr + (lr - min_lr) (1 - x), or min_lr + (lr - min_lr) (1 + cos(pi x)) / 2.
+
     Args:
         config: The recipe's optimizer table.
         step: Optimizer steps completed before this one. The first step of a warm-up over w steps already has lr / w.
         num_steps: Planned optimizer steps. The rate decays over them unless lr_decay_iters is set.
+
+    Source:
+        Megatron-LM's OptimizerParamScheduler; the cosine: SGDR, arXiv 1608.03983.
     """
     warmup = config.lr_warmup_iters
     if step < warmup:
@@ -31,6 +37,9 @@ def entropy_coef(config: AlgorithmConfig, step: int, *, num_steps: int) -> float
         config: The recipe's algorithm table.
         step: Number of the train step, from 0.
         num_steps: Planned train steps.
+
+    Source:
+        Plain linear interpolation: entropy_coef + (entropy_coef_end - entropy_coef) step / (num_steps - 1).
     """
     if config.entropy_coef_end is None:
         return config.entropy_coef

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from actors.trainer.algorithms.skips import Skips
 from actors.trainer.checkpoints import SavedRun, directory_of
 from actors.trainer.megatron.imports import (
     dict_list_map_inplace,
@@ -24,6 +23,7 @@ from actors.trainer.megatron.optimizer_shards import PREFIX, sharded_optimizer
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.megatron.reading import reading
 from actors.trainer.megatron.saving import Saving
+from actors.trainer.step.skips import Skips
 
 DISTRIBUTED = "use_distributed_optimizer"
 MAIN_PARAMETERS = {True: f"{PREFIX}param.", False: f"{PREFIX}fp32_param."}  # True: distributed optimizer

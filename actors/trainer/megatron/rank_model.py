@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.trainer.algorithms.skips import Skips
 from actors.trainer.data.batch import MicroBatch, empty_micro_batch
 from actors.trainer.data.context import Context, Ints
 from actors.trainer.megatron.build import build_chunks, expert_biases, nothing, with_gradients
@@ -35,6 +34,7 @@ from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sharding import load_weights, tensors_of
 from actors.trainer.models.sources import WeightSource, random_source
 from actors.trainer.models.weight_files import check_weights
+from actors.trainer.step.skips import Skips
 from runtime.settings.recipe import replays_experts
 from runtime.settings.topology import Topology
 

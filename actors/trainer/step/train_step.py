@@ -15,11 +15,8 @@ import torch
 from torch import Tensor
 
 from actors.trainer.algorithms.advantages import grpo_advantages
-from actors.trainer.algorithms.kl import kl_divergence
-from actors.trainer.algorithms.losses import policy_loss, sft_loss
-from actors.trainer.algorithms.reduction import Reduction, reduction
+from actors.trainer.algorithms.losses import Reduction, kl_divergence, policy_loss, reduction, sft_loss
 from actors.trainer.algorithms.schedules import entropy_coef, learning_rate
-from actors.trainer.algorithms.skips import too_many
 from actors.trainer.data.batch import ExpertIds, Floats32, Ints, MicroBatch, TrainBatch, only_where
 from actors.trainer.data.masked import Flags, names_of, samples_with, with_masked, without
 from actors.trainer.data.mtp import num_further, with_further
@@ -41,6 +38,7 @@ from actors.trainer.step.metrics import (
     speed_metrics,
 )
 from actors.trainer.step.reference import ReferenceModel
+from actors.trainer.step.skips import too_many
 from actors.trainer.step.timer import Laps
 from runtime.process.actor import InputError
 from runtime.settings.placement import max_sample_tokens

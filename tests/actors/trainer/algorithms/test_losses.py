@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.trainer.algorithms.advantages import grpo_advantages
-from actors.trainer.algorithms.kl import kl_divergence
-from actors.trainer.algorithms.losses import policy_loss
-from actors.trainer.algorithms.reduction import reduction
+from actors.trainer.algorithms.losses import kl_divergence, policy_loss, reduction
 
 SAMPLES = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.25, 1.0, 5.0])), min_size=1, max_size=24)
 

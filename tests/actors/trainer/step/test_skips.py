@@ -1,6 +1,6 @@
 """Skipped optimizer steps: how many are too many, in a row and as a share of the last ones."""
 
-from actors.trainer.algorithms.skips import Skips, too_many
+from actors.trainer.step.skips import Skips, too_many
 from runtime.settings.recipe import TrainConfig
 
 
