@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 TESTS = """
 import subprocess, sys
@@ -24,6 +26,7 @@ def test_leaves_orphan():
 """
 
 
+@pytest.mark.slow
 def test_left_child_fails_its_test_and_left_orphan_the_session(tmp_path: Path) -> None:
     path = tmp_path / "test_leaky.py"
     path.write_text(TESTS)

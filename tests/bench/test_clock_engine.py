@@ -117,6 +117,7 @@ async def test_a_paused_sample_goes_on_under_the_new_weights() -> None:
         assert spans[0]["end"] == spans[1]["start"] >= 3
 
 
+@pytest.mark.slow
 async def test_an_update_waits_for_running_samples_and_holds_new_ones_back() -> None:
     async with serving(Clock(0.005, 0.0, 8)) as client, asyncio.timeout(20):
         waiting = asyncio.create_task(client.generate(0))

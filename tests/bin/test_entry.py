@@ -185,6 +185,7 @@ def test_ctrl_c_while_a_command_imports_is_one_line(file: str, tmp_path: Path) -
     assert (process.returncode, said) == (130, ("", "interrupted\n"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
 def test_a_command_without_standard_streams_does_its_work(closed: tuple[int, ...], tmp_path: Path) -> None:
     words = " ".join(f"{number}{'<' if number == 0 else '>'}&-" for number in closed)

@@ -42,6 +42,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_run_is_exported_by_its_name_and_a_second_time_refused(folder: Path) -> None:
     done = export(folder, "mine", "--out", "hf")
     assert (done.returncode, done.stdout, done.stderr) == (0, "hf: published weights of version 3 of run mine\n", "")
@@ -51,6 +52,7 @@ def test_a_run_is_exported_by_its_name_and_a_second_time_refused(folder: Path) -
     assert again.stderr == "--out hf is there already: name a directory that is not, or is empty\n"
 
 
+@pytest.mark.slow
 def test_weights_that_were_published_in_another_form_keep_the_config_that_says_so(folder: Path) -> None:
     run = folder / "runs" / "mine"
     topology = json.loads((run / "topology.json").read_bytes())

@@ -61,6 +61,7 @@ def test_fresh_counts_from_the_first_step_again(nats_server: NatsServer, tmp_pat
     assert trained(nats_server.url, "fresh") == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment",
     [pytest.param(at, id=name, marks=[] if name == USUAL else pytest.mark.nightly) for name, at in MOMENTS.items()],

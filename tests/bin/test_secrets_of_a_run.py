@@ -90,6 +90,7 @@ async def test_another_user_gets_nothing_of_a_whole_run_with_its_engine_and_rout
         assert all(name.startswith("nats/jetstream/") for name in holders), holders
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)  # three starts
 def test_the_password_of_a_run_stands_in_files_of_its_owner_alone_and_stays(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
@@ -110,6 +111,7 @@ def test_the_password_of_a_run_stands_in_files_of_its_owner_alone_and_stays(tmp_
     assert password_of(run_dir) != password
 
 
+@pytest.mark.slow
 def test_commands_find_the_bus_by_the_runs_name(tmp_path: Path) -> None:
     go_on = tmp_path / "go_on"
     with started(tmp_path / "r", ["2", "--wait", str(go_on)]) as command:
@@ -152,6 +154,7 @@ SLOW = [pytest.param(how, marks=pytest.mark.slow) for how in ("url on the comman
 SLOW += [pytest.param("url in a file", marks=pytest.mark.nightly)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)  # five starts
 @pytest.mark.parametrize("how", ["credentials", *SLOW])
 async def test_no_login_of_a_bus_is_shown_or_stored(tmp_path: Path, how: str) -> None:

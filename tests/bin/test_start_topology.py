@@ -157,6 +157,7 @@ def test_wrong_input_of_a_process_is_told_in_one_sentence(tmp_path: Path) -> Non
     assert command.lines[-1] == "run r failed: player.0: no such data (exit code 2, input error)"
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_everything_within_ten_seconds_and_the_run_resumes(tmp_path: Path) -> None:
     with started(tmp_path / "r", ["2", "--then", "sleep"]) as command:
         command.until("step   2/")
@@ -171,6 +172,7 @@ def test_ctrl_c_stops_everything_within_ten_seconds_and_the_run_resumes(tmp_path
     assert any(line.startswith("steps     2 of") for line in command.lines)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     with started(tmp_path / "r", ["1", "--then", "hang"]) as command:
         command.until("step   1/")
@@ -183,6 +185,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     assert supervised(tmp_path / "r") == []
 
 
+@pytest.mark.slow
 def test_killing_the_agent_leaves_nothing_and_the_run_resumes(tmp_path: Path) -> None:
     with started(tmp_path / "r", ["2", "--then", "sleep"], ["0", "--then", "family"]) as command:
         command.until("step   2/")
@@ -195,6 +198,7 @@ def test_killing_the_agent_leaves_nothing_and_the_run_resumes(tmp_path: Path) ->
         assert command.end() == 0
 
 
+@pytest.mark.slow
 def test_a_second_start_of_a_running_run_is_refused(tmp_path: Path) -> None:
     with started(tmp_path / "r", ["1", "--then", "sleep"]) as first:
         first.until("step   1/")
@@ -206,47 +210,38 @@ def test_a_second_start_of_a_running_run_is_refused(tmp_path: Path) -> None:
         assert first.end() == 130
 
 
-def test_a_finished_run_says_so_and_fresh_starts_it_over(tmp_path: Path) -> None:
-    with started(tmp_path / "r", ["1"]) as command:
+@pytest.mark.slow
+def test_a_finished_run_says_so_goes_on_with_more_steps_and_fresh_starts_it_over(tmp_path: Path) -> None:
+    two, three = ("--set", "train.num_steps=2"), ("--set", "train.num_steps=3")
+    with started(tmp_path / "r", ["2"], more=two) as command:
         assert command.end() == 0
-    with started(tmp_path / "r", ["1"]) as command:
+    with started(tmp_path / "r", ["2"], more=two) as command:
         assert command.end() == 0
-    assert command.lines[0].startswith("run r is finished: 1 steps")
-    for name in ((), ("other",)):
-        with started(tmp_path / "r", ["1"], more=("--fresh", *name)) as command:
-            assert command.end() == 2
-    with started(tmp_path / "r", ["2"], more=("--fresh", "r")) as command:
-        assert command.end() == 0
-    assert any(line.startswith("steps     2 of") for line in command.lines)
-
-
-def test_a_finished_run_goes_on_when_more_steps_are_asked_for(tmp_path: Path) -> None:
-    with started(tmp_path / "r", ["2"], more=("--set", "train.num_steps=2")) as command:
-        assert command.end() == 0
-    with started(tmp_path / "r", ["3"], more=("--set", "train.num_steps=3")) as command:
+    assert command.lines[0].startswith("run r is finished: 2 steps")
+    with started(tmp_path / "r", ["3"], more=three) as command:
         assert command.end() == 0
     assert "changed since the last start: train.num_steps: 2 → 3" in command.lines
     assert any(line.startswith("steps     3 of 3") for line in command.lines)
-
-
-def test_a_run_goes_on_when_fewer_steps_are_asked_for(tmp_path: Path) -> None:
-    """Its streams become smaller: the server takes what the store still holds of larger ones."""
-    with started(tmp_path / "r", ["2", "--then", "input_error"], more=("--set", "train.num_steps=100000")) as command:
-        assert command.end() == 2
-    with started(tmp_path / "r", ["3"], more=("--set", "train.num_steps=3")) as command:
+    for name in ((), ("other",)):
+        with started(tmp_path / "r", ["1"], more=("--fresh", *name)) as command:
+            assert command.end() == 2
+    with started(tmp_path / "r", ["2"], more=(*two, "--fresh", "r")) as command:
         assert command.end() == 0
-    assert any(line.startswith("steps     3 of 3") for line in command.lines)
+    assert any(line.startswith("steps     2 of 2") for line in command.lines)
 
 
-def test_a_changed_recipe_is_refused_and_a_longer_run_is_not(tmp_path: Path) -> None:
-    with started(tmp_path / "r", ["1", "--then", "input_error"]) as command:
+@pytest.mark.slow
+def test_a_changed_recipe_is_refused_and_another_number_of_steps_is_not(tmp_path: Path) -> None:
+    """With fewer steps the streams become smaller: the server takes what the store still holds of larger ones."""
+    with started(tmp_path / "r", ["2", "--then", "input_error"], more=("--set", "train.num_steps=100000")) as command:
         assert command.end() == 2
     with started(tmp_path / "r", ["0"], more=("--set", "rollout.temperature=0.5")) as command:
         assert command.end() == 2
     assert "  rollout.temperature: 1.0 → 0.5" in command.lines
-    with started(tmp_path / "r", ["0"], more=("--set", "train.num_steps=999")) as command:
+    with started(tmp_path / "r", ["3"], more=("--set", "train.num_steps=3")) as command:
         assert command.end() == 0
-    assert any("train.num_steps" in line and "999" in line for line in command.lines)
+    assert any("train.num_steps: 100000 → 3" in line for line in command.lines)
+    assert any(line.startswith("steps     3 of 3") for line in command.lines)
 
 
 def test_a_fixed_bus_port_in_use_is_wrong_input(tmp_path: Path) -> None:
@@ -259,6 +254,7 @@ def test_a_fixed_bus_port_in_use_is_wrong_input(tmp_path: Path) -> None:
     assert f"bus.port = {port}: cannot be listened on" in command.lines[-1]
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_cannot_be_made_is_wrong_input(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with started(tmp_path / "file" / "r", ["1"]) as command:
@@ -266,6 +262,7 @@ def test_a_run_directory_that_cannot_be_made_is_wrong_input(tmp_path: Path) -> N
     assert f"{tmp_path / 'file'} is a file, not a directory" in command.lines[-1]
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
     with started(tmp_path / "r", ["3"]) as command:
         assert command.process.stdout is not None
@@ -274,6 +271,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
         assert command.process.wait(15) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "starts"), [(["--help"], 20), ([TOPOLOGY, "--check"], 60)])
 def test_help_and_check_answer_at_once(arguments: list[object], starts: int) -> None:
     assert interpreter_starts([sys.executable, COMMAND, *arguments], cwd=ROOT) < starts

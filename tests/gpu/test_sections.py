@@ -36,6 +36,7 @@ def command(tmp_path: Path, environment: dict[str, str]) -> subprocess.Completed
     )
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_fails_and_says_so(tmp_path: Path) -> None:
     done = command(tmp_path, HIDDEN)
     assert (done.returncode, done.stderr) == (
@@ -68,6 +69,7 @@ def test_attention_of_packed_rows_is_that_of_sequences_one_by_one(compare: Calla
     assert json.dumps(found.numbers)
 
 
+@pytest.mark.slow
 def test_speed_recomputation_and_offload_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "STEPS", 2)
     monkeypatch.setattr(speed, "WIDTHS", (16,))
@@ -82,6 +84,7 @@ def test_speed_recomputation_and_offload_are_measured(monkeypatch: pytest.Monkey
     assert json.dumps([found.numbers, again.numbers, moved.numbers])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", ["ipc", "update", "nccl", "fp8"])
 def test_weights_reach_another_process_and_are_cast_alike(section: str) -> None:
     torch.set_num_threads(1)

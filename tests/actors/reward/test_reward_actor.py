@@ -352,6 +352,7 @@ async def test_good_grades_of_an_evaluation_hide_no_grader_that_never_works(bus:
     assert await bus.kv.get(KEY, bool) is None
 
 
+@pytest.mark.slow
 async def test_graders_that_are_only_slow_never_end_a_run(bus: Bus, asker: Asker) -> None:
     async with running(bus, timeout_s=0.05):
         scores = await asker.scores("own-as_told", *["sleep"] * 9)

@@ -96,6 +96,7 @@ async def test_a_grader_that_takes_too_many_files_gets_an_error(function: str, r
     assert reason in str(graded.error)
 
 
+@pytest.mark.slow
 async def test_a_call_that_uses_up_its_processor_time_fails_and_the_next_has_its_own() -> None:
     burnt, again = await graded_by("burns_processor_time", "", "", cpu_s=1.0, timeout_s=30.0)
     assert burnt.error == again.error == "raised CpuLimitError('reward.cpu_s')"

@@ -39,6 +39,7 @@ async def router(router_url: str, engines: list[RunningEngine]) -> AsyncGenerato
         yield client
 
 
+@pytest.mark.slow
 async def test_requests_posted_to_the_router_reach_all_workers(
     router: EngineClient, engines: list[RunningEngine]
 ) -> None:

@@ -220,6 +220,7 @@ async def die_and_go_on(
     check(log, await undisturbed(topology, run_dir.with_name("undisturbed")), deaths=len(points))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 2])
 @pytest.mark.parametrize("point", WINDOWS.values(), ids=WINDOWS.keys())
 async def test_a_run_goes_on_whatever_point_its_trainer_died_at(

@@ -36,6 +36,7 @@ def test_only_a_rank_on_a_gpu_sees_one(device: str, sees: str, monkeypatch: pyte
         assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["HIP_VISIBLE_DEVICES"]) == (sees, sees)
 
 
+@pytest.mark.slow
 def test_a_trainer_on_the_cpu_starts_on_a_machine_with_a_gpu() -> None:
     """Megatron's calls to CUDA land on the CPU though torch would find a GPU."""
     environment = {name: value for name, value in os.environ.items() if "VISIBLE_DEVICES" not in name}

@@ -144,6 +144,7 @@ async def test_a_reader_that_was_away_while_the_log_was_trimmed_says_so(
                     await anext(events)
 
 
+@pytest.mark.slow
 async def test_a_reader_that_had_read_it_all_does_not_mind_that_the_log_is_trimmed(
     own_nats_server: NatsServer, run_name: str
 ) -> None:

@@ -159,6 +159,7 @@ async def test_an_error_in_the_report_costs_what_is_shown_and_says_so(
     assert line.endswith("the run goes on (logs/agent.jsonl has more)")
 
 
+@pytest.mark.slow
 async def test_a_terminal_that_fails_or_stands_still_holds_nobody_up(tmp_path: Path) -> None:
     go_on = threading.Event()
 
@@ -176,6 +177,7 @@ async def test_a_terminal_that_fails_or_stands_still_holds_nobody_up(tmp_path: P
     assert outcome.finished
 
 
+@pytest.mark.slow
 async def test_a_given_up_process_fails_the_run_with_its_reason(tmp_path: Path) -> None:
     running = Running(plan(tmp_path / "r", player("1", "--then", "crash", max_restarts=1)))
     outcome = await running.run()
@@ -187,11 +189,13 @@ async def test_a_given_up_process_fails_the_run_with_its_reason(tmp_path: Path) 
     assert "player ended: RuntimeError: the player stumbled (exit code 1); restarting in 0.1 s" in running.lines
 
 
+@pytest.mark.slow
 async def test_wrong_input_of_a_process_ends_the_run(tmp_path: Path) -> None:
     outcome = await Running(plan(tmp_path / "r", player("0", "--then", "input_error"))).run()
     assert exit_code_of(outcome) == 2
 
 
+@pytest.mark.slow
 async def test_a_fenced_process_is_not_restarted_and_the_run_goes_on_with_the_other(tmp_path: Path) -> None:
     go_on = tmp_path / "go_on"
     fenced = player("0", "--then", "fenced", name="fenced")

@@ -214,6 +214,7 @@ def start(what: str, url: str, run: str) -> "subprocess.Popen[str]":
     return subprocess.Popen([sys.executable, "-c", command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_process_says_how_it_ended(nats_server: NatsServer) -> None:
     expected = {"done": EXIT_OK, "fenced": EXIT_FENCED, "input": EXIT_INPUT_ERROR, "crash": EXIT_FAILED}
     processes = {what: start(what, nats_server.url, f"exit-{what}") for what in expected}

@@ -234,6 +234,7 @@ async def test_what_a_stream_holds_is_told_with_its_limit(bus: Bus) -> None:
     assert 0.5 < (await bus.state(Plane.DATA)).used < 0.55
 
 
+@pytest.mark.slow
 async def test_what_is_asked_while_the_first_look_is_under_way_is_answered(bus: Bus, monkeypatch: Any) -> None:
     pressure, looked, go_on, state = Pressure(bus, lambda: False), anyio.Event(), anyio.Event(), bus.state
 

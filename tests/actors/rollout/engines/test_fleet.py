@@ -159,6 +159,7 @@ async def test_an_engine_that_began_anew_at_its_address_is_brought_to_the_weight
     assert engine.updates == ["/weights/v1", "/weights/v1"]
 
 
+@pytest.mark.slow
 async def test_an_engine_that_the_router_lost_is_registered_again(bus: Bus, router_url: str) -> None:
     async with serving(ScriptedEngine()) as engine, ClientSession() as session, anyio.create_task_group() as group:
         group.start_soon(grade, bus)

@@ -72,6 +72,7 @@ def labels(segments: list[Segment]) -> list[int]:
     return [span.version for segment in segments for span in segment.weight_spans for _ in range(span.start, span.end)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["drain", "abort", "retract", "in_place"])
 async def test_every_token_is_labelled_with_the_weights_that_sampled_it(
     bus: Bus, router_url: str, engine: RunningEngine, weights: dict[int, Path], mode: str

@@ -59,6 +59,7 @@ async def test_one_that_is_apart_for_two_reasons_is_so_until_both_have_ended() -
     assert (router.known, place.is_apart) == ({URL}, False)
 
 
+@pytest.mark.slow
 async def test_one_that_fails_while_it_is_apart_stays_out() -> None:
     router = OneRouter()
     place = await entered(router, Asked())
@@ -71,6 +72,7 @@ async def test_one_that_fails_while_it_is_apart_stays_out() -> None:
     assert (router.known, place.is_apart, place.is_known) == (set(), False, False)
 
 
+@pytest.mark.slow
 async def test_one_that_is_lost_while_the_router_takes_it_in_again_is_taken_out() -> None:
     router, asked = OneRouter(), Asked()
     place = await entered(router, asked)

@@ -141,6 +141,7 @@ class Interrupted:
         return task.prompt
 
 
+@pytest.mark.slow
 async def test_a_task_whose_actor_ended_is_answered_by_the_next_one(bus: Bus) -> None:
     source = Interrupted()
     await bus.publish(task(1, **DEMONSTRATION))

@@ -120,6 +120,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
     return {case: [first[case], second[case]] for case in first}
 
 
+@pytest.mark.slow
 def test_every_engine_gets_every_bucket_of_every_stage_from_the_rank_on_its_gpu(two_ranks: TwoRanks) -> None:
     first, second = two_ranks["plain"]
     makers = [("a", 1), ("b", 0), ("b", 1)]

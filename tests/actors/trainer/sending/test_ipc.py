@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from actors.trainer.sending.ipc import SEGMENTS, Segments, remove_segments, segment, segment_prefix
@@ -57,6 +58,7 @@ def test_tensors_of_larger_numbers_come_first_so_that_each_lies_where_it_may() -
     assert flattened(aligned(BUCKET)).nbytes == 24 + 4
 
 
+@pytest.mark.slow
 def test_each_reader_finds_the_tensors_by_a_name_of_its_own_and_none_is_left(tmp_path: object) -> None:
     prefix = f"physarum-test-{id(tmp_path)}"
 

@@ -109,6 +109,7 @@ def test_no_agent_of_the_directory_starts_while_it_is_emptied(tmp_path: Path, mo
     assert refused == ["RunClaimed", "RunClaimed"]
 
 
+@pytest.mark.slow
 def test_a_bus_that_is_away_keeps_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discarding, "BUS_LIMITS", TEST_LIMITS)
     filled(tmp_path)

@@ -83,6 +83,7 @@ async def test_an_actor_whose_event_loop_is_blocked_is_killed(tmp_path: Path) ->
         assert [exited.reason for exited in changes.of(Exited)] == ["event loop stood still for 1 s"]
 
 
+@pytest.mark.slow
 async def test_nobody_is_judged_after_the_agent_itself_stood_still(tmp_path: Path) -> None:
     async with supervising(tmp_path) as (supervision, changes):
         supervision.start(actor())

@@ -120,6 +120,7 @@ async def test_a_server_that_hangs_is_killed_and_started_again(tmp_path: Path) -
         assert exited.restart_in_s is not None
 
 
+@pytest.mark.slow
 async def test_a_server_that_answers_with_an_error_or_hangs_for_a_short_time_goes_on(tmp_path: Path) -> None:
     async with supervising(tmp_path) as (supervision, changes):
         supervision.start(http_server(probe=AnswersHttp("/404"), unresponsive_after_s=2.0))
