@@ -82,6 +82,10 @@ def test_an_installed_command_trains_a_shipped_topology(commands: Path, tmp_path
     assert (tmp_path / "model" / "model.safetensors").exists()
 
 
+def test_an_installed_command_finds_the_functions_of_a_shipped_example(commands: Path, tmp_path: Path) -> None:
+    assert "valid" in call(commands / "start-topology", "examples/own-reward", "--check", cwd=tmp_path)
+
+
 def test_every_installed_command_answers_help_with_its_name(commands: Path, tmp_path: Path) -> None:
     for name in sorted({*SCRIPTS} - {"setup", "test"}):
         assert call(commands / name, "--help", cwd=tmp_path).startswith(f"usage: {name} ")

@@ -25,7 +25,7 @@ LAPTOP = ROOT / "topologies/laptop.toml"
 COLOCATE = ROOT / "topologies/colocate-8gpu.toml"
 DISAGGREGATE = ROOT / "topologies/disaggregate-2x8gpu.toml"
 BOXED_COPY_SFT = ROOT / "topologies/boxed-copy-sft.toml"
-SHIPPED = sorted((ROOT / "topologies").glob("*.toml"))
+SHIPPED = sorted(path for place in ("*.toml", "examples/*.toml") for path in (ROOT / "topologies").glob(place))
 
 
 @pytest.fixture

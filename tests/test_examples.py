@@ -1,0 +1,162 @@
+"""topologies/examples: each trains as a user starts it, and the functions that it names really run."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "topologies" / "examples"
+TOKENIZER = ROOT / "topologies" / "demo" / "models" / "reverse-digits" / "tokenizer.json"
+NUM_STEPS = 2
+LIMIT_S = 300
+
+
+@dataclass(frozen=True)
+class Done:
+    """A run that finished: its result, its rows of metrics, and where its dump and its directory are."""
+
+    result: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    dump: Path
+    run_dir: Path
+
+    def samples(self) -> list[dict[str, Any]]:
+        """All dumped samples."""
+        files = (self.dump / f"rollout_{step}.jsonl" for step in range(NUM_STEPS + 1))
+        return [json.loads(line) for file in files if file.exists() for line in file.read_text().splitlines()]
+
+
+def run(name: str, place: Path) -> Done:
+    command = [sys.executable, "-P", str(ROOT / "bin" / "start_topology.py"), str(EXAMPLES / f"{name}.toml"), "--json"]
+    command += ["--set", f"train.num_steps={NUM_STEPS}", "--set", "run.dump_details=dump"]
+    done = subprocess.run(
+        command,
+        cwd=place,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    run_dir = place / "runs" / name
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return Done(json.loads(done.stdout), metrics, place / "dump", run_dir)
+
+
+def own_recipe(done: Done) -> None:
+    samples = done.samples()
+    assert len(samples) == NUM_STEPS * 8 * 16
+    assert {sample["data"] for sample in samples} == {"pairs"}
+    assert samples[0]["prompt"] == f"<user>{samples[0]['label'][::-1]}<assistant>"
+
+
+def own_reward(done: Done) -> None:
+    for sample in done.samples():
+        assert sample["reward"] == sample["score"]["score"]
+        if sample["status"] == "truncated":
+            assert sample["score"] == {"score": 0.0, "right_digits": 0}
+        elif len(sample["response"]) == 2:
+            right = sum(ours == theirs for ours, theirs in zip(sample["response"], sample["label"], strict=True))
+            assert sample["score"] == {"score": 0.5 + 0.25 * right, "right_digits": right}
+    rewards = {sample["reward"] for sample in done.samples()}
+    assert rewards > {0.0, 0.5}
+
+
+def own_filter(done: Done) -> None:
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for sample in done.samples():
+        groups.setdefault(sample["group_id"], []).append(sample)
+    for group in groups.values():
+        has_contrast = len({sample["reward"] for sample in group}) > 1
+        expected = ("keep", None) if has_contrast else ("drop", "no_contrast")
+        assert {(sample["verdict"], sample["verdict_reason"]) for sample in group} == {expected}
+    dropped = sum(group[0]["verdict"] == "drop" for group in groups.values())
+    assert 0 < dropped == done.result["groups"]["dropped"]
+
+
+def tool_use(done: Done) -> None:
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    called = 0
+    for sample, segments in with_segments(done):
+        if sample["sample_metadata"].get("tool_calls") is None:
+            assert len(segments) == 1
+            assert sample["score"] == {"score": 0.0, "tool_calls": 0}
+            continue
+        called += 1
+        first, second = sample["segment_texts"][0][-3:-1]
+        prompt, turn = segments[1]
+        given = tokenizer.decode(prompt, skip_special_tokens=False).replace(" ", "")
+        assert given == f"<user>{int(first) + int(second):02}<assistant>"  # an input: it has no log-probs and no mask
+        assert len(turn) > 0
+        assert sample["score"]["tool_calls"] == 1
+        assert sample["reward"] >= 0.25
+    assert called > 0
+
+
+def with_segments(done: Done) -> Iterator[tuple[dict[str, Any], list[tuple[list[int], list[int]]]]]:
+    """Each dumped sample with its segments, as (prompt ids, response ids)."""
+    for step in range(NUM_STEPS):
+        lines = (done.dump / f"rollout_{step}.jsonl").read_text().splitlines()
+        columns = np.load(done.dump / f"rollout_{step}.npz")
+        for number, line in enumerate(lines):
+            begin, end = columns["sample_offsets"][number : number + 2]
+            yield json.loads(line), [tokens_of(columns, segment) for segment in range(begin, end)]
+
+
+def tokens_of(columns: Any, segment: int) -> tuple[list[int], list[int]]:
+    """Prompt ids and response ids of a segment; all of the latter are the model's, and train."""
+    prompt, response = (
+        slice(*columns[f"{what}_offsets"][segment : segment + 2].tolist()) for what in ("prompt", "response")
+    )
+    assert columns["loss_mask"][response].all()
+    return columns["prompt_ids"][prompt].tolist(), columns["response_ids"][response].tolist()
+
+
+def sft(done: Done) -> None:
+    processes = {path.stem for path in (done.run_dir / "logs").glob("*.jsonl")}
+    assert not [name for name in processes if name.startswith(("engine", "router", "reward"))]
+    assert (done.run_dir / "hf" / "model.safetensors").exists()
+    losses = [row["train/loss"] for row in done.metrics if row["step"] > 0]
+    assert losses[0] == pytest.approx(np.log(16), abs=0.1)  # 16 tokens, random weights
+    assert losses[1] < losses[0]
+
+
+CHECKS: dict[str, Callable[[Done], None]] = {
+    "own-filter": own_filter,
+    "own-recipe": own_recipe,
+    "own-reward": own_reward,
+    "sft": sft,
+    "tool-use": tool_use,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.parametrize("name", CHECKS)
+def test_an_example_trains_with_its_own_functions(name: str, tmp_path: Path) -> None:
+    done = run(name, tmp_path)
+    groups = done.result["groups"]
+    assert done.result["steps"] == NUM_STEPS
+    assert groups["trained"] == NUM_STEPS * {"sft": 16, "tool-use": 4}.get(name, 8)
+    assert groups["issued"] == sum(count for state, count in groups.items() if state != "issued")
+    CHECKS[name](done)
+
+
+def test_every_example_is_run_and_described() -> None:
+    assert sorted(path.stem for path in EXAMPLES.glob("*.toml")) == sorted(CHECKS)
+    listed = [
+        line.split("](")[1].split(")")[0]
+        for line in (EXAMPLES / "README.md").read_text().splitlines()
+        if line.startswith("| [")
+    ]
+    assert sorted(listed) == sorted(f"{name}.toml" for name in CHECKS)
