@@ -11,14 +11,6 @@ ROOT: Final = Path(__file__).parents[2]
 DOCS: Final = ROOT / "docs"
 MAX_BYTES: Final = 8192
 LONG: Final = ("reference/", "develop/parity", "develop/invariants", "results/", "decisions/")  # for looking up
-TO_MOVE: Final = (
-    "benchmarks.md",
-    "engines.md",
-    "gpu.md",
-    "models-and-algorithms.md",
-    "trainer.md",
-    "history/benchmarks.md",
-)
 FOR_A_TASK: Final = ("start", "train", "run", "understand")  # folders whose pages begin with what the reader can do
 BEGINNINGS: Final = ("README.md", "docs/README.md", "llms.txt")
 
@@ -31,7 +23,7 @@ HEADING: Final = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
 def pages() -> list[Path]:
-    return sorted(path for path in DOCS.rglob("*.md") if below_docs(path) not in TO_MOVE)
+    return sorted(DOCS.rglob("*.md"))
 
 
 def below_docs(path: Path) -> str:
@@ -81,10 +73,6 @@ def reached() -> set[Path]:
 @pytest.mark.parametrize("page", [below_docs(page) for page in pages() if not below_docs(page).startswith(LONG)])
 def test_a_page_is_read_in_a_few_minutes(page: str) -> None:
     assert len((DOCS / page).read_bytes()) <= MAX_BYTES
-
-
-def test_no_exemption_is_for_a_page_that_has_gone() -> None:
-    assert [name for name in TO_MOVE if not (DOCS / name).exists()] == []
 
 
 @pytest.mark.parametrize("folder", FOR_A_TASK)
