@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from contextlib import AsyncExitStack
 
 import anyio
 import pytest
@@ -221,6 +222,23 @@ async def test_an_engine_that_comes_up_while_the_trainer_trains_gives_its_memory
     assert engine.updates == []
 
 
+async def test_the_release_waits_for_an_engine_that_is_down(bus: Bus, router_url: str) -> None:
+    """Its start may be taking memory that the trainer needs."""
+    trainer = Trainer(bus)
+    async with serving(ScriptedEngine()) as engine, AsyncExitStack() as stack:
+        down = await stack.enter_async_context(serving(ScriptedEngine()))
+        async with rollout_actor(bus, router_url, [engine, down], colocated()):
+            await trainer.reach(Phase.RELEASE)
+            await trainer.bring_back(1)
+            await stack.aclose()
+            await trainer.begin(Phase.RELEASE)
+            await _until_state(bus, EngineState.GONE)
+            await eventually(lambda: engine.given_back == set(ALL.split()))
+            answer = await trainer.ask(Phase.RELEASE)
+            assert [one.reached for one in answer.engines] == [True, False]
+            assert not answer.reached
+
+
 async def test_an_older_trainer_is_refused(bus: Bus, router_url: str) -> None:
     old, new = Trainer(bus, 1), Trainer(bus, 2)
     async with serving(ScriptedEngine()) as engine, rollout_actor(bus, router_url, [engine], colocated()):
@@ -263,6 +281,7 @@ async def test_a_process_that_took_the_place_of_one_that_gave_back_is_told_nothi
         await bus.kv.put(key, Address(url=engine.url, pid=ended_pid))
         await _until_state(bus, EngineState.GONE)
         assert engine.calls == []
+        assert (await trainer.ask(Phase.RESUME_WEIGHTS)).reached  # one that is down is not waited for
         await bus.kv.put(key, Address(url=engine.url, pid=os.getpid()))
         await bus.publish(announcement(1))
         await trainer.reach(Phase.UPDATE)
