@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from actors.hooks import check_hooks
-from actors.preflight_prompts import MODEL, Look, context_of, end_of, prompt_problems
+from actors.preflight_prompts import MODEL, CheckOutput, context_of, end_of, prompt_problems
 from actors.rollout.engines.external import Wanted
 from actors.rollout.sglang.served_model import ServedModel
 from actors.rollout.sglang.server_arguments import engine_problems
@@ -74,7 +74,7 @@ def preflight(
                 limit_s=ASK_TIMEOUT_S,
             )
             found += _with_origin(loaded, _of_urls(loaded.topology, broken))
-            found += _with_origin(loaded, _of_model(loaded.topology, broken, Look(doing, notes), fresh=fresh))
+            found += _with_origin(loaded, _of_model(loaded.topology, broken, CheckOutput(doing, notes), fresh=fresh))
     return msgspec.structs.replace(checked, problems=(*checked.problems, *found), notes=tuple(notes))
 
 
@@ -130,7 +130,7 @@ def _of_urls(topology: Topology, broken: set[str]) -> Iterator[Problem]:
         yield from url_problems(key, engine.urls, wanted)
 
 
-def _of_model(topology: Topology, broken: set[str], look: Look, *, fresh: bool) -> Iterator[Problem]:
+def _of_model(topology: Topology, broken: set[str], output: CheckOutput, *, fresh: bool) -> Iterator[Problem]:
     """Check the model's directory and its prompts. Keys in `broken` already have a problem."""
     model = topology.model
     try:
@@ -156,7 +156,7 @@ def _of_model(topology: Topology, broken: set[str], look: Look, *, fresh: bool) 
         yield from _load(topology, shape)
         yield from _resumed(topology, shape) if not fresh else ()
     yield from _limits(topology, shape)
-    found = list(prompt_problems(topology, shape, broken, look))
+    found = list(prompt_problems(topology, shape, broken, output))
     if not answers_are_recorded(topology) and MODEL not in {problem.key for problem in found}:
         yield from _served(topology)
     yield from found

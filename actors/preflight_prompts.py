@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from actors.buffer.prompts.generated import MadePrompts, find_source
+from actors.buffer.prompts.generated import GeneratedPrompts, find_source
 from actors.buffer.prompts.prompts import PromptReader, Reader
 from actors.buffer.prompts.source import read_in_parts, training_reader
 from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
+from actors.reward.grader_check import SampleRow, check_graders
 from actors.reward.graders.builtin import find_grader
 from actors.reward.samples import GradedSample
-from actors.reward.trial import Trial, trial_notes
 from actors.rollout.sglang.limits import KEPT_OF_INPUT
 from actors.trainer.models.config import HfConfig
 from messages import Prompt
@@ -32,7 +32,7 @@ from runtime.settings.topology import Topology, answers_are_recorded
 MODEL = "model.hf_checkpoint"
 
 
-class Look(NamedTuple):
+class CheckOutput(NamedTuple):
     """Outputs of a check: its current activity and its notes."""
 
     doing: Doing
@@ -94,8 +94,8 @@ def end_of(shape: HfConfig) -> str:
     return f"the model ends at {shape.max_position_embeddings} tokens, of which engines keep {KEPT_OF_INPUT} free"
 
 
-def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], look: Look) -> Iterator[Problem]:
-    """Check data, tokenizer and graders. A grader that raises on the trial row adds a note, not a problem.
+def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], output: CheckOutput) -> Iterator[Problem]:
+    """Check data, tokenizer and graders. A grader that raises on its row adds a note, not a problem.
 
     Args:
         topology: the topology.
@@ -104,19 +104,19 @@ def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], look:
         look: receives activities and notes.
     """
     model = topology.model
-    look.doing(MODEL, model.hf_checkpoint, "loading its tokenizer")
+    output.doing(MODEL, model.hf_checkpoint, "loading its tokenizer")
     try:
         tokenizing = load_tokenizing(model.hf_checkpoint, trust_remote_code=model.trust_remote_code)
     except DataError as error:
         yield Problem.of(MODEL, model.hf_checkpoint, str(error))
         return
-    graded: dict[str, Trial] = {}
+    graded: dict[str, SampleRow] = {}
     for source in _sources(topology, tokenizing):
         if source.place_key in broken:
             continue
         found = Found()
         try:
-            for prompts in _parts(source, look.doing):
+            for prompts in _parts(source, output.doing):
                 usable = found.add(prompts, source)
                 if found.problem is None and not trains_demonstrations(topology):
                     found.problem = _ungraded(source, usable, topology.reward.graders)
@@ -129,17 +129,21 @@ def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], look:
             message = f"every row is over a limit; of the shortest {found.too_long}"
             yield Problem.of(source.place_key, source.place, message)
         elif f"{source.key}.rm_type" not in broken:
-            graded[source.key] = Trial(found.first, group=topology.reward.group_rm and source.key.startswith("data"))
+            graded[source.key] = SampleRow(
+                found.first, group=topology.reward.group_rm and source.key.startswith("data")
+            )
         yield from _too_large(topology, shape, source, found)
     if graded and not answers_are_recorded(topology) and not any(key.startswith("reward.") for key in broken):
-        yield from trial_notes(topology, graded, look.doing, look.notes)
+        yield from check_graders(topology, graded, output.doing, output.notes)
 
 
 def _parts(source: Source, doing: Doing) -> Iterator[list[Prompt]]:
     """Yield a source's prompts in parts; of a function, the first prompts, which a start generates too."""
     if source.data.source is not None:
         doing(source.place_key, source.place, "calling it for its first rows")
-        yield list(MadePrompts(find_source(source.place_key, source.data.source), source.data, source.reader).first)
+        yield list(
+            GeneratedPrompts(find_source(source.place_key, source.data.source), source.data, source.reader).first
+        )
         return
     number, parts = 0, read_in_parts(source.data, source.reader)
     while True:

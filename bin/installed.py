@@ -5,7 +5,7 @@ They use the environment that they are installed in. The scripts of a checkout, 
 
 from importlib import import_module
 
-from bin.interrupt import told_in_one_line
+from bin.interrupt import handle_ctrl_c
 
 
 def start_topology() -> None:
@@ -39,7 +39,7 @@ def describe_messages() -> None:
 
 
 def _run(module: str) -> None:
-    told_in_one_line()
+    handle_ctrl_c()
     from runtime.util.import_path import refuse_shadows
 
     refuse_shadows()

@@ -7,7 +7,7 @@ from types import TracebackType
 INTERRUPTED = 130  # as in runtime.util.exit_codes, which is not imported yet
 
 
-def _told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Exception hook: handle KeyboardInterrupt, and pass other exceptions to the interpreter's hook."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
@@ -18,6 +18,6 @@ def _told(kind: type[BaseException], error: BaseException, trace: TracebackType 
     os._exit(INTERRUPTED)
 
 
-def told_in_one_line() -> None:
+def handle_ctrl_c() -> None:
     """Install the exception hook. Commands call it before other imports."""
-    sys.excepthook = _told
+    sys.excepthook = _excepthook

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from bin.interrupt import told_in_one_line
+    from bin.interrupt import handle_ctrl_c
 
-    told_in_one_line()
+    handle_ctrl_c()
 
 from bin.entry import Screen, ended, parser_of, run
 from runtime.util.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_INTERRUPTED, EXIT_OK
@@ -32,7 +32,7 @@ exit codes: 0 printed; 1 there is no such group, the books do not close, or the 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     args = _parser().parse_args(argv)
-    return ended(lambda: _tell(args))
+    return ended(lambda: _print_ledger(args))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _tell(args: argparse.Namespace) -> int:
+def _print_ledger(args: argparse.Namespace) -> int:
     import anyio  # this and the imports below bring in the bus, which --help does not need
     import structlog
 
@@ -59,9 +59,9 @@ def _tell(args: argparse.Namespace) -> int:
         return EXIT_INPUT_ERROR
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # hides retries
     if args.group is None:
-        tell = partial(_tell_books, run, args.json)
+        tell = partial(_print_books, run, args.json)
     else:
-        tell = partial(_tell_group, run, args.group)
+        tell = partial(_print_group, run, args.group)
     problems: list[BaseException] = []
     try:
         return anyio.run(_unless_stopped, tell)
@@ -90,7 +90,7 @@ async def _unless_stopped(tell: Callable[[], Awaitable[int]]) -> int:
     return EXIT_INTERRUPTED
 
 
-async def _tell_books(run: "FoundRun", as_json: bool) -> int:
+async def _print_books(run: "FoundRun", as_json: bool) -> int:
     import msgspec
 
     from runtime.ledger.books import LedgerReport, lines_of
@@ -112,7 +112,7 @@ async def _tell_books(run: "FoundRun", as_json: bool) -> int:
     return EXIT_OK if summary.books.closed else EXIT_FAILED
 
 
-async def _tell_group(run: "FoundRun", group_id: int) -> int:
+async def _print_group(run: "FoundRun", group_id: int) -> int:
     import msgspec
 
     from messages import GroupsIssued

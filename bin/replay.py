@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from bin.interrupt import told_in_one_line
+    from bin.interrupt import handle_ctrl_c
 
-    told_in_one_line()
+    handle_ctrl_c()
 
 from bin.entry import Screen, ended, parser_of, run
 from runtime.util.exit_codes import EXIT_OK

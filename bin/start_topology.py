@@ -5,10 +5,10 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from bin.interrupt import told_in_one_line
+    from bin.interrupt import handle_ctrl_c
     from runtime.util.import_path import refuse_shadows
 
-    told_in_one_line()
+    handle_ctrl_c()
     refuse_shadows()
 
 import argparse

@@ -16,7 +16,7 @@ CONTENT_TYPE_HEADER = "Content-Type"
 TYPE_HEADER = "Physarum-Type"
 VERSION_HEADER = "Physarum-Version"  # VERSION of the messages that the writer of a ledger event knows
 
-TOLD_CHARS: Final = 300  # bound of an error text, which may quote the received bytes
+MAX_ERROR_CHARS: Final = 300  # bound of an error text, which may quote the received bytes
 
 _json_encoder = msgspec.json.Encoder(enc_hook=to_list)
 _msgpack_encoder = msgspec.msgpack.Encoder(enc_hook=to_extension)
@@ -49,7 +49,7 @@ class Encoded(NamedTuple):
     headers: dict[str, str]
 
 
-class _Form(NamedTuple):
+class _Encoding(NamedTuple):
     """How a type is encoded. Cached, because a lookup per message would cost as much as encoding a small one."""
 
     encode: Callable[[Message], bytes]
@@ -59,9 +59,9 @@ class _Form(NamedTuple):
 
 
 @cache
-def _form(message_type: type[Message], content_type: str | None) -> _Form:
+def _encoding_of(message_type: type[Message], content_type: str | None) -> _Encoding:
     content_type = content_type or content_type_of(message_type)
-    return _Form(_encoder(content_type).encode, content_type, tag_of(message_type), has_open_fields(message_type))
+    return _Encoding(_encoder(content_type).encode, content_type, tag_of(message_type), has_open_fields(message_type))
 
 
 def content_type_of(message_type: type[Message]) -> str:
@@ -77,14 +77,14 @@ def encode(message: Message, *, content_type: str | None = None) -> Encoded:
         EncodeError: a value from user code cannot be sent: an object, text that is not valid Unicode, an integer over
             64 bits, or lists nested too deeply.
     """
-    form = _form(type(message), content_type)
+    encoding = _encoding_of(type(message), content_type)
     try:
-        payload = form.encode(message)
-        if form.is_open:  # other types hold only values from this code base
-            _check(message, payload, form.content_type)
+        payload = encoding.encode(message)
+        if encoding.is_open:  # other types hold only values from this code base
+            _check(message, payload, encoding.content_type)
     except (*UNREADABLE, TypeError, NotImplementedError) as error:
-        raise EncodeError(f"{form.tag}: {str(error)[:TOLD_CHARS] or type(error).__name__}") from error
-    return Encoded(payload, {CONTENT_TYPE_HEADER: form.content_type, TYPE_HEADER: form.tag})
+        raise EncodeError(f"{encoding.tag}: {str(error)[:MAX_ERROR_CHARS] or type(error).__name__}") from error
+    return Encoded(payload, {CONTENT_TYPE_HEADER: encoding.content_type, TYPE_HEADER: encoding.tag})
 
 
 def decode(payload: bytes, headers: Mapping[str, str] | None) -> Message:
@@ -103,7 +103,7 @@ def decode(payload: bytes, headers: Mapping[str, str] | None) -> Message:
         message = decoder.decode(payload)
         _check(message, payload, content_type)
     except UNREADABLE as error:
-        raise DecodeError(f"{tag}: {str(error)[:TOLD_CHARS] or type(error).__name__}") from error
+        raise DecodeError(f"{tag}: {str(error)[:MAX_ERROR_CHARS] or type(error).__name__}") from error
     return message
 
 
@@ -125,14 +125,14 @@ def _encoder(content_type: str) -> msgspec.json.Encoder | msgspec.msgpack.Encode
 def _make_decoder(tag: str, content_type: str) -> Any:
     message_type = message_types().get(tag)
     if message_type is None:
-        raise UnknownType(tag[:TOLD_CHARS])
+        raise UnknownType(tag[:MAX_ERROR_CHARS])
     if content_type == JSON:
         decoder: Any = msgspec.json.Decoder(message_type, dec_hook=from_list)
     elif content_type == MSGPACK:
         # dec_hook serves senders in other languages that send plain lists in msgpack
         decoder = msgspec.msgpack.Decoder(message_type, ext_hook=from_extension, dec_hook=from_list)
     else:
-        raise DecodeError(f"unknown content type {content_type[:TOLD_CHARS]!r}")
+        raise DecodeError(f"unknown content type {content_type[:MAX_ERROR_CHARS]!r}")
     _decoders[(tag, content_type)] = decoder
     return decoder
 

@@ -84,13 +84,13 @@ def event_filters(run: str, types: Iterable[type[Message]]) -> list[str]:
 
     All types of the ledger together become the ledger's filter.
     """
-    asked = set(types)
+    wanted = set(types)
     ledger = {one for one in message_types().values() if one.plane is Plane.EVENT and one.topic.startswith("ledger.")}
-    if not asked:
+    if not wanted:
         return [plane_filter(run, Plane.EVENT)]
-    if not ledger <= asked:
-        return sorted(filter_of(run, message_type) for message_type in asked)
-    return [*sorted(filter_of(run, message_type) for message_type in asked - ledger), ledger_filter(run)]
+    if not ledger <= wanted:
+        return sorted(filter_of(run, message_type) for message_type in wanted)
+    return [*sorted(filter_of(run, message_type) for message_type in wanted - ledger), ledger_filter(run)]
 
 
 def call_subject(run: str, instance: str, topic: str) -> str:

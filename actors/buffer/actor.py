@@ -16,13 +16,13 @@ from actors.buffer.deciding.selecting import Selector
 from actors.buffer.deciding.selection import Selection
 from actors.buffer.deciding.tasks import eval_tasks, failed_ending, rollout_task, schedule_of, tasks_in_flight
 from actors.buffer.ledger_log import LedgerLog
-from actors.buffer.prompts.generated import MadePrompts
+from actors.buffer.prompts.generated import GeneratedPrompts
 from actors.buffer.prompts.source import PromptSet, load_prompts
-from actors.buffer.prompts.storing import PromptsAtHand, PromptStore
-from actors.buffer.storage.pressure import LOOK_AGAIN_S, Pressure
+from actors.buffer.prompts.storing import AvailablePrompts, PromptStore
+from actors.buffer.storage.pressure import RECHECK_S, Pressure
 from actors.buffer.storage.recorder import Recorder
 from actors.buffer.storage.trimming import Trimmer
-from actors.buffer.waiting import Doing, prompts_of, words_of
+from actors.buffer.waiting import Activity, describe_source, describe_wait
 from messages import (
     BatchReady,
     BufferStarted,
@@ -73,7 +73,7 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-PUTS_AT_ONCE = 64  # tasks published concurrently
+MAX_CONCURRENT_PUBLISHES = 64  # tasks published concurrently
 EVAL_TASKS_QUEUED = 512  # tasks of one evaluation that are queued at a time
 NO_ROOM_FOR_PROMPTS = (
     "the data stream is full of what is needed, and takes no more prompts: raise bus.data_bytes, "
@@ -121,14 +121,14 @@ class BufferActor(Actor):
         self._trimmer = Trimmer(bus, run_dir, topology.buffer.trim_min_events)
         self._pressure = Pressure(bus, self._trimmer.is_busy)
         self._schedule: Schedule | None = None  # set once the data is read
-        self._doing = Doing()
+        self._activity = Activity()
         self._store = PromptStore(bus)
-        self._made: dict[int, Prompt] = {}  # prompts of the groups being issued, by number
+        self._issue_prompts: dict[int, Prompt] = {}  # prompts of the groups being issued, by number
         self._recorder = Recorder(topology, bus)
         self._eval_tasks: Iterator[EvalRequested] = iter(())  # of the running evaluation, not published yet
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        with self._doing(prompts_of(self._topology.data)):
+        with self._activity(describe_source(self._topology.data)):
             prompts = await _in_thread(lambda: load_prompts(self._topology))
         await self._refuse_other_data(prompts)
         await self._recorder.prepare()
@@ -146,7 +146,7 @@ class BufferActor(Actor):
                 await self._bus.publish(loaded)
             task_status.started()
             async with self._bus.serve({SpillsRequested: self._spills}):
-                await self._put_everything_open(prompts)
+                await self._publish_open_tasks(prompts)
                 await self._keep_deciding(events, schedule, prompts)
 
     @property
@@ -157,17 +157,17 @@ class BufferActor(Actor):
         return {name: float(count) for name, count in msgspec.structs.asdict(self._state.books()).items()}
 
     def waits_for(self) -> str:
-        if self._schedule is None or self._doing.words():
-            return self._doing.words()
+        if self._schedule is None or self._activity.words():
+            return self._activity.words()
         room = f"room ({self._pressure.holding}); " if self._pressure.holding else ""
-        return room + words_of(self._state, self._schedule)
+        return room + describe_wait(self._state, self._schedule)
 
     async def _spills(self, request: SpillsRequested) -> SpillsGiven:
         """Answer with the spilled segments from which an attempt resumes after a crash."""
         samples = spills_of(self._state, request.group_id, request.attempt)
         return SpillsGiven(group_id=request.group_id, attempt=request.attempt, samples=samples)
 
-    async def _refuse_other_data(self, prompts: PromptSet | MadePrompts) -> None:
+    async def _refuse_other_data(self, prompts: PromptSet | GeneratedPrompts) -> None:
         """Refuse data that differs from the data of the run's start.
 
         The ledger refers to prompts by number: with other data, a resumed run would repeat some and skip others.
@@ -193,10 +193,10 @@ class BufferActor(Actor):
         """Wait for an event, fold it and return it.
 
         Returns:
-            The event. None if the last pending event is unreadable, or after LOOK_AGAIN_S while issuing waits for room:
-            the caller then looks again.
+            The event. None if the last pending event is unreadable, or after RECHECK_S while issuing waits for room:
+            the caller then decides again.
         """
-        received = await events.next(LOOK_AGAIN_S if self._pressure.holding else None)
+        received = await events.next(RECHECK_S if self._pressure.holding else None)
         if received is None:
             return None
         self._log.fold(received)
@@ -207,7 +207,7 @@ class BufferActor(Actor):
         return received.message
 
     async def _keep_deciding(
-        self, events: Events[Message], schedule: Schedule, prompts: PromptSet | MadePrompts
+        self, events: Events[Message], schedule: Schedule, prompts: PromptSet | GeneratedPrompts
     ) -> None:
         """Decide in a loop, one decision at a time: append it, read it back, fold it, then carry out its effects."""
         state, incarnation, outstanding = self._state, self._state.incarnation, 0
@@ -221,7 +221,7 @@ class BufferActor(Actor):
             if event is not None:
                 await self._effects(event, prompts)
 
-    async def _decide(self, schedule: Schedule, prompts: PromptSet | MadePrompts) -> int:
+    async def _decide(self, schedule: Schedule, prompts: PromptSet | GeneratedPrompts) -> int:
         """Append the next decision; return its sequence, or 0 without a decision or after another writer's append."""
         while (decision := await self._next_decision(schedule)) is not None:
             if isinstance(decision, GroupsIssued) and not await self._may_issue(decision, prompts):
@@ -237,19 +237,19 @@ class BufferActor(Actor):
                 self._left_out_step = self._state.checkpoint_step
         return 0
 
-    async def _may_issue(self, decision: GroupsIssued, prompts: PromptSet | MadePrompts) -> bool:
+    async def _may_issue(self, decision: GroupsIssued, prompts: PromptSet | GeneratedPrompts) -> bool:
         """Whether the streams have room for these groups and for prompts that must be stored first."""
         numbers = [issued.prompt for issued in decision.groups]
-        if any(number not in self._made for number in numbers):
-            with self._doing(prompts_of(self._topology.data)):
-                self._made = await _in_thread(lambda: {number: prompts.prompt(number) for number in numbers})
-        adding = self._store.bytes_to_store(decision, self._state, self._made)
+        if any(number not in self._issue_prompts for number in numbers):
+            with self._activity(describe_source(self._topology.data)):
+                self._issue_prompts = await _in_thread(lambda: {number: prompts.prompt(number) for number in numbers})
+        adding = self._store.bytes_to_store(decision, self._state, self._issue_prompts)
         return not await self._pressure.holds(self._state, adding=adding)
 
     async def _citing(self, decision: Message) -> Message:
         """Store prompts that are too large for tasks; return the decision, citing them."""
         try:
-            return await self._store.citing(decision, self._state, self._made)
+            return await self._store.citing(decision, self._state, self._issue_prompts)
         except StreamFull as error:
             raise InputError(NO_ROOM_FOR_PROMPTS) from error
 
@@ -263,51 +263,55 @@ class BufferActor(Actor):
             decision = decide(state, schedule, await self._selector.choose(decision), snapshots=snapshots)
         return decision
 
-    async def _effects(self, event: Message, prompts: PromptSet | MadePrompts) -> None:
+    async def _effects(self, event: Message, prompts: PromptSet | GeneratedPrompts) -> None:
         state = self._state
         match event:
             case GroupsIssued():
                 groups = [state.groups[issued.group_id] for issued in event.groups if issued.group_id in state.groups]
-                at_hand = PromptsAtHand(self._made, prompts)
-                await self._put(rollout_task(self._topology, group, at_hand, state.version_steps) for group in groups)
-                self._made = {}
+                available = AvailablePrompts(self._issue_prompts, prompts)
+                await self._publish_tasks(
+                    rollout_task(self._topology, group, available, state.version_steps) for group in groups
+                )
+                self._issue_prompts = {}
             case EvalIssued():
                 await self._begin_evaluation(prompts)
             case EvalCompleted():
-                await self._put(islice(self._eval_tasks, 1))
+                await self._publish_tasks(islice(self._eval_tasks, 1))
             case MessageDeadLettered():
-                await self._put(islice(self._eval_tasks, 1))  # it may be the end of an evaluation item
-                await self._put_again(event.subject, prompts)
+                await self._publish_tasks(islice(self._eval_tasks, 1))  # it may be the end of an evaluation item
+                await self._requeue(event.subject, prompts)
             case CheckpointSaved():
                 needed = min(state.low_water(), self._recorder.low_water(), self._store.needed_from)
                 await self._bus.purge(Plane.DATA, below_seq=needed)
             case _:
                 pass
 
-    async def _put_again(self, subject: str, prompts: PromptSet | MadePrompts) -> None:
+    async def _requeue(self, subject: str, prompts: PromptSet | GeneratedPrompts) -> None:
         """Republish the task whose final message was dead-lettered."""
         keys = {key_of(subject, ending) for ending in (GroupCompleted, GroupAborted, GroupFailed)}
         groups = self._state.in_stage(Stage.IN_FLIGHT).values()
         lost = [group for group in groups if f"{group.group_id}.{group.attempt}" in keys]
-        await self._put(rollout_task(self._topology, group, prompts, self._state.version_steps) for group in lost)
+        await self._publish_tasks(
+            rollout_task(self._topology, group, prompts, self._state.version_steps) for group in lost
+        )
         if key_of(subject, EvalCompleted) is not None:
             await self._begin_evaluation(prompts)
 
-    async def _put_everything_open(self, prompts: PromptSet | MadePrompts) -> None:
+    async def _publish_open_tasks(self, prompts: PromptSet | GeneratedPrompts) -> None:
         """Republish all open tasks after a start. The bus refuses duplicates of tasks that are queued or leased."""
-        await self._put(tasks_in_flight(self._topology, self._state, prompts))
+        await self._publish_tasks(tasks_in_flight(self._topology, self._state, prompts))
         await self._begin_evaluation(prompts)
 
-    async def _begin_evaluation(self, prompts: PromptSet | MadePrompts) -> None:
+    async def _begin_evaluation(self, prompts: PromptSet | GeneratedPrompts) -> None:
         """Publish the first tasks of the running evaluation. Each item that ends adds the next, to bound the queue."""
         evaluation = self._state.evaluation
         if evaluation is not None:
             self._eval_tasks = eval_tasks(self._topology, evaluation, prompts.evals)
-            await self._put(islice(self._eval_tasks, EVAL_TASKS_QUEUED))
+            await self._publish_tasks(islice(self._eval_tasks, EVAL_TASKS_QUEUED))
 
-    async def _put(self, tasks: Iterable[RolloutRequested | EvalRequested]) -> None:
+    async def _publish_tasks(self, tasks: Iterable[RolloutRequested | EvalRequested]) -> None:
         """Build tasks in a thread, since a user's function may supply their prompts, and publish them."""
-        limiter = anyio.Semaphore(PUTS_AT_ONCE)
+        limiter = anyio.Semaphore(MAX_CONCURRENT_PUBLISHES)
 
         async def put(task: RolloutRequested | EvalRequested) -> None:
             async with limiter:
@@ -321,10 +325,10 @@ class BufferActor(Actor):
                     log.warning("task_refused", task=task.key(), reason=str(error))
                     await self._bus.publish(failed_ending(task, str(error), self._bus.name))
 
-        with self._doing(prompts_of(self._topology.data)):
-            made = await _in_thread(lambda: list(tasks))
+        with self._activity(describe_source(self._topology.data)):
+            ready = await _in_thread(lambda: list(tasks))
         async with anyio.create_task_group() as group:
-            for task in made:
+            for task in ready:
                 group.start_soon(put, task)
 
 

@@ -11,14 +11,14 @@ from runtime.settings.recipe import DataConfig
 from runtime.util.formatting import count_of, duration
 
 LONG_S: Final = 1.0  # shorter activities are not reported
-IN_WORDS: Final = {
+STAGE_TEXTS: Final = {
     Stage.READY: "ready",
     Stage.COMPLETED: "waiting for a verdict",
     Stage.IN_FLIGHT: "being generated",
 }
 
 
-class Doing:
+class Activity:
     """The current activity outside the event loop, and its start."""
 
     def __init__(self) -> None:
@@ -40,13 +40,13 @@ class Doing:
         return f"{self._what}, for {duration(took_s)}" if self._what and took_s >= LONG_S else ""
 
 
-def prompts_of(data: Sequence[DataConfig]) -> str:
+def describe_source(data: Sequence[DataConfig]) -> str:
     """Name the source of the prompts; a user's function is named because it may hang."""
     sources = [item.source for item in data if item.source is not None]
     return f"the data function {sources[0]}" if sources else "the data to be read"
 
 
-def words_of(state: LedgerState, schedule: Schedule) -> str:
+def describe_wait(state: LedgerState, schedule: Schedule) -> str:
     """Describe what the next decision waits for."""
     if state.finished is not None or state.gave_up is not None:
         return "the end of the run"
@@ -69,7 +69,7 @@ def _round(state: LedgerState, schedule: Schedule, step: int) -> str:
     if state.version_step < least:
         return f"weights of step {least} (newest: v{state.version} of step {state.version_step})"
     stages = [group.stage for group in state.groups.values()]
-    counts = ", ".join(f"{stages.count(stage)} {words}" for stage, words in IN_WORDS.items() if stage in stages)
+    counts = ", ".join(f"{stages.count(stage)} {words}" for stage, words in STAGE_TEXTS.items() if stage in stages)
     return f"{count_of(schedule.rollout_batch_size, 'group')} for batch {step}: {counts or 'none issued'}"
 
 

@@ -25,7 +25,7 @@ DURABLE = "filter"
 ACK_WAIT_S = 5.0  # redelivery delay for the groups that a killed filter held
 GIVE_BACK_TIMEOUT_S = 1.0
 MAX_ACK_PENDING = 1024  # summed over all filter actors
-JUDGED_AT_ONCE = 16  # concurrency of built-in filters, so that publishes and acks of several groups overlap
+MAX_CONCURRENT_VERDICTS = 16  # concurrency of built-in filters, so that publishes and acks of several groups overlap
 FILTER_TIMEOUT_S = 10.0  # for one group in a user's filter
 MAX_REASON_CHARS = 500
 
@@ -47,7 +47,7 @@ class FilterActor(Actor):
         self._name = topology.rollout.dynamic_filter or "none"
         self._keeps_spares = topology.rollout.keep_when_insufficient
         self._filter = find_filter(self._name)
-        self._num_tasks = JUDGED_AT_ONCE if self._name in BUILT_IN_FILTERS else 1
+        self._num_tasks = MAX_CONCURRENT_VERDICTS if self._name in BUILT_IN_FILTERS else 1
         self._threads = anyio.CapacityLimiter(2)  # a filter that hangs occupies a thread
         self._counts: Counter[Outcome] = Counter()
         self._judging: dict[int, float] = {}  # start time, by group
@@ -102,7 +102,7 @@ class FilterActor(Actor):
                 if group.prompt_parts and self._name not in BUILT_IN_FILTERS:  # built-in filters do not read metadata
                     metadata = (await fetch_prompt(self._bus, group.prompt_parts)).metadata
                     group = msgspec.structs.replace(group, metadata=metadata)
-                verdict = await _ask(self._filter, self._name, group, self._threads)
+                verdict = await _call_filter(self._filter, self._name, group, self._threads)
         except Exception as error:  # noqa: BLE001 - a user's filter may raise anything; the group fails, the run continues
             reason = f"no verdict within {FILTER_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else repr(error)
             return Verdict(outcome=Outcome.FAILED, reason=reason[:MAX_REASON_CHARS])
@@ -121,7 +121,7 @@ def _verdict_given(delivery: Delivery[GroupCompleted], verdict: Verdict) -> Verd
     )
 
 
-async def _ask(filter_: Filter, name: str, group: GroupCompleted, threads: anyio.CapacityLimiter) -> Verdict:
+async def _call_filter(filter_: Filter, name: str, group: GroupCompleted, threads: anyio.CapacityLimiter) -> Verdict:
     if filter_ is keep_all:
         return verdict_of(True, name)
     summary = summary_of(group)

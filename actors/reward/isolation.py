@@ -74,7 +74,7 @@ def enter_user_and_pid_namespaces() -> None:
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
 
 
-def enter_the_rest(folder: str, hidden: Sequence[str]) -> None:
+def enter_other_namespaces(folder: str, hidden: Sequence[str]) -> None:
     """Isolate this process: no network, no path sockets, no other processes, read-only files except one folder.
 
     Hidden paths appear empty, and all privileges are dropped.
@@ -131,7 +131,7 @@ def _refusal_here() -> str | None:
         child = os.fork()
         if child == 0:
             try:
-                os.write(writing, (attempted(lambda: enter_the_rest(folder, ())) or "").encode()[:4096])
+                os.write(writing, (attempted(lambda: enter_other_namespaces(folder, ())) or "").encode()[:4096])
             finally:
                 os._exit(0)
         os.close(writing)

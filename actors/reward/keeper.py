@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     isolation.set_subreaper()
-    _be_prompt()
+    _raise_priority()
     folder = tempfile.mkdtemp(prefix="physarum-grader-")
     worker, status = 0, None
     try:
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     return _end_like(_status_in(status) if settings["sandbox"] == "isolated" else status)
 
 
-def _be_prompt() -> None:
+def _raise_priority() -> None:
     """Raise this process's priority, if permitted, so that it runs even among a thousand grader processes.
 
     Children keep the normal priority.
@@ -87,8 +87,8 @@ def _in_child(settings: dict[str, Any], folder: str, *, isolated: bool, refusal:
     with suppress(OSError):  # /proc may be read-only; makes the OOM killer choose this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
     if isolated:
-        refusal = refusal or isolation.attempted(lambda: isolation.enter_the_rest(folder, settings["hidden"]))
-        if refusal is None and (status := _be_init()) is not None:
+        refusal = refusal or isolation.attempted(lambda: isolation.enter_other_namespaces(folder, settings["hidden"]))
+        if refusal is None and (status := _run_as_init()) is not None:
             return _exit_code_of(status)
     if settings["sandbox"] != "none":
         isolation.set_no_new_privileges()
@@ -101,7 +101,7 @@ def _in_child(settings: dict[str, Any], folder: str, *, isolated: bool, refusal:
     return work(refusal)
 
 
-def _be_init() -> int | None:
+def _run_as_init() -> int | None:
     """Fork once more and act as init: return None in the child, and the child's wait status in the init process."""
     child = os.fork()
     if child == 0:

@@ -135,7 +135,7 @@ def lines_of(summary: LedgerSummary) -> Iterator[str]:
     yield f"groups      {sum_line(summary.books)}{warning}"
     for what, tally in (("dropped", summary.dropped), ("failed", summary.failed)):
         yield from (f"            {what}: {count} {reason}" for reason, count in sorted(tally.items()))
-    yield from (f"            {untrained_words(reason, count)}" for reason, count in sorted(summary.untrained.items()))
+    yield from (f"            {skipped_text(reason, count)}" for reason, count in sorted(summary.untrained.items()))
     yield f"steps       {summary.steps} trained; round {summary.round} is {'halted' if summary.halted else 'open'}"
     yield f"weights     {f'v{summary.version} of step {summary.version_step}' if summary.version else 'none yet'}"
     yield f"checkpoint  {f'of step {summary.checkpoint_step}' if summary.checkpoint_step else 'none yet'}"
@@ -145,12 +145,12 @@ def lines_of(summary: LedgerSummary) -> Iterator[str]:
         yield from (f"            {name}: {what}" for name, what in summary.stalled.waiting.items())
 
 
-def untrained_words(reason: str, count: int) -> str:
+def skipped_text(reason: str, count: int) -> str:
     """Format the number of samples that contributed no gradient as one line."""
     return f"untrained: {count_of(count, 'sample')} {reason}"
 
 
-def stall_words(event: RunStalled) -> str:
+def stall_text(event: RunStalled) -> str:
     """Format a stall as one line."""
     waiting = "; ".join(f"{name}: {what}" for name, what in event.waiting.items())
     return f"nothing happened for {duration(event.idle_s)}: {waiting or 'nobody is there'}"

@@ -6,26 +6,26 @@ from messages import GroupsClosed, Message, Outcome, VerdictGiven
 from runtime.ledger.steps import StepChange, TakenBack
 
 
-class Over(msgspec.Struct, frozen=True, kw_only=True):
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """Groups and completions that no batch can take any more. A completion is the log sequence of its event."""
 
     group_ids: tuple[int, ...] = ()
     event_seqs: tuple[int, ...] = ()
 
 
-NOTHING = Over()
+NOTHING = Ended()
 
 
-def over_by(event: Message) -> Over:
+def ended_by(event: Message) -> Ended:
     """Groups and completions that an event ends.
 
     A verdict that is not the first one of its group ends nothing; a reader that acted on it must read again.
     """
     match event:
         case GroupsClosed():
-            return Over(group_ids=event.group_ids)
+            return Ended(group_ids=event.group_ids)
         case VerdictGiven() if event.outcome is not Outcome.KEEP:
-            return Over(event_seqs=(event.event_seq,))
+            return Ended(event_seqs=(event.event_seq,))
         case _:
             return NOTHING
 
@@ -35,6 +35,6 @@ def kept_by(event: Message) -> tuple[int, ...]:
     return (event.event_seq,) if isinstance(event, VerdictGiven) and event.outcome is Outcome.KEEP else ()
 
 
-def lost_by(change: StepChange) -> Over:
+def lost_by(change: StepChange) -> Ended:
     """The completions whose payloads are lost."""
-    return Over(event_seqs=tuple(ref.event_seq for ref in change.lost)) if isinstance(change, TakenBack) else NOTHING
+    return Ended(event_seqs=tuple(ref.event_seq for ref in change.lost)) if isinstance(change, TakenBack) else NOTHING

@@ -27,7 +27,7 @@ from messages import (
     WeightsLost,
     WeightsRefused,
 )
-from runtime.ledger.books import stall_words
+from runtime.ledger.books import stall_text
 from runtime.util.formatting import count_of, duration, number
 from runtime.util.import_path import command_name
 
@@ -104,7 +104,7 @@ def line_of(event: Message) -> str | None:
         case WeightsAnnounced(again_of=int(first)) if first:
             return f"weights v{event.version} are those of v{first} once more: engines could not use its files"
         case RunStalled():
-            return stall_words(event)
+            return stall_text(event)
         case CheckpointRequested():
             return f"the {event.stream} stream is {event.used:.0%} full: a checkpoint is asked for"
         case _:

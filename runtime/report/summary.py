@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from runtime.ledger.books import sum_line, untrained_words
+from runtime.ledger.books import skipped_text, sum_line
 from runtime.ledger.state import LedgerState
 from runtime.util.formatting import duration, number, sparkline
 
@@ -58,5 +58,5 @@ def summary_lines(
     lines.append(f"groups    {sum_line(ledger.books())}")
     for what, tally in (("dropped", ledger.dropped), ("failed", ledger.failed)):
         lines += [f"          {what}: {count} {reason}" for reason, count in sorted(tally.items())[:REASONS_SHOWN]]
-    lines += [f"          {untrained_words(reason, count)}" for reason, count in sorted(ledger.untrained.items())]
+    lines += [f"          {skipped_text(reason, count)}" for reason, count in sorted(ledger.untrained.items())]
     return lines

@@ -26,7 +26,7 @@ from runtime.settings.topology import Topology
 
 EXHAUSTED = "the dump is exhausted"
 
-Judge = Callable[[GroupCompleted], tuple[str, str | None]]  # outcome and reason
+JudgeGroup = Callable[[GroupCompleted], tuple[str, str | None]]  # outcome and reason
 
 
 class ReplayedBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class ReplayedBatch(msgspec.Struct, frozen=True, kw_only=True):
 class ReplayedBuffer:
     """Issues and batches dumped groups, in order, until none remain. Every issued group completes at once."""
 
-    def __init__(self, topology: Topology, groups: Iterable[GroupCompleted], judge: Judge) -> None:
+    def __init__(self, topology: Topology, groups: Iterable[GroupCompleted], judge: JudgeGroup) -> None:
         self._groups = iter(groups)
         self._judge = judge
         self._selector = Selector(topology)
@@ -64,11 +64,11 @@ class ReplayedBuffer:
             if isinstance(decision, GroupsIssued):
                 for issued in decision.groups:
                     self._complete(issued.group_id, issued.attempt, decision.round)
-                yield from self._made()
+                yield from self._last_batches()
             elif isinstance(decision, BatchReady):
                 yield self._train(decision)
 
-    def _made(self) -> Iterator[ReplayedBatch]:
+    def _last_batches(self) -> Iterator[ReplayedBatch]:
         """Yield the batches that the last groups still fill, once the dump is exhausted."""
         while self.exhausted:
             decision = self._decide()

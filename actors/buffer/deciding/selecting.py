@@ -24,13 +24,15 @@ class Selector:
 
     Args:
         topology: the topology, with its recipe.
-        tell: called with each failure.
+        report: called with each failure.
 
     Raises:
         ValueError: no function has the given name; PluginError if a user's function cannot be used.
     """
 
-    def __init__(self, topology: Topology, tell: Callable[[SelectionFailed], Awaitable[object]] | None = None) -> None:
+    def __init__(
+        self, topology: Topology, report: Callable[[SelectionFailed], Awaitable[object]] | None = None
+    ) -> None:
         names = {"over_sampling_filter": topology.rollout.over_sampling_filter}
         names["buffer_filter"] = topology.rollout.buffer_filter
         self._functions: dict[Kind, Callable[..., Any]] = {}
@@ -40,25 +42,25 @@ class Selector:
             if function is not None:
                 self._functions[kind] = function
         self._threads = anyio.CapacityLimiter(THREADS)
-        self._tell = tell
+        self._report = report
 
     async def choose(self, selection: Selection) -> Chosen:
         """The function's choice, or the first groups if it raises, hangs or gives an invalid answer."""
         try:
-            return await self._ask(selection)
+            return await self._call(selection)
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the run continues without it
             reason = f"no answer within {SELECTION_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else repr(error)
             log.warning("selection_failed", kind=selection.kind, reason=reason, instead="first come first")
-            if self._tell is not None:
+            if self._report is not None:
                 failed = SelectionFailed(
                     kind=selection.kind, reason=clipped(reason, MAX_REASON_CHARS), num_groups=len(selection.groups)
                 )
-                await self._tell(failed)
+                await self._report(failed)
             return first_come(selection)
 
-    async def _ask(self, selection: Selection) -> Chosen:
+    async def _call(self, selection: Selection) -> Chosen:
         if not self._threads.available_tokens:
-            raise RuntimeError(f"{THREADS} calls of it have not come back yet")
+            raise RuntimeError(f"{THREADS} earlier calls of the function have not returned")
         arguments: list[Any] = [list(selection.groups)]
         if selection.kind == "buffer_filter":
             arguments.append(selection.count)

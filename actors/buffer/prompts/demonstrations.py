@@ -14,7 +14,7 @@ from runtime.settings.recipe import DataConfig, RolloutConfig, max_prompt_len
 from runtime.util.formatting import show
 
 TRAINED: Final = "assistant"  # role whose turns are trained
-LEAVES_OUT: Final = ("step_loss_mask", "weight")  # 0 excludes a message from the loss; slime's key, OpenAI's
+MASKED: Final = ("step_loss_mask", "weight")  # 0 excludes a message from the loss; slime's key, OpenAI's
 
 
 class Piece(NamedTuple):
@@ -119,15 +119,15 @@ def _not_kept(index: int, num_turns: int) -> str:
     return (
         f"the chat template renders message {index} of {num_turns} (from 0) otherwise than when the model is asked for "
         "it, so its tokens cannot be told from the others: use a template that keeps what came before, or leave the "
-        f'turn untrained with "{LEAVES_OUT[0]}": 0'
+        f'turn untrained with "{MASKED[0]}": 0'
     )
 
 
 def _trains(turn: Mapping[str, Any], index: int) -> bool:
-    for key in LEAVES_OUT:
+    for key in MASKED:
         if key in turn and turn[key] not in (0, 1):
             raise ValueError(f"{key} = {show(turn[key])} of message {index}: allowed are 0 and 1")
-    return turn.get("role") == TRAINED and all(turn.get(key, 1) for key in LEAVES_OUT)
+    return turn.get("role") == TRAINED and all(turn.get(key, 1) for key in MASKED)
 
 
 def _demonstration(row: Row, data: DataConfig, pieces: Sequence[Piece], ids: Sequence[Int32Array]) -> Prompt:

@@ -28,7 +28,7 @@ def find_source(key: str, value: str, base_dirs: Sequence[Path] = ()) -> Make:
     return load_plugin(key, value, parameters=["number"], base_dirs=base_dirs).function
 
 
-class MadePrompts:
+class GeneratedPrompts:
     """Generated training prompts by number, without end, and the evaluation sets.
 
     A number always means the same prompt. The function is called again for a reissued prompt, and after a restart.
@@ -47,9 +47,7 @@ class MadePrompts:
         first, again = ([self.prompt(number) for number in range(NUM_PROBED)] for _ in range(2))
         self.first: Sequence[Prompt] = first
         if fingerprint_of(first) != fingerprint_of(again):
-            message = (
-                "gives other rows when it is asked again; a number must always give the same, as restarts ask again"
-            )
+            message = "returned another row for the same number on a second call; restarts need the same row"
             raise DataError(f"{data.source}: {message}")
         event = PromptsLoaded(
             data=data.name,
@@ -76,10 +74,10 @@ class MadePrompts:
 
     def _columns(self, number: int, place: str) -> dict[str, Any]:
         try:
-            made = self._make(number)
+            row = self._make(number)
         except (Exception, SystemExit) as error:  # a user's function may raise anything
             raise DataError(f"{place}: raised {type(error).__name__}: {error}") from error
         try:
-            return msgspec.json.decode(msgspec.json.encode(made), type=dict[str, Any])
+            return msgspec.json.decode(msgspec.json.encode(row), type=dict[str, Any])
         except (TypeError, ValueError, RecursionError) as error:
             raise DataError(f"{place}: expected a dict of what JSON can hold: {error}") from None

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.buffer.prompts.demonstrations import DemonstrationReader
-from actors.buffer.prompts.generated import MadePrompts, find_source
+from actors.buffer.prompts.generated import GeneratedPrompts, find_source
 from actors.buffer.prompts.prompts import LoadedData, PromptReader, Reader
 from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
 from messages import Prompt
@@ -89,7 +89,7 @@ def epoch_order(num_prompts: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return order
 
 
-def load_prompts(recipe: Recipe) -> PromptSet | MadePrompts:
+def load_prompts(recipe: Recipe) -> PromptSet | GeneratedPrompts:
     """Load every data source and evaluation set of a recipe. Blocks: reads files, tokenizes, calls a user's function.
 
     Raises:
@@ -100,7 +100,7 @@ def load_prompts(recipe: Recipe) -> PromptSet | MadePrompts:
     evals = [load_data(eval_data(recipe, item), prompts) for item in recipe.eval]
     reader = training_reader(recipe, tokenizing)
     if (value := recipe.data[0].source) is not None:
-        return MadePrompts(find_source("data.0.source", value), recipe.data[0], reader, evals)
+        return GeneratedPrompts(find_source("data.0.source", value), recipe.data[0], reader, evals)
     sources = [load_data(data, reader) for data in recipe.data]
     return PromptSet(sources, evals, shuffle=recipe.rollout.shuffle, seed=recipe.rollout.seed)
 

@@ -19,16 +19,16 @@ log = structlog.get_logger()
 NOWHERE: Final = 2**63  # a sequence that no stream reaches
 
 
-class PromptsAtHand:
-    """Prompts by number; looks among the prompts of the current decision first."""
+class AvailablePrompts:
+    """Prompts by number, from the current decision if it has them."""
 
-    def __init__(self, made: Mapping[int, Prompt], prompts: Prompts) -> None:
-        self._made = made
+    def __init__(self, current: Mapping[int, Prompt], prompts: Prompts) -> None:
+        self._current = current
         self._prompts = prompts
 
     def prompt(self, number: int) -> Prompt:
         """The prompt with this number."""
-        return self._made.get(number) or self._prompts.prompt(number)
+        return self._current.get(number) or self._prompts.prompt(number)
 
 
 class PromptStore:

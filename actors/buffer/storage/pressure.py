@@ -13,12 +13,12 @@ from runtime.ledger.fold import LedgerState, Stage
 
 log = structlog.get_logger()
 
-ASK_ABOVE: Final = 0.7  # share of a stream's bytes at which a checkpoint is requested
+REQUEST_ABOVE: Final = 0.7  # share of a stream's bytes at which a checkpoint is requested
 HOLD_ABOVE: Final = 0.9  # share at which issuing waits
 EMPTIED_BY_CHECKPOINTS: Final = (Plane.EVENT, Plane.DATA)
 WATCHED: Final = (*EMPTIED_BY_CHECKPOINTS, Plane.WORK)  # the work stream empties as tasks finish
-LOOK_EVERY_S: Final = 5.0
-LOOK_AGAIN_S: Final = 0.25  # shortest interval between two looks; also the interval while issuing waits
+CHECK_INTERVAL_S: Final = 5.0
+RECHECK_S: Final = 0.25  # shortest interval between two measurements; also the interval while issuing waits
 CHECKPOINT_WAIT_S: Final = 60.0  # longest time that issuing waits only for a checkpoint
 
 
@@ -28,7 +28,7 @@ def fullest(used: Mapping[Plane, float]) -> tuple[Plane, float]:
     return plane, used.get(plane, 0.0)
 
 
-def makes_room_later(state: LedgerState, *, checkpoint_asked: bool) -> bool:
+def makes_room_later(state: LedgerState, *, checkpoint_requested: bool) -> bool:
     """Whether the streams will empty without further groups. If not, waiting for room would never end.
 
     Args:
@@ -38,7 +38,7 @@ def makes_room_later(state: LedgerState, *, checkpoint_asked: bool) -> bool:
     at_work = any(group.stage in (Stage.IN_FLIGHT, Stage.COMPLETED) for group in state.groups.values())
     again = min(state.taken_back, default=None)  # a rebuilt batch needs new groups, and trains first
     to_train = any(not batch.trained and (again is None or step < again) for step, batch in state.batches.items())
-    to_save = checkpoint_asked and state.checkpoint_step < state.trained_steps
+    to_save = checkpoint_requested and state.checkpoint_step < state.trained_steps
     return at_work or to_train or to_save or state.evaluation is not None
 
 
@@ -56,13 +56,13 @@ class Pressure:
         self._used: dict[Plane, float] = {}
         self._data_bytes = -1  # limit of the data stream; -1: no limit
         self._short = False  # the next groups' prompts do not fit into the data stream
-        self._stirred = anyio.Event()
+        self._changed = anyio.Event()
         self._trained = 0  # train steps
         self._saved = 0
-        self._asked_step = 0
-        self._asked_at = -CHECKPOINT_WAIT_S
+        self._requested_step = 0
+        self._requested_at = -CHECKPOINT_WAIT_S
         self._holding = ""  # why issuing waits
-        self._looked_at = -LOOK_AGAIN_S
+        self._measured_at = -RECHECK_S
 
     @property
     def holding(self) -> str:
@@ -70,9 +70,9 @@ class Pressure:
         return self._holding
 
     def folded(self, state: LedgerState) -> None:
-        """Note the ledger's progress, and look at the streams soon."""
+        """Note the ledger's progress, and measure the streams soon."""
         self._trained, self._saved = state.trained_steps, state.checkpoint_step
-        self._stirred.set()
+        self._changed.set()
 
     async def holds(self, state: LedgerState, *, adding: int = 0) -> bool:
         """Whether issuing must wait for room.
@@ -81,14 +81,14 @@ class Pressure:
             state: the ledger.
             adding: bytes of prompts that issuing stores in the data stream first.
         """
-        if not self._used or time.monotonic() - self._looked_at >= LOOK_AGAIN_S:
-            await self._look()  # even if a background look runs: its result is not available yet
+        if not self._used or time.monotonic() - self._measured_at >= RECHECK_S:
+            await self._measure()  # even if a background measurement runs: its result is not available yet
         over = {plane: used for plane, used in self._used.items() if used > HOLD_ABOVE}
         if await self._is_short(adding):
             over[Plane.DATA] = self._used[Plane.DATA]
-        asked = time.monotonic() - self._asked_at < CHECKPOINT_WAIT_S
+        requested = time.monotonic() - self._requested_at < CHECKPOINT_WAIT_S
         full = ", ".join(f"{plane} stream {used:.0%} full" for plane, used in over.items())
-        waits = bool(over) and (self._trims() or makes_room_later(state, checkpoint_asked=asked))
+        waits = bool(over) and (self._trims() or makes_room_later(state, checkpoint_requested=requested))
         before, self._holding = self._holding, full if waits else ""
         if bool(before) != bool(self._holding):
             log.warning("issuing_waits" if self._holding else "issuing_goes_on", full=full)
@@ -99,26 +99,26 @@ class Pressure:
         before = self._short
         self._short = adding > (1 - self._used[Plane.DATA]) * self._data_bytes > 0
         if self._short and not before:
-            await self._look()
+            await self._measure()
         return self._short
 
     async def run(self) -> None:
-        """Look at the streams after events of the log, with a minimum interval, until cancelled."""
+        """Measure the streams after events of the log, with a minimum interval, until cancelled."""
         while True:
-            with anyio.move_on_after(LOOK_AGAIN_S if self._holding else LOOK_EVERY_S):
-                await self._stirred.wait()
-            self._stirred = anyio.Event()
-            await self._look()
-            await anyio.sleep(LOOK_AGAIN_S)
+            with anyio.move_on_after(RECHECK_S if self._holding else CHECK_INTERVAL_S):
+                await self._changed.wait()
+            self._changed = anyio.Event()
+            await self._measure()
+            await anyio.sleep(RECHECK_S)
 
-    async def _look(self) -> None:
-        self._looked_at = time.monotonic()
+    async def _measure(self) -> None:
+        self._measured_at = time.monotonic()
         held = {plane: await self._bus.state(plane) for plane in WATCHED}
         self._used = {plane: stream.used for plane, stream in held.items()}
         self._data_bytes = held[Plane.DATA].max_bytes
         plane, used = (Plane.DATA, self._used[Plane.DATA]) if self._short else fullest(self._used)
         step = self._trained
-        if (self._short or used > ASK_ABOVE) and step > max(self._asked_step, self._saved):
-            self._asked_step, self._asked_at = step, time.monotonic()
+        if (self._short or used > REQUEST_ABOVE) and step > max(self._requested_step, self._saved):
+            self._requested_step, self._requested_at = step, time.monotonic()
             await self._bus.publish(CheckpointRequested(step=step, stream=plane, used=round(used, 3)))
             log.warning("checkpoint_requested", step=step, stream=plane, used=round(used, 3))

@@ -22,7 +22,7 @@ from messages import (
     WeightsApplied,
     WeightsRefused,
 )
-from runtime.ledger.completions import Over, kept_by, lost_by, over_by
+from runtime.ledger.completions import Ended, ended_by, kept_by, lost_by
 from runtime.ledger.phases import Turn, next_turn
 from runtime.ledger.state import LedgerState
 from runtime.ledger.steps import STEP_EVENTS, Batch, StepChange, Steps, advance
@@ -123,7 +123,7 @@ class History:
         if seq <= self._covered and not (isinstance(event, GroupCompleted) and seq in self._cited):
             return ()
         self.last_seq = max(self.last_seq, seq)
-        self._end(over_by(event))
+        self._end(ended_by(event))
         self.kept |= dict.fromkeys(seq for seq in kept_by(event) if seq in self.completed)
         if isinstance(event, STEP_EVENTS):
             return self._advance(event)
@@ -187,7 +187,7 @@ class History:
         for number in [number for number in self.batches if number < self.settled]:
             self._forget(ref.group_id for ref in self.batches.pop(number).groups)
 
-    def _end(self, over: Over) -> None:
+    def _end(self, over: Ended) -> None:
         """Drop groups that no batch can take. If one was kept before this verdict, it is read again."""
         self._forget(over.group_ids)
         for seq in over.event_seqs:

@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 from actors.buffer.deciding.decide import Schedule
-from actors.buffer.waiting import Doing, words_of
+from actors.buffer.waiting import Activity, describe_wait
 from actors.registry import hosted
 from messages import (
     CheckpointSaved,
@@ -34,7 +34,7 @@ def words(*events: object) -> str:
     state = LedgerState()
     for seq, event in enumerate(events, start=1):
         fold(state, event, seq)  # pyright: ignore[reportArgumentType]
-    return words_of(state, SCHEDULE)
+    return describe_wait(state, SCHEDULE)
 
 
 def test_the_ledger_says_what_it_lacks() -> None:
@@ -63,7 +63,7 @@ def test_the_ledger_says_what_it_lacks() -> None:
 def test_what_takes_a_moment_only_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    doing = Doing()
+    doing = Activity()
     with doing("the data to be read"):
         now += 0.5
         assert doing.words() == ""

@@ -145,10 +145,10 @@ async def test_a_users_function_chooses_or_the_first_come_first(
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     told: list[SelectionFailed] = []
 
-    async def tell(event: SelectionFailed) -> None:
+    async def report(event: SelectionFailed) -> None:
         told.append(event)
 
-    selector = Selector(topology_with(rollout={"buffer_filter": f"{tmp_path}/mine.py:{name}"}), tell)
+    selector = Selector(topology_with(rollout={"buffer_filter": f"{tmp_path}/mine.py:{name}"}), report)
     assert await selector.choose(POOL) == Chosen(kind="buffer_filter", group_ids=taken)
     assert [(event.kind, event.num_groups) for event in told] == [("buffer_filter", len(POOL.groups))] * failed
 

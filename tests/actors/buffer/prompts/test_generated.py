@@ -8,7 +8,7 @@ import anyio
 import msgspec
 import pytest
 
-from actors.buffer.prompts.generated import MadePrompts, find_source
+from actors.buffer.prompts.generated import GeneratedPrompts, find_source
 from actors.buffer.prompts.prompts import PromptReader
 from actors.buffer.prompts.source import load_prompts
 from actors.buffer.prompts.tokenizing import load_tokenizing
@@ -28,13 +28,13 @@ MODEL = Path(__file__).resolve().parents[4] / "topologies/demo/models/reverse-di
 TOOLS = [{"name": "add"}]
 
 
-def made(tmp_path: Path, row: str, *, before: str = "", limit: int | None = None, **settings: Any) -> MadePrompts:
+def made(tmp_path: Path, row: str, *, before: str = "", limit: int | None = None, **settings: Any) -> GeneratedPrompts:
     """Prompts by a function whose return value is given as code; `number` is its argument."""
     file = tmp_path / "mine.py"
     file.write_text(f"{before}\ndef source(number):\n    return {row}\n")
     data = DataConfig(**{"name": "d", "source": f"{file}:source", "rm_type": "f1", **settings})
     reader = PromptReader(load_tokenizing(str(MODEL)), limit)
-    return MadePrompts(find_source("data.0.source", f"{file}:source"), data, reader)
+    return GeneratedPrompts(find_source("data.0.source", f"{file}:source"), data, reader)
 
 
 def error(tmp_path: Path, row: str, **settings: Any) -> str:
@@ -91,7 +91,7 @@ def test_what_a_function_does_wrong_is_told_with_its_number(tmp_path: Path, row:
 def test_a_function_that_is_not_of_its_number_alone_is_refused(tmp_path: Path) -> None:
     row, before = '{"input": str(next(counter))}', "import itertools\ncounter = itertools.count()\n"
     assert error(tmp_path, row, before=before) == (
-        "source: gives other rows when it is asked again; a number must always give the same, as restarts ask again"
+        "source: returned another row for the same number on a second call; restarts need the same row"
     )
 
 

@@ -144,11 +144,11 @@ async def test_a_run_passes_through_streams_that_hold_a_part_of_it(
     for seq, event in log:
         report.take(event, seq)
     assert report.trained == [(step, (2 * step, 2 * step + 1)) for step in range(NUM_STEPS)]
-    asked = [event for _, event in log if isinstance(event, CheckpointRequested)]
-    assert {event.stream for event in asked} == {stream}
-    assert [event.step for event in asked] == sorted({event.step for event in asked})
-    assert all(event.used >= 0.7 for event in asked)  # rounded
-    assert 0 < len(asked) < NUM_STEPS
+    requested = [event for _, event in log if isinstance(event, CheckpointRequested)]
+    assert {event.stream for event in requested} == {stream}
+    assert [event.step for event in requested] == sorted({event.step for event in requested})
+    assert all(event.used >= 0.7 for event in requested)  # rounded
+    assert 0 < len(requested) < NUM_STEPS
 
 
 async def test_issuing_waits_for_room_for_large_rows(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,16 +180,16 @@ def ledger_of(*events: Message) -> LedgerState:
 
 def test_issuing_waits_only_while_something_else_will_make_room() -> None:
     """Otherwise the groups that it holds back would be what everything waits for."""
-    assert not makes_room_later(ledger_of(announced(1, 0)), checkpoint_asked=False)
+    assert not makes_room_later(ledger_of(announced(1, 0)), checkpoint_requested=False)
     begun = (announced(1, 0), issued(0, 1), completed(0), verdict(0, 3))
-    assert makes_room_later(ledger_of(*begun), checkpoint_asked=False)  # group 1 will end
+    assert makes_room_later(ledger_of(*begun), checkpoint_requested=False)  # group 1 will end
     ready = (*begun, completed(1), verdict(1, 5), RoundHalted(incarnation=1, round=0))
-    assert not makes_room_later(ledger_of(*ready), checkpoint_asked=False)
+    assert not makes_room_later(ledger_of(*ready), checkpoint_requested=False)
     batched = (*ready, batch(0, (0, 3), (1, 5)))
-    assert makes_room_later(ledger_of(*batched), checkpoint_asked=False)  # it will be trained
+    assert makes_room_later(ledger_of(*batched), checkpoint_requested=False)  # it will be trained
     done = ledger_of(*batched, trained(0), announced(2, 1))
-    assert not makes_room_later(done, checkpoint_asked=False)
-    assert makes_room_later(done, checkpoint_asked=True)
+    assert not makes_room_later(done, checkpoint_requested=False)
+    assert makes_room_later(done, checkpoint_requested=True)
 
 
 def test_a_batch_behind_one_that_is_made_again_makes_no_room() -> None:
@@ -198,8 +198,8 @@ def test_a_batch_behind_one_that_is_made_again_makes_no_room() -> None:
     lost = (GroupRef(group_id=0, attempt=0, event_seq=3),)
     missing = PayloadsMissing(step=0, incarnation=1, groups=lost, reason="purged")
     batched = (*both, batch(0, (0, 3)), batch(1, (1, 5)))
-    assert makes_room_later(ledger_of(*batched), checkpoint_asked=False)
-    assert not makes_room_later(ledger_of(*batched, missing), checkpoint_asked=False)
+    assert makes_room_later(ledger_of(*batched), checkpoint_requested=False)
+    assert not makes_room_later(ledger_of(*batched, missing), checkpoint_requested=False)
 
 
 async def test_issuing_waits_above_nine_tenths_and_goes_on_below(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:

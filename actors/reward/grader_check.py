@@ -1,4 +1,4 @@
-"""Pre-start trial of users' graders: grade one row per data source with an empty response, in the run's sandbox."""
+"""Pre-start check of users' graders: grade one row per data source with an empty response, in the run's sandbox."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -20,51 +20,53 @@ from runtime.settings.topology import Topology
 SLACK_S = 10.0  # time for a process to end
 
 
-class Trial(NamedTuple):
-    """A row for the trial of its grader."""
+class SampleRow(NamedTuple):
+    """One row of a data source, on which its grader is tried."""
 
     prompt: Prompt
     group: bool  # whether its grader takes whole groups
 
 
-def trial_notes(topology: Topology, trials: Mapping[str, Trial], doing: Doing, notes: list[str]) -> Iterator[Problem]:
+def check_graders(
+    topology: Topology, rows: Mapping[str, SampleRow], doing: Doing, notes: list[str]
+) -> Iterator[Problem]:
     """Call users' graders once per data source. A failure adds only a note, since other responses may be gradable.
 
     Args:
         topology: names the graders and configures their sandbox.
-        trials: rows, by the settings key of their data source ("data.0"). Rows with built-in graders are skipped:
+        rows: one row each, by the settings key of their data source ("data.0"). Rows with built-in graders are skipped:
             another check tries every row on those.
-        doing: called before each trial with the key, the value and a description.
+        doing: called before each call with the key, the value and a description.
         notes: list that receives the notes.
 
     Yields:
         A problem if a grader process does not start.
     """
     names = names_of(topology)
-    for key, trial in trials.items():
-        name = names.get(trial.prompt.rm_type or "", "")
+    for key, row in rows.items():
+        name = names.get(row.prompt.rm_type or "", "")
         if not is_plugin(name):
             continue
         limit_s = START_TIMEOUT_S + topology.reward.timeout_s + SLACK_S
         doing(f"{key}.rm_type", name, "grading an empty answer", limit_s=limit_s)
         try:
-            error = anyio.run(_graded, topology, GraderSpec(name=name, group=trial.group), trial)
+            error = anyio.run(_error_of, topology, GraderSpec(name=name, group=row.group), row)
         except GraderProcessError as refusal:
-            yield Problem.of(f"{key}.rm_type", name, f"a grader process cannot begin with it: {refusal}")
+            yield Problem.of(f"{key}.rm_type", name, f"a grader process does not start with this grader: {refusal}")
             return
         if error is not None:
             notes.append(
-                f"{key}.rm_type: the grader {name} failed on row {trial.prompt.row} with an empty answer: {error}"
+                f"{key}.rm_type: the grader {name} failed on row {row.prompt.row} with an empty answer: {error}"
             )
 
 
-async def _graded(topology: Topology, spec: GraderSpec, trial: Trial) -> str | None:
-    """Grade a trial row; return the error, or None if it succeeds.
+async def _error_of(topology: Topology, spec: GraderSpec, row: SampleRow) -> str | None:
+    """Grade a row; return the error, or None if it succeeds.
 
     Raises:
         GraderProcessError: the grader process does not start.
     """
-    config, prompt = topology.reward, trial.prompt
+    config, prompt = topology.reward, row.prompt
     hello = Hello(
         graders=graders_of(topology), reward_key=config.reward_key, cpu_s=config.cpu_s or 2 * config.timeout_s
     )
