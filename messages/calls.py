@@ -164,7 +164,7 @@ class EngineLayout(msgspec.Struct, frozen=True, kw_only=True):
     is_filled_up: bool  # whether uneven dimensions are padded, as SGLang does
 
 
-class SessionMember(msgspec.Struct, frozen=True, kw_only=True):
+class WeightSyncMember(msgspec.Struct, frozen=True, kw_only=True):
     """An engine that takes part in a weight sync."""
 
     engine: str
@@ -185,7 +185,7 @@ class UpdateGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @register
-class SessionOffered(Message, kw_only=True, tag="weight_session_offered"):
+class WeightSyncOffered(Message, kw_only=True, tag="weight_session_offered"):
     """Asks a rollout actor which of its engines take a version now. Answered by MembersGiven. Sent by trainer."""
 
     plane = Plane.CALL
@@ -205,12 +205,12 @@ class MembersGiven(Message, kw_only=True, tag="weight_session_members"):
     plane = Plane.CALL
     topic = "weight_session.members"
     answers = True
-    members: tuple[SessionMember, ...]
+    members: tuple[WeightSyncMember, ...]
     held_back: str = ""  # why no engine takes part although some lack the version; the rollout actor requests it later
 
 
 @register
-class SessionPrepared(Message, kw_only=True, tag="weight_session_prepared"):
+class WeightSyncPrepared(Message, kw_only=True, tag="weight_session_prepared"):
     """Pauses the member engines and prepares them to receive weights. Answered by EnginesAnswered. Sent by trainer."""
 
     plane = Plane.CALL
@@ -219,7 +219,7 @@ class SessionPrepared(Message, kw_only=True, tag="weight_session_prepared"):
 
 
 @register
-class GroupsOffered(Message, kw_only=True, tag="weight_session_groups"):
+class UpdateGroupsOffered(Message, kw_only=True, tag="weight_session_groups"):
     """Has members join the trainer in new process groups, one per pipeline stage, which replace the old ones.
 
     Answered by EnginesAnswered. The trainer waits in the groups until then. Sent by trainer.
@@ -250,7 +250,7 @@ class BucketSent(Message, kw_only=True, tag="weight_session_bucket"):
 
 
 @register
-class SessionFinished(Message, kw_only=True, tag="weight_session_finished"):
+class WeightSyncFinished(Message, kw_only=True, tag="weight_session_finished"):
     """Has members finish loading and verify their weights. Answered by EnginesAnswered. Sent by trainer."""
 
     plane = Plane.CALL
@@ -262,7 +262,7 @@ class SessionFinished(Message, kw_only=True, tag="weight_session_finished"):
 
 
 @register
-class SessionClosed(Message, kw_only=True, tag="weight_session_closed"):
+class WeightSyncClosed(Message, kw_only=True, tag="weight_session_closed"):
     """Aborts a weight sync that cannot finish. Answered by EnginesAnswered. Sent by trainer."""
 
     plane = Plane.CALL
@@ -282,8 +282,8 @@ class EnginesAnswered(Message, kw_only=True, tag="weight_session_answered"):
 
 
 @register
-class SessionRequested(Message, kw_only=True, tag="weight_session_requested"):
-    """Asks the trainer for a weight sync for engines that became ready late. Answered by SessionGranted.
+class WeightSyncRequested(Message, kw_only=True, tag="weight_session_requested"):
+    """Asks the trainer for a weight sync for engines that became ready late. Answered by WeightSyncGranted.
 
     Sent by rollout.
     """
@@ -295,7 +295,7 @@ class SessionRequested(Message, kw_only=True, tag="weight_session_requested"):
 
 
 @register
-class SessionGranted(Message, kw_only=True, tag="weight_session_granted"):
+class WeightSyncGranted(Message, kw_only=True, tag="weight_session_granted"):
     """Reports whether the weight sync will happen. If not, the trainer announces newer weights instead."""
 
     plane = Plane.CALL

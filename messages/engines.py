@@ -71,7 +71,7 @@ class WeightsLost(Message, kw_only=True, tag="weights_lost"):
 
 
 @register
-class SessionEnded(Message, kw_only=True, tag="weight_session_ended"):
+class WeightSyncEnded(Message, kw_only=True, tag="weight_session_ended"):
     """A weight sync ended. Written by trainer."""
 
     plane = Plane.EVENT

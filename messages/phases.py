@@ -19,7 +19,7 @@ class Phase(StrEnum):
     RESUME_KV = "resume_kv"  # engines allocate the KV cache and verify their weights
 
 
-class EngineTurn(msgspec.Struct, frozen=True, kw_only=True):
+class EnginePhase(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a phase for one engine. Bytes: anonymous memory of its process; None: unknown."""
 
     engine: str
@@ -71,5 +71,5 @@ class PhaseReached(Message, kw_only=True, tag="phase_reached"):
     topic = "phase_reached"
     answers = True
     reached: bool  # by every engine that must reach it
-    engines: tuple[EngineTurn, ...]
+    engines: tuple[EnginePhase, ...]
     reason: str = ""  # why not

@@ -8,7 +8,7 @@ from typing import Any, Final
 import pytest
 from safetensors import safe_open
 
-from messages import SessionEnded
+from messages import WeightSyncEnded
 from tests.chaos.audit import audit, read_all
 from tests.chaos.harness import LAPTOP, ROOT, Run
 
@@ -41,7 +41,7 @@ async def test_engines_get_bfloat16_of_what_is_trained_in_float32(topology: Path
     else:
         assert published == []
         async with run.reopened() as bus:
-            ended = [event for _, event in await read_all(bus, run) if isinstance(event, SessionEnded)]
+            ended = [event for _, event in await read_all(bus, run) if isinstance(event, WeightSyncEnded)]
         assert {event.sent_bytes for event in ended if event.holds} == {2 * num_elements(run.directory / "hf")}
 
 

@@ -71,8 +71,6 @@ from messages import (
     ScoresGiven,
     SegmentsPublished,
     SegmentsSpilled,
-    SessionGranted,
-    SessionRequested,
     SpillsGiven,
     SpillsRequested,
     TrainerStarted,
@@ -80,6 +78,8 @@ from messages import (
     WeightsApplied,
     WeightsLost,
     WeightsRefused,
+    WeightSyncGranted,
+    WeightSyncRequested,
 )
 from runtime.bus.addresses import Address, engine_key
 from runtime.bus.bus import Bus
@@ -128,7 +128,7 @@ class RolloutActor(Actor):
         PhaseChanged,
         PhaseRequested,
         *SESSION_CALLS,
-        SessionGranted,
+        WeightSyncGranted,
     )
     writes = (
         SegmentsPublished,
@@ -147,7 +147,7 @@ class RolloutActor(Actor):
         KillRequested,
         LocalCopyRequested,
         PhaseReached,
-        SessionRequested,
+        WeightSyncRequested,
         MembersGiven,
         EnginesAnswered,
     )

@@ -24,23 +24,23 @@ from messages import (
     CheckpointSaved,
     CheckpointSetAside,
     EnginesAnswered,
-    GroupsOffered,
     MembersGiven,
     PayloadsMissing,
     PhaseChanged,
     PhaseReached,
     PhaseRequested,
     SegmentsPublished,
-    SessionClosed,
-    SessionEnded,
-    SessionFinished,
-    SessionGranted,
-    SessionOffered,
-    SessionPrepared,
-    SessionRequested,
     SnapshotTaken,
     TrainerStarted,
+    UpdateGroupsOffered,
     WeightsAnnounced,
+    WeightSyncClosed,
+    WeightSyncEnded,
+    WeightSyncFinished,
+    WeightSyncGranted,
+    WeightSyncOffered,
+    WeightSyncPrepared,
+    WeightSyncRequested,
 )
 from runtime.bus.bus import Bus
 from runtime.models.config import read_model
@@ -64,7 +64,7 @@ class TrainerActor(Actor):
         SnapshotTaken,
         SegmentsPublished,
         PhaseReached,
-        SessionRequested,
+        WeightSyncRequested,
         MembersGiven,
         EnginesAnswered,
     )
@@ -77,14 +77,14 @@ class TrainerActor(Actor):
         CheckpointSetAside,
         PhaseChanged,
         PhaseRequested,
-        SessionOffered,
-        SessionPrepared,
-        GroupsOffered,
+        WeightSyncOffered,
+        WeightSyncPrepared,
+        UpdateGroupsOffered,
         BucketSent,
-        SessionFinished,
-        SessionClosed,
-        SessionGranted,
-        SessionEnded,
+        WeightSyncFinished,
+        WeightSyncClosed,
+        WeightSyncGranted,
+        WeightSyncEnded,
     )
 
     def __init__(self, topology: Topology, bus: Bus, *, run_dir: Path) -> None:
@@ -147,7 +147,7 @@ class TrainerActor(Actor):
                 step = await torch_thread.run(rank.resume)
                 await feed.caught_up.wait()
                 self._leader = Leader(self._topology, self._bus, feed, torch_thread, rank, step, turns)
-                async with self._bus.serve({SessionRequested: self._leader.sessions.requested}):
+                async with self._bus.serve({WeightSyncRequested: self._leader.sessions.requested}):
                     await self._leader.announce_start()
                     task_status.started()
                     await self._leader.train_all()

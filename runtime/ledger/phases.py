@@ -5,7 +5,7 @@ import msgspec
 from messages import Phase, PhaseChanged
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
+class CurrentPhase(msgspec.Struct, frozen=True, kw_only=True):
     """The current phase."""
 
     phase: Phase
@@ -14,8 +14,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     seq: int  # log sequence of its PhaseChanged
 
 
-def next_turn(turn: Turn | None, event: PhaseChanged, seq: int) -> Turn | None:
+def fold_phase(current: CurrentPhase | None, event: PhaseChanged, seq: int) -> CurrentPhase | None:
     """The phase after an event. Events of a replaced trainer change nothing."""
-    if turn is not None and event.incarnation < turn.incarnation:
-        return turn
-    return Turn(phase=event.phase, incarnation=event.incarnation, step=event.step, seq=seq)
+    if current is not None and event.incarnation < current.incarnation:
+        return current
+    return CurrentPhase(phase=event.phase, incarnation=event.incarnation, step=event.step, seq=seq)

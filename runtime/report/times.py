@@ -11,9 +11,9 @@ from messages import (
     EvalIssued,
     GroupsIssued,
     Message,
-    SessionEnded,
     WeightsAnnounced,
     WeightsApplied,
+    WeightSyncEnded,
 )
 from runtime.report.rows import MetricRow
 
@@ -59,7 +59,7 @@ class Times:
                 clock.announced[event.version] = time - event.took_s
             case WeightsApplied():
                 self._note_applied(event, time)
-            case SessionEnded():
+            case WeightSyncEnded():
                 clock.session_s += event.took_s
                 clock.sent_bytes += event.sent_bytes
             case EvalIssued():

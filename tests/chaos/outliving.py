@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 
-from messages import ActorExited, ActorStarted, Message, SessionEnded, WeightsAnnounced
+from messages import ActorExited, ActorStarted, Message, WeightsAnnounced, WeightSyncEnded
 from tests.chaos.audit import read_all
 from tests.chaos.harness import Command, Run
 from tests.chaos.rank_moments import GATE, Moment, planned
@@ -67,7 +67,7 @@ class Recovery:
                     self._held.clear()
             case WeightsAnnounced():
                 self._newest = event.version
-            case SessionEnded():
+            case WeightSyncEnded():
                 self._held |= dict.fromkeys(event.holds, event.version)
             case _:
                 pass
@@ -95,6 +95,6 @@ async def check_the_last_session(run: Run) -> None:
     async with run.reopened() as bus:
         log = [event for _, event in await read_all(bus, run)]
     newest = max(event.version for event in log if isinstance(event, WeightsAnnounced))
-    last = [event for event in log if isinstance(event, SessionEnded)][-1]
+    last = [event for event in log if isinstance(event, WeightSyncEnded)][-1]
     engines = tuple(f"engine.policy.{index}" for index in range(run.topology.engines["policy"].num_engines))
     assert (last.version, last.holds, last.out) == (newest, engines, {})

@@ -26,7 +26,7 @@ def install_trainer() -> None:
     from actors.trainer.sending.rank import RankSender
     from actors.trainer.sending.sink import BucketSink, NoSink
     from actors.trainer.step.train_step import TrainStep
-    from messages import SessionFinished
+    from messages import WeightSyncFinished
 
     strike = striker()
     rank_moments.install(strike)
@@ -44,7 +44,7 @@ def install_trainer() -> None:
         WeightSessions,
         "_all_do",
         before=lambda _self, _outcome, step, **_: (
-            strike("before the end", _Now.step) if isinstance(step, SessionFinished) else None
+            strike("before the end", _Now.step) if isinstance(step, WeightSyncFinished) else None
         ),
     )
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from messages import ActorExited, EngineStateChanged, Message, SessionEnded, WeightsAnnounced, WeightsApplied
+from messages import ActorExited, EngineStateChanged, Message, WeightsAnnounced, WeightsApplied, WeightSyncEnded
 from tests.chaos.audit import audit, read_all
 from tests.chaos.harness import ROOT, Run
 from tests.chaos.test_kill import finish, kill_in_turn
@@ -22,7 +22,7 @@ async def test_engines_are_updated_in_groups_of_which_one_is_killed(tmp_path: Pa
     def is_back(event: Message) -> bool:
         if isinstance(event, ActorExited) and event.actor == "engine.policy.1":
             exited.append(event.pid)
-        return bool(exited) and isinstance(event, SessionEnded) and "engine.policy.1" in event.holds
+        return bool(exited) and isinstance(event, WeightSyncEnded) and "engine.policy.1" in event.holds
 
     async with run.started() as command:
         await command.log.until_trained(3)
@@ -32,7 +32,7 @@ async def test_engines_are_updated_in_groups_of_which_one_is_killed(tmp_path: Pa
     await audit(run, killed=["engine.policy.1"], ordered=False)
     async with run.reopened() as bus:
         log = [event for _, event in await read_all(bus, run)]
-    sessions = [event for event in log if isinstance(event, SessionEnded)]
+    sessions = [event for event in log if isinstance(event, WeightSyncEnded)]
     assert {(event.part, event.holds) for event in sessions if event.holds} == {
         (0, ("engine.policy.0",)),
         (1, ("engine.policy.1",)),
@@ -56,7 +56,7 @@ async def test_engine_rollout_actor_and_rank_are_killed_while_weights_go_by_broa
         log = [event for _, event in await read_all(bus, run)]
     announced = [event for event in log if isinstance(event, WeightsAnnounced)]
     assert announced[-1].version in {event.version for event in log if isinstance(event, WeightsApplied)}
-    sessions = [event for event in log if isinstance(event, SessionEnded)]
+    sessions = [event for event in log if isinstance(event, WeightSyncEnded)]
     assert {event.transport for event in sessions} == {"collective"}
     whole = [event for event in sessions if event.holds]
     assert {event.sent_bytes for event in whole} == {announced[0].size_bytes}

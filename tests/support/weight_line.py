@@ -35,14 +35,14 @@ from actors.trainer.sending.sink import BucketSink, Sent, Way
 from actors.trainer.sending.sync import Membership
 from messages import (
     BucketSent,
-    GroupsOffered,
     Message,
-    SessionClosed,
-    SessionFinished,
-    SessionOffered,
-    SessionPrepared,
+    UpdateGroupsOffered,
     WeightProbe,
     WeightsAnnounced,
+    WeightSyncClosed,
+    WeightSyncFinished,
+    WeightSyncOffered,
+    WeightSyncPrepared,
 )
 from runtime.settings.topology import Verify
 from tests.support.engine_checksums import Layout, engine_checksum, expected_checksums
@@ -210,10 +210,10 @@ class Halves:
         self, tensors: Tensors, corrupt: Corruption, send: Callable[[Sink, Tensors], Sent]
     ) -> dict[str, str]:
         session = f"1.{self._version}"
-        offer = SessionOffered(session=session, incarnation=1, version=self._version, deadline_s=self._timeout_s)
+        offer = WeightSyncOffered(session=session, incarnation=1, version=self._version, deadline_s=self._timeout_s)
         membership = Membership.of({"rollout.0": await self._sessions.offered(offer)})
         assert membership.engines == (ENGINE,)
-        assert await self._ask(SessionPrepared(session=session)) == {}
+        assert await self._ask(WeightSyncPrepared(session=session)) == {}
         loop = asyncio.get_running_loop()
 
         def ask(step: Message, timeout_s: float) -> "Future[dict[str, str]]":
@@ -237,16 +237,16 @@ class Halves:
 
     async def _end(self, session: str, sent: Sent) -> dict[str, str]:
         if sent.failed:
-            await self._sessions.closed(SessionClosed(session=session, reason="; ".join(sent.failed.values())))
+            await self._sessions.closed(WeightSyncClosed(session=session, reason="; ".join(sent.failed.values())))
             return sent.failed
-        finish = SessionFinished(session=session, checksum=str(sent.fingerprints), num_buckets=sent.num_buckets)
+        finish = WeightSyncFinished(session=session, checksum=str(sent.fingerprints), num_buckets=sent.num_buckets)
         return await self._ask(finish)
 
     async def _meet(self, session: str, membership: Membership) -> None:
         group = StageGroup(uuid.uuid4().hex, "127.0.0.1", membership.world_size, CPU, timeout_s=self._timeout_s)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(anyio.to_thread.run_sync, group.join)
-            offer = GroupsOffered(session=session, groups=(group.spec,), offsets=membership.offsets)
+            offer = UpdateGroupsOffered(session=session, groups=(group.spec,), offsets=membership.offsets)
             assert await self._ask(offer) == {}
         self._group = group
 

@@ -9,14 +9,14 @@ import structlog
 from actors.rollout.engines.fleet import Fleet
 from messages import (
     BucketSent,
-    GroupsOffered,
     Message,
-    SessionClosed,
-    SessionFinished,
-    SessionGranted,
-    SessionOffered,
-    SessionPrepared,
-    SessionRequested,
+    UpdateGroupsOffered,
+    WeightSyncClosed,
+    WeightSyncFinished,
+    WeightSyncGranted,
+    WeightSyncOffered,
+    WeightSyncPrepared,
+    WeightSyncRequested,
 )
 from runtime.bus.bus import Bus
 from runtime.bus.calls import Handler
@@ -24,8 +24,8 @@ from runtime.bus.errors import BusError
 
 log = structlog.get_logger()
 
-STEPS: Final = (SessionPrepared, GroupsOffered, BucketSent, SessionFinished)
-SESSION_CALLS: Final = (SessionOffered, *STEPS, SessionClosed)
+STEPS: Final = (WeightSyncPrepared, UpdateGroupsOffered, BucketSent, WeightSyncFinished)
+SESSION_CALLS: Final = (WeightSyncOffered, *STEPS, WeightSyncClosed)
 ASK_EVERY_S: Final = 1.0  # interval of weight-sync requests while engines wait for one
 ASK_TIMEOUT_S: Final = 10.0
 
@@ -37,7 +37,7 @@ async def take_part(bus: Bus, fleet: Fleet, is_given_up: Callable[[], Awaitable[
         is_given_up: whether engines move on to newer weights because no process has the target's any more.
     """
     sessions = fleet.sessions
-    handlers: dict[type[Message], Handler] = {SessionOffered: sessions.offered, SessionClosed: sessions.closed}
+    handlers: dict[type[Message], Handler] = {WeightSyncOffered: sessions.offered, WeightSyncClosed: sessions.closed}
     async with bus.serve(handlers | dict.fromkeys(STEPS, sessions.step)):
         while True:
             await anyio.sleep(ASK_EVERY_S)
@@ -49,11 +49,11 @@ async def _ask(bus: Bus, fleet: Fleet, is_given_up: Callable[[], Awaitable[bool]
     announced, engines = fleet.weights, fleet.sessions.wanted()
     if announced is None or not announced.sender or not engines:
         return
-    request = SessionRequested(version=announced.version, engines=engines)
+    request = WeightSyncRequested(version=announced.version, engines=engines)
     try:
         if await is_given_up():
             return
-        answer = await bus.call(announced.sender, request, SessionGranted, timeout_s=ASK_TIMEOUT_S)
+        answer = await bus.call(announced.sender, request, WeightSyncGranted, timeout_s=ASK_TIMEOUT_S)
     except BusError as error:
         log.debug("weight_session_not_asked_for", weight_version=announced.version, error=str(error))
     else:

@@ -12,7 +12,7 @@ import structlog
 from actors.trainer.data.feed import Feed
 from actors.trainer.phases.states import CALLED, first_phase, must_all_answer, next_phase
 from actors.trainer.torch_thread import TorchThread
-from messages import EngineTurn, Phase, PhaseChanged, PhaseReached, PhaseRequested
+from messages import EnginePhase, Phase, PhaseChanged, PhaseReached, PhaseRequested
 from runtime.bus.background import beside
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
@@ -238,7 +238,7 @@ class Turns:
         reached[member] = answer
         self._note(answer.engines)
 
-    def _note(self, engines: tuple[EngineTurn, ...]) -> None:
+    def _note(self, engines: tuple[EnginePhase, ...]) -> None:
         for engine in engines:
             if engine.reached:
                 self._before[engine.engine], self._after[engine.engine] = engine.bytes_before, engine.bytes_after

@@ -4,8 +4,8 @@ For each member, a weight sync ends in one of two ways. Either the member is ver
 and requests another weight sync when it can. A failure of one member ends the weight sync for all members that cannot
 finish without it. The weight sync is retried at once, with the engines that are ready then.
 
-Late engines request a weight sync (`SessionRequested`) and get the weights between train steps. While steps are trained
-again after a crash, the weights do not match the newest version. Then there is no weight sync.
+Late engines request a weight sync (`WeightSyncRequested`) and get the weights between train steps. While steps are
+trained again after a crash, the weights do not match the newest version. Then there is no weight sync.
 
 With several update groups (`update_groups`), each has its own weight sync, one after another. A failure in one update
 group does not affect the others.
@@ -28,16 +28,16 @@ from actors.trainer.sending.calls import POOL, ROLE, TRIES, ask_all
 from actors.trainer.sending.sync import Membership, Outcome, joined
 from actors.trainer.torch_thread import TorchThread
 from messages import (
-    GroupsOffered,
     MembersGiven,
     Message,
-    SessionClosed,
-    SessionEnded,
-    SessionFinished,
-    SessionGranted,
-    SessionOffered,
-    SessionPrepared,
-    SessionRequested,
+    UpdateGroupsOffered,
+    WeightSyncClosed,
+    WeightSyncEnded,
+    WeightSyncFinished,
+    WeightSyncGranted,
+    WeightSyncOffered,
+    WeightSyncPrepared,
+    WeightSyncRequested,
 )
 from runtime.bus.bus import Bus
 from runtime.bus.roster import Roster
@@ -108,12 +108,12 @@ class WeightSessions:
         """Set the version of the current weights; 0: they are no announced version."""
         self._version = version
 
-    async def requested(self, request: SessionRequested) -> SessionGranted:
+    async def requested(self, request: WeightSyncRequested) -> WeightSyncGranted:
         """Answer a rollout actor's request for a weight sync."""
         granted = self.are_needed and request.version == self._version
         if granted:
             await self.ask()
-        return SessionGranted(granted=granted)
+        return WeightSyncGranted(granted=granted)
 
     async def ask(self) -> None:
         """Request a weight sync."""
@@ -155,7 +155,7 @@ class WeightSessions:
         """Run one weight sync with an update group. Returns None if none of its engines takes part."""
         self._num_sessions += 1
         session = f"{self._incarnation}.{self._num_sessions}"
-        offer = SessionOffered(
+        offer = WeightSyncOffered(
             session=session,
             incarnation=self._incarnation,
             version=self._version,
@@ -178,7 +178,7 @@ class WeightSessions:
 
     async def _lead(self, session: str, outcome: Outcome) -> None:
         membership = outcome.membership
-        if not await self._all_do(outcome, SessionPrepared(session=session)):
+        if not await self._all_do(outcome, WeightSyncPrepared(session=session)):
             return
         has_groups = self.transport != "collective" or membership.epoch == self._epochs.get(membership.part)
         if not has_groups and not await self._meet(session, outcome):
@@ -191,7 +191,7 @@ class WeightSessions:
             return
         fingerprints = {name: each for share in sent for name, each in share.fingerprints.items()}
         identity = combined(fingerprints).total if membership.is_compared else ""
-        finish = SessionFinished(session=session, checksum=identity, num_buckets=outcome.num_buckets)
+        finish = WeightSyncFinished(session=session, checksum=identity, num_buckets=outcome.num_buckets)
         outcome.is_finished = True
         await self._all_do(outcome, finish, times=TRIES)
 
@@ -214,7 +214,7 @@ class WeightSessions:
         self._epochs.pop(membership.part, None)
         name = f"physarum-{self._bus.run}-{session}"
         groups = await self._torch_thread.run(self._orders.open_groups, name, membership, self._timeout_s)
-        offer = GroupsOffered(session=session, groups=tuple(groups), offsets=membership.offsets)
+        offer = UpdateGroupsOffered(session=session, groups=tuple(groups), offsets=membership.offsets)
         async with anyio.create_task_group() as group:
             group.start_soon(self._all_do, outcome, offer)
             failed = await self._torch_thread.run(self._orders.join_groups, membership.part)
@@ -231,11 +231,11 @@ class WeightSessions:
         self._epochs.pop(part, None)
         await self._torch_thread.run(self._orders.leave_groups, part)
         reason = "; ".join(dict.fromkeys(outcome.failed.values())) or "the trainer leaves"
-        close = SessionClosed(session=session, reason=reason)
+        close = WeightSyncClosed(session=session, reason=reason)
         await ask_all(self._bus, outcome.membership.instances, close, CLOSE_TIMEOUT_S)
 
     async def _tell(self, outcome: Outcome, took_s: float) -> None:
-        ended = SessionEnded(
+        ended = WeightSyncEnded(
             session=f"{self._incarnation}.{self._num_sessions}",
             incarnation=self._incarnation,
             version=self._version,

@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from messages import MembersGiven, SessionMember
+from messages import MembersGiven, WeightSyncMember
 
 
 @dataclass(frozen=True)
 class Membership:
     """Engines of a weight sync, by rollout actor. The order is the same for the same engines."""
 
-    members: tuple[tuple[str, SessionMember], ...]  # with the rollout actor's instance name
+    members: tuple[tuple[str, WeightSyncMember], ...]  # with the rollout actor's instance name
     part: int = 0  # index of the update group
 
     @classmethod

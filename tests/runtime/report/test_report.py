@@ -34,12 +34,12 @@ from messages import (
     SampleStatus,
     SampleSummary,
     SelectionFailed,
-    SessionEnded,
     TrainerStarted,
     VerdictGiven,
     WeightsAnnounced,
     WeightsApplied,
     WeightsLost,
+    WeightSyncEnded,
     decode,
     encode,
 )
@@ -170,8 +170,8 @@ def updated(version: int, instance: str, took_s: float, *pauses_s: float) -> Wei
     return WeightsApplied(version=version, instance=instance, num_engines=len(engines), took_s=took_s, engines=engines)
 
 
-def session(version: int, sent_bytes: int, took_s: float) -> SessionEnded:
-    return SessionEnded(
+def session(version: int, sent_bytes: int, took_s: float) -> WeightSyncEnded:
+    return WeightSyncEnded(
         session="1.1",
         incarnation=1,
         version=version,

@@ -11,8 +11,8 @@ from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.engines.memory.levels import SENDS, STAGE_OF, Stage, is_awaited, is_there
 from actors.rollout.requests.interrupting import RunningRequests
-from messages import EngineTurn, PhaseChanged, PhaseReached, PhaseRequested
-from runtime.ledger.phases import Turn, next_turn
+from messages import EnginePhase, PhaseChanged, PhaseReached, PhaseRequested
+from runtime.ledger.phases import CurrentPhase, fold_phase
 
 log = structlog.get_logger()
 
@@ -32,15 +32,15 @@ class Follower:
         self._fleet = fleet
         self._num_engines = num_engines
         self._running = running
-        self._turn: Turn | None = None  # the phase at the current position in the log
-        self._followed: Turn | None = None  # the phase that the engines are moving to
+        self._turn: CurrentPhase | None = None  # the phase at the current position in the log
+        self._followed: CurrentPhase | None = None  # the phase that the engines are moving to
         self._changed = anyio.Event()  # replaced after each wait
         # set once the engines' memory level is known from the log; no calls to engines before
         self.known = anyio.Event()
 
     def fold(self, event: PhaseChanged, seq: int) -> None:
         """Apply the next event of the log."""
-        self._turn = next_turn(self._turn, event, seq)
+        self._turn = fold_phase(self._turn, event, seq)
 
     def follow(self) -> None:
         """Act on the folded events: the end of the log is reached for now."""
@@ -57,7 +57,7 @@ class Follower:
             if turn is not None:
                 await self._bring(turn)
 
-    async def _bring(self, turn: Turn) -> None:
+    async def _bring(self, turn: CurrentPhase) -> None:
         wanted = STAGE_OF[turn.phase]
         await self._fleet.hold(turn.phase not in SENDS)
         if wanted is Stage.NOTHING:
@@ -113,8 +113,8 @@ def is_missing(engine: Engine, wanted: Stage) -> bool:
     return is_awaited(wanted, answers=engine.answers) and not is_there(engine.stage, wanted)
 
 
-def turn_of(engine: Engine, wanted: Stage) -> EngineTurn:
+def turn_of(engine: Engine, wanted: Stage) -> EnginePhase:
     """Return an engine's part of the phase report."""
     if is_there(engine.stage, wanted):
         return engine.tenure.moved(wanted)
-    return EngineTurn(engine=engine.name, reached=False, reason=engine.reason or f"it is {engine.state}")
+    return EnginePhase(engine=engine.name, reached=False, reason=engine.reason or f"it is {engine.state}")

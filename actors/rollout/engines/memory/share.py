@@ -12,7 +12,7 @@ from actors.rollout.engines.memory.occupancy import anonymous_bytes, is_there
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineSilent, EngineUnavailable, RequestRefused
 from actors.rollout.sglang.memory import EngineMemory, Notes
-from messages import EngineTurn
+from messages import EnginePhase
 
 log = structlog.get_logger()
 
@@ -51,7 +51,7 @@ class Tenure:
         self._pid = pid
         self._is_shown = is_shown
         self._memory = EngineMemory(client, url, notes)
-        self._moved: dict[Stage, EngineTurn] = {}
+        self._moved: dict[Stage, EnginePhase] = {}
 
     @property
     def is_sure(self) -> bool:
@@ -65,9 +65,9 @@ class Tenure:
             return Stage.NOTHING
         return Stage.WEIGHTS if self._memory.released else Stage.EVERYTHING
 
-    def moved(self, stage: Stage) -> EngineTurn:
+    def moved(self, stage: Stage) -> EnginePhase:
         """Return the report of the last move to a level."""
-        return self._moved.get(stage, EngineTurn(engine=self._name, reached=True))
+        return self._moved.get(stage, EnginePhase(engine=self._name, reached=True))
 
     async def inherit(self) -> None:
         """Take over the memory state left by an earlier rollout actor.
@@ -128,7 +128,7 @@ class Tenure:
         await move()
         took_s, after = time.perf_counter() - begin, self._bytes()
         log.info("engine_memory_moved", engine=self._name, to=stage.name.lower(), took_s=took_s)
-        self._moved[stage] = EngineTurn(
+        self._moved[stage] = EnginePhase(
             engine=self._name, reached=True, took_s=took_s, bytes_before=before, bytes_after=after
         )
 

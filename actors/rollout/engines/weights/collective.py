@@ -4,7 +4,7 @@ import structlog
 
 from actors.rollout.sglang.errors import RequestRefused
 from actors.rollout.sglang.updates import BucketLayout, GroupAddress, WeightUpdates
-from messages import BucketSent, GroupsOffered
+from messages import BucketSent, UpdateGroupsOffered
 
 log = structlog.get_logger()
 
@@ -18,7 +18,7 @@ class UpdateGroups:
         self._timeout_s = timeout_s
         self._joined: dict[str, tuple[str, ...]] = {}  # by engine URL; may belong to an earlier process of the engine
 
-    async def join(self, url: str, step: GroupsOffered, offset: int) -> None:
+    async def join(self, url: str, step: UpdateGroupsOffered, offset: int) -> None:
         """Make an engine join the offered update groups, after leaving its earlier ones.
 
         Raises:

@@ -16,7 +16,7 @@ from actors.rollout.engines.weights.sync import Part
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineFailed, EngineSilent, RequestRefused
 from actors.rollout.sglang.updates import WeightUpdates
-from messages import BucketSent, GroupsOffered, SessionFinished, SessionPrepared
+from messages import BucketSent, UpdateGroupsOffered, WeightSyncFinished, WeightSyncPrepared
 from runtime.bus.background import beside
 
 log = structlog.get_logger()
@@ -35,14 +35,14 @@ class Receiver:
         self._timeout_s = timeout_s
         self._groups = UpdateGroups(self._updates, timeout_s)
 
-    async def receive(self, url: str, part: Part, label: str) -> SessionFinished:
+    async def receive(self, url: str, part: Part, label: str) -> WeightSyncFinished:
         """Receive all tensors of a weight sync. The engine is paused meanwhile.
 
         The label is set first: from the first bucket on the engine holds neither the old nor the new weights.
 
         Args:
             url: of the engine.
-            part: its membership, past the step SessionPrepared.
+            part: its membership, past the step WeightSyncPrepared.
             label: the engine's new weight label.
 
         Raises:
@@ -52,7 +52,7 @@ class Receiver:
         await self._open(url)
         try:
             came: dict[int, int] = {}  # buckets received, by pipeline stage
-            while not isinstance(step := await part.next(), SessionFinished):
+            while not isinstance(step := await part.next(), WeightSyncFinished):
                 await self._take(url, part, step)
                 if isinstance(step, BucketSent):  # only after success: the trainer takes part in the same broadcast
                     _count(part, came, step)
@@ -83,7 +83,7 @@ class Receiver:
             await self._updates.end_update(url, timeout_s=self._timeout_s)
             await self._updates.begin_update(url, timeout_s=self._timeout_s)
 
-    async def _take(self, url: str, part: Part, step: GroupsOffered | BucketSent | SessionPrepared) -> None:
+    async def _take(self, url: str, part: Part, step: UpdateGroupsOffered | BucketSent | WeightSyncPrepared) -> None:
         """Run a step, which may wait for the trainer.
 
         Raises:
@@ -95,15 +95,15 @@ class Receiver:
         if scope.cancelled_caught:
             raise EngineSilent(f"{url}: still takes part in session {part.session}, which is over")
 
-    async def _do(self, url: str, part: Part, step: GroupsOffered | BucketSent | SessionPrepared) -> None:
+    async def _do(self, url: str, part: Part, step: UpdateGroupsOffered | BucketSent | WeightSyncPrepared) -> None:
         match step:
-            case GroupsOffered():
+            case UpdateGroupsOffered():
                 await self._groups.join(url, step, step.offsets[part.engine])
             case BucketSent() if step.payloads:
                 await read_segments(self._updates, url, step, step.payloads[part.engine], self._timeout_s)
             case BucketSent():
                 await self._groups.take(url, step)
-            case SessionPrepared():
+            case WeightSyncPrepared():
                 raise EngineFailed(f"{url}: session {part.session} was prepared twice")
 
 

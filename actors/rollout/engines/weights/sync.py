@@ -16,19 +16,19 @@ from actors.rollout.sglang.errors import EngineUnavailable
 from messages import (
     BucketSent,
     EnginesAnswered,
-    GroupsOffered,
     MembersGiven,
-    SessionClosed,
-    SessionFinished,
-    SessionMember,
-    SessionOffered,
-    SessionPrepared,
+    UpdateGroupsOffered,
+    WeightSyncClosed,
+    WeightSyncFinished,
+    WeightSyncMember,
+    WeightSyncOffered,
+    WeightSyncPrepared,
 )
 
 log = structlog.get_logger()
 
 GATHER_S: Final = 5.0  # for engines that are not ready yet; the weight sync starts without them
-Step = SessionPrepared | GroupsOffered | BucketSent | SessionFinished
+Step = WeightSyncPrepared | UpdateGroupsOffered | BucketSent | WeightSyncFinished
 
 
 class Goal(Protocol):
@@ -62,7 +62,7 @@ class Place(NamedTuple):
 class _Asked:
     """A requested step of one engine."""
 
-    def __init__(self, step: Step | SessionClosed) -> None:
+    def __init__(self, step: Step | WeightSyncClosed) -> None:
         self.step = step
         self.error = ""
         self.done = anyio.Event()
@@ -89,14 +89,14 @@ class Part:
         self._current: _Asked | None = None
         self._changed = anyio.Event()
 
-    def enter(self, session: str, deadline_s: float) -> SessionMember:
+    def enter(self, session: str, deadline_s: float) -> WeightSyncMember:
         """Join a weight sync."""
         self.session, self._deadline_s = session, deadline_s
-        return SessionMember(engine=self.engine, key=self.key, **self.place._asdict())
+        return WeightSyncMember(engine=self.engine, key=self.key, **self.place._asdict())
 
     async def ask(self, step: Step) -> str:
         """Run a step on the engine; return why it failed, or an empty string. The last step may be repeated."""
-        if self.holds and isinstance(step, SessionFinished):
+        if self.holds and isinstance(step, WeightSyncFinished):
             return ""
         if self._failure:
             return self._failure
@@ -120,14 +120,14 @@ class Part:
         if not self._queue:
             raise SessionOver(f"{self.engine}: nothing came in session {self.session} within {self._deadline_s:g} s")
         self._current = self._queue.pop(0)
-        if isinstance(self._current.step, SessionClosed):
+        if isinstance(self._current.step, WeightSyncClosed):
             raise SessionOver(f"{self.engine}: session {self.session} was closed: {self._current.step.reason}")
         return self._current.step
 
     def close(self, reason: str) -> None:
         """Make the engine leave once its current step has ended."""
         self.over.set()
-        self._queue.append(_Asked(SessionClosed(session=self.session, reason=reason)))
+        self._queue.append(_Asked(WeightSyncClosed(session=self.session, reason=reason)))
         self._changed.set()
 
     def step_done(self) -> None:
@@ -197,7 +197,7 @@ class WeightSessions:
                 del self._waiting[engine]
             self._changed.set()
 
-    async def offered(self, offer: SessionOffered) -> MembersGiven:
+    async def offered(self, offer: WeightSyncOffered) -> MembersGiven:
         """Return the members for an offered weight sync, after closing an open one.
 
         Raises:
@@ -221,7 +221,7 @@ class WeightSessions:
         await self._goal.notify()
         return MembersGiven(members=members)
 
-    def _is_meant(self, engine: str, offer: SessionOffered) -> bool:
+    def _is_meant(self, engine: str, offer: WeightSyncOffered) -> bool:
         return offer.num_parts == 1 or self._part_of(engine, offer.num_parts) == offer.part
 
     async def step(self, step: Step) -> EnginesAnswered:
@@ -243,7 +243,7 @@ class WeightSessions:
                 group.start_soon(ask, part)
         return EnginesAnswered(failed=failed)
 
-    async def closed(self, step: SessionClosed) -> EnginesAnswered:
+    async def closed(self, step: WeightSyncClosed) -> EnginesAnswered:
         """Make all members leave the weight sync, if it is open."""
         if step.session == self._session:
             self.end(step.reason)

@@ -83,7 +83,7 @@ class Updater:
             EngineError: the update or `look` failed, or the engine is paused and cannot be continued.
         """
         if part is not None:
-            await part.next()  # SessionPrepared: the engine generates until then
+            await part.next()  # WeightSyncPrepared: the engine generates until then
         begin = time.perf_counter()
         if part is None:
             await self._update_from_files(url, announced, label, look)

@@ -3,7 +3,7 @@
 import anyio
 import pytest
 
-from messages import EvalEnded, EvalIssued, EvalSetSize, MembersGiven, SessionOffered, WeightsAnnounced, WeightsLost
+from messages import EvalEnded, EvalIssued, EvalSetSize, MembersGiven, WeightsAnnounced, WeightsLost, WeightSyncOffered
 from runtime.bus.bus import Bus
 from tests.build.topology import topology_with
 from tests.support.rollout import announcement, next_event, rollout_actor
@@ -21,7 +21,7 @@ def unwritten(version: int) -> WeightsAnnounced:
 
 async def takes_part(bus: Bus, version: int) -> None:
     """Offer sessions that bring a version, until the engine takes part in one."""
-    offer = SessionOffered(session=f"1.{version}", incarnation=1, version=version, deadline_s=5.0)
+    offer = WeightSyncOffered(session=f"1.{version}", incarnation=1, version=version, deadline_s=5.0)
     with anyio.fail_after(15):
         while not (await bus.call("rollout", offer, MembersGiven, timeout_s=15)).members:  # noqa: ASYNC110 - see below
             await anyio.sleep(0.01)  # it is still on its way

@@ -12,7 +12,7 @@ import pytest
 from actors.trainer.data.history import History
 from actors.trainer.phases import colocation as turns_module
 from actors.trainer.phases.colocation import EnginesKeepMemory, Turns
-from messages import EngineTurn, Phase, PhaseChanged, PhaseReached, PhaseRequested, TrainerStarted
+from messages import EnginePhase, Phase, PhaseChanged, PhaseReached, PhaseRequested, TrainerStarted
 from runtime.bus.bus import Bus
 from runtime.bus.roster import Member, Roster
 from runtime.settings.topology import Topology
@@ -65,7 +65,7 @@ class Rollout:
 
 
 def reached(request: PhaseRequested) -> PhaseReached:
-    engine = EngineTurn(engine="engine.policy.0", reached=True, bytes_before=2 * GIB, bytes_after=GIB)
+    engine = EnginePhase(engine="engine.policy.0", reached=True, bytes_before=2 * GIB, bytes_after=GIB)
     return PhaseReached(reached=True, engines=(engine,))
 
 

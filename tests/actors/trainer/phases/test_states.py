@@ -2,7 +2,7 @@
 
 from actors.trainer.phases.states import ORDER, next_phase
 from messages import Phase, PhaseChanged
-from runtime.ledger.phases import Turn, next_turn
+from runtime.ledger.phases import CurrentPhase, fold_phase
 
 GENERATE, RELEASE, TRAIN = Phase.GENERATE, Phase.RELEASE, Phase.TRAIN
 
@@ -25,7 +25,7 @@ def changed(phase: Phase, incarnation: int) -> PhaseChanged:
 
 
 def test_a_trainer_that_was_replaced_changes_no_phase() -> None:
-    turn = next_turn(None, changed(TRAIN, 1), 5)
-    turn = next_turn(turn, changed(RELEASE, 2), 6)
-    assert next_turn(turn, changed(GENERATE, 1), 7) is turn
-    assert next_turn(turn, changed(TRAIN, 2), 8) == Turn(phase=TRAIN, incarnation=2, step=0, seq=8)
+    turn = fold_phase(None, changed(TRAIN, 1), 5)
+    turn = fold_phase(turn, changed(RELEASE, 2), 6)
+    assert fold_phase(turn, changed(GENERATE, 1), 7) is turn
+    assert fold_phase(turn, changed(TRAIN, 2), 8) == CurrentPhase(phase=TRAIN, incarnation=2, step=0, seq=8)

@@ -16,11 +16,11 @@ from actors.trainer.sending.calls import Ask
 from actors.trainer.sending.ipc import HEADER_BYTES, SEGMENTS
 from actors.trainer.sending.sink import Sent
 from actors.trainer.sending.sync import Membership
-from messages import BucketSent, MembersGiven, Message, SessionMember
+from messages import BucketSent, MembersGiven, Message, WeightSyncMember
 from tests.actors.trainer.tiny import random_batch
 from tests.build.topology import MakeTopology
 
-ENGINE: Final = SessionMember(engine="e", key="e.1", num_ranks=1)
+ENGINE: Final = WeightSyncMember(engine="e", key="e.1", num_ranks=1)
 MEMBERS: Final = Membership.of({"rollout": MembersGiven(members=(ENGINE,))})
 LIMIT_S: Final = 30.0
 

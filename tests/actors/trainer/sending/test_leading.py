@@ -11,12 +11,12 @@ from actors.trainer.torch_thread import TorchThread
 from messages import (
     EnginesAnswered,
     MembersGiven,
-    SessionClosed,
-    SessionEnded,
-    SessionMember,
-    SessionOffered,
-    SessionPrepared,
-    SessionRequested,
+    WeightSyncClosed,
+    WeightSyncEnded,
+    WeightSyncMember,
+    WeightSyncOffered,
+    WeightSyncPrepared,
+    WeightSyncRequested,
 )
 from runtime.bus.bus import Bus
 from runtime.bus.roster import Member, Roster
@@ -47,17 +47,17 @@ class Rank:
 class RolloutActor:
     """A rollout actor whose only engine takes part and refuses to be prepared."""
 
-    offered: list[SessionOffered] = field(default_factory=list[SessionOffered])
+    offered: list[WeightSyncOffered] = field(default_factory=list[WeightSyncOffered])
     closed: list[str] = field(default_factory=list[str])
 
-    async def offer(self, request: SessionOffered) -> MembersGiven:
+    async def offer(self, request: WeightSyncOffered) -> MembersGiven:
         self.offered.append(request)
-        return MembersGiven(members=(SessionMember(engine=ENGINE, key="1", num_ranks=1),))
+        return MembersGiven(members=(WeightSyncMember(engine=ENGINE, key="1", num_ranks=1),))
 
-    async def prepare(self, _request: SessionPrepared) -> EnginesAnswered:
+    async def prepare(self, _request: WeightSyncPrepared) -> EnginesAnswered:
         return EnginesAnswered(failed={ENGINE: "no pause"})
 
-    async def close(self, request: SessionClosed) -> EnginesAnswered:
+    async def close(self, request: WeightSyncClosed) -> EnginesAnswered:
         self.closed.append(request.reason)
         return EnginesAnswered(failed={})
 
@@ -70,7 +70,7 @@ async def wake() -> None:
 async def test_a_sync_that_keeps_failing_is_tried_five_times_and_again_when_an_engine_requests_one(bus: Bus) -> None:
     topology = load_topology(ROOT / "topologies" / "laptop-colocated.toml").topology
     actor, rank = RolloutActor(), Rank()
-    handlers: Any = {SessionOffered: actor.offer, SessionPrepared: actor.prepare, SessionClosed: actor.close}
+    handlers: Any = {WeightSyncOffered: actor.offer, WeightSyncPrepared: actor.prepare, WeightSyncClosed: actor.close}
     with TorchThread("cpu") as torch_thread:
         syncs = WeightSessions(topology, bus, torch_thread, rank, incarnation=2, wake=wake)  # pyright: ignore[reportArgumentType]
         syncs.weights_are(7)
@@ -81,10 +81,10 @@ async def test_a_sync_that_keeps_failing_is_tried_five_times_and_again_when_an_e
     assert len({offer.session for offer in actor.offered}) == 5
     assert actor.closed == ["no pause"] * 5
     assert rank.sending.left == 5
-    async with bus.read(SessionEnded) as events:
+    async with bus.read(WeightSyncEnded) as events:
         ended = [event.message async for event in events.so_far()]
     assert [each.out for each in ended] == [{ENGINE: "no pause"}] * 5
     assert not syncs.is_requested
-    assert (await syncs.requested(SessionRequested(version=7, engines=(ENGINE,)))).granted
+    assert (await syncs.requested(WeightSyncRequested(version=7, engines=(ENGINE,)))).granted
     assert syncs.is_requested
-    assert not (await syncs.requested(SessionRequested(version=6, engines=(ENGINE,)))).granted
+    assert not (await syncs.requested(WeightSyncRequested(version=6, engines=(ENGINE,)))).granted

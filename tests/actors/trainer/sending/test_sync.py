@@ -1,14 +1,14 @@
 """Members of a weight session, their places, and how it ended."""
 
 from actors.trainer.sending.sync import Membership, Outcome, joined
-from messages import MembersGiven, SessionMember
+from messages import MembersGiven, WeightSyncMember
 
 
-def member(engine: str, num_ranks: int = 1, life: str = "a", *, is_compared: bool = False) -> SessionMember:
-    return SessionMember(engine=engine, key=f"{engine}.{life}", num_ranks=num_ranks, is_compared=is_compared)
+def member(engine: str, num_ranks: int = 1, life: str = "a", *, is_compared: bool = False) -> WeightSyncMember:
+    return WeightSyncMember(engine=engine, key=f"{engine}.{life}", num_ranks=num_ranks, is_compared=is_compared)
 
 
-def given(*members: SessionMember) -> MembersGiven:
+def given(*members: WeightSyncMember) -> MembersGiven:
     return MembersGiven(members=members)
 
 

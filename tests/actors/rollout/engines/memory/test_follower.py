@@ -17,9 +17,9 @@ from messages import (
     PhaseChanged,
     PhaseReached,
     PhaseRequested,
-    SessionGranted,
-    SessionRequested,
     WeightsApplied,
+    WeightSyncGranted,
+    WeightSyncRequested,
 )
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
@@ -116,14 +116,14 @@ async def test_an_engine_that_stands_ready_for_a_session_gives_its_memory_back(b
     """A trainer that died before it brought weights brings none; the next one wants the memory first."""
     asked = anyio.Event()
 
-    async def note(_: Message) -> SessionGranted:
+    async def note(_: Message) -> WeightSyncGranted:
         asked.set()
-        return SessionGranted(granted=False)
+        return WeightSyncGranted(granted=False)
 
     async with (
         serving(ScriptedEngine()) as engine,
         rollout_actor(bus, router_url, [engine], colocated()),
-        bus.serve({SessionRequested: note}),
+        bus.serve({WeightSyncRequested: note}),
     ):
         trainer = Trainer(bus)
         await trainer.begin(Phase.TRAIN)

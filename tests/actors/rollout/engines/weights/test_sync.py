@@ -9,17 +9,19 @@ import pytest
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.weights import sync as sessions_module
 from actors.rollout.engines.weights.sync import Part, Place, SessionOver, WeightSessions
-from messages import BucketSent, SessionClosed, SessionFinished, SessionOffered, SessionPrepared
+from messages import BucketSent, WeightSyncClosed, WeightSyncFinished, WeightSyncOffered, WeightSyncPrepared
 from tests.support.rollout import announcement
 
 pytestmark = pytest.mark.anyio
 
 BUCKET = BucketSent(session="1.1", stage=0, index=0, names=("a",), dtypes=("float32",), shapes=((1,),))
-STEPS = (SessionPrepared(session="1.1"), BUCKET, SessionFinished(session="1.1", checksum="c", num_buckets=1))
+STEPS = (WeightSyncPrepared(session="1.1"), BUCKET, WeightSyncFinished(session="1.1", checksum="c", num_buckets=1))
 
 
-def offer(session: str = "1.1", *, incarnation: int = 1, version: int = 1, deadline_s: float = 5.0) -> SessionOffered:
-    return SessionOffered(session=session, incarnation=incarnation, version=version, deadline_s=deadline_s)
+def offer(
+    session: str = "1.1", *, incarnation: int = 1, version: int = 1, deadline_s: float = 5.0
+) -> WeightSyncOffered:
+    return WeightSyncOffered(session=session, incarnation=incarnation, version=version, deadline_s=deadline_s)
 
 
 def sessions(*lacking: str) -> WeightSessions:
@@ -53,7 +55,7 @@ class Engine:
     async def _take(self, part: Part) -> None:
         while not part.session:  # noqa: ASYNC110 - as the engine's target tells it
             await anyio.sleep(0.001)
-        while not self.did or self.did[-1] is not SessionFinished:
+        while not self.did or self.did[-1] is not WeightSyncFinished:
             step = type(await part.next())
             if step is self._fails_at:
                 raise RuntimeError(f"{self._name} cannot")
@@ -73,10 +75,10 @@ async def test_each_step_is_answered_when_all_members_did_it() -> None:
                 assert (await of.step(step)).failed == {}
             again = await of.step(STEPS[-1])  # its answer was lost
             assert again.failed == {}
-    assert a.did == b.did == [SessionPrepared, BucketSent, SessionFinished]
+    assert a.did == b.did == [WeightSyncPrepared, BucketSent, WeightSyncFinished]
 
 
-@pytest.mark.parametrize("fails_at", [SessionPrepared, BucketSent, SessionFinished])
+@pytest.mark.parametrize("fails_at", [WeightSyncPrepared, BucketSent, WeightSyncFinished])
 async def test_one_that_fails_says_why_and_goes_on_saying_so(fails_at: type) -> None:
     of = sessions("a", "b")
     a, b = Engine(of, "a", fails_at=fails_at), Engine(of, "b")
@@ -86,7 +88,7 @@ async def test_one_that_fails_says_why_and_goes_on_saying_so(fails_at: type) -> 
             group.start_soon(b.run)
             await of.offered(offer())
             said = [(await of.step(step)).failed for step in STEPS]
-    failed = [SessionPrepared, BucketSent, SessionFinished].index(fails_at)
+    failed = [WeightSyncPrepared, BucketSent, WeightSyncFinished].index(fails_at)
     assert said == [{}] * failed + [{"a": "a cannot"}] * (3 - failed)
     assert b.error == ""
 
@@ -106,7 +108,7 @@ async def test_engines_that_may_be_asked_and_are_not_ready_yet_are_waited_for() 
             with anyio.fail_after(5):
                 while not found:  # noqa: ASYNC110 - by the task above
                     await anyio.sleep(0.001)
-            await of.closed(SessionClosed(session="1.1", reason="enough"))
+            await of.closed(WeightSyncClosed(session="1.1", reason="enough"))
 
 
 async def test_an_offer_to_a_part_of_the_engines_takes_and_waits_for_those_alone() -> None:
@@ -121,14 +123,14 @@ async def test_an_offer_to_a_part_of_the_engines_takes_and_waits_for_those_alone
                 if part == 0:
                     group.start_soon(a.run)
                 session = f"1.{part + 1}"
-                asked = SessionOffered(
+                asked = WeightSyncOffered(
                     session=session, incarnation=1, version=1, deadline_s=5.0, part=part, num_parts=2
                 )
                 members = (await of.offered(asked)).members
                 assert [member.engine for member in members] == [engine._name]
                 for step in STEPS:
                     assert (await of.step(msgspec.structs.replace(step, session=session))).failed == {}
-    assert a.did == b.did == [SessionPrepared, BucketSent, SessionFinished]
+    assert a.did == b.did == [WeightSyncPrepared, BucketSent, WeightSyncFinished]
 
 
 async def test_without_them_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +146,7 @@ async def test_while_an_evaluation_holds_engines_back_nobody_takes_part(monkeypa
 
 
 async def close_by_call(of: WeightSessions) -> None:
-    await of.closed(SessionClosed(session="1.1", reason="the trainer leaves"))
+    await of.closed(WeightSyncClosed(session="1.1", reason="the trainer leaves"))
 
 
 async def close_by_another(of: WeightSessions) -> None:
@@ -174,7 +176,7 @@ async def test_a_session_that_is_closed_ends_for_its_members(
             group.start_soon(engine.run)
             await anyio.wait_all_tasks_blocked()
             await of.offered(offer())
-            await of.step(SessionPrepared(session="1.1"))
+            await of.step(WeightSyncPrepared(session="1.1"))
             await close(of)  # type: ignore[misc]
     assert engine.error == reason
     with pytest.raises(ValueError, match=r"session 1\.1 is not open here"):
