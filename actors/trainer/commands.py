@@ -65,7 +65,7 @@ from actors.trainer.step.train_step import Trained, TrainStep
 from messages import WeightProbe
 from runtime.settings.placement import weight_format
 from runtime.settings.topology import Topology, WeightFormat, answers_are_recorded
-from runtime.util.files import complete_directory
+from runtime.util.files import atomic_directory
 
 
 @dataclass(frozen=True)
@@ -251,15 +251,12 @@ class TrainerRank:
 
     def export(self, directory: Path) -> None:
         """Write a self-contained Hugging Face model directory. Replaces an existing directory."""
-        unfinished = directory.with_name(f".{directory.name}")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        self._lead(Export(str(unfinished)))
-        self._lead(FinishExport())
-        copy_small_files(self._model_directory, unfinished, tokenizer=True)
-        set_dtype(unfinished / "config.json", self._topology.model.dtype)
-        shutil.rmtree(directory, ignore_errors=True)
-        complete_directory(unfinished, directory)
+        with atomic_directory(directory) as unfinished:
+            self._lead(Export(str(unfinished)))
+            self._lead(FinishExport())
+            copy_small_files(self._model_directory, unfinished, tokenizer=True)
+            set_dtype(unfinished / "config.json", self._topology.model.dtype)
+            shutil.rmtree(directory, ignore_errors=True)
 
     def unwritten(self) -> Published:
         """Probe the weights, for engines that receive them without files."""

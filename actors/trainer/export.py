@@ -14,8 +14,7 @@ from runtime.node.claims.rundir import TOPOLOGY_FILE
 from runtime.settings.devices import HIDDEN
 from runtime.settings.placement import weight_format
 from runtime.settings.topology import MegatronConfig, Topology, decode_topology
-from runtime.util.files import complete_directory
-from runtime.util.secrets import make_private
+from runtime.util.files import atomic_directory
 
 if TYPE_CHECKING:
     import torch
@@ -54,14 +53,8 @@ def export_run(directory: Path, out: Path, *, step: int | None = None) -> Source
     model_directory = Path(topology.model.hf_checkpoint)
     if not (model_directory / "config.json").is_file():
         raise CannotExport(f"{model_directory}, the run's model.hf_checkpoint, has no config.json any more")
-    unfinished = out.with_name(f".{out.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    make_private(unfinished)
-    try:
+    with atomic_directory(out) as unfinished:
         (_write_checkpoint if source.is_checkpoint else _copy_published)(source.path, unfinished, topology)
-        complete_directory(unfinished, out)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return source
 
 

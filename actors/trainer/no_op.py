@@ -1,6 +1,5 @@
 """No-op trainer for rollout-only runs: announces the same weights for every step and completes every batch at once."""
 
-import shutil
 import time
 import uuid
 from pathlib import Path
@@ -34,7 +33,7 @@ from runtime.ledger.steps import Batch
 from runtime.models.checksums import checksums_of, safetensors_files
 from runtime.process.actor import Actor
 from runtime.settings.topology import Topology
-from runtime.util.files import complete_directory
+from runtime.util.files import atomic_directory
 
 log = structlog.get_logger()
 
@@ -207,9 +206,6 @@ def _draw(topology: Topology, directory: Path) -> None:
     model_directory = Path(topology.model.hf_checkpoint)
     model = read_hf_config(model_directory, topology.trainer.megatron.mtp_num_layers)
     draw, dtype = random_source(model, topology.run.seed), DTYPES[topology.model.dtype]
-    unfinished = directory.with_name(f".{directory.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    weights = {name: draw(name).to(dtype).contiguous() for name in hf_shapes(model)}
-    write_model(weights, unfinished, model_directory=model_directory)
-    complete_directory(unfinished, directory)
+    with atomic_directory(directory) as unfinished:
+        weights = {name: draw(name).to(dtype).contiguous() for name in hf_shapes(model)}
+        write_model(weights, unfinished, model_directory=model_directory)

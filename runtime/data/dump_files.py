@@ -28,7 +28,7 @@ from messages import Float32Array, Int32Array, SampleKey, SampleStatus, Segment,
 from runtime.data.dumps import DumpedGroup, DumpedSample
 from runtime.data.tokens import sample_problem
 from runtime.util.disk import writing
-from runtime.util.files import whole
+from runtime.util.files import atomic_file
 
 RUN_FILE: Final = "run.json"
 TOPOLOGY_FILE: Final = "topology.json"
@@ -63,7 +63,7 @@ def write_pair(directory: Path, step: int, groups: Sequence[DumpedGroup], told_b
     columns: dict[str, Any] = _columns(groups) | {"told_by": np.array(told_by, dtype=np.int64)}
     needed_bytes = len(lines) + sum(column.nbytes for column in columns.values())
     for path in (columns_path(directory, step), lines_path(directory, step)):
-        with writing(path, needed_bytes), whole(path) as file:
+        with writing(path, needed_bytes), atomic_file(path) as file:
             if path.suffix == ".npz":
                 np.savez(file, **columns)
             else:

@@ -17,7 +17,7 @@ from runtime.models.delta import INDEX, NOTE, DeltaError, Version, apply_deltas,
 from runtime.models.file_sums import damage_in
 from runtime.models.route import route_to
 from runtime.models.versions import name_of, on_disk, versions_in
-from runtime.util.files import complete_directory
+from runtime.util.files import atomic_directory
 
 KEEP_COPIES: Final = 2  # the newest, and one that an engine may still be reading
 
@@ -111,17 +111,15 @@ def _make(wanted: Version, published: Path, copies: Path, place: Path, held: Ver
 
 
 def _copy_whole(wanted: Version, published: Path, place: Path) -> None:
-    partial = place.with_name(f".{place.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    for file in published.iterdir():
-        if file.is_file() and file.name != NOTE:
-            shutil.copyfile(file, partial / file.name)
-    found = checksums_of(partial).total
-    if found != wanted.checksum:
-        raise DeltaError(f"{published}: is not version {wanted.number}: its checksum is {found}, not {wanted.checksum}")
-    write_held(partial, wanted)
-    complete_directory(partial, place)
+    with atomic_directory(place) as partial:
+        for file in published.iterdir():
+            if file.is_file() and file.name != NOTE:
+                shutil.copyfile(file, partial / file.name)
+        found = checksums_of(partial).total
+        if found != wanted.checksum:
+            message = f"is not version {wanted.number}: its checksum is {found}, not {wanted.checksum}"
+            raise DeltaError(f"{published}: {message}")
+        write_held(partial, wanted)
 
 
 def _forget_old(copies: Path, place: Path) -> None:

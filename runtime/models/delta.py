@@ -23,7 +23,7 @@ import numpy as np
 from runtime.models.checksums import combined, tensor_checksum
 from runtime.models.safetensors import ITEM_BYTES, StoredFile, StoredTensor, read_files
 from runtime.models.tensor_delta import apply
-from runtime.util.files import complete_directory, write_atomically
+from runtime.util.files import atomic_directory, write_atomically
 
 INDEX: Final = "delta.json"
 _PAYLOADS: Final = "delta-"  # prefix of payload files
@@ -145,15 +145,12 @@ def apply_deltas(copy: Path, deltas: Sequence[Path], target: Path) -> Version:
     chain = _chain(deltas)
     files = read_files(copy)
     _check_names(copy, files, chain)
-    partial = target.with_name(f".{target.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for file in files:
-        _write_file(file, partial / file.path.name, chain)
-    _copy_others(copy, partial, {file.path.name for file in files})
     version = chain[-1].delta.target
-    write_held(partial, version)
-    complete_directory(partial, target)
+    with atomic_directory(target) as partial:
+        for file in files:
+            _write_file(file, partial / file.path.name, chain)
+        _copy_others(copy, partial, {file.path.name for file in files})
+        write_held(partial, version)
     return version
 
 

@@ -32,7 +32,8 @@ from runtime.settings.processes import ProcessSpec, Tier
 from runtime.util.disk import free_bytes, is_full, no_space, no_space_of, stored_bytes
 from runtime.util.errors import leaves
 from runtime.util.exit_codes import EXIT_FENCED
-from runtime.util.secrets import Secret, with_login, write_private
+from runtime.util.files import write_atomically
+from runtime.util.secrets import Secret, with_login
 
 log = structlog.get_logger()
 
@@ -241,7 +242,7 @@ class NodeAgent:
         """Store the URL of the bus, which is up, in the run directory, readable by its owner only."""
         self._bus_url = url
         try:
-            write_private(self._plan.run_dir / BUS_FILE, f"{url.reveal()}\n")
+            write_atomically(self._plan.run_dir / BUS_FILE, f"{url.reveal()}\n".encode())
         except OSError as error:
             self._end(RunEnd(finished=False, error=self._failure_of(error)))
             return

@@ -1,6 +1,7 @@
 """Atomic and durable writes of files and directories. Standard library only, because set-up imports it too."""
 
 import os
+import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,14 +12,15 @@ PRIVATE_DIRECTORY: Final = 0o700
 
 
 @contextmanager
-def whole(path: Path, mode: int = PRIVATE_FILE) -> Generator[BinaryIO]:
+def atomic_file(path: Path, mode: int = PRIVATE_FILE) -> Generator[BinaryIO]:
     """Write a file atomically: it replaces `path` when the block ends, and is removed if the block raises.
 
     Readers, and a start after a crash, see either the old or the new content. By default only its owner can read it.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)  # a crash may have left it, with another mode
     try:
-        with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
         complete(partial, path)
     except BaseException:
@@ -28,7 +30,7 @@ def whole(path: Path, mode: int = PRIVATE_FILE) -> Generator[BinaryIO]:
 
 def write_atomically(path: Path, content: bytes, mode: int = PRIVATE_FILE) -> None:
     """Replace a file atomically."""
-    with whole(path, mode) as file:
+    with atomic_file(path, mode) as file:
         file.write(content)
 
 
@@ -37,6 +39,37 @@ def complete(partial: Path, path: Path) -> None:
     _sync(partial)
     partial.replace(path)
     _sync(path.parent)
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Generator[Path]:
+    """Write a directory atomically: yield a hidden directory that becomes `path` when the block ends.
+
+    It is removed if the block raises. A crash leaves it, and the next writer removes it.
+
+    Raises:
+        OSError: a non-empty directory of that name exists at the end of the block.
+    """
+    partial = begin_directory(path)
+    try:
+        yield partial
+        complete_directory(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def begin_directory(path: Path) -> Path:
+    """Create the hidden directory in which a directory is written, and remove what a crash left in its place."""
+    partial = hidden_name(path)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(PRIVATE_DIRECTORY, parents=True)
+    return partial
+
+
+def hidden_name(path: Path) -> Path:
+    """Return where a directory is written before it gets its name: next to it, with a dot in front."""
+    return path.with_name(f".{path.name}")
 
 
 def complete_directory(partial: Path, path: Path) -> None:

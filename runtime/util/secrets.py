@@ -11,7 +11,7 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-from runtime.util.files import PRIVATE_DIRECTORY, PRIVATE_FILE
+from runtime.util.files import PRIVATE_DIRECTORY, write_atomically
 
 HIDDEN: Final = "***"
 NATS_CREDENTIALS: Final = "BEGIN NATS USER JWT"
@@ -143,19 +143,8 @@ def kept_secret(path: Path) -> Secret:
     """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_private(path, f"{Secret.random().reveal()}\n")
+        write_atomically(path, f"{Secret.random().reveal()}\n".encode())
     return Secret(read_private(path).strip())
-
-
-def write_private(path: Path, content: str) -> None:
-    """Replace a file atomically. Other users can never read it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.unlink(missing_ok=True)
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE), "w") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def read_private(path: Path) -> str:

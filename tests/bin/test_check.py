@@ -34,7 +34,8 @@ from runtime.data.dump_files import RUN_FILE
 from runtime.node.claims.claim import Claim
 from runtime.node.claims.run_id import KEY, IdOnBus
 from runtime.settings.topology import MegatronConfig
-from runtime.util.secrets import Login, Secret, with_login, write_private
+from runtime.util.files import write_atomically
+from runtime.util.secrets import Login, Secret, with_login
 from tests.bin.check_cases import (
     ACCEPTED,
     COLOCATE,
@@ -60,7 +61,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("things")
     (folder / "graders.py").write_text(GRADER)
     for password in ("right", "wrong"):
-        write_private(folder / f"{password}.toml", f'user = "me"\npassword = "{password}"\n')
+        write_atomically(folder / f"{password}.toml", f'user = "me"\npassword = "{password}"\n'.encode())
     (folder / "torn.jsonl").write_text('{"input": "12", "label": "21"}\n{"input": "1\n')
     (folder / "named.jsonl").write_text('{"input": "12", "label": "21", "metadata": {"rm_type": "nonsense"}}\n')
     for name in ("bare", "broken", "plain", "more"):

@@ -24,7 +24,7 @@ from runtime.data.stored_prompts import fetch_prompt
 from runtime.ledger.fold import LEDGER_EVENTS
 from runtime.process.actor import InputError
 from runtime.settings.topology import Topology, encode_topology
-from runtime.util.files import whole, write_atomically
+from runtime.util.files import atomic_file, write_atomically
 from runtime.util.secrets import make_private
 
 log = structlog.get_logger()
@@ -173,5 +173,5 @@ def _copy_tokenizer(model: Path, directory: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    with source.open("rb") as content, whole(target) as file:
+    with source.open("rb") as content, atomic_file(target) as file:
         shutil.copyfileobj(content, file)

@@ -34,7 +34,7 @@ from actors.trainer.megatron.imports import (
     replace_state_dict_keys_with_sharded_keys,
 )
 from runtime.util.disk import NoSpace, free_bytes, no_space, writing
-from runtime.util.files import complete_directory
+from runtime.util.files import begin_directory, complete_directory, hidden_name
 
 WRITE_TIMEOUT_S = 3600.0  # for a rank's files, counted from when `finish` is called
 
@@ -56,7 +56,7 @@ class Saving:
         """
         self.path = path
         self._said = said
-        self._unfinished = path.with_name(f".{path.name}")
+        self._unfinished = hidden_name(path)
         self._is_there = path.exists()
         self._writer = _WritesLater(self._unfinished)
         dist.barrier()  # all ranks have checked the path before one of them creates it
@@ -65,8 +65,7 @@ class Saving:
             self.written.set_result(None)
             return
         if dist.get_rank() == 0:
-            shutil.rmtree(self._unfinished, ignore_errors=True)
-            self._unfinished.mkdir(parents=True)
+            begin_directory(path)
         needed_bytes = _check_room(self._unfinished, state)
         with quiet(), _written(self._unfinished, needed_bytes):
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)  # each rank writes a share

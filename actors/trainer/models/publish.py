@@ -23,7 +23,7 @@ from runtime.models.file_sums import sum_of
 from runtime.models.route import OnDisk, goes_whole, needed_for
 from runtime.models.versions import name_of, on_disk, versions_in, write_note
 from runtime.settings.topology import WeightFormat
-from runtime.util.files import complete_directory
+from runtime.util.files import begin_directory, complete_directory, hidden_name
 
 log = structlog.get_logger()
 
@@ -110,15 +110,14 @@ class Versions:
             whole: write full weights, not a delta.
         """
         path = self._root / name_of(number)
-        hidden, delta = self._root / f".{path.name}", self._root / f".delta-{path.name}"
-        for leftover in (hidden, delta, path):
+        delta = self._root / f"delta-{path.name}"
+        for leftover in (hidden_name(delta), path):
             shutil.rmtree(leftover, ignore_errors=True)
-        hidden.mkdir(parents=True)
+        hidden = begin_directory(path)
         if whole or self._newest is None or goes_whole(self._newest[0], on_disk(self._root), every=self._every):
             return Begun(number, hidden)
-        delta.mkdir()
         before, base = self._newest
-        return Begun(number, hidden, delta, base, before)
+        return Begun(number, hidden, begin_directory(delta), base, before)
 
     def complete(self, begun: Begun, written: Written) -> Published:
         """Give a version that is written its name."""

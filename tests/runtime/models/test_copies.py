@@ -165,12 +165,12 @@ def test_a_model_directory_that_nobody_published_is_copied_as_a_whole_version(tm
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-import runtime.models.delta as delta
+import runtime.util.files as files
 from runtime.models.copies import make_copy
 from runtime.models.delta import Version
 
 number, checksum, published, copies = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])
-delta.complete_directory = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+files.complete_directory = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 make_copy(Version(number, checksum), published, copies)
 """
 

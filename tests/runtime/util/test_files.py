@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from runtime.util import files
-from runtime.util.files import append_line, complete, complete_directory, whole, write_atomically
+from runtime.util.files import (
+    append_line,
+    atomic_directory,
+    atomic_file,
+    begin_directory,
+    complete,
+    complete_directory,
+    hidden_name,
+    write_atomically,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -16,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 def test_a_file_is_replaced_at_once_and_nothing_else_stays(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     write_atomically(path, b"old")
-    with whole(path) as file:
+    with atomic_file(path) as file:
         file.write(b"new")
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new"
@@ -28,7 +37,7 @@ def test_a_writer_that_fails_leaves_the_old_content_and_no_file_of_its_own(tmp_p
     write_atomically(path, b"old")
 
     def fail() -> None:
-        with whole(path) as file:
+        with atomic_file(path) as file:
             file.write(b"half")
             raise OSError("the disk is full")
 
@@ -79,6 +88,35 @@ def test_all_of_a_directory_is_synced_before_it_gets_its_name(tmp_path: Path, mo
     assert sorted(before) == [(name, False) for name in (".v1", ".v1/a", ".v1/b", ".v1/inner", ".v1/inner/c")]
     assert after == (".", True)
     assert sorted(each.name for each in path.iterdir()) == ["a", "b", "inner"]
+
+
+def test_a_file_that_a_crash_left_with_another_mode_is_replaced(tmp_path: Path) -> None:
+    left = tmp_path / f".password.{os.getpid()}"
+    left.touch(mode=0o644)
+    write_atomically(tmp_path / "password", b"x")
+    assert (tmp_path / "password").stat().st_mode & 0o777 == 0o600
+    assert not left.exists()
+
+
+def test_a_directory_gets_its_name_once_it_is_written(tmp_path: Path) -> None:
+    left = begin_directory(tmp_path / "v1")  # a crash leaves it
+    (left / "half").touch()
+    with atomic_directory(tmp_path / "v1") as partial:
+        (partial / "a").write_bytes(b"x")
+        assert partial == hidden_name(tmp_path / "v1")
+        assert list(tmp_path.iterdir()) == [partial]
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["v1", "v1/a"]
+
+
+def test_a_directory_whose_writer_fails_is_removed(tmp_path: Path) -> None:
+    def fail() -> None:
+        with atomic_directory(tmp_path / "v1") as partial:
+            (partial / "a").write_bytes(b"x")
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="disk"):
+        fail()
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_machines_own_python_can_load_it() -> None:

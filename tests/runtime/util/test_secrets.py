@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.util.files import write_atomically
 from runtime.util.secrets import (
     Login,
     Secret,
@@ -20,7 +21,6 @@ from runtime.util.secrets import (
     with_login,
     without,
     without_logins,
-    write_private,
 )
 
 MARK = "swordfish"
@@ -91,7 +91,7 @@ def test_a_secret_is_kept_where_only_its_owner_reads(tmp_path: Path) -> None:
 def test_a_private_file_is_never_open_to_others(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
-        write_private(tmp_path / "a", "x")
+        write_atomically(tmp_path / "a", b"x")
         make_private(tmp_path / "dir")
     finally:
         os.umask(old)

@@ -285,10 +285,11 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import runtime.models.delta as delta
+import runtime.util.files as files
 
 moment, base, directory, target = sys.argv[1], *map(Path, sys.argv[2:])
-name = {"tensor": "tensor_checksum", "end": "complete_directory"}[moment]
-original, left = getattr(delta, name), [2 if moment == "tensor" else 1]
+module, name = {"tensor": (delta, "tensor_checksum"), "end": (files, "complete_directory")}[moment]
+original, left = getattr(module, name), [2 if moment == "tensor" else 1]
 
 def dies(*arguments):
     left[0] -= 1
@@ -296,7 +297,7 @@ def dies(*arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     return original(*arguments)
 
-setattr(delta, name, dies)
+setattr(module, name, dies)
 delta.apply_deltas(base, [directory], target)
 """
 
