@@ -11,7 +11,12 @@ import pytest
 from runtime.util.exit_codes import EXIT_INPUT_ERROR, EXIT_OK
 
 ROOT: Final = Path(__file__).parents[2]
-PAGES: Final = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*/*.md"))]
+PAGES: Final = [
+    ROOT / "README.md",
+    ROOT / "AGENTS.md",
+    ROOT / "topologies/examples/README.md",
+    *sorted((ROOT / "docs").glob("*/*.md")),
+]
 LINE: Final = re.compile(r"^ *(bin/(?:start-topology|ledger|export-hf|replay)) ([^#\n]*)", re.MULTILINE)
 NOT_HERE: Final = re.compile(r"\bFILE\b|\bNAME\b|\bDUMP\b")  # stands for the reader's own
 
